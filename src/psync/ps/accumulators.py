@@ -17,8 +17,8 @@ asked for again on another connection, it waits at the end of the queue.
 Small work is done within the turn of the loop, large work in pieces. Meanwhile the accumulator
 is locked, and what else is to be done to it waits its turn.
 
-With a backup each of these messages is an entry of the log, applied in log order. The entry of a
-take is done when the take waits in the rule: the log does not record waiting requests.
+Each of these messages is an entry of the log (``executor``). That of a take is executed when the
+take waits in the rule: the log does not record waiting requests.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from psync.errors import (
 )
 from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.sums import Pieces, at_once
-from psync.ps.committer import Committer
 from psync.ps.cooperative_work import LongWork
+from psync.ps.executor import Answer, Executor
 from psync.ps.takes import (
     GradientTakes,
     HostedAccumulator,
@@ -50,7 +50,7 @@ from psync.ps.takes import (
     other_parameters,
     settle,
 )
-from psync.store.ledger import AlreadyApplied, Client, Fresh, InProgress, Ledger, Ticket, Verdict
+from psync.store.ledger import Client, Duplicate, Fresh, Ledger, Ticket, Verdict
 from psync.wire.accumulator_messages import (
     AccumulatorState,
     ApplyGradient,
@@ -62,8 +62,8 @@ from psync.wire.accumulator_messages import (
     TakeGradient,
 )
 from psync.wire.codec import Message
+from psync.wire.log_messages import EndTakes
 from psync.wire.messages import Done
-from psync.wire.recovery_messages import EndTakes
 
 logger = logging.getLogger(__name__)
 
@@ -84,14 +84,13 @@ class _Update:
     hosted: HostedAccumulator
     ledger: Ledger  # stays the same, even if a new coordinator comes meanwhile
     begin: Callable[[], Pieces[GradientApplied]]
-    in_log: bool  # this is its turn in the log
 
     def judge(self) -> Verdict:
         """Ask the ledger."""
         message = self.message
         closure = message.closure if message.closure >= 0 else None
         what = f"{type(message).__name__} {message.accumulator}"
-        return self.ledger.begin(
+        return self.ledger.judge(
             self.client, message.sequence, message.acked_below, closure, message.ordinal,
             what.encode(), (message.accumulator,),
         )  # fmt: skip
@@ -104,7 +103,7 @@ class AccumulatorService:
         task: Name of the ps, for messages.
         work: What takes long.
         ledger: Which updates were seen, and who has been replaced.
-        committer: In whose order all is done, once it has begun.
+        executor: In whose order all is done.
         definitions: Those that there are, with their global steps.
 
     Attributes:
@@ -117,17 +116,16 @@ class AccumulatorService:
         task: str,
         work: LongWork,
         ledger: Ledger,
-        committer: Committer,
+        executor: Executor,
         definitions: Iterable[tuple[DefineAccumulator, int]] = (),
     ) -> None:
         self.hosted: dict[str, HostedAccumulator] = {}
         self.ledger = ledger
-        self._committer = committer
+        self._executor = executor
         self._task = task
         self._work = work
         self._waits = TakeWaits(task, self._left)
-        self._takes = GradientTakes(task, work, self._waits, self._parts_ways)
-        self._follows = False  # it does what a log says, or has done it
+        self._takes = GradientTakes(task, work, self._waits)
         self._turns: dict[type[Message], Turn] = {
             DefineAccumulator: self._define,
             ApplyGradient: self._apply,
@@ -153,7 +151,6 @@ class AccumulatorService:
 
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who does which entry of the log of the one that is backed up."""
-        self._follows = True
 
         def handler(turn: Turn) -> Handler:
             return Handler(
@@ -211,18 +208,15 @@ class AccumulatorService:
 
     def _do(
         self, peer: Peer, message: Message, body: Sequence[memoryview]
-    ) -> Reply | Awaitable[Reply]:
+    ) -> Reply | Answer | None:
         """Do what a message says when it is its turn."""
-        client = (peer.task, peer.incarnation)
-        return cast("Reply | Awaitable[Reply]", self._in_turn(client, message, body))
+        return self._in_turn((peer.task, peer.incarnation), message, body)
 
     def _in_turn(
         self, client: Client, message: Message, body: Sequence[memoryview] = ()
-    ) -> Reply | Awaitable[Reply | None] | None:
+    ) -> Reply | Answer | None:
         turn = self._turns[type(message)]
-        if not self._committer.is_begun:
-            return turn(client, message, body)
-        return self._committer.commit(client, message, body, lambda: turn(client, message, body))
+        return self._executor.submit(client, message, body, lambda: turn(client, message, body))
 
     def _notified(self, peer: Peer, message: Message, _: list[memoryview]) -> None:
         with contextlib.suppress(PsyncError):  # nobody hears of it
@@ -280,62 +274,37 @@ class AccumulatorService:
         hosted: HostedAccumulator,
         begin: Callable[[], Pieces[GradientApplied]],
     ) -> Reply | Awaitable[Reply]:
-        in_log = self._committer.is_begun
-        return self._judge(_Update(client, message, body, hosted, self.ledger, begin, in_log))
-
-    def _judge(self, update: _Update) -> Reply | Awaitable[Reply]:
-        verdict = update.judge()
-        if isinstance(verdict, InProgress):
-            return self._update_later(update, verdict.ticket)
-        return self._act(update, verdict)
-
-    async def _update_later(self, update: _Update, ticket: Ticket) -> Reply:
-        """The same update is under way for another message: its end decides."""
-        while not ticket.settled:
-            await self._work.next_turn()
-        answer: Reply | Awaitable[Reply]
-        if self._committer.is_begun and not update.in_log:  # there is a log since
-            answer = self._committer.commit(
-                update.client, update.message, update.body, lambda: self._judge(update)
-            )
-        else:
-            answer = self._judge(update)
-        return answer if isinstance(answer, Reply) else await answer
-
-    def _act(self, update: _Update, verdict: Verdict) -> Reply | Awaitable[Reply]:
-        if isinstance(verdict, Fresh):
-            if not update.hosted.fits_now(sum(map(len, update.body))):
-                return self._work.to_the_end(self._do_slowly(update, verdict.ticket))
-            try:
-                answer = at_once(update.begin())
-            except Exception as exc:
-                self._failed(update, verdict.ticket, exc)
-                raise
-            return _finished(update, verdict.ticket, answer)
-        if isinstance(verdict, AlreadyApplied):
-            return Reply(update.ledger.finish(verdict.ticket, _state("duplicate", update.hosted)))
-        assert not isinstance(verdict, InProgress), "the caller has waited for it"
-        return Reply(cast(GradientApplied, verdict.answer))
+        update = _Update(client, message, body, hosted, self.ledger, begin)
+        try:
+            verdict = update.judge()
+        except PsyncError:
+            self.ledger.refuse(client, message.sequence)
+            raise
+        if isinstance(verdict, Duplicate):
+            return Reply(cast(GradientApplied, verdict.answer))
+        if not isinstance(verdict, Fresh):
+            return Reply(self.ledger.record(verdict.ticket, _state("duplicate", hosted)))
+        if not hosted.fits_now(sum(map(len, body))):
+            return self._work.to_the_end(self._do_slowly(update, verdict.ticket))
+        try:
+            answer = at_once(begin())
+        except Exception as exc:
+            self._failed(update, exc)
+            raise
+        return _finished(update, verdict.ticket, answer)
 
     async def _do_slowly(self, update: _Update, ticket: Ticket) -> Reply:
         try:
             answer = await update.hosted.in_turn(update.begin)
         except Exception as exc:
-            self._failed(update, ticket, exc)
+            self._failed(update, exc)
             raise
-        else:
-            return _finished(update, ticket, answer)
-        finally:
-            self._work.wake()  # repetitions that wait for the answer
+        return _finished(update, ticket, answer)
 
-    def _failed(self, update: _Update, ticket: Ticket, error: Exception) -> None:
-        update.ledger.fail(ticket)  # nothing has changed: a retry is judged anew
-        if update.hosted.rule.is_torn or self._parts_ways(error):
+    def _failed(self, update: _Update, error: Exception) -> None:
+        self.ledger.refuse(update.client, update.message.sequence)  # nothing has changed
+        if update.hosted.rule.is_torn or not isinstance(error, PsyncError):
             self._work.give_up(error)
-
-    def _parts_ways(self, error: Exception) -> bool:
-        """Return whether an error would let this ps and its backup come to different ends."""
-        return (self._follows or self._committer.is_begun) and not isinstance(error, PsyncError)
 
     # Takes.
 
@@ -347,15 +316,13 @@ class AccumulatorService:
         client = (peer.task, peer.incarnation)
         name = TakeName(client, message.accumulator, message.take)
         future = self._waits.add(name, peer)
-        in_log = self._committer.is_begun
         try:
             turn = self._in_turn(client, message)
         except Exception:
             self._waits.end(name, future)
             raise
-        if in_log:
-            queued = cast("asyncio.Future[Any]", turn)
-            queued.add_done_callback(functools.partial(_refused, future))
+        if isinstance(turn, Answer):
+            turn.deliver_to(functools.partial(_refused, future))
         return future.result() if future.done() else self._waits.answer(name, future)
 
     def _enter(
@@ -385,14 +352,14 @@ def _state(outcome: str, hosted: HostedAccumulator) -> GradientApplied:
 
 
 def _finished(update: _Update, ticket: Ticket, answer: GradientApplied) -> Reply:
-    if answer.outcome == "stale":
-        update.ledger.fail(ticket)  # nothing has changed: the closure's next run is judged anew
+    if answer.outcome == "stale":  # nothing has changed: the closure's next run is judged anew
+        update.ledger.refuse(update.client, update.message.sequence)
     else:
-        update.ledger.finish(ticket, answer)
+        update.ledger.record(ticket, answer)
     return Reply(answer)
 
 
-def _refused(future: asyncio.Future[Reply], turn: asyncio.Future[Any]) -> None:
+def _refused(future: asyncio.Future[Reply], outcome: Reply | Exception) -> None:
     """End a wait if the turn of its take has ended with an error."""
-    if not turn.cancelled() and (error := turn.exception()) is not None:
-        settle(future, cast(Exception, error))
+    if isinstance(outcome, Exception):
+        settle(future, outcome)

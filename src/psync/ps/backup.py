@@ -32,8 +32,8 @@ from psync.errors import (
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.ps.backup_sender import BackupSender, Served
-from psync.ps.committer import Build, Committer, Entry
 from psync.ps.cooperative_work import LongWork
+from psync.ps.executor import Build, Entry, Executor
 from psync.store.commit_log import LogState
 from psync.store.ledger import Client
 from psync.store.snapshot import Frozen
@@ -75,8 +75,8 @@ class BackupService:
         work: What takes long.
         check_coordinator: Raises unless a peer is the coordinator that is served.
         freeze: Holds what is served.
-        committer: In whose order every change is made, once this has begun it.
-        begun: Told, once, that it has.
+        executor: In whose order every change is made.
+        begun: Told, once, that there is to be a backup.
         deposed: Told that another ps has taken this one's place.
         steps: What is there of synchronous steps.
         accumulators: What is in conditional accumulators.
@@ -90,13 +90,13 @@ class BackupService:
         work: LongWork,
         check_coordinator: Callable[[Peer], None],
         freeze: Callable[[], Frozen],
-        committer: Committer,
+        executor: Executor,
         begun: Callable[[], None],
         deposed: Callable[[], None],
         steps: SyncState,
         accumulators: Contents,
     ) -> None:
-        self.committer = committer
+        self.executor = executor
         self._platform = platform
         self._served = served
         self._store = store
@@ -118,12 +118,10 @@ class BackupService:
 
     def statistics(self) -> dict[str, Any]:
         """Return counters."""
-        if not self.committer.is_begun:
-            return {}
-        log = self.committer.log
+        log = self.executor.log
         return {
             "state": log.state.value, "epoch": self._epoch, "entries": log.last,
-            "taken": log.taken, "waiting": self.committer.waiting,
+            "taken": log.taken, "waiting": self.executor.waiting,
         }  # fmt: skip
 
     def waits_for(self) -> tuple[int, int]:
@@ -132,43 +130,21 @@ class BackupService:
         Without such a one it was certainly not replaced: the coordinator lets no backup serve
         before it has heard that it is complete, nor after it has said that there is none.
         """
-        if self.committer.log.state is not LogState.PAIRED or self._sender is None:
+        if self.executor.log.state is not LogState.PAIRED or self._sender is None:
             return -1, 0
         order = self._sender.order
         return parse_task_name(order.task)[1], order.epoch
 
     def describe(self) -> list[str]:
         """Say how it stands with the backup; for reports."""
-        if not self.committer.is_begun:
+        if not self._epoch:
             return []
-        log = self.committer.log
+        log = self.executor.log
         where = "" if self._sender is None else f" in the process of {self._sender.order.task}"
         return [
             f"backup{where}: {log.state.value}, has {log.taken} of {log.last} entries, "
-            f"{self.committer.waiting} wait to be done"
+            f"{self.executor.waiting} wait to be executed"
         ]
-
-    def committed(self, handler: Handler) -> Handler:
-        """Return a handler that does what another one does in the order of the log."""
-
-        def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
-            if not self.committer.is_begun:
-                return handler.run(peer, message, body)
-            client = (peer.task, peer.incarnation)
-            return self.committer.commit(
-                client, message, body, lambda: handler.run(peer, message, body)
-            )
-
-        return Handler(run, handler.prepare)
-
-    def notified(self, handler: Handler) -> Handler:
-        """As ``committed``, for messages that nobody waits for."""
-        committed = self.committed(handler)
-
-        def run(peer: Peer, message: Any, body: list[memoryview]) -> None:
-            committed.run(peer, message, body)
-
-        return Handler(run)
 
     # The coordinator's word.
 
@@ -189,53 +165,53 @@ class BackupService:
         self._drop()
         if not message.address:
             return Reply(Done())
-        committer = self.committer
-        if not committer.is_begun:
-            committer.is_begun = True
-            self._begun()
+        executor = self.executor
+        self._begun()
         self._sender = sender = self._platform.parts.of(BackupSender)(
-            self._platform, served, message, committer.log, committer.advance, self._depose
+            self._platform, served, message, executor.log, executor.advance, self._depose
         )
-        committer.on_entry = sender.ship
-        self._copying = asyncio.get_running_loop().create_task(self._copy(committer, sender))
+        executor.on_entry = sender.ship
+        self._copying = asyncio.get_running_loop().create_task(self._copy(executor, sender))
         self._copying.add_done_callback(_seen)
         return self._when_copied()
 
     async def _frozen(
-        self, committer: Committer, sender: BackupSender
-    ) -> tuple[Frozen, list[Entry]]:
+        self, executor: Executor, sender: BackupSender, first: int
+    ) -> tuple[Frozen, int, list[Entry]]:
+        """Hold what the ps holds between two entries, the later of which is ``first``."""
         accumulated = await self._accumulators()
         while True:
+            await executor.computes.settled()
             if self._sender is not sender:  # what it names would be taken for known to the next
                 raise PsyncError("the copy was given up")
             try:
                 frozen = self._freeze()
-            except BusyError:
+            except BusyError:  # a shard is read or filled by what is no entry
                 await self._work.next_turn()
             else:
                 entries = [*self._steps.entries(), *accumulated]
-                return frozen, [committer.in_full(*each) for each in entries]
+                return frozen, first, [executor.in_full(*each) for each in entries]
 
-    async def _copy(self, committer: Committer, sender: BackupSender) -> None:
+    async def _copy(self, executor: Executor, sender: BackupSender) -> None:
         began = asyncio.get_running_loop().time()
         why = f"backup {sender.order.epoch}"
+
+        def begin() -> Awaitable[tuple[Frozen, int, list[Entry]]]:
+            # Entries from now on are kept for the backup; all before them are in the snapshot.
+            return self._frozen(executor, sender, executor.begin_copy(self._steps.groups()) + 1)
+
         try:
-            # What began before there was an order. Not in the queue: it may wait for a lock, and
-            # whoever holds that for its turn there.
-            await self._work.drain()
             try:
                 # A step that is being closed is wholly in the snapshot, or in the log.
                 await self._steps.pause(why)
-                # Entries from now on are kept for the backup; all before them are in the snapshot.
-                first = committer.begin_copy(self._steps.groups()) + 1
-                frozen, entries = await committer.at_turn(lambda: self._frozen(committer, sender))
+                snapshot = await executor.in_turn(begin)
             finally:
                 self._steps.resume(why)
-            await sender.copy(frozen, first, entries)
+            await sender.copy(*snapshot)
         except BaseException:
             if self._sender is sender and not self._over:
-                committer.log.give_up()
-                committer.advance()
+                executor.log.give_up()
+                executor.advance()
             raise
         logger.info(
             "%s: its backup in the process of %s is complete, after %.2f s", self._store.task,
@@ -260,7 +236,7 @@ class BackupService:
 
     def _depose(self) -> None:
         self._deposed()  # first: nobody is to hear of it from here
-        self.committer.depose()
+        self.executor.depose()
 
     def _drop(self) -> None:
         """Go on alone."""
@@ -270,14 +246,14 @@ class BackupService:
             copying.cancel()
         if sender is not None:
             self._work.to_the_end(sender.close())
-        self.committer.on_entry = lambda: None
-        self.committer.log.give_up()
-        self.committer.advance()
+        self.executor.on_entry = lambda: None
+        self.executor.log.give_up()
+        self.executor.advance()
 
     def end(self, error: PsyncError | None = None) -> None:
         """Something else is served from now on, or nothing: whoever waits is told."""
         self._over = True
-        self.committer.end(error)
+        self.executor.end(error)
         sender, self._sender = self._sender, None
         if self._copying is not None:
             self._copying.cancel()

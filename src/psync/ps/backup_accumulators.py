@@ -20,15 +20,15 @@ from psync.errors import RemoteProtocolError
 from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.blocks import bytes_of
 from psync.ps.accumulators import AccumulatorService
-from psync.ps.committer import Build
+from psync.ps.executor import Build
 from psync.ps.takes import HostedAccumulator, TakeName, Taker, Wanted
 from psync.ps.update import NO_BYTES
 from psync.store.ledger import Client
 from psync.store.ledger_snapshot import GradientStates, gradients_of, note_gradients
 from psync.wire.accumulator_messages import GradientApplied
 from psync.wire.codec import Message, decode, encode
+from psync.wire.log_messages import HoldGradients, KeepAnswers
 from psync.wire.messages import Done
-from psync.wire.recovery_messages import HoldGradients, KeepAnswers
 from psync.wire.tensors import to_bytes_view
 
 T = TypeVar("T")

@@ -22,6 +22,7 @@ Source: docs/design.md, "Failover".
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.peer import Handler, Later, Peer, Reply
 from psync.net.platform import Parts
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
@@ -121,9 +122,11 @@ class _Backup:
         self.taken = order.first - 1
         self.address: Awaitable[str] | None = None  # once it is to serve
         self._entries: deque[_Entry] = deque()
-        self.pending_bytes = 0  # of entries that are not done
+        self.waiting = 0  # entries that are not done
+        self.pending_bytes = 0  # of these
         self._state: dict[str, Any] = {}  # sets, by their numbers in the log
         self._doing: asyncio.Task[None] | None = None
+        self._turns: list[asyncio.Future[None]] = []  # of who waits for an entry to be done
         self._failed = False  # an entry has failed as no ps may refuse one
 
     @property
@@ -170,41 +173,63 @@ class _Backup:
             body = [NO_BYTES]  # of shards without elements
         peer = AsIfFrom(task, incarnation, self._state)
         self._entries.append(_Entry(number, peer, message, body, nbytes))
+        self.waiting += 1
         self.pending_bytes += nbytes
         self.taken = number
         if self._doing is None:
             self._doing = asyncio.get_running_loop().create_task(self._do())
 
     async def _do(self) -> None:
-        """Do the entries, one after the other."""
+        """Let the executor have the entries, one after the other."""
         try:
-            done = 0
+            begun = 0
             while self._entries and not self.is_damaged:
                 entry = self._entries.popleft()
+                outcome: object
                 try:
                     run = self.task.handler(type(entry.message)).run
                     outcome = run(cast(Peer, entry.peer), entry.message, entry.body)
-                    if outcome is not None and not isinstance(outcome, Reply):
-                        await cast(Awaitable[Any], outcome)
-                except PsyncError as exc:  # as the one that is backed up has refused it
-                    logger.debug("entry %d: %s", entry.number, exc.message)
-                except Exception:  # such as no memory here, where the other one had enough
-                    logger.exception("%s: its backup failed at %d", self.sender, entry.number)
-                    self._failed = True
-                self.pending_bytes -= entry.nbytes
-                done += 1
-                if not done % 64:
+                    if isinstance(outcome, Awaitable) and not isinstance(outcome, Later):
+                        outcome = await outcome
+                except Exception as exc:
+                    outcome = exc
+                if isinstance(outcome, Later):
+                    outcome.deliver_to(functools.partial(self._done, entry))
+                else:
+                    self._done(entry, outcome)
+                begun += 1
+                if not begun % 64:
                     await asyncio.sleep(0)
         finally:
             self._doing = None
+            self._wake()
+
+    def _done(self, entry: _Entry, outcome: object) -> None:
+        self.waiting -= 1
+        self.pending_bytes -= entry.nbytes
+        if isinstance(outcome, PsyncError):  # as the one that is backed up has refused it
+            logger.debug("entry %d: %s", entry.number, outcome.message)
+        elif isinstance(outcome, Exception):  # such as no memory here, where the other had enough
+            logger.error("%s: its backup failed at %d", self.sender, entry.number, exc_info=outcome)
+            self._failed = True
+        if self._turns:
+            self._wake()
+
+    def _wake(self) -> None:
+        turns, self._turns = self._turns, []
+        for turn in turns:
+            if not turn.done():
+                turn.set_result(None)
 
     async def settle(self, below: int = 0) -> None:
-        """Wait until no more than so many bytes of entries are left. Cancellation: safe."""
-        while self._doing is not None and (not below or self.pending_bytes > below):
-            if below:
-                await asyncio.sleep(0.001)
-            else:
-                await asyncio.wait((self._doing,))
+        """Wait until no more than so many bytes of entries are left; 0: until all are done.
+
+        Cancellation: Safe.
+        """
+        while not self.is_damaged and (self.pending_bytes > below if below else self.waiting):
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._turns.append(turn)
+            await turn
 
     async def close(self) -> None:
         """End it."""

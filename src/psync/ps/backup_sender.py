@@ -27,7 +27,7 @@ from psync.errors import (
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer, Received
 from psync.net.platform import Platform
-from psync.ps.committer import Entry
+from psync.ps.executor import Entry
 from psync.store.commit_log import CommitLog, LogState, Numbered
 from psync.store.snapshot import Frozen
 from psync.wire.codec import Message

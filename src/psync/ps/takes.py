@@ -43,7 +43,7 @@ from psync.wire.accumulator_messages import (
     GradientTaken,
     TakeGradient,
 )
-from psync.wire.recovery_messages import EndTakes
+from psync.wire.log_messages import EndTakes
 from psync.wire.tensors import to_bytes_view
 
 T = TypeVar("T")
@@ -309,21 +309,12 @@ class GradientTakes:
         task: Name of the ps, for messages.
         work: What takes long.
         waits: Who waits for takes.
-        parts_ways: Returns whether an error would let this ps and its backup come to different
-            ends: then the task ends, and its backup answers.
     """
 
-    def __init__(
-        self,
-        task: str,
-        work: LongWork,
-        waits: TakeWaits,
-        parts_ways: Callable[[Exception], bool],
-    ) -> None:
+    def __init__(self, task: str, work: LongWork, waits: TakeWaits) -> None:
         self._task = task
         self._work = work
         self._waits = waits
-        self._parts_ways = parts_ways
 
     def enter(
         self, hosted: HostedAccumulator, client: Client, message: TakeGradient
@@ -426,7 +417,7 @@ class GradientTakes:
                 self._waits.settle(wanted.name, wanted.answer)
                 continue
             error = take.error or PsyncError(f"{self._task}: the take has no result")
-            if self._parts_ways(error):
+            if not isinstance(error, PsyncError):  # its backup, which may not fail, answers
                 self._work.give_up(error)
                 continue
             hosted.takers[wanted.name.client].takes.pop(wanted.name.number)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -17,10 +17,13 @@ from psync.errors import GradientError, RemoteProtocolError, UsageError
 from psync.net.peer import Peer
 from psync.numerics.blocks import BlockPool, bytes_of, roomy
 from psync.specs import ShardSpec, dtype_of
+from psync.store.commit_log import LogNames
 from psync.store.ledger import Client, Ledger, Verdict
 from psync.store.rows import RowValues
 from psync.store.store import AssignOp, Key, ShardStore, Work
+from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.lock_messages import AssignLocked
 from psync.wire.ps_messages import Assign, AverageShards, MeasurePush, Pull, Push
 from psync.wire.sync_messages import DescribeSet, StagePush
 from psync.wire.tensors import to_bytes_view
@@ -272,10 +275,23 @@ class Update:
         """The shards that must be idle while the work begins."""
         return (*self.known.keys, *self.followed) if self.followed else self.known.keys
 
+    def entry(self, names: LogNames) -> Message:
+        """Return it as the log has it: its set by a number of the log's own, and no lock."""
+        message = self.message
+        if isinstance(message, AverageShards):
+            return message
+        number, members = names.of_set(self.known.keys)
+        if isinstance(message, AssignLocked):
+            return Assign(
+                message.sequence, message.acked_below, message.closure, message.ordinal,
+                number, members, message.op, message.rows, message.spread,
+            )  # fmt: skip
+        return replace(message, set_id=number, members=members)
+
     def judge(self) -> Verdict:
         """Ask the ledger."""
         message = self.message
-        return self.ledger.begin(
+        return self.ledger.judge(
             self.client, message.sequence, message.acked_below,
             message.closure if message.closure >= 0 else None, message.ordinal,
             self.known.digest, self.known.names, message.spread or (),

@@ -6,25 +6,23 @@ of the call in the closure) names the *intent*: when a worker is lost its closur
 another, and the second run makes the same calls under other sequences. Of the runs of a
 closure, the first whose update reaches a ps wins there.
 
-``begin`` judges an update; the first line that fits decides:
+``judge`` judges an update; the first line that fits decides:
 
     the update                                            verdict
     client's incarnation is older than the one served     FencedError
     (client, sequence) came for another call              UsageError: the client has a bug
-    (client, sequence) is being applied now               InProgress: ask again when it is settled
-    (client, sequence) has been answered                  Duplicate: that answer again
+    (client, sequence) is recorded                        Duplicate: its answer again
     sequence below what the client has acknowledged       UsageError: no answer is waited for
     closure is None                                       Fresh
     closure is final                                      AlreadyApplied: decided without it
     (closure, ordinal) is new                             Fresh
     (closure, ordinal) has another variable set           UsageError: the step is not repeatable
-    (closure, ordinal) is being applied now               InProgress: ask again when it is settled
-    (closure, ordinal) has been applied                   AlreadyApplied: answer "duplicate"
+    (closure, ordinal) is recorded                        AlreadyApplied: answer "duplicate"
 
-Fresh and AlreadyApplied carry a ticket, which the caller settles: ``finish`` records the answer,
-``fail`` forgets the update. A refused update has changed nothing, so its retry is judged again.
-After InProgress the caller waits until that ticket is settled and calls ``begin`` again: the
-outcome may be either.
+Fresh and AlreadyApplied carry a ticket. In the same turn ``record`` notes the answer that the
+update gets; of one that is refused nothing is recorded, and it has changed nothing, so its retry is
+judged again. The answer is recorded when it is known, which is before the arrays are changed: the
+answer to a repetition waits for these as the first one does (``ps.computes``).
 
 Nothing is forgotten because a cache is full. Answers go when their client says that it has
 them (``acked_below``) or is fenced; calls go when the coordinator says that their closures are
@@ -37,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from psync.errors import FencedError, LocalProtocolError, UsageError
+from psync.errors import FencedError, UsageError
 
 Client = tuple[str, int]
 """Task name and incarnation."""
@@ -50,25 +48,27 @@ A = TypeVar("A")
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """One judged update that is to be finished or failed. Compared by identity."""
+    """One judged update that is to be recorded. Compared by identity."""
 
     client: Client
     sequence: int
     call: Call | None  # None outside of closures
     first: bool  # whether it is this update that is applied for ``call``
-    settled: bool = False  # finished or failed
+    variable_set: int | bytes = 0
+    variables: Sequence[str] = ()
+    spread: Sequence[Sequence[int]] = ()  # (ps, sequence there) of the same update's others
 
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """Apply it, then settle the ticket."""
+    """Apply it, and record the ticket."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class AlreadyApplied:
-    """Do not apply it: another run of its closure was first. Finish the ticket with an answer."""
+    """Do not apply it: another run of its closure was first. Record the ticket with an answer."""
 
     ticket: Ticket
 
@@ -80,26 +80,18 @@ class Duplicate:
     answer: object
 
 
-@dataclass(frozen=True, slots=True)
-class InProgress:
-    """Wait until ``ticket`` is settled, then begin again."""
-
-    ticket: Ticket
-
-
-Verdict = Fresh | AlreadyApplied | Duplicate | InProgress
+Verdict = Fresh | AlreadyApplied | Duplicate
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerStatistics:
-    """A snapshot of a ledger. The first six count verdicts."""
+    """A snapshot of a ledger. The first five count verdicts."""
 
-    fresh: int
+    fresh: int  # that were recorded
     duplicate: int
-    already_applied: int
-    in_progress: int
+    already_applied: int  # likewise
     fenced: int
-    failed: int  # fresh ones that were refused afterwards
+    refused: int  # messages that were refused for another reason
     clients: int  # tasks known
     answers: int  # messages remembered
     calls: int  # (closure, ordinal) remembered
@@ -107,9 +99,9 @@ class LedgerStatistics:
 
 @dataclass(slots=True)
 class _Message:
-    ticket: Ticket
-    answer: object = None  # None until finished
-    spread: Sequence[Sequence[int]] = ()  # (ps, sequence there) of the same update's others
+    call: Call | None
+    answer: object
+    spread: Sequence[Sequence[int]] = ()  # as of a ticket
 
 
 @dataclass(slots=True)
@@ -117,12 +109,10 @@ class _Sender:
     incarnation: int  # the lowest one served
     acked_below: int = 0  # it has the answers to all sequences below
     messages: dict[int, _Message] = field(default_factory=dict)  # by sequence
-    refused: set[int] = field(default_factory=set)  # sequences, not below ``acked_below``
 
 
 @dataclass(slots=True)
 class _Applied:
-    ticket: Ticket  # of the run that is or was first
     variable_set: int | bytes
     variables: Sequence[str]
     parts: int = 1  # of the update, on all ps tasks together
@@ -141,14 +131,15 @@ class Ledger:
         self._senders: dict[str, _Sender] = {}  # by task
         self._closures: dict[int, dict[int, _Applied]] = {}  # by closure, by ordinal
         self._final_below = 0  # closures below are final
+        # Sequences that were refused, by client: no part of the state, only cuts ask.
+        self._refused: dict[Client, set[int]] = {}
         self._fresh = 0
         self._duplicate = 0
         self._already_applied = 0
-        self._in_progress = 0
         self._fenced = 0
-        self._failed = 0
+        self._num_refused = 0
 
-    def begin(
+    def judge(
         self,
         client: Client,
         sequence: int,
@@ -180,7 +171,7 @@ class Ledger:
         call = None if closure is None else (closure, ordinal)
         message = sender.messages.get(sequence)
         if message is not None:
-            return self._seen(message, call)
+            return self._seen(client, sequence, message, call)
         if sequence < sender.acked_below:
             raise UsageError(
                 f"{client[0]} sent update {sequence} again, whose answer it has acknowledged"
@@ -190,57 +181,31 @@ class Ledger:
             applied = self._closures.get(call[0], {}).get(ordinal)
             if applied is not None:
                 self._check_variables(call, applied, variable_set, variables)
-                if not applied.ticket.settled:
-                    self._in_progress += 1
-                    return InProgress(applied.ticket)
             first = applied is None and call[0] >= self._final_below
-        ticket = Ticket(client, sequence, call, first)
-        sender.messages[sequence] = _Message(ticket, None, spread)
-        if not first:
+        ticket = Ticket(client, sequence, call, first, variable_set, variables, spread)
+        return Fresh(ticket) if first else AlreadyApplied(ticket)
+
+    def record(self, ticket: Ticket, answer: A) -> A:
+        """Note that an update is applied, or answered as a duplicate. Returns ``answer``.
+
+        Args:
+            ticket: Of ``judge``, since which nothing else was judged.
+            answer: What its client is told.
+        """
+        sender, call = self._senders[ticket.client[0]], ticket.call
+        sender.messages[ticket.sequence] = _Message(call, answer, ticket.spread)
+        if not ticket.first:
             self._already_applied += 1
-            return AlreadyApplied(ticket)
+            return answer
         if call is not None:
             calls = self._closures.setdefault(call[0], {})
-            calls[ordinal] = _Applied(ticket, variable_set, variables, 1 + len(spread))
+            parts = 1 + len(ticket.spread)
+            calls[call[1]] = _Applied(ticket.variable_set, ticket.variables, parts)
         self._fresh += 1
-        return Fresh(ticket)
-
-    def finish(self, ticket: Ticket, answer: A) -> A:
-        """Record that the update was applied, or answered as a duplicate. Returns ``answer``.
-
-        Raises:
-            LocalProtocolError: If the ticket was settled before.
-        """
-        sender = self._settle(ticket)
-        if sender is not None:
-            if ticket.sequence < sender.acked_below:  # its client has stopped waiting
-                del sender.messages[ticket.sequence]
-            else:
-                sender.messages[ticket.sequence].answer = answer
         return answer
 
-    def fail(self, ticket: Ticket) -> None:
-        """Forget an update that was refused and has changed nothing.
-
-        Raises:
-            LocalProtocolError: If the ticket was settled before.
-        """
-        sender = self._settle(ticket)
-        self._failed += 1
-        if sender is not None:
-            del sender.messages[ticket.sequence]
-            if ticket.sequence >= sender.acked_below:
-                sender.refused.add(ticket.sequence)
-        if ticket.call is not None and ticket.first:
-            closure, ordinal = ticket.call
-            calls = self._closures.get(closure)
-            if calls is not None:  # None: the closure became final meanwhile
-                del calls[ordinal]
-                if not calls:
-                    del self._closures[closure]
-
     def acknowledge(self, client: Client, acked_below: int) -> None:
-        """Forget the answers that a client has received; ``begin`` does it too.
+        """Forget the answers that a client has received; ``judge`` does it too.
 
         Raises:
             FencedError: If the client has been replaced by a newer incarnation.
@@ -252,22 +217,17 @@ class Ledger:
         if acked_below > sender.acked_below:
             sender.acked_below = acked_below
             messages = sender.messages
-            for sequence in [
-                s for s, m in messages.items() if s < acked_below and m.ticket.settled
-            ]:
+            for sequence in [s for s in messages if s < acked_below]:
                 del messages[sequence]
-            if sender.refused:
-                sender.refused = {s for s in sender.refused if s >= acked_below}
+            if client in self._refused:
+                self._refused[client] = {s for s in self._refused[client] if s >= acked_below}
 
     def refuse(self, client: Client, sequence: int) -> None:
-        """Note that a message was refused before it was judged: ``is_settled`` knows of it."""
-        if client[1] < self._floor:
-            return
-        self.fence(*client)
-        sender = self._senders[client[0]]
-        known = sequence in sender.messages or sequence < sender.acked_below
-        if sender.incarnation == client[1] and not known:
-            sender.refused.add(sequence)
+        """Note that a message was refused, or judged in vain: ``is_settled`` knows of it."""
+        if client[1] >= self._lowest(client[0]):
+            self._num_refused += 1
+            if not self.knows(client, sequence):
+                self._refused.setdefault(client, set()).add(sequence)
 
     def knows(self, client: Client, sequence: int) -> bool:
         """Return whether a message has been judged, and is not forgotten yet."""
@@ -276,23 +236,17 @@ class Ledger:
             sender is not None and sender.incarnation == client[1] and sequence in sender.messages
         )
 
-    def serves(self, client: Client) -> bool:
-        """Return whether a client has been judged before, and is the present one of its task."""
-        sender = self._senders.get(client[0])
-        return sender is not None and sender.incarnation == client[1]
-
     def is_settled(self, client: Client, sequence: int) -> bool:
         """Return whether a message will change nothing here any more.
 
         It has been answered, or refused, or its client has been replaced.
         """
+        if client[1] < self._lowest(client[0]) or sequence in self._refused.get(client, ()):
+            return True
         sender = self._senders.get(client[0])
         if sender is None or sender.incarnation < client[1]:
-            return client[1] < self._floor
-        if sender.incarnation > client[1] or sequence < sender.acked_below:
-            return True
-        message = sender.messages.get(sequence)
-        return sequence in sender.refused if message is None else message.ticket.settled
+            return False
+        return sequence < sender.acked_below or sequence in sender.messages
 
     def others(self) -> list[tuple[int, str, int, int]]:
         """Return what belongs to the updates that are known here, and is for other ps tasks.
@@ -320,6 +274,8 @@ class Ledger:
         sender = self._senders.get(task)
         if sender is None or sender.incarnation < incarnation:
             self._senders[task] = _Sender(incarnation)
+            for client in [c for c in self._refused if c[0] == task and c[1] < incarnation]:
+                del self._refused[client]
 
     def raise_floor(self, floor: int) -> None:
         """Serve nobody below ``floor`` from now on, whichever task: another ledger does."""
@@ -327,11 +283,14 @@ class Ledger:
 
     def check_incarnation(self, task: str, incarnation: int) -> None:
         """Raise FencedError if ``incarnation`` of ``task`` is not served any more."""
-        sender = self._senders.get(task)
-        lowest = self._floor if sender is None else max(sender.incarnation, self._floor)
+        lowest = self._lowest(task)
         if incarnation < lowest:
             self._fenced += 1
             raise FencedError(f"incarnation {incarnation} of {task} has been replaced by {lowest}")
+
+    def _lowest(self, task: str) -> int:
+        sender = self._senders.get(task)
+        return self._floor if sender is None else max(sender.incarnation, self._floor)
 
     def statistics(self) -> LedgerStatistics:
         """Return counters and sizes as of now."""
@@ -339,24 +298,21 @@ class Ledger:
             fresh=self._fresh,
             duplicate=self._duplicate,
             already_applied=self._already_applied,
-            in_progress=self._in_progress,
             fenced=self._fenced,
-            failed=self._failed,
+            refused=self._num_refused,
             clients=len(self._senders),
             answers=sum(len(sender.messages) for sender in self._senders.values()),
             calls=sum(map(len, self._closures.values())),
         )
 
-    def _seen(self, message: _Message, call: Call | None) -> Verdict:
-        ticket = message.ticket
-        if ticket.call != call:
+    def _seen(
+        self, client: Client, sequence: int, message: _Message, call: Call | None
+    ) -> Duplicate:
+        if message.call != call:
             raise UsageError(
-                f"{ticket.client[0]} sent update {ticket.sequence} for {_named(ticket.call)} "
+                f"{client[0]} sent update {sequence} for {_named(message.call)} "
                 f"and again for {_named(call)}"
             )
-        if not ticket.settled:
-            self._in_progress += 1
-            return InProgress(ticket)
         self._duplicate += 1
         return Duplicate(message.answer)
 
@@ -373,16 +329,6 @@ class Ledger:
             hint="a closure may run more than once, and every run must update the same variables "
             "in the same order; decide which by its arguments, not by randomness or time",
         )
-
-    def _settle(self, ticket: Ticket) -> _Sender | None:
-        """Mark the ticket; return its sender unless that has been fenced meanwhile."""
-        if ticket.settled:
-            raise LocalProtocolError(
-                f"update {ticket.sequence} of {ticket.client[0]} was settled before"
-            )
-        ticket.settled = True
-        sender = self._senders[ticket.client[0]]
-        return sender if sender.incarnation == ticket.client[1] else None
 
 
 def _named(call: Call | None) -> str:

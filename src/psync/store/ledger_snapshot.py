@@ -1,8 +1,7 @@
 """Snapshots of a ledger, as plain values.
 
 A ledger restored from the state of another one gives the same verdicts: Duplicate to a message
-that was answered, with that answer; AlreadyApplied to the call of another run. What is still being
-applied has no place in a state: there is none at a cut.
+that was answered, with that answer; AlreadyApplied to the call of another run.
 
 Updates of conditional accumulators are left out, since snapshots omit the contents of these: a
 closure that runs again accumulates again. A backup, which has the contents, gets these updates by
@@ -15,10 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from psync.errors import BusyError
-from psync.store.ledger import Call, Client, Ledger, Ticket, _Applied, _Message, _Sender
-
-_NOBODY: Client = ("", 0)
+from psync.store.ledger import Call, Ledger, _Applied, _Message, _Sender
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +54,12 @@ def state_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> LedgerSt
     """Return what a ledger remembers.
 
     Args:
-        ledger: Of which nothing is being applied.
+        ledger: At a position at which nothing is being computed.
         pack: Makes bytes of an answer; None: that message is left out.
-
-    Raises:
-        BusyError: An update is being applied.
     """
     calls, parts = [], []
     for closure, by_ordinal in ledger._closures.items():
         for ordinal, applied in by_ordinal.items():
-            _check_settled(applied.ticket)
             if isinstance(applied.variable_set, int):  # else it is an accumulator's
                 names = tuple(applied.variables)
                 calls.append((closure, ordinal, applied.variable_set, names))
@@ -77,22 +69,13 @@ def state_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> LedgerSt
     for task, sender in ledger._senders.items():
         answers = []
         for sequence, message in sender.messages.items():
-            _check_settled(message.ticket)
             answer = pack(message.answer)
             if answer is not None:
-                answers.append((sequence, message.ticket.call, answer))
+                answers.append((sequence, message.call, answer))
         senders.append(SenderState(task, sender.incarnation, sender.acked_below, tuple(answers)))
     return LedgerState(
         tuple(senders), tuple(calls), ledger._final_below, ledger._floor, tuple(parts)
     )
-
-
-def _check_settled(ticket: Ticket) -> None:
-    if not ticket.settled:
-        raise BusyError(
-            f"update {ticket.sequence} of {ticket.client[0]} is being applied, so there can be no "
-            "snapshot"
-        )
 
 
 def restore_ledger(ledger: Ledger, state: LedgerState, unpack: Callable[[bytes], object]) -> None:
@@ -104,22 +87,19 @@ def restore_ledger(ledger: Ledger, state: LedgerState, unpack: Callable[[bytes],
         unpack: Makes answers of what ``pack`` of ``state_of`` returned.
     """
     for sender in state.senders:
-        client = (sender.task, sender.incarnation)
         made = ledger._senders[sender.task] = _Sender(sender.incarnation, sender.acked_below)
         for sequence, call, packed in sender.answers:
-            ticket = Ticket(client, sequence, call, first=False, settled=True)
-            made.messages[sequence] = _Message(ticket, unpack(packed))
+            made.messages[sequence] = _Message(call, unpack(packed))
     parts = {(closure, ordinal): count for closure, ordinal, count in state.parts}
     for closure, ordinal, variable_set, names in state.calls:
-        ticket = Ticket(_NOBODY, 0, (closure, ordinal), first=True, settled=True)
-        calls = ledger._closures.setdefault(closure, {})
         count = parts.get((closure, ordinal), 1)
-        calls[ordinal] = _Applied(ticket, variable_set, names, count)
+        calls = ledger._closures.setdefault(closure, {})
+        calls[ordinal] = _Applied(variable_set, names, count)
     ledger.final_below(state.final_below)
 
 
 def gradients_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> GradientStates:
-    """Return what ``state_of`` leaves out of a ledger of which nothing is being applied.
+    """Return what ``state_of`` leaves out of a ledger.
 
     Args:
         ledger: The ledger.
@@ -130,7 +110,7 @@ def gradients_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> Grad
         for sequence, message in sender.messages.items():
             answer = pack(message.answer)
             if answer is not None:
-                closure, ordinal = message.ticket.call or (-1, 0)
+                closure, ordinal = message.call or (-1, 0)
                 answers.append((task, sender.incarnation, sequence, closure, ordinal, answer))
     calls = [
         (closure, ordinal, applied.variable_set, applied.variables[0])
@@ -151,11 +131,8 @@ def note_gradients(
         states: Of the other one.
         unpack: Makes answers of what ``pack`` returned.
     """
-    for task, incarnation, sequence, closure, ordinal, packed in states.answers:
+    for task, _, sequence, closure, ordinal, packed in states.answers:
         call = None if closure < 0 else (closure, ordinal)
-        ticket = Ticket((task, incarnation), sequence, call, first=False, settled=True)
-        ledger._senders[task].messages[sequence] = _Message(ticket, unpack(packed))
+        ledger._senders[task].messages[sequence] = _Message(call, unpack(packed))
     for closure, ordinal, what, accumulator in states.calls:
-        ticket = Ticket(_NOBODY, 0, (closure, ordinal), first=True, settled=True)
-        calls = ledger._closures.setdefault(closure, {})
-        calls[ordinal] = _Applied(ticket, what, (accumulator,))
+        ledger._closures.setdefault(closure, {})[ordinal] = _Applied(what, (accumulator,))

@@ -9,15 +9,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, TypeAlias, cast
 
 from psync.cluster import parse_task_name
 from psync.errors import LocalProtocolError, PsyncError, UsageError
 from psync.numerics.sums import check_weight
 from psync.store.sync_config import SyncConfig
 from psync.sync.tokens import Replica, Taker, TokenChannel
+from psync.wire.codec import decode, encode
+from psync.wire.messages import Failure
+from psync.wire.remote_errors import exception_of, failure_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,27 @@ class Push:
     count: int = 0
     answer: Answer | None = None
 
+    def snapshot(self) -> list[Any]:
+        """Return it as plain data."""
+        given = self.answer and [self.answer.token, self.answer.partial, self.answer.count]
+        return [
+            *astuple(self.contribution), self.outcome, self.staleness, self.partial, self.count,
+            given,
+        ]  # fmt: skip
+
+    @classmethod
+    def restored(cls, group: int, state: Sequence[Any]) -> Push:
+        """Return that of which another one is the snapshot."""
+        replica, *rest = state[:-5]
+        contribution = Contribution((replica[0], replica[1]), *rest)
+        push = cls(contribution, *state[-5:-1])
+        if state[-1] is not None:
+            push.answer = Answer(
+                group, contribution.replica, contribution.number, push.outcome, push.staleness,
+                *state[-1],
+            )  # fmt: skip
+        return push
+
 
 @dataclass(slots=True)
 class _Counts:
@@ -100,8 +124,6 @@ class Group:
         config: What its optimizer said.
         step: At which it begins: the value of the global step.
         alive: Living replicas, task → incarnation; None where nobody has said who lives.
-        goes_on: Whether another one, whose backup this is, has closed steps of it. Then values of
-            before all these steps (local step -1) are stale: nobody has kept what they brought.
     """
 
     def __init__(
@@ -110,8 +132,6 @@ class Group:
         config: SyncConfig,
         step: int,
         alive: Mapping[str, int] | None,
-        *,
-        goes_on: bool = False,
     ) -> None:
         self.number = number
         self.config = config
@@ -123,9 +143,7 @@ class Group:
             config.allowance if config.bound else None, keeps_old=config.tensorflow_compat
         )
         self.tokens.put(step, 0)
-        # Values of before it (local step -1) count as of this step; or a later one, which is over.
-        self.first_step = step - 1 if goes_on else step
-        self._begun_at = step  # here
+        self.first_step = step  # values of before it (local step -1) count as of this step
         self._target = self._target_for(alive)
         self._counted: list[Push] = []  # in the present step
         self._being_applied: list[Push] = []  # in the one before, while that is closed
@@ -179,17 +197,6 @@ class Group:
             self.tokens.charge(replica, self.step)
         return push
 
-    def is_counted(self, replica: Replica, number: int) -> bool:
-        """Return whether a push that is not acknowledged was accepted."""
-        push = self._pushes.get(replica, {}).get(number)
-        return push is not None and push.outcome == "accepted"
-
-    def recount(self, contribution: Contribution) -> None:
-        """Count a push that was judged elsewhere."""
-        push = Push(contribution, "accepted", 0)
-        self._count(push)
-        self._pushes.setdefault(contribution.replica, {})[contribution.number] = push
-
     def take(self, push: Push) -> list[Action]:
         """Let the push's replica have a token, or wait for one."""
         taker = (push.contribution.replica, push.contribution.number)
@@ -238,6 +245,67 @@ class Group:
         """Take calls for counted that were counted before this group was begun anew."""
         for closure, ordinal, digest in calls:
             self._calls.setdefault(closure, {})[ordinal] = digest
+
+    # Snapshots.
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return its state as plain data, but for its number and configuration."""
+        pushes = dict.fromkeys(
+            push
+            for listed in (*(known.values() for known in self._pushes.values()),
+                           self._being_applied, self._counted)
+            for push in listed
+        )  # fmt: skip
+        places = {push: place for place, push in enumerate(pushes)}
+        closing = self.closing and [self.closing.step, self.closing.pushes, self.closing.partial]
+        return {
+            "step": self.step, "first": self.first_step, "closing": closing,
+            "broken": None if self.broken is None else encode(failure_of(self.broken)),
+            "short_since": self.short_since, "tokens": self.tokens.snapshot(),
+            "target": self._target, "pushes": [push.snapshot() for push in pushes],
+            "known": [
+                [*replica, [places[push] for push in known.values()]]
+                for replica, known in self._pushes.items()
+            ],
+            "being_applied": [places[push] for push in self._being_applied],
+            "counted": [places[push] for push in self._counted],
+            "held": [[*replica, token] for replica, token in self._tokens_held.items()],
+            "calls": [
+                [closure, ordinal, digest]
+                for closure, by_ordinal in self._calls.items()
+                for ordinal, digest in by_ordinal.items()
+            ],
+            "has_initial": self._has_initial,
+            "counts": [[task, *astuple(counts)] for task, counts in self._counts.items()],
+            "staleness": [list(each) for each in self._staleness.items()],
+            "steps": [self._steps, self._partial_steps],
+        }  # fmt: skip
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take the state that another one, of the same number and configuration, has returned."""
+        pushes = [Push.restored(self.number, each) for each in state["pushes"]]
+        self.step, self.first_step = state["step"], state["first"]
+        if state["closing"] is not None:
+            step, named, partial = state["closing"]
+            self.closing = Close(self.number, step, tuple(map(tuple, named)), partial)
+        if state["broken"] is not None:
+            self.broken = exception_of(cast(Failure, decode(state["broken"])), "/job:ps/task:0")
+        self.short_since, self._target = state["short_since"], state["target"]
+        self.tokens.restore(state["tokens"])
+        self._pushes = {
+            (task, born): {pushes[at].contribution.number: pushes[at] for at in places}
+            for task, born, places in state["known"]
+        }
+        self._being_applied = [pushes[at] for at in state["being_applied"]]
+        self._counted = [pushes[at] for at in state["counted"]]
+        self._shares = Counter(push.contribution.replica for push in self._counted)
+        self._tokens_held = {(task, born): token for task, born, token in state["held"]}
+        self._calls = {}
+        self.note_calls(state["calls"])
+        self._has_initial = state["has_initial"]
+        self._counts = {task: _Counts(*counts) for task, *counts in state["counts"]}
+        self._staleness = Counter(dict(state["staleness"]))
+        self._steps, self._partial_steps = state["steps"]
 
     # Steps.
 
@@ -327,7 +395,7 @@ class Group:
             return []
         number = self.config.initial_tokens(count)
         self._has_initial = True
-        return self._answers(self.tokens.put(self._begun_at, number))
+        return self._answers(self.tokens.put(self.first_step, number))
 
     def release(self) -> list[Action]:
         """Give those who wait tokens of the present step: nothing else will make it go on."""

@@ -1,7 +1,6 @@
-"""Requests from ps 0 to all ps tasks, itself among them, and the global step of a group.
+"""Requests from ps 0 to all ps tasks, itself among them.
 
-``StepCloser`` says which step is to be closed; this carries it to every ps, and keeps the
-global step, wherever that is.
+``StepCloser`` says which step is to be closed; this carries it to every ps.
 """
 
 from __future__ import annotations
@@ -24,16 +23,19 @@ from psync.errors import (
     RemoteProtocolError,
 )
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Peer, Received
+from psync.net.peer import Peer, Received, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
+from psync.ps.cooperative_work import LongWork
+from psync.ps.executor import Answer
 from psync.store.step_norms import ShardSums
 from psync.store.sync_config import SyncConfig
-from psync.sync.cross_ps_sets import Along, Share, ShareNumbers, Values, WholeSet
-from psync.sync.groups import CLOSER, raising, step_variable
+from psync.sync.cross_ps_sets import Along, Share, Values, WholeSet
+from psync.sync.groups import CLOSER, step_variable
 from psync.sync.ps_sync import PsSync
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.messages import Done
 from psync.wire.ps_messages import AttachPs
 from psync.wire.sync_messages import (
     CloseStep,
@@ -54,8 +56,8 @@ class AllPs:
         attach: Says who the coordinator is, and where the ps tasks are.
         sync: The part of ps 0 itself.
         pool: Memory for what comes in.
+        work: What takes long.
         timeline: How often the cluster has rolled back to a snapshot.
-        shares: Numbers of before that, which connections to this ps may still use.
     """
 
     def __init__(
@@ -64,20 +66,20 @@ class AllPs:
         attach: AttachPs,
         sync: PsSync,
         pool: BlockPool,
+        work: LongWork,
         timeline: int = 0,
-        shares: ShareNumbers | None = None,
     ) -> None:
         self._platform = platform
         self._attach = attach
         self._sync = sync
         self._pool = pool
+        self._work = work
         self._endpoint: Endpoint | None = None  # made when another ps is first needed
         self._client: PsClient | None = None
         self._closed = False
         self._told: set[tuple[int, int]] = set()  # (ps, group): who knows its configuration
-        self.shares = shares or ShareNumbers(len(attach.ps_addresses), CLOSER)
         self._incarnation = attach.coordinator + timeline
-        self._own_parts: set[asyncio.Task[None]] = set()  # of ps 0, which take long
+        self._own_parts: set[asyncio.Future[None]] = set()  # of ps 0, which take long
         self._addresses = list(attach.ps_addresses)
         self._moves = False  # a ps that is lost is served elsewhere soon
         self._moved = 0  # how often we heard where they are served
@@ -155,8 +157,8 @@ class AllPs:
                     (share.number, list(islice(came, len(share.members)))) for share in ahead
                 )
 
-        def own(tell: Callable[[], None]) -> Awaitable[None] | None:
-            return self._sync.applier.close(message, begun=tell)
+        def own() -> Reply | Answer | Awaitable[Reply]:
+            return self._sync.applier.close(message, (), lambda: Reply(Done()))
 
         self._to_all(message, along, wanted, own, brought, lambda failed: then(values, failed))
 
@@ -184,16 +186,16 @@ class AllPs:
             for variable, index, first, second in received.message.sums:
                 sums.append((variable, index, first, second))
 
-        async def add(measured: Awaitable[list[ShardSums]]) -> None:
+        async def add(measured: Awaitable[list[ShardSums]]) -> Reply:
             sums.extend(await measured)
+            return Reply(Done())
 
-        def own(tell: Callable[[], None]) -> Awaitable[None] | None:
-            tell()
+        def own() -> Reply | Awaitable[Reply]:
             mine = self._sync.applier.measure(message)
             if not isinstance(mine, list):
                 return add(mine)
             sums.extend(mine)
-            return None
+            return Reply(Done())
 
         self._to_all(message, along, (), own, measured, lambda failed: then(sums, failed))
 
@@ -202,19 +204,14 @@ class AllPs:
         message: CloseStep,
         along: Sequence[Sequence[Along]],
         wanted: Collection[Share],
-        own: Callable[[Callable[[], None]], Awaitable[None] | None],
+        own: Callable[[], Reply | Answer | Awaitable[Reply]],
         heard: Callable[[int, Received], None],
         then: Callable[[Exception | None], None],
     ) -> None:
         """Tell all of a step; ``heard`` gets each answer, ``then`` is called when all are there.
 
-        ``own`` does the part of ps 0. It tells the others first, who work meanwhile.
+        ``own`` does the part of ps 0; what it refuses at once no other is told.
         """
-        try:
-            others = self._others()
-        except ClosedError as exc:
-            then(exc)
-            return
         missing = 1
         failed: Exception | None = None
 
@@ -225,26 +222,24 @@ class AllPs:
             if not missing:
                 then(failed)
 
-        def tell() -> None:
-            nonlocal missing
-            missing += len(others)
-            for link in others:
-                self._tell(link, message, along, wanted, heard, done)
-
         try:
-            under_way = own(tell)
+            others = self._others()
+            mine = own()
         except Exception as exc:
             done(exc)
+            return
+        missing += len(others)
+        for link in others:
+            self._tell(link, message, along, wanted, heard, done)
+        if isinstance(mine, Answer):
+            mine.deliver_to(lambda outcome: done(_error_of(outcome)))
+        elif isinstance(mine, Reply):
+            done(None)
         else:
-            if under_way is None:
-                done(None)
-            else:
-                # The work itself is carried to its end, but it may wait for a log before.
-                own_part = asyncio.get_running_loop().create_task(
-                    _say_how_it_ended(under_way, done)
-                )
-                self._own_parts.add(own_part)
-                own_part.add_done_callback(self._own_parts.discard)
+            # It runs to completion, but it may wait for a lock, or in the log.
+            own_part = asyncio.ensure_future(_say_how_it_ended(mine, done))
+            self._own_parts.add(own_part)
+            own_part.add_done_callback(self._own_parts.discard)
 
     def _tell(
         self,
@@ -329,26 +324,7 @@ class AllPs:
             wanted = client.plan((step_variable(config),))
             (value,) = await self._asking(client.links[ps], lambda: client.pull(wanted))
             return int(value)
-        return await self._sync.global_steps.read(config)
-
-    async def raise_global_step(self, config: SyncConfig, group: int, step: int) -> None:
-        """Add one to a group's global step, unless that was done for this step.
-
-        Raises:
-            ParameterServerLost: Its ps is gone.
-
-        Cancellation: It may have been raised, or be raised later.
-        """
-        ps, message = raising(config, group, step)
-        if ps:
-            await self._ask_one(ps, message)
-        else:
-            await self._sync.global_steps.raise_one((CLOSER, self._incarnation), message)
-
-    def raise_at_once(self, config: SyncConfig, group: int, step: int) -> bool:
-        """As ``raise_global_step``; False: nothing was done, since that takes longer."""
-        ps, message = raising(config, group, step)
-        return not ps and self._sync.global_steps.raise_at_once(message)
+        return await self._sync.read_global_step(config, self._work)
 
     async def close(self) -> None:
         """Close the links; what is under way on them fails. Cancellation: they may be left open."""
@@ -429,6 +405,10 @@ class AllPs:
             link.release()
 
 
+def _error_of(outcome: Reply | Exception) -> Exception | None:
+    return outcome if isinstance(outcome, Exception) else None
+
+
 def _came_back(link: PsLink, refused: NotServedError) -> ParameterServerLost:
     """Return what it means that a ps without a backup serves nothing: it was started again.
 
@@ -440,7 +420,7 @@ def _came_back(link: PsLink, refused: NotServedError) -> ParameterServerLost:
 
 
 async def _say_how_it_ended(
-    under_way: Awaitable[None], done: Callable[[Exception | None], None]
+    under_way: Awaitable[Reply], done: Callable[[Exception | None], None]
 ) -> None:
     try:
         await under_way

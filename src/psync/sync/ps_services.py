@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,10 @@ from psync.ps.accumulators import AccumulatorService
 from psync.ps.backup import BackupService
 from psync.ps.backup_accumulators import AccumulatorSnapshot
 from psync.ps.backup_sender import Served
-from psync.ps.committer import MAX_KEPT_BYTES, Committer, Entry
 from psync.ps.cooperative_work import LongWork
 from psync.ps.creation import ShardCreation
 from psync.ps.cut_gate import GateService
+from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
 from psync.ps.locks import PsLocks
 from psync.ps.pulls import PsPulls, RowPulls
@@ -43,8 +43,8 @@ from psync.store.commit_log import CommitLog
 from psync.store.snapshot import Frozen, Loaded, freeze, settling
 from psync.sync.cross_ps_sets import ShareNumbers
 from psync.sync.groups import CLOSER
+from psync.sync.log_entries import Listed
 from psync.sync.ps_sync import PsSync
-from psync.sync.replay import SyncFollower, SyncSnapshot
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_closer import StepCloser
 from psync.sync.tokens import Replica
@@ -69,8 +69,8 @@ NOT_JUDGED = frozenset(
 )
 """What the ledger does not look at, and who was replaced must not be served with all the same."""
 
-COMMITTED = (CreateShards, Fence, SetSlots, SetOptimizer, DefineOptimizer, AskOptimizer)
-"""What changes a ps beside updates: a backup must have it before it is answered."""
+LOGGED = (CreateShards, Fence, FinalBelow, SetSlots, SetOptimizer, DefineOptimizer, AskOptimizer)
+"""What changes a ps as soon as it comes, beside what is admitted: entries as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,7 @@ class PsServices:
 
     Attributes:
         closer: Decides synchronous steps. None: not on ps 0, or not attached yet.
-        follower: While this is a backup, knows the synchronous steps of its primary. None: it is
-            none, or the coordinator has said since where all ps tasks are served.
-        replayed: Handlers of what only the log of that primary says.
+        replayed: On a backup, who does what only the log of its primary says, or says otherwise.
     """
 
     def __init__(
@@ -122,45 +120,42 @@ class PsServices:
         self.locks = PsLocks(task, store)
         parts = platform.parts
         log: CommitLog[Entry] = parts.of(CommitLog)(task, MAX_KEPT_BYTES)
-        committer = Committer(task, self.coordinator, store, log)
-        served = (task, store, ledger, work, pool, self.locks, committer)
+        self.executor = executor = Executor(task, self.coordinator, store, work, log)
+        served = (task, store, ledger, work, pool, self.locks, executor)
         serves = life in (Life.SERVING, Life.HOSTED)
-        self.sync = parts.of(PsSync)(platform, *served, serves=serves)
+        num_ps = 1 if attach is None else len(attach.ps_addresses)
+        self.sync = parts.of(PsSync)(platform, *served, num_ps, shares, serves=serves)
         for number, raw in contents.groups.items():
             self.sync.define(number, raw)
-        self.accumulators = AccumulatorService(task, work, ledger, committer, contents.accumulators)
+        self.accumulators = AccumulatorService(task, work, ledger, executor, contents.accumulators)
         self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.in_groups)
         self.closer: StepCloser | None = None
         if attach is not None and not process.index:
-            self.closer = StepCloser(
-                platform, attach, self.sync, pool, self.clocks.look_again, timeline, shares
-            )
+            self.closer = parts.of(StepCloser)(
+                platform, attach, self.sync, pool, work, self.clocks.look_again, timeline,
+                is_hosted=life is Life.HOSTED,
+            )  # fmt: skip
             self.closer.steps.note_calls(contents.counted, contents.final_below)
-        steps = SyncSnapshot(self.sync, self.closer)
         accumulated = AccumulatorSnapshot(self.accumulators)
         self.gate = GateService(
-            task, ledger, CLOSER, process.check_coordinator, functools.partial(steps.pause, "cut"),
-            functools.partial(steps.resume, "cut"), parts,
+            task, ledger, CLOSER, process.check_coordinator, functools.partial(self.pause, "cut"),
+            functools.partial(self.resume, "cut"), parts,
         )  # fmt: skip
         self.pulls = PsPulls(task, store, work, self.sync.steps, self.locks)
         self.rows = RowPulls(task, platform.limits, work, pool, store, self.sync.steps)
         self.updates = parts.of(PsUpdates)(*served, self.gate)
         self.backup = BackupService(
             platform, process.served, store, work, process.check_coordinator,
-            lambda: self.freeze()[0], committer, self._expect_moves, self._deposed, steps,
+            lambda: self.freeze()[0], executor, self._expect_moves, self._deposed, self,
             accumulated.entries,
         )  # fmt: skip
-        self.follower: SyncFollower | None = None
         self.replayed: dict[type[Message], Handler] = {}
         if life is Life.HOSTED:
-            self._follow(accumulated)
-
-    def _follow(self, accumulated: AccumulatorSnapshot) -> None:
-        self._expect_moves()
-        self.follower = SyncFollower(self._process.task, self.sync, self.shares)
-        self.replayed = {
-            **self.follower.handlers(), **self.accumulators.replayed(), **accumulated.handlers(),
-        }  # fmt: skip
+            self._expect_moves()
+            self.replayed = {
+                **self.sync.replayed(), **self.accumulators.replayed(), **accumulated.handlers(),
+                **({} if self.closer is None else self.closer.replayed()),
+            }  # fmt: skip
 
     def _expect_moves(self) -> None:
         """There are backups: a ps that is lost is waited for until it is served elsewhere."""
@@ -184,27 +179,28 @@ class PsServices:
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
-        process, backup = self._process, self.backup
+        process = self._process
         creation = process.platform.parts.of(ShardCreation)(
             process.task, process.index, self.store, process.work, process.pool,
             process.check_coordinator,
         )  # fmt: skip
-        handlers: dict[type[Message], Handler] = {Fence: Handler(self._fence)}
+        handlers: dict[type[Message], Handler] = {
+            Fence: Handler(self._fence), FinalBelow: Handler(self._final_below),
+        }  # fmt: skip
         for service in (creation, self.updates, self.sync, self.locks, self.pulls, self.gate):
             handlers.update(service.handlers())
         for kind in NOT_JUDGED & handlers.keys():
             handlers[kind] = self._of_served(handlers[kind])
-        for kind in COMMITTED:
-            handlers[kind] = backup.committed(handlers[kind])
+        for kind in LOGGED:
+            handlers[kind] = self.executor.logged(handlers[kind])
         return {
             **handlers,
-            FinalBelow: backup.notified(Handler(self._final_below)),
             AwaitWaiters: Handler(self._await_waiters),
             ReportSchedule: Handler(self._report_schedule),
             **self.accumulators.handlers(),
             **self.rows.handlers(),
             **self.clocks.handlers(),
-            **backup.handlers(),
+            **self.backup.handlers(),
             **({} if self.closer is None else self.closer.handlers()),
         }
 
@@ -255,7 +251,12 @@ class PsServices:
         self.gate.check(cut)
 
     def freeze(self) -> tuple[Frozen, list[int]]:
-        """Hold what is served; say which closures are counted in steps not yet applied."""
+        """Hold what is served; say which closures are counted in steps not yet applied.
+
+        Raises:
+            BusyError: An update is under way.
+        """
+        self.executor.computes.check_idle()
         steps = None if self.closer is None else self.closer.steps
         pending = [] if steps is None else steps.pending_closures()
         frozen = freeze(
@@ -270,6 +271,26 @@ class PsServices:
         optimizers, groups = self.store.optimizers(), self.sync.raw_configs()
         return Contents.restored(loaded, optimizers, self.accumulators.definitions(), groups)
 
+    # Synchronous steps, see ``backup.SyncState``.
+
+    async def pause(self, why: str) -> None:
+        """Close no step from now on; wait for what is being closed."""
+        if self.closer is not None:
+            await self.closer.pause(why)
+
+    def resume(self, why: str) -> None:
+        """Go on."""
+        if self.closer is not None:
+            self.closer.resume(why)
+
+    def groups(self) -> Iterable[int]:
+        """Return all groups that are known."""
+        return self.sync.raw_configs()
+
+    def entries(self) -> list[Listed]:
+        """Return entries that give a backup what no snapshot has of them."""
+        return self.sync.entries(None if self.closer is None else self.closer.steps.snapshot())
+
     # What the coordinator says.
 
     def moved(self, addresses: Sequence[str], moves: int) -> None:
@@ -278,14 +299,14 @@ class PsServices:
         known = self.attach.ps_addresses
         if len(addresses) != len(known):  # of a cluster of another size: these are others
             return
-        if moves < self.attach.moves or (self.follower is None and addresses == known):
+        if moves < self.attach.moves:
             return
         self.attach = dataclasses.replace(self.attach, ps_addresses=list(addresses), moves=moves)
         if self.closer is not None:
-            self.closer.all_ps.move(addresses)
-            if self.follower is not None:
-                self.closer.follow(self.follower.steps, self.follower.spread)
-        self.follower, self.replayed = None, {}
+            if addresses != known:
+                self.closer.all_ps.move(addresses)
+            self.closer.serve()
+        self.replayed = {}
 
     def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Reply | Awaitable[Reply]:
         if peer.task != CLOSER or peer.incarnation != self.closer_incarnation:
@@ -305,8 +326,6 @@ class PsServices:
     def _final_below(self, peer: Peer, message: FinalBelow, _: list[memoryview]) -> None:
         if peer.incarnation == self.coordinator:  # a notification: nobody hears of an error
             self.ledger.final_below(message.closure)
-            if self.follower is not None:
-                self.follower.steps.final_below(message.closure)
             if self.closer is not None:
                 self.closer.steps.final_below(message.closure)
 
@@ -333,7 +352,7 @@ class PsServices:
         """Let go on who waits for a lock or at the gate; wait for what is being done."""
         self.locks.close()
         self.gate.close()
-        await self.backup.committer.drain()
+        await self.executor.drain()
 
     async def close(self) -> None:
         """Do nothing more, as the ps task ends. Cancellation: links to others may be left open."""
@@ -344,7 +363,7 @@ class PsServices:
     @property
     def shares(self) -> ShareNumbers | None:
         """Numbers of what other ps tasks hold, which connections to ps 0 use; None: not ps 0."""
-        return None if self.closer is None else self.closer.shares
+        return None if self.closer is None else self.sync.shares
 
     def end(self, timeline: int, patience_s: float | None, torn: Callable[[], None]) -> None:
         """Serve nobody any more: pending requests fail; an update under way ends where it began.
@@ -383,7 +402,7 @@ class PsServices:
             # The part of this ps, and the global step, wait for their turns in the log.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
-                    await closer.phases.pause("end")
+                    await closer.pause("end")
             if closer.is_torn:
                 torn()
             self.backup.end(why)

@@ -7,38 +7,40 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
     DescribeSet   check, say how large the shards are
     MeasureStep   say what the norms of the same mean would be; changes nothing
     CloseStep     take the parts that ps 0 was given for this ps; the mean of the named pushes is
-                  applied, shard by shard, moving averages follow, and the group's step is raised
+                  applied, shard by shard, moving averages follow, and the global step if it is
                   here; a repetition changes nothing (``step_applier``)
-    RaiseStep     raise a global step (``groups``)
+
+StagePush and CloseStep are entries of the log, and a backup does with them what is done here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
 
 from psync.errors import BusyError, NotServedError, RemoteProtocolError, UsageError
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
-from psync.ps.committer import Committer
 from psync.ps.cooperative_work import LongWork
+from psync.ps.executor import Answer, Executor
 from psync.ps.locks import PsLocks
-from psync.ps.update import ShardSet, memory_for, numbered_set, set_of
+from psync.ps.update import NO_BYTES, ShardSet, memory_for, numbered_set, set_of
 from psync.store.ledger import Ledger
 from psync.store.step_norms import ShardSums
 from psync.store.store import ShardStore
-from psync.sync.cross_ps_sets import Along, WholeSet
+from psync.sync.cross_ps_sets import Along, ShareNumbers, WholeSet, whole_set_of
 from psync.sync.group import Close
-from psync.sync.groups import CLOSER, GlobalSteps, GroupTable
-from psync.sync.log_entries import staged_entry
+from psync.sync.groups import CLOSER, GroupTable
+from psync.sync.log_entries import Listed, body_of, entries_of_snapshot, staged_entry
 from psync.sync.staging import Staging
 from psync.sync.step_applier import StepApplier
 from psync.sync.step_update import Part
 from psync.sync.tokens import Replica
 from psync.wire.codec import Message
+from psync.wire.log_messages import CountPush, HoldPush, SetGroups
 from psync.wire.messages import Done
-from psync.wire.recovery_messages import CountPush
 from psync.wire.sync_messages import (
     CloseStep,
     Contribute,
@@ -62,8 +64,13 @@ class PsSync(GroupTable):
         work: What takes long.
         pool: Memory for what comes in.
         locks: Who must wait.
-        committer: In whose order all is done, once it has begun.
+        executor: In whose order all is done.
+        num_ps: Number of ps tasks.
+        shares: Numbers that connections of this coordinator's tasks may still use; None: none.
         serves: False: no coordinator has attached it yet, or its backup serves in its place.
+
+    Attributes:
+        shares: Numbers of what other ps tasks hold of sets that connections to ps 0 use.
     """
 
     def __init__(
@@ -75,20 +82,20 @@ class PsSync(GroupTable):
         work: LongWork,
         pool: BlockPool,
         locks: PsLocks,
-        committer: Committer,
+        executor: Executor,
+        num_ps: int,
+        shares: ShareNumbers | None = None,
         *,
         serves: bool = True,
     ) -> None:
         super().__init__(store, task)
+        self.shares = shares or ShareNumbers(num_ps, CLOSER)
         self.ledger = ledger
         self.work = work
-        self.locks = locks
-        self.committer = committer
-        parts = platform.parts
-        self.global_steps = parts.of(GlobalSteps)(store, self._check_closer, work, locks, committer)
+        self.executor = executor
         self.staging = Staging(platform.limits.staging_bytes, task)
-        make = parts.of(StepApplier)
-        self.applier = make(task, self, self.staging, work, locks, committer)
+        make = platform.parts.of(StepApplier)
+        self.applier = make(self, self.staging, work, locks, executor)
         self._serves = serves
         self._pool = pool
 
@@ -99,7 +106,15 @@ class PsSync(GroupTable):
             DescribeSet: Handler(self._describe),
             MeasureStep: Handler(self._measure_for),
             CloseStep: Handler(self._close_for),
-            **self.global_steps.handlers(),
+        }
+
+    def replayed(self) -> dict[type[Message], Handler]:
+        """Return who does which entry of the log of the one whose backup this is."""
+        return {
+            SetGroups: Handler(self.set_groups),
+            HoldPush: Handler(self._hold),
+            StagePush: Handler(self._replay_stage),
+            CloseStep: Handler(self._replay_close),
         }
 
     def steps(self) -> list[tuple[int, int]]:
@@ -127,37 +142,58 @@ class PsSync(GroupTable):
         """Take memory for a part that is about to arrive."""
         config = self.define(message.group, message.config)
         replica = (peer.task, peer.incarnation)
-        self.staging.check(message.group, replica, message.push, message.local_step, nbytes, config)
         # What is stale is dropped once it is here.
+        self.staging.reserve(
+            message.group, replica, message.push, message.local_step, nbytes, config
+        )
         return memory_for(self._pool, nbytes, varies=message.rows is not None)
 
     def _stage(
         self, peer: Peer, message: StagePush, body: list[memoryview]
-    ) -> Reply | Awaitable[Reply]:
+    ) -> Reply | Answer | None:
         known = set_of(peer, message, self._task).look_up(self.store)
-        part = self.part_with(message, known, known.body_of(body, self._task, message.rows))
-        if not self.committer.is_begun:
-            return Reply(Staged(not self.keep(peer, message, part)))
-        client = (peer.task, peer.incarnation)
-        return self.committer.commit(
-            client, staged_entry(part, message, self.raw_config(message.group)),
-            (part.body,) if len(part.body) else (),
-            lambda: Reply(Staged(not self.keep(peer, message, part))),
-        )  # fmt: skip
+        part = self._part_with(message, known, known.body_of(body, self._task, message.rows))
+        replica = (peer.task, peer.incarnation)
+        if self.staging.is_expected(message.group, replica, message.push):
+            return self._submit(replica, message, part)
+        self.ledger.check_incarnation(*replica)
+        return Reply(Staged(stale=True))
 
-    def part_with(self, message: StagePush | CountPush, known: ShardSet, body: memoryview) -> Part:
+    def _replay_stage(
+        self, peer: Peer, message: StagePush, body: list[memoryview]
+    ) -> Reply | Answer | None:
+        self.define(message.group, message.config)
+        known = set_of(peer, message, self._task).look_up(self.store)
+        part = self._part_with(message, known, body[0] if body else NO_BYTES)
+        return self._submit((peer.task, peer.incarnation), message, part)
+
+    def _submit(self, replica: Replica, message: StagePush, part: Part) -> Reply | Answer | None:
+        entry = staged_entry(part, message, self.raw_config(message.group))
+
+        def keep() -> Reply:
+            return Reply(Staged(not self.keep(replica, message, part)))
+
+        return self.executor.submit(replica, entry, body_of(part), keep)
+
+    def _part_with(self, message: StagePush | HoldPush, known: ShardSet, body: memoryview) -> Part:
         """Return the part of a push that belongs to this ps; GradientError: it does not fit."""
         group, rows = message.group, message.rows
         if rows is None:
             return Part(known, known.gradients(self.store, group, body), body)
         return Part(known, known.row_gradients(self.store, group, body, rows), body, rows)
 
-    def keep(self, peer: Peer, message: StagePush | Contribute, part: Part) -> bool:
-        """Keep a part that has arrived in the memory of ``reserve``; False: it is stale."""
-        replica = (peer.task, peer.incarnation)
-        return self.staging.stage(message.group, replica, message.push, message.local_step, part)
+    def keep(
+        self, replica: Replica, message: StagePush | Contribute | CountPush, part: Part
+    ) -> bool:
+        """Keep a part that has arrived, in its turn; False: it is stale."""
+        self.ledger.check_incarnation(*replica)
+        return self.staging.stage(
+            message.group, replica, message.push, message.local_step, len(part.body), part
+        )
 
-    def part_of(self, message: Contribute | CountPush, known: WholeSet, body: memoryview) -> Part:
+    def part_of(
+        self, message: Contribute | CountPush | HoldPush, known: WholeSet, body: memoryview
+    ) -> Part:
         """Return what a push that has come whole brings, or ps 0's part that came along.
 
         Raises:
@@ -175,11 +211,50 @@ class PsSync(GroupTable):
         part: Part | None = self.staging.staged(group, replica, push)
         return part
 
-    def keep_judged(
-        self, group: int, replica: Replica, push: int, local_step: int, part: Part
-    ) -> None:
-        """Keep a part that another ps has kept, whose backup this is."""
-        self.staging.keep(group, replica, push, local_step, len(part.body), part)
+    def replayed_part(self, peer: Peer, message: CountPush, body: list[memoryview]) -> Part | None:
+        """Return what has come along with a push, as the log says it; None: nothing."""
+        if message.set_id < 0:
+            return None
+        return self._whole_part(peer, message, body[0] if body else NO_BYTES)
+
+    def _whole_part(self, peer: Peer, message: CountPush | HoldPush, body: memoryview) -> Part:
+        known = whole_set_of(peer, message.set_id, message.members, self.shares, self._task)
+        if message.rows is None:
+            known.fit(self.store, tuple(message.lengths), self._task)
+        return self.part_of(message, known, body)
+
+    def _hold(self, peer: Peer, message: HoldPush, body: list[memoryview]) -> Reply:
+        """Keep a part that is staged over there, whether its sender lives or not."""
+        segment = body[0] if body else NO_BYTES
+        if message.whole:
+            part = self._whole_part(peer, message, segment)
+        else:
+            keys = [(variable, index) for _, variable, index in message.members]
+            known = numbered_set(peer, message.set_id, keys, self._task).look_up(self.store)
+            part = self._part_with(message, known, segment)
+        replica = (peer.task, peer.incarnation)
+        self.staging.stage(
+            message.group, replica, message.push, message.local_step, len(part.body), part
+        )
+        return Reply(Done())
+
+    def set_groups(self, _: Peer, message: SetGroups, __: list[memoryview]) -> Reply:
+        """Know the groups that the one knows whose backup this is."""
+        for group, config, step in message.groups:
+            self.define(group, config)
+            if step >= 0:
+                self.staging.close(group, step - 1)
+                self.staging.applied(group, step - 1)
+        for group in message.spread:
+            self.known(group, None).spread = True
+        return Reply(Done())
+
+    def entries(self, rule: Mapping[str, Any] | None) -> list[Listed]:
+        """Return entries that give a backup what no snapshot has; see ``entries_of_snapshot``."""
+        spread = [group for group, known in self._groups.items() if known.spread]
+        return entries_of_snapshot(
+            self.raw_configs(), dict(self.steps()), spread, self.staging.held(), rule
+        )
 
     def along(self, close: Close) -> list[Sequence[Along]]:
         """Return what belongs to others of each push of a step; on ps 0."""
@@ -217,17 +292,16 @@ class PsSync(GroupTable):
 
     def _close_for(
         self, peer: Peer, message: CloseStep, segments: list[memoryview]
-    ) -> Reply | Awaitable[Reply]:
+    ) -> Reply | Answer | Awaitable[Reply]:
         along = self._came_along(peer, message, segments)
         wanted = [numbered_set(peer, number, None, self._task) for number in message.ahead]
-        under_way = self.applier.close(message, along)
-        if under_way is None:
-            return Reply(Done(), self.values_of(wanted))
-        return self._done_after(under_way, wanted)
+        return self.applier.close(message, along, lambda: Reply(Done(), self.values_of(wanted)))
 
-    async def _done_after(self, under_way: Awaitable[None], wanted: Sequence[ShardSet]) -> Reply:
-        await under_way
-        return Reply(Done(), self.values_of(wanted))
+    def _replay_close(
+        self, peer: Peer, message: CloseStep, segments: list[memoryview]
+    ) -> Reply | Answer | Awaitable[Reply]:
+        along = self._parts_along(peer, message, segments)
+        return self.applier.close(message, along, lambda: Reply(Done()))
 
     def _check_closer(self, peer: Peer) -> None:
         self.ledger.check_incarnation(peer.task, peer.incarnation)
@@ -245,9 +319,9 @@ class PsSync(GroupTable):
     ) -> Sequence[Part | None]:
         """Return the part of each push that has come with the word to close or measure the step."""
         self._check_closer(peer)
-        return self.parts_along(peer, message, segments)
+        return self._parts_along(peer, message, segments)
 
-    def parts_along(
+    def _parts_along(
         self, peer: Peer, message: CloseStep, segments: Sequence[memoryview]
     ) -> Sequence[Part | None]:
         """Return the part of each push that has come with a closing; () is all None."""

@@ -1,60 +1,58 @@
 """Application of decided steps on one ps: the mean measured, then applied.
 
-Small steps are applied within the turn of the loop in which they are closed, large ones block
-by block; each runs to completion (shielded), whatever becomes of the connection to ps 0. A step
-that changes locked shards waits for the locks, and later requests wait for the step. With a
-backup, a step is applied in log order.
+A closing is an entry of the log, judged in its order: its parts are taken, and the group is at the
+next step. The update of the shards is a compute, and moving averages and the global step follow
+with it; pulls name the next step once it is done. A step that changes locked shards waits for the
+locks before it is an entry.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
 from collections.abc import Awaitable, Callable, Sequence
 
-from psync.errors import RemoteProtocolError
+from psync.net.peer import Reply
 from psync.numerics.layerwise_rules import Sums
-from psync.ps.committer import Committer
+from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
+from psync.ps.executor import Answer, Executor
 from psync.ps.locks import PsLocks
-from psync.store.locks import Claim
 from psync.store.step_norms import ShardSums, StepNorms
-from psync.sync.groups import GroupTable, KnownGroup
-from psync.sync.log_entries import FROM_CLOSER, closing_entry
+from psync.store.store import Key
+from psync.sync.groups import CLOSER, GroupTable, KnownGroup
+from psync.sync.log_entries import closing_entry
 from psync.sync.staging import Staging
-from psync.sync.step_update import Part, StepUpdate, averages_of
+from psync.sync.step_update import Average, Part, StepUpdate, averages_of
 from psync.wire.sync_messages import CloseStep, MeasureStep
+
+FROM_CLOSER = (CLOSER, 0)
+"""In place of a client: the log says what ps 0 has decided, whoever that is now."""
 
 
 class StepApplier:
     """Applies the steps of one ps under one coordinator.
 
     Args:
-        task: Name of the ps.
         groups: What is known of groups, and the store.
         staging: Parts of pushes.
         work: What takes long.
         locks: Who must wait.
-        committer: In whose order steps are applied, once it has begun.
+        executor: In whose order steps are applied.
     """
 
     def __init__(
         self,
-        task: str,
         groups: GroupTable,
         staging: Staging,
         work: LongWork,
         locks: PsLocks,
-        committer: Committer,
+        executor: Executor,
     ) -> None:
-        self._committer = committer
-        self._task = task
+        self._executor = executor
         self._table = groups
         self._store = groups.store
         self._staging = staging
         self._work = work
         self._locks = locks
-        self._in_log: set[asyncio.Task[None]] = set()  # closings that wait for their turn there
 
     def measure(
         self, message: MeasureStep, along: Sequence[Part | None] = ()
@@ -69,11 +67,12 @@ class StepApplier:
             The sums of each shard, or what to wait for.
 
         Raises:
-            RemoteProtocolError: Another step of the group is being applied.
+            RemoteProtocolError: A part of it is still coming in.
         """
         known = self._table.known(message.group, message.config)
-        if self._is_closed(known, message):
+        if self._is_closed(message):
             return []  # a repetition that was overtaken: nobody waits for the answer
+        self._staging.check_here(message.group, message.step, message.pushes)
         update = self._gather(message, known, along)
         if self._work.fits_now(self._store, update.keys, sum(update.costs)):
             return update.measure_at_once(message.what)
@@ -87,126 +86,123 @@ class StepApplier:
         return update.sums_by_shard(sums)
 
     def close(
-        self,
-        message: CloseStep,
-        along: Sequence[Part | None] = (),
-        begun: Callable[[], None] = lambda: None,
-    ) -> Awaitable[None] | None:
-        """Apply a step that ps 0 has decided.
+        self, message: CloseStep, along: Sequence[Part | None], reply: Callable[[], Reply]
+    ) -> Reply | Answer | Awaitable[Reply]:
+        """Apply a step that ps 0 has decided; one that is closed is not applied again.
 
         Args:
             message: What it has said.
             along: The part of each push that came with it, or None; () is all None.
-            begun: Called when the backup has it, if there is one; before it is applied.
-
-        Returns:
-            None if it is applied now; else what to wait for.
+            reply: Makes the answer, once the step is applied.
 
         Raises:
-            RemoteProtocolError: Another step of the group is being applied.
+            RemoteProtocolError: A part of it is still coming in.
             ConfigurationError: Moving averages are not beside their variables.
         """
-        group, step = message.group, message.step
-        known = self._table.known(group, message.config)
-        is_closed = self._is_closed(known, message)
-        if not self._committer.is_begun or is_closed:
-            begun()
-        if is_closed:
-            return None if known.closing is None else self._closed_by_another(known, group, step)
-        update = self._gather(message, known, along)
-        if not self._committer.is_begun and not self._locks.table.blocks(update.touched):
-            return self._apply(update, known)
-        known.closing = step
-        if not self._committer.is_begun:
-            act = functools.partial(self._apply, update, known)
-            return self._work.to_the_end(self._when_unlocked(update, known, act))
-
-        def begin_and_apply() -> Awaitable[None] | None:
-            begun()
-            return self._apply(update, known)
-
-        entry, body = closing_entry(message, known.raw, along)
-        commit = functools.partial(
-            self._committer.commit, FROM_CLOSER, entry, body, begin_and_apply
-        )
-        # Not as work under way: for that a copy waits, which may be before it in the log.
-        task = asyncio.get_running_loop().create_task(self._when_unlocked(update, known, commit))
-        self._in_log.add(task)
-        task.add_done_callback(self._ended_in_log)
-        under_way = asyncio.shield(task)
-        under_way.add_done_callback(_seen)
-        return under_way
+        known = self._table.known(message.group, message.config)
+        if self._is_closed(message):
+            again: Reply | Answer = self._executor.in_turn(lambda: Compute(known.touched, reply))
+            return again
+        self._staging.check_here(message.group, message.step, message.pushes)
+        keys = self._keys_of(message, known, along)
+        if self._locks.table.blocks(keys):
+            return self._when_unlocked(message, known, along, reply, keys)
+        return self._submit(message, known, along, reply)
 
     async def _when_unlocked(
-        self, update: StepUpdate, known: KnownGroup, act: Callable[[], Awaitable[None] | None]
-    ) -> None:
-        """Apply a step, or put it into the log, where no entry may wait for a lock."""
-        claim = self._locks.claim(update.touched)
+        self,
+        message: CloseStep,
+        known: KnownGroup,
+        along: Sequence[Part | None],
+        reply: Callable[[], Reply],
+        keys: Sequence[Key],
+    ) -> Reply:
+        claim = self._locks.claim(keys)
         try:
             await self._locks.turn(claim)
-            under_way = act()
-            if under_way is not None:
-                await under_way
-        except Exception as exc:
-            known.failed = exc
-            raise
+            answer = self._submit(message, known, along, reply)
+            return answer if isinstance(answer, Reply) else await answer
         finally:
-            self._over(known, claim, update.step)
+            self._locks.end(claim)
 
-    def _ended_in_log(self, task: asyncio.Task[None]) -> None:
-        self._in_log.discard(task)
-        _seen(task)
+    def _submit(
+        self,
+        message: CloseStep,
+        known: KnownGroup,
+        along: Sequence[Part | None],
+        reply: Callable[[], Reply],
+    ) -> Reply | Answer:
+        def claim() -> Callable[[], None]:
+            claimed = self._locks.table.begin(self._keys_of(message, known, along))
+            return lambda: self._locks.end(claimed)
 
-    def _over(self, known: KnownGroup, claim: Claim, step: int) -> None:
-        self._locks.end(claim)
-        if known.closing == step:  # else the next one has begun
-            known.closing = None
-        self._work.wake()  # repetitions that wait for the end
+        def act() -> Compute:
+            return self._judge(message, known, along, reply)
 
-    def _apply(self, update: StepUpdate, known: KnownGroup) -> Awaitable[None] | None:
+        answer = self._executor.submit(
+            FROM_CLOSER, *closing_entry(message, known.raw, along), act, claim
+        )
+        assert answer is not None, "a closing has an answer"
+        return answer
+
+    def _judge(
+        self,
+        message: CloseStep,
+        known: KnownGroup,
+        along: Sequence[Part | None],
+        reply: Callable[[], Reply],
+    ) -> Compute:
+        if self._is_closed(message):
+            return Compute(known.touched, reply)
+        update = self._gather(message, known, along)
         update.begin()
-        if not self._work.fits_now(self._store, update.touched, update.cost):
-            known.closing = update.step
-            claim = self._locks.table.begin(update.touched)
-            return self._work.to_the_end(self._apply_slowly(update, known, claim))
-        try:
+        nbytes = self._staging.close(message.group, message.step, message.pushes)
+        known.touched = update.touched
+
+        def at_once() -> None:
             update.at_once()
-        except Exception as exc:
-            self._work.give_up(exc)
-            raise
-        self._closed(update)
-        return None
+            self._applied(update, nbytes)
 
-    def _is_closed(self, known: KnownGroup, message: CloseStep) -> bool:
-        """Return whether a step was closed here, or is being closed; so this is a repetition."""
-        if known.closing is None:
-            present = self._staging.step(message.group)
-            return present is not None and message.step < present
-        if known.closing != message.step:
-            raise RemoteProtocolError(
-                f"{self._task}: step {message.step} of {known.config.name} is to be closed while "
-                f"step {known.closing} is being applied"
-            )
-        return True
+        async def in_pieces() -> None:
+            for what in update.passes():
+                update.norms.conclude(what, await self._measure_slowly(update, what))
+            await self._work.shard_by_shard(update.costs, update.work)
+            self._applied(update, nbytes)
 
-    async def _closed_by_another(self, known: KnownGroup, group: int, step: int) -> None:
-        """Wait for the end of a closing that another message began; raise what that has raised."""
-        while known.closing == step:
-            await self._work.next_turn()
-        present = self._staging.step(group)
-        if (present is None or present <= step) and known.failed is not None:
-            raise known.failed.with_traceback(None)
+        return Compute(update.touched, reply, update.cost, at_once, in_pieces)
+
+    def _applied(self, update: StepUpdate, nbytes: int) -> None:
+        """A step is applied here, and ps 0 does not know yet."""
+        self._staging.applied(update.group, update.step, nbytes)
+
+    def _is_closed(self, message: CloseStep) -> bool:
+        """Return whether a step was closed here, so that this is a repetition."""
+        present = self._staging.step(message.group)
+        return present is not None and message.step < present
+
+    def _keys_of(
+        self, message: CloseStep, known: KnownGroup, along: Sequence[Part | None]
+    ) -> Sequence[Key]:
+        """Return the shards that a step will change, if it is not closed."""
+        parts = self._staging.parts(message.group, message.pushes, along)
+        keys = dict.fromkeys(key for part, _ in parts for key in part.known.keys)
+        for average in self._averages(known):
+            keys[average.shadow] = keys[average.value] = None
+        global_step = self._table.global_step(known.config)
+        return [*keys] if global_step is None else [*keys, global_step]
+
+    def _averages(self, known: KnownGroup) -> Sequence[Average]:
+        if known.averages is None:
+            known.averages = averages_of(self._store, known.config, self._store.task)
+        return known.averages
 
     def _gather(
         self, message: CloseStep, known: KnownGroup, along: Sequence[Part | None]
     ) -> StepUpdate:
         """Say what a step changes here; nothing has changed yet if this raises."""
-        if known.averages is None:
-            known.averages = averages_of(self._store, known.config, self._task)
         parts: list[Part] = []
         weights: list[float] = []
-        taken = self._staging.take(message.group, message.step, message.pushes, along)
-        for part, weight in taken:
+        for part, weight in self._staging.parts(message.group, message.pushes, along):
             if part.known.keys:  # else all of it belongs to others
                 parts.append(part)
                 weights.append(weight)
@@ -217,31 +213,8 @@ class StepApplier:
             None if ratios is None else {variable: factor for variable, factor in ratios},
         )
         update = StepUpdate(
-            self._store, message.group, known.config, message.step, known.averages, norms
-        )
+            self._store, message.group, known.config, message.step, self._averages(known), norms,
+            self._table.global_step(known.config),
+        )  # fmt: skip
         update.gather(parts, weights)
         return update
-
-    async def _apply_slowly(self, update: StepUpdate, known: KnownGroup, claim: Claim) -> None:
-        try:
-            for what in update.passes():
-                update.norms.conclude(what, await self._measure_slowly(update, what))
-            await self._work.shard_by_shard(update.costs, update.work)
-        except Exception as exc:
-            if not self._work.is_torn:
-                self._work.give_up(exc)  # the shards are whole, the step is not
-            self._locks.end(claim)
-            raise
-        try:
-            self._closed(update)
-        finally:
-            self._over(known, claim, update.step)
-
-    def _closed(self, update: StepUpdate) -> None:
-        self._staging.closed(update.group, update.step)
-
-
-def _seen(ended: asyncio.Future[None]) -> None:
-    """Take note of an error, even if ps 0 has gone, so that nobody waits for it."""
-    if not ended.cancelled():
-        ended.exception()

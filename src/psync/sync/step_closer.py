@@ -1,16 +1,29 @@
-"""Synchronous steps on ps 0: contributions in, decisions out, rounds and tokens carried out.
+"""Synchronous steps on ps 0: pushes into the log, the rule's decisions carried out.
 
-Joins the rule (``SyncSteps``) with the network: answers wait here until there is a token, and
-a decided step goes to every ps.
+Joins the rule (``SyncSteps``) with the network. Whatever the rule is told is an entry of the log,
+with the time at which it came; so the backup of ps 0 is told the same, and has the same rule.
 
-    Contribute    → SyncSteps.contribute → Answer, Refuse: to whoever waits for that push
-                                           Close: ``StepRounds`` carries it to every ps, and
-                                                  raises the global step by one;
-                                                  then SyncSteps.closed → Answer, …
+    Contribute       CountPush      ─► SyncSteps.contribute → Answer, Refuse: to who waits for that
+    (group is new)   BeginGroup     ─► SyncSteps.define
+    ReportSchedule   SetMembers     ─► SyncSteps.members, schedule
+    FinishSteps      the same       ─► SyncSteps.finish → Close: decided; ``StepRounds`` carries it
+    a deadline       Tick           ─► SyncSteps.tick       to every ps, on the one that serves
+    norms measured   NormsMeasured  ─► how the step is to be closed
+    all applied it   StepApplied    ─► SyncSteps.closed → Answer, …
+    nobody waits     ForgetPush     ─► SyncSteps.forget
 
-One object serves one coordinator and timeline. When another one comes, whoever waits here is told,
-and a step that is being closed reaches no ps that already serves the newer one. How far each group
-is, and whether closing is paused: ``group_phases``.
+A step that is decided is *outgoing* until every ps has applied it (``groups.Outgoing``). Who dies:
+
+    ps 0, before the backup has an entry   nobody was told; the worker sends its push again
+    ps 0, with a step outgoing             the promoted backup carries it again; each ps that has
+                                           applied it ignores that
+    another ps                             its link waits until it is served elsewhere, or the
+                                           coordinator rolls all back
+
+Nothing is carried while closing is *paused*: for a cut, for a copy to a backup, at the end, and on
+a backup until the coordinator has said where all ps tasks are served. One object serves one
+coordinator and timeline. When another one comes, pending requests fail, and a step that is
+outgoing reaches no ps that already serves the newer one.
 """
 
 from __future__ import annotations
@@ -18,28 +31,46 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+import msgpack
 
 from psync.cluster import task_name
 from psync.errors import ClosedError, FencedError, GradientError, PsyncError
 from psync.net.peer import Handler, Later, Peer, Received, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
-from psync.store.sync_config import SyncConfig
-from psync.sync.cross_ps_sets import FOR_VALUES, ShareNumbers, Values, WholeSet, whole_set_of
-from psync.sync.followed_steps import FollowedSteps
-from psync.sync.group_phases import GroupEvent, GroupPhases, Phase
-from psync.sync.groups import CLOSER
-from psync.sync.log_entries import counted_entry, push_of
+from psync.ps.cooperative_work import LongWork
+from psync.ps.executor import Answer, Build
+from psync.store.ledger import Client
+from psync.sync.cross_ps_sets import FOR_VALUES, Values, WholeSet, whole_set_of
+from psync.sync.group import Close, Refuse
+from psync.sync.groups import CLOSER, KnownGroup, Listed, Outgoing
+from psync.sync.log_entries import FROM_CLOSER, body_of, counted_entry, push_of
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
-from psync.sync.step_rounds import ClosedStep, StepRounds, go_on
-from psync.sync.steps import Action, Close, Contribution, SyncSteps
+from psync.sync.step_rounds import StepRounds
+from psync.sync.step_update import Part
+from psync.sync.steps import Action, SyncSteps
 from psync.sync.token_waits import PushKey, TokenWaits
-from psync.wire.codec import Message
-from psync.wire.messages import Done
+from psync.sync.tokens import Replica
+from psync.wire.codec import Message, decode, encode
+from psync.wire.log_messages import (
+    BeginGroup,
+    CountPush,
+    EndSteps,
+    ForgetPush,
+    NormsMeasured,
+    SetGroups,
+    SetMembers,
+    StepApplied,
+    Tick,
+)
+from psync.wire.messages import Done, Failure
 from psync.wire.ps_messages import AttachPs, Fence
+from psync.wire.remote_errors import exception_of, failure_of
 from psync.wire.sync_messages import (
     AskStep,
     Contribute,
@@ -51,6 +82,9 @@ from psync.wire.sync_messages import (
 
 logger = logging.getLogger(__name__)
 
+HOSTED = "it is a backup"
+"""Why closing is paused until the coordinator has said where all ps tasks are served."""
+
 
 class StepCloser:
     """Decides the synchronous steps of one coordinator's cluster, and closes them.
@@ -60,14 +94,14 @@ class StepCloser:
         attach: Says who the coordinator is, and where the ps tasks are.
         sync: The part of ps 0 itself.
         pool: Memory for what comes in.
+        work: What takes long.
         waits_changed: Called when ``steps.waiting`` may have changed.
         timeline: How often the cluster has rolled back to a snapshot.
-        shares: Numbers of before that.
+        is_hosted: Whether it is that of a backup.
 
     Attributes:
         all_ps: The ps tasks, and where they are served.
         steps: The rule.
-        phases: How far each group is.
     """
 
     def __init__(
@@ -76,21 +110,28 @@ class StepCloser:
         attach: AttachPs,
         sync: PsSync,
         pool: BlockPool,
+        work: LongWork,
         waits_changed: Callable[[], None],
         timeline: int = 0,
-        shares: ShareNumbers | None = None,
+        *,
+        is_hosted: bool = False,
     ) -> None:
         self.steps = platform.parts.of(SyncSteps)()
-        self.phases = GroupPhases()
         self._coordinator = (task_name("chief", 0), attach.coordinator)
         self._sync = sync
-        self.all_ps = AllPs(platform, attach, sync, pool, timeline, shares)
-        self._rounds = platform.parts.of(StepRounds)(self.all_ps, sync)
+        self.all_ps = AllPs(platform, attach, sync, pool, work, timeline)
+        self._rounds = platform.parts.of(StepRounds)(self.all_ps, sync, self._log_factors)
         self._waits_changed = waits_changed
         self._loop = asyncio.get_running_loop()
         self._report_version = 0
-        self._members: tuple[Mapping[str, int], Sequence[str]] | None = None  # told last
         self._waits = TokenWaits(sync, self._left)
+        self._beginning: dict[int, asyncio.Task[None]] = {}  # groups whose first step is read
+        self._carried: set[int] = set()  # groups of which a step is on its way to every ps
+        self._told: set[asyncio.Task[None]] = set()  # other ps tasks are told of a fence
+        self._pauses = {HOSTED} if is_hosted else set()
+        self._turns: list[asyncio.Future[None]] = []  # of who waits for any of these to change
+        self._now = 0.0  # the latest time in the log, whose clock is that of no process
+        self._ahead = 0.0  # of this process's clock
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: float | None = None  # of the timer
         self._over: PsyncError | None = None  # why nothing is decided here any more
@@ -99,17 +140,7 @@ class StepCloser:
     @property
     def is_torn(self) -> bool:
         """Whether a step that was decided is perhaps not applied everywhere."""
-        return self._is_torn or bool(self.phases.carried())
-
-    @property
-    def shares(self) -> ShareNumbers:
-        """Numbers of what other ps tasks hold of sets that connections to this ps use."""
-        return self.all_ps.shares
-
-    @property
-    def spread(self) -> Collection[int]:
-        """Groups with a variable on several ps tasks."""
-        return self._rounds.spread
+        return self._is_torn or bool(self._carried)
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -120,52 +151,77 @@ class StepCloser:
             FinishSteps: Handler(self._finish),
         }
 
+    def replayed(self) -> dict[type[Message], Handler]:
+        """Return who does which entry of the log of the one whose backup this is."""
+
+        def replay(act: Callable[[Any], None]) -> Handler:
+            return Handler(lambda peer, message, _: self._submit(_client(peer), message, act))
+
+        return {
+            SetGroups: Handler(self._restore),
+            CountPush: Handler(self._replay_count),
+            ForgetPush: Handler(
+                lambda peer, message, _: self._submit_forget(_client(peer), message)
+            ),
+            BeginGroup: replay(self._define),
+            SetMembers: replay(self._set_members),
+            Tick: replay(self._tick),
+            NormsMeasured: replay(self._note_factors),
+            StepApplied: replay(self._note_applied),
+            EndSteps: replay(self._end),
+            InitTokens: replay(self._put_initial),
+            FinishSteps: replay(self._close_all),
+        }
+
+    def _submit(
+        self,
+        client: Client,
+        message: Message,
+        act: Callable[[Any], None],
+    ) -> Reply | Answer | None:
+        return self._sync.executor.submit(client, message, (), lambda: act(message))
+
+    def _note(self, message: Message, act: Callable[[Any], None]) -> None:
+        """Put into the log what nobody waits for; nothing once that has ended."""
+        with suppress(PsyncError):
+            self._submit(FROM_CLOSER, message, act)
+
+    # Its end, and the end of its life as a backup.
+
     def replaced(self, by: str = "a newer coordinator") -> None:
-        """Another one decides from now on: tell whoever waits, or comes later."""
+        """Another one decides from now on: pending requests fail, and later ones."""
         self._over = FencedError(f"{CLOSER} serves {by}")
         self._waits.refuse_all(self._over)
+        self._wake()
 
-    # A backup that goes on.
-
-    def follow(self, steps: FollowedSteps[ClosedStep], spread: Iterable[int]) -> None:
-        """Go on with the steps of the one whose backup this was; it was told of these moves.
-
-        Args:
-            steps: What is known of them.
-            spread: Groups with a variable on several ps tasks.
-        """
-        for group in spread:
-            self._rounds.note_spread(group)
-        self.steps.add_calls(steps.calls())
-        for group in {*dict(self._sync.steps()), *steps.last, *steps.left()}:
-            self.phases.begin(group, GroupEvent.REPLAY, self._replay(group, steps))
-
-    async def _replay(self, group: int, steps: FollowedSteps[ClosedStep]) -> None:
-        last, left = steps.last.get(group), steps.left().get(group, ())
-        config = self._sync.define(group, None)
-        try:
-            first = await go_on(group, last, left, self._sync, self._rounds)
-        except PsyncError as exc:  # nothing is counted where nobody knows the step
-            self._is_torn = True
-            self._define(group, config, 0)
-            self._perform(self.steps.close_failed(group, exc))
-            raise
-        self._define(group, config, first)
-        self._perform(self.steps.recount(group, left))
+    def serve(self) -> None:
+        """It was a backup, and the coordinator has said where all ps tasks are served."""
+        if HOSTED in self._pauses:
+            self._ahead = self._loop.time() - self._now
+            self.resume(HOSTED)
+            self._perform(())  # the timer
 
     async def close(self) -> None:
-        """Close the links to the other ps tasks; a step that is being closed gets no further.
+        """Close the links to the other ps tasks; a step that is outgoing gets no further.
 
         Cancellation: Links may be left open.
         """
         self._over = self._over or ClosedError(f"{CLOSER} ends")
-        self.phases.drop()
+        self._wake()
         if self._timer is not None:
             self._timer.cancel()
         await self.all_ps.close()
-        await self.phases.drain()  # all ends with its links
+        while under_way := [*self._beginning.values(), *self._told]:  # all end with its links
+            await asyncio.wait(under_way)
 
-    # Messages.
+    def _restore(self, peer: Peer, message: SetGroups, body: list[memoryview]) -> Reply:
+        """Be where the rule is of the one whose backup this is."""
+        reply = self._sync.set_groups(peer, message, body)
+        configs = {group: self._sync.define(group, None) for group, *_ in message.groups}
+        self.steps.restore(msgpack.unpackb(body[0]), configs)
+        return reply
+
+    # Pushes.
 
     def _prepare_contribute(
         self, peer: Peer, message: Contribute, lengths: tuple[int, ...]
@@ -192,7 +248,7 @@ class StepCloser:
             and (brought is None or message.group in brought.checked_for)
             and (wanted is None or FOR_VALUES in wanted.checked_for)
         ):
-            return self._judge(peer, message, brought, body, wanted)
+            return self._take(peer, message, brought, body, wanted)
         return self._contribute_first(peer, message, brought, body, wanted)
 
     async def _contribute_first(
@@ -212,12 +268,12 @@ class StepCloser:
         if wanted is not None and FOR_VALUES not in wanted.checked_for:
             await self.all_ps.describe(wanted, FOR_VALUES, None)
         self._check(peer)
-        return self._judge(peer, message, brought, body, wanted)
+        return self._take(peer, message, brought, body, wanted)
 
     def _set_of(self, peer: Peer, number: int, members: Sequence[Sequence[int]] | None) -> WholeSet:
-        return whole_set_of(peer, number, members, self.all_ps.shares, CLOSER)
+        return whole_set_of(peer, number, members, self._sync.shares, CLOSER)
 
-    def _judge(
+    def _take(
         self,
         peer: Peer,
         message: Contribute,
@@ -225,29 +281,59 @@ class StepCloser:
         body: list[memoryview],
         wanted: WholeSet | None,
     ) -> Later:
-        if brought is not None:
-            part = self._sync.part_of(message, brought, body[0])
-            self._sync.keep(peer, message, part)
-        if message.spread:
-            self._rounds.note_spread(message.group)
-        replica = (peer.task, peer.incarnation)
-        push = push_of(message, replica, message.acked_below)
-        key = (message.group, replica, message.push)
-        step, counted = self.steps.step(message.group), self.steps.is_counted(*key)
-        actions = self.steps.contribute(message.group, push)
-        if self._sync.committer.is_begun and not counted and self.steps.is_counted(*key):
-            self._log_count(message.group, step, push)
-        waiter = self._waits.add(key, wanted)
-        self._perform(actions)
+        part = None if brought is None else self._sync.part_of(message, brought, body[0])
+        replica = _client(peer)
+        waiter = self._waits.add((message.group, replica, message.push), wanted)
+        try:
+            self._submit_push(replica, message, part, counted_entry(message, part))
+        except PsyncError as exc:
+            self._waits.answer(Refuse(message.group, replica, message.push, exc))
         return waiter
 
-    def _log_count(self, group: int, step: int, push: Contribution) -> None:
-        """Let the backup know of a push before anybody hears that it counts."""
-        entry, body = counted_entry(
-            group, step, push, self._sync.staged(group, push.replica, push.number),
-            self._sync.raw_config(group), spread=group in self._rounds.spread,
-        )  # fmt: skip
-        self._sync.committer.commit(push.replica, entry, body, lambda: None)
+    def _replay_count(
+        self, peer: Peer, message: CountPush, body: list[memoryview]
+    ) -> Reply | Answer | None:
+        part = self._sync.replayed_part(peer, message, body)
+        return self._submit_push(_client(peer), message, part, message)
+
+    def _submit_push(
+        self,
+        replica: Replica,
+        message: Contribute | CountPush,
+        part: Part | None,
+        entry: Message | Build,
+    ) -> Reply | Answer | None:
+        def act() -> None:
+            self._perform(self._judge(replica, message, part))
+
+        return self._sync.executor.submit(replica, entry, body_of(part), act)
+
+    def _judge(
+        self, replica: Replica, message: Contribute | CountPush, part: Part | None
+    ) -> Sequence[Action]:
+        group = message.group
+        try:
+            if part is None:
+                self._sync.ledger.check_incarnation(*replica)
+            else:
+                self._sync.keep(replica, message, part)
+        except PsyncError as exc:
+            return (Refuse(group, replica, message.push, exc),)
+        self._sync.known(group, None).spread |= message.spread
+        return self.steps.contribute(group, push_of(message, replica))
+
+    def _left(self, key: PushKey) -> None:
+        """Nobody waits for a push any more."""
+        group, replica, push = key
+        with suppress(PsyncError):
+            self._submit_forget(replica, ForgetPush(group, push))
+
+    def _submit_forget(self, replica: Replica, message: ForgetPush) -> Reply | Answer | None:
+        def act(message: ForgetPush) -> None:
+            self.steps.forget(message.group, replica, message.push)
+            self._waits_changed()
+
+        return self._submit(replica, message, act)
 
     def _ask_step(self, peer: Peer, message: AskStep, _: list[memoryview]) -> Reply:
         self._check(peer)
@@ -258,103 +344,36 @@ class StepCloser:
         if not self._is_ready(message.group, message.config):
             await self._begin(message.group, message.config)
             self._check(peer)
-        self._perform(self.steps.init_tokens(message.group, message.count))
+        answer = self._submit(_client(peer), message, self._put_initial)
+        if isinstance(answer, Answer):
+            await answer
         return self._step_of(message.group)
+
+    def _put_initial(self, message: InitTokens) -> None:
+        self._perform(self.steps.init_tokens(message.group, message.count))
 
     def _step_of(self, group: int) -> Reply:
         return Reply(SyncStep(self.steps.step(group), self.steps.first_step(group)))
 
     async def _finish(self, peer: Peer, message: FinishSteps, _: list[memoryview]) -> Reply:
-        self._check_coordinator(peer)
-        replaying = functools.partial(self.phases.of, Phase.REPLAYING)
-        while self._over is None and (replaying() or not self.steps.is_settled):
-            self._perform(self.steps.finish())
-            if not await self.phases.settled() and self._sync.committer.is_begun:
-                await self._when_in_log()
+        if _client(peer) != self._coordinator:
+            raise FencedError(f"{CLOSER}: {peer.task} is not the coordinator that it serves")
+        while self._over is None and not self.steps.is_settled:
+            if not self._carried and not self._pauses:
+                answer = self._submit(_client(peer), message, self._close_all)
+                if isinstance(answer, Answer):
+                    await answer
+            if self._over is None and not self.steps.is_settled:
+                await self._changed()
         return Reply(Done())
 
-    async def _when_in_log(self) -> None:
-        """What was decided is done at its turn."""
-        try:
-            await self._sync.committer.at_turn(lambda: None)
-        except PsyncError:
-            if self._over is None:
-                raise
-
-    def _check_coordinator(self, peer: Peer) -> None:
-        if (peer.task, peer.incarnation) != self._coordinator:
-            raise FencedError(f"{CLOSER}: {peer.task} is not the coordinator that it serves")
+    def _close_all(self, _: FinishSteps) -> None:
+        self._perform(self.steps.finish())
 
     def _check(self, peer: Peer) -> None:
         self._sync.ledger.check_incarnation(peer.task, peer.incarnation)
         if self._over is not None:
             raise self._over.with_traceback(None)  # it is raised many times
-
-    # Membership.
-
-    def hear(self, message: ReportSchedule) -> None:
-        """Note a report of the coordinator, unless a newer one was there."""
-        if message.version <= self._report_version:
-            return
-        self._report_version = message.version
-        alive = {task_name("worker", index): born for index, born in message.workers}
-        self.set_members(alive, message.missing)
-        in_flight = [closure for closure, _ in message.in_flight]
-        self._perform(self.steps.schedule(message.queued, in_flight))
-
-    def set_members(self, alive: Mapping[str, int], missing: Sequence[str]) -> None:
-        """Take note of who lives (task → incarnation), and of the names of those who should."""
-        self._members = (alive, missing)
-        self._perform(self.steps.members(alive, missing, self._loop.time()))
-
-    def lost(self, task: str, below: int) -> None:
-        """Incarnations of ``task`` below ``below`` are over: nobody waits for their answers."""
-        self._perform(self.steps.fence(task, below))
-
-    def end(self, reason: str) -> None:
-        """Training is over: whoever waits, or pushes later, is told."""
-        self._perform(self.steps.end(reason))
-
-    def fence(self, task: str, below: int) -> None:
-        """Let the other ps tasks refuse incarnations of ``task`` below ``below``."""
-        message = Fence(task, below)
-        if calls := self.all_ps.ask_others(message):
-            self.phases.carry(_fence_others(calls))
-
-    # Decisions.
-
-    def _left(self, key: PushKey) -> None:
-        """Nobody waits for a push any more."""
-        self.steps.forget(*key)
-        self._waits_changed()
-
-    def _perform(self, actions: Sequence[Action]) -> None:
-        """Do what the rule has decided, then look when it wants to be asked again."""
-        if not self._sync.committer.is_begun:
-            self._act(actions)
-        elif actions:  # once the backup has what they come from
-            self._sync.committer.at_turn(functools.partial(self._act, actions))
-        deadline = self.steps.next_deadline()
-        if deadline != self._deadline:
-            self._set_timer(deadline)
-        self._waits_changed()
-
-    def _act(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Close):
-                self._close(action)
-            else:
-                self._waits.answer(action)
-
-    def _set_timer(self, deadline: float | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._deadline = deadline
-        self._timer = None if deadline is None else self._loop.call_at(deadline, self._tick)
-
-    def _tick(self) -> None:
-        self._deadline = self._timer = None
-        self._perform(self.steps.tick(self._loop.time()))
 
     # The first step of a group.
 
@@ -365,11 +384,12 @@ class StepCloser:
 
     async def _begin(self, group: int, raw: dict[str, Any] | None) -> None:
         """Begin a group at the present global step, read once for all who ask meanwhile."""
-        config = self._sync.define(group, raw)
-        beginning = self.phases.beginning(group)
+        self._sync.define(group, raw)
+        beginning = self._beginning.get(group)
         if beginning is None:
-            reading = self._read_first(group, config)
-            beginning = self.phases.begin(group, GroupEvent.READ, reading)
+            beginning = self._loop.create_task(self._read_first(group))
+            self._beginning[group] = beginning
+            beginning.add_done_callback(functools.partial(self._begun, group))
         try:
             await asyncio.shield(beginning)
         except PsyncError:
@@ -377,51 +397,210 @@ class StepCloser:
                 raise self._over.with_traceback(None) from None
             raise
 
-    async def _read_first(self, group: int, config: SyncConfig) -> None:
-        self._define(group, config, await self.all_ps.read_global_step(config))
+    async def _read_first(self, group: int) -> None:
+        step = await self.all_ps.read_global_step(self._sync.define(group, None))
+        message = BeginGroup(group, self._sync.raw_config(group), step)
+        answer = self._submit(FROM_CLOSER, message, self._define)
+        if isinstance(answer, Answer):
+            await answer
 
-    def _define(self, group: int, config: SyncConfig, first: int) -> None:
-        self.phases.move(group, GroupEvent.DEFINE)
-        # Where this ps has closed a step of it already, as a backup, -1 is older than that.
-        goes_on = group in dict(self._sync.steps())
-        self.steps.define(group, config, first, goes_on=goes_on)
-        if self._members is not None:
-            self.set_members(*self._members)  # a group knows since when too few live
+    def _begun(self, group: int, task: asyncio.Task[None]) -> None:
+        del self._beginning[group]
+        # It is seen, even if those who asked have gone.
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, PsyncError):
+            logger.error("synchronous group %d cannot begin", group, exc_info=error)
 
-    # Closing.
+    def _define(self, message: BeginGroup) -> None:
+        config = self._sync.define(message.group, message.config)
+        self.steps.define(message.group, config, message.step)
 
-    def resume(self, why: str) -> None:
-        """End a pause, see ``GroupPhases.pause``; close what was held if it was the last."""
-        for close in self.phases.resume(why):
-            self._close(close)
+    # Membership, and time.
 
-    def _close(self, close: Close) -> None:
-        if self.phases.hold(close):
-            return
-        self.phases.close(close.group)
-        self._rounds.carry(
-            close,
-            functools.partial(self._waits.wanted_shares, close.group),
-            functools.partial(self._go_on, close),
+    def hear(self, message: ReportSchedule) -> None:
+        """Note a report of the coordinator, unless a newer one was there."""
+        if message.version > self._report_version:
+            self._report_version = message.version
+            alive = {task_name("worker", index): born for index, born in message.workers}
+            in_flight = [closure for closure, _ in message.in_flight]
+            self.set_members(alive, message.missing, queued=message.queued, in_flight=in_flight)
+
+    def set_members(
+        self,
+        alive: Mapping[str, int],
+        missing: Sequence[str],
+        *,
+        queued: bool = True,
+        in_flight: Sequence[int] = (),
+    ) -> None:
+        """Take note of who lives (task → incarnation), and of the names of those who should."""
+        members = SetMembers(
+            self._time(), list(alive.items()), list(missing), queued, list(in_flight)
         )
+        self._note(members, self._set_members)
 
-    def _go_on(self, close: Close, values: Values, failed: Exception | None) -> None:
-        """Give the tokens of the next step, with the values that are wanted; or give up."""
-        self.phases.ended(close.group)
-        self._is_torn |= failed is not None
-        if self._over is not None:
-            return
-        if failed is None:
+    def _set_members(self, message: SetMembers) -> None:
+        self._now = message.now
+        alive = {task: incarnation for task, incarnation in message.alive}
+        actions = self.steps.members(alive, message.missing, message.now)
+        self._perform([*actions, *self.steps.schedule(message.queued, message.in_flight)])
+
+    def lost(self, task: str, below: int) -> None:
+        """Incarnations of ``task`` below ``below`` are over, says an entry: they wait no more."""
+        self._perform(self.steps.fence(task, below))
+
+    def end(self, reason: str) -> None:
+        """Training is over: pending requests fail, and later pushes."""
+        self._note(EndSteps(reason), self._end)
+
+    def _end(self, message: EndSteps) -> None:
+        self._perform(self.steps.end(message.reason))
+
+    def fence(self, task: str, below: int) -> None:
+        """Let the other ps tasks refuse incarnations of ``task`` below ``below``."""
+        if calls := self.all_ps.ask_others(Fence(task, below)):
+            telling = self._loop.create_task(_fence_others(calls))
+            self._told.add(telling)
+            telling.add_done_callback(self._has_told)
+
+    def _has_told(self, task: asyncio.Task[None]) -> None:
+        self._told.discard(task)
+        self._wake()
+
+    def _time(self) -> float:
+        """Return the time for an entry; it does not run backwards when a backup serves."""
+        return max(self._now, self._loop.time() - self._ahead)
+
+    def _set_timer(self, deadline: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._deadline, self._timer = deadline, None
+        if deadline is not None:
+            self._timer = self._loop.call_at(deadline + self._ahead, self._expired)
+
+    def _expired(self) -> None:
+        self._deadline = self._timer = None
+        self._note(Tick(self._time()), self._tick)
+
+    def _tick(self, message: Tick) -> None:
+        self._now = message.now
+        self._perform(self.steps.tick(message.now))
+
+    # Decisions.
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        """Do what the rule has decided, then look when it wants to be asked again."""
+        for action in actions:
+            if isinstance(action, Close):
+                self._decide(action)
+            elif self._over is None:
+                self._waits.answer(action)
+        deadline = self.steps.next_deadline()
+        if deadline != self._deadline and HOSTED not in self._pauses and self._over is None:
+            self._set_timer(deadline)
+        self._waits_changed()
+
+    def _decide(self, close: Close) -> None:
+        known = self._sync.known(close.group, None)
+        known.outgoing = Outgoing(close, self._sync.along(close))
+        if not self._pauses:
+            self._carry(known)
+
+    def _carry(self, known: KnownGroup) -> None:
+        outgoing = known.outgoing
+        assert outgoing is not None, "the caller has looked"
+        group = outgoing.close.group
+        self._carried.add(group)
+        ended = functools.partial(self._ended, outgoing.close)
+        self._rounds.carry(outgoing, self._waits.wanted_shares, ended)
+
+    def _log_factors(
+        self, outgoing: Outgoing, scales: Listed, ratios: Listed, then: Callable[[], None]
+    ) -> None:
+        def act(message: NormsMeasured) -> None:
+            self._note_factors(message)
+            then()
+
+        message = NormsMeasured(outgoing.close.group, outgoing.close.step, scales, ratios)
+        try:
+            self._submit(FROM_CLOSER, message, act)
+        except PsyncError as exc:
+            self._ended(outgoing.close, {}, exc)
+
+    def _note_factors(self, message: NormsMeasured) -> None:
+        outgoing = self._sync.known(message.group, None).outgoing
+        if outgoing is not None and outgoing.close.step == message.step:
+            outgoing.is_measured = True
+            outgoing.scales, outgoing.ratios = message.scales, message.ratios
+
+    def _ended(self, close: Close, values: Values, failed: Exception | None) -> None:
+        """Every ps has applied a step, or it cannot be."""
+        failure = b""
+        if failed is not None:
+            error = failed if isinstance(failed, PsyncError) else _unexpected(failed)
+            failure = encode(failure_of(error))
+            self._is_torn = True
+
+        def act(message: StepApplied) -> None:
+            self._carried.discard(close.group)
             self._waits.bring(values)
-            self._perform(self.steps.closed(close.group, close.step))
+            self._note_applied(message)
             self._waits.done()
+            self._wake()
+
+        try:
+            self._submit(FROM_CLOSER, StepApplied(close.group, close.step, failure), act)
+        except PsyncError:  # the log has ended: who serves now carries it again
+            self._carried.discard(close.group)
+            self._wake()
+
+    def _note_applied(self, message: StepApplied) -> None:
+        group = message.group
+        self._sync.known(group, None).outgoing = None
+        if not message.failure:
+            self._perform(self.steps.closed(group, message.step))
             return
-        error = failed if isinstance(failed, PsyncError) else _unexpected(failed)
+        error = exception_of(cast(Failure, decode(message.failure)), CLOSER)
         logger.error(
             "%s: step %d of group %d cannot be closed: %s",
-            CLOSER, close.step, close.group, error.message,
+            CLOSER, message.step, group, error.message,
         )  # fmt: skip
-        self._perform(self.steps.close_failed(close.group, error))
+        self._perform(self.steps.close_failed(group, error))
+
+    # Pausing.
+
+    async def pause(self, why: str) -> None:
+        """Carry no step from now on, and wait for those that are on their way.
+
+        Cancellation: Safe; it is paused.
+        """
+        self._pauses.add(why)
+        while self._carried or self._told:
+            await self._changed()
+
+    def resume(self, why: str) -> None:
+        """End a pause; carry what was decided meanwhile if it was the last."""
+        self._pauses.discard(why)
+        if not self._pauses and self._over is None:
+            for known in self._sync.outgoing():
+                self._carry(known)
+        self._wake()
+
+    async def _changed(self) -> None:
+        """Wait until something has changed of pauses, and of what is on its way."""
+        turn: asyncio.Future[None] = self._loop.create_future()
+        self._turns.append(turn)
+        await turn
+
+    def _wake(self) -> None:
+        turns, self._turns = self._turns, []
+        for turn in turns:
+            if not turn.done():
+                turn.set_result(None)
+
+
+def _client(peer: Peer) -> Client:
+    return peer.task, peer.incarnation
 
 
 async def _fence_others(calls: Sequence[asyncio.Task[Received]]) -> None:

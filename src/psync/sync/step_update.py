@@ -24,6 +24,8 @@ from psync.store.store import Key, ShardStore, Work
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Along, WholeSet
 
+GLOBAL_STEP_DTYPE = "int64"
+
 Gradient = np.ndarray | RowValues
 
 
@@ -81,6 +83,7 @@ class StepUpdate:
     step: int  # that is closed
     averages: Sequence[Average]
     norms: StepNorms
+    global_step: Key | None = None  # if it is here: it is raised with the step
     optimizer_step: int = 0  # with which schedules are evaluated
     keys: Sequence[Key] = ()
     costs: Sequence[int] = ()  # bytes that the update of each shard touches, then each average's
@@ -119,6 +122,9 @@ class StepUpdate:
             self.costs = [*self.costs, *(average.nbytes for average in self.averages)]
             pairs = ((average.shadow, average.value) for average in self.averages)
             self.touched = [*self.keys, *(key for pair in pairs for key in pair)]
+        if self.global_step is not None:
+            self.costs = [*self.costs, 0]
+            self.touched = [*self.touched, self.global_step]
 
     def _gather_alike(self, parts: Sequence[Part], weights: Sequence[float]) -> None:
         known = parts[0].known
@@ -211,11 +217,20 @@ class StepUpdate:
                 pass
 
     def work(self, position: int) -> Work:
-        """Begin on one shard, or on one average: these come after all that they follow."""
+        """Begin on one shard; then on one average; at last on the global step."""
         if position < len(self.keys):
             return self._mean(self.keys[position], position)
-        average = self.averages[position - len(self.keys)]
+        position -= len(self.keys)
+        if position == len(self.averages):
+            return self._raise_global_step()
+        average = self.averages[position]
         return self.store.average(average.shadow, average.value, self._decay)
+
+    def _raise_global_step(self) -> Work:
+        assert self.global_step is not None, "it is among what is touched"
+        one = np.ones(self.store.spec(self.global_step).shape, dtype_of(GLOBAL_STEP_DTYPE))
+        operand = self.store.check_assign(self.global_step, "add", one)
+        return self.store.assign_checked(self.global_step, "add", operand)
 
     def _mean(self, key: Key, position: int) -> Work:
         common = self._weights[position], self.optimizer_step

@@ -24,7 +24,7 @@ Source: TensorFlow's ``SyncReplicasOptimizer``; Chen et al. 2016 for backup repl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from psync.errors import (
@@ -50,6 +50,7 @@ class SyncSteps:
         self._incarnations: dict[str, int] = {}  # newest known of each task that pushed
         self._alive: dict[str, int] | None = None  # None: nobody has said so far
         self._missing: tuple[str, ...] = ()
+        self._now = 0.0  # when this was said
         self._in_flight: frozenset[int] = frozenset()  # closures; none: more may be started
         self._final_below = 0
         self._ended: str | None = None  # why
@@ -57,25 +58,22 @@ class SyncSteps:
 
     # Groups.
 
-    def define(
-        self, group: int, config: SyncConfig, initial_step: int, *, goes_on: bool = False
-    ) -> None:
+    def define(self, group: int, config: SyncConfig, initial_step: int) -> None:
         """Make a group known; the same again changes nothing.
 
         Args:
             group: Its number.
             config: What its optimizer said.
             initial_step: The value of the global step.
-            goes_on: Whether another one has closed steps of it before, whose backup this is.
 
         Raises:
             ConfigurationError: If it is known with another configuration.
         """
         known = self._groups.get(group)
         if known is None:
-            known = self._groups[group] = Group(
-                group, config, initial_step, self._alive, goes_on=goes_on
-            )
+            known = self._groups[group] = Group(group, config, initial_step, self._alive)
+            if self._alive is not None:  # it knows since when too few live
+                known.follow(self._alive, self._now)
             known.note_calls([noted[1:] for noted in self._noted if noted[0] == group])
         elif known.config != config:
             raise ConfigurationError(
@@ -129,29 +127,6 @@ class SyncSteps:
         actions += known.take(push)
         return actions + self._close_what_is_due()
 
-    def is_counted(self, group: int, replica: Replica, number: int) -> bool:
-        """Return whether a push is known, and counts."""
-        known = self._groups.get(group)
-        return known is not None and known.is_counted(replica, number)
-
-    def recount(self, group: int, left: Sequence[tuple[int, Contribution]]) -> list[Action]:
-        """Count pushes that another one has counted whose backup this is; nobody waits for them.
-
-        All of a step are in it, however few of them it would take now. It had decided the step
-        before that of a push, whyever, if this has not.
-
-        Args:
-            group: Of the pushes.
-            left: (step, push) of each, in the order in which they were counted.
-        """
-        known = self._group(group)
-        actions: list[Action] = []
-        for step, contribution in left:
-            if step > known.step and known.may_end:
-                actions.append(known.close(partial=not known.is_complete))
-            known.recount(contribution)
-        return actions + self._close_what_is_due()
-
     def forget(self, group: int, replica: Replica, number: int) -> None:
         """Whoever made this request waits no more; what was counted stays counted."""
         known = self._groups.get(group)
@@ -202,7 +177,7 @@ class SyncSteps:
         same. Of deaths ``fence`` tells.
         """
         self._alive = dict(alive)
-        self._missing = tuple(missing)
+        self._missing, self._now = tuple(missing), now
         actions = [act for task, number in alive.items() for act in self.fence(task, number)]
         for known in self._groups.values():
             known.follow(self._alive, now)
@@ -262,10 +237,6 @@ class SyncSteps:
         """
         self._noted, self._final_below = list(calls), final_below
 
-    def add_calls(self, calls: Iterable[tuple[int, int, int, bytes]]) -> None:
-        """Take more calls for counted, as in ``note_calls``."""
-        self._noted += [call for call in calls if call[1] >= self._final_below]
-
     def end(self, reason: str) -> list[Action]:
         """Close the token channels: whoever waits or comes later is told that training has ended.
 
@@ -307,6 +278,36 @@ class SyncSteps:
             f"{known.config.name}/{number}": known.statistics()
             for number, known in self._groups.items()
         }
+
+    # Snapshots.
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return all of its state as plain data: numbers, texts, lists."""
+        return {
+            "incarnations": [list(each) for each in self._incarnations.items()],
+            "alive": None if self._alive is None else [list(each) for each in self._alive.items()],
+            "missing": list(self._missing), "now": self._now,
+            "in_flight": sorted(self._in_flight), "final_below": self._final_below,
+            "ended": self._ended, "noted": [list(each) for each in self._noted],
+            "groups": [[number, known.snapshot()] for number, known in self._groups.items()],
+        }  # fmt: skip
+
+    def restore(self, state: Mapping[str, Any], configs: Mapping[int, SyncConfig]) -> None:
+        """Take the state that another one has returned.
+
+        Args:
+            state: Of the other one.
+            configs: Of its groups.
+        """
+        self._incarnations = dict(state["incarnations"])
+        self._alive = None if state["alive"] is None else dict(state["alive"])
+        self._missing, self._now = tuple(state["missing"]), state["now"]
+        self._in_flight = frozenset(state["in_flight"])
+        self._final_below, self._ended = state["final_below"], state["ended"]
+        self._noted = [tuple(each) for each in state["noted"]]
+        for number, group in state["groups"]:
+            known = self._groups[number] = Group(number, configs[number], group["first"], None)
+            known.restore(group)
 
     # Decisions.
 

@@ -91,22 +91,15 @@ class TokenWaits:
 
     # Values that go with tokens.
 
-    def wanted_shares(self, group: int) -> Collection[Share]:
-        """Return what is wanted of other ps tasks with the tokens of a group's next step.
+    def wanted_shares(self) -> Collection[Share]:
+        """Return what is wanted of other ps tasks with the tokens of the next step.
 
-        Nothing where there are several groups: only an answer to a pull says how far each is. And
-        no global step of another ps, which is raised after the values are read.
+        Nothing where there are several groups: only an answer to a pull says how far each is.
         """
         if not self._wanted or not self._sync.has_one_group:
             return ()
-        ps, *key = self._sync.define(group, None).global_step
-        wanted = {
-            share.number: share
-            for known in self._wanted.values()
-            for share in known.shares
-            if share.ps != ps or tuple(key) not in share.members
-        }
-        return wanted.values()
+        shares = (share for known in self._wanted.values() for share in known.shares)
+        return {share.number: share for share in shares}.values()
 
     def bring(self, values: Values) -> None:
         """Until ``done`` these values of other ps tasks go with tokens: those of a new step."""

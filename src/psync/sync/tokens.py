@@ -20,8 +20,9 @@ are never bound, never void, and a waiting replica is never told that training h
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Replica: TypeAlias = tuple[str, int]
 """Task name and incarnation."""
@@ -123,6 +124,23 @@ class TokenChannel:
         takers = list(self._waiting)
         self._waiting.clear()
         return takers
+
+    def snapshot(self) -> list[Any]:
+        """Return its state as plain data."""
+        return [
+            self._step, list(self._free), self._valid_from,
+            [[step, *replica, count] for (step, replica), count in self._used.items()],
+            [[*replica, number] for replica, number in self._waiting],
+            self._published, self._taken, self._void,
+        ]  # fmt: skip
+
+    def restore(self, state: Sequence[Any]) -> None:
+        """Take the state that another channel, of the same configuration, has returned."""
+        self._step, free, self._valid_from, used, waiting, *counts = state
+        self._free = deque(free)
+        self._used = Counter({(step, (task, born)): count for step, task, born, count in used})
+        self._waiting = {((task, born), number): None for task, born, number in waiting}
+        self._published, self._taken, self._void = counts
 
     def statistics(self) -> TokenStatistics:
         """Return counters as of now."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from psync.wire import (
     accumulator_messages,
     lock_messages,
+    log_messages,
     messages,
     ps_messages,
     recovery_messages,
@@ -27,6 +28,7 @@ MODULES = (
     session_messages,
     accumulator_messages,
     recovery_messages,
+    log_messages,
 )
 
 CLASSES: tuple[type[Message], ...] = tuple(

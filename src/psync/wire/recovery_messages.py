@@ -8,7 +8,6 @@ docs/design.md, "A save" and "Recovery".
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from psync.wire.codec import Message, message
 
@@ -253,86 +252,6 @@ class Promoted(Message):
     """It serves."""
 
     address: str
-
-
-# In logs alone: what a ps tells its backup of synchronous steps, beside what it was asked itself.
-
-
-@message(31)
-@dataclass(frozen=True, slots=True)
-class CountPush(Message):
-    """A push counts. Segments: what came along with it, if anything did.
-
-    The fields from ``push`` on as in Contribute.
-    """
-
-    group: int
-    config: dict[str, Any] | None  # of the group, if it is new to the log
-    step: int  # in which it counts
-    push: int
-    closure: int
-    ordinal: int
-    variable_set: bytes
-    local_step: int
-    weight: float
-    set_id: int
-    members: list[tuple[int, int, int]] | None
-    lengths: list[int]  # bytes of each shard of what came along whole
-    rows: list[int] | None
-    spread: bool
-
-
-@message(96)
-@dataclass(frozen=True, slots=True)
-class SetSteps(Message):
-    """How far each group is, of a snapshot that comes with a log."""
-
-    # (group, configuration, step that was closed, step that the global step has; -1: none)
-    groups: list[tuple[int, dict[str, Any], int, int]]
-
-
-# In logs alone: what a ps tells its backup of conditional accumulators, likewise.
-
-
-@message(121)
-@dataclass(frozen=True, slots=True)
-class EndTakes(Message):
-    """No request of this client waits for these takes: those that wait wait no longer."""
-
-    takes: list[tuple[str, int]]  # (accumulator, number)
-
-
-@message(122)
-@dataclass(frozen=True, slots=True)
-class HoldGradients(Message):
-    """What is in an accumulator, of a snapshot that comes with a log.
-
-    Segments: the bytes of the arrays of its sum, in pieces of 8 MiB.
-    """
-
-    accumulator: str
-    count: int  # gradients; 0: this message says nothing of them, nor do the next three
-    weight: float  # sum of their weights
-    shape: list[int]  # of the sum; of a sparse one: of a row
-    rows: int  # of a sparse one
-    # (task, incarnation, below which number it has its takes or wants them no more)
-    takers: list[tuple[str, int, int]]
-    waiting: list[tuple[str, int, int, int]]  # (task, incarnation, number, gradients required)
-
-
-@message(123)
-@dataclass(frozen=True, slots=True)
-class KeepAnswers(Message):
-    """What was answered of accumulators and may be asked again, likewise.
-
-    Segments: of all takes.
-    """
-
-    # As in ``ledger_snapshot.GradientStates``.
-    answers: list[tuple[str, int, int, int, int, bytes]]
-    calls: list[tuple[int, int, bytes, str]]
-    # (task, incarnation, accumulator, number, GradientTaken, number of segments)
-    takes: list[tuple[str, int, str, int, bytes, int]]
 
 
 # Workers that leave.

@@ -158,20 +158,6 @@ class CloseStep(Message):
     ratios: list[tuple[int, float]] | None = None
 
 
-@message(30)
-@dataclass(frozen=True, slots=True)
-class RaiseStep(Message):
-    """Ps 0 → the ps of a group's global step: a step is applied everywhere; add one.
-
-    Answered by Done. The same again does nothing.
-    """
-
-    group: int
-    step: int  # that was closed
-    variable: int  # the global step, and its only shard
-    index: int
-
-
 @message(82)
 @dataclass(frozen=True, slots=True)
 class MeasureStep(CloseStep):

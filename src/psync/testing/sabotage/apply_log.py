@@ -33,11 +33,9 @@ import msgpack
 import numpy as np
 
 from psync.errors import ConfigurationError
-from psync.net.serving import Reply
 from psync.ps.update import Update
 from psync.ps.updates import PsUpdates
 from psync.specs import ShardSpec, dtype_name
-from psync.store.ledger import Ticket
 from psync.store.rows import RowValues
 from psync.store.shard import Shard
 from psync.store.shards import Optimizer
@@ -166,11 +164,10 @@ class LoggedStore(ShardStore):
 class LoggedUpdates(PsUpdates):
     """Updates of a store whose changes are written down: whose they are."""
 
-    def _applied(self, update: Update, ticket: Ticket) -> Reply:
-        answer = super()._applied(update, ticket)
+    def _applied(self, update: Update) -> None:
+        super()._applied(update)
         if isinstance(self._store, LoggedStore) and self._store.log is not None:
             self._store.log.applied(update)
-        return answer
 
 
 class LoggedServices(PsServices):

@@ -14,8 +14,8 @@ from psync.client.plans import Plan
 from psync.client.ps_client import PsClient
 from psync.client.sync_client import SyncClient
 from psync.errors import PsyncError
-from psync.sync.group import Close
-from psync.sync.step_rounds import StepRounds
+from psync.sync.groups import Outgoing
+from psync.sync.step_rounds import Ended, StepRounds
 from psync.testing.sabotage.failpoints import Failpoints
 from psync.testing.sabotage.places import BETWEEN_PS, STEP_DECIDED
 
@@ -69,12 +69,11 @@ class SteppedRounds(StepRounds):
 
     failpoints: Failpoints
 
-    def carry(self, close: Close, *args: Any) -> None:
+    def carry(self, outgoing: Outgoing, wanted: Any, ended: Ended) -> None:
         """Let every ps apply a step, unless a failpoint says that it cannot be closed."""
-        *_, ended = args
         try:
             self.failpoints.hit(STEP_DECIDED)
         except PsyncError as exc:
             ended({}, exc)
         else:
-            super().carry(close, *args)
+            super().carry(outgoing, wanted, ended)

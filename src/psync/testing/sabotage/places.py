@@ -21,9 +21,9 @@ from psync.ps.creation import ShardCreation
 from psync.ps.frozen_snapshots import FrozenSnapshots
 from psync.ps.update import Update
 from psync.ps.updates import PsUpdates
-from psync.sync.groups import GlobalSteps
 from psync.sync.ps_sync import PsSync
 from psync.sync.step_applier import StepApplier
+from psync.sync.step_closer import StepCloser
 from psync.sync.step_rounds import StepRounds
 from psync.wire.ps_messages import Push
 from psync.worker.session import Session
@@ -76,7 +76,6 @@ PLACES = (
     # Applied and recorded, not answered.
     Place("ps.push.applied", PsUpdates, "_applied", END, _is_push),
     Place("ps.assign.applied", PsUpdates, "_applied", END, _is_no_push),
-    Place("ps.assign.applied", GlobalSteps, "_raise_and_answer", END),
     # Entries are about to be sent to a backup, and nothing is applied.
     Place("ps.backup.sending", BackupSender, "_send", BEGIN),
     # A backup has them, nothing is applied here.
@@ -86,11 +85,11 @@ PLACES = (
     # Norms of a synchronous step are measured here, ps 0 does not know.
     Place("ps.step.measured", PsSync, "_measured", BEGIN),
     # A synchronous step is applied here, ps 0 does not know.
-    Place("ps.step.applied", StepApplier, "_closed", END),
+    Place("ps.step.applied", StepApplier, "_applied", END),
     # Ps 0 knows norms of a synchronous step, no ps applies it yet.
     Place("ps0.step.measured", StepRounds, "_conclude", END),
-    # It is applied on every ps, the global step is not raised.
-    Place("ps0.step.applied", StepRounds, "_raise_at_once", BEGIN),
+    # It is applied on every ps, the log of ps 0 does not say so.
+    Place("ps0.step.applied", StepCloser, "_ended", BEGIN),
     # Closures are about to be sent.
     Place("coordinator.dispatch", Coordinator, "_send", BEGIN),
     # Results came in, nothing is settled.

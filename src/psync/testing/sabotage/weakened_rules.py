@@ -34,7 +34,7 @@ class WeakLedger(Ledger):
     without: frozenset[str] = frozenset()
     spared: Mapping[str, int] = {}
 
-    def begin(
+    def judge(
         self,
         client: Client,
         sequence: int,
@@ -50,7 +50,7 @@ class WeakLedger(Ledger):
         if "dedup" in self.without:  # each message is the first of its kind
             sequence = acked_below = next(_numbers())
             closure = None
-        verdict = super().begin(
+        verdict = super().judge(
             client, sequence, acked_below, closure, ordinal, variable_set, variables, spread
         )
         if "low_water" in self.without:
@@ -102,12 +102,7 @@ class WeakLedger(Ledger):
 
     def _forget_early(self) -> None:
         """A cache that is full forgets the oldest."""
-        settled = [
-            number
-            for number, calls in sorted(self._closures.items())
-            if all(applied.ticket.settled for applied in calls.values())
-        ]
-        for number in settled[: max(0, len(self._closures) - CALLS_KEPT)]:
+        for number in sorted(self._closures)[: max(0, len(self._closures) - CALLS_KEPT)]:
             del self._closures[number]
 
 

@@ -37,12 +37,12 @@ from psync.store.ledger import AlreadyApplied, Fresh, Ledger
 from psync.store.locks import LockTable
 from psync.store.shards import ShardTable
 from psync.store.update_gate import UpdateGate
-from psync.sync import step_rounds, step_update
-from psync.sync.followed_steps import FollowedSteps
+from psync.sync import step_update
 from psync.sync.group import Group
-from psync.sync.groups import GlobalSteps
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
+from psync.sync.step_applier import StepApplier
+from psync.sync.step_closer import StepCloser
 from psync.sync.steps import SyncSteps
 from psync.testing.simulation.tight import replaced
 from psync.wire.codec import decode, encode
@@ -137,33 +137,29 @@ def _off_by(number: int) -> Make:
     return lambda original: lambda self, closure: original(self, closure + number)
 
 
-def _without_last(original: Callable[..., Any]) -> Any:
-    def go_on(group: int, last: Any, left: Any, sync: Any, rounds: Any) -> Any:
-        return original(group, None, left, sync, rounds)
-
-    return go_on
-
-
 def _does_nothing(result: Any) -> Make:
     return lambda original: lambda *_: result
 
 
 def _messages_not_remembered(original: Callable[..., Any]) -> Any:
-    def finish(self: Ledger, ticket: Any, answer: Any) -> Any:
+    def record(self: Ledger, ticket: Any, answer: Any) -> Any:
         original(self, ticket, answer)
         if ticket.call is None:
             self._senders[ticket.client[0]].messages.pop(ticket.sequence, None)
         return answer
 
-    return finish
+    return record
 
 
 def _other_runs_are_fresh(original: Callable[..., Any]) -> Any:
-    def begin(self: Ledger, *args: Any, **kwargs: Any) -> Any:
+    def judge(self: Ledger, *args: Any, **kwargs: Any) -> Any:
         verdict = original(self, *args, **kwargs)
-        return Fresh(verdict.ticket) if isinstance(verdict, AlreadyApplied) else verdict
+        if not isinstance(verdict, AlreadyApplied):
+            return verdict
+        verdict.ticket.first = True
+        return Fresh(verdict.ticket)
 
-    return begin
+    return judge
 
 
 def _writes_are_let_in(original: Callable[..., Any]) -> Any:
@@ -203,11 +199,14 @@ def _takes_leave_it(original: Callable[..., Any]) -> Any:
     return clear
 
 
-def _begins_anew(original: Callable[..., Any]) -> Any:
-    def begin(self: Group, *args: Any, goes_on: bool = False) -> None:
-        original(self, *args)
+def _keeps_the_parts(original: Callable[..., Any]) -> Any:
+    def close(self: Staging, group: int, step: int, pushes: Any = ()) -> int:
+        if group not in self._groups:
+            return int(original(self, group, step, pushes))
+        self._groups[group].step = step + 1
+        return 0
 
-    return begin
+    return close
 
 
 def _allows_one_more(original: Callable[..., Any]) -> Any:
@@ -305,23 +304,23 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "promoted_closes_nothing": Mutant(
         "a promoted ps 0 closes the last step again", ("sync-replica",),
-        ((step_rounds, "go_on", _without_last),),
+        ((StepCloser, "serve", _does_nothing(None)),),
     ),
     "promoted_counts_nothing": Mutant(
         "a promoted ps 0 counts what had counted", ("sync-replica",),
-        ((FollowedSteps, "left", _does_nothing({})),),
+        ((StepCloser, "_replay_count", _does_nothing(None)),),
     ),
-    "lost_step": Mutant(
-        "values of before a step that another one has closed are stale", ("sync-replica",),
-        ((Group, "__init__", _begins_anew),),
+    "copy_without_rule": Mutant(
+        "a copy has the state of the rule of synchronous steps", ("sync-replica",),
+        ((SyncSteps, "restore", _does_nothing(None)),),
     ),
     "message_forgotten": Mutant(
         "an update outside of closures is remembered until it is acknowledged", ("async",),
-        ((Ledger, "finish", _messages_not_remembered),),
+        ((Ledger, "record", _messages_not_remembered),),
     ),
     "second_run_counts": Mutant(
         "of the runs of a closure the first counts", ("async",),
-        ((Ledger, "begin", _other_runs_are_fresh),),
+        ((Ledger, "judge", _other_runs_are_fresh),),
     ),
     "sync_second_run_counts": Mutant(
         "of the runs of a closure one counts in a step", ("sync",),
@@ -350,8 +349,8 @@ MUTANTS: Mapping[str, Mutant] = {
         "who writes under a lock is alone", ("any",), ((LockTable, "claim", _writes_are_let_in),)
     ),
     "step_raised_again": Mutant(
-        "the global step is raised once for each step", ("sync-replica",),
-        ((GlobalSteps, "raised", _does_nothing(-1)),),
+        "a step that is closed is not applied again", ("sync-replica",),
+        ((StepApplier, "_is_closed", _does_nothing(False)),),
     ),
     "rollback_names_nobody": Mutant(
         "a RollbackEvent names the closures that it undoes", ("checkpoint",),
@@ -407,7 +406,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "parts_stay": Mutant(
         "parts of pushes go when their step is closed", ("sync",),
-        ((Staging, "_drop", _does_nothing(None)),),
+        ((Staging, "close", _keeps_the_parts),),
     ),
     "files_stay": Mutant(
         "of a checkpoint that is removed no file is left", ("checkpoint",),

@@ -1,7 +1,7 @@
 """The oracle of ps tasks: invariants of their state, read in their processes.
 
-A primary and its backup are equal at one position of the log. Not compared: counters; who waits;
-what the primary alone decides of steps that are open (``sync.log_entries``).
+A primary and its backup are equal at one position of the log, also in what the rule of synchronous
+steps has seen. Not compared: counters of what was done.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def faults_of_rest(
 def _backup_of(primary: PsTask, tasks: dict[str, Any]) -> PsTask | None:
     """Return the backup of a ps, if both have done all entries of its log."""
     service = primary.services.backup
-    committer, sender = service.committer, service._sender
-    if sender is None or committer.log.state is not LogState.PAIRED:
+    executor, sender = service.executor, service._sender
+    if sender is None or executor.log.state is not LogState.PAIRED:
         return None
     host = tasks.get(f"ps-{parse_task_name(sender.order.task)[1]}")
     backup = host._host._backups.get(primary._index) if host is not None else None
@@ -105,7 +105,7 @@ def _backup_of(primary: PsTask, tasks: dict[str, Any]) -> PsTask | None:
         backup is None
         or (backup.order.coordinator, backup.epoch) != (primary.floor, sender.order.epoch)
         or backup.address is not None or backup.loaded is not None or backup.is_damaged
-        or backup._doing is not None or committer.waiting or backup.taken != committer.log.last
+        or executor.waiting or backup.waiting or backup.taken != executor.log.last
     ):  # fmt: skip
         return None
     task: PsTask = backup.task
@@ -141,7 +141,8 @@ def _contents(task: PsTask) -> dict[str, Any]:
     found["calls"] = sorted(state.ledger.calls), sorted(state.ledger.parts)
     found["final below"] = state.ledger.final_below
     found["steps"] = steps
-    found["raised"] = task.services.sync.global_steps._raised
+    if task.services.closer is not None:
+        found["rule"] = task.services.closer.steps.snapshot()
     for name, hosted in task.services.accumulators.hosted.items():
         held = hosted.rule.held()
         found[f"accumulator {name!r}"] = held and (

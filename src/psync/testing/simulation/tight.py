@@ -21,7 +21,7 @@ from psync.chief.cluster_links import ClusterLinks
 from psync.client.outgoing import Outgoing
 from psync.closures import dispatcher
 from psync.numerics import blocks
-from psync.ps import backup_accumulators, backup_host, backup_sender, committer, cooperative_work
+from psync.ps import backup_accumulators, backup_host, backup_sender, cooperative_work, executor
 from psync.ps.backup_host import BackupHost
 from psync.replicas import closure_messages
 from psync.wire import frames
@@ -62,7 +62,7 @@ SIZES: Mapping[str, Size] = {
     "creation": Size(((creation, "MESSAGE_BYTES"),), (1,)),
     "closures ahead": Size(((dispatcher, "MAX_AHEAD"),), (1,)),
     "values in results": Size(((closure_messages, "INLINE_BYTES"),), (0,)),
-    "entries at once": Size(((committer, "AT_ONCE"),), (1, 2)),
+    "entries at once": Size(((executor, "AT_ONCE"),), (1, 2)),
     "entries shipped": Size(
         ((backup_sender, "MAX_ENTRIES"), (backup_sender, "MAX_UNDER_WAY")), (1,)
     ),

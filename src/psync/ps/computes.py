@@ -1,0 +1,123 @@
+"""Computes of a ps: work on arrays, first in, first out for each shard.
+
+An entry of the log is judged within a turn of the loop; what it does to arrays is a *compute*. The
+computes of one shard are done in the order of their entries, one after the other; those of shards
+that do not meet do not wait for each other. A small one, before which there is none, is done within
+the turn in which its entry is judged; a large one piece by piece, with the loop running in between.
+
+Nothing can refuse a compute: what could be wrong was judged before. One that fails has torn its
+shards, and the task ends; so does a backup's process, and not the other one of the pair.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from psync.errors import BusyError
+from psync.net.peer import Reply
+from psync.ps.cooperative_work import LongWork
+from psync.store.store import Key, ShardStore
+
+
+def _nothing() -> None:
+    """Do nothing: for who waits for the computes before it, and has none of its own."""
+
+
+@dataclass(slots=True, eq=False)
+class Compute:
+    """What an entry does to arrays."""
+
+    keys: Sequence[Key]  # of the shards that it reads or changes
+    reply: Callable[[], Reply]  # makes the answer, when it is done
+    nbytes: int = 0  # that it touches
+    at_once: Callable[[], None] = _nothing  # does it, if that is little
+    in_pieces: Callable[[], Awaitable[None]] | None = None  # or else; None: there is nothing to do
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    compute: Compute
+    done: Callable[[Exception | None], None]
+    behind: int = 0  # shards at which others are before it
+
+
+class Computes:
+    """The computes of one store.
+
+    Args:
+        store: Has the shards.
+        work: Of the process.
+    """
+
+    def __init__(self, store: ShardStore, work: LongWork) -> None:
+        self._store = store
+        self._work = work
+        self._queues: dict[Key, deque[_Job]] = {}  # the first of each is being done, or waits
+
+    def check_idle(self) -> None:
+        """Raise BusyError unless all are done."""
+        if self._queues:
+            raise BusyError(f"{self._store.task}: updates of {len(self._queues)} shards wait")
+
+    async def settled(self) -> None:
+        """Wait until all are done. Raises PsyncError: the task ends. Cancellation: safe."""
+        while self._queues:
+            await self._work.next_turn()
+
+    def done_now(self, compute: Compute) -> bool:
+        """Do a compute within this turn; False: it is large, or others are before it.
+
+        Raises:
+            Exception: It failed, and the task ends.
+        """
+        keys, queues = compute.keys, self._queues
+        if queues and any(key in queues for key in keys):
+            return False
+        if not self._work.fits_now(self._store, keys, compute.nbytes):
+            return False
+        try:
+            compute.at_once()
+        except Exception as exc:
+            self._work.give_up(exc)
+            raise
+        return True
+
+    def add(self, compute: Compute, done: Callable[[Exception | None], None]) -> None:
+        """Do a compute when those before it are done, then call ``done``."""
+        job = _Job(compute, done)
+        for key in dict.fromkeys(compute.keys):
+            queue = self._queues.setdefault(key, deque())
+            job.behind += bool(queue)
+            queue.append(job)
+        if not job.behind:
+            self._begin(job)
+
+    def _begin(self, job: _Job) -> None:
+        self._work.to_the_end(self._run(job))
+
+    async def _run(self, job: _Job) -> None:
+        failed: Exception | None = None
+        compute = job.compute
+        try:
+            if compute.in_pieces is not None:
+                await compute.in_pieces()
+        except Exception as exc:
+            if not self._work.is_torn:
+                self._work.give_up(exc)
+            failed = exc
+        self._end(job)
+        job.done(failed)
+        self._work.wake()
+
+    def _end(self, job: _Job) -> None:
+        for key in dict.fromkeys(job.compute.keys):
+            queue = self._queues[key]
+            queue.popleft()
+            if not queue:
+                del self._queues[key]
+                continue
+            queue[0].behind -= 1
+            if not queue[0].behind:
+                self._begin(queue[0])

@@ -1,0 +1,395 @@
+"""The executor of a ps: everything that changes it, in the order of one log.
+
+    submit    the entry gets its number, and is kept for the backup, if there is one
+    execute   when the backup has it, and all before it were executed: it is judged, within a turn
+              of the loop, and its answer is known. Alone, that is at once
+    compute   what it does to arrays, in the order of entries for each shard (``computes``)
+    answer    when its computes are done
+
+This is the only rule of release: nothing is judged that the backup does not have, so whatever is
+answered, sent or read afterwards is on the backup, too. A backup executes the same entries by the
+same code, so it gets the same bits and the same answers.
+
+Gates, and locks of variables, are passed before a message gets its number. From then on it waits
+only for the backup, for the entries before it, and for computes of its shards. An entry whose act
+returns something to be awaited holds up the entries after it until that has ended.
+
+What judging refuses is a PsyncError, on the backup as here, and has changed nothing. Any other
+error ends the task: nobody knows what is half done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from psync.errors import ClosedError, FencedError, PsyncError
+from psync.net.peer import Handler, Later, Peer, Reply
+from psync.net.serving import fail
+from psync.ps.computes import Compute, Computes
+from psync.ps.cooperative_work import LongWork
+from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull
+from psync.store.ledger import Client
+from psync.store.store import ShardStore
+from psync.wire.codec import Message, encode
+from psync.wire.messages import Done
+from psync.wire.ps_messages import DefineOptimizer
+
+logger = logging.getLogger(__name__)
+
+MAX_KEPT_BYTES = 256 << 20
+"""Of entries, while a backup is being made: a copy that takes longer is given up."""
+
+HEADER_WEIGHT = 8
+"""What a byte of an entry's message counts, beside one of its body: a frame has room for few."""
+
+AT_ONCE = 64
+"""Entries that are executed in one turn of the loop."""
+
+Build = Callable[[LogNames], Message]
+"""Makes the message of an entry, if there is a backup that will read it."""
+
+Outcome = Reply | Compute | Awaitable[Reply | None] | None
+"""Of an act: the answer, what comes before it, or what to wait for, with all later entries."""
+
+Act = Callable[[], Outcome]
+"""Judges an entry, and does what takes no arrays."""
+
+Claim = Callable[[], Callable[[], None]]
+"""Called when an entry takes longer than this turn; returns what to call at its end."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """What is shipped."""
+
+    client: Client
+    header: bytes  # the message
+    body: Sequence[memoryview]
+
+
+class Answer(Later):
+    """The answer to an entry that is not executed yet, or computed; may be awaited as well."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(_nobody_waits)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """Wait for it. Cancellation: safe, the entry is executed all the same."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def deliver(outcome: Reply | Exception) -> None:
+            if isinstance(outcome, Exception):
+                fail(future, outcome)
+            elif not future.done():
+                future.set_result(outcome)
+
+        self.deliver_to(deliver)
+        return (yield from future)
+
+
+@dataclass(slots=True)
+class _Queued:
+    number: int  # 0: it is no entry, and comes between two
+    act: Act
+    answer: Answer
+    ended: Callable[[], None] | None
+
+
+class Executor:
+    """Executes the entries of one ps under one coordinator and timeline.
+
+    Args:
+        task: Name of the ps.
+        coordinator: Incarnation of the coordinator.
+        store: What is served.
+        work: Of the process.
+        log: The order of entries, and what the backup has.
+
+    Attributes:
+        on_entry: Called when something may be shipped.
+    """
+
+    def __init__(
+        self, task: str, coordinator: int, store: ShardStore, work: LongWork, log: CommitLog[Entry]
+    ) -> None:
+        self.log = log
+        self.computes = Computes(store, work)
+        self.on_entry: Callable[[], None] = _nothing
+        self._task = task
+        self._coordinator = ("/job:chief/task:0", coordinator)
+        self._store = store
+        self._work = work
+        self._queue: deque[_Queued] = deque()
+        self._busy: asyncio.Task[None] | None = None  # an entry that is awaited
+        self._again = False  # the loop will look again
+        self._acting = False  # an entry is being judged just now
+        self._optimizers: set[int] = set()  # that the backup knows
+        self._names = LogNames()
+        self._over: PsyncError | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Entries that are not executed."""
+        return len(self._queue) + (self._busy is not None)
+
+    # Entries.
+
+    def submit(
+        self,
+        client: Client,
+        message: Message | Build,
+        body: Sequence[memoryview],
+        act: Act,
+        claim: Claim | None = None,
+    ) -> Reply | Answer | None:
+        """Give an entry its number, and execute it as soon as the backup has it.
+
+        Args:
+            client: Who asks.
+            message: What for; or makes it, with the names that the log has for sets and groups.
+            body: Its segments.
+            act: Judges it.
+            claim: Called if it is not done in this turn.
+
+        Returns:
+            What ``act`` has returned, if it is done; else what will be the answer.
+
+        Raises:
+            FencedError: Another ps has taken this one's place.
+            ClosedError: The ps ends.
+            PsyncError: It was refused.
+        """
+        if self._over is not None:
+            raise self._over.with_traceback(None)
+        self._define_new()
+        self._append(client, message, body)
+        self.on_entry()
+        if self._is_free and self._may_execute(self.log.last):
+            return self._execute_now(act, claim)
+        return self._enqueue(self.log.last, act, None if claim is None else claim())
+
+    def in_turn(self, act: Callable[[], Any]) -> Any:
+        """Do something between two entries: all up to now are executed, and none after them.
+
+        Returns:
+            What ``act`` has returned, or if that is to be awaited, or its turn comes later, what
+            will be its result.
+        """
+        if self._over is not None:
+            raise self._over.with_traceback(None)
+        if self._is_free:
+            return self._execute_now(act, None)
+        return self._enqueue(0, act, None)
+
+    def logged(self, handler: Handler) -> Handler:
+        """Return a handler whose messages are entries, and are acted upon by another one."""
+
+        def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
+            client = (peer.task, peer.incarnation)
+            act = cast(Act, functools.partial(handler.run, peer, message, body))
+            return self.submit(client, message, body, act)
+
+        return Handler(run, handler.prepare)
+
+    def begin_copy(self, groups: Iterable[int] = ()) -> int:
+        """Keep all entries from now on for a new backup; return the number of the last before.
+
+        Args:
+            groups: Synchronous groups that it knows from its snapshot.
+        """
+        self._optimizers = set(self._store.optimizers())
+        self._names.begin(groups)
+        return self.log.begin_copy()
+
+    def in_full(self, client: Client, build: Build, body: Sequence[memoryview]) -> Entry:
+        """Return an entry that a new backup gets before all others."""
+        return Entry(client, encode(build(NamesInFull(self._names))), body)
+
+    def _define_new(self) -> None:
+        """An optimizer that a message has defined in passing is known to the backup first."""
+        known = self._store.optimizers()
+        if len(known) == len(self._optimizers):
+            return
+        for number in known.keys() - self._optimizers:
+            message = DefineOptimizer(number, dict(known[number].config))
+            self._append(self._coordinator, message, ())
+        self._optimizers = set(known)
+
+    def _append(
+        self,
+        client: Client,
+        message: Message | Build,
+        body: Sequence[memoryview],
+    ) -> None:
+        if self.log.state is LogState.ALONE:
+            self.log.append(_NOBODY, 0)
+            return
+        if not isinstance(message, Message):
+            message = message(self._names)
+        header = encode(message)
+        # Headers weigh more: those of all entries of a message are one frame's header.
+        nbytes = sum(map(len, body)) + HEADER_WEIGHT * len(header)
+        self.log.append(Entry(client, header, body), nbytes)
+
+    # Executing them.
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether nothing is before what comes now."""
+        return not (self._queue or self._acting or self._busy is not None)
+
+    def _enqueue(self, number: int, act: Act, ended: Callable[[], None] | None) -> Answer:
+        answer = Answer()
+        self._queue.append(_Queued(number, act, answer, ended))
+        self.advance()
+        return answer
+
+    def _execute_now(self, act: Act, claim: Claim | None) -> Reply | Answer | None:
+        outcome = self._judge(act)
+        if isinstance(outcome, Compute):
+            if self.computes.done_now(outcome):
+                outcome = outcome.reply()
+            else:
+                compute, outcome = outcome, Answer()
+                ended = None if claim is None else claim()
+                done = functools.partial(self._computed, compute, outcome, ended)
+                self.computes.add(compute, done)
+        elif outcome is not None and not isinstance(outcome, Reply):
+            answer = Answer()
+            self._await(_Queued(0, act, answer, None if claim is None else claim()), outcome)
+            outcome = answer
+        if self._queue:  # what it has brought with it
+            self.advance()
+        return outcome
+
+    def _judge(self, act: Act) -> Outcome:
+        self._acting = True
+        try:
+            return act()
+        except PsyncError:
+            if self._queue:
+                self._look_soon()
+            raise
+        except Exception as exc:
+            self._work.give_up(exc)
+            raise
+        finally:
+            self._acting = False
+
+    def advance(self) -> None:
+        """Execute what may be executed; called when the backup has more, or is given up."""
+        if self._again or self._acting:  # what an entry brings with it comes after that
+            return
+        done = 0
+        while self._queue and self._busy is None and self._over is None:
+            head = self._queue[0]
+            if head.number and not self._may_execute(head.number):
+                return
+            if done == AT_ONCE:
+                self._look_soon()
+                return
+            done += 1
+            self._queue.popleft()
+            self._execute(head)
+
+    def _may_execute(self, number: int) -> bool:
+        try:
+            return self.log.may_apply(number)
+        except FencedError as exc:
+            self.end(exc)
+            return False
+
+    def _look_soon(self) -> None:
+        self._again = True
+        asyncio.get_running_loop().call_soon(self._look_again)
+
+    def _look_again(self) -> None:
+        self._again = False
+        self.advance()
+
+    def _execute(self, queued: _Queued) -> None:
+        try:
+            outcome = self._judge(queued.act)
+            if isinstance(outcome, Compute):
+                if not self.computes.done_now(outcome):
+                    done = functools.partial(self._computed, outcome, queued.answer, queued.ended)
+                    self.computes.add(outcome, done)
+                    return
+                outcome = outcome.reply()
+        except Exception as exc:
+            _settle(queued.answer, queued.ended, exc)
+            return
+        if outcome is None or isinstance(outcome, Reply):
+            _settle(queued.answer, queued.ended, outcome)
+        else:
+            self._await(queued, outcome)
+
+    def _computed(
+        self,
+        compute: Compute,
+        answer: Answer,
+        ended: Callable[[], None] | None,
+        failed: Exception | None,
+    ) -> None:
+        _settle(answer, ended, failed or compute.reply())
+
+    def _await(self, queued: _Queued, under_way: Awaitable[Reply | None]) -> None:
+        self._busy = asyncio.get_running_loop().create_task(self._wait(queued, under_way))
+
+    async def _wait(self, queued: _Queued, under_way: Awaitable[Reply | None]) -> None:
+        outcome: Reply | Exception | None
+        try:
+            outcome = await under_way
+        except Exception as exc:
+            outcome = exc
+        self._busy = None
+        _settle(queued.answer, queued.ended, outcome)
+        self.advance()
+
+    # Ends.
+
+    def depose(self) -> None:
+        """Another ps has taken this one's place: nothing is executed here any more."""
+        self.log.depose()
+        self.end(FencedError(f"{self._task} has been replaced by its backup"))
+
+    def end(self, error: PsyncError | None = None) -> None:
+        """Execute nothing more; pending requests fail. What is being computed is completed."""
+        if self._over is None:
+            self._over = error or ClosedError(f"{self._task} ends")
+        while self._queue:
+            queued = self._queue.popleft()
+            _settle(queued.answer, queued.ended, self._over)
+
+    async def drain(self) -> None:
+        """Wait for what is being done. Cancellation: safe."""
+        if self._busy is not None:
+            await asyncio.wait((self._busy,))
+
+
+def _settle(
+    answer: Answer, ended: Callable[[], None] | None, outcome: Reply | Exception | None
+) -> None:
+    if ended is not None:
+        ended()
+    answer.give(Reply(Done()) if outcome is None else outcome)
+
+
+def _nothing() -> None:
+    """There is no backup to which something could be shipped."""
+
+
+def _nobody_waits(_: Later) -> None:
+    """An entry is executed whoever waits for its answer."""
+
+
+_NOBODY = Entry(("", 0), b"", ())
+"""In place of an entry that nobody is to have."""
