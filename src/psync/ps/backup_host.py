@@ -34,6 +34,7 @@ from psync.net.peer import Handler, Later, Peer, Reply
 from psync.net.platform import Parts
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
+from psync.ps.executor import Diverged
 from psync.ps.snapshots import unpack_answer
 from psync.ps.update import NO_BYTES
 from psync.store.ledger import Ledger
@@ -127,6 +128,7 @@ class _Backup:
         self._state: dict[str, Any] = {}  # sets, by their numbers in the log
         self._doing: asyncio.Task[None] | None = None
         self._turns: list[asyncio.Future[None]] = []  # of who waits for an entry to be done
+        self.diverged = False  # it was compared, and is another one
         self._failed = False  # an entry has failed as no ps may refuse one
 
     @property
@@ -207,9 +209,12 @@ class _Backup:
     def _done(self, entry: _Entry, outcome: object) -> None:
         self.waiting -= 1
         self.pending_bytes -= entry.nbytes
-        if isinstance(outcome, PsyncError):  # as the one that is backed up has refused it
+        if isinstance(outcome, PsyncError) and not isinstance(
+            outcome, Diverged
+        ):  # as the one that is backed up has refused it
             logger.debug("entry %d: %s", entry.number, outcome.message)
         elif isinstance(outcome, Exception):  # such as no memory here, where the other had enough
+            self.diverged = isinstance(outcome, Diverged)
             logger.error("%s: its backup failed at %d", self.sender, entry.number, exc_info=outcome)
             self._failed = True
         if self._turns:
@@ -267,6 +272,7 @@ class BackupHost:
         self._parts = parts
         self._backups: dict[int, _Backup] = {}  # by the index of the ps
         self._fenced = 0  # earlier coordinators have nothing to say here
+        self.diverged = 0  # backups that were not what they should have been
         self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -351,7 +357,10 @@ class BackupHost:
         if known.address is not None or known.epoch != epoch:
             raise FencedError(f"{known.sender} has been replaced by its backup")
         if known.is_damaged:
-            raise PsyncError(f"the backup of {known.sender} is damaged")
+            self.diverged += known.diverged
+            why = "has diverged" if known.diverged else "is damaged"
+            known.diverged = False  # counted
+            raise PsyncError(f"the backup of {known.sender} {why}")
         return known
 
     async def _fill(self, peer: Peer, message: FillBackup, body: list[memoryview]) -> Reply:

@@ -249,6 +249,20 @@ class PsSync(GroupTable):
             self.known(group, None).spread = True
         return Reply(Done())
 
+    def control(self) -> list[Any]:
+        """Return what is staged and decided, as plain data in an order of its own, for a digest."""
+        held = sorted(
+            [group, *replica, push, local_step, len(part.body)]
+            for group, replica, push, local_step, part in self.staging.held()
+        )
+        decided = sorted(
+            [group, self.staging.step(group), known.spread, known.outgoing and [
+                known.outgoing.close.step, known.outgoing.is_measured]]
+            for group, known in self._groups.items()
+            if self.staging.step(group) is not None or known.outgoing is not None
+        )  # fmt: skip
+        return [held, decided]
+
     def entries(self, rule: Mapping[str, Any] | None) -> list[Listed]:
         """Return entries that give a backup what no snapshot has; see ``entries_of_snapshot``."""
         spread = [group for group, known in self._groups.items() if known.spread]
