@@ -127,7 +127,7 @@ class _Backup:
         self.pending_bytes = 0  # of these
         self._state: dict[str, Any] = {}  # sets, by their numbers in the log
         self._doing: asyncio.Task[None] | None = None
-        self._turns: list[asyncio.Future[None]] = []  # of who waits for an entry to be done
+        self._changed = asyncio.Event()  # an entry is done
         self.diverged = False  # it was compared, and is another one
         self._failed = False  # an entry has failed as no ps may refuse one
 
@@ -204,7 +204,7 @@ class _Backup:
                     await asyncio.sleep(0)
         finally:
             self._doing = None
-            self._wake()
+            self._changed.set()
 
     def _done(self, entry: _Entry, outcome: object) -> None:
         self.waiting -= 1
@@ -217,14 +217,7 @@ class _Backup:
             self.diverged = isinstance(outcome, Diverged)
             logger.error("%s: its backup failed at %d", self.sender, entry.number, exc_info=outcome)
             self._failed = True
-        if self._turns:
-            self._wake()
-
-    def _wake(self) -> None:
-        turns, self._turns = self._turns, []
-        for turn in turns:
-            if not turn.done():
-                turn.set_result(None)
+        self._changed.set()
 
     async def settle(self, below: int = 0) -> None:
         """Wait until no more than so many bytes of entries are left; 0: until all are done.
@@ -232,9 +225,8 @@ class _Backup:
         Cancellation: Safe.
         """
         while not self.is_damaged and (self.pending_bytes > below if below else self.waiting):
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._turns.append(turn)
-            await turn
+            self._changed.clear()
+            await self._changed.wait()
 
     async def close(self) -> None:
         """End it."""

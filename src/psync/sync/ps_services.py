@@ -137,7 +137,7 @@ class PsServices:
         self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.in_groups)
         self.closer: StepCloser | None = None
         if attach is not None and not process.index:
-            self.closer = parts.of(StepCloser)(
+            self.closer = StepCloser(
                 platform, attach, self.sync, pool, work, self.clocks.look_again, timeline,
                 is_hosted=life is Life.HOSTED,
             )  # fmt: skip
@@ -300,12 +300,12 @@ class PsServices:
     async def pause(self, why: str) -> None:
         """Close no step from now on; wait for what is being closed."""
         if self.closer is not None:
-            await self.closer.pause(why)
+            await self.closer.outgoing.pause(why)
 
     def resume(self, why: str) -> None:
         """Go on."""
         if self.closer is not None:
-            self.closer.resume(why)
+            self.closer.outgoing.resume(why)
 
     def groups(self) -> Iterable[int]:
         """Return all groups that are known."""
@@ -426,8 +426,8 @@ class PsServices:
             # The part of this ps, and the global step, wait for their turns in the log.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
-                    await closer.pause("end")
-            if closer.is_torn:
+                    await closer.outgoing.pause("end")
+            if closer.outgoing.is_torn:
                 torn()
             self.backup.end(why)
         await closer.close()

@@ -31,9 +31,9 @@ from psync.store.ledger import Ledger
 from psync.store.step_norms import ShardSums
 from psync.store.store import ShardStore
 from psync.sync.cross_ps_sets import Along, ShareNumbers, WholeSet, whole_set_of
-from psync.sync.group import Close
 from psync.sync.groups import CLOSER, GroupTable
 from psync.sync.log_entries import Listed, body_of, entries_of_snapshot, staged_entry
+from psync.sync.pushes import Close
 from psync.sync.staging import Staging
 from psync.sync.step_applier import StepApplier
 from psync.sync.step_update import Part
