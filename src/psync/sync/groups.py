@@ -48,10 +48,14 @@ class GroupTable:
     Args:
         store: Its shards.
         task: Name of the ps.
+
+    Attributes:
+        check: Called with the configuration of a new group, which it may refuse.
     """
 
     def __init__(self, store: ShardStore, task: str) -> None:
         self.store = store
+        self.check: Callable[[SyncConfig], None] = lambda _: None
         self._task = task
         self._groups: dict[int, KnownGroup] = {}
 
@@ -73,6 +77,7 @@ class GroupTable:
             raise RemoteProtocolError(f"{self._task}: synchronous group {group} is not defined")
         config = SyncConfig.from_config(raw)
         if known is None:
+            self.check(config)
             self.store.define_optimizer(group, config.optimizer)
             self._groups[group] = KnownGroup(raw, config)
         elif known.config != config:

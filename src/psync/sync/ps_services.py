@@ -150,6 +150,7 @@ class PsServices:
             lambda: self.freeze()[0], committer, self._expect_moves, self._deposed, steps,
             accumulated.entries,
         )  # fmt: skip
+        self.sync.check = self.backup.check_group
         self.follower: SyncFollower | None = None
         self.replayed: dict[type[Message], Handler] = {}
         if life is Life.HOSTED:

@@ -125,6 +125,10 @@ class SyncSnapshot:
         """Return all groups that are known."""
         return self._sync.raw_configs()
 
+    def deterministic(self) -> Sequence[str]:
+        """Return the names of those that are deterministic."""
+        return [raw["name"] for raw in self._sync.raw_configs().values() if raw["deterministic"]]
+
     def entries(self) -> list[tuple[Client, Build, Sequence[memoryview]]]:
         """Return (client, message, segments) of entries that give a backup all of it."""
         closer, sync = self._closer, self._sync
