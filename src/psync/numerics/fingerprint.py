@@ -23,7 +23,6 @@ import numpy as np
 from psync import schedules
 from psync.numerics import clipping, means
 from psync.numerics.adaptive_rules import Ftrl, RMSprop
-from psync.numerics.blocks import bytes_of
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.moment_rules import Adam
 from psync.numerics.rule_configs import RULES
@@ -49,9 +48,8 @@ def fingerprint() -> str:
     digest = hashlib.blake2b(digest_size=8)
     with np.errstate(all="ignore"):
         for array in probe():
-            digest.update(
-                bytes_of(np.where(np.isnan(array), np.nan, array).astype(array.dtype)).data
-            )
+            plain = np.where(np.isnan(array), np.nan, array).astype(array.dtype)
+            digest.update(plain.data)
     return digest.hexdigest()
 
 
