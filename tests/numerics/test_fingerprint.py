@@ -18,7 +18,7 @@ sys.path.append("tests/helpers")
 from psync import schedules
 from psync.numerics.clipping import sum_of_squares
 from psync.numerics.fingerprint import fingerprint
-from psync.numerics.sums import DenseSum, SparseSum
+from psync.numerics.sums import DenseSum, SparseSum, at_once
 from rule_table import RULES, run
 
 digest = hashlib.blake2b()
@@ -31,10 +31,10 @@ for dtype in map(np.dtype, ("float16", "float32", "float64")):
     array = (np.random.default_rng(7).standard_normal(200_007) * 1e-3).astype(dtype)
     dense, sparse = DenseSum(array.shape, dtype), SparseSum((3,), dtype)
     for weight in (1.0, 0.1):
-        dense.add(array, weight)
-        sparse.add(np.arange(66_669) * 7 % 999, array.reshape(-1, 3), weight)
-    digest.update(dense.mean())
-    digest.update(sparse.mean(per_index=True))
+        at_once(dense.adding(array, weight))
+        at_once(sparse.adding(np.arange(66_669) * 7 % 999, array.reshape(-1, 3), weight))
+    digest.update(at_once(dense.making("mean")))
+    digest.update(at_once(sparse.making("mean", per_index=True)))
     digest.update(np.float64(sum_of_squares(array)))
 for schedule in (schedules.CosineDecay(0.1, 20_000), schedules.ExponentialDecay(0.1, 97, 0.9)):
     digest.update(np.array([schedule(step) for step in range(20_000)]))

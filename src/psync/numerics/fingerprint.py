@@ -28,7 +28,7 @@ from psync.numerics.moment_rules import Adam
 from psync.numerics.rule_configs import RULES
 from psync.numerics.rule_options import RuleOptions
 from psync.numerics.scatter import combine, merged
-from psync.numerics.sums import DenseSum, SparseSum, finish
+from psync.numerics.sums import DenseSum, SparseSum, at_once, finish
 from psync.numerics.update_rule import SGD, Scratch, UpdateRule, slot_dtype
 
 DTYPES = tuple(np.dtype(name) for name in ("float32", "float64", "float16"))
@@ -107,10 +107,10 @@ def _summed(dtype: np.dtype) -> Iterator[np.ndarray]:
     weights = (1.0, 0.3, 7.0)
     dense, sparse = DenseSum(gradients[0].shape, dtype), SparseSum((5,), dtype)
     for gradient, weight in zip(gradients, weights, strict=True):
-        dense.add(gradient, weight)
-        sparse.add(_row_numbers(), gradient.reshape(-1, 5), weight)
-    yield from (dense.mean(), dense.sum())
-    yield from (sparse.mean(per_index=True), sparse.mean(per_index=False))
+        at_once(dense.adding(gradient, weight))
+        at_once(sparse.adding(_row_numbers(), gradient.reshape(-1, 5), weight))
+    yield from (at_once(dense.making("mean")), at_once(dense.making("sum")))
+    yield from (at_once(sparse.making("mean", per_index=each)) for each in (True, False))
     squares = clipping.sum_of_squares(values(clipping.PIECE + SIZE, dtype, 7))
     scales = clipping.clip_scales([(0, squares)], RuleOptions(clipnorm=3.0))
     yield np.array([squares, scales[0]])

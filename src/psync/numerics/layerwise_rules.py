@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,6 +29,7 @@ Sums = tuple[float, float]
 """Of squares, of a parameter and of its update."""
 
 
+@dataclass(slots=True, eq=False)
 class Measurement:
     """Measures the update of one variable, or of one shard, part after part.
 
@@ -38,12 +40,11 @@ class Measurement:
         scratch: Work space.
     """
 
-    def __init__(self, rule: LayerwiseRule, decay: float, t: int, scratch: Scratch) -> None:
-        self._rule = rule
-        self._decay = decay
-        self._t = t
-        self._scratch = scratch
-        self._sums: list[Sums] = []
+    rule: LayerwiseRule
+    decay: float
+    t: int
+    scratch: Scratch
+    _sums: list[Sums] = field(default_factory=list)
 
     def add(self, param: np.ndarray, grad: np.ndarray, slots: Arrays) -> None:
         """Measure a part; all but the last one are multiples of ``PIECE`` long."""
@@ -60,14 +61,14 @@ class Measurement:
 
     def _measure(self, param: np.ndarray, grad: np.ndarray, slots: Arrays) -> Sums:
         work = slot_dtype(param.dtype)
-        arrays = self._scratch.arrays(work, 5 + len(slots), param.size)
+        arrays = self.scratch.arrays(work, 5 + len(slots), param.size)
         single, prepared, update, temp, wide, *moved = arrays
         if work != np.float64:
-            (wide,) = self._scratch.arrays(np.dtype(np.float64), 1, param.size)
-        np.multiply(param, -self._decay, out=single, dtype=work)
+            (wide,) = self.scratch.arrays(np.dtype(np.float64), 1, param.size)
+        np.multiply(param, -self.decay, out=single, dtype=work)
         np.add(param, single, out=single, dtype=work)
-        rule = self._rule
-        rule.direction(rule.prepared(grad, work, prepared), slots, moved, self._t, update, temp)
+        rule = self.rule
+        rule.direction(rule.prepared(grad, work, prepared), slots, moved, self.t, update, temp)
         return _squares(single, wide), _squares(update, wide)
 
 

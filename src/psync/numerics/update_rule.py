@@ -28,6 +28,7 @@ A new rule is one subclass: hyper-parameters, slots, ``_coefficients`` and ``_up
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -38,6 +39,7 @@ import numpy as np
 
 from psync.errors import GradientError
 from psync.numerics.rule_options import RuleOptions, flag, number
+from psync.numerics.sums import sum_dtype
 from psync.schedules import Config, Schedule, as_schedule
 
 CHUNK = 1 << 18
@@ -48,27 +50,21 @@ faster, with two such processes at once too."""
 ACCUMULATOR = "gradient_accumulator"
 """Slot of optimizers that accumulate gradients: their sum since the last update."""
 
-_HALVES = ("float16", "bfloat16")  # by name: bfloat16 is numpy's only where ml_dtypes is there
-_SLOT_DTYPES: dict[np.dtype, np.dtype] = {}  # answers of slot_dtype: dtype.name costs microseconds
 
-
+@functools.cache  # dtype.name costs microseconds
 def slot_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which a parameter of ``dtype`` is computed and its slots are kept.
 
     Raises:
         GradientError: If ``dtype`` is not a floating one.
     """
-    known = _SLOT_DTYPES.get(dtype)
-    if known is not None:
-        return known
-    name = dtype.name
-    if name not in (*_HALVES, "float32", "float64"):
+    try:
+        return sum_dtype(dtype)
+    except GradientError:
         raise GradientError(
-            f"only floating-point variables can be optimized, got {name}",
+            f"only floating-point variables can be optimized, got {dtype.name}",
             hint="declare the variable with trainable=False and use assign_add, or make it float32",
-        )
-    _SLOT_DTYPES[dtype] = np.dtype(np.float32) if name in _HALVES else dtype
-    return _SLOT_DTYPES[dtype]
+        ) from None
 
 
 class Scratch:
