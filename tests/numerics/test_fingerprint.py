@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,8 +55,8 @@ def computed(**environ: str) -> tuple[str, str]:
 
 def optional_features() -> list[str]:
     """What numpy uses of this CPU beside the least that it needs, the widest last."""
-    umath = (np._core if hasattr(np, "_core") else np.core)._multiarray_umath
-    return [each for each in umath.__cpu_dispatch__ if umath.__cpu_features__[each]]
+    config: Any = np.show_config(mode="dicts")
+    return list(config["SIMD Extensions"].get("found", ()))
 
 
 def test_it_is_of_sixteen_digits_and_made_once() -> None:
@@ -64,6 +65,7 @@ def test_it_is_of_sixteen_digits_and_made_once() -> None:
     assert fingerprint() is fingerprint()
 
 
+@pytest.mark.slow
 def test_it_is_that_of_every_other_process_and_of_narrower_registers_and_other_blas() -> None:
     features = optional_features()
     settings = [{}, {"OPENBLAS_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "Prescott"}]

@@ -1,11 +1,13 @@
 """Pairing of a ps with its backup: both must compute by the same rules.
 
-the backup's process has    then
-another version of psync    it refuses: its rules, or its log, may be others
-another fingerprint         the primary decides, see ``numerics.fingerprint``. Where a
-                            synchronous group is deterministic it refuses: bits are promised.
-                            Else they are paired, and it is counted and logged: a value of the
-                            backup may differ in its last bits, its decisions do not
+    the backup's process has    then
+    another version of psync    it refuses: its rules, or its log, may be others
+    another fingerprint         the primary decides, see ``numerics.fingerprint``. Where a
+                                synchronous group is deterministic it refuses: bits are promised.
+                                Else they are paired, and it is counted and logged: a value of the
+                                backup may differ in its last bits, its decisions do not
+
+Source: docs/design.md, "Failover".
 """
 
 from __future__ import annotations
