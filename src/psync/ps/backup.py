@@ -34,10 +34,12 @@ from psync.net.platform import Platform
 from psync.ps.backup_sender import BackupSender, Served
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Build, Entry, Executor
+from psync.ps.pairing import Computation, check_deterministic
 from psync.store.commit_log import LogState
 from psync.store.ledger import Client
 from psync.store.snapshot import Frozen
 from psync.store.store import ShardStore
+from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import BackUp
@@ -56,6 +58,9 @@ class SyncState(Protocol):
 
     def groups(self) -> Iterable[int]:
         """Return all groups that are known."""
+
+    def deterministic(self) -> Sequence[str]:
+        """Return the names of those that are deterministic."""
 
     def entries(self) -> list[tuple[Client, Build, Sequence[memoryview]]]:
         """Return (client, message, segments) of entries that give a backup all of it."""
@@ -109,6 +114,8 @@ class BackupService:
         self._accumulators = accumulators
         self._epoch = 0
         self._sender: BackupSender | None = None
+        self._unlike: BackUp | None = None  # the last one with another fingerprint
+        self._unequal = 0  # how many there were
         self._copying: asyncio.Task[None] | None = None
         self._over = False
 
@@ -121,7 +128,7 @@ class BackupService:
         log = self.executor.log
         return {
             "state": log.state.value, "epoch": self._epoch, "entries": log.last,
-            "taken": log.taken, "waiting": self.executor.waiting,
+            "taken": log.taken, "waiting": self.executor.waiting, "unequal": self._unequal,
         }  # fmt: skip
 
     def waits_for(self) -> tuple[int, int]:
@@ -144,7 +151,32 @@ class BackupService:
         return [
             f"backup{where}: {log.state.value}, has {log.taken} of {log.last} entries, "
             f"{self.executor.waiting} wait to be executed"
+            + (", last bits may differ" if self._is_unlike else "")
         ]
+
+    # Whether the backup computes the same bits.
+
+    @property
+    def _is_unlike(self) -> bool:
+        return self._sender is not None and self._unlike is self._sender.order
+
+    def _begun_with(self, order: BackUp, numerics: str) -> None:
+        """Note the fingerprint of a backup, or refuse it; see ``pairing``."""
+        if numerics == self._platform.parts.of(Computation)().numerics:
+            return
+        check_deterministic(self._store.task, order.task, self._steps.deterministic())
+        self._unlike = order
+        self._unequal += 1
+        logger.warning(
+            "%s and its backup in the process of %s do not compute the same bits: CPU, numpy or C "
+            "library differ; values may differ in their last bits after a failover",
+            self._store.task, order.task,
+        )  # fmt: skip
+
+    def check_group(self, config: SyncConfig) -> None:
+        """Refuse a new group that is deterministic, if the backup is not."""
+        if config.deterministic and self._sender is not None and self._is_unlike:
+            check_deterministic(self._store.task, self._sender.order.task, [config.name])
 
     # The coordinator's word.
 
@@ -168,8 +200,9 @@ class BackupService:
         executor = self.executor
         self._begun()
         self._sender = sender = self._platform.parts.of(BackupSender)(
-            self._platform, served, message, executor.log, executor.advance, self._depose
-        )
+            self._platform, served, message, executor.log, self._begun_with, executor.advance,
+            self._depose,
+        )  # fmt: skip
         executor.on_entry = sender.ship
         self._copying = asyncio.get_running_loop().create_task(self._copy(executor, sender))
         self._copying.add_done_callback(_seen)

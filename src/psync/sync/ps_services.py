@@ -155,6 +155,7 @@ class PsServices:
             lambda: self.freeze()[0], executor, self._expect_moves, self._deposed, self,
             accumulated.entries,
         )  # fmt: skip
+        self.sync.check = self.backup.check_group
         self.replayed: dict[type[Message], Handler] = {}
         if life is Life.HOSTED:
             self._expect_moves()
@@ -310,6 +311,10 @@ class PsServices:
     def groups(self) -> Iterable[int]:
         """Return all groups that are known."""
         return self.sync.raw_configs()
+
+    def deterministic(self) -> Sequence[str]:
+        """Return the names of those that are deterministic."""
+        return [raw["name"] for raw in self.sync.raw_configs().values() if raw["deterministic"]]
 
     def entries(self) -> list[Listed]:
         """Return entries that give a backup what no snapshot has of them."""
