@@ -33,10 +33,9 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.ps.backup_sender import BackupSender, Served
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import Build, Entry, Executor
+from psync.ps.executor import Entry, Executor, Listed
 from psync.ps.pairing import Computation, check_deterministic
 from psync.store.commit_log import LogState
-from psync.store.ledger import Client
 from psync.store.snapshot import Frozen
 from psync.store.store import ShardStore
 from psync.store.sync_config import SyncConfig
@@ -47,8 +46,24 @@ from psync.wire.recovery_messages import BackUp
 logger = logging.getLogger(__name__)
 
 
-class SyncState(Protocol):
-    """What a ps has of synchronous steps, beside what is in a snapshot."""
+class Section(Protocol):
+    """A part of the state of a ps, which is its sections: entries are judged by them."""
+
+    def control(self) -> Any:
+        """Return the state that judging has made, as plain data in an order of its own."""
+
+    async def entries(self) -> list[Listed]:
+        """Return entries that give a backup what no snapshot has; meanwhile nothing changes.
+
+        Cancellation: Safe.
+        """
+
+    def replayed(self) -> dict[type[Message], Handler]:
+        """Return who executes, on a backup, what only a log says, or says otherwise."""
+
+
+class Steps(Protocol):
+    """The synchronous steps of a ps."""
 
     async def pause(self, why: str) -> None:
         """Close no step from now on; wait for what is being closed."""
@@ -61,13 +76,6 @@ class SyncState(Protocol):
 
     def deterministic(self) -> Sequence[str]:
         """Return the names of those that are deterministic."""
-
-    def entries(self) -> list[tuple[Client, Build, Sequence[memoryview]]]:
-        """Return (client, message, segments) of entries that give a backup all of it."""
-
-
-Contents = Callable[[], Awaitable[list[tuple[Client, Build, Sequence[memoryview]]]]]
-"""Returns (client, message, segments) of entries that give a backup what no snapshot has."""
 
 
 class BackupService:
@@ -84,7 +92,7 @@ class BackupService:
         begun: Told, once, that there is to be a backup.
         deposed: Told that another ps has taken this one's place.
         steps: What is there of synchronous steps.
-        accumulators: What is in conditional accumulators.
+        sections: Of the state.
     """
 
     def __init__(
@@ -98,8 +106,8 @@ class BackupService:
         executor: Executor,
         begun: Callable[[], None],
         deposed: Callable[[], None],
-        steps: SyncState,
-        accumulators: Contents,
+        steps: Steps,
+        sections: Sequence[Section],
     ) -> None:
         self.executor = executor
         self._platform = platform
@@ -111,7 +119,7 @@ class BackupService:
         self._begun = begun
         self._deposed = deposed
         self._steps = steps
-        self._accumulators = accumulators
+        self._sections = sections
         self._epoch = 0
         self._sender: BackupSender | None = None
         self._unlike: BackUp | None = None  # the last one with another fingerprint
@@ -212,9 +220,9 @@ class BackupService:
         self, executor: Executor, sender: BackupSender, first: int
     ) -> tuple[Frozen, int, list[Entry]]:
         """Hold what the ps holds between two entries, the later of which is ``first``."""
-        accumulated = await self._accumulators()
+        await executor.computes.settled()
+        entries = [each for section in self._sections for each in await section.entries()]
         while True:
-            await executor.computes.settled()
             if self._sender is not sender:  # what it names would be taken for known to the next
                 raise PsyncError("the copy was given up")
             try:
@@ -222,7 +230,6 @@ class BackupService:
             except BusyError:  # a shard is read or filled by what is no entry
                 await self._work.next_turn()
             else:
-                entries = [*self._steps.entries(), *accumulated]
                 return frozen, first, [executor.in_full(*each) for each in entries]
 
     async def _copy(self, executor: Executor, sender: BackupSender) -> None:
