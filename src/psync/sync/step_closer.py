@@ -321,7 +321,7 @@ class StepCloser:
 
     def _ask_step(self, peer: Peer, message: AskStep, _: list[memoryview]) -> Reply:
         self._check(peer)
-        return self._step_of(message.group)
+        return Reply(SyncStep(*self.steps.present_and_first(message.group)))
 
     async def _init_tokens(self, peer: Peer, message: InitTokens, _: list[memoryview]) -> Reply:
         self._check(peer)
@@ -331,13 +331,10 @@ class StepCloser:
         answer = self._submit(_client(peer), message, self._put_initial)
         if isinstance(answer, Answer):
             await answer
-        return self._step_of(message.group)
+        return Reply(SyncStep(*self.steps.present_and_first(message.group)))
 
     def _put_initial(self, message: InitTokens) -> None:
         self._perform(self.steps.init_tokens(message.group, message.count))
-
-    def _step_of(self, group: int) -> Reply:
-        return Reply(SyncStep(self.steps.step(group), self.steps.first_step(group)))
 
     async def _finish(self, peer: Peer, message: FinishSteps, _: list[memoryview]) -> Reply:
         if _client(peer) != self._coordinator:
@@ -382,8 +379,7 @@ class StepCloser:
     def _begun(self, group: int, task: asyncio.Task[None]) -> None:
         del self._beginning[group]
         # It is seen, even if those who asked have gone.
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, PsyncError):
+        if not task.cancelled() and not isinstance(error := task.exception(), PsyncError | None):
             logger.error("synchronous group %d cannot begin", group, exc_info=error)
 
     def _define(self, message: BeginGroup) -> None:
