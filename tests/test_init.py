@@ -12,6 +12,7 @@ import pytest
 
 import psync
 
+
 def test_all_is_sorted_and_names_nothing_twice() -> None:
     assert psync.__all__ == sorted(set(psync.__all__))
 

@@ -135,4 +135,5 @@ from psync.worker.dataset_functions import InputContext as InputContext
 from psync.worker.dataset_functions import ValueContext as ValueContext
 from psync.worker.element_specs import TensorSpec as TensorSpec
 
+__all__: list[str]
 __version__: str

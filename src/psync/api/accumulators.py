@@ -138,7 +138,6 @@ class AccumulatorHandle:
         """Return what was taken, its last array as values."""
         required = self._rule.as_required(num_required)
         runtime = self._runtime("take_grad")
-        runtime.check_open(self._named("take_grad"))
         return self._arrays(await runtime.accumulators.take(self.place, required))
 
     def _arrays(self, received: Received) -> tuple[GradientTaken, list[np.ndarray]]:

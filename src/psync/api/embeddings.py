@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from psync.api.variables import Handle, OnReadVariable, runtime_of
+from psync.api.reads import runtime_of
+from psync.api.variables import Handle, OnReadVariable
 from psync.errors import GradientError, IndexTypeError, PartitionError, UsageError
 from psync.numerics.embedding import (
     SparseIds,
@@ -217,7 +218,6 @@ class _Table:
     async def rows(self, ids: np.ndarray) -> np.ndarray:
         """Return the rows of ids, which are a list of int64, in their order."""
         runtime = await runtime_of(self.what, *self._variables)
-        runtime.check_open(self.what)
         if len(self._variables) == 1:
             return await runtime.ps.read_rows(self._variables[0].spec, ids, seen=runtime.pulled)
         owners, local = shared_out(ids, self._sizes, self._strategy)

@@ -15,14 +15,13 @@ import numpy as np
 
 from psync.api.global_step import check_step, global_step_of
 from psync.api.pulls import mapped
+from psync.api.reads import runtime_of, scope_of
 from psync.api.variables import (
     Handle,
     OnReadVariable,
     ShardedVariable,
     Variable,
     declared_in,
-    runtime_of,
-    scope_of,
 )
 from psync.client.context import forbid_in_dataset, forbid_in_step
 from psync.client.scopes import Scope, current_scope, place_of
@@ -184,7 +183,6 @@ class ExponentialMovingAverage:
         runtime = await runtime_of(operation, *shadows, *step)
         ps, decay = runtime.ps, self._decay
         if step:
-            runtime.check_open(operation)
             (count,) = await ps.pull(ps.plan((step[0].spec,)))
             decay = self.decay_at(int(count))
         closure, ordinal = runtime.begin_update(operation)

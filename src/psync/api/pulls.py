@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from psync.api.reads import values_of
-from psync.api.variables import Handle, OnReadVariable, runtime_of
+from psync.api.reads import runtime_of, values_of
+from psync.api.variables import Handle, OnReadVariable
 from psync.errors import GradientError
 from psync.numerics.casting import checked_target
 
@@ -57,7 +57,6 @@ async def pull(tree: Any, *, copy: bool = False, out: Any = None, consistent: bo
         return tree
     targets = None if out is None else _targets(tree, out)
     runtime = await runtime_of("pull", *variables)
-    runtime.check_open("pull")
     copied = [variable for variable in variables if isinstance(variable, OnReadVariable)]
     stored = [variable for variable in variables if variable not in copied] if copied else variables
     values = {}

@@ -15,6 +15,7 @@ from psync.api.gradient_arguments import AnyVariable, GradsAndVars, ValueAndGrad
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.optimizers.handles import Optimizer
 from psync.api.optimizers.state import PushResult
+from psync.api.reads import runtime_of, scope_of
 from psync.api.sync_arguments import (
     GroupConfig,
     check_wrapped,
@@ -24,7 +25,7 @@ from psync.api.sync_arguments import (
     checked_step,
     checked_weight,
 )
-from psync.api.variables import Variable, runtime_of, scope_of
+from psync.api.variables import Variable
 from psync.client.context import current_closure, forbid_in_dataset
 from psync.client.runtime import Runtime, current_runtime
 from psync.errors import ConfigurationError, UsageError

@@ -23,14 +23,12 @@ import numpy as np
 from psync.api.on_read import CopyAccess, declare_copies
 from psync.api.value_access import ValueAccess
 from psync.client.context import forbid_in_dataset, forbid_in_step
-from psync.client.runtime import Runtime
 from psync.client.scopes import (
     Scope,
     current_elsewhere,
     current_scope,
     elsewhere,
     place_of,
-    runtime_here,
 )
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, UsageError
@@ -117,11 +115,8 @@ def through_creators(make: Creator, **kwargs: Any) -> Any:
 class Handle(ValueAccess):
     """What ``Variable`` and ``ShardedVariable`` share."""
 
-    spec: VariableSpec
-    origin: str
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
-    _scope: weakref.ref[Scope] | None  # its strategy's; None where that is not, on workers
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_intern, (self.origin, self.spec, self.synchronization, self.aggregation))
@@ -147,10 +142,6 @@ class Handle(ValueAccess):
             f"<{type(self).__name__} {self.name!r} shape={self.shape} "
             f"dtype={self.spec.dtype}{shards}>"
         )
-
-    async def runtime_for(self, operation: str) -> Runtime:
-        """Return what carries ``operation`` on this variable to the ps tasks."""
-        return await runtime_of(operation, self)
 
 
 class Variable(Handle):
@@ -267,10 +258,6 @@ class OnReadVariable(CopyAccess, Variable):
     Source: ``SyncOnReadVariable`` of TensorFlow's ``distribute/values.py``.
     """
 
-    def scope_here(self) -> Scope | None:
-        """Return the strategy that declared it, if that is in this process."""
-        return scope_of(self)
-
 
 def _declare(
     scope: Scope,
@@ -377,32 +364,3 @@ def _component(whole: ShardedVariable, shard: ShardSpec) -> Variable:
     handle = cast(Variable, _intern(whole.origin, part, whole.synchronization, whole.aggregation))
     handle._scope = whole._scope
     return handle
-
-
-async def runtime_of(operation: str, *variables: Handle) -> Runtime:
-    """Return what carries ``operation`` on ``variables``, one at least, to the ps tasks.
-
-    Raises:
-        UsageError: There is none here, outside a step and without a running coordinator; or the
-            variables are not all of the strategy that it serves.
-        ClosedError: The coordinator was closed.
-        PartitionError: A variable that is declared cannot be created.
-        ParameterServerLost: A ps is gone.
-
-    Cancellation: Safe.
-    """
-    runtime = runtime_here(operation, scope_of(variables[0]))
-    for variable in variables:
-        if variable.origin != runtime.origin:
-            raise UsageError(
-                f'{operation}: variable "{variable.name}" belongs to another program or strategy',
-                hint="declare it in main(), on the coordinator, and let the step capture it; "
-                "variables of two strategies need a call for each",
-            )
-    await runtime.ensure_created()
-    return runtime
-
-
-def scope_of(variable: Handle) -> Scope | None:
-    """Return the strategy that declared a variable; None: it is in another process, or gone."""
-    return variable._scope() if variable._scope is not None else None

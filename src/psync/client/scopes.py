@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-from psync.client.context import forbid_in_dataset
-from psync.client.runtime import Runtime, current_runtime
+from psync.client.context import current_closure, forbid_in_dataset
+from psync.client.runtime import Runtime
 from psync.cluster import ClusterSpec
 from psync.errors import ClosedError, UsageError
 from psync.net.process_state import PerProcess
@@ -146,13 +146,16 @@ def runtime_here(operation: str, scope: Scope | None) -> Runtime:
         That of the step that runs here, else that of the strategy's coordinator or session.
 
     Raises:
-        UsageError: There is neither; or dataset code is running here.
+        UsageError: There is neither; or dataset code is running here, or a step that has returned.
+        ClosureCancelled: In a step that was cancelled.
         ClosedError: The coordinator or session was closed.
     """
     forbid_in_dataset(operation)
-    runtime = current_runtime()
-    if runtime is not None:
-        return runtime
+    closure = current_closure()
+    if closure is not None:
+        closure.check_open(operation)
+        if isinstance(closure.runtime, Runtime):
+            return closure.runtime
     if scope is not None and scope.runtime is not None:
         return scope.runtime
     if scope is not None and scope.created:

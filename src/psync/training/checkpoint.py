@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from psync.api.cluster_coordinator import coordinator_of
 from psync.api.optimizers.state import restore_learning_rate, updates_of
-from psync.api.variables import runtime_of
+from psync.api.reads import runtime_of
 from psync.checkpoints.files import Reader, checkpoints_in, disk_errors, remove
 from psync.checkpoints.layout import changed_rate, step_of
 from psync.checkpoints.writer import Writer, streamed_by_environ

@@ -13,7 +13,7 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from psync.api.variables import scope_of
+from psync.api.reads import scope_of
 from psync.checkpoints.files import (
     checkpoints_in,
     mark_last,

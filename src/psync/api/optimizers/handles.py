@@ -28,7 +28,7 @@ from psync.api.optimizers.registry import optimizers_here
 from psync.api.optimizers.staleness_bound import StalenessBound
 from psync.api.optimizers.state import Iterations, PushResult
 from psync.api.optimizers.state import Slot as Slot
-from psync.api.variables import runtime_of
+from psync.api.reads import runtime_of
 from psync.client.context import forbid_in_dataset, forbid_in_step
 from psync.client.optimizer_client import set_optimizer
 from psync.client.runtime import Runtime

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from psync.api.variables import ShardedVariable, Variable, runtime_of
+from psync.api.reads import runtime_of
+from psync.api.variables import ShardedVariable, Variable
 from psync.client.optimizer_client import optimizer_step, set_optimizer, set_slot
 from psync.client.runtime import Runtime
 from psync.errors import UsageError
@@ -110,7 +111,6 @@ class Slot:
     async def _runtime(self, verb: str) -> Runtime:
         operation = f'{verb} of slot "{self.name}" of "{self.variable.name}"'
         runtime = await runtime_of(operation, self.variable)
-        runtime.check_open(operation)
         return runtime
 
     def _spec(self) -> VariableSpec:
