@@ -180,6 +180,9 @@ class GroupConfig:
         self.global_step: Variable | None = None  # that of the last push; None before the first
         self._told: dict[str, Any] = {}  # what ps tasks are told, once it is known
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GroupConfig, (self.sync, self.averaged_by)  # the step is that of pushes from there
+
     def add_averages(self, averages: object, variables: Iterable[AnyVariable] | None) -> None:
         """Add moving averages that follow each step; see the options of ``SyncReplicasOptimizer``.
 

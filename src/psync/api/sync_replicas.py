@@ -15,7 +15,7 @@ from psync.api.gradient_arguments import AnyVariable, GradsAndVars, ValueAndGrad
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.optimizers.handles import Optimizer
 from psync.api.optimizers.state import PushResult
-from psync.api.reads import runtime_of, scope_of
+from psync.api.reads import scope_of
 from psync.api.sync_arguments import (
     GroupConfig,
     check_wrapped,
@@ -155,21 +155,6 @@ class SyncReplicasOptimizer(Optimizer):
         self._pull_ahead = checked_flag(name, "pull_ahead", pull_ahead)
         self._group.add_averages(variable_averages, variables_to_average)
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            **super()._state(),
-            "opt": self._opt,
-            "sync": self._group.sync,
-            "averaged_by": self._group.averaged_by,
-            "pull_ahead": self._pull_ahead,
-        }
-
-    def _set_state(self, state: dict[str, Any]) -> None:
-        super()._set_state(state)
-        self._opt = state["opt"]
-        self._group = GroupConfig(state["sync"], state["averaged_by"])
-        self._pull_ahead = state["pull_ahead"]
-
     def __repr__(self) -> str:
         config = self._group.sync
         return (
@@ -252,14 +237,13 @@ class SyncReplicasOptimizer(Optimizer):
         weight = checked_weight(weight)
         step = checked_step("apply_gradients", global_step)
         variables = [variable for _, variable in pairs]
-        runtime = await runtime_of("apply_gradients", *variables, step)
+        runtime = await self._runtime("apply_gradients", *variables, step)
         if current_closure() is None and not runtime.in_session:
             raise UsageError(
                 "apply_gradients of a synchronous optimizer outside a step: the program is no "
                 "replica, and would wait for others",
                 hint="do it in a function given to schedule, or in a training session",
             )
-        self._check_origin(runtime)
         config = self._group.of_step(step)
         closure, ordinal = runtime.begin_update("push")
         answer = await runtime.sync.contribute(
@@ -366,8 +350,7 @@ class SyncReplicasOptimizer(Optimizer):
         """
         count = self._checked_tokens(num_tokens)
         step = checked_step("init_tokens", global_step)
-        runtime = await runtime_of("init_tokens", step)
-        self._check_origin(runtime)
+        runtime = await self._runtime("init_tokens", step)
         return await runtime.sync.init_tokens(self.number, self._group.of_step(step), count)
 
     def get_init_tokens_op(self, num_tokens: int = -1) -> Coroutine[Any, Any, int]:

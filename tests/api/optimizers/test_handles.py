@@ -14,6 +14,7 @@ import pytest
 import psync
 from local_training import at_once, in_step, inside_a_step, strategy_of, training
 from psync import optimizers, schedules
+from psync.api.gradient_arguments import trainable_here
 from psync.errors import GradientError, UsageError
 
 
@@ -256,7 +257,7 @@ async def test_without_var_list_the_trainable_variables_are_meant() -> None:
 
 def trained_by(optimizer: Any) -> list[Any]:
     """Which variables it would update if it is told none."""
-    return optimizer._trainable_variables("minimize")
+    return trainable_here("minimize", optimizer._arrived)
 
 
 async def test_an_optimizer_takes_the_trainable_variables_along_to_other_processes() -> None:
