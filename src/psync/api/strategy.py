@@ -19,7 +19,6 @@ from psync.api.datasets import (
     InputOptions,
     distribute_dataset,
     distribute_function,
-    numpy_dataset,
 )
 from psync.api.placement_report import PlacementReport, report_of
 from psync.api.variables import Handle, ShardedVariable, Variable
@@ -247,7 +246,7 @@ class ParameterServerStrategy(ReplicaRuns):
 
         Source: ``tf.distribute.Strategy.experimental_make_numpy_dataset``.
         """
-        return numpy_dataset(numpy_input)
+        return ArrayDataset(numpy_input, None)
 
     @property
     def worker_index(self) -> int | None:

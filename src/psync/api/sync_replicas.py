@@ -17,19 +17,21 @@ from psync.api.optimizers.handles import Optimizer
 from psync.api.optimizers.state import PushResult
 from psync.api.reads import scope_of
 from psync.api.sync_arguments import (
+    NOWHERE,
     GroupConfig,
     check_wrapped,
-    checked_config,
-    checked_count,
-    checked_flag,
     checked_step,
     checked_weight,
+    count_of,
 )
 from psync.api.variables import Variable
 from psync.client.context import current_closure, forbid_in_dataset
 from psync.client.runtime import Runtime, current_runtime
 from psync.errors import ConfigurationError, UsageError
+from psync.numerics.rule_options import flag
+from psync.schedules import as_number
 from psync.specs import Outcome
+from psync.store.sync_config import SyncConfig
 from psync.wire.sync_messages import Contributed
 
 if TYPE_CHECKING:
@@ -135,24 +137,27 @@ class SyncReplicasOptimizer(Optimizer):
         pull_ahead: bool = True,
     ) -> None:
         check_wrapped(name, opt)
-        config = checked_config(
-            name,
-            opt._config,
-            replicas_to_aggregate=replicas_to_aggregate,
-            total_num_replicas=total_num_replicas,
-            strict=strict,
-            deterministic=deterministic,
-            tensorflow_compat=tensorflow_compat,
-            min_replicas=min_replicas,
-            patience_s=patience_s,
+        total = replicas_to_aggregate if total_num_replicas is None else total_num_replicas
+        in_order = flag(name, "deterministic", deterministic)
+        config = SyncConfig(
+            name=name,
+            optimizer=opt._config,
+            replicas_to_aggregate=count_of(name, "replicas_to_aggregate", replicas_to_aggregate),
+            total_num_replicas=count_of(name, "total_num_replicas", total),
+            min_replicas=count_of(name, "min_replicas", min_replicas),
+            patience_s=float(as_number(f"{name}: patience_s", patience_s)),
+            strict=flag(name, "strict", strict) or in_order,
+            deterministic=in_order,
+            tensorflow_compat=flag(name, "tensorflow_compat", tensorflow_compat),
             reduction=reduction,
             sparse_divisor=sparse_divisor,
+            global_step=NOWHERE,
         )
         super().__init__(opt._rule, name=name, forbid_nonfinite=opt._forbid_nonfinite)
         self._in_use = opt._in_use = True  # what it does was written into ``config``
         self._opt = opt
         self._group = GroupConfig(config)
-        self._pull_ahead = checked_flag(name, "pull_ahead", pull_ahead)
+        self._pull_ahead = flag(name, "pull_ahead", pull_ahead)
         self._group.add_averages(variable_averages, variables_to_average)
 
     def __repr__(self) -> str:
@@ -407,7 +412,7 @@ class SyncReplicasOptimizer(Optimizer):
         return step
 
     def _checked_tokens(self, num_tokens: int) -> int:
-        count = checked_count(self._name, "num_tokens", num_tokens)
+        count = count_of(self._name, "num_tokens", num_tokens)
         self._group.sync.initial_tokens(count)
         return count
 
