@@ -11,14 +11,11 @@ import sys
 import numpy as np
 
 from psync.api.variables import OnReadVariable, Variable, declared_in
-from psync.client.context import forbid_in_dataset, forbid_in_step
-from psync.client.scopes import Scope, current_scope, place_of
+from psync.client.scopes import Scope, place_of, scope_for
 from psync.errors import UsageError
 from psync.partitioners import Pinned
 
 NAME = "global_step"
-
-_IN_A_STEP = "get it on the coordinator, in `with strategy.scope():`, and use it in the step"
 
 
 def get_or_create_global_step() -> Variable:
@@ -94,11 +91,8 @@ def check_step(variable: object, purpose: str) -> None:
 
 
 def _scope(operation: str) -> Scope:
-    forbid_in_step(operation, instead=_IN_A_STEP)
-    forbid_in_dataset(operation)
-    scope = current_scope()
-    if scope is None:
-        raise UsageError(
-            f"{operation} outside a strategy's scope", hint="call it in `with strategy.scope():`"
-        )
-    return scope
+    return scope_for(
+        operation,
+        instead="get it on the coordinator, in `with strategy.scope():`, and use it in the step",
+        hint="call it in `with strategy.scope():`",
+    )

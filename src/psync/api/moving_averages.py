@@ -23,7 +23,7 @@ from psync.api.variables import (
     Variable,
     declared_in,
 )
-from psync.client.context import forbid_in_dataset, forbid_in_step
+from psync.client.context import forbid_in_step
 from psync.client.scopes import Scope, current_scope, place_of
 from psync.errors import ConfigurationError, GradientError, UsageError
 from psync.numerics.means import growing_decay
@@ -141,7 +141,6 @@ class ExponentialMovingAverage:
             "declaring moving averages",
             instead="call apply in main(), on the coordinator, before the step is scheduled",
         )
-        forbid_in_dataset("declaring moving averages")
         if var_list is None:
             var_list = _open_scope("apply without var_list").trainable_variables
         elif isinstance(var_list, Handle):

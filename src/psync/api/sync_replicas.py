@@ -25,7 +25,7 @@ from psync.api.sync_arguments import (
     count_of,
 )
 from psync.api.variables import Variable
-from psync.client.context import current_closure, forbid_in_dataset
+from psync.client.context import current_closure
 from psync.client.runtime import Runtime, current_runtime
 from psync.errors import ConfigurationError, UsageError
 from psync.numerics.rule_options import flag
@@ -237,7 +237,6 @@ class SyncReplicasOptimizer(Optimizer):
         Source: ``tf.compat.v1.train.SyncReplicasOptimizer.apply_gradients``, whose train_op is
             this call.
         """
-        forbid_in_dataset("apply_gradients")
         pairs = self._checked(grads_and_vars)
         weight = checked_weight(weight)
         step = checked_step("apply_gradients", global_step)

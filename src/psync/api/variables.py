@@ -22,13 +22,14 @@ import numpy as np
 
 from psync.api.on_read import CopyAccess, declare_copies
 from psync.api.value_access import ValueAccess
-from psync.client.context import forbid_in_dataset, forbid_in_step
+from psync.client.context import forbid_in_step
 from psync.client.scopes import (
     Scope,
     current_elsewhere,
     current_scope,
     elsewhere,
     place_of,
+    scope_for,
 )
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, UsageError
@@ -181,18 +182,14 @@ class Variable(Handle):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ) -> Any:
-        forbid_in_step(
-            f'declaring variable "{name or "Variable"}"',
+        called = f'variable "{name or "Variable"}"'
+        scope = scope_for(
+            f"declaring {called}",
             instead="declare it in `with strategy.scope():` on the coordinator, "
             "and use it in the step",
+            hint="declare it in `with strategy.scope():`",
+            outside=f"{called} is declared",
         )
-        forbid_in_dataset("declaring a variable")
-        scope = current_scope()
-        if scope is None:
-            raise UsageError(
-                f'variable "{name or "Variable"}" is declared outside a strategy\'s scope',
-                hint="declare it in `with strategy.scope():`",
-            )
         where = place_of(sys._getframe(1))
         made = through_creators(
             partial(_declare, scope, where), initial_value=initial_value, name=name, dtype=dtype,
@@ -201,8 +198,7 @@ class Variable(Handle):
         )  # fmt: skip
         if not isinstance(made, Handle):
             raise UsageError(
-                f'variable "{name or "Variable"}": expected a variable creator to return a '
-                f"variable, got {made!r}",
+                f"{called}: expected a variable creator to return a variable, got {made!r}",
                 hint="return next_creator(**kwargs)",
             )
         return made

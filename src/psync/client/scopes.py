@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-from psync.client.context import current_closure, forbid_in_dataset
+from psync.client.context import current_closure, forbid_in_dataset, forbid_in_step
 from psync.client.runtime import Runtime
 from psync.cluster import ClusterSpec
 from psync.errors import ClosedError, UsageError
@@ -96,6 +96,25 @@ def running_scopes() -> list[Scope]:
 def current_scope() -> Scope | None:
     """Return the strategy whose scope is open here, or None."""
     return open_scope.get()
+
+
+def scope_for(operation: str, *, instead: str, hint: str, outside: str | None = None) -> Scope:
+    """Return the strategy whose scope is open, for something that is declared in it.
+
+    Args:
+        operation: For messages.
+        instead: What to do where it is inside a step.
+        hint: What to do where no scope is open.
+        outside: What messages say that is outside of a scope; None: the operation.
+
+    Raises:
+        UsageError: No scope is open; or a step or dataset code is running here.
+    """
+    forbid_in_step(operation, instead=instead)
+    scope = current_scope()
+    if scope is None:
+        raise UsageError(f"{outside or operation} outside a strategy's scope", hint=hint)
+    return scope
 
 
 def place_of(frame: FrameType) -> str:

@@ -34,7 +34,7 @@ from psync.api.reads import runtime_of
 from psync.checkpoints.files import Reader, checkpoints_in, disk_errors, remove
 from psync.checkpoints.layout import changed_rate, step_of
 from psync.checkpoints.writer import Writer, streamed_by_environ
-from psync.client.context import forbid_in_dataset, forbid_in_step
+from psync.client.context import forbid_in_step
 from psync.client.scopes import running_scopes
 from psync.coordinator import Coordinator
 from psync.errors import (
@@ -103,7 +103,6 @@ class Checkpoint:
 
     def __init__(self, **objects: Any) -> None:
         forbid_in_step("making a checkpoint")
-        forbid_in_dataset("making a checkpoint")
         if not objects:
             raise ConfigurationError(
                 "checkpoint: expected objects to save", hint="Checkpoint(model=model)"

@@ -27,7 +27,7 @@ from psync.api.optimizers.staleness_bound import StalenessBound
 from psync.api.optimizers.state import Iterations, PushResult
 from psync.api.optimizers.state import Slot as Slot
 from psync.api.reads import runtime_of
-from psync.client.context import forbid_in_dataset, forbid_in_step
+from psync.client.context import forbid_in_step
 from psync.client.optimizer_client import set_optimizer, trust_ratios
 from psync.client.runtime import Runtime
 from psync.client.scopes import running_scopes
@@ -98,7 +98,6 @@ class Optimizer:
             instead="make it once in main(), on the coordinator; the step may capture it. "
             "Its slots live as long as it does",
         )
-        forbid_in_dataset("making an optimizer")
         if not isinstance(staleness_bound, StalenessBound | None):
             raise ConfigurationError(
                 f"expected a StalenessBound or None as staleness_bound, got {staleness_bound!r}",
@@ -280,7 +279,6 @@ class Optimizer:
         Source: ``tf.compat.v1.train.Optimizer.apply_gradients``. Unlike there, gradients that
             are pushed again after a worker's loss are applied at most once on each shard.
         """
-        forbid_in_dataset("apply_gradients")
         pairs = self._checked(grads_and_vars)
         member = current_gang()
         if member is not None:
