@@ -10,7 +10,7 @@ import pytest
 import psync
 from local_training import strategy_of
 from psync.errors import ConfigurationError, GradientError
-from psync.training.evaluation import ArrayShard, Counts, batch_size_of, shards_of
+from psync.training.evaluation import Counts, batch_size_of, shards_of
 
 X = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
 Y = X.sum(axis=1)
@@ -41,7 +41,8 @@ def test_coroutines_are_refused() -> None:
 def test_few_examples_make_few_shards() -> None:
     shards = shards_of((X[:3], Y[:3]), 10, 2)
     assert [[len(x) for (x, _) in shard] for shard in shards] == [[1], [1], [1]]
-    assert [len(x) for (x,) in ArrayShard((X[:5],), 2)] == [2, 2, 1]
+    (shard,) = shards_of((X[:5],), 1, 2)
+    assert [len(x) for (x,) in shard] == [2, 2, 1]
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from psync.checkpoints.files import (
 )
 from psync.checkpoints.stored_snapshots import SavedSnapshots, stored_snapshots, why_not
 from psync.coordinator import Coordinator
-from psync.errors import CheckpointError, ConfigurationError
-from psync.specs import as_integer
+from psync.errors import CheckpointError
+from psync.specs import checked_integer, checked_kind
 from psync.training.checkpoint import PREFIX, Checkpoint, coordinator_for
 
 logger = logging.getLogger(__name__)
@@ -59,11 +59,8 @@ class CheckpointManager:
         max_to_keep: int | None = 5,
         keep_every_n_steps: int | None = None,
     ) -> None:
-        if not isinstance(checkpoint, Checkpoint):
-            raise ConfigurationError(
-                f"checkpoint manager: expected a Checkpoint, got {type(checkpoint).__name__}",
-                hint="CheckpointManager(psync.Checkpoint(model=model), directory)",
-            )
+        hint = "CheckpointManager(psync.Checkpoint(model=model), directory)"
+        checked_kind("checkpoint manager: expected a Checkpoint", checkpoint, Checkpoint, hint=hint)
         self._checkpoint = checkpoint
         self._directory = Path(directory)
         self._max_to_keep = _positive("max_to_keep", max_to_keep)
@@ -225,14 +222,8 @@ def superseded(
 
 
 def _positive(name: str, value: object) -> int | None:
-    if value is None:
-        return None
-    number = as_integer(value)
-    if number is None or number < 1:
-        raise ConfigurationError(
-            f"checkpoint manager: expected {name} above 0, or None, got {value!r}"
-        )
-    return number
+    expected = f"checkpoint manager: expected {name} above 0, or None"
+    return None if value is None else checked_integer(expected, value, 1)
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:

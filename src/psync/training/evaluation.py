@@ -7,10 +7,11 @@ last run returns a result, so nothing is counted twice and nothing is missing.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,48 +20,16 @@ from psync.api.cluster_coordinator import ClusterCoordinator
 from psync.api.pulls import pull
 from psync.errors import ConfigurationError, GradientError
 from psync.metrics import Metric
+from psync.worker.data_sources import ArrayDataset
+
+Shard = Iterable[Any] | functools.partial[Any]
+"""Batches, or what makes them on the worker."""
 
 SHARDS_PER_WORKER = 5
 """As in Keras: fewer leave workers idle at the end, more cost a pull each."""
 
 
-class ArrayShard:
-    """Rows of the validation data, cut into batches on the worker.
-
-    Args:
-        arrays: (x, y) or (x, y, sample_weight), of one length.
-        batch_size: Of all batches but the last.
-    """
-
-    def __init__(self, arrays: tuple[np.ndarray, ...], batch_size: int) -> None:
-        self._arrays = arrays
-        self._batch_size = batch_size
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray, ...]]:
-        for start in range(0, len(self._arrays[0]), self._batch_size):
-            yield tuple(array[start : start + self._batch_size] for array in self._arrays)
-
-
-class FunctionShard:
-    """A shard that a worker makes for itself.
-
-    Args:
-        function: (number of the shard, number of all) → finite iterable of batches.
-        number: Of this shard.
-        count: Of all.
-    """
-
-    def __init__(
-        self, function: Callable[[int, int], Iterable[Any]], number: int, count: int
-    ) -> None:
-        self._arguments = (function, number, count)
-
-    def __iter__(self) -> Iterator[Any]:
-        function, number, count = self._arguments
-        return iter(function(number, count))
-
-
-def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Iterable[Any]]:
+def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Shard]:
     """Cut validation data into shards.
 
     Args:
@@ -76,7 +45,7 @@ def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Iterable[
     if callable(data):
         if inspect.iscoroutinefunction(data) or inspect.isasyncgenfunction(data):
             raise ConfigurationError("validation data: expected a plain function, got a coroutine")
-        return [FunctionShard(data, number, num_shards) for number in range(num_shards)]
+        return [functools.partial(data, number, num_shards) for number in range(num_shards)]
     if isinstance(data, tuple) and data and all(hasattr(part, "__array__") for part in data):
         arrays = tuple(np.asarray(part) for part in data)
         lengths = {len(array) if array.ndim else -1 for array in arrays}
@@ -87,7 +56,7 @@ def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Iterable[
             )
         cuts = np.linspace(0, lengths.pop(), num_shards + 1).astype(int)
         return [
-            ArrayShard(tuple(array[start:stop] for array in arrays), batch_size)
+            ArrayDataset(tuple(array[start:stop] for array in arrays), batch_size)
             for start, stop in itertools.pairwise(cuts)
             if start < stop
         ]
@@ -190,7 +159,7 @@ async def evaluate(
     value_of: Callable[[Any, Any], Any],
     loss: Metric,
     metrics: Mapping[str, Metric],
-    shards: Sequence[Iterable[Any]],
+    shards: Sequence[Shard],
 ) -> dict[str, float]:
     """Evaluate the present values of variables on shards of data.
 
@@ -212,10 +181,10 @@ async def evaluate(
     Cancellation: What was scheduled goes on.
     """
 
-    async def evaluate_shard(shard: Iterable[Any]) -> list[Any]:
+    async def evaluate_shard(shard: Shard) -> list[Any]:
         values = await pull(variables)
         counts = Counts(loss, metrics)
-        for batch in shard:
+        for batch in shard() if isinstance(shard, functools.partial) else shard:
             made = value_of(values, batch)
             if inspect.isawaitable(made):
                 made = await made
