@@ -55,9 +55,7 @@ async def embedding_lookup(
     """
     table = _Table("embedding_lookup", params, partition_strategy)
     numbers = table.checked(ids)
-    rows = await table.rows(numbers.reshape(-1))
-    if max_norm is not None:
-        rows = with_max_norm(rows, max_norm, table.what)
+    rows = await table.rows(numbers.reshape(-1), max_norm)
     return rows.reshape(numbers.shape + rows.shape[1:])
 
 
@@ -151,9 +149,7 @@ async def _combined(
 ) -> np.ndarray:
     check_combiner(combiner, table.what)
     each, which = np.unique(table.checked(sparse.ids), return_inverse=True)
-    rows = await table.rows(each)
-    if max_norm is not None:
-        rows = with_max_norm(rows, max_norm, table.what)
+    rows = await table.rows(each, max_norm)
     return sparse.combined(rows, which.reshape(-1), combiner, table.what)
 
 
@@ -215,8 +211,12 @@ class _Table:
             )
         return int(number)
 
-    async def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Return the rows of ids, which are a list of int64, in their order."""
+    async def rows(self, ids: np.ndarray, max_norm: float | None) -> np.ndarray:
+        """Return the rows of ids, which are a list of int64, in their order, none too long."""
+        rows = await self._rows(ids)
+        return rows if max_norm is None else with_max_norm(rows, max_norm, self.what)
+
+    async def _rows(self, ids: np.ndarray) -> np.ndarray:
         runtime = await runtime_of(self.what, *self._variables)
         if len(self._variables) == 1:
             return await runtime.ps.read_rows(self._variables[0].spec, ids, seen=runtime.pulled)

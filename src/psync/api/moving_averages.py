@@ -8,7 +8,7 @@ neither creating nor updating one moves values over the network.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -94,12 +94,10 @@ class ExponentialMovingAverage:
     def __repr__(self) -> str:
         return f"<ExponentialMovingAverage decay={self._decay:g} of {len(self._shadows)} variables>"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         # On a worker there is no strategy in which the global step could be looked up.
         step = self._step_variable()
-        num_updates = self._num_updates if step is None else step
-        arguments = (self._decay, num_updates, self._zero_debias, self._name)
-        return (_arrived, (arguments, tuple(self._shadows.items())))
+        return vars(self) if step is None else {**vars(self), "_num_updates": step}
 
     @property
     def name(self) -> str:
@@ -178,11 +176,17 @@ class ExponentialMovingAverage:
                 f"{operation}: nothing is averaged",
                 hint="ema.apply([w, b]) on the coordinator, before the step is scheduled",
             )
-        step, shadows = self._followed(operation), self._shadows.values()
-        runtime = await runtime_of(operation, *shadows, *step)
+        shadows, step = self._shadows.values(), self._step_variable()
+        if step is None and self._num_updates is not False:
+            raise UsageError(
+                f"{operation}: num_updates=True, but there is no global step",
+                hint="psync.get_or_create_global_step() in the strategy's scope, before the step "
+                "is scheduled; something has to raise it: apply_gradients(…, global_step=step)",
+            )
+        runtime = await runtime_of(operation, *shadows, *([] if step is None else [step]))
         ps, decay = runtime.ps, self._decay
-        if step:
-            (count,) = await ps.pull(ps.plan((step[0].spec,)))
+        if step is not None:
+            (count,) = await ps.pull(ps.plan((step.spec,)))
             decay = self.decay_at(int(count))
         closure, ordinal = runtime.begin_update(operation)
         originals = {shadow: original for original, shadow in self.pairs()}
@@ -231,9 +235,7 @@ class ExponentialMovingAverage:
 
         Source: ``tf.train.ExponentialMovingAverage.variables_to_restore``.
         """
-        scope = current_scope() or self._scope()
-        if scope is None:
-            scope = _open_scope("variables_to_restore")  # raises
+        scope = current_scope() or self._scope() or _open_scope("variables_to_restore")
         if moving_avg_variables is None:
             moving_avg_variables = (*scope.trainable_variables, *self._shadows)
         averaged = dict.fromkeys(moving_avg_variables)
@@ -266,9 +268,8 @@ class ExponentialMovingAverage:
 
     def _scope(self) -> Scope | None:
         """Return the strategy of the averaged variables, where it is known."""
-        for variable in self._shadows:
-            return scope_of(variable)
-        return None
+        variable = next(iter(self._shadows), None)
+        return None if variable is None else scope_of(variable)
 
     def _step_variable(self) -> Variable | None:
         """Return the variable whose value the decay follows, if it is known here."""
@@ -276,19 +277,6 @@ class ExponentialMovingAverage:
             return self._num_updates
         scope = self._scope() if self._num_updates else None
         return None if scope is None else global_step_of(scope)
-
-    def _followed(self, operation: str) -> tuple[Variable, ...]:
-        """Return the step that the decay follows, or nothing."""
-        if self._num_updates is False:
-            return ()
-        step = self._step_variable()
-        if step is None:
-            raise UsageError(
-                f"{operation}: num_updates=True, but there is no global step",
-                hint="psync.get_or_create_global_step() in the strategy's scope, before the step "
-                "is scheduled; something has to raise it: apply_gradients(…, global_step=step)",
-            )
-        return (step,)
 
 
 def _checked_scope(variable: Any) -> Scope:
@@ -328,11 +316,3 @@ def _open_scope(operation: str) -> Scope:
             hint="call it in `with strategy.scope():`, or after apply([w, b])",
         )
     return scope
-
-
-def _arrived(
-    arguments: tuple[Any, ...], shadows: Sequence[tuple[AnyVariable, AnyVariable]]
-) -> ExponentialMovingAverage:
-    ema = ExponentialMovingAverage(*arguments)
-    ema._shadows.update(shadows)
-    return ema

@@ -27,7 +27,6 @@ from psync.client.context import forbid_in_step
 from psync.client.runtime import Runtime
 from psync.client.scopes import (
     Elsewhere,
-    Scope,
     add_strategy,
     current_elsewhere,
     current_scope,
@@ -48,7 +47,7 @@ from psync.net.resolvers import ClusterResolver, training_cluster
 from psync.partitioners import Pinned, Placement, Placer, RoundRobin
 from psync.replicas.context import cross_replica, replicas_in_sync
 from psync.replicas.run import ReplicaRuns
-from psync.specs import VariableSpec
+from psync.specs import VariableSpec, checked_kind
 from psync.worker.data_sources import ArrayDataset
 
 Partitioner = Callable[[tuple[int, ...], Any], Any]
@@ -285,11 +284,40 @@ class ParameterServerStrategy(ReplicaRuns):
     def colocate_vars_with(
         self, colocate_with_variable: Variable | ShardedVariable
     ) -> AbstractContextManager[None]:
-        """Return a context manager in which variables are declared beside another one.
+        """Return a context manager in which variables are declared on the ps of another one.
 
-        Its rules are those of ``colocate_vars_with``.
+        They take no turn, and no partitioner is asked: beside a variable with one shard, or a
+        single shard of another, they have one shard; beside one with several they must have its
+        shape, and each of their shards is on the ps of the other's. The innermost of several
+        scopes counts, ``pinned`` among them.
+
+        Args:
+            colocate_with_variable: Of this strategy.
+
+        Raises:
+            UsageError: Outside of the strategy's scope, in a step, or the variable is none, or of
+                another strategy.
+
+        Source: ``tf.distribute.StrategyExtended.colocate_vars_with``.
         """
-        return colocate_vars_with(self, colocate_with_variable)
+        forbid_in_step("colocating variables")
+        if current_scope() is not self:
+            raise UsageError(
+                "colocate_vars_with: the strategy's scope is not open here",
+                hint="with strategy.scope(), strategy.colocate_vars_with(v): …",
+            )
+        variable = checked_kind(
+            "colocate_vars_with: expected a variable", colocate_with_variable, Handle,
+            hint="to name a ps: with strategy.pinned(index): …", error=UsageError,
+        )  # fmt: skip
+        if variable.origin != self.origin:
+            raise UsageError(
+                f'colocate_vars_with: variable "{variable.name}" belongs to another strategy'
+            )
+        spec = variable.spec
+        if len(spec.shards) > 1:
+            return elsewhere(Elsewhere(self, beside=spec))
+        return elsewhere(Elsewhere(self, Pinned(spec.shards[0].ps)))
 
     def placement(self) -> PlacementReport:
         """Return which ps holds which shard, known once declared; ``str()`` is a table."""
@@ -316,21 +344,19 @@ class ParameterServerStrategy(ReplicaRuns):
         """
         self._check_open(name)
         initial, full_shape, dtype_name = describe(initial_value, name, dtype, shape, where)
-        here = current_elsewhere()
+        here, original = current_elsewhere(), None
         if placement is None and here is not None and here.strategy is self:
-            if here.beside is None:
-                placement = here.placement
-            elif partitioned:
-                spec = self._beside(here.beside, name, full_shape, dtype_name, trainable, where)
-                self._declared(name, Declaration(spec, initial))
-                return spec
-            else:
-                placement = Pinned(here.beside.shards[0].ps)
-        spec = split(
-            self._unique(name), self._next_id, full_shape, dtype_name, trainable=trainable,
-            partitioner=self._partitioner if placement is None and partitioned else None,
-            place=lambda nbytes: self._placer.place(name, nbytes, placement), where=where,
-        )  # fmt: skip
+            placement, original = here.placement, here.beside
+            if original is not None and not partitioned:
+                placement, original = Pinned(original.shards[0].ps), None
+        if original is not None:
+            spec = self._beside(original, name, full_shape, dtype_name, trainable, where)
+        else:
+            spec = split(
+                self._unique(name), self._next_id, full_shape, dtype_name, trainable=trainable,
+                partitioner=self._partitioner if placement is None and partitioned else None,
+                place=lambda nbytes: self._placer.place(name, nbytes, placement), where=where,
+            )  # fmt: skip
         self._declared(name, Declaration(spec, initial))
         return spec
 
@@ -391,42 +417,3 @@ class ParameterServerStrategy(ReplicaRuns):
         self._names.setdefault(declaration.spec.name, 1)
         self._next_id += 1
         self.declared.append(declaration)
-
-
-def colocate_vars_with(strategy: Scope, variable: Any) -> AbstractContextManager[None]:
-    """Return a context manager in which variables are declared on the ps of another one.
-
-    They take no turn, and no partitioner is asked: beside a variable with one shard, or a
-    single shard of another, they have one shard; beside one with several they must have its shape,
-    and each of their shards is on the ps of the other's. The innermost of several scopes counts,
-    ``strategy.pinned`` among them.
-
-    Args:
-        strategy: In whose ``scope()`` this is.
-        variable: Of that strategy.
-
-    Raises:
-        UsageError: Outside of the strategy's scope, in a step, or the variable is none, or of
-            another strategy.
-
-    Source: ``tf.distribute.StrategyExtended.colocate_vars_with``.
-    """
-    forbid_in_step("colocating variables")
-    if current_scope() is not strategy:
-        raise UsageError(
-            "colocate_vars_with: the strategy's scope is not open here",
-            hint="with strategy.scope(), strategy.colocate_vars_with(v): …",
-        )
-    if not isinstance(variable, Handle):
-        raise UsageError(
-            f"colocate_vars_with: expected a variable, got {type(variable).__name__}",
-            hint="to name a ps: with strategy.pinned(index): …",
-        )
-    if variable.origin != strategy.origin:
-        raise UsageError(
-            f'colocate_vars_with: variable "{variable.name}" belongs to another strategy'
-        )
-    spec = variable.spec
-    if len(spec.shards) > 1:
-        return elsewhere(Elsewhere(strategy, beside=spec))
-    return elsewhere(Elsewhere(strategy, Pinned(spec.shards[0].ps)))
