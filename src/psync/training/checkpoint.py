@@ -243,7 +243,7 @@ class Checkpoint:
             tensor = manifest.tensors.get(name)
             for part in array.parts if tensor is not None else ():
                 assert tensor is not None
-                stop = part.offset + (part.shape[0] if part.shape else 1)
+                stop = part.offset + part.rows
                 value = await asyncio.to_thread(reader.read, tensor, part.offset, stop)
                 await part.write(value)
         for each, optimizer in contents.optimizers.items():
@@ -345,7 +345,7 @@ async def _written(
         CheckpointError: The disk is full, or fails: says of which checkpoint and step.
     """
     begun: list[Writer] = []  # so that who is cancelled while it is made abandons it, too
-    shapes = {array.name: (array.shape, array.dtype) for array in contents.arrays.values()}
+    shapes = {name: (array.shape, array.dtype) for name, array in contents.arrays.items()}
     try:
         with disk_errors(str(directory)):
             if number is None:

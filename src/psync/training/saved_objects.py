@@ -25,7 +25,6 @@ from psync.checkpoints.manifest import Difference, Manifest, check_state, compar
 from psync.errors import CheckpointMismatch, UsageError
 from psync.metrics import Metric
 from psync.specs import ShardSpec
-from psync.store.shards import Key
 
 
 @runtime_checkable
@@ -73,17 +72,12 @@ ValueOf = Callable[[Mapping[str, np.ndarray], Mapping[str, Any]], Any]
 """Makes the value of an object of the arrays and states of a checkpoint, by their names."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One shard of an array that a checkpoint holds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part(Wanted):
+    """One shard of an array, and how it is read and written."""
 
-    offset: int  # first row
-    shape: tuple[int, ...]
     read: Callable[[], Awaitable[np.ndarray]]
     write: Callable[[np.ndarray], Awaitable[Any]]
-    key: Key  # of the shard on its ps
-    optimizer: int = -1  # number of the one whose slot it is
-    slot: str = ""
     fill: float = 0.0  # what a slot begins with
     compute: Callable[[np.ndarray], Awaitable[np.ndarray]] | None = None
     """Makes it of the shard's value; None: it is the value, or the slot."""
@@ -93,7 +87,6 @@ class Part:
 class Array:
     """An array that a checkpoint holds."""
 
-    name: str
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[Part, ...]
@@ -161,17 +154,10 @@ class Contents:
             )
         self._names.add(name)
 
-    def wanted(self) -> list[Wanted]:
-        """Return the slices that are arrays of ps tasks as they are."""
-        return [
-            Wanted(
-                array.name, part.offset, part.shape[0] if part.shape else 1,
-                part.key, part.optimizer, part.slot,
-            )
-            for array in self.arrays.values()
-            for part in array.parts
-            if part.compute is None
-        ]  # fmt: skip
+    @property
+    def parts(self) -> list[Part]:
+        """The shards of all arrays."""
+        return [part for array in self.arrays.values() for part in array.parts]
 
     def present_states(self) -> dict[str, Any]:
         """Return the states of objects without arrays, as they are now; later changes do not show.
@@ -200,7 +186,7 @@ class Contents:
         Raises:
             CheckpointMismatch: It does not fit; all names are in the message.
         """
-        wanted = {array.name: (array.shape, array.dtype) for array in self.arrays.values()}
+        wanted = {name: (array.shape, array.dtype) for name, array in self.arrays.items()}
         steps = [f"{path}/step" for path in self.optimizers]
         rates = [f"{path}/learning_rate" for path in self.optimizers]
         difference = compare(manifest, wanted, [*self.states, *steps], rates)
@@ -274,27 +260,28 @@ class Contents:
             (shard,) = variable.spec.shards
             parts: tuple[Part, ...] = (
                 Part(
-                    0, variable.shape, variable.checkpoint_value, variable.restore_value,
-                    shard.key, compute=variable.checkpoint_value_of,
+                    name, variable.shape, dtype, 0, key=shard.key, read=variable.checkpoint_value,
+                    write=variable.restore_value, compute=variable.checkpoint_value_of,
                 ),
             )  # fmt: skip
         else:
             whole = [variable] if isinstance(variable, Variable) else variable.variables
             parts = tuple(
-                _part(shard, part, source)
+                _part(name, dtype, shard, part, source)
                 for part, shard in zip(whole, variable.spec.shards, strict=True)
             )
-        self.arrays[name] = Array(name, variable.shape, dtype, parts)
+        self.arrays[name] = Array(variable.shape, dtype, parts)
 
 
-def _part(spec: ShardSpec, shard: Variable, source: Handle | Slot) -> Part:
+def _part(name: str, dtype: str, spec: ShardSpec, shard: Variable, source: Handle | Slot) -> Part:
+    made = functools.partial(Part, name, spec.shape, dtype, spec.offset, key=spec.key)
     if isinstance(source, Slot):
         slot = Slot(shard, source.optimizer, source.name)
-        return Part(
-            spec.offset, spec.shape, slot.read, slot.assign, spec.key, source.optimizer.number,
-            source.name, source.first_element,
+        return made(
+            optimizer=source.optimizer.number, slot=source.name, fill=source.first_element,
+            read=slot.read, write=slot.assign,
         )  # fmt: skip
-    return Part(spec.offset, spec.shape, shard.read, shard.assign, spec.key)
+    return made(read=shard.read, write=shard.assign)
 
 
 def _optimizer_values(
