@@ -49,6 +49,11 @@ class ExponentialMovingAverage:
             the variable's value, so there is no zero in them whose influence could be taken out.
         name: Part of the shadows' names: "w/ExponentialMovingAverage".
 
+    Attributes:
+        name: As given.
+        decay: As given; with ``num_updates`` its limit.
+        num_updates: True or a variable: the decay follows the step; False: it does not.
+
     Raises:
         ConfigurationError: A decay, num_updates or name that is none.
         UsageError: ``num_updates`` is a variable but no integer scalar.
@@ -85,39 +90,24 @@ class ExponentialMovingAverage:
             )
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"moving average: expected a name, got {name!r}")
-        self._decay = float(decay)
-        self._num_updates: Variable | bool = False if num_updates is None else num_updates
+        self.decay = float(decay)
+        self.num_updates: Variable | bool = False if num_updates is None else num_updates
         self._zero_debias = zero_debias
-        self._name = name
+        self.name = name
         self._shadows: dict[AnyVariable, AnyVariable] = {}
 
     def __repr__(self) -> str:
-        return f"<ExponentialMovingAverage decay={self._decay:g} of {len(self._shadows)} variables>"
+        return f"<ExponentialMovingAverage decay={self.decay:g} of {len(self._shadows)} variables>"
 
     def __getstate__(self) -> dict[str, Any]:
         # On a worker there is no strategy in which the global step could be looked up.
         step = self._step_variable()
-        return vars(self) if step is None else {**vars(self), "_num_updates": step}
-
-    @property
-    def name(self) -> str:
-        """Part of the shadows' names."""
-        return self._name
-
-    @property
-    def decay(self) -> float:
-        """The decay; with ``num_updates`` its limit."""
-        return self._decay
-
-    @property
-    def num_updates(self) -> Variable | bool:
-        """True or a variable: the decay follows the step; False: it does not."""
-        return self._num_updates
+        return vars(self) if step is None else {**vars(self), "num_updates": step}
 
     def decay_at(self, step: int) -> float:
         """Return the decay at a step: of the update after which the global step is ``step``."""
-        follows = self._num_updates is not False
-        return growing_decay(self._decay, step) if follows else self._decay
+        follows = self.num_updates is not False
+        return growing_decay(self.decay, step) if follows else self.decay
 
     def apply(self, var_list: Iterable[AnyVariable] | None = None) -> None:
         """Declare the averages of variables; those that have one already keep it.
@@ -150,7 +140,7 @@ class ExponentialMovingAverage:
         where = place_of(sys._getframe(1))
         for variable, scope in scopes.items():
             if variable not in self._shadows:
-                spec = scope.declare_copy(variable.spec, f"{variable.name}/{self._name}", where)
+                spec = scope.declare_copy(variable.spec, f"{variable.name}/{self.name}", where)
                 self._shadows[variable] = declared_in(scope, spec)
 
     async def update(self) -> None:
@@ -177,14 +167,14 @@ class ExponentialMovingAverage:
                 hint="ema.apply([w, b]) on the coordinator, before the step is scheduled",
             )
         shadows, step = self._shadows.values(), self._step_variable()
-        if step is None and self._num_updates is not False:
+        if step is None and self.num_updates is not False:
             raise UsageError(
                 f"{operation}: num_updates=True, but there is no global step",
                 hint="psync.get_or_create_global_step() in the strategy's scope, before the step "
                 "is scheduled; something has to raise it: apply_gradients(…, global_step=step)",
             )
         runtime = await runtime_of(operation, *shadows, *([] if step is None else [step]))
-        ps, decay = runtime.ps, self._decay
+        ps, decay = runtime.ps, self.decay
         if step is not None:
             (count,) = await ps.pull(ps.plan((step.spec,)))
             decay = self.decay_at(int(count))
@@ -215,7 +205,7 @@ class ExponentialMovingAverage:
     def average_name(self, var: AnyVariable) -> str:
         """Return the name of the average of ``var``: the one it would have, if it has none."""
         shadow = self._shadows.get(var)
-        return f"{var.name}/{self._name}" if shadow is None else shadow.name
+        return f"{var.name}/{self.name}" if shadow is None else shadow.name
 
     def variables_to_restore(
         self, moving_avg_variables: Iterable[AnyVariable] | None = None
@@ -273,9 +263,9 @@ class ExponentialMovingAverage:
 
     def _step_variable(self) -> Variable | None:
         """Return the variable whose value the decay follows, if it is known here."""
-        if isinstance(self._num_updates, Variable):
-            return self._num_updates
-        scope = self._scope() if self._num_updates else None
+        if isinstance(self.num_updates, Variable):
+            return self.num_updates
+        scope = self._scope() if self.num_updates else None
         return None if scope is None else global_step_of(scope)
 
 

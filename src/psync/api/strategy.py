@@ -33,7 +33,6 @@ from psync.client.scopes import (
     elsewhere,
     open_scope,
 )
-from psync.cluster import ClusterSpec
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -67,6 +66,11 @@ class ParameterServerStrategy(ReplicaRuns):
             process of another one, which serves within a second, and nothing that was
             answered is lost; it needs two ps tasks or more, twice the memory, and asynchronous
             training.
+
+    Attributes:
+        cluster_resolver: As given.
+        cluster: The training cluster: without evaluators, checked.
+        task: Job and index of this process; None where it is none of the cluster's tasks.
 
     Raises:
         ConfigurationError: The cluster cannot train: no ps, no worker, an unknown job, …; or
@@ -114,9 +118,9 @@ class ParameterServerStrategy(ReplicaRuns):
         self.runtime: Runtime | None = None  # the coordinator's; None while none runs
         self.created = False  # a coordinator has run: variables may exist on ps tasks
         self.declared: list[Declaration] = []  # not created yet
-        self._resolver = cluster_resolver
-        self._cluster = spec
-        self._task = (task_type, task_id)
+        self.cluster_resolver = cluster_resolver
+        self.cluster = spec
+        self.task = (task_type, task_id)
         self._partitioner = variable_partitioner
         self._placer = Placer(spec.num_tasks("ps"), placement)
         self.accumulators: dict[str, Any] = {}
@@ -127,7 +131,7 @@ class ParameterServerStrategy(ReplicaRuns):
         add_strategy(self)
 
     def __repr__(self) -> str:
-        return f"<ParameterServerStrategy {self._cluster!r}, {len(self._variables)} variables>"
+        return f"<ParameterServerStrategy {self.cluster!r}, {len(self._variables)} variables>"
 
     def __copy__(self) -> ParameterServerStrategy:
         raise UnsupportedError("a strategy cannot be copied: it owns its variables")
@@ -136,24 +140,9 @@ class ParameterServerStrategy(ReplicaRuns):
         return self
 
     @property
-    def cluster_resolver(self) -> ClusterResolver:
-        """The resolver it was made with."""
-        return self._resolver
-
-    @property
-    def cluster(self) -> ClusterSpec:
-        """The training cluster: without evaluators, checked."""
-        return self._cluster
-
-    @property
     def num_replicas_in_sync(self) -> int:
         """Replicas within one step: 1, as each worker computes by itself; those of a gang in it."""
         return replicas_in_sync()
-
-    @property
-    def task(self) -> tuple[str | None, int | None]:
-        """Job and index of this process; None where it is none of the cluster's tasks."""
-        return self._task
 
     @property
     def variables(self) -> tuple[Variable | ShardedVariable, ...]:
@@ -254,7 +243,7 @@ class ParameterServerStrategy(ReplicaRuns):
 
     def _workers(self) -> tuple[int, int | None]:
         """Return how many workers there are, and which of them this process is, if it is one."""
-        indices, (job, task_id) = self._cluster.task_indices("worker"), self._task
+        indices, (job, task_id) = self.cluster.task_indices("worker"), self.task
         here = indices.index(task_id) if job == "worker" and task_id is not None else None
         return len(indices), here
 
@@ -322,7 +311,7 @@ class ParameterServerStrategy(ReplicaRuns):
     def placement(self) -> PlacementReport:
         """Return which ps holds which shard, known once declared; ``str()`` is a table."""
         specs = (variable.spec for variable in self._variables)
-        return report_of(specs, self._cluster.num_tasks("ps"))
+        return report_of(specs, self.cluster.num_tasks("ps"))
 
     # scopes.Scope.
 

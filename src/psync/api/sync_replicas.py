@@ -32,7 +32,6 @@ from psync.numerics.rule_options import flag
 from psync.schedules import as_number
 from psync.specs import Outcome
 from psync.store.sync_config import SyncConfig
-from psync.wire.sync_messages import Contributed
 
 if TYPE_CHECKING:
     from psync.compat.chief_queue_runner import ChiefQueueRunner
@@ -239,10 +238,13 @@ class SyncReplicasOptimizer(Optimizer):
         """
         pairs = self._checked(grads_and_vars)
         weight = checked_weight(weight)
-        step = checked_step("apply_gradients", global_step)
+        step = self._group.global_step  # was checked when it was first given
+        if step is None or step is not global_step:
+            step = checked_step("apply_gradients", global_step)
         variables = [variable for _, variable in pairs]
         runtime = await self._runtime("apply_gradients", *variables, step)
-        if current_closure() is None and not runtime.in_session:
+        run = current_closure()
+        if run is None and not runtime.in_session:
             raise UsageError(
                 "apply_gradients of a synchronous optimizer outside a step: the program is no "
                 "replica, and would wait for others",
@@ -261,8 +263,9 @@ class SyncReplicasOptimizer(Optimizer):
             weight=weight,
             ahead=runtime.ahead if self._pull_ahead else None,
         )
-        result = _result(answer)
-        run = current_closure()
+        result = PushResult(
+            Outcome(answer.outcome), answer.token, answer.staleness, answer.partial, answer.count
+        )
         if run is not None and result.outcome is Outcome.STALE:
             run.dropped += 1
         return result
@@ -327,10 +330,11 @@ class SyncReplicasOptimizer(Optimizer):
 
     def _local_step_of_push(self, runtime: Runtime) -> int:
         """Return the step of the values that a push's gradients come from; -1: the first."""
-        pulled = runtime.pulled.lowest(self.number)
-        runtime.pulled.forget(self.number)
-        if pulled is not None and not self._group.sync.tensorflow_compat:
-            return pulled
+        pulled = runtime.pulled
+        lowest = pulled.lowest(self.number)
+        pulled.forget(self.number)
+        if lowest is not None and not self._group.sync.tensorflow_compat:
+            return lowest
         token = runtime.sync.token(self.number)
         return -1 if token is None else token
 
@@ -414,9 +418,3 @@ class SyncReplicasOptimizer(Optimizer):
         count = count_of(self._name, "num_tokens", num_tokens)
         self._group.sync.initial_tokens(count)
         return count
-
-
-def _result(answer: Contributed) -> PushResult:
-    return PushResult(
-        Outcome(answer.outcome), answer.token, answer.staleness, answer.partial, answer.count
-    )

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Self, cast
 
 import numpy as np
@@ -93,24 +93,19 @@ def variable_creator_scope(variable_creator: Creator) -> Generator[None, None, N
 
 def through_creators(make: Creator, **kwargs: Any) -> Any:
     """Return what ``make(**kwargs)`` does, or what the hooks in force here make of it."""
-    creators = _creators.get()
-    if not creators:
-        return make(**kwargs)
     where = current_elsewhere()
-    for creator, inside in creators:
-        if not inside:
-            make = partial(creator, make)
-    outside = make
+
+    def around(make: Creator, *, inside: bool) -> Creator:
+        creators = [
+            creator for creator, entered_inside in _creators.get() if entered_inside is inside
+        ]
+        return reduce(lambda make, creator: partial(creator, make), creators, make)
 
     def placed(**kwargs: Any) -> Any:
         with elsewhere(where):
-            return outside(**kwargs)
+            return around(make, inside=False)(**kwargs)
 
-    make = placed
-    for creator, inside in creators:
-        if inside:
-            make = partial(creator, make)
-    return make(**kwargs)
+    return around(placed, inside=True)(**kwargs)
 
 
 class Handle(ValueAccess):

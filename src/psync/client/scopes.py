@@ -169,9 +169,10 @@ def runtime_here(operation: str, scope: Scope | None) -> Runtime:
         ClosureCancelled: In a step that was cancelled.
         ClosedError: The coordinator or session was closed.
     """
-    forbid_in_dataset(operation)
     closure = current_closure()
-    if closure is not None:
+    if closure is None:
+        forbid_in_dataset(operation)
+    else:
         closure.check_open(operation)
         if isinstance(closure.runtime, Runtime):
             return closure.runtime

@@ -62,19 +62,14 @@ class CheckpointManager:
         hint = "CheckpointManager(psync.Checkpoint(model=model), directory)"
         checked_kind("checkpoint manager: expected a Checkpoint", checkpoint, Checkpoint, hint=hint)
         self._checkpoint = checkpoint
-        self._directory = Path(directory)
+        self.directory = Path(directory)
         self._max_to_keep = _positive("max_to_keep", max_to_keep)
         self._keep_every = _positive("keep_every_n_steps", keep_every_n_steps)
         self._snapshots = SavedSnapshots("")  # of the checkpoints that this program has saved
         self._under_way = 0  # saves
 
     def __repr__(self) -> str:
-        return f"<CheckpointManager of {self._checkpoint!r} in {str(self._directory)!r}>"
-
-    @property
-    def directory(self) -> Path:
-        """Where the checkpoints are."""
-        return self._directory
+        return f"<CheckpointManager of {self._checkpoint!r} in {str(self.directory)!r}>"
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -83,12 +78,12 @@ class CheckpointManager:
         Raises:
             CheckpointError: The directory cannot be read.
         """
-        return [path for _, path in checkpoints_in(self._directory, PREFIX)]
+        return [path for _, path in checkpoints_in(self.directory, PREFIX)]
 
     @property
     def latest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint, or None; raises as ``checkpoints``."""
-        return latest_checkpoint(self._directory)
+        return latest_checkpoint(self.directory)
 
     async def save(self, checkpoint_number: int | None = None, *, last: bool = False) -> Path:
         """Save, then remove those that need not be kept; see ``Checkpoint.save``.
@@ -111,7 +106,7 @@ class CheckpointManager:
         self._under_way += 1
         try:
             path, coordinator, snapshots = await self._checkpoint._saved(
-                self._directory, checkpoint_number
+                self.directory, checkpoint_number
             )
         finally:
             self._under_way -= 1
@@ -121,12 +116,12 @@ class CheckpointManager:
         # Not after an await: a recovery that asks from now on is given ``path``, which stays.
         in_use = self._snapshots.handed_since(asked)
         if self._max_to_keep is not None:
-            found = await asyncio.to_thread(checkpoints_in, self._directory, PREFIX)
+            found = await asyncio.to_thread(checkpoints_in, self.directory, PREFIX)
             for old in superseded(found, self._max_to_keep, self._keep_every, (path, in_use)):
                 await asyncio.to_thread(remove, old)
         if not self._under_way:
             number = int(path.name.rpartition("-")[2])
-            await asyncio.to_thread(remove_leftovers, self._directory, PREFIX, number)
+            await asyncio.to_thread(remove_leftovers, self.directory, PREFIX, number)
         if last:
             await self.finish()
         return path
@@ -144,7 +139,7 @@ class CheckpointManager:
 
         Cancellation: It may have been said.
         """
-        newest = await asyncio.to_thread(latest_checkpoint, self._directory)
+        newest = await asyncio.to_thread(latest_checkpoint, self.directory)
         if newest is not None:
             await asyncio.to_thread(mark_last, newest)
         return newest
@@ -160,7 +155,7 @@ class CheckpointManager:
 
         Cancellation: As ``Checkpoint.restore``.
         """
-        latest = await asyncio.to_thread(latest_checkpoint, self._directory)
+        latest = await asyncio.to_thread(latest_checkpoint, self.directory)
         if latest is not None:
             await self._checkpoint.restore(latest)
             await asyncio.to_thread(unmark_last, latest)
