@@ -61,12 +61,10 @@ def global_step_of(scope: Scope) -> Variable | None:
     Raises:
         UsageError: It is no integer scalar.
     """
-    for variable in scope.variables:
-        if variable.name == NAME:
-            check_step(variable, "the global step")
-            step: Variable = variable
-            return step
-    return None
+    step: Variable | None = next((each for each in scope.variables if each.name == NAME), None)
+    if step is not None:
+        check_step(step, "the global step")
+    return step
 
 
 def check_step(variable: object, purpose: str) -> None:

@@ -168,7 +168,7 @@ def listed(var_list: Any) -> Any:
                 raise GradientError(f"var_list: expected variables, got {type(item).__name__}")
     if is_flat(variables):
         return list(variables)
-    if not any(True for _ in leaves(variables)):
+    if not leaves(variables):
         raise GradientError("var_list: expected variables, got none")
     return variables
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy as copying
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from psync.api.reads import runtime_of, values_of
 from psync.api.variables import Handle, OnReadVariable
 from psync.errors import GradientError
 from psync.numerics.casting import checked_target
+from psync.numerics.replica_values import map_structures
 
 
 async def pull(tree: Any, *, copy: bool = False, out: Any = None, consistent: bool = False) -> Any:
@@ -75,16 +75,11 @@ async def pull(tree: Any, *, copy: bool = False, out: Any = None, consistent: bo
     return mapped(tree, values.__getitem__)
 
 
-def leaves(tree: Any, kind: Any = Handle) -> Iterator[Any]:
-    """Yield each variable, or thing of another kind, in ``tree``, as often as it stands there."""
-    if isinstance(tree, kind):
-        yield tree
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from leaves(item, kind)
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from leaves(item, kind)
+def leaves(tree: Any, kind: Any = Handle) -> list[Any]:
+    """Return each variable, or thing of another kind, in ``tree``, as often as it stands there."""
+    found: list[Any] = []
+    mapped(tree, found.append, kind)
+    return found
 
 
 def mapped(tree: Any, value_of: Callable[[Any], Any], kind: Any = Handle) -> Any:
@@ -97,16 +92,7 @@ def mapped(tree: Any, value_of: Callable[[Any], Any], kind: Any = Handle) -> Any
     """
     if isinstance(tree, kind):
         return value_of(tree)
-    if isinstance(tree, dict):
-        made = copying.copy(tree)  # keeps what a subclass has, such as a default factory
-        for key, item in tree.items():
-            made[key] = mapped(item, value_of, kind)
-        return made
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(mapped(item, value_of, kind) for item in tree))
-    if isinstance(tree, list | tuple):
-        return type(tree)(mapped(item, value_of, kind) for item in tree)
-    return tree
+    return map_structures(lambda leaf: value_of(leaf) if isinstance(leaf, kind) else leaf, [tree])
 
 
 def is_flat(tree: Any, kind: Any = Handle) -> bool:

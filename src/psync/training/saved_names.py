@@ -48,7 +48,7 @@ def by_name(tree: Any) -> Any:
         tree: As ``pull`` takes it.
     """
     if isinstance(tree, dict):
-        return {key: by_name(item) for key, item in tree.items() if [*leaves(item)]}
+        return {key: by_name(item) for key, item in tree.items() if leaves(item)}
     if isinstance(tree, list | tuple):
         return {variable.name: variable for variable in leaves(tree)}
     return tree
