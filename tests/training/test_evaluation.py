@@ -56,7 +56,7 @@ def test_a_batch_has_as_many_examples_as_its_first_array_is_long(batch: Any, siz
 def test_losses_of_larger_batches_weigh_more() -> None:
     with strategy_of().scope():
         loss = psync.metrics.Mean("loss")
-    counts = Counts(loss, {})
+    counts = Counts({"loss": loss})
     counts.note((X[:10], Y[:10]), 1.0, ())
     counts.note((X[:30], Y[:30]), np.float32(2.0), ())
     assert loss.value_of(counts.sums[0]) == 1.75
@@ -67,4 +67,4 @@ def test_metrics_need_labels() -> None:
     with strategy_of().scope():
         loss, mae = psync.metrics.Mean("loss"), psync.metrics.MeanAbsoluteError("mae")
     with pytest.raises(GradientError, match=r"expected \(x, y\) or \(x, y, sample_weight\)"):
-        Counts(loss, {"mae": mae}).note(X, 1.0, (Y,))
+        Counts({"loss": loss, "mae": mae}).note(X, 1.0, (Y,))

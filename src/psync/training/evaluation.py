@@ -92,6 +92,11 @@ def batch_size_of(batch: Any) -> int:
     return int(shape[0]) if shape else 1
 
 
+async def awaited(made: Any) -> Any:
+    """Return what a function of the user has returned, plain or asynchronous."""
+    return await made if inspect.isawaitable(made) else made
+
+
 def parts_of(made: Any) -> Sequence[Any]:
     """Return (loss, …) of what a function of the user has made of a batch.
 
@@ -112,13 +117,14 @@ class Counts:
     """Sums of batches for the loss and the metrics, not yet added to these.
 
     Args:
-        loss: The mean of the losses, weighted by batch size.
-        metrics: The others, of predictions.
+        metrics: First "loss", the mean of the losses, weighted by batch size; then the others, of
+            predictions.
     """
 
-    def __init__(self, loss: Metric, metrics: Mapping[str, Metric]) -> None:
-        self._loss, self._metrics = loss, metrics
-        self.sums: list[Any] = [0.0] * (1 + len(metrics))
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self._metrics = dict(metrics)
+        self._loss = self._metrics.pop("loss")
+        self.sums: list[Any] = [0.0] * len(metrics)
         self.batches = 0
 
     def note(self, batch: Any, loss: Any, predictions: Sequence[Any]) -> None:
@@ -157,7 +163,6 @@ async def evaluate(
     coordinator: ClusterCoordinator,
     variables: Any,
     value_of: Callable[[Any, Any], Any],
-    loss: Metric,
     metrics: Mapping[str, Metric],
     shards: Sequence[Shard],
 ) -> dict[str, float]:
@@ -167,12 +172,11 @@ async def evaluate(
         coordinator: That runs.
         variables: A nesting of them.
         value_of: (values, batch) → (loss, …, predictions): the first and the last are used.
-        loss: For its formula; nothing is counted in it.
-        metrics: By name, for their formulas.
+        metrics: By name, for their formulas; first the loss. Nothing is counted in them.
         shards: As ``shards_of`` returns them.
 
     Returns:
-        "loss" and the metrics, by name.
+        The metrics, by name.
 
     Raises:
         ConfigurationError: There is no example.
@@ -183,12 +187,9 @@ async def evaluate(
 
     async def evaluate_shard(shard: Shard) -> list[Any]:
         values = await pull(variables)
-        counts = Counts(loss, metrics)
+        counts = Counts(metrics)
         for batch in shard() if isinstance(shard, functools.partial) else shard:
-            made = value_of(values, batch)
-            if inspect.isawaitable(made):
-                made = await made
-            first, *rest = parts_of(made)
+            first, *rest = parts_of(await awaited(value_of(values, batch)))
             counts.note(batch, first, rest[-1:])
         return counts.sums
 
@@ -197,7 +198,5 @@ async def evaluate(
     totals = [sum(parts) for parts in zip(*await coordinator.fetch(results), strict=True)]
     if not np.ndim(totals[0]):
         raise ConfigurationError("validation data: expected at least one batch, got none")
-    logs = {"loss": loss.value_of(totals[0])}
-    for (name, metric), total in zip(metrics.items(), totals[1:], strict=True):
-        logs[name] = metric.value_of(total)
-    return logs
+    counted = zip(metrics.items(), totals, strict=True)
+    return {name: metric.value_of(total) for (name, metric), total in counted}

@@ -36,6 +36,7 @@ from psync.errors import CheckpointError, CheckpointMismatch, ConfigurationError
 from psync.net.environment import note_training_began, run_over, training_presence
 from psync.specs import checked_integer, checked_kind
 from psync.training.checkpoint import PREFIX, Checkpoint
+from psync.training.evaluation import awaited
 from psync.training.trainer import call_back
 from psync.worker.step_thread import StepThread
 
@@ -259,7 +260,7 @@ class SidecarEvaluator:
         made, error = await thread.run(lambda: self._eval_fn(values))
         if error is not None:
             raise error
-        return await made if inspect.isawaitable(made) else made
+        return await awaited(made)
 
 
 async def _pause(seconds: float, over: asyncio.Event | None) -> None:

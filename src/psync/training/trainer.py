@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +34,7 @@ from psync.training.evaluation import (
     SHARDS_PER_WORKER,
     Counts,
     Shard,
+    awaited,
     evaluate,
     parts_of,
     shards_of,
@@ -136,7 +136,7 @@ class Trainer:
         self._value_and_grad = _of_batch(value_and_grad)
         self._evaluated = _of_batch(loss_and_predictions or value_and_grad)
         with strategy.scope():
-            self._loss = Mean("loss")
+            self._counted = {"loss": Mean("loss"), **self.metrics}
             self._global_step = get_or_create_global_step() if optimizer.synchronous else None
         self.history = History()
         self.checkpoint = Checkpoint(
@@ -264,8 +264,8 @@ class Trainer:
         """
         shards = self._shards(data, batch_size, num_shards)
         return await evaluate(
-            ClusterCoordinator(self.strategy), self.variables, self._evaluated, self._loss,
-            self.metrics, shards,
+            ClusterCoordinator(self.strategy), self.variables, self._evaluated, self._counted,
+            shards,
         )  # fmt: skip
 
     def _shards(self, data: Any, batch_size: int, num_shards: int | None = None) -> Sequence[Shard]:
@@ -280,10 +280,10 @@ class Trainer:
         """Return the step function: some steps, then one message for each metric."""
         variables, value_and_grad = self.variables, self._value_and_grad
         optimizer, global_step = self.optimizer, self._global_step
-        loss_metric, metrics = self._loss, self.metrics
+        metrics = self._counted
 
         async def run_steps(batches: Any, count: int) -> None:
-            counts = Counts(loss_metric, metrics)
+            counts = Counts(metrics)
             ended: EndOfData | None = None
             closure = current_closure()
             assert closure is not None, "steps run in closures"
@@ -298,9 +298,7 @@ class Trainer:
                     for _ in range((count - step) * calls):
                         closure.next_ordinal()
                     break
-                made = value_and_grad(await pull(variables), batch)
-                if inspect.isawaitable(made):
-                    made = await made
+                made = await awaited(value_and_grad(await pull(variables), batch))
                 loss, gradients, *predictions = parts_of(made)
                 pushed = pairs(variables, gradients, "gradients")
                 await optimizer.apply_gradients(
@@ -310,8 +308,7 @@ class Trainer:
                     calls = closure.next_ordinal() - began - 1
                 counts.note(batch, loss, predictions)
             if counts.batches:
-                await loss_metric.add(counts.sums[0])
-                for metric, total in zip(metrics.values(), counts.sums[1:], strict=True):
+                for metric, total in zip(metrics.values(), counts.sums, strict=True):
                     await metric.add(total)
             if ended is not None:
                 raise ended
@@ -327,8 +324,7 @@ class Trainer:
         show: Progress,
     ) -> tuple[dict[str, float], bool]:
         """Run one epoch; return its values, and whether the data of a worker ended."""
-        all_metrics = {"loss": self._loss, **self.metrics}
-        for metric in all_metrics.values():
+        for metric in self._counted.values():
             await metric.reset_state()
         batches, ended = iter(dataset), False
         closures = [coordinator.schedule(run_steps, args=(batches, count)) for count in counts]
@@ -340,12 +336,12 @@ class Trainer:
         finally:
             shown.cancel()
             await asyncio.wait((shown,))
-        if ended and not any(await self._loss.variables[0].read()):
+        if ended and not any(await self._counted["loss"].variables[0].read()):
             raise ConfigurationError(
                 "fit: expected at least one batch, got none",
                 hint="the dataset of a worker is empty",
             )
-        return {name: await metric.result() for name, metric in all_metrics.items()}, ended
+        return {name: await metric.result() for name, metric in self._counted.items()}, ended
 
     async def _end(
         self, callbacks: Sequence[Callback], logs: Mapping[str, float],
@@ -374,9 +370,7 @@ async def call_back(
     """Call one method of each callback, which sees its trainer."""
     for callback in callbacks:
         callback.trainer = trainer
-        made = getattr(callback, method)(*arguments)
-        if inspect.isawaitable(made):
-            await made
+        await awaited(getattr(callback, method)(*arguments))
 
 
 def _of_batch(function: Callable[..., Any]) -> Callable[..., Any]:
