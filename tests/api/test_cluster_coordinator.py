@@ -663,7 +663,9 @@ def test_what_lives_on_the_coordinator_cannot_be_captured() -> None:
     functions = FunctionTable()
     strategy = strategy_of()
     coordinator = psync.ClusterCoordinator(strategy)
-    dataset = PerWorkerDataset(*capture_dataset(lambda: [1], functions), 1, coordinator)
+    captured, function = capture_dataset(lambda: [1], functions)
+    distributed = psync.DistributedDataset(captured, 1, None)
+    dataset = PerWorkerDataset(distributed, function, coordinator)
     for captured, text in (
         (coordinator, "the coordinator lives on the chief"),
         (strategy, "the strategy lives on the coordinator"),

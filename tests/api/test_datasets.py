@@ -254,7 +254,8 @@ def per_worker(source, num_workers=1):
     """What ``create_per_worker_dataset`` makes, of a coordinator that is not there."""
     captured, function = capture_dataset(source, FunctionTable())
     coordinator = psync.ClusterCoordinator(strategy_of())
-    return PerWorkerDataset(captured, function, num_workers, coordinator)
+    dataset = psync.DistributedDataset(captured, num_workers, None)
+    return PerWorkerDataset(dataset, function, coordinator)
 
 
 def test_what_is_no_dataset_function_is_refused():

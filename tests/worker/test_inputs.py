@@ -10,7 +10,7 @@ import pytest
 
 from local_training import strategy_of
 from psync.api.cluster_coordinator import ClusterCoordinator
-from psync.api.datasets import PerWorkerDataset
+from psync.api.datasets import DistributedDataset, PerWorkerDataset
 from psync.closures.closure import Closure
 from psync.errors import CaptureError, ClosureInputError, RemoteProtocolError
 from psync.net.peer import Received
@@ -64,7 +64,8 @@ class World:
 
     def dataset(self, fn: Any) -> PerWorkerDataset:
         coordinator = ClusterCoordinator(strategy_of())
-        return PerWorkerDataset(fn, self.functions.register_dataset(fn), 2, coordinator)
+        dataset = DistributedDataset(fn, 2, None)
+        return PerWorkerDataset(dataset, self.functions.register_dataset(fn), coordinator)
 
     async def of(self, closure: HeldClosure) -> tuple[Any, Any, Any]:
         step = await self.inputs.step(closure.key)

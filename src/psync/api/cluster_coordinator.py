@@ -343,7 +343,7 @@ class ClusterCoordinator:
         num_workers = len(coordinator.links.workers.names())
         if isinstance(dataset_fn, DistributedDataset):
             num_workers = dataset_fn.num_workers
-        return PerWorkerDataset(captured, function, num_workers, self)
+        return PerWorkerDataset(DistributedDataset(captured, num_workers, None), function, self)
 
     add_worker = add_worker
     remove_worker = remove_worker

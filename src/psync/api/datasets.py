@@ -20,7 +20,6 @@ from psync.api.variables import Variable
 from psync.client.context import current_closure, enter_dataset
 from psync.errors import CaptureError, ConfigurationError, ContextError
 from psync.net.platform import random_hex
-from psync.net.process_state import PerProcess
 from psync.serialization.captures import name_of, refers_to, type_name
 from psync.serialization.functions import Function, FunctionTable
 from psync.serialization.payloads import pack
@@ -113,7 +112,12 @@ class DistributedDataset:
 
         Source: ``tf.distribute.DistributedDataset.element_spec``.
         """
-        return element_spec_of(self.dataset_fn, self.num_workers)
+        fn = self.dataset_fn
+        dataset = fn.dataset if isinstance(fn, Sharded) else fn
+        if isinstance(dataset, Dataset):
+            return dataset.element_spec
+        with closing(_elements(fn, InputContext(self.num_workers, 0))) as elements:
+            return spec_of(itertools.islice(elements, 2))
 
 
 def _elements(dataset_fn: Callable[..., Any], context: InputContext) -> Generator[Any, None, None]:
@@ -127,16 +131,6 @@ def _elements(dataset_fn: Callable[..., Any], context: InputContext) -> Generato
             except StopIteration:
                 return
         yield element
-
-
-def element_spec_of(dataset_fn: Callable[..., Any], num_workers: int) -> Any:
-    """Return what the elements of a dataset look like; of a function, on the first worker."""
-    dataset = dataset_fn.dataset if isinstance(dataset_fn, Sharded) else dataset_fn
-    if isinstance(dataset, Dataset):
-        return dataset.element_spec
-    elements = _elements(dataset_fn, InputContext(num_workers, 0))
-    with closing(elements):
-        return spec_of(itertools.islice(elements, 2))
 
 
 # What the strategy offers.
@@ -199,9 +193,6 @@ def _options(operation: str, options: Any) -> InputOptions:
     return checked_kind(f"{operation}: options: expected InputOptions", options, InputOptions)
 
 
-_numbers = PerProcess(lambda: itertools.count(1))
-
-
 class PerWorkerDataset:
     """A dataset that every worker reads for itself.
 
@@ -216,14 +207,12 @@ class PerWorkerDataset:
 
     def __init__(
         self,
-        dataset_fn: Callable[..., Any],
+        dataset: DistributedDataset,
         function: Function,
-        num_workers: int,
         coordinator: ClusterCoordinator,
     ) -> None:
-        self._dataset_fn = dataset_fn
+        self._dataset = dataset
         self._function = function
-        self._num_workers = num_workers
         self._coordinator = coordinator
 
     def __iter__(self) -> PerWorkerIterator:
@@ -248,10 +237,9 @@ class PerWorkerDataset:
                 "iter() on a per-worker dataset inside a step",
                 hint="call iter(dataset) on the coordinator and pass the iterator to the step",
             )
-        uid = f"{random_hex(4)}-{next(_numbers())}"
-        starts = _checked(position, self._num_workers)
-        coordinator = self._coordinator
-        iterator = PerWorkerIterator(uid, self._function, self._num_workers, starts, coordinator)
+        uid, coordinator, num_workers = random_hex(8), self._coordinator, self._dataset.num_workers
+        starts = _checked(position, num_workers)
+        iterator = PerWorkerIterator(uid, self._function, num_workers, starts, coordinator)
         # Weakly: the coordinator itself may hold the iterator, in a closure that is queued.
         weakref.finalize(iterator, _release, weakref.ref(coordinator), uid).atexit = False
         return iterator
@@ -261,7 +249,7 @@ class PerWorkerDataset:
 
         Source: ``build`` of TensorFlow's per-worker datasets.
         """
-        return DistributedDataset(self._dataset_fn, self._num_workers, None)
+        return self._dataset
 
     @property
     def element_spec(self) -> Any:
@@ -271,7 +259,7 @@ class PerWorkerDataset:
 
         Source: ``tf.distribute.DistributedDataset.element_spec``.
         """
-        return element_spec_of(self._dataset_fn, self._num_workers)
+        return self._dataset.element_spec
 
 
 class PerWorkerIterator(IteratorHandle):
@@ -293,10 +281,6 @@ class PerWorkerIterator(IteratorHandle):
         super().__init__(uid, function.key, num_workers, starts)
         self._function = function  # workers may ask for it as long as this lives
         self._coordinator = coordinator
-
-    def __next__(self) -> Any:
-        """Return the next element of the worker that runs this step; see ``IteratorHandle``."""
-        return super().__next__()
 
     async def positions(self) -> dict[int, int]:
         """Return how many batches steps have been handed, for each ``get_worker_index()``.
