@@ -326,13 +326,14 @@ def _intern(
 ) -> Any:
     """Return this process's handle of a variable: one object, however often it arrives."""
     key = (origin, spec.name, spec.variable_id)
-    handle = _interned().get(key)
+    handles = _interned()
+    handle = handles.get(key)
     if handle is None:
         handle = object.__new__(_class_of(spec, synchronization))
         handle.spec, handle.origin = spec, origin
         handle.synchronization, handle.aggregation = synchronization, aggregation
         handle._scope = None
-        _interned()[key] = handle
+        handles[key] = handle
     return handle
 
 

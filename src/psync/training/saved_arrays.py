@@ -11,7 +11,9 @@ program writes the same file.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,17 +73,11 @@ async def write_cut(cut: Cut, contents: Contents, writer: Writer, *, streamed: b
     parts = contents.parts
     layout = Layout(cut.snapshots, [part for part in parts if part.compute is None])
     shared = [False] * len(cut.snapshots) if streamed else await _shared(cut, writer)
-    computed = await _computed(cut, parts, layout)  # first: a ps lets go of what it has written
-    own = [part for part in parts if part.compute is not None or layout.find(part) is None]
-
-    async def value_of(part: Part) -> Any:
-        value = computed.get(part.tensor)
-        return _constant(part) if value is None else value
-
+    own = await _own(cut, parts, layout)  # first: a ps lets go of what it has written
     theirs = [
         _write_snapshot(cut, ps, layout, writer, shared[ps]) for ps in range(len(cut.snapshots))
     ]
-    await _together([*theirs, _write_parts(writer, own, value_of)])
+    await _together([*theirs, _write_parts(writer, own)])
 
 
 async def write_by_reading(contents: Contents, writer: Writer) -> None:
@@ -93,7 +89,7 @@ async def write_by_reading(contents: Contents, writer: Writer) -> None:
 
     Cancellation: Files are half written.
     """
-    await _write_parts(writer, contents.parts, lambda part: part.read())
+    await _write_parts(writer, contents.parts)
 
 
 async def _shared(cut: Cut, writer: Writer) -> list[bool]:
@@ -146,13 +142,13 @@ async def _write_streamed(
     return size, [(piece.start, piece.nbytes, piece.crc32) for _, piece in data_file.slices]
 
 
-async def _computed(cut: Cut, parts: Sequence[Part], layout: Layout) -> dict[str, np.ndarray]:
-    """Return by name what is computed of what a ps holds, such as the sum of copies.
+async def _own(cut: Cut, parts: Sequence[Part], layout: Layout) -> list[Part]:
+    """Return what no ps writes: what is computed, such as the sum of copies, and new slots.
 
     Raises:
         CheckpointError: No ps holds a variable.
     """
-    values = {}
+    own = []
     for part in parts:
         found = layout.find(part)
         if found is None and not part.slot:
@@ -160,19 +156,24 @@ async def _computed(cut: Cut, parts: Sequence[Part], layout: Layout) -> dict[str
                 f"checkpoint: no ps holds {part.tensor!r}",
                 hint="it was declared while the checkpoint was saved: save again",
             )
-        if found is not None and part.compute is not None:
-            values[part.tensor] = await part.compute(await cut.read(*found))
-    return values
+        if found is None:
+            own.append(dataclasses.replace(part, read=functools.partial(_value, _constant(part))))
+        elif part.compute is not None:
+            value = await part.compute(await cut.read(*found))
+            own.append(dataclasses.replace(part, read=functools.partial(_value, value)))
+    return own
 
 
-async def _write_parts(
-    writer: Writer, parts: Sequence[Part], value_of: Callable[[Part], Awaitable[Any]]
-) -> None:
+async def _value(value: Any) -> Any:
+    return value
+
+
+async def _write_parts(writer: Writer, parts: Sequence[Part]) -> None:
     for number, batch in enumerate(_batches(parts)):
         name = f"data-{number:05d}.safetensors"
         data_file = await in_thread(writer.data_file, name, batch)
         for part in batch:
-            await in_thread(data_file.write, await value_of(part))
+            await in_thread(data_file.write, await part.read())
 
 
 def _batches(parts: Sequence[Part]) -> list[list[Part]]:

@@ -76,7 +76,7 @@ ValueOf = Callable[[Mapping[str, np.ndarray], Mapping[str, Any]], Any]
 class Part(Wanted):
     """One shard of an array, and how it is read and written."""
 
-    read: Callable[[], Awaitable[np.ndarray]]
+    read: Callable[[], Awaitable[Any]]  # an array, or an iterator of pieces of one
     write: Callable[[np.ndarray], Awaitable[Any]]
     fill: float = 0.0  # what a slot begins with
     compute: Callable[[np.ndarray], Awaitable[np.ndarray]] | None = None
