@@ -55,23 +55,17 @@ async def pull(tree: Any, *, copy: bool = False, out: Any = None, consistent: bo
     variables = list(dict.fromkeys(leaves(tree)))
     if not variables:
         return tree
-    targets = None if out is None else _targets(tree, out)
+    targets = {} if out is None else _targets(tree, out)
     runtime = await runtime_of("pull", *variables)
     copied = [variable for variable in variables if isinstance(variable, OnReadVariable)]
     stored = [variable for variable in variables if variable not in copied] if copied else variables
     values = {}
     if stored:
-        arrays = await values_of(
-            runtime,
-            stored,
-            copy=copy,
-            out=None if targets is None else [targets[variable] for variable in stored],
-            consistent=consistent,
-        )
+        given = [targets[variable] for variable in stored] if targets else None
+        arrays = await values_of(runtime, stored, copy=copy, out=given, consistent=consistent)
         values = dict(zip(stored, arrays, strict=True))
     for variable in copied:
-        target = None if targets is None else targets[variable]
-        values[variable] = await variable.read(copy=copy, out=target)
+        values[variable] = await variable.read(copy=copy, out=targets.get(variable))
     return mapped(tree, values.__getitem__)
 
 

@@ -10,6 +10,7 @@ first, and may change it.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -346,13 +347,8 @@ def _class_of(spec: VariableSpec, synchronization: VariableSynchronization) -> t
 def _component(whole: ShardedVariable, shard: ShardSpec) -> Variable:
     spec = whole.spec
     name = f"{spec.name}/part_{shard.index}"
-    alone = ShardSpec(
-        spec.name, shard.variable_id, shard.index, 0, shard.shape, shard.dtype, shard.ps
-    )
-    part = VariableSpec(
-        name, spec.variable_id, shard.shape, spec.dtype, spec.trainable, (alone,),
-        spec.declared_at,
-    )  # fmt: skip
+    alone = dataclasses.replace(shard, offset=0)
+    part = dataclasses.replace(spec, name=name, shape=shard.shape, shards=(alone,))
     handle = cast(Variable, _intern(whole.origin, part, whole.synchronization, whole.aggregation))
     handle._scope = whole._scope
     return handle

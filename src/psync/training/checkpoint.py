@@ -239,13 +239,10 @@ class Checkpoint:
             "restore(path, partial=True) leaves what is missing as it is",
             partial=partial,
         )
-        for name, array in contents.arrays.items():
-            tensor = manifest.tensors.get(name)
-            for part in array.parts if tensor is not None else ():
-                assert tensor is not None
+        for part in contents.parts:
+            if (tensor := manifest.tensors.get(part.tensor)) is not None:
                 stop = part.offset + part.rows
-                value = await asyncio.to_thread(reader.read, tensor, part.offset, stop)
-                await part.write(value)
+                await part.write(await asyncio.to_thread(reader.read, tensor, part.offset, stop))
         for each, optimizer in contents.optimizers.items():
             if (name := f"{each}/step") in manifest.states:
                 await optimizer.iterations.assign(_as_step(manifest.states[name], name, reader))

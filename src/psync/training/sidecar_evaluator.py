@@ -233,7 +233,9 @@ class SidecarEvaluator:
                 after = "" if newest is None else f" after {newest[1].name}"
                 goes_on = "" if training is None else f"; {training.describe()}"
                 logger.info("waiting for a checkpoint%s in %s%s", after, self._directory, goes_on)
-            await _pause(self._poll_interval_s, over)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_interval_s):
+                    await (over or asyncio.Event()).wait()
         return None
 
     def _newest(self) -> tuple[int, Path] | None:
@@ -261,16 +263,6 @@ class SidecarEvaluator:
         if error is not None:
             raise error
         return await awaited(made)
-
-
-async def _pause(seconds: float, over: asyncio.Event | None) -> None:
-    """Wait, at most until the run is over."""
-    if over is None:
-        await asyncio.sleep(seconds)
-        return
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await over.wait()
 
 
 def _numbers(made: Any) -> dict[str, float]:
