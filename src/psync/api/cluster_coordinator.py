@@ -29,6 +29,7 @@ from psync.net.environment import note_training_began, platform_of, script_is_sh
 from psync.net.process_state import PerProcess
 from psync.net.task_reports import add_description
 from psync.serialization.remote_value import RemoteValue, fetch_all
+from psync.specs import checked_kind
 
 _of_origin: PerProcess[weakref.WeakValueDictionary[str, ClusterCoordinator]] = PerProcess(
     weakref.WeakValueDictionary
@@ -77,10 +78,8 @@ class ClusterCoordinator:
     __psync_capture_error__ = "the coordinator lives on the chief; steps cannot schedule"
 
     def __new__(cls, strategy: ParameterServerStrategy, **options: Any) -> Self:
-        if not isinstance(strategy, ParameterServerStrategy):
-            raise ConfigurationError(
-                f"strategy: expected a ParameterServerStrategy, got {type(strategy).__name__}"
-            )
+        expected = "strategy: expected a ParameterServerStrategy"
+        checked_kind(expected, strategy, ParameterServerStrategy)
         known = _of_origin().get(strategy.origin)
         if known is not None:
             return known  # type: ignore[return-value]  # a subclass would be made first
@@ -259,8 +258,8 @@ class ClusterCoordinator:
                 f"args: expected a tuple, got {type(args).__name__}",
                 hint="schedule(step, args=(value,))",
             )
-        if kwargs is not None and not isinstance(kwargs, dict):
-            raise CaptureError(f"kwargs: expected a dict, got {type(kwargs).__name__}")
+        if kwargs is not None:
+            checked_kind("kwargs: expected a dict", kwargs, dict, error=CaptureError)
         return self._running("schedule").schedule(fn, tuple(args), dict(kwargs or {}))
 
     async def join(self, timeout: float | None = None) -> None:

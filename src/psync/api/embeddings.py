@@ -21,6 +21,7 @@ from psync.numerics.embedding import (
     with_max_norm,
 )
 from psync.numerics.indexing import row_numbers
+from psync.specs import checked_kind
 
 
 async def embedding_lookup(
@@ -164,11 +165,8 @@ class _Table:
     def __init__(self, what: str, params: Any, strategy: str) -> None:
         variables = list(params) if isinstance(params, list | tuple) else [params]
         for variable in variables:
-            if not isinstance(variable, Handle):
-                raise UsageError(
-                    f"{what}: expected a variable or a list of variables as params, got "
-                    f"{type(variable).__name__}"
-                )
+            expected = f"{what}: expected a variable or a list of variables as params"
+            checked_kind(expected, variable, Handle, error=UsageError)
             if isinstance(variable, OnReadVariable):
                 raise UsageError(
                     f'{what}: variable "{variable.name}" is synchronized on read',

@@ -14,6 +14,7 @@ from psync.api.variables import OnReadVariable, Variable, declared_in
 from psync.client.scopes import Scope, place_of, scope_for
 from psync.errors import UsageError
 from psync.partitioners import Pinned
+from psync.specs import checked_kind
 
 NAME = "global_step"
 
@@ -73,8 +74,7 @@ def check_step(variable: object, purpose: str) -> None:
     Raises:
         UsageError: It is no variable, or no integer scalar.
     """
-    if not isinstance(variable, Variable):
-        raise UsageError(f"{purpose}: expected a variable, got {type(variable).__name__}")
+    variable = checked_kind(f"{purpose}: expected a variable", variable, Variable, error=UsageError)
     if isinstance(variable, OnReadVariable):
         raise UsageError(
             f'{purpose}: variable "{variable.name}" is synchronized on read: each worker has '

@@ -27,6 +27,7 @@ from psync.client.context import forbid_in_step
 from psync.client.scopes import Scope, current_scope, place_of
 from psync.errors import ConfigurationError, GradientError, UsageError
 from psync.numerics.means import growing_decay
+from psync.specs import checked_kind
 
 AnyVariable = Variable | ShardedVariable
 
@@ -271,8 +272,8 @@ class ExponentialMovingAverage:
 
 def _checked_scope(variable: Any) -> Scope:
     """Return the strategy of a variable that can be averaged."""
-    if not isinstance(variable, Variable | ShardedVariable):
-        raise UsageError(f"moving average: expected a variable, got {type(variable).__name__}")
+    expected = "moving average: expected a variable"
+    variable = checked_kind(expected, variable, Handle, error=UsageError)
     spec = variable.spec
     if isinstance(variable, OnReadVariable):
         raise UsageError(

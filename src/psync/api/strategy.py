@@ -71,6 +71,7 @@ class ParameterServerStrategy(ReplicaRuns):
         cluster_resolver: As given.
         cluster: The training cluster: without evaluators, checked.
         task: Job and index of this process; None where it is none of the cluster's tasks.
+        worker_index: The index of this process among the workers; None: it is not a worker.
 
     Raises:
         ConfigurationError: The cluster cannot train: no ps, no worker, an unknown job, …; or
@@ -121,6 +122,10 @@ class ParameterServerStrategy(ReplicaRuns):
         self.cluster_resolver = cluster_resolver
         self.cluster = spec
         self.task = (task_type, task_id)
+        workers = spec.task_indices("worker")
+        here = task_id if task_type == "worker" else None
+        self.worker_index = None if here is None else workers.index(here)
+        self._workers = len(workers), self.worker_index
         self._partitioner = variable_partitioner
         self._placer = Placer(spec.num_tasks("ps"), placement)
         self.accumulators: dict[str, Any] = {}
@@ -197,7 +202,7 @@ class ParameterServerStrategy(ReplicaRuns):
 
         Source: ``tf.distribute.Strategy.experimental_distribute_dataset``.
         """
-        return distribute_dataset(dataset, options, *self._workers())
+        return distribute_dataset(dataset, options, *self._workers)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[..., Any], options: InputOptions | None = None
@@ -215,7 +220,7 @@ class ParameterServerStrategy(ReplicaRuns):
 
         Source: ``tf.distribute.Strategy.distribute_datasets_from_function``.
         """
-        return distribute_function(dataset_fn, options, *self._workers())
+        return distribute_function(dataset_fn, options, *self._workers)
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
@@ -235,17 +240,6 @@ class ParameterServerStrategy(ReplicaRuns):
         Source: ``tf.distribute.Strategy.experimental_make_numpy_dataset``.
         """
         return ArrayDataset(numpy_input, None)
-
-    @property
-    def worker_index(self) -> int | None:
-        """The index of this process among the workers; None: it is not a worker."""
-        return self._workers()[1]
-
-    def _workers(self) -> tuple[int, int | None]:
-        """Return how many workers there are, and which of them this process is, if it is one."""
-        indices, (job, task_id) = self.cluster.task_indices("worker"), self.task
-        here = indices.index(task_id) if job == "worker" and task_id is not None else None
-        return len(indices), here
 
     def pinned(self, where: int | str) -> AbstractContextManager[None]:
         """Return a context manager in which variables are declared on one ps.

@@ -69,21 +69,6 @@ def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Shard]:
     )
 
 
-def batch_parts(batch: Any) -> tuple[Any, Any, Any]:
-    """Return (x, y, sample_weight or None) of a batch.
-
-    Raises:
-        GradientError: It is none.
-    """
-    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
-        raise GradientError(
-            f"a batch for metrics: expected (x, y) or (x, y, sample_weight), got "
-            f"{type(batch).__name__}"
-        )
-    x, y, *weight = batch
-    return x, y, weight[0] if weight else None
-
-
 def batch_size_of(batch: Any) -> int:
     """Return how many examples a batch has: the length of its first array; 1 if it has none."""
     while isinstance(batch, tuple | list | dict) and batch:
@@ -154,7 +139,13 @@ class Counts:
                 f"metrics {', '.join(self._metrics)} need predictions",
                 hint="let value_and_grad return (loss, gradients, predictions)",
             )
-        _, y, weight = batch_parts(batch)
+        if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+            raise GradientError(
+                "a batch for metrics: expected (x, y) or (x, y, sample_weight), got "
+                f"{type(batch).__name__}"
+            )
+        _, y, *weights = batch
+        weight = weights[0] if weights else None
         for position, metric in enumerate(self._metrics.values(), 1):
             self.sums[position] += metric.contribution(y, predictions[0], sample_weight=weight)
 
