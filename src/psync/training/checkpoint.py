@@ -313,7 +313,7 @@ async def coordinator_for(contents: Contents) -> Coordinator | None:
     Cancellation: Safe.
     """
     if contents.handles:
-        runtime = await runtime_of("saving a checkpoint", *contents.handles)
+        runtime = await runtime_of("saving a checkpoint", *contents.handles.values())
         return coordinator_of(runtime.origin)
     running = [coordinator_of(scope.origin) for scope in running_scopes()]
     return running[0] if len(running) == 1 else None

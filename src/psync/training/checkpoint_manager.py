@@ -175,7 +175,7 @@ class CheckpointManager:
         coordinator = await coordinator_for(contents)
         if coordinator is None or not contents.handles:
             return
-        scope = scope_of(contents.handles[0])
+        scope = scope_of(next(iter(contents.handles.values())))
         specs = [variable.spec for variable in scope.variables] if scope is not None else []
         optimizers = {each.number: each._config for each in contents.optimizers.values()}
 

@@ -102,7 +102,7 @@ class Contents:
         arrays: By name.
         states: By name.
         optimizers: By path; below it their steps and learning rates are kept as states.
-        handles: The variables.
+        handles: The variables, by the first path of each.
         by_variable: Paths below which arrays are called by the names of their variables.
     """
 
@@ -110,7 +110,7 @@ class Contents:
     arrays: dict[str, Array] = field(default_factory=dict)
     states: dict[str, Stateful] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
-    handles: list[Handle] = field(default_factory=list)
+    handles: dict[str, Handle] = field(default_factory=dict)
     by_variable: list[str] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)  # of all arrays and states
     _paths: dict[Any, str] = field(default_factory=dict)  # of variables, ids of other objects
@@ -136,10 +136,6 @@ class Contents:
             self._values[path] = adder(path, thing)
         known = self._paths[key]
         return lambda arrays, states: self._values[known](arrays, states)
-
-    def path_of(self, variable: Handle) -> str:
-        """Return the first path of a variable that is in the checkpoint."""
-        return self._paths[variable]
 
     def _check_new(self, name: str) -> None:
         """Refuse a second thing of one name: the first would be neither saved nor restored.
@@ -215,7 +211,7 @@ class Contents:
         ]
 
     def _add_variable(self, path: str, variable: Handle) -> ValueOf:
-        self.handles.append(variable)
+        self.handles[path] = variable
         self._add_array(path, variable)
         return lambda arrays, states: arrays[path]
 
