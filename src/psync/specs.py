@@ -115,10 +115,7 @@ def dtype_name(dtype: object) -> str:
         raise PartitionError(
             f"expected a dtype, got {dtype!r}", hint=f"use one of {', '.join(DTYPE_NAMES)}"
         ) from exc
-    if name not in DTYPE_NAMES:
-        raise PartitionError(
-            f"dtype {name!r} is not supported", hint=f"use one of {', '.join(DTYPE_NAMES)}"
-        )
+    dtype_of(name)  # is it supported?
     return str(name)
 
 

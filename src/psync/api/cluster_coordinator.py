@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from psync.api.coordinator_options import (
@@ -137,13 +136,8 @@ class ClusterCoordinator:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc is None and self._coordinator is not None:
+    async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is None and self._coordinator is not None:
             self._coordinator.joins.warn_of_leftovers()
         await self.close()
 

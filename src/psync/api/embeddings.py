@@ -179,14 +179,8 @@ class _Table:
         self.what = f"{what} of {names}"
         self._variables = variables
         self._strategy = strategy
-        self._check_alike()
-        self._sizes = [variable.shape[0] for variable in variables]
-        if len(variables) > 1:
-            check_sizes(self._sizes, [variable.name for variable in variables], what)
-
-    def _check_alike(self) -> None:
-        first = self._variables[0]
-        for variable in self._variables:
+        first = variables[0]
+        for variable in variables:
             if not variable.shape:
                 raise PartitionError(f'{self.what}: "{variable.name}" is a scalar, it has no rows')
             if (variable.shape[1:], variable.dtype) != (first.shape[1:], first.dtype):
@@ -195,6 +189,9 @@ class _Table:
                     f'"{first.name}" has, got {variable.shape[1:]} {variable.dtype} in '
                     f'"{variable.name}"'
                 )
+        self._sizes = [variable.shape[0] for variable in variables]
+        if len(variables) > 1:
+            check_sizes(self._sizes, [variable.name for variable in variables], what)
 
     def checked(self, ids: Any) -> np.ndarray:
         """Return ids as numbers of rows."""

@@ -185,7 +185,10 @@ class Checkpoint:
         async with coordinator.cuts.take(ask) as cut:
             for error in errors:
                 raise error
-            states.update(_states_of_optimizers(cut.snapshots, contents))
+            for name, optimizer in contents.optimizers.items():
+                step = step_of(cut.snapshots, optimizer.number)
+                states[f"{name}/step"] = updates_of(optimizer, step)
+                states[f"{name}/learning_rate"] = changed_rate(cut.snapshots, optimizer.number)
             path = await _written(
                 directory, number, contents, states, coordinator.parts,
                 lambda writer: write_cut(
@@ -317,15 +320,6 @@ async def coordinator_for(contents: Contents) -> Coordinator | None:
         return coordinator_of(runtime.origin)
     running = [coordinator_of(scope.origin) for scope in running_scopes()]
     return running[0] if len(running) == 1 else None
-
-
-def _states_of_optimizers(snapshots: Sequence[SnapshotState], contents: Contents) -> dict[str, Any]:
-    """Return their steps and learning rates; of one that was never changed: None."""
-    states: dict[str, Any] = {}
-    for path, optimizer in contents.optimizers.items():
-        states[f"{path}/step"] = updates_of(optimizer, step_of(snapshots, optimizer.number))
-        states[f"{path}/learning_rate"] = changed_rate(snapshots, optimizer.number)
-    return states
 
 
 async def _written(
