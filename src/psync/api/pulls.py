@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy as copying
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,6 @@ from psync.api.reads import runtime_of, values_of
 from psync.api.variables import Handle, OnReadVariable
 from psync.errors import GradientError
 from psync.numerics.casting import checked_target
-from psync.numerics.replica_values import map_structures
 
 
 async def pull(tree: Any, *, copy: bool = False, out: Any = None, consistent: bool = False) -> Any:
@@ -71,9 +71,12 @@ async def pull(tree: Any, *, copy: bool = False, out: Any = None, consistent: bo
 
 def leaves(tree: Any, kind: Any = Handle) -> list[Any]:
     """Return each variable, or thing of another kind, in ``tree``, as often as it stands there."""
-    found: list[Any] = []
-    mapped(tree, found.append, kind)
-    return found
+    if isinstance(tree, kind):
+        return [tree]
+    items = tree.values() if isinstance(tree, dict) else tree
+    if isinstance(tree, dict | list | tuple):
+        return [leaf for item in items for leaf in leaves(item, kind)]
+    return []
 
 
 def mapped(tree: Any, value_of: Callable[[Any], Any], kind: Any = Handle) -> Any:
@@ -86,7 +89,15 @@ def mapped(tree: Any, value_of: Callable[[Any], Any], kind: Any = Handle) -> Any
     """
     if isinstance(tree, kind):
         return value_of(tree)
-    return map_structures(lambda leaf: value_of(leaf) if isinstance(leaf, kind) else leaf, [tree])
+    if isinstance(tree, dict):
+        made = copying.copy(tree)  # keeps what a subclass has, such as a default factory
+        for key, item in tree.items():
+            made[key] = mapped(item, value_of, kind)
+        return made
+    if isinstance(tree, list | tuple):
+        items = [mapped(item, value_of, kind) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return tree
 
 
 def is_flat(tree: Any, kind: Any = Handle) -> bool:
