@@ -31,8 +31,6 @@ from psync.specs import checked_kind
 
 AnyVariable = Variable | ShardedVariable
 
-FLOATS = ("float16", "float32", "float64", "bfloat16")
-
 
 class ExponentialMovingAverage:
     """Averages in which the influence of a value fades: ``s -= (1 - decay) * (s - v)``.
@@ -280,7 +278,7 @@ def _checked_scope(variable: Any) -> Scope:
             f'moving average of "{spec.name}": it is synchronized on read: each worker has another '
             "value"
         )
-    if spec.dtype not in FLOATS:
+    if "float" not in spec.dtype:
         raise GradientError(
             f'moving average of "{spec.name}": expected a float variable, got {spec.dtype}'
         )

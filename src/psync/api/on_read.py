@@ -43,12 +43,7 @@ from psync.replicas.chunks import in_turns
 from psync.replicas.context import get_replica_context, in_cross_replica_context
 from psync.specs import VariableAggregation, VariableSpec
 
-NONE, SUM, MEAN, FIRST = (
-    VariableAggregation.NONE,
-    VariableAggregation.SUM,
-    VariableAggregation.MEAN,
-    VariableAggregation.ONLY_FIRST_REPLICA,
-)
+NONE, SUM, MEAN, FIRST = VariableAggregation
 
 
 def repeated(value: np.ndarray, num_workers: int, aggregation: VariableAggregation) -> np.ndarray:
