@@ -19,7 +19,8 @@ SGD = optimizers.SGD(0.5)
 
 def made(**changes: Any) -> SyncConfig:
     given = {"replicas_to_aggregate": 2, "total_num_replicas": 3, "name": "sync", **changes}
-    return psync.SyncReplicasOptimizer(SGD, **given)._group.sync
+    config = psync.SyncReplicasOptimizer(SGD, **given).get_config()
+    return SyncConfig.from_config({**config, "global_step": NOWHERE})
 
 
 def test_all_of_it_is_in_the_configuration() -> None:
