@@ -5,12 +5,11 @@ import functools
 
 import pytest
 
-from inside import pushes_of
-from ps_cluster import WORKER, PsCluster, until
-from psync.client.calls import Answers, all_of
+from psync.client.calls import Answers, all_of, expect
 from psync.client.ps_link import Question
+from psync.errors import RemoteProtocolError
 from psync.net.peer import Received
-from psync.wire.messages import Statistics
+from psync.wire.messages import Done, Statistics
 
 pytestmark = pytest.mark.asyncio
 
@@ -107,23 +106,8 @@ class TestAnswers:
             answers.note(number, self.received(number))  # too late, and harmless
 
 
-async def test_what_is_shielded_goes_on_when_its_caller_is_cancelled() -> None:
-    async with PsCluster() as cluster:
-        client = cluster.client(WORKER)
-        begun, may_end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-        async def work() -> int:
-            begun.set()
-            await may_end.wait()
-            ended.set()
-            return 1
-
-        task = asyncio.ensure_future(client.shielded(work))
-        await begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        may_end.set()
-        await client.drain()
-        assert ended.is_set()
-        await until(lambda: not pushes_of(client))
+async def test_an_answer_of_another_kind_is_named_with_who_gave_it() -> None:
+    received = Received(Done(), [])
+    assert expect(received, Done, "a ps", "a pull") is received.message
+    with pytest.raises(RemoteProtocolError, match=r"^a ps answered a pull with Done"):
+        expect(received, Statistics, "a ps", "a pull")

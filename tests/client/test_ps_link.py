@@ -12,7 +12,6 @@ import pytest
 from inside import endpoint_of, handlers_of, work_of
 from ps_cluster import CHIEF, OTHER, PsCluster, hold, pull, until
 from psync.client import ps_link
-from psync.client.known_sets import knows_set
 from psync.client.ps_link import always
 from psync.errors import (
     AuthenticationError,
@@ -304,7 +303,7 @@ async def test_a_question_without_a_coroutine_is_answered_and_asked_again() -> N
         await until(lambda: len(got) == 1)
         link.ask(lambda peer: AskStatistics(), (), got.append, set_ids=(5,))
         await until(lambda: len(got) == 2)
-        assert knows_set(await link.peer("control"), 5)
+        assert 5 in (await link.peer("control")).state["sets"]
         handlers = handlers_of(cluster.ps[0])
         answer = handlers[AskStatistics]
         cuts = iter([True])
@@ -370,3 +369,15 @@ async def test_a_question_holds_nothing_once_it_is_answered() -> None:
             assert gone() is None
         finally:
             gc.enable()
+
+
+async def test_a_connection_that_knows_too_many_sets_makes_way_for_one_that_knows_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ps_link, "SETS_PER_CONNECTION", 3)
+    async with PsCluster() as cluster:
+        variables = [await cluster.create(f"v{i}", np.float32(i)) for i in range(5)]
+        client = cluster.client()
+        for _ in range(2):
+            got = await asyncio.gather(*(pull(client, v) for v in variables))
+            assert [float(value) for (value,) in got] == [0, 1, 2, 3, 4]

@@ -1,19 +1,17 @@
 """Client of conditional accumulators on ps tasks.
 
-Every request may be repeated after a lost connection: what changes an accumulator bears the
-identities of a push, and a take has a number under which the ps repeats its answer from memory
-until the client acknowledges it.
+What changes an accumulator is an update of its ps, and bears the identities of a push. A take is
+numbered separately for each accumulator. Both are deliveries (``client.outgoing``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from psync.client.outgoing import Outgoing
+from psync.client.calls import expect
+from psync.client.numbers import Numbers
 from psync.client.ps_client import PART_BITS, PsClient
-from psync.errors import RemoteProtocolError
 from psync.net.peer import Received
 from psync.wire.accumulator_messages import (
     AccumulatorState,
@@ -29,8 +27,6 @@ from psync.wire.accumulator_messages import (
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.messages import Done
-
-M = TypeVar("M", bound=Message)
 
 Build = Callable[[int, int], Message]
 """Makes a message from its sequence, and from that below which all answers are there."""
@@ -49,7 +45,7 @@ class _Known:
     """What this task knows of one accumulator."""
 
     defined: bool = False  # its ps has it
-    takes: Outgoing = field(default_factory=Outgoing)
+    takes: Numbers = field(default_factory=Numbers)
 
 
 class AccumulatorClient:
@@ -131,31 +127,35 @@ class AccumulatorClient:
         await self._define(place)
         link, name = self._ps.links[place.ps], place.definition.name
         takes = self._known[name].takes
-        number = takes.draw()
-        try:
-            received = await link.call(
-                lambda peer: TakeGradient(name, number, takes.acked_below, num_required),
+
+        async def send(numbers: Sequence[int]) -> Received:
+            return await link.call(
+                lambda peer: TakeGradient(name, numbers[0], takes.acked_below, num_required),
                 bulk=True,  # the answer may be large
             )
+
+        try:
+            received = await self._ps.outgoing.deliver([takes], send, shielded=False)
         finally:
-            takes.answered(number)
             # If this is lost, the next take says so.
             link.notify(ForgetTakes(name, takes.acked_below))
-        _expect(received, GradientTaken, "a take")
+        expect(received, GradientTaken, link.task, "a take")
         return received
 
     async def state(self, place: Place) -> AccumulatorState:
         """Return how far an accumulator is. Cancellation: safe."""
         await self._define(place)
         message = AskAccumulator(place.definition.name)
-        received = await self._ps.links[place.ps].call(lambda peer: message)
-        return _expect(received, AccumulatorState, "a question for an accumulator")
+        link = self._ps.links[place.ps]
+        received = await link.call(lambda peer: message)
+        return expect(received, AccumulatorState, link.task, "a question for an accumulator")
 
     async def _define(self, place: Place) -> None:
         known = self._known.setdefault(place.definition.name, _Known())
         if not known.defined:
-            received = await self._ps.links[place.ps].call(lambda peer: place.definition)
-            _expect(received, Done, "the definition of an accumulator")
+            link = self._ps.links[place.ps]
+            received = await link.call(lambda peer: place.definition)
+            expect(received, Done, link.task, "the definition of an accumulator")
             known.defined = True
 
     async def _update(
@@ -163,24 +163,13 @@ class AccumulatorClient:
     ) -> GradientApplied:
         link = self._ps.links[place.ps]
 
-        async def send() -> GradientApplied:
+        async def send(sequences: Sequence[int]) -> GradientApplied:
             await self._define(place)
-            sequence = link.updates.draw()
-            try:
-                received = await link.call(
-                    lambda peer: build(sequence, link.updates.acked_below),
-                    segments,
-                    bulk=sum(map(len, segments)) > SMALL_BODY_BYTES,
-                )
-            finally:
-                link.updates.answered(sequence)
-            return _expect(received, GradientApplied, "a gradient")
+            received = await link.call(
+                lambda peer: build(sequences[0], link.updates.acked_below),
+                segments,
+                bulk=sum(map(len, segments)) > SMALL_BODY_BYTES,
+            )
+            return expect(received, GradientApplied, link.task, "a gradient")
 
-        return await self._ps.shielded(send)
-
-
-def _expect(received: Received, kind: type[M], question: str) -> M:
-    message = received.message
-    if not isinstance(message, kind):
-        raise RemoteProtocolError(f"a ps answered {question} with {type(message).__name__}")
-    return message
+        return await self._ps.outgoing.deliver([link.updates], send)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from psync.client.calls import PsCalls, all_of
+from psync.client.calls import all_of, expect
 from psync.client.plans import Plan, Request, body_of
 from psync.client.ps_client import PsClient, members_for
 from psync.client.ps_link import PsLink
@@ -107,13 +107,12 @@ async def measure(
         segments, _ = body_of(request, given)
         link = ps.links[request.ps]
         received = await link.call(
-            build, segments, bulk=request.nbytes > SMALL_BODY_BYTES, set_id=request.set_id
+            build, segments, bulk=request.nbytes > SMALL_BODY_BYTES, set_ids=(request.set_id,)
         )
-        answer = received.message
-        if not isinstance(answer, Measured) or len(answer.sums) != len(request.cuts):
+        answer = expect(received, Measured, link.task, "a measurement")
+        if len(answer.sums) != len(request.cuts):
             raise RemoteProtocolError(
-                f"{link.task} answered with {type(answer).__name__}, expected Measured with "
-                f"{len(request.cuts)} members"
+                f"{link.task} measured {len(answer.sums)} shards, expected {len(request.cuts)}"
             )
         for (variable, *_), of_shard in zip(request.cuts, answer.sums, strict=True):
             sums[variable].append((of_shard[0], of_shard[1]))
@@ -123,7 +122,7 @@ async def measure(
 
 
 async def set_slot(
-    ps: PsCalls,
+    ps: PsClient,
     variable: VariableSpec,
     value: np.ndarray,
     *,
@@ -160,7 +159,7 @@ async def set_slot(
 
 
 async def set_optimizer(
-    ps: PsCalls,
+    ps: PsClient,
     optimizer: int,
     config: dict[str, Any],
     *,
@@ -186,7 +185,7 @@ async def set_optimizer(
     await all_of([link.call(lambda peer: message) for link in ps.links])
 
 
-async def optimizer_step(ps: PsCalls, optimizer: int, config: dict[str, Any]) -> int:
+async def optimizer_step(ps: PsClient, optimizer: int, config: dict[str, Any]) -> int:
     """Return the highest step that a ps has given a push of an optimizer, plus 1.
 
     Args:
@@ -202,11 +201,6 @@ async def optimizer_step(ps: PsCalls, optimizer: int, config: dict[str, Any]) ->
 
     async def ask(link: PsLink) -> int:
         received = await link.call(lambda peer: AskOptimizer(optimizer, config))
-        if not isinstance(received.message, OptimizerState):
-            raise RemoteProtocolError(
-                f"{link.task} answered with {type(received.message).__name__}, expected "
-                "OptimizerState"
-            )
-        return received.message.step
+        return expect(received, OptimizerState, link.task, "a question for an optimizer").step
 
     return max(await all_of([ask(link) for link in ps.links]))

@@ -8,7 +8,7 @@ What becomes of it then ``on_lost`` decides. A worker ends its session, and the 
 elsewhere (``worker_task``): if its update had reached the backup, the ledger answers "duplicate";
 after a rollback it is applied anew, unless the checkpoint has it (``chief.rollback``).
 The coordinator recovers the ps (``chief.recovery``); its own requests wait (``hold``), and are sent
-again under the same identities (``calls``).
+again under the same identities (``outgoing``).
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from psync.client.keepalive import keep_alive
-from psync.client.known_sets import note_known
-from psync.client.outgoing import Outgoing
+from psync.client.numbers import Numbers
 from psync.closures.membership import backoff
 from psync.errors import (
     ClosedError,
@@ -48,6 +47,10 @@ REFUSED_FOR_S = 2.0
 
 MAX_LOSSES = 16
 """Connections that one request may outlive: more, and it is what breaks them."""
+
+SETS_PER_CONNECTION = 8192
+"""Sets of shards that a ps may be named by their numbers alone. Fewer than it allows: forgotten
+ones stay known to a connection for its life, so a new one is made then, which knows none."""
 
 
 class Question:
@@ -79,7 +82,7 @@ class PsLink:
         self.incarnation: int | None = None  # of the ps; None until the first connection
         self.lost: ParameterServerLost | None = None  # set once, for ever
         self.on_lost: Callable[[ParameterServerLost], None] | None = None
-        self.updates = Outgoing()  # pushes and assigns
+        self.updates = Numbers()  # of pushes, assigns and gradients for accumulators
         self._endpoint = endpoint
         self.refused_for_s = REFUSED_FOR_S
         self.away_for_s = math.inf  # without any connection, once there was one; then it is lost
@@ -99,7 +102,7 @@ class PsLink:
         """Return how it is: "unconnected", "connected", "broken" or "lost"; for reports."""
         if self.lost is not None:
             return "lost"
-        if any(peer.is_open for peer in self._peers.values()):
+        if self.is_open:
             return "connected"
         return "unconnected" if self.incarnation is None else "broken"
 
@@ -144,6 +147,7 @@ class PsLink:
                 peer.close()
                 raise self._declare_lost(f"at {self.address} was restarted and has lost its shards")
             self._peers[lane] = peer
+            peer.state["sets"] = set()  # that the ps certainly knows here
             self.num_calls += 1
             if self._keepalive is None:
                 pings = keep_alive(self.task, self._open_peers, lambda: self.peer("control"))
@@ -201,7 +205,6 @@ class PsLink:
         *,
         bulk: bool = False,
         into: Into | None = None,
-        set_id: int | None = None,
         set_ids: Iterable[int] = (),
         locked: bool = False,
         cut: bool = False,
@@ -215,8 +218,8 @@ class PsLink:
             segments: As for ``Peer.call``.
             bulk: Whether a large body goes or comes.
             into: As for ``Peer.call``.
-            set_id: The set that the ps knows once it has answered.
-            set_ids: More of them.
+            set_ids: The sets that the ps knows once it has answered: not before, as messages may
+                overtake one another.
             locked: Whether it is about a lock, or said under one: then nothing may be in front of
                 it that waits for a lock.
             cut: Whether it is about a cut: then nothing may be in front of it that waits at a gate.
@@ -260,10 +263,7 @@ class PsLink:
                     ) from exc
                 logger.info("%s: repeating a request: %s", self.task, exc.message)
             else:
-                if set_id is not None:
-                    note_known(peer, set_id)
-                for number in set_ids:
-                    note_known(peer, number)
+                self._note_known(peer, set_ids)
                 return received
             finally:
                 self.num_calls += 1
@@ -299,10 +299,14 @@ class PsLink:
         """
         question = Question()
 
+        def call() -> Coroutine[Any, Any, Received]:
+            return self.call(build, segments, bulk=bulk, into=into, set_ids=set_ids, locked=locked)
+
         def again() -> None:
-            question.end = self._ask_slowly(
-                build, segments, then, bulk=bulk, into=into, set_ids=set_ids, locked=locked
-            )
+            task = asyncio.get_running_loop().create_task(_tell(then, call))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+            question.end = task.cancel
 
         peer = self._peers.get("lock" if locked else "bulk" if bulk else "control")
         if peer is None or not peer.is_open or self.lost is not None or self._released is not None:
@@ -316,8 +320,7 @@ class PsLink:
                 again()
                 return
             if not isinstance(outcome, Exception):
-                for number in set_ids:
-                    note_known(peer, number)
+                self._note_known(peer, set_ids)
             then(outcome)
 
         self.num_calls += 1
@@ -329,25 +332,12 @@ class PsLink:
             then(exc)
         return question
 
-    def _ask_slowly(
-        self,
-        build: Callable[[Peer], Message],
-        segments: Sequence[Segment],
-        then: Callable[[Received | Exception], None],
-        **options: Any,
-    ) -> Callable[[], object]:
-        async def ask() -> None:
-            outcome: Received | Exception
-            try:
-                outcome = await self.call(build, segments, **options)
-            except Exception as exc:
-                outcome = exc
-            then(outcome)
-
-        task = asyncio.get_running_loop().create_task(ask())
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
-        return task.cancel
+    @staticmethod
+    def _note_known(peer: Peer, set_ids: Iterable[int]) -> None:
+        known: set[int] = peer.state["sets"]
+        known.update(set_ids)
+        if len(known) >= SETS_PER_CONNECTION:
+            peer.close()  # what is under way is repeated on a new one
 
     def notify(self, message: Message) -> None:
         """Send a notification if there is a connection."""
@@ -440,6 +430,17 @@ class PsLink:
 
     def _open_peers(self) -> list[Peer] | None:
         return None if self.lost else [peer for peer in self._peers.values() if peer.is_open]
+
+
+async def _tell(
+    then: Callable[[Received | Exception], None], call: Callable[[], Awaitable[Received]]
+) -> None:
+    outcome: Received | Exception
+    try:
+        outcome = await call()
+    except Exception as exc:
+        outcome = exc
+    then(outcome)
 
 
 def always(message: Message) -> Callable[[Peer], Message]:

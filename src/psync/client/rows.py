@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from psync.client.calls import PsCalls
+from psync.client.calls import all_of, expect
+from psync.client.ps_link import PsLink, always
 from psync.client.pulled_steps import PulledSteps
 from psync.errors import GradientError, RemoteProtocolError
-from psync.net.peer import Peer
-from psync.numerics.blocks import roomy
+from psync.numerics.blocks import BlockPool, roomy
 from psync.numerics.scatter import distinct
 from psync.numerics.update_rule import slot_dtype
 from psync.specs import ShardSpec, VariableSpec, dtype_of
@@ -49,8 +49,50 @@ class Wanted(NamedTuple):
         return (variable, index, len(rows), 0, 0, 0)
 
 
-class PsRows(PsCalls):
-    """Links to all ps tasks, over which rows are read."""
+class Body:
+    """Where the body of an answer belongs.
+
+    Args:
+        lengths: Of the segments that are asked for.
+        targets: Memory for those that are not empty.
+    """
+
+    __slots__ = ("_got", "_lengths", "_targets")
+
+    def __init__(self, lengths: tuple[int, ...], targets: list[memoryview]) -> None:
+        self._lengths = lengths
+        self._targets = targets
+        self._got: tuple[int, ...] = ()  # lengths of what came
+
+    def place(self, message: Message, lengths: tuple[int, ...]) -> list[memoryview]:
+        """As ``Into``."""
+        self._got = lengths
+        if lengths == self._lengths:
+            return self._targets
+        return [to_bytes_view(np.empty(sum(lengths), np.uint8))]  # thrown away
+
+    def check(
+        self, steps: Sequence[tuple[int, int]], seen: PulledSteps | None, who: str, what: str
+    ) -> None:
+        """Check that it is what was asked for, and note which steps it is of.
+
+        Raises:
+            RemoteProtocolError: It is something else.
+        """
+        if seen is not None:
+            seen.note(steps)
+        if self._got != self._lengths:
+            raise RemoteProtocolError(
+                f"{who} sent other sizes than the {what} have: "
+                f"expected {sum(self._lengths)} bytes, got {sum(self._got)}"
+            )
+
+
+class PsRows:
+    """Reads of single rows, the part of ``PsClient`` that is not concerned with plans."""
+
+    links: list[PsLink]
+    _pool: BlockPool
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array with any contents, whose memory is used again once nobody holds it."""
@@ -141,7 +183,7 @@ class PsRows(PsCalls):
             for parts in _messages_of(wanted)
         ]
         if calls:
-            await self.together(calls)
+            await all_of(calls)
 
     async def _read_from(
         self,
@@ -152,35 +194,14 @@ class PsRows(PsCalls):
         seen: PulledSteps | None,
     ) -> None:
         lengths = tuple([len(one.target) for one in wanted])
-        targets = [one.target for one in wanted if one.target]
+        body = Body(lengths, [one.target for one in wanted if one.target])
         numbers = [to_bytes_view(one.rows) for one in wanted if isinstance(one.rows, np.ndarray)]
         message = PullRows([one.part for one in wanted], optimizer, slot)
-        nbytes = sum(lengths)
-        got: tuple[int, ...] = ()
-
-        def into(_: Message, came: tuple[int, ...]) -> list[memoryview]:
-            nonlocal got
-            got = came
-            if came == lengths:
-                return targets
-            return [to_bytes_view(np.empty(sum(came), np.uint8))]  # thrown away
-
-        def build(_: Peer) -> PullRows:
-            return message
-
-        bulk = max(nbytes, sum(map(len, numbers))) > SMALL_BODY_BYTES
-        received = await self.links[ps].call(build, numbers, bulk=bulk, into=into)
-        if not isinstance(received.message, RowsPulled):
-            raise RemoteProtocolError(
-                f"/job:ps/task:{ps} answered a pull of rows with {type(received.message).__name__}"
-            )
-        if seen is not None:
-            seen.note(received.message.steps)
-        if got != lengths:
-            raise RemoteProtocolError(
-                f"/job:ps/task:{ps} sent other sizes than the rows have: "
-                f"expected {nbytes} bytes, got {sum(got)}"
-            )
+        link = self.links[ps]
+        bulk = max(sum(lengths), sum(map(len, numbers))) > SMALL_BODY_BYTES
+        received = await link.call(always(message), numbers, bulk=bulk, into=body.place)
+        steps = expect(received, RowsPulled, link.task, "a pull of rows").steps
+        body.check(steps, seen, link.task, "rows")
 
 
 def check_exist(spec: VariableSpec, rows: np.ndarray) -> None:

@@ -356,7 +356,7 @@ class MonitoredTrainingSession:
         timeout_s = LEAVE_TIMEOUT_S if error is None and self.is_chief else GOODBYE_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
-                await links.ps.drain()
+                await links.ps.outgoing.drain()
                 if self.is_chief and error is not None:
                     await links.end_training(_failure_of_chief(error), failed=True)
                 else:

@@ -59,6 +59,6 @@ async def leave(session: Session, reason: str, *, hint: str = "") -> None:
         await waiting
     finally:
         waiting.cancel()
-    await session.runtime.ps.drain()
+    await session.runtime.ps.outgoing.drain()
     for lane in (session.bulk, session.control):
         await lane.call(EndSession(reason, True), deadline=loop.time() + ANSWER_S)

@@ -379,7 +379,7 @@ class Session:
         """Wait for updates that the step has begun and not waited for, as when it is cancelled."""
         while True:
             try:
-                return await self.runtime.ps.drain()
+                return await self.runtime.ps.outgoing.drain()
             except asyncio.CancelledError:
                 if self._ended:
                     raise

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from psync.client.outgoing import Outgoing
 from psync.client.plans import Plan
-from psync.client.ps_client import PsClient
 from psync.client.sync_client import SyncClient
 from psync.errors import PsyncError
 from psync.sync.group import Close
@@ -22,24 +22,24 @@ from psync.testing.sabotage.places import BETWEEN_PS, STEP_DECIDED
 T = TypeVar("T")
 
 
-class SteppedClient(PsClient):
-    """A client that a test may stop between two messages of an update."""
+class SteppedOutgoing(Outgoing):
+    """Deliveries that a test may stop between two messages of an update."""
 
     failpoints: Failpoints
 
-    async def together(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Make all calls at once; or one by one, if it is armed what happens between them."""
+    async def together(self, messages: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Send all at once; or one by one, if it is armed what happens between them."""
         if not self.failpoints.armed(BETWEEN_PS):
-            return await super().together(calls)
+            return await super().together(messages)
         answers: list[T] = []
         try:
-            for call in calls:
+            for message in messages:
                 if answers:
                     self.failpoints.hit(BETWEEN_PS)
-                answers.append(await call)
+                answers.append(await message)
         finally:
-            for call in calls:
-                call.close()
+            for message in messages:
+                message.close()
         return answers
 
 
