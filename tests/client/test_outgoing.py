@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -15,25 +16,28 @@ from psync.errors import ParameterServerLost
 pytestmark = pytest.mark.asyncio
 
 
-class Scene:
-    """Two places, and a delivery to both that ends when it is let."""
+class Scene(Outgoing):
+    """Two places, and a delivery to both that is answered when it is let."""
 
     def __init__(self) -> None:
-        self.outgoing = Outgoing()
+        super().__init__()
         self.places = [Numbers(), Numbers()]
         self.sent: list[list[int]] = []
         self.may_end = asyncio.Event()
         self.error: Exception | None = None
 
-    async def send(self, numbers: Sequence[int]) -> str:
-        self.sent.append(list(numbers))
+    async def together(self, calls: Any) -> list[Any]:
+        self.sent.append(list(calls))
         await self.may_end.wait()
         if self.error is not None:
             raise self.error
-        return f"answer {len(self.sent)}"
+        return [f"answer {len(self.sent)}"]
 
-    def begin(self, *, shielded: bool = True) -> asyncio.Task[str]:
-        return asyncio.create_task(self.outgoing.deliver(self.places, self.send, shielded=shielded))
+    def begin(self) -> asyncio.Task[list[Any]]:
+        return asyncio.create_task(self.deliver(self.places, self._calls_of))
+
+    def _calls_of(self, numbers: Any) -> Any:
+        return numbers  # that is all that matters here
 
     @property
     def acked_below(self) -> list[int]:
@@ -45,15 +49,14 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("shielded", [True, False])
-async def test_its_numbers_are_acknowledged_when_all_is_answered(shielded: bool) -> None:
+async def test_its_numbers_are_acknowledged_when_all_is_answered() -> None:
     scene = Scene()
     scene.places[1].answered(scene.places[1].draw())
-    delivery = scene.begin(shielded=shielded)
+    delivery = scene.begin()
     await turns()
     assert (scene.sent, scene.acked_below) == ([[1, 2]], [1, 2])
     scene.may_end.set()
-    assert await delivery == "answer 1"
+    assert await delivery == ["answer 1"]
     assert scene.acked_below == [2, 3]
 
 
@@ -61,9 +64,9 @@ async def test_after_a_rollback_all_is_sent_again_under_the_same_numbers() -> No
     scene = Scene()
     delivery = scene.begin()
     await turns()
-    scene.outgoing.timeline += 1
+    scene.timeline += 1
     scene.may_end.set()
-    assert await delivery == "answer 2"
+    assert await delivery == ["answer 2"]
     assert (scene.sent, scene.acked_below) == ([[1, 1], [1, 1]], [2, 2])
 
 
@@ -85,7 +88,7 @@ async def test_a_shielded_one_goes_on_when_its_caller_is_cancelled(
     delivery.cancel()
     with pytest.raises(asyncio.CancelledError):
         await delivery
-    draining = asyncio.create_task(scene.outgoing.drain())
+    draining = asyncio.create_task(scene.drain())
     await turns()
     assert not draining.done()
     assert scene.acked_below == [1, 1]
@@ -94,24 +97,22 @@ async def test_a_shielded_one_goes_on_when_its_caller_is_cancelled(
         scene.may_end.set()
         await draining
     assert "a push whose step was cancelled failed" in caplog.text
-    assert (scene.acked_below, scene.outgoing.begun) == ([2, 2], set())
+    assert (scene.acked_below, scene.begun) == ([2, 2], set())
 
 
-async def test_another_one_is_given_up() -> None:
+async def test_one_that_is_not_shielded_is_under_way_as_long_as_its_block() -> None:
     scene = Scene()
-    delivery = scene.begin(shielded=False)
-    await turns()
-    delivery.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await delivery
-    assert (scene.acked_below, scene.outgoing.begun) == ([2, 2], set())
+    with contextlib.suppress(asyncio.CancelledError), scene.numbered(scene.places) as numbers:
+        assert (list(numbers), scene.acked_below) == ([1, 1], [1, 1])
+        raise asyncio.CancelledError
+    assert (scene.acked_below, scene.begun) == ([2, 2], set())
 
 
 async def test_closing_ends_what_was_begun() -> None:
     scene = Scene()
     delivery = scene.begin()
     await turns()
-    await scene.outgoing.close()
+    await scene.close()
     with pytest.raises(asyncio.CancelledError):
         await delivery
     assert scene.acked_below == [2, 2]

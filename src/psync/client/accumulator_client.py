@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from psync.client.calls import expect
 from psync.client.numbers import Numbers
 from psync.client.ps_client import PART_BITS, PsClient
+from psync.client.ps_link import Call, expect
 from psync.net.peer import Received
 from psync.wire.accumulator_messages import (
     AccumulatorState,
@@ -128,14 +128,12 @@ class AccumulatorClient:
         link, name = self._ps.links[place.ps], place.definition.name
         takes = self._known[name].takes
 
-        async def send(numbers: Sequence[int]) -> Received:
-            return await link.call(
-                lambda peer: TakeGradient(name, numbers[0], takes.acked_below, num_required),
-                bulk=True,  # the answer may be large
-            )
-
         try:
-            received = await self._ps.outgoing.deliver([takes], send, shielded=False)
+            with self._ps.outgoing.numbered([takes]) as (number,):
+                received = await link.call(
+                    lambda peer: TakeGradient(name, number, takes.acked_below, num_required),
+                    bulk=True,  # the answer may be large
+                )
         finally:
             # If this is lost, the next take says so.
             link.notify(ForgetTakes(name, takes.acked_below))
@@ -161,15 +159,21 @@ class AccumulatorClient:
     async def _update(
         self, place: Place, build: Build, segments: Sequence[memoryview] = ()
     ) -> GradientApplied:
+        await self._define(place)
         link = self._ps.links[place.ps]
 
-        async def send(sequences: Sequence[int]) -> GradientApplied:
-            await self._define(place)
-            received = await link.call(
-                lambda peer: build(sequences[0], link.updates.acked_below),
-                segments,
-                bulk=sum(map(len, segments)) > SMALL_BODY_BYTES,
-            )
-            return expect(received, GradientApplied, link.task, "a gradient")
+        def calls_of(sequences: Sequence[int]) -> list[Call[GradientApplied]]:
+            bulk = sum(map(len, segments)) > SMALL_BODY_BYTES
+            return [
+                Call(
+                    link,
+                    lambda peer: build(sequences[0], link.updates.acked_below),
+                    GradientApplied,
+                    "a gradient",
+                    segments,
+                    bulk,
+                )
+            ]
 
-        return await self._ps.outgoing.deliver([link.updates], send)
+        (answer,) = await self._ps.outgoing.deliver([link.updates], calls_of)
+        return answer

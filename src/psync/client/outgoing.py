@@ -32,15 +32,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from psync.client.calls import all_of
 from psync.client.numbers import Numbers
+from psync.client.ps_link import Call, together
+from psync.wire.codec import Message
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 
 class Outgoing:
@@ -51,49 +54,50 @@ class Outgoing:
         self.begun: set[asyncio.Future[Any]] = set()  # shielded from cancellation
 
     async def deliver(
-        self,
-        places: Sequence[Numbers],
-        send: Callable[[Sequence[int]], Coroutine[Any, Any, T]],
-        *,
-        shielded: bool = True,
-    ) -> T:
-        """Deliver one change; return what ``send`` returns.
-
-        The numbers count as answered when all are: what one ps has been told to forget is settled
-        on all.
+        self, places: Sequence[Numbers], calls_of: Callable[[Sequence[int]], Sequence[Call[M]]]
+    ) -> list[M]:
+        """Deliver an update; return the answer to each of its messages.
 
         Args:
             places: Where it has numbers.
-            send: Sends all its messages, given these numbers. Called again after a rollback.
-            shielded: Whether it runs to completion when the caller is cancelled.
+            calls_of: Returns its messages, given these numbers.
 
         Raises:
-            Exception: What ``send`` raises.
+            Exception: The first error, once all have ended.
 
-        Cancellation: See ``shielded``.
+        Cancellation: As ``shielded``.
         """
-        numbers = [place.draw() for place in places]
 
-        async def work() -> T:
-            try:
+        async def work() -> list[M]:
+            with self.numbered(places) as numbers:
                 while True:
                     timeline = self.timeline
-                    answer = await send(numbers)
+                    answers = await self.together(calls_of(numbers))
                     if self.timeline == timeline:
-                        return answer
-            finally:
-                self.answered(places, numbers)
+                        return answers
 
-        return await (self.shielded(work) if shielded else work())
+        return await self.shielded(work)
+
+    @contextmanager
+    def numbered(self, places: Sequence[Numbers]) -> Generator[Sequence[int], None, None]:
+        """Return a context manager in which a delivery is under way; it gives its numbers.
+
+        They count as answered when all are: what one ps has been told to forget is settled on all.
+        """
+        numbers = [place.draw() for place in places]
+        try:
+            yield numbers
+        finally:
+            self.answered(places, numbers)
 
     def answered(self, places: Sequence[Numbers], numbers: Sequence[int]) -> None:
         """Acknowledge these numbers, with the next messages to their places."""
         for place, number in zip(places, numbers, strict=True):
             place.answered(number)
 
-    async def together(self, messages: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Send several messages at once; see ``all_of``."""
-        return await all_of(messages)
+    async def together(self, calls: Sequence[Call[M]]) -> list[M]:
+        """Send the messages of a delivery; see ``ps_link.together``."""
+        return await together(calls)
 
     async def shielded(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do ``work`` and return what it returns.

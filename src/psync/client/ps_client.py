@@ -6,22 +6,20 @@ Every push and assign carries (sequence) and (closure, ordinal), so it may be se
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from psync.client.calls import Answers, all_of, expect
 from psync.client.outgoing import Outgoing
 from psync.client.plans import Given, Plan, Request, body_of, make_plan, size_of, targets_of
-from psync.client.ps_link import PsLink, Question
+from psync.client.ps_link import Call, PsLink, always, together
 from psync.client.pulled_steps import PulledSteps
 from psync.client.rows import Body, PsRows, check_exist
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Peer, Received
+from psync.net.peer import Peer
 from psync.numerics.blocks import BlockPool
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.scatter import check_scatter, merged
@@ -29,6 +27,7 @@ from psync.specs import VariableSpec
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.lock_messages import AssignLocked, PullLocked
+from psync.wire.messages import Done
 from psync.wire.ps_messages import (
     Assign,
     AverageShards,
@@ -174,40 +173,32 @@ class PsClient(PsRows):
         timeline = -1
         while self.outgoing.timeline != timeline:  # again, if ps tasks rolled back meanwhile
             timeline = self.outgoing.timeline
-            answers = Answers(len(plan.requests))
-            bodies = []
-            for position, request in enumerate(plan.requests):
-                body = Body(request.lengths, targets_of(plan, request, views, given))
-                bodies.append(body)
-                note = functools.partial(answers.note, position)
-                answers.questions.append(self._ask_for(request, body, optimizer, slot, lock, note))
-            for request, body, received in zip(
-                plan.requests, bodies, await answers.wait(), strict=True
-            ):
-                pulled = expect(received, Pulled, self.links[request.ps].task, "a pull")
-                body.check(pulled.steps, seen, self.links[request.ps].task, "shards")
+            bodies = [
+                Body(request.lengths, targets_of(plan, request, views, given))
+                for request in plan.requests
+            ]
+            calls = [
+                self._pull(request, body, optimizer, slot, lock)
+                for request, body in zip(plan.requests, bodies, strict=True)
+            ]
+            for call, body, pulled in zip(calls, bodies, await together(calls), strict=True):
+                body.check(pulled.steps, seen, call.link.task, "shards")
         for root in roots.values():
             self._pool.give(root)  # handed out again once the caller's arrays are gone
         return arrays
 
-    def _ask_for(
-        self,
-        request: Request,
-        body: Body,
-        optimizer: int,
-        slot: str,
-        lock: int,
-        then: Callable[[Received | Exception], None],
-    ) -> Question:
+    def _pull(
+        self, request: Request, body: Body, optimizer: int, slot: str, lock: int
+    ) -> Call[Pulled]:
         def build(peer: Peer) -> Pull:
             members = members_for(peer, request)
             if lock:
                 return PullLocked(request.set_id, members, optimizer, slot, lock)
             return Pull(request.set_id, members, optimizer, slot)
 
-        return self.links[request.ps].ask(
-            build, (), then, bulk=request.nbytes > SMALL_BODY_BYTES, into=body.place,
-            set_ids=(request.set_id,), locked=lock > 0,
+        return Call(
+            self.links[request.ps], build, Pulled, "a pull", bulk=request.nbytes > SMALL_BODY_BYTES,
+            into=body.place, set_ids=(request.set_id,), locked=lock > 0,
         )  # fmt: skip
 
     async def push(
@@ -380,7 +371,7 @@ class PsClient(PsRows):
         Cancellation: Safe.
         """
         message = DefineOptimizer(optimizer, config)
-        await all_of([link.call(lambda peer: message) for link in self.links])
+        await together([Call(link, always(message), Done, "an optimizer") for link in self.links])
 
     async def _mutate(
         self,
@@ -399,22 +390,18 @@ class PsClient(PsRows):
         given = [
             array if isinstance(array, IndexedSlices) else to_bytes_view(array) for array in arrays
         ]
-        requests = plan.requests
+        links = [self.links[request.ps] for request in plan.requests]
 
-        def send(sequences: Sequence[int]) -> Coroutine[Any, Any, list[Pushed]]:
-            drawn = [(request.ps, own) for request, own in zip(requests, sequences, strict=True)]
-            return self.outgoing.together(
-                [
-                    self._send(request, given, build, drawn, at, closure, ordinal, locked)
-                    for at, request in enumerate(requests)
-                ]
-            )
+        def calls_of(sequences: Sequence[int]) -> list[Call[Pushed]]:
+            drawn = [(link.index, own) for link, own in zip(links, sequences, strict=True)]
+            return [
+                self._update(request, given, build, drawn, at, closure, ordinal, locked)
+                for at, request in enumerate(plan.requests)
+            ]
 
-        return await self.outgoing.deliver(
-            [self.links[request.ps].updates for request in requests], send
-        )
+        return await self.outgoing.deliver([link.updates for link in links], calls_of)
 
-    async def _send(
+    def _update(
         self,
         request: Request,
         given: Sequence[Given],
@@ -424,7 +411,7 @@ class PsClient(PsRows):
         closure: int,
         ordinal: int,
         locked: bool,
-    ) -> Pushed:
+    ) -> Call[Pushed]:
         link = self.links[request.ps]
         segments, rows = body_of(request, given) if given else ([], None)
         nbytes = request.nbytes if rows is None else sum(map(size_of, segments))
@@ -435,11 +422,11 @@ class PsClient(PsRows):
             identity = drawn[at][1], link.updates.acked_below, closure, call
             return build(Part(request, identity, members_for(peer, request), rows, spread))
 
-        received = await link.call(
-            message, segments, bulk=bool(given) and nbytes > SMALL_BODY_BYTES,
+        return Call(
+            link, message, Pushed, "an update", segments,
+            bulk=bool(given) and nbytes > SMALL_BODY_BYTES,
             set_ids=(request.set_id,) if given else (), locked=locked,
         )  # fmt: skip
-        return expect(received, Pushed, link.task, "an update")
 
 
 def members_for(peer: Peer, request: Request) -> list[tuple[int, int]] | None:

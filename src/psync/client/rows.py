@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from psync.client.calls import all_of, expect
-from psync.client.ps_link import PsLink, always
+from psync.client.ps_link import Call, PsLink, always, together
 from psync.client.pulled_steps import PulledSteps
 from psync.errors import GradientError, RemoteProtocolError
 from psync.numerics.blocks import BlockPool, roomy
@@ -178,30 +177,23 @@ class PsRows:
     async def _read(
         self, wanted: Sequence[Wanted], optimizer: int, slot: str, seen: PulledSteps | None
     ) -> None:
-        calls = [
-            self._read_from(parts[0].shard.ps, parts, optimizer, slot, seen)
-            for parts in _messages_of(wanted)
-        ]
-        if calls:
-            await all_of(calls)
-
-    async def _read_from(
-        self,
-        ps: int,
-        wanted: Sequence[Wanted],
-        optimizer: int,
-        slot: str,
-        seen: PulledSteps | None,
-    ) -> None:
-        lengths = tuple([len(one.target) for one in wanted])
-        body = Body(lengths, [one.target for one in wanted if one.target])
-        numbers = [to_bytes_view(one.rows) for one in wanted if isinstance(one.rows, np.ndarray)]
-        message = PullRows([one.part for one in wanted], optimizer, slot)
-        link = self.links[ps]
-        bulk = max(sum(lengths), sum(map(len, numbers))) > SMALL_BODY_BYTES
-        received = await link.call(always(message), numbers, bulk=bulk, into=body.place)
-        steps = expect(received, RowsPulled, link.task, "a pull of rows").steps
-        body.check(steps, seen, link.task, "rows")
+        messages = _messages_of(wanted)
+        if not messages:
+            return
+        bodies, calls = [], []
+        for parts in messages:
+            lengths = tuple([len(one.target) for one in parts])
+            body = Body(lengths, [one.target for one in parts if one.target])
+            numbers = [to_bytes_view(one.rows) for one in parts if isinstance(one.rows, np.ndarray)]
+            message = PullRows([one.part for one in parts], optimizer, slot)
+            bulk = max(sum(lengths), sum(map(len, numbers))) > SMALL_BODY_BYTES
+            link = self.links[parts[0].shard.ps]
+            bodies.append(body)
+            calls.append(
+                Call(link, always(message), RowsPulled, "a pull of rows", numbers, bulk, body.place)
+            )
+        for call, body, pulled in zip(calls, bodies, await together(calls), strict=True):
+            body.check(pulled.steps, seen, call.link.task, "rows")
 
 
 def check_exist(spec: VariableSpec, rows: np.ndarray) -> None:

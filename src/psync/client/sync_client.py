@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from psync.client.calls import expect
 from psync.client.numbers import Numbers
 from psync.client.plans import (
     BODY_PER_REQUEST,
@@ -33,8 +32,9 @@ from psync.client.plans import (
 )
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.ps_client import PsClient, members_for
+from psync.client.ps_link import Call, expect
 from psync.errors import ConfigurationError, RemoteProtocolError
-from psync.net.peer import Peer, Received
+from psync.net.peer import Peer
 from psync.numerics.blocks import BlockPool
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.wire.codec import Message
@@ -154,11 +154,10 @@ class SyncClient:
         pushes = known.pushes
         wanted: Wanted | None = None
 
-        async def send(numbers: Sequence[int]) -> Received:
-            nonlocal wanted
-            push = _Push(group, config, numbers[0], local_step)
+        with self._ps.outgoing.numbered([pushes]) as (number,):
+            push = _Push(group, config, number, local_step)
             along, segments, rows = await self._stage_large(plan, gradients, push)
-            next_set: Whole | None = None
+            next_set = None
             if ahead is not None and (wanted := ahead.want()) is not None:
                 next_set = wanted.plan.whole
                 asyncio.get_running_loop().call_soon(wanted.make_room, self._pool)  # meanwhile
@@ -172,7 +171,7 @@ class SyncClient:
                     *_named(peer, along), *_named(peer, next_set), rows, plan.spread,
                 )  # fmt: skip
 
-            return await self._ps.links[0].call(
+            received = await self._ps.links[0].call(
                 build,
                 segments,
                 into=functools.partial(self._receive, wanted),
@@ -180,7 +179,6 @@ class SyncClient:
                 at_once=True,  # this task has nothing else to say before it is answered
             )
 
-        received = await self._ps.outgoing.deliver([pushes], send, shielded=False)
         self._deciding.add(group)
         answer = expect(received, Contributed, PS_0, "a push")
         known.token = answer.token
@@ -262,10 +260,13 @@ class SyncClient:
         Whether one says "stale" makes no difference: ps 0 decides before any ps can know, so it
         will say the same of the whole push.
         """
-        if parts:
-            await self._ps.outgoing.together([self._stage_part(part, push) for part in parts])
+        if not parts:
+            return
+        calls = [self._stage_part(part, push) for part in parts]
+        await self._ps.outgoing.together(calls)
+        self._staging.update((call.link.index, push.group) for call in calls)
 
-    async def _stage_part(self, part: _Part, push: _Push) -> None:
+    def _stage_part(self, part: _Part, push: _Push) -> Call[Staged]:
         request = part.request
         place = request.ps, push.group
 
@@ -275,15 +276,11 @@ class SyncClient:
                 push.local_step, request.set_id, members_for(peer, request), part.rows,
             )  # fmt: skip
 
-        link = self._ps.links[request.ps]
-        received = await link.call(
-            build,
-            part.segments,
-            bulk=part.nbytes > SMALL_BODY_BYTES,
+        return Call(
+            self._ps.links[request.ps], build, Staged, "a part of a push", part.segments,
+ part.nbytes > SMALL_BODY_BYTES,
             set_ids=(request.set_id,),
-        )
-        expect(received, Staged, link.task, "a part of a push")
-        self._staging.add(place)
+        )  # fmt: skip
 
 
 def _small_part_of_ps_0(parts: Sequence[_Part]) -> _Part | None:

@@ -7,19 +7,21 @@ them; and a step that is decided ends with the error that a failpoint raises.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from psync.client.outgoing import Outgoing
 from psync.client.plans import Plan
+from psync.client.ps_link import Call
 from psync.client.sync_client import SyncClient
 from psync.errors import PsyncError
 from psync.sync.group import Close
 from psync.sync.step_rounds import StepRounds
 from psync.testing.sabotage.failpoints import Failpoints
 from psync.testing.sabotage.places import BETWEEN_PS, STEP_DECIDED
+from psync.wire.codec import Message
 
-T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 
 class SteppedOutgoing(Outgoing):
@@ -27,19 +29,15 @@ class SteppedOutgoing(Outgoing):
 
     failpoints: Failpoints
 
-    async def together(self, messages: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    async def together(self, calls: Sequence[Call[M]]) -> list[M]:
         """Send all at once; or one by one, if it is armed what happens between them."""
         if not self.failpoints.armed(BETWEEN_PS):
-            return await super().together(messages)
-        answers: list[T] = []
-        try:
-            for message in messages:
-                if answers:
-                    self.failpoints.hit(BETWEEN_PS)
-                answers.append(await message)
-        finally:
-            for message in messages:
-                message.close()
+            return await super().together(calls)
+        answers: list[M] = []
+        for call in calls:
+            if answers:
+                self.failpoints.hit(BETWEEN_PS)
+            answers += await super().together([call])
         return answers
 
 
