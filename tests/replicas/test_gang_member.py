@@ -113,7 +113,7 @@ def test_what_cannot_be_sent_is_refused_before_the_others_are_asked():
         at_once(member.collective("merge_call", reduce, asyncio.Lock()))
     with pytest.raises(CaptureError, match="too large"):
         at_once(member.collective("merge_call", reduce, np.zeros(100_000)))
-    closure_of(member).close()
+    closure_of(member).closed = True
     with pytest.raises(UsageError, match="all_reduce SUM after the step has returned"):
         at_once(member.collective("all_reduce SUM", reduce, None))
     assert not coordinator.asked

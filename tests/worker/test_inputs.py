@@ -23,6 +23,7 @@ from psync.serialization.payloads import EMPTY, pack_arguments
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.worker_messages import FetchArguments, FetchFunction
+from psync.worker import inputs
 from psync.worker.inputs import ClosureInputs, HeldClosure
 from psync.worker.iterators import IteratorTable
 
@@ -72,6 +73,17 @@ class World:
     async def of(self, closure: HeldClosure) -> tuple[Any, Any, Any]:
         step = await self.inputs.step(closure.key)
         return step, *await self.inputs.arguments(closure, step)
+
+
+async def test_the_function_that_was_used_longest_ago_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inputs, "MAX_STEPS", 2)
+    world = World()
+    first, second, third = (world.held(fn).key for fn in (len, max, min))
+    for key, fetched in ((first, 1), (second, 2), (first, 2), (third, 3), (first, 3), (second, 4)):
+        await world.inputs.step(key)
+        assert world.asked["FetchFunction"] == fetched
 
 
 async def test_a_function_is_fetched_once():

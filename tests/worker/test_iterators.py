@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from psync.client.context import ClosureContext, enter_closure, forbid_in_dataset, get_worker_index
+from psync.client.context import ClosureContext, forbid_in_dataset, get_worker_index, inside
 from psync.client.runtime import Runtime
 from psync.errors import ClosedError, ClosureInputError, EndOfData, UsageError
 from psync.worker.dataset_functions import InputContext
@@ -96,7 +96,7 @@ def test_dataset_code_knows_its_worker_and_must_not_call_psync(
         yield get_worker_index()
         forbid_in_dataset("pull")
 
-    with enter_closure(ClosureContext(worker_index=9, closure_id=1)):
+    with inside(ClosureContext(worker_index=9, closure_id=1)):
         iterator = make(dataset_fn, InputContext(5, 3))
         assert next(iterator) == 3
         with pytest.raises(UsageError, match=r"^pull in dataset code"):
@@ -434,7 +434,7 @@ def in_step(table: IteratorTable | None) -> Iterator[None]:
     """Be a step of a worker that has these iterators; None: of no worker."""
     find = None if table is None else table.get
     runtime = Runtime(None, "strategy", find_iterator=find)  # type: ignore[arg-type]
-    with enter_closure(ClosureContext(worker_index=0, closure_id=7, runtime=runtime)):
+    with inside(ClosureContext(worker_index=0, closure_id=7, runtime=runtime)):
         yield
 
 

@@ -88,6 +88,7 @@ class PulledAhead:
     """
 
     def __init__(self, links: Sequence[PsLink]) -> None:
+        self.is_used = False  # whether anything was pulled: else it need not hear of turns
         self.arrivals = 0  # how often closures have come in
         self._arrivals_then = NEVER - 1  # when the last push was sent; before the first: anything
         self._links = links
@@ -143,6 +144,7 @@ class PulledAhead:
             plan: What is pulled.
             arrival: When the closure that pulls came in, by ``arrivals``; 0: it is no closure.
         """
+        self.is_used = True
         in_time = self._in_turn and arrival <= self._arrivals_then
         if self._is_first:  # where they come too late once, they will the next time
             self._is_first, self._plan = False, plan if in_time else None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from psync.client.accumulator_client import AccumulatorClient
-from psync.client.context import current_closure
+from psync.client.context import ClosureContext, here
 from psync.client.plans import Plan
 from psync.client.prefetch import PulledAhead
 from psync.client.ps_client import PsClient
@@ -24,7 +25,7 @@ class Runtime:
         ps: Links to all ps tasks.
         origin: Token of the strategy whose variables it serves.
         program: Token of the process whose optimizers it serves.
-        ensure_created: Creates what has been declared meanwhile; a worker has nothing to create.
+        ensure_created: Creates what has been declared meanwhile; None: there is nothing to create.
         find_iterator: Returns a worker's per-worker iterator by its uid; None on the coordinator.
         in_session: Whether the program itself trains, outside of closures: a worker in a training
             session.
@@ -47,14 +48,9 @@ class Runtime:
         self.in_session = in_session
         self.steps: dict[int, int] = {}  # highest step known of each optimizer
         self.rounds: dict[int, int] = {}  # done through each optimizer that has a staleness bound
-        self._ensure_created = ensure_created
+        self.ensure_created = ensure_created
         self._pulled = PulledSteps()  # by code outside of closures
-        self._ordinal = 0
-
-    async def ensure_created(self) -> None:
-        """Wait until every declared variable exists. Cancellation: safe."""
-        if self._ensure_created is not None:
-            await self._ensure_created()
+        self._ordinals = itertools.count(1)
 
     @functools.cached_property
     def sync(self) -> SyncClient:
@@ -74,13 +70,14 @@ class Runtime:
     @property
     def pulled(self) -> PulledSteps:
         """What the pulls of the step that runs here, or of the program, have seen."""
-        closure = current_closure()
-        return self._pulled if closure is None else closure.pulled
+        closure = here.get()
+        return closure.pulled if type(closure) is ClosureContext else self._pulled
 
     def take_ahead(self, plan: Plan) -> list[np.ndarray] | None:
         """Return values that came with a token, if they are what a pull would bring now."""
-        closure = current_closure()
-        values = self.ahead.take(plan, 0 if closure is None else closure.arrival)
+        closure = here.get()
+        arrival = closure.arrival if type(closure) is ClosureContext else 0
+        values = self.ahead.take(plan, arrival)
         if values is None:
             return None
         self.pulled.note([(values.group, values.step)])
@@ -92,8 +89,8 @@ class Runtime:
         Raises:
             UsageError, ClosureCancelled: As ``ClosureContext.check_open``.
         """
-        closure = current_closure()
-        if closure is not None:
+        closure = here.get()
+        if type(closure) is ClosureContext and (closure.closed or closure.cancelled):
             closure.check_open(operation)
 
     def begin_update(self, operation: str) -> tuple[int, int]:
@@ -102,16 +99,16 @@ class Runtime:
         Raises:
             UsageError, ClosureCancelled: As ``ClosureContext.check_open``.
         """
-        closure = current_closure()
-        if closure is None:
-            self._ordinal += 1
-            return -1, self._ordinal
-        closure.check_open(operation)
-        return closure.closure_id, closure.next_ordinal()
+        self.check_open(operation)
+        closure = here.get()
+        if type(closure) is ClosureContext:
+            return closure.closure_id, next(closure.ordinals)
+        return -1, next(self._ordinals)
 
 
 def current_runtime() -> Runtime | None:
     """Return the runtime of the step that runs here, or None outside a step."""
-    closure = current_closure()
-    runtime: Any = closure.runtime if closure is not None else None
-    return runtime if isinstance(runtime, Runtime) else None
+    closure = here.get()
+    if type(closure) is ClosureContext and isinstance(closure.runtime, Runtime):
+        return closure.runtime
+    return None

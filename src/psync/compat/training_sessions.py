@@ -214,7 +214,8 @@ class MonitoredTrainingSession:
     async def _use(self, runtime: Runtime) -> None:
         self.strategy.runtime = runtime
         self.strategy.created = True
-        await runtime.ensure_created()
+        if runtime.ensure_created is not None:
+            await runtime.ensure_created()
         for hook in self._hooks:
             await hook.after_create_session(self)
 

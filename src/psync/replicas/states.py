@@ -10,7 +10,7 @@ import contextvars
 from types import TracebackType
 from typing import Any
 
-from psync.client.context import Running, running
+from psync.client.context import Running, here
 from psync.errors import ContextError
 
 
@@ -74,12 +74,12 @@ _entered: contextvars.ContextVar[tuple[Running, Any] | None] = contextvars.Conte
 def entered() -> Any:
     """Return what was entered last and holds here; None: nothing."""
     entry = _entered.get()
-    return entry[1] if entry is not None and entry[0] is running() else None
+    return entry[1] if entry is not None and entry[0] is here.get() else None
 
 
 def enter_for_good(state: Any) -> None:
     """Enter a state that no block ends; None: nothing is entered any more."""
-    _entered.set(None if state is None else (running(), state))
+    _entered.set(None if state is None else (here.get(), state))
 
 
 class Enter:
@@ -97,7 +97,7 @@ class Enter:
     __slots__ = ("_entry", "_token", "_value")
 
     def __init__(self, state: Any, value: Any = None) -> None:
-        self._entry = (running(), state)
+        self._entry = (here.get(), state)
         self._value = value
         self._token: contextvars.Token[Any]
 

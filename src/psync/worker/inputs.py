@@ -6,14 +6,17 @@ fetched when its turn has come. A per-worker iterator is built where it is first
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from psync.client.context import ClosureContext
 from psync.client.prefetch import NEVER
 from psync.errors import CaptureError, ClosureInputError, RemoteProtocolError
 from psync.net.peer import Received
-from psync.serialization.functions import FunctionCache, is_coroutine_step, load_function
+from psync.serialization.functions import is_coroutine_step, load_function
 from psync.serialization.payloads import Payload, unpack_arguments
 from psync.wire.codec import Message
 from psync.wire.worker_messages import Arguments, FetchArguments, FetchFunction, Function
@@ -26,51 +29,35 @@ from psync.worker.iterators import (
     arriving,
 )
 
+MAX_STEPS = 256
+"""Loaded functions that a worker keeps; the one used longest ago goes first."""
 
+
+@dataclass(slots=True, eq=False)
 class HeldClosure:
     """A closure that this worker holds."""
 
-    __slots__ = (
-        "arrival", "began", "context", "counts", "id", "key", "name", "num_segments", "replica",
-        "segments",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        closure_id: int,
-        key: bytes,
-        num_segments: int,
-        counts: Sequence[int],
-        segments: Sequence[memoryview],
-        replica: tuple[int, int] | None = None,
-        *,
-        arrival: int = NEVER,
-    ) -> None:
-        self.arrival = arrival  # see ``prefetch``; NEVER: of a gang, whose replicas meet
-        self.id = closure_id
-        self.key = key  # of its function
-        self.num_segments = num_segments  # of its arguments; -1: they have to be fetched
-        self.counts = counts  # segments of each RemoteValue input
-        self.segments = segments
-        self.replica = replica  # which one of how many, if it is of a gang
-        self.context: ClosureContext | None = None  # once it runs
-        self.began = 0.0  # loop time at which it did
-        self.name = ""  # of its step, once that is here
+    id: int
+    key: bytes  # of its function
+    num_segments: int  # of its arguments; -1: they have to be fetched
+    counts: Sequence[int]  # segments of each RemoteValue input
+    segments: Sequence[memoryview]
+    replica: tuple[int, int] | None = None  # which one of how many, if it is of a gang
+    arrival: int = NEVER  # see ``prefetch``; NEVER: of a gang, whose replicas meet
+    context: ClosureContext | None = None  # once it runs
+    began: float = 0.0  # loop time at which it did
+    name: str = ""  # of its step, once that is here
 
 
+@dataclass(slots=True, eq=False)
 class LoadedStep:
     """A step function on this worker."""
 
-    __slots__ = ("fn", "handles", "is_coroutine", "name", "seconds")
-
-    def __init__(
-        self, fn: Callable[..., Any], name: str, handles: Sequence[IteratorHandle]
-    ) -> None:
-        self.fn = fn
-        self.name = name
-        self.is_coroutine = is_coroutine_step(fn)
-        self.handles = handles  # per-worker iterators that it captured
-        self.seconds = float("inf")  # that its last run took
+    fn: Callable[..., Any]
+    name: str
+    handles: Sequence[IteratorHandle]  # per-worker iterators that it captured
+    is_coroutine: bool
+    seconds: float = math.inf  # that its last run took
 
 
 class ClosureInputs:
@@ -95,7 +82,7 @@ class ClosureInputs:
         self._iterators = iterators
         self._worker_index = worker_index
         self._ahead = BATCHES_AHEAD if threads else 0
-        self._steps: FunctionCache[LoadedStep] = FunctionCache()
+        self._steps: OrderedDict[bytes, LoadedStep] = OrderedDict()  # the last used at the end
 
     async def step(self, key: bytes) -> LoadedStep:
         """Return the step function of that key.
@@ -106,11 +93,14 @@ class ClosureInputs:
         Cancellation: Safe.
         """
         step = self._steps.get(key)
-        if step is None:
-            handles: list[IteratorHandle] = []
-            fn, name = await self._load(key, handles)
-            step = LoadedStep(fn, name, handles)
-            self._steps.put(key, step)
+        if step is not None:
+            self._steps.move_to_end(key)
+            return step
+        handles: list[IteratorHandle] = []
+        fn, name = await self._load(key, handles)
+        step = self._steps[key] = LoadedStep(fn, name, handles, is_coroutine_step(fn))
+        if len(self._steps) > MAX_STEPS:
+            self._steps.popitem(last=False)
         return step
 
     async def arguments(

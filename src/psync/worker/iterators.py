@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
-from psync.client.context import enter_dataset
+from psync.client.context import DatasetContext, inside
 from psync.client.runtime import current_runtime
 from psync.errors import ClosedError, ClosureInputError, EndOfData, UnsupportedError, UsageError
 from psync.serialization.captures import name_of
@@ -181,7 +181,7 @@ class WorkerIterator:
 
     def _load(self) -> None:
         """Load one batch, or find the end. Runs user code."""
-        with enter_dataset(self._worker_index):
+        with inside(DatasetContext(self._worker_index)):
             try:
                 if self._source is None:
                     self._source = open_dataset(self._dataset_fn, self._context)
@@ -254,7 +254,7 @@ class WorkerIterator:
         source, self._source = self._source, None
         close = getattr(source, "close", None)
         if callable(close):
-            with enter_dataset(self._worker_index):
+            with inside(DatasetContext(self._worker_index)):
                 try:
                     close()
                 except Exception:  # of user code, where nobody asks for anything any more

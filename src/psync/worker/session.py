@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from psync.client.context import ClosureContext, enter_closure
+from psync.client.context import ClosureContext, here
 from psync.client.runtime import Runtime
 from psync.errors import ClosureCancelled, EndOfData, TransportError
 from psync.net.peer import Peer, Received
@@ -274,7 +274,7 @@ class Session:
                 await self._run_one(self._running)
             finally:
                 self._running = None
-            if self._results.is_large:
+            if self._results.nbytes > SMALL_BODY_BYTES:
                 self._results.flush()
                 if self.bulk.connection is not None:
                     await self.bulk.connection.wait_writable()
@@ -304,16 +304,15 @@ class Session:
         try:
             end = await self._end(closure, context)
         finally:
-            context.close()
-        await self._drain_pushes()
+            context.closed = True
+        if self.runtime.ps.outgoing.begun:
+            await self._drain_pushes()
         if self._runner.cancelling():
             self._uncancel()
         self._running = None  # from here on there is nothing to cancel
         self._now = self._loop.time()
-        if end.kind == "ok":
-            calls = context.next_ordinal() - context.dropped  # its number: those before it
-            self._results.note_success(closure.id, self._now - began, calls)
-        self._results.add(closure.id, end)
+        calls = next(context.ordinals) - context.dropped  # its number: those before it
+        self._results.add(closure.id, end, self._now - began, calls)
 
     async def _end(self, closure: HeldClosure, context: ClosureContext) -> ClosureEnd:
         """Run a closure to its end; whatever user code raises is one."""
@@ -321,7 +320,10 @@ class Session:
         try:
             step = await self._inputs.step(closure.key)
             name = closure.name = step.name
-            args, kwargs = await self._inputs.arguments(closure, step)
+            args: tuple[Any, ...] = ()
+            kwargs: dict[str, Any] = {}
+            if closure.num_segments or step.handles:
+                args, kwargs = await self._inputs.arguments(closure, step)
             if step.seconds > SHORT_S:
                 await self._turn()
             value = await self._call(step, args, kwargs, context)
@@ -359,8 +361,11 @@ class Session:
         self, step: LoadedStep, args: Any, kwargs: dict[str, Any], context: ClosureContext
     ) -> Any:
         began = self._loop.time()
-        self.runtime.ahead.begin_closure()
-        with enter_closure(context):
+        ahead = self.runtime.ahead
+        if ahead.is_used:
+            ahead.begin_closure()
+        token = here.set(context)
+        try:
             if step.is_coroutine:
                 value = await step.fn(*args, **kwargs)
             else:
@@ -371,7 +376,10 @@ class Session:
                     value = await self._thread.call(function, lambda: self._ended)
                 if inspect.isawaitable(value):
                     value = await value
-        self.runtime.ahead.end_closure()
+        finally:
+            here.reset(token)
+        if ahead.is_used:
+            ahead.end_closure()
         step.seconds = self._loop.time() - began
         return value
 
