@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from psync.numerics.blocks import BlockPool
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.wire.frames import SMALL_BODY_BYTES, Segment
@@ -202,6 +203,41 @@ def targets_of(
             buffer, offset, *_ = plan.places[index]
             targets.append(buffers[buffer][offset + start : offset + end])
     return [target for target in targets if len(target)]
+
+
+def landing(
+    plan: Plan,
+    pool: BlockPool,
+    out: Sequence[np.ndarray | None] = (),
+    *,
+    writable: bool = False,
+) -> tuple[list[np.ndarray], list[list[memoryview]]]:
+    """Make room for the values of a plan's variables.
+
+    Args:
+        plan: That is pulled.
+        pool: Memory of the arrays, which is handed out again once they are gone.
+        out: Arrays that take the values instead, or None for each.
+        writable: Whether the others may be changed.
+
+    Returns:
+        An array for each variable; and for each request where the body of its answer belongs.
+    """
+    given = {index: array for index, array in enumerate(out) if array is not None}
+    needed = {place.buffer for index, place in enumerate(plan.places) if index not in given}
+    roots = {number: pool.take(plan.buffers[number]) for number in needed}
+    arrays: list[np.ndarray] = []
+    for index, (buffer, offset, shape, dtype) in enumerate(plan.places):
+        array = given.get(index)
+        if array is None:
+            array = np.ndarray(shape, dtype, roots[buffer], offset)
+            array.setflags(write=writable)
+        arrays.append(array)
+    buffers = {number: to_bytes_view(root) for number, root in roots.items()}
+    views = {index: to_bytes_view(array) for index, array in given.items()}
+    for root in roots.values():
+        pool.give(root)
+    return arrays, [targets_of(plan, request, buffers, views) for request in plan.requests]
 
 
 Given = memoryview | IndexedSlices

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from psync.client.outgoing import Outgoing
-from psync.client.plans import Given, Plan, Request, body_of, make_plan, size_of, targets_of
+from psync.client.plans import Given, Plan, Request, body_of, landing, make_plan, size_of
 from psync.client.ps_link import Call, PsLink, always, together
 from psync.client.pulled_steps import PulledSteps
 from psync.client.rows import Body, PsRows, check_exist
@@ -149,33 +149,13 @@ class PsClient(PsRows):
 
         Cancellation: Safe; ``out`` then holds anything.
         """
-        given = {
-            index: to_bytes_view(array)
-            for index, array in enumerate(out or ())
-            if array is not None
-        }
-        places = plan.places
-        needed = {place.buffer for index, place in enumerate(places) if index not in given}
-        roots = {
-            buffer: self._pool.take(nbytes)
-            for buffer, nbytes in enumerate(plan.buffers)
-            if buffer in needed
-        }
-        arrays: list[np.ndarray] = []
-        for index, (buffer, offset, shape, dtype) in enumerate(places):
-            if out is not None and index in given:
-                arrays.append(cast(np.ndarray, out[index]))
-                continue
-            array: np.ndarray = np.ndarray(shape, dtype, roots[buffer], offset)
-            array.setflags(write=writable)
-            arrays.append(array)
-        views = {buffer: to_bytes_view(root) for buffer, root in roots.items()}
+        arrays, targets = landing(plan, self._pool, out or (), writable=writable)
         timeline = -1
         while self.outgoing.timeline != timeline:  # again, if ps tasks rolled back meanwhile
             timeline = self.outgoing.timeline
             bodies = [
-                Body(request.lengths, targets_of(plan, request, views, given))
-                for request in plan.requests
+                Body(request.lengths, where)
+                for request, where in zip(plan.requests, targets, strict=True)
             ]
             calls = [
                 self._pull(request, body, optimizer, slot, lock)
@@ -183,8 +163,6 @@ class PsClient(PsRows):
             ]
             for call, body, pulled in zip(calls, bodies, await together(calls), strict=True):
                 body.check(pulled.steps, seen, call.link.task, "shards")
-        for root in roots.values():
-            self._pool.give(root)  # handed out again once the caller's arrays are gone
         return arrays
 
     def _pull(

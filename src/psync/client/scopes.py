@@ -149,10 +149,10 @@ def runtime_here(operation: str, scope: Scope | None) -> Runtime:
         UsageError: There is neither; or dataset code is running here.
         ClosedError: The coordinator or session was closed.
     """
+    forbid_in_dataset(operation)
     runtime = current_runtime()
     if runtime is not None:
         return runtime
-    forbid_in_dataset(operation)
     if scope is not None and scope.runtime is not None:
         return scope.runtime
     if scope is not None and scope.created:

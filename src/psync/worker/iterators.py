@@ -228,7 +228,8 @@ class WorkerIterator:
     def close(self) -> None:
         """End the iterator: drop what was loaded, stop the thread. Does not block; idempotent.
 
-        A thread that is inside dataset code ends when that returns; see `join`.
+        A thread that is inside dataset code ends when that returns; it is a daemon, so the process
+        can exit all the same.
         """
         with self._changed:
             self._closed = True
@@ -236,18 +237,6 @@ class WorkerIterator:
             self._wake()
         if self._thread is None:
             self._close_source()
-
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the thread of a closed iterator has ended. Blocks.
-
-        Returns:
-            Whether it has. If not, dataset code does not return; the thread is a daemon, so the
-            process can exit all the same.
-        """
-        if self._thread is None:
-            return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def _close_source(self) -> None:
         """Let the dataset clean up, in the thread that has used it."""
@@ -271,55 +260,34 @@ class IteratorTable:
 
     def __init__(self) -> None:
         self._iterators: dict[str, WorkerIterator] = {}
-        self._closing: list[WorkerIterator] = []  # their threads may still be running
         self._closed = False
-
-    def __len__(self) -> int:
-        return len(self._iterators)
 
     def get(self, uid: str) -> WorkerIterator | None:
         """Return the iterator, or None: it has to be built."""
         return self._iterators.get(uid)
 
     def add(self, uid: str, iterator: WorkerIterator) -> None:
-        """Take over ``iterator``.
+        """Take over ``iterator``; there is none of that uid.
 
         Raises:
             ClosedError: If the table is closed; the iterator is closed too.
-            UsageError: If there is one of that uid; the new one is closed.
         """
-        if self._closed or uid in self._iterators:
-            self._close_one(iterator)
-            if self._closed:
-                raise ClosedError("this worker's iterators are closed")
-            raise UsageError(f"iterator {uid} exists already")
+        if self._closed:
+            iterator.close()
+            raise ClosedError("this worker's iterators are closed")
         self._iterators[uid] = iterator
 
     def release(self, uid: str) -> None:
         """Close the iterator, if there is one: nobody refers to it any more."""
         iterator = self._iterators.pop(uid, None)
         if iterator is not None:
-            self._close_one(iterator)
+            iterator.close()
 
     def close(self) -> None:
         """Close all iterators. Does not block; idempotent."""
         self._closed = True
         for uid in list(self._iterators):
             self.release(uid)
-
-    def join(self, timeout_s: float | None = None) -> list[WorkerIterator]:
-        """Wait for the threads of closed iterators, up to ``timeout_s`` each. Blocks.
-
-        Returns:
-            Those whose dataset code does not return.
-        """
-        self._closing = [each for each in self._closing if not each.join(timeout_s)]
-        return list(self._closing)
-
-    def _close_one(self, iterator: WorkerIterator) -> None:
-        iterator.close()
-        self._closing = [each for each in self._closing if not each.join(0)]
-        self._closing.append(iterator)
 
 
 NOWHERE: Mapping[int, int] = {}
