@@ -7,6 +7,7 @@ in the round of the other variables: a program places them alike with and withou
 from __future__ import annotations
 
 import sys
+from typing import cast
 
 import numpy as np
 
@@ -67,8 +68,7 @@ def global_step_of(scope: Scope) -> Variable | None:
     for variable in scope.variables:
         if variable.name == NAME:
             check_step(variable, "the global step")
-            step: Variable = variable
-            return step
+            return cast(Variable, variable)
     return None
 
 
