@@ -8,7 +8,7 @@ import pytest
 
 from psync.client.context import ClosureContext, DatasetContext, inside
 from psync.errors import UsageError
-from psync.replicas.states import CrossReplica, Enter, Merging, Updating, enter_for_good, entered
+from psync.replicas.states import CrossReplica, Enter, Updating, enter_for_good, entered
 
 
 def test_the_innermost_holds_and_blocks_are_left_in_order():
@@ -30,7 +30,7 @@ def test_what_was_entered_outside_does_not_hold_in_a_step_nor_in_another_one():
     with Enter(CrossReplica("s", 2)):
         with inside(step(1)):
             assert entered() is None
-            merging = Merging("s", 3)
+            merging = CrossReplica("s", 3, merging=True)
             with Enter(merging):
                 assert entered() is merging
                 copied = contextvars.copy_context()

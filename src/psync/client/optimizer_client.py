@@ -52,8 +52,8 @@ async def trust_ratios(
     Args:
         ps: All ps tasks.
         rule: Of the optimizer.
-        plan: As for ``measure``, like all that follow.
-        gradients: Whole ones, or rows.
+        plan: Of the push that follows.
+        gradients: That it will have: whole ones, or rows. Not copied.
         optimizer: Its number.
         config: Defines it.
         step: Highest step of it that this client knows.
@@ -65,38 +65,9 @@ async def trust_ratios(
     """
     if not isinstance(rule, LayerwiseRule) or all(len(v.shards) == 1 for v in plan.variables):
         return None
-    whole = [gradient for gradient in gradients if isinstance(gradient, np.ndarray)]
-    if len(whole) < len(gradients):
+    given = [to_bytes_view(each) for each in gradients if isinstance(each, np.ndarray)]
+    if len(given) < len(gradients):
         return None
-    sums = await measure(ps, plan, whole, optimizer=optimizer, config=config, step=step)
-    return [rule.trust_ratio(of_variable) for of_variable in sums]
-
-
-async def measure(
-    ps: PsClient,
-    plan: Plan,
-    gradients: Sequence[np.ndarray],
-    *,
-    optimizer: int,
-    config: dict[str, Any],
-    step: int,
-) -> list[list[Sums]]:
-    """Return, for each of a plan's variables, what its shards would contribute to its norms.
-
-    Args:
-        ps: All ps tasks.
-        plan: Of the push that follows.
-        gradients: That it will have: whole ones. Not copied.
-        optimizer: Number of a layerwise optimizer.
-        config: Defines it.
-        step: Highest step of it that this client knows.
-
-    Raises:
-        ParameterServerLost: A ps is gone.
-
-    Cancellation: Safe: nothing is changed.
-    """
-    given = [to_bytes_view(gradient) for gradient in gradients]
 
     def call(request: Request) -> Call[Measured]:
         def build(peer: Peer) -> MeasurePush:
@@ -104,18 +75,12 @@ async def measure(
             return MeasurePush(request.set_id, members, optimizer, config, step)
 
         segments, _ = body_of(request, given)
-        bulk = request.nbytes > SMALL_BODY_BYTES
         return Call(
-            ps.links[request.ps],
-            build,
-            Measured,
-            "a measurement",
-            segments,
-            bulk,
-            set_ids=(request.set_id,),
-        )
+            ps.links[request.ps], build, Measured, "a measurement", segments,
+            bulk=request.nbytes > SMALL_BODY_BYTES, set_ids=(request.set_id,),
+        )  # fmt: skip
 
-    sums: list[list[Sums]] = [[] for _ in plan.variables]
+    sums: list[list[Sums]] = [[] for _ in plan.variables]  # what its shards add to its norms
     calls = [call(request) for request in plan.requests]
     for request, answer in zip(plan.requests, await together(calls), strict=True):
         if len(answer.sums) != len(request.cuts):
@@ -125,7 +90,7 @@ async def measure(
             )
         for (variable, *_), of_shard in zip(request.cuts, answer.sums, strict=True):
             sums[variable].append((of_shard[0], of_shard[1]))
-    return sums
+    return [rule.trust_ratio(of_variable) for of_variable in sums]
 
 
 async def set_slot(

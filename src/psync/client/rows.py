@@ -9,7 +9,7 @@ were asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -236,33 +236,43 @@ def _parts_of(spec: VariableSpec, rows: np.ndarray, made: np.ndarray) -> list[Wa
         rows: Each once; of more than one shard: ascending.
         made: Where they belong.
     """
-    bytes_of_all, row_bytes = to_bytes_view(made), _row_bytes(spec, made.dtype)
-    most = max(1, ROWS_PER_REQUEST_BYTES // max(1, row_bytes))
-    wanted = []
-    bounds = [0, *rows.searchsorted([shard.offset for shard in spec.shards[1:]]).tolist()]
-    for shard, begin, end in zip(spec.shards, bounds, [*bounds[1:], len(rows)], strict=True):
-        for start in range(begin, end, most):
-            stop = min(start + most, end)
-            target = bytes_of_all[start * row_bytes : stop * row_bytes]
-            wanted.append(Wanted(shard, rows[start:stop] - shard.offset, target))
-    return wanted
+    ends = [*rows.searchsorted([shard.offset for shard in spec.shards[1:]]).tolist(), len(rows)]
+    bounds = list(zip([0, *ends], ends, strict=False))
+    return _cut(spec, bounds, made, lambda shard, part: rows[part] - shard.offset)
 
 
 def _runs_of(spec: VariableSpec, rows: range, made: np.ndarray) -> list[Wanted]:
     """As ``_parts_of``, of rows that are evenly spaced."""
-    bytes_of_all, row_bytes = to_bytes_view(made), _row_bytes(spec, made.dtype)
+
+    def local(shard: ShardSpec, part: slice) -> range:
+        run = rows[part]
+        first, last = run[0] - shard.offset, run[-1] - shard.offset
+        step = run.step if first != last else 1  # of one row any number would do for numpy
+        return range(first, last + step, step)
+
+    bounds = [
+        _within(rows, shard.offset, shard.offset + (shard.shape or (0,))[0])
+        for shard in spec.shards
+    ]
+    return _cut(spec, bounds, made, local)
+
+
+def _cut(
+    spec: VariableSpec,
+    bounds: Sequence[tuple[int, int]],  # of each shard: its positions among all rows
+    made: np.ndarray,
+    local: Callable[[ShardSpec, slice], np.ndarray | range],
+) -> list[Wanted]:
+    """Return what is wanted of each shard, in parts that one message may carry."""
+    row_bytes = math.prod(spec.shape[1:]) * made.dtype.itemsize
     most = max(1, ROWS_PER_REQUEST_BYTES // max(1, row_bytes))
+    targets = to_bytes_view(made)
     wanted = []
-    for shard in spec.shards:
-        begin, end = _within(rows, shard.offset, shard.offset + (shard.shape or (0,))[0])
+    for shard, (begin, end) in zip(spec.shards, bounds, strict=True):
         for start in range(begin, end, most):
             stop = min(start + most, end)
-            part = rows[start:stop]
-            first, last = part[0] - shard.offset, part[-1] - shard.offset
-            step = part.step if first != last else 1  # of one row any number would do for numpy
-            local = range(first, last + step, step)
-            target = bytes_of_all[start * row_bytes : stop * row_bytes]
-            wanted.append(Wanted(shard, local, target))
+            target = targets[start * row_bytes : stop * row_bytes]
+            wanted.append(Wanted(shard, local(shard, slice(start, stop)), target))
     return wanted
 
 
@@ -273,7 +283,3 @@ def _within(rows: range, low: int, high: int) -> tuple[int, int]:
         return len(rows) - end, len(rows) - begin
     begin, end = (-((rows.start - bound) // rows.step) for bound in (low, high))
     return min(max(begin, 0), len(rows)), min(max(end, 0), len(rows))
-
-
-def _row_bytes(spec: VariableSpec, dtype: np.dtype) -> int:
-    return math.prod(spec.shape[1:]) * dtype.itemsize

@@ -40,7 +40,7 @@ from psync.errors import (
 )
 from psync.net.peer import Peer, Reply
 from psync.numerics.replica_values import local_results, regroup
-from psync.replicas.closure_messages import ReplicaCall, ScheduledClosures
+from psync.replicas.closure_messages import ScheduledCall, ScheduledClosures
 from psync.replicas.context import forbid_in_merge
 from psync.replicas.gang_run import Arrival, GangRun, fail, merge
 from psync.serialization.failures import text_of
@@ -209,7 +209,7 @@ class GangRunner:
             return
         run.gang = Gang(workers)
         for replica_id, payload in enumerate(arguments):
-            call = ReplicaCall(run.function, payload, replica_id, len(workers))
+            call = ScheduledCall(run.function, payload, (replica_id, len(workers)))
             name = f"{run.function.name}, replica {replica_id}"
             closure = Replica(self._queue.next_id + replica_id, call, name=name)
             run.closures.append(closure)

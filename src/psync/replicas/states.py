@@ -7,6 +7,7 @@ context; but only in the step, or outside of steps, in which it was entered.
 from __future__ import annotations
 
 import contextvars
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -14,42 +15,22 @@ from psync.client.context import Running, here
 from psync.errors import ContextError
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class CrossReplica:
-    """All replicas are meant.
+    """All replicas are meant."""
 
-    Args:
-        strategy: Whose replicas.
-        num_replicas: How many there are.
-        is_default: It was set for all that follows; no block ends it.
-    """
-
-    __slots__ = ("is_default", "num_replicas", "strategy")
-
-    def __init__(self, strategy: Any, num_replicas: int, *, is_default: bool = False) -> None:
-        self.strategy = strategy
-        self.num_replicas = num_replicas
-        self.is_default = is_default
+    strategy: Any  # whose replicas
+    num_replicas: int  # how many there are
+    is_default: bool = False  # it was set for all that follows; no block ends it
+    merging: bool = False  # a gang waits for what is done here: the function of a collective
 
 
-class Merging(CrossReplica):
-    """The function of a collective of a gang is running."""
-
-    __slots__ = ()
-
-
+@dataclass(frozen=True, slots=True, eq=False)
 class Updating:
-    """A variable is being updated where it lives.
+    """A variable is being updated where it lives."""
 
-    Args:
-        strategy: Whose variable.
-        num_replicas: How many there are.
-    """
-
-    __slots__ = ("num_replicas", "strategy")
-
-    def __init__(self, strategy: Any, num_replicas: int) -> None:
-        self.strategy = strategy
-        self.num_replicas = num_replicas
+    strategy: Any  # whose variable
+    num_replicas: int
 
 
 REPLICAS_ONLY = ("merge_call", "all_reduce", "all_gather", "replica_id_in_sync_group")
