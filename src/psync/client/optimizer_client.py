@@ -74,10 +74,10 @@ async def trust_ratios(
             members = members_for(peer, request)
             return MeasurePush(request.set_id, members, optimizer, config, step)
 
-        segments, _ = body_of(request, given)
+        segments, _, nbytes = body_of(request, given)
         return Call(
             ps.links[request.ps], build, Measured, "a measurement", segments,
-            bulk=request.nbytes > SMALL_BODY_BYTES, set_ids=(request.set_id,),
+            bulk=nbytes > SMALL_BODY_BYTES, set_ids=(request.set_id,),
         )  # fmt: skip
 
     sums: list[list[Sums]] = [[] for _ in plan.variables]  # what its shards add to its norms

@@ -95,9 +95,8 @@ class Outgoing:
         for place, number in zip(places, numbers, strict=True):
             place.answered(number)
 
-    async def together(self, calls: Sequence[Call[M]]) -> list[M]:
-        """Send the messages of a delivery; see ``ps_link.together``."""
-        return await together(calls)
+    together = staticmethod(together)
+    """Sends the messages of a delivery."""
 
     async def shielded(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do ``work`` and return what it returns.

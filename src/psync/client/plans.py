@@ -8,7 +8,7 @@ gets.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
@@ -244,7 +244,14 @@ Given = memoryview | IndexedSlices
 """What a push or assign has for a variable: all its bytes, or some rows in ascending order."""
 
 
-def body_of(request: Request, given: Sequence[Given]) -> tuple[list[Segment], list[int] | None]:
+def given_of(arrays: Iterable[np.ndarray | IndexedSlices]) -> list[Given]:
+    """Return what a push or assign has for each variable. Nothing is copied."""
+    return [each if isinstance(each, IndexedSlices) else to_bytes_view(each) for each in arrays]
+
+
+def body_of(
+    request: Request, given: Sequence[Given]
+) -> tuple[list[Segment], list[int] | None, int]:
     """Return the body of a push or assign, and what the message says of the rows in it.
 
     Args:
@@ -253,11 +260,12 @@ def body_of(request: Request, given: Sequence[Given]) -> tuple[list[Segment], li
 
     Returns:
         A segment for each shard; and the number of rows in each one, -1 for all of it, or None
-        where all of them are whole.
+        where all of them are whole; and the bytes of all.
     """
     if IndexedSlices not in map(type, given):
         wholes = cast(Sequence[memoryview], given)
-        return [wholes[index][start:end] for index, start, end in request.cuts], None
+        cuts = request.cuts
+        return [wholes[index][start:end] for index, start, end in cuts], None, request.nbytes
     segments: list[Segment] = []
     counts: list[int] = []
     for (variable, start, end), (first, last) in zip(request.cuts, request.spans, strict=True):
@@ -274,9 +282,5 @@ def body_of(request: Request, given: Sequence[Given]) -> tuple[list[Segment], li
         else:
             counts.append(-1)
             segments.append(value[start:end])
-    return segments, counts if max(counts, default=-1) >= 0 else None
-
-
-def size_of(segment: Segment) -> int:
-    """Return the bytes of one segment."""
-    return sum(map(len, segment)) if isinstance(segment, list) else len(segment)
+    nbytes = sum(sum(map(len, s)) if isinstance(s, list) else len(s) for s in segments)
+    return segments, counts if max(counts, default=-1) >= 0 else None, nbytes

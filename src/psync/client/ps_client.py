@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from psync.client.outgoing import Outgoing
-from psync.client.plans import Given, Plan, Request, body_of, landing, make_plan, size_of
-from psync.client.ps_link import Call, PsLink, always, together
+from psync.client.plans import Given, Plan, Request, body_of, given_of, landing, make_plan
+from psync.client.ps_link import Body, Call, PsLink, always, together
 from psync.client.pulled_steps import PulledSteps
-from psync.client.rows import Body, PsRows, check_exist
+from psync.client.rows import PsRows, check_exist
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer
 from psync.numerics.blocks import BlockPool
@@ -37,7 +37,6 @@ from psync.wire.ps_messages import (
     Push,
     Pushed,
 )
-from psync.wire.tensors import to_bytes_view
 
 MAX_PLANS = 1024
 """Sets of variables whose plans are kept, the least recently used go first."""
@@ -153,20 +152,17 @@ class PsClient(PsRows):
         timeline = -1
         while self.outgoing.timeline != timeline:  # again, if ps tasks rolled back meanwhile
             timeline = self.outgoing.timeline
-            bodies = [
-                Body(request.lengths, where)
+            calls = [
+                self._pull(request, where, optimizer, slot, lock)
                 for request, where in zip(plan.requests, targets, strict=True)
             ]
-            calls = [
-                self._pull(request, body, optimizer, slot, lock)
-                for request, body in zip(plan.requests, bodies, strict=True)
-            ]
-            for call, body, pulled in zip(calls, bodies, await together(calls), strict=True):
-                body.check(pulled.steps, seen, call.link.task, "shards")
+            for pulled in await together(calls):
+                if seen is not None:
+                    seen.note(pulled.steps)
         return arrays
 
     def _pull(
-        self, request: Request, body: Body, optimizer: int, slot: str, lock: int
+        self, request: Request, where: list[memoryview], optimizer: int, slot: str, lock: int
     ) -> Call[Pulled]:
         def build(peer: Peer) -> Pull:
             members = members_for(peer, request)
@@ -176,7 +172,8 @@ class PsClient(PsRows):
 
         return Call(
             self.links[request.ps], build, Pulled, "a pull", bulk=request.nbytes > SMALL_BODY_BYTES,
-            into=body.place, set_ids=(request.set_id,), locked=lock > 0,
+            body=Body(request.lengths, where, "the shards"), set_ids=(request.set_id,),
+            locked=lock > 0,
         )  # fmt: skip
 
     async def push(
@@ -224,19 +221,23 @@ class PsClient(PsRows):
                 part.spread,
             )  # fmt: skip
 
-        gradients = [
-            self.in_order(gradient) if isinstance(gradient, IndexedSlices) else gradient
-            for gradient in gradients
-        ]
-        answers = await self._mutate(plan, gradients, build, closure, ordinal)
+        answers = await self._mutate(plan, self.in_order(gradients), build, closure, ordinal)
         for request in plan.requests:
             self._optimizers[request.ps].add(optimizer)
         return answers
 
-    def in_order(self, slices: IndexedSlices) -> IndexedSlices:
-        """Return the same gradient with ascending indices, each once."""
-        rows, values = merged(slices.indices, slices.values, "add", self.empty)
-        return slices if rows is slices.indices else IndexedSlices(values, rows)
+    def in_order(
+        self, gradients: Sequence[np.ndarray | IndexedSlices]
+    ) -> list[np.ndarray | IndexedSlices]:
+        """Return the same gradients; those of rows with ascending indices, each once."""
+        ordered: list[np.ndarray | IndexedSlices] = []
+        for gradient in gradients:
+            if isinstance(gradient, IndexedSlices):
+                rows, values = merged(gradient.indices, gradient.values, "add", self.empty)
+                if rows is not gradient.indices:
+                    gradient = IndexedSlices(values, rows)
+            ordered.append(gradient)
+        return ordered
 
     async def assign(
         self,
@@ -365,9 +366,7 @@ class PsClient(PsRows):
         for spec, array in zip(plan.variables, arrays, strict=bool(arrays)):
             if isinstance(array, IndexedSlices):
                 check_exist(spec, array.indices[[0, -1]] if len(array.indices) else array.indices)
-        given = [
-            array if isinstance(array, IndexedSlices) else to_bytes_view(array) for array in arrays
-        ]
+        given = given_of(arrays)
         links = [self.links[request.ps] for request in plan.requests]
 
         def calls_of(sequences: Sequence[int]) -> list[Call[Pushed]]:
@@ -391,8 +390,7 @@ class PsClient(PsRows):
         locked: bool,
     ) -> Call[Pushed]:
         link = self.links[request.ps]
-        segments, rows = body_of(request, given) if given else ([], None)
-        nbytes = request.nbytes if rows is None else sum(map(size_of, segments))
+        segments, rows, nbytes = body_of(request, given) if given else ([], None, 0)
         spread = [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None
         call = ordinal << PART_BITS | request.part
 
@@ -402,8 +400,8 @@ class PsClient(PsRows):
 
         return Call(
             link, message, Pushed, "an update", segments,
-            bulk=bool(given) and nbytes > SMALL_BODY_BYTES,
-            set_ids=(request.set_id,) if given else (), locked=locked,
+            bulk=nbytes > SMALL_BODY_BYTES, set_ids=(request.set_id,) if given else (),
+            locked=locked,
         )  # fmt: skip
 
 

@@ -11,7 +11,10 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
 
 from psync.client.lanes import Lanes
 from psync.closures.membership import backoff
@@ -24,6 +27,7 @@ from psync.errors import (
 from psync.net.peer import Into, Peer, Received
 from psync.wire.codec import Message, check
 from psync.wire.frames import Segment
+from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
 
@@ -209,8 +213,37 @@ class PsLink(Lanes):
             peer.notify(message)
 
 
+@dataclass(slots=True, eq=False)
+class Body:
+    """Where the body of an answer belongs."""
+
+    lengths: tuple[int, ...]  # of the segments that are asked for
+    targets: list[memoryview]  # memory for those that are not empty
+    what: str  # has these lengths, for messages: "the shards"
+    got: tuple[int, ...] = ()  # lengths of what came
+
+    def place(self, _: Message, lengths: tuple[int, ...]) -> list[memoryview]:
+        """As ``Into``."""
+        self.got = lengths
+        if lengths == self.lengths:
+            return self.targets
+        return [to_bytes_view(np.empty(sum(lengths), np.uint8))]  # thrown away
+
+    def check(self, task: str) -> None:
+        """Check that it came.
+
+        Raises:
+            RemoteProtocolError: It has other sizes.
+        """
+        if self.got != self.lengths:
+            raise RemoteProtocolError(
+                f"{task} sent other sizes than {self.what} have: "
+                f"expected {sum(self.lengths)} bytes, got {sum(self.got)}"
+            )
+
+
 class Call(NamedTuple, Generic[M]):
-    """A request to a ps, for ``together``; the others are arguments of ``PsLink.ask``."""
+    """A request to a ps, for ``together``; other arguments of ``PsLink.ask`` as there."""
 
     link: PsLink
     build: Callable[[Peer], Message]
@@ -218,7 +251,7 @@ class Call(NamedTuple, Generic[M]):
     question: str  # for messages: "a pull"
     segments: Sequence[Segment] = ()
     bulk: bool = False
-    into: Into | None = None
+    body: Body | None = None  # of the answer; None: it is dropped, if there is one
     set_ids: Sequence[int] = ()
     locked: bool = False
 
@@ -227,7 +260,7 @@ async def together(calls: Sequence[Call[M]]) -> list[M]:
     """Make all calls at once and return the answers, in order.
 
     What ``calls.all_of`` is for coroutines, and without them: every pull and push comes through
-    here. A body goes where ``into`` says, or is dropped.
+    here.
 
     Raises:
         Exception: The first error, once all have ended.
@@ -239,13 +272,16 @@ async def together(calls: Sequence[Call[M]]) -> list[M]:
         answers.questions.append(
             call.link.ask(
                 call.build, call.segments, functools.partial(answers.note, position),
-                bulk=call.bulk, into=call.into, set_ids=call.set_ids, locked=call.locked,
+                bulk=call.bulk, into=None if call.body is None else call.body.place,
+                set_ids=call.set_ids, locked=call.locked,
             )
         )  # fmt: skip
-    return [
-        expect(received, call.kind, call.link.task, call.question)
-        for call, received in zip(calls, await answers.wait(), strict=True)
-    ]
+    messages = []
+    for call, received in zip(calls, await answers.wait(), strict=True):
+        messages.append(expect(received, call.kind, call.link.task, call.question))
+        if call.body is not None:
+            call.body.check(call.link.task)
+    return messages
 
 
 class Answers:

@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from psync.client.ps_link import Call, PsLink, always, together
+from psync.client.ps_link import Body, Call, PsLink, always, together
 from psync.client.pulled_steps import PulledSteps
-from psync.errors import GradientError, RemoteProtocolError
+from psync.errors import GradientError
 from psync.numerics.blocks import BlockPool, roomy
 from psync.numerics.scatter import distinct
 from psync.numerics.update_rule import slot_dtype
 from psync.specs import ShardSpec, VariableSpec, dtype_of
-from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.ps_messages import PullRows, RowsPulled
 from psync.wire.tensors import to_bytes_view
@@ -46,45 +45,6 @@ class Wanted(NamedTuple):
         if isinstance(rows, range):
             return (variable, index, len(rows), rows.start, rows.stop, rows.step)
         return (variable, index, len(rows), 0, 0, 0)
-
-
-class Body:
-    """Where the body of an answer belongs.
-
-    Args:
-        lengths: Of the segments that are asked for.
-        targets: Memory for those that are not empty.
-    """
-
-    __slots__ = ("_got", "_lengths", "_targets")
-
-    def __init__(self, lengths: tuple[int, ...], targets: list[memoryview]) -> None:
-        self._lengths = lengths
-        self._targets = targets
-        self._got: tuple[int, ...] = ()  # lengths of what came
-
-    def place(self, message: Message, lengths: tuple[int, ...]) -> list[memoryview]:
-        """As ``Into``."""
-        self._got = lengths
-        if lengths == self._lengths:
-            return self._targets
-        return [to_bytes_view(np.empty(sum(lengths), np.uint8))]  # thrown away
-
-    def check(
-        self, steps: Sequence[tuple[int, int]], seen: PulledSteps | None, who: str, what: str
-    ) -> None:
-        """Check that it is what was asked for, and note which steps it is of.
-
-        Raises:
-            RemoteProtocolError: It is something else.
-        """
-        if seen is not None:
-            seen.note(steps)
-        if self._got != self._lengths:
-            raise RemoteProtocolError(
-                f"{who} sent other sizes than the {what} have: "
-                f"expected {sum(self._lengths)} bytes, got {sum(self._got)}"
-            )
 
 
 class PsRows:
@@ -180,20 +140,20 @@ class PsRows:
         messages = _messages_of(wanted)
         if not messages:
             return
-        bodies, calls = [], []
+        calls = []
         for parts in messages:
             lengths = tuple([len(one.target) for one in parts])
-            body = Body(lengths, [one.target for one in parts if one.target])
+            body = Body(lengths, [one.target for one in parts if one.target], "the rows")
             numbers = [to_bytes_view(one.rows) for one in parts if isinstance(one.rows, np.ndarray)]
             message = PullRows([one.part for one in parts], optimizer, slot)
             bulk = max(sum(lengths), sum(map(len, numbers))) > SMALL_BODY_BYTES
             link = self.links[parts[0].shard.ps]
-            bodies.append(body)
             calls.append(
-                Call(link, always(message), RowsPulled, "a pull of rows", numbers, bulk, body.place)
+                Call(link, always(message), RowsPulled, "a pull of rows", numbers, bulk, body)
             )
-        for call, body, pulled in zip(calls, bodies, await together(calls), strict=True):
-            body.check(pulled.steps, seen, call.link.task, "rows")
+        for pulled in await together(calls):
+            if seen is not None:
+                seen.note(pulled.steps)
 
 
 def check_exist(spec: VariableSpec, rows: np.ndarray) -> None:

@@ -27,7 +27,7 @@ from psync.client.plans import (
     Request,
     Whole,
     body_of,
-    size_of,
+    given_of,
     whole_of,
 )
 from psync.client.prefetch import PulledAhead, Wanted
@@ -233,18 +233,8 @@ class SyncClient:
 
     def _parts(self, plan: Plan, gradients: Sequence[np.ndarray | IndexedSlices]) -> list[_Part]:
         """Return what goes to each ps."""
-        given = [
-            self._ps.in_order(gradient)
-            if isinstance(gradient, IndexedSlices)
-            else to_bytes_view(gradient)
-            for gradient in gradients
-        ]
-        parts = []
-        for request in plan.requests:
-            segments, rows = body_of(request, given)
-            nbytes = request.nbytes if rows is None else sum(map(size_of, segments))
-            parts.append(_Part(request, segments, rows, nbytes))
-        return parts
+        given = given_of(self._ps.in_order(gradients))
+        return [_Part(request, *body_of(request, given)) for request in plan.requests]
 
     async def _is_over(self, parts: Sequence[_Part], push: _Push) -> bool:
         """Ask ps 0, before many bytes travel, whether the push would be stale."""
