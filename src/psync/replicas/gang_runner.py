@@ -244,12 +244,11 @@ class GangRunner:
         """A replica is final."""
         run = self.runs[0]
         replica = run.replica_of(closure.id)
-        assert run.gang is not None, f"{closure} is of no gang that has begun"
         assert replica is not None, f"{closure} is of another gang"
         if closure.error is None:
-            actions = run.gang.finished(replica)
+            actions = run.begun.finished(replica)
         else:
-            actions = run.gang.failed(replica, closure.error)
+            actions = run.begun.failed(replica, closure.error)
         for arrival in run.arrivals[replica].values():
             arrival.answer.cancel()  # nobody waits there any more
         self._perform(run, actions)
@@ -280,18 +279,18 @@ class GangRunner:
         except asyncio.CancelledError:
             if answer.cancelled():
                 raise ClosureCancelled("the replica has ended") from None
-            assert run.gang is not None, "somebody has come to its collective"
             if not answer.done() and not run.closures[replica].is_final:
-                self._perform(run, run.gang.gave_up(replica))
+                self._perform(run, run.begun.gave_up(replica))
             raise
 
     def _perform(self, run: GangRun, actions: Sequence[GangAction]) -> None:
-        gang = run.gang
-        assert gang is not None, "a gang acts when it has begun"
+        gang = run.begun
         for action in actions:
             if isinstance(action, Merge):
+                brought = [arrived[action.number].payload for arrived in run.arrivals]
                 task = asyncio.get_running_loop().create_task(
-                    self._merge(run, action.number), context=run.context.copy()
+                    merge(run.strategy, brought, self._limits, main_by_name=self._main_by_name),
+                    context=run.context.copy(),
                 )
                 run.merges[action.number] = task
                 task.add_done_callback(functools.partial(self._merged, run, action.number))
@@ -320,26 +319,12 @@ class GangRunner:
         if gang.state is GangState.ENDED and self.runs and self.runs[0] is run:
             self._end(run, gang.error)
 
-    async def _merge(self, run: GangRun, number: int) -> None:
-        """Call the function of a collective, and let its result be answered."""
-        assert run.gang is not None, "a gang has begun whose replicas are all there"
-        try:
-            brought = [arrived[number].payload for arrived in run.arrivals]
-            run.replies[number] = await merge(
-                run.strategy, brought, self._limits, main_by_name=self._main_by_name
-            )
-        except BaseException:  # it was cancelled, or has cancelled itself
-            self._stopped_merging(run)
-            raise
-
-    def _merged(self, run: GangRun, number: int, task: asyncio.Task[None]) -> None:
-        """The function of a collective has ended; one that was cancelled perhaps never began."""
-        assert run.gang is not None, "a gang has begun whose replicas are all there"
-        if task.cancelled():
-            self._stopped_merging(run)
+    def _merged(self, run: GangRun, number: int, task: asyncio.Task[list[Reply]]) -> None:
+        """The function of a collective has ended, was cancelled, or has cancelled itself."""
         del run.merges[number]
-        self._perform(run, run.gang.merged(number))
-
-    def _stopped_merging(self, run: GangRun) -> None:
-        assert run.gang is not None, "a gang has begun whose replicas are all there"
-        self._perform(run, run.gang.cancel(ClosureCancelled("a merge function was stopped")))
+        if task.cancelled() or task.exception() is not None:
+            stopped = ClosureCancelled("a merge function was stopped")
+            self._perform(run, run.begun.cancel(stopped))
+        else:
+            run.replies[number] = task.result()
+        self._perform(run, run.begun.merged(number))

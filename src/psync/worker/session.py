@@ -336,8 +336,7 @@ class Session:
         )
         if closure.replica is not None:
             context.gang = GangMember(
-                *closure.replica, context, self.bulk.call, self._limits,
-                main_by_name=self._main_by_name,
+                *closure.replica, context, self.bulk.call, self._limits, self._main_by_name
             )  # fmt: skip
         began = closure.began = self._loop.time()
         try:
