@@ -14,6 +14,7 @@ the secret, and is newer than the one before, may attach it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -274,13 +275,10 @@ class WorkerTask:
             return
 
         async def end() -> None:
-            try:
+            async with contextlib.AsyncExitStack() as stack:
+                stack.push_async_callback(clients.close)
+                stack.push_async_callback(session.runtime.ps.close)
                 await session.close()
-            finally:
-                try:
-                    await session.runtime.ps.close()
-                finally:
-                    await clients.close()
 
         self._await_end(asyncio.get_running_loop().create_task(end()))
 
