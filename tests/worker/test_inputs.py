@@ -40,7 +40,7 @@ class World:
         self.calls: dict[int, ScheduledCall] = {}
         self.asked: Counter[str] = Counter()
         self.iterators = IteratorTable()
-        self.inputs = ClosureInputs(self.fetch, self.iterators, 1, threads=False)
+        self.inputs = ClosureInputs(self.fetch, self.iterators, 1, 0)
         self.answer: Message | None = None  # what comes instead
 
     async def fetch(self, message: Message) -> Received:

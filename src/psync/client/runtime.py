@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,39 +19,26 @@ from psync.client.pulled_steps import PulledSteps
 from psync.client.sync_client import SyncClient
 
 
+@dataclass(eq=False)
 class Runtime:
-    """One task's way to the ps tasks.
+    """One task's way to the ps tasks."""
 
-    Args:
-        ps: Links to all ps tasks.
-        origin: Token of the strategy whose variables it serves.
-        program: Token of the process whose optimizers it serves.
-        ensure_created: Creates what has been declared meanwhile; None: there is nothing to create.
-        find_iterator: Returns a worker's per-worker iterator by its uid; None on the coordinator.
-        in_session: Whether the program itself trains, outside of closures: a worker in a training
-            session.
-    """
-
-    def __init__(
-        self,
-        ps: PsClient,
-        origin: str,
-        program: str = "",
-        ensure_created: Callable[[], Awaitable[None]] | None = None,
-        find_iterator: Callable[[str], Iterator[Any] | None] | None = None,
-        *,
-        in_session: bool = False,
-    ) -> None:
-        self.ps = ps
-        self.origin = origin
-        self.program = program
-        self.find_iterator = find_iterator
-        self.in_session = in_session
-        self.steps: dict[int, int] = {}  # highest step known of each optimizer
-        self.rounds: dict[int, int] = {}  # done through each optimizer that has a staleness bound
-        self.ensure_created = ensure_created
-        self._pulled = PulledSteps()  # by code outside of closures
-        self._ordinals = itertools.count(1)
+    ps: PsClient
+    origin: str  # token of the strategy whose variables it serves
+    program: str = ""  # token of the process whose optimizers it serves
+    ensure_created: Callable[[], Awaitable[None]] | None = None
+    """Creates what has been declared meanwhile; None: there is nothing to create."""
+    find_iterator: Callable[[str], Iterator[Any] | None] | None = None
+    """Returns a worker's per-worker iterator by its uid; None on the coordinator."""
+    in_session: bool = field(default=False, kw_only=True)
+    """Whether the program itself trains, outside of closures: a worker in a training session."""
+    steps: dict[int, int] = field(default_factory=dict, init=False)
+    """Highest step known of each optimizer."""
+    rounds: dict[int, int] = field(default_factory=dict, init=False)
+    """Done through each optimizer that has a staleness bound."""
+    _pulled: PulledSteps = field(default_factory=PulledSteps, init=False)
+    """By code outside of closures."""
+    _ordinals: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
 
     @functools.cached_property
     def sync(self) -> SyncClient:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from psync.client.context import ClosureContext
@@ -22,7 +22,6 @@ from psync.wire.codec import Message
 from psync.wire.worker_messages import Arguments, FetchArguments, FetchFunction, Function
 from psync.worker.dataset_functions import InputContext
 from psync.worker.iterators import (
-    BATCHES_AHEAD,
     IteratorHandle,
     IteratorTable,
     WorkerIterator,
@@ -60,29 +59,16 @@ class LoadedStep:
     seconds: float = math.inf  # that its last run took
 
 
+@dataclass(slots=True, eq=False)
 class ClosureInputs:
-    """Fetches, unpickles and builds inputs for the closures of one session.
+    """Fetches, unpickles and builds inputs for the closures of one session."""
 
-    Args:
-        fetch: Sends a request to the coordinator and waits for the reply.
-        iterators: This worker's iterators; new ones are added.
-        worker_index: Of this worker.
-        threads: Whether datasets may load ahead in threads.
-    """
-
-    def __init__(
-        self,
-        fetch: Callable[[Message], Awaitable[Received]],
-        iterators: IteratorTable,
-        worker_index: int,
-        *,
-        threads: bool,
-    ) -> None:
-        self._fetch = fetch
-        self._iterators = iterators
-        self._worker_index = worker_index
-        self._ahead = BATCHES_AHEAD if threads else 0
-        self._steps: OrderedDict[bytes, LoadedStep] = OrderedDict()  # the last used at the end
+    fetch: Callable[[Message], Awaitable[Received]]  # a request to the coordinator
+    iterators: IteratorTable  # this worker's; new ones are added
+    worker_index: int
+    ahead: int  # batches that datasets load ahead in threads
+    steps: OrderedDict[bytes, LoadedStep] = field(default_factory=OrderedDict)
+    """The last used at the end."""
 
     async def step(self, key: bytes) -> LoadedStep:
         """Return the step function of that key.
@@ -92,15 +78,15 @@ class ClosureInputs:
 
         Cancellation: Safe.
         """
-        step = self._steps.get(key)
+        step = self.steps.get(key)
         if step is not None:
-            self._steps.move_to_end(key)
+            self.steps.move_to_end(key)
             return step
         handles: list[IteratorHandle] = []
         fn, name = await self._load(key, handles)
-        step = self._steps[key] = LoadedStep(fn, name, handles, is_coroutine_step(fn))
-        if len(self._steps) > MAX_STEPS:
-            self._steps.popitem(last=False)
+        step = self.steps[key] = LoadedStep(fn, name, handles, is_coroutine_step(fn))
+        if len(self.steps) > MAX_STEPS:
+            self.steps.popitem(last=False)
         return step
 
     async def arguments(
@@ -132,7 +118,7 @@ class ClosureInputs:
     async def _fetch_arguments(
         self, closure_id: int
     ) -> tuple[Sequence[memoryview], Sequence[int], int]:
-        received = await self._fetch(FetchArguments(closure_id))
+        received = await self.fetch(FetchArguments(closure_id))
         message = received.message
         if not isinstance(message, Arguments):
             raise RemoteProtocolError(
@@ -144,7 +130,7 @@ class ClosureInputs:
         self, key: bytes, handles: list[IteratorHandle]
     ) -> tuple[Callable[..., Any], str]:
         """Return a function and its name; iterators that it captured are added to ``handles``."""
-        received = await self._fetch(FetchFunction(key))
+        received = await self.fetch(FetchFunction(key))
         message = received.message
         if not isinstance(message, Function) or not received.segments:
             raise RemoteProtocolError(f"expected a function, got {type(message).__name__}")
@@ -157,7 +143,7 @@ class ClosureInputs:
 
     async def _prepare(self, handle: IteratorHandle) -> None:
         """Build a per-worker iterator where it is first needed, and wait for its next batch."""
-        iterator = self._iterators.get(handle.uid)
+        iterator = self.iterators.get(handle.uid)
         if iterator is None:
             try:
                 dataset_fn, _ = await self._load(handle.key, [])
@@ -165,15 +151,15 @@ class ClosureInputs:
                 error = ClosureInputError(f"a dataset could not be built: {exc.message}")
                 raise error from exc
             # A worker that was added after the dataset was made reads the share of another one.
-            share = self._worker_index % handle.num_pipelines
+            share = self.worker_index % handle.num_pipelines
             iterator = WorkerIterator(
                 dataset_fn,
                 InputContext(handle.num_pipelines, share, 1),
-                ahead=self._ahead,
-                position=handle.starts.get(self._worker_index, 0),
-                worker_index=self._worker_index,
+                ahead=self.ahead,
+                position=handle.starts.get(self.worker_index, 0),
+                worker_index=self.worker_index,
             )
-            self._iterators.add(handle.uid, iterator)
+            self.iterators.add(handle.uid, iterator)
         await iterator.ready()
 
 

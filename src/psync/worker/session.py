@@ -46,7 +46,7 @@ from psync.wire.worker_messages import (
     RunReplica,
 )
 from psync.worker.inputs import ClosureInputs, HeldClosure, LoadedStep
-from psync.worker.iterators import IteratorTable
+from psync.worker.iterators import BATCHES_AHEAD, IteratorTable
 from psync.worker.results import CANCELLED, ClosureEnd, ResultsToSend, failed
 from psync.worker.step_thread import StepThread
 
@@ -102,7 +102,7 @@ class Session:
         self.bulk = bulk
         self._iterators = iterators
         self._inputs = ClosureInputs(
-            self._fetch, iterators, attach.worker_index, threads=platform.threads
+            self._fetch, iterators, attach.worker_index, BATCHES_AHEAD if platform.threads else 0
         )
         self._thread = StepThread() if platform.threads else None
         self._limits = platform.limits
