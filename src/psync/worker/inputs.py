@@ -7,7 +7,6 @@ fetched when its turn has come. A per-worker iterator is built where it is first
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +28,7 @@ from psync.worker.iterators import (
 )
 
 MAX_STEPS = 256
-"""Loaded functions that a worker keeps; the one used longest ago goes first."""
+"""Loaded functions that a worker keeps; the one loaded longest ago goes first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,26 +66,21 @@ class ClosureInputs:
     iterators: IteratorTable  # this worker's; new ones are added
     worker_index: int
     ahead: int  # batches that datasets load ahead in threads
-    steps: OrderedDict[bytes, LoadedStep] = field(default_factory=OrderedDict)
-    """The last used at the end."""
+    steps: dict[bytes, LoadedStep] = field(default_factory=dict)  # by key, as they were loaded
 
-    async def step(self, key: bytes) -> LoadedStep:
-        """Return the step function of that key.
+    async def load(self, key: bytes) -> LoadedStep:
+        """Fetch the step function of that key, which is not among ``steps``.
 
         Raises:
             CaptureError: It cannot be loaded here.
 
         Cancellation: Safe.
         """
-        step = self.steps.get(key)
-        if step is not None:
-            self.steps.move_to_end(key)
-            return step
         handles: list[IteratorHandle] = []
         fn, name = await self._load(key, handles)
+        if len(self.steps) >= MAX_STEPS:
+            del self.steps[next(iter(self.steps))]
         step = self.steps[key] = LoadedStep(fn, name, handles, is_coroutine_step(fn))
-        if len(self.steps) > MAX_STEPS:
-            self.steps.popitem(last=False)
         return step
 
     async def arguments(

@@ -1,8 +1,7 @@
 """The session of a worker with one coordinator: runs closures, one after the other.
 
     coordinator → RunClosures, RunReplica, GiveBack, CancelClosures, ReleaseIterators, AskPosition
-    worker      → ClosureResults, GivenBack, FetchFunction, FetchArguments, ReachCollective,
-                  LeaveCluster, EndSession
+    worker      → ClosureResults, GivenBack, Fetch…, ReachCollective, LeaveCluster, EndSession
 
 A closure is queued here until its turn; from its turn on it is running, and its end is
 reported, whatever it is, once the updates that it began have ended too. A session ends with its
@@ -356,7 +355,9 @@ class Session:
         """Run a closure to its end; whatever user code raises is one."""
         name = "the step"
         try:
-            step = await self._inputs.step(closure.key)
+            step = self._inputs.steps.get(closure.key)
+            if step is None:
+                step = await self._inputs.load(closure.key)
             name = closure.name = step.name
             args: tuple[Any, ...] = ()
             kwargs: dict[str, Any] = {}
