@@ -13,7 +13,7 @@ import pytest
 from inside import endpoint_of, handlers_of, work_of
 from ps_cluster import CHIEF, OTHER, PsCluster, hold, pull, until
 from psync.client import ps_link
-from psync.client.ps_link import Answers, Question, always, expect
+from psync.client.ps_link import Answers, Call, Question, always, expect, together
 from psync.errors import (
     AuthenticationError,
     ClosedError,
@@ -28,7 +28,7 @@ from psync.net.secret import Secret
 from psync.ps_task import PsTask
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Done, Statistics
-from psync.wire.ps_messages import Pull
+from psync.wire.ps_messages import Pull, Pulled
 
 pytestmark = pytest.mark.asyncio
 
@@ -147,10 +147,12 @@ class TestLost:
                 made.append(peer)
                 return Pull("one", None, -1, "")  # type: ignore[arg-type]
 
-            with pytest.raises(LocalProtocolError, match=r"wrong: Pull\.\w+: expected int, got 'o"):
-                await link.call(wrong)
-            assert len(made) == 1
-            await link.call(lambda _: AskStatistics())  # the next one has a new connection
+            for send in (link.call(wrong), together([Call(link, wrong, Pulled, "a pull")])):
+                with pytest.raises(LocalProtocolError, match=r"Pull\.\w+: expected int, got 'o"):
+                    await send
+                assert len(made) == 1
+                await link.call(lambda _: AskStatistics())  # the next one has a new connection
+                made.clear()
 
     @pytest.mark.virtual_time
     async def test_one_that_comes_back_in_time_goes_on(self) -> None:
