@@ -29,7 +29,6 @@ from psync.sync.ps_sync import PsSync
 from psync.sync.staleness_service import ClockService
 from psync.testing.sabotage import Failpoints, failpoints_of
 from psync.wire.codec import Message
-from psync.worker.iterators import WorkerIterator
 
 
 def in_update_context() -> bool:
@@ -70,13 +69,6 @@ def pushes_of(client: PsClient) -> set[asyncio.Future[Any]]:
 
 def pool_of(owner: Any) -> BlockPool:
     return owner._pool
-
-
-def has_ended(iterator: WorkerIterator, timeout_s: float) -> bool:
-    """Whether the thread in which a dataset's code runs has ended, or ends in time."""
-    if iterator._thread is not None:
-        iterator._thread.join(timeout_s)
-    return iterator._thread is None or not iterator._thread.is_alive()
 
 
 # Of a ps task.

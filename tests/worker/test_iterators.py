@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from inside import has_ended
 from psync.client.context import ClosureContext, forbid_in_dataset, get_worker_index, inside
 from psync.client.runtime import Runtime
 from psync.errors import ClosedError, ClosureInputError, EndOfData, UsageError
@@ -21,6 +20,13 @@ from psync.worker.dataset_functions import InputContext
 from psync.worker.iterators import IteratorHandle, IteratorTable, WorkerIterator, arriving
 
 ONE = InputContext()
+
+
+def has_ended(iterator: WorkerIterator, timeout_s: float) -> bool:
+    """Whether the thread in which a dataset's code runs has ended, or ends in time."""
+    if iterator.thread is not None:
+        iterator.thread.join(timeout_s)
+    return iterator.thread is None or not iterator.thread.is_alive()
 
 
 @pytest.fixture

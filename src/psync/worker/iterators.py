@@ -73,12 +73,12 @@ class WorkerIterator:
         self._end_traceback: TracebackType | None = None
         self._closed = False
         self._waiters: list[asyncio.Future[None]] = []  # of `ready`
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None  # in which dataset code runs
         if ahead > 0:
-            self._thread = threading.Thread(
+            self.thread = threading.Thread(
                 target=self._run, name=f"psync dataset {self.name}", daemon=True
             )
-            self._thread.start()
+            self.thread.start()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._end is None else "ended"
@@ -111,7 +111,7 @@ class WorkerIterator:
                     return self._batches.popleft()
                 if self._end is not None:
                     raise self._error(self._end)
-                if self._thread is None:
+                if self.thread is None:
                     self._load()
                 else:
                     self._changed.wait()
@@ -125,7 +125,7 @@ class WorkerIterator:
 
         Cancellation: safe; no batch is lost.
         """
-        if self._thread is None:
+        if self.thread is None:
             with self._changed:
                 if not self._is_settled():
                     self._load()
@@ -211,7 +211,7 @@ class WorkerIterator:
             self._end_traceback = end.__traceback__ if end is not None else None
             self._build_error = None if built else end
             self._wake()
-        if end is not None and self._thread is None:
+        if end is not None and self.thread is None:
             self._close_source()
 
     def _wake(self) -> None:
@@ -235,7 +235,7 @@ class WorkerIterator:
             self._closed = True
             self._batches.clear()
             self._wake()
-        if self._thread is None:
+        if self.thread is None:
             self._close_source()
 
     def _close_source(self) -> None:
