@@ -324,8 +324,8 @@ class TestWhatGoesWrong:
         [
             (StagePush, "a part of a push"),
             (Contribute, "a push"),
-            (AskStep, "a question for the step"),
-            (InitTokens, "initial tokens"),
+            (AskStep, "AskStep"),
+            (InitTokens, "InitTokens"),
         ],
     )
     async def test_an_answer_of_another_kind(self, kind: type[Message], question: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from psync.client.numbers import Numbers
 from psync.client.ps_client import PART_BITS, PsClient
-from psync.client.ps_link import Call, expect
+from psync.client.ps_link import Call, ask, expect
 from psync.net.peer import Received
 from psync.wire.accumulator_messages import (
     AccumulatorState,
@@ -143,17 +143,14 @@ class AccumulatorClient:
     async def state(self, place: Place) -> AccumulatorState:
         """Return how far an accumulator is. Cancellation: safe."""
         await self._define(place)
-        message = AskAccumulator(place.definition.name)
-        link = self._ps.links[place.ps]
-        received = await link.call(lambda peer: message)
-        return expect(received, AccumulatorState, link.task, "a question for an accumulator")
+        question = AskAccumulator(place.definition.name)
+        state, _ = await ask(self._ps.links[place.ps], question, AccumulatorState)
+        return state
 
     async def _define(self, place: Place) -> None:
         known = self._known.setdefault(place.definition.name, _Known())
         if not known.defined:
-            link = self._ps.links[place.ps]
-            received = await link.call(lambda peer: place.definition)
-            expect(received, Done, link.task, "the definition of an accumulator")
+            await ask(self._ps.links[place.ps], place.definition, Done)
             known.defined = True
 
     async def _update(

@@ -348,6 +348,25 @@ def expect(received: Received, kind: type[M], who: str, question: str) -> M:
     return message
 
 
+async def ask(
+    link: PsLink, message: Message, kind: type[M], segments: Sequence[Segment] = (), **lane: bool
+) -> tuple[M, Sequence[memoryview]]:
+    """Return the answer of a ps, which is of one kind, and what came with it.
+
+    Args:
+        link: To the ps.
+        message: The request; it may be repeated.
+        kind: The kind of message that is expected.
+        segments: As for ``PsLink.call``, like ``lane``, and what it raises.
+        lane: Over which connection.
+
+    Raises:
+        RemoteProtocolError: It answers something else.
+    """
+    received = await link.call(always(message), segments, **lane)  # type: ignore[arg-type]
+    return expect(received, kind, link.task, type(message).__name__), received.segments
+
+
 async def _tell(
     then: Callable[[Received | Exception], None], call: Callable[[], Awaitable[Received]]
 ) -> None:

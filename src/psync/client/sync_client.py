@@ -32,7 +32,7 @@ from psync.client.plans import (
 )
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.ps_client import PsClient, members_for
-from psync.client.ps_link import Call, expect
+from psync.client.ps_link import Call, ask, expect
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.peer import Peer
 from psync.numerics.blocks import BlockPool
@@ -49,8 +49,6 @@ from psync.wire.sync_messages import (
     SyncStep,
 )
 from psync.wire.tensors import to_bytes_view
-
-PS_0 = "/job:ps/task:0"
 
 ASK_FROM_SMALLS = 16
 """More than so many small bodies, 1 MiB, are not sent before ps 0 has been asked whether they would
@@ -185,7 +183,7 @@ class SyncClient:
             )
 
         self._deciding.add(group)
-        answer = expect(received, Contributed, PS_0, "a push")
+        answer = expect(received, Contributed, self._ps.links[0].task, "a push")
         known.token = answer.token
         if ahead is not None:
             ahead.put(wanted, group, answer.token)
@@ -208,9 +206,10 @@ class SyncClient:
 
         Cancellation: Safe; they may have been put.
         """
-        received = await self._ps.links[0].call(lambda peer: InitTokens(group, config, count))
+        tokens = InitTokens(group, config, count)
+        present, _ = await ask(self._ps.links[0], tokens, SyncStep)
         self._deciding.add(group)
-        return expect(received, SyncStep, PS_0, "initial tokens").step
+        return present.step
 
     async def _stage_large(
         self,
@@ -245,8 +244,7 @@ class SyncClient:
         """Ask ps 0, before many bytes travel, whether the push would be stale."""
         if sum(part.nbytes for part in parts) <= ASK_FROM_SMALLS * SMALL_BODY_BYTES:
             return False
-        received = await self._ps.links[0].call(lambda peer: AskStep(push.group))
-        present = expect(received, SyncStep, PS_0, "a question for the step")
+        present, _ = await ask(self._ps.links[0], AskStep(push.group), SyncStep)
         return (push.local_step if push.local_step >= 0 else present.first) < present.step
 
     async def _stage(self, parts: Sequence[_Part], push: _Push) -> None:
