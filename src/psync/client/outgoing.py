@@ -17,9 +17,9 @@ repetition from memory.
     dies, or is lost                    what follows
     a connection, a message, an answer  ``PsLink`` sends the message again, under the same number
     a ps that has a backup              the link waits for the failover, then sends it to that
-    a ps, before a rollback             the link waits; all messages of the delivery are sent again
+    a ps, before a rollback             the link waits; all messages of an update are sent again
                                         under the same numbers, also those that were answered: what
-                                        one ps has undone no other may keep
+                                        one ps has undone no other may keep. A worker's session ends
     a ps, for good                      ParameterServerLost to the caller, when all messages have
                                         ended; those to other ps tasks may have been served
     the caller (cancelled)              shielded: it goes on, its error is logged; ``drain`` waits
