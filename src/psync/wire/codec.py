@@ -16,7 +16,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
@@ -25,7 +25,7 @@ import msgpack
 from psync.errors import LocalProtocolError, RemoteProtocolError
 
 Check = Callable[[Any], bool]
-M = TypeVar("M", bound="type[Message]")
+M = TypeVar("M", bound="Message")
 
 MAX_ARRAY_ITEMS = 65_536
 
@@ -47,7 +47,7 @@ _packer = msgpack.Packer()  # one for all: it runs no Python code between its st
 class Message:
     """Base of all messages."""
 
-    __slots__ = ()
+    __slots__: tuple[str, ...] = ()
     code: ClassVar[int]
 
 
@@ -73,12 +73,14 @@ _HEADER_OF: dict[type[Message], bytes] = {}  # of classes without fields
 _BY_HEADER: dict[bytes, Message] = {}  # the same, the other way round
 
 
-def message(code: int) -> Callable[[M], M]:
-    """Class decorator: register a dataclass as a message under ``code``, from 1."""
+@typing.dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def message(code: int) -> Callable[[type[M]], type[M]]:
+    """Class decorator: make a frozen dataclass, a message under ``code``, from 1."""
 
-    def register(cls: M) -> M:
+    def register(made: type[M]) -> type[M]:
         if code in _BY_CODE:
             raise TypeError(f"message code {code} is taken by {_BY_CODE[code].cls.__name__}")
+        cls = dataclass(frozen=True, slots=True)(made)
         cls.code = code
         form = _BY_CODE[code] = _BY_CLASS[cls] = _Form(cls)
         if not form.names:

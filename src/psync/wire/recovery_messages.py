@@ -7,7 +7,6 @@ docs/design.md, "A save" and "Recovery".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from psync.wire.codec import Message, message
@@ -16,7 +15,6 @@ from psync.wire.codec import Message, message
 
 
 @message(74)
-@dataclass(frozen=True, slots=True)
 class Gate(Message):
     """Begin no update that has not been begun, and close no step; answered by Gated."""
 
@@ -24,7 +22,6 @@ class Gate(Message):
 
 
 @message(75)
-@dataclass(frozen=True, slots=True)
 class Gated(Message):
     """No step is being closed here, and these messages belong to updates that have begun here."""
 
@@ -33,7 +30,6 @@ class Gated(Message):
 
 
 @message(76)
-@dataclass(frozen=True, slots=True)
 class Admit(Message):
     """Let these messages through the gate; answered by Done once all of them are settled."""
 
@@ -42,7 +38,6 @@ class Admit(Message):
 
 
 @message(77)
-@dataclass(frozen=True, slots=True)
 class Freeze(Message):
     """Hold the present contents until DropFrozen; answered by Frozen."""
 
@@ -50,7 +45,6 @@ class Freeze(Message):
 
 
 @message(78)
-@dataclass(frozen=True, slots=True)
 class Frozen(Message):
     """Segment: the state of the snapshot."""
 
@@ -59,7 +53,6 @@ class Frozen(Message):
 
 
 @message(79)
-@dataclass(frozen=True, slots=True)
 class OpenGate(Message):
     """Go on with updates; answered by Done, also if there is no such gate."""
 
@@ -67,7 +60,6 @@ class OpenGate(Message):
 
 
 @message(84)
-@dataclass(frozen=True, slots=True)
 class DropFrozen(Message):
     """Hold the contents no longer; answered by Done, also if they are not held."""
 
@@ -75,7 +67,6 @@ class DropFrozen(Message):
 
 
 @message(85)
-@dataclass(frozen=True, slots=True)
 class AskShared(Message):
     """Is there a file of this path with this text? Answered by Shared."""
 
@@ -84,7 +75,6 @@ class AskShared(Message):
 
 
 @message(86)
-@dataclass(frozen=True, slots=True)
 class Shared(Message):
     """Whether there is."""
 
@@ -92,7 +82,6 @@ class Shared(Message):
 
 
 @message(87)
-@dataclass(frozen=True, slots=True)
 class WriteFrozen(Message):
     """Write items of a snapshot to a new file. Answered by Written.
 
@@ -104,7 +93,6 @@ class WriteFrozen(Message):
 
 
 @message(88)
-@dataclass(frozen=True, slots=True)
 class Written(Message):
     """The file is on the disk. Segment: a JSON list of [first byte, bytes, crc32], one an item."""
 
@@ -112,7 +100,6 @@ class Written(Message):
 
 
 @message(89)
-@dataclass(frozen=True, slots=True)
 class ReadFrozen(Message):
     """Bytes of an item of a snapshot; answered by FrozenBytes."""
 
@@ -123,7 +110,6 @@ class ReadFrozen(Message):
 
 
 @message(92)
-@dataclass(frozen=True, slots=True)
 class FrozenBytes(Message):
     """Segment: the bytes."""
 
@@ -132,7 +118,6 @@ class FrozenBytes(Message):
 
 
 @message(93)
-@dataclass(frozen=True, slots=True)
 class PrepareSnapshot(Message):
     """Make ready to hold another snapshot; what is held now stays. Answered by Done when ready.
 
@@ -145,7 +130,6 @@ class PrepareSnapshot(Message):
 
 
 @message(94)
-@dataclass(frozen=True, slots=True)
 class FillSnapshot(Message):
     """Bytes of an item of the snapshot that is being prepared; answered by Done. Segment: they."""
 
@@ -155,7 +139,6 @@ class FillSnapshot(Message):
 
 
 @message(95)
-@dataclass(frozen=True, slots=True)
 class RestoreSnapshot(Message):
     """Hold the prepared snapshot from now on, under a new timeline; answered by Done.
 
@@ -171,7 +154,6 @@ class RestoreSnapshot(Message):
 
 
 @message(97)
-@dataclass(frozen=True, slots=True)
 class BackUp(Message):
     """Coordinator → ps: have a backup in the process of another ps; answered by Done.
 
@@ -186,7 +168,6 @@ class BackUp(Message):
 
 
 @message(98)
-@dataclass(frozen=True, slots=True)
 class BeginBackup(Message):
     """Ps → the process of its backup: a snapshot of me comes; answered by Done. Segment: its state.
 
@@ -204,7 +185,6 @@ class BeginBackup(Message):
 
 
 @message(99)
-@dataclass(frozen=True, slots=True)
 class FillBackup(Message):
     """Bytes of an item of such a snapshot; answered by Done. Segment: they."""
 
@@ -215,7 +195,6 @@ class FillBackup(Message):
 
 
 @message(102)
-@dataclass(frozen=True, slots=True)
 class LogEntries(Message):
     """What a ps is about to do, in order; answered by LogTaken. Segments: those of all entries.
 
@@ -229,7 +208,6 @@ class LogEntries(Message):
 
 
 @message(103)
-@dataclass(frozen=True, slots=True)
 class LogTaken(Message):
     """The backup has all entries up to this one, and will do them in order."""
 
@@ -237,7 +215,6 @@ class LogTaken(Message):
 
 
 @message(104)
-@dataclass(frozen=True, slots=True)
 class Promote(Message):
     """Coordinator → the process of a backup: let it serve. Answered by Promoted."""
 
@@ -248,7 +225,6 @@ class Promote(Message):
 
 
 @message(114)
-@dataclass(frozen=True, slots=True)
 class Promoted(Message):
     """It serves."""
 
@@ -259,7 +235,6 @@ class Promoted(Message):
 
 
 @message(31)
-@dataclass(frozen=True, slots=True)
 class CountPush(Message):
     """A push counts. Segments: what came along with it, if anything did.
 
@@ -283,7 +258,6 @@ class CountPush(Message):
 
 
 @message(96)
-@dataclass(frozen=True, slots=True)
 class SetSteps(Message):
     """How far each group is, of a snapshot that comes with a log."""
 
@@ -295,7 +269,6 @@ class SetSteps(Message):
 
 
 @message(121)
-@dataclass(frozen=True, slots=True)
 class EndTakes(Message):
     """No request of this client waits for these takes: those that wait wait no longer."""
 
@@ -303,7 +276,6 @@ class EndTakes(Message):
 
 
 @message(122)
-@dataclass(frozen=True, slots=True)
 class HoldGradients(Message):
     """What is in an accumulator, of a snapshot that comes with a log.
 
@@ -321,7 +293,6 @@ class HoldGradients(Message):
 
 
 @message(123)
-@dataclass(frozen=True, slots=True)
 class KeepAnswers(Message):
     """What was answered of accumulators and may be asked again, likewise.
 
@@ -339,7 +310,6 @@ class KeepAnswers(Message):
 
 
 @message(112)
-@dataclass(frozen=True, slots=True)
 class LeaveCluster(Message):
     """Worker → coordinator: send nothing more; answered by Done, after which nothing more comes.
 
@@ -350,7 +320,6 @@ class LeaveCluster(Message):
 
 
 @message(113)
-@dataclass(frozen=True, slots=True)
 class EndSession(Message):
     """Worker → coordinator: this session ends; answered by Done, once all before it is heard.
 
@@ -365,7 +334,6 @@ class EndSession(Message):
 
 
 @message(108)
-@dataclass(frozen=True, slots=True)
 class GrantCoordinator(Message):
     """Under which incarnation may I be the coordinator? Answered by CoordinatorGranted.
 
@@ -377,7 +345,6 @@ class GrantCoordinator(Message):
 
 
 @message(109)
-@dataclass(frozen=True, slots=True)
 class CoordinatorGranted(Message):
     """See GrantCoordinator."""
 
@@ -385,7 +352,6 @@ class CoordinatorGranted(Message):
 
 
 @message(6)
-@dataclass(frozen=True, slots=True)
 class AskServed(Message):
     """Which ps tasks are served in this process? Answered by ServedHere.
 
@@ -394,7 +360,6 @@ class AskServed(Message):
 
 
 @message(7)
-@dataclass(frozen=True, slots=True)
 class ServedHere(Message):
     """See AskServed, and ``locate_ps``."""
 
@@ -404,7 +369,6 @@ class ServedHere(Message):
 
 
 @message(14)
-@dataclass(frozen=True, slots=True)
 class EndFormer(Message):
     """All ps tasks are attached: end what earlier coordinators have left in this process.
 
@@ -413,19 +377,16 @@ class EndFormer(Message):
 
 
 @message(110)
-@dataclass(frozen=True, slots=True)
 class DescribeShards(Message):
     """What do you hold of earlier programs that nobody has adopted? Answered by ShardsDescribed."""
 
 
 @message(111)
-@dataclass(frozen=True, slots=True)
 class ShardsDescribed(Message):
     """Segment: ``reattach.Holding`` as JSON."""
 
 
 @message(120)
-@dataclass(frozen=True, slots=True)
 class AdoptShards(Message):
     """Let the present program have what an earlier one has left; idempotent. Answered by Done.
 
