@@ -162,8 +162,8 @@ class FrameDecoder:
         self._discard = 0  # bytes of a body still to be thrown away
         self._error: Exception | None = None  # set once broken
 
-    def get_buffer(self) -> memoryview:
-        """Return memory for the next bytes of the stream; never empty."""
+    def get_buffer(self, sizehint: int = -1) -> memoryview:
+        """Return memory for the next bytes of the stream, however many; never empty."""
         if self._targets:
             return self._targets[self._target][self._filled :]
         if self._discard:
