@@ -48,9 +48,11 @@ Then = Callable[[Received | Exception], None]
 class Call:
     """A request of ours that is not answered yet."""
 
-    __slots__ = ("into", "reply", "then")
+    __slots__ = ("buffers", "into", "number", "reply", "then")
 
-    def __init__(self, then: Then, into: Into | None) -> None:
+    def __init__(self, number: int, buffers: list[Buffer], then: Then, into: Into | None) -> None:
+        self.number = number
+        self.buffers = buffers
         self.then = then  # told what becomes of it
         self.into = into  # where the reply's body belongs, or None: anywhere
         self.reply: Message | None = None  # decoded before its body is there
@@ -149,26 +151,26 @@ class Peer:
         Cancellation: The peer is told and memory given by ``into`` is not written any more.
         """
         future: asyncio.Future[Received] = self._loop.create_future()
-        give_up = self.ask(message, segments, functools.partial(_settle, future), into)
+        call = self._ask(message, segments, functools.partial(_settle, future), into)
         timer: asyncio.TimerHandle | None = None
         if deadline is not None:
             seconds = deadline - self._loop.time()
-
-            def expire() -> None:
-                give_up()
-                limit = f"{round(max(0.0, seconds), 3):g} s"
-                what = f"{self.task} did not answer {type(message).__name__} within {limit}"
-                fail(future, DeadlineExceeded(what))
-
-            timer = self._loop.call_at(deadline, expire)
+            timer = self._loop.call_at(deadline, self._expire, call, message, seconds)
         if at_once:
             self.connection.flush()
         try:
             return await future
         finally:
-            give_up()
+            if call.number in self._calls:
+                self._give_up(call)
             if timer is not None:
                 timer.cancel()
+
+    def _expire(self, call: Call, message: Message, seconds: float) -> None:
+        self._give_up(call)
+        limit = f"{round(max(0.0, seconds), 3):g} s"
+        what = f"{self.task} did not answer {type(message).__name__} within {limit}"
+        call.then(DeadlineExceeded(what))
 
     def ask(
         self,
@@ -192,18 +194,24 @@ class Peer:
         Raises:
             ConnectionLost, LocalProtocolError: As ``call``: nothing was sent.
         """
-        self._check_open()
-        request_id, self._next_id = self._next_id, self._next_id + 1
-        buffers = self.connection.send_message(_REQUEST, request_id, message, segments)
-        call = self._calls[request_id] = Call(then, into)
-        return functools.partial(self._give_up, request_id, call, buffers)
+        return functools.partial(self._give_up, self._ask(message, segments, then, into))
 
-    def _give_up(self, request_id: int, call: Call, buffers: list[Buffer]) -> None:
+    def _ask(
+        self, message: Message, segments: Sequence[Segment], then: Then, into: Into | None
+    ) -> Call:
+        self._check_open()
+        number = self._next_id
+        buffers = self.connection.send_message(_REQUEST, number, message, segments)
+        self._next_id = number + 1
+        call = self._calls[number] = Call(number, buffers, then, into)
+        return call
+
+    def _give_up(self, call: Call) -> None:
         """Nobody wants an answer any more; nothing if it is there."""
-        if self._calls.pop(request_id, None) is not None:
+        if self._calls.pop(call.number, None) is not None:
             self._redirect(call)
-            if not self.connection.withdraw(buffers):
-                self.connection.send_message(_CANCEL, request_id)
+            if not self.connection.withdraw(call.buffers):
+                self.connection.send_message(_CANCEL, call.number)
 
     def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Send a message that has no reply; lost without a word if the connection is gone.
