@@ -13,18 +13,21 @@ import re
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
 
 from psync.cluster import ClusterSpec
 from psync.cluster_roles import validate_for_training, with_chief
 from psync.errors import ConfigurationError
+
+T = TypeVar("T")
 
 
 class ClusterResolver(ABC):
     """What every resolver answers: the cluster, and this process's place in it.
 
     A subclass defines ``cluster_spec``, and ``task_type`` and ``task_id`` unless they are assigned.
-    Answers may change from call to call.
+    Answers may change from call to call. What was given or assigned wins over what the source says.
 
     Source: TensorFlow ``tf.distribute.cluster_resolver.ClusterResolver``. psync computes where the
     user's array library does, so resolvers look for no accelerators.
@@ -36,15 +39,21 @@ class ClusterResolver(ABC):
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
+    _environment: str | None = None
+    _num_accelerators: Mapping[str, int] = MappingProxyType({})
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
         """Return the jobs and addresses of the cluster as they are known now."""
 
+    def _said(self, answer: str) -> Any:
+        """Return what the source says of one of the properties below; None: nothing."""
+        return None
+
     @property
     def task_type(self) -> str | None:
         """Job of this process; None if it is not one of the tasks. May be assigned."""
-        return self._task_type
+        return self._said("task_type") if self._task_type is None else self._task_type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -53,7 +62,7 @@ class ClusterResolver(ABC):
     @property
     def task_id(self) -> int | None:
         """Index of this process in its job; None if it is not one of the tasks. May be assigned."""
-        return self._task_id
+        return self._said("task_id") if self._task_id is None else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -62,7 +71,7 @@ class ClusterResolver(ABC):
     @property
     def rpc_layer(self) -> str | None:
         """What ``master`` puts before an address, as in ``grpc://host:port``. May be assigned."""
-        return self._rpc_layer
+        return self._said("rpc_layer") if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
@@ -97,13 +106,14 @@ class ClusterResolver(ABC):
     @property
     def environment(self) -> str:
         """What the launcher calls the surroundings (``cloud``), or an empty string."""
-        return ""
+        known = self._said("environment") if self._environment is None else self._environment
+        return known or ""
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
         """Return the number of accelerators by kind: none, unless the resolver was told."""
-        return {}
+        return dict(self._num_accelerators)
 
 
 def _url(address: str, rpc_layer: str | None) -> str:
@@ -193,17 +203,6 @@ class SimpleClusterResolver(ClusterResolver):
             address = self._cluster_spec.task_address(task_type, task_id)
         return _url(address, rpc_layer or self.rpc_layer)
 
-    @property
-    def environment(self) -> str:
-        """What the constructor was given."""
-        return self._environment
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None
-    ) -> dict[str, int]:
-        """Return a copy of what the constructor was given."""
-        return dict(self._num_accelerators)
-
 
 class TFConfigClusterResolver(ClusterResolver):
     """The cluster that the environment variable ``TF_CONFIG`` describes.
@@ -249,7 +248,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the cluster of ``TF_CONFIG``, evaluators included; empty if it has none."""
-        cluster = _object_in(self._config(), "cluster")
+        cluster = _in(self._config(), "cluster", dict, "an object") or {}
         try:
             return with_chief(ClusterSpec(cluster))
         except ConfigurationError as exc:
@@ -260,41 +259,19 @@ class TFConfigClusterResolver(ClusterResolver):
     @property
     def task_type(self) -> str | None:
         """Job of this process; None if nothing tells it. May be assigned."""
-        kind = self._task_type
-        if kind is None:
-            kind = _task_type_in(_object_in(self._config(), "task"))
+        kind = super().task_type
         return "chief" if kind == "master" else kind
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
         self._task_type = task_type
 
-    @property
-    def task_id(self) -> int | None:
-        """Index of this process in its job; None if nothing tells it. May be assigned."""
-        if self._task_id is not None:
-            return self._task_id
-        return _task_index_in(_object_in(self._config(), "task"))
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """What ``master`` puts before an address. May be assigned."""
-        return self._rpc_layer or _text_in(self._config(), "rpc_layer")
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
-
-    @property
-    def environment(self) -> str:
-        """What the launcher calls the surroundings (``cloud``), or an empty string."""
-        if self._environment is not None:
-            return self._environment
-        return _text_in(self._config(), "environment") or ""
+    def _said(self, answer: str) -> Any:
+        config = self._config()
+        if answer in ("rpc_layer", "environment"):
+            return _in(config, answer, str, "text")
+        task = _in(config, "task", dict, "an object") or {}
+        return _task_type_in(task) if answer == "task_type" else _task_index_in(task)
 
     def master(
         self,
@@ -310,7 +287,7 @@ class TFConfigClusterResolver(ClusterResolver):
         Raises:
             ConfigurationError: If the cluster has no such task.
         """
-        session_master = _text_in(self._config(), "session_master")
+        session_master = _in(self._config(), "session_master", str, "text")
         if session_master is not None:
             return session_master
         spec = self.cluster_spec()
@@ -337,19 +314,12 @@ class TFConfigClusterResolver(ClusterResolver):
         return config
 
 
-def _object_in(config: dict[str, Any], field: str) -> dict[str, Any]:
-    value = config.get(field)
-    if value is not None and not isinstance(value, dict):
+def _in(config: dict[str, Any], field: str, kind: type[T], expected: str) -> T | None:
+    value = config.get(field.rpartition(".")[2])
+    if value is not None and not isinstance(value, kind):
         raise ConfigurationError(
-            f"TF_CONFIG: {field}: expected an object, got {reprlib.repr(value)}"
+            f"TF_CONFIG: {field}: expected {expected}, got {reprlib.repr(value)}"
         )
-    return value or {}
-
-
-def _text_in(config: dict[str, Any], field: str) -> str | None:
-    value = config.get(field)
-    if value is not None and not isinstance(value, str):
-        raise ConfigurationError(f"TF_CONFIG: {field}: expected text, got {reprlib.repr(value)}")
     return value
 
 
@@ -357,9 +327,7 @@ def _task_type_in(task: dict[str, Any]) -> str | None:
     value = task.get("type")
     if type(value) is int:  # TensorFlow takes it; the check of the cluster says what is wrong
         return str(value)
-    if value is not None and not isinstance(value, str):
-        raise ConfigurationError(f"TF_CONFIG: task.type: expected text, got {reprlib.repr(value)}")
-    return value
+    return _in(task, "task.type", str, "text")
 
 
 def _task_index_in(task: dict[str, Any]) -> int | None:

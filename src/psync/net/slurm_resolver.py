@@ -90,10 +90,11 @@ class SlurmClusterResolver(ClusterResolver):
         self._cluster_spec = _cluster(jobs, [f"{node}:{port_base + n}" for node, n in places])
         self._task_type, self._task_id = _task_of(rank, jobs)
         self._rpc_layer = rpc_layer
-        self._gpus = _gpus(gpus_per_node, gpus_per_task, max(nodes.values()))
-        if auto_set_gpu and self._gpus:
-            first = places[rank][1] * self._gpus
-            numbers = range(first, first + self._gpus)
+        gpus = _gpus(gpus_per_node, gpus_per_task, max(nodes.values()))
+        self._num_accelerators = {"GPU": gpus} if gpus else {}
+        if auto_set_gpu and gpus:
+            first = places[rank][1] * gpus
+            numbers = range(first, first + gpus)
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
 
     def cluster_spec(self) -> ClusterSpec:
@@ -103,12 +104,6 @@ class SlurmClusterResolver(ClusterResolver):
     def get_task_info(self) -> tuple[str | None, int | None]:
         """Return (task type, task index) of this process."""
         return self.task_type, self.task_id
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None
-    ) -> dict[str, int]:
-        """Return the number of GPUs of each task, if the constructor was told of some."""
-        return {"GPU": self._gpus} if self._gpus else {}
 
 
 def expand_hostlist(text: str) -> list[str]:
