@@ -29,7 +29,6 @@ def certs() -> None:
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("certs"),
-    show_default=True,
     help="Folder of the files, which must not be there yet.",
 )
 @click.option(
@@ -43,7 +42,6 @@ def certs() -> None:
     "--days",
     type=click.IntRange(min=1, max=MAX_DAYS),
     default=365,
-    show_default=True,
     help="How long they are valid.",
 )
 def new(out: Path, hosts: tuple[str, ...], days: int) -> int:
