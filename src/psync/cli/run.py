@@ -99,9 +99,9 @@ def launch(
     """
     command = script_command(script, args)
     commands = {"chief": command, "ps": ps_command, "worker": command, "evaluator": command}
-    jobs = {"chief": 1, "ps": num_ps, "worker": num_workers} | (
-        {"evaluator": 1} if evaluator else {}
-    )
+    jobs = {"chief": 1, "ps": num_ps, "worker": num_workers}
+    if evaluator:
+        jobs["evaluator"] = 1
     # Checked here, where it is one error, and not one on each task.
     secret = mint_secret() if load_secret(environ) is None else None
     return asyncio.run(

@@ -189,24 +189,6 @@ class AwaitFirst:
     def __array_function__(self, function: Any, *arguments: Any) -> NoReturn:
         self._refuse(f"numpy.{function.__name__}")
 
-    def __bool__(self) -> bool:
-        self._refuse("truth")
-
-    def __int__(self) -> int:
-        self._refuse("int()")
-
-    def __float__(self) -> float:
-        self._refuse("float()")
-
-    def __complex__(self) -> complex:
-        self._refuse("complex()")
-
-    def __iter__(self) -> NoReturn:
-        self._refuse("iteration")
-
-    def __contains__(self, item: object) -> bool:
-        self._refuse("`in`")
-
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
@@ -224,9 +206,9 @@ class AwaitFirst:
         return compare(self, other)
 
 
-def _operator(sign: str) -> Any:
+def _refusal(used: str) -> Any:
     def refuse(self: AwaitFirst, *_: object) -> NoReturn:
-        self._refuse(f"operator {sign}")
+        self._refuse(used)
 
     return refuse
 
@@ -240,11 +222,17 @@ _OTHERS = {
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neg": "-", "pos": "+", "invert": "~",
     "abs": "abs", "round": "round",
 }  # fmt: skip
+_CONVERSIONS = {
+    "bool": "truth", "int": "int()", "float": "float()", "complex": "complex()",
+    "iter": "iteration", "contains": "`in`",
+}  # fmt: skip
 for _name, _sign in _BINARY.items():
     for _prefix in ("", "r", "i"):
-        setattr(AwaitFirst, f"__{_prefix}{_name}__", _operator(_sign))
+        setattr(AwaitFirst, f"__{_prefix}{_name}__", _refusal(f"operator {_sign}"))
 for _name, _sign in _OTHERS.items():
-    setattr(AwaitFirst, f"__{_name}__", _operator(_sign))
+    setattr(AwaitFirst, f"__{_name}__", _refusal(f"operator {_sign}"))
+for _name, _used in _CONVERSIONS.items():
+    setattr(AwaitFirst, f"__{_name}__", _refusal(_used))
 
 
 async def fetch_all(structure: Any) -> Any:
