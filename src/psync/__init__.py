@@ -132,7 +132,7 @@ if TYPE_CHECKING:
     from psync.replicas.context import in_cross_replica_context as in_cross_replica_context
     from psync.replicas.losses import compute_average_loss as compute_average_loss
     from psync.replicas.losses import scale_regularization_loss as scale_regularization_loss
-    from psync.serialization.functions import StaleCaptureWarning as StaleCaptureWarning
+    from psync.serialization.captures import StaleCaptureWarning as StaleCaptureWarning
     from psync.serialization.remote_value import RemoteValue as RemoteValue
     from psync.serialization.remote_value import RemoteValueStatus as RemoteValueStatus
     from psync.specs import Outcome as Outcome
@@ -218,7 +218,7 @@ _HOMES = {
         "has_strategy", "in_cross_replica_context",
     ),
     "replicas.losses": ("compute_average_loss", "scale_regularization_loss"),
-    "serialization.functions": ("StaleCaptureWarning",),
+    "serialization.captures": ("StaleCaptureWarning",),
     "serialization.remote_value": ("RemoteValue", "RemoteValueStatus"),
     "specs": ("Outcome",),
     "training.checkpoint": ("Checkpoint",),

@@ -16,13 +16,14 @@ from typing import NoReturn
 
 from psync.errors import AuthenticationError, ConfigurationError
 from psync.net.secret import read_private
+from psync.wire.frames import SAME_TLS
 
 CA_FILE, CERT_FILE, KEY_FILE = "PSYNC_TLS_CA_FILE", "PSYNC_TLS_CERT_FILE", "PSYNC_TLS_KEY_FILE"
 MUTUAL = "PSYNC_TLS_MUTUAL"
 TLS_VARIABLES = (CA_FILE, CERT_FILE, KEY_FILE, MUTUAL)
 
 HOW_TO_MAKE_THEM = "make certificates: psync certs new"
-SAME_FILES = f"set {CA_FILE}, {CERT_FILE} and {KEY_FILE} for all tasks, or none"
+
 
 _SAME_CA = f"all tasks must trust the authority that signed this certificate: {CA_FILE}"
 _HINTS = {  # by OpenSSL's number of what is wrong with a certificate
@@ -168,14 +169,14 @@ def refusal_of(error: ssl.SSLError, who: str) -> AuthenticationError:
             hint=_HINTS.get(error.verify_code, _SAME_CA),
         )
     if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return AuthenticationError(f"{who} shows no certificate", hint=SAME_FILES)
+        return AuthenticationError(f"{who} shows no certificate", hint=SAME_TLS)
     alert = re.search(r"ALERT_(\w+)", error.reason or "")
     if alert is None:
         return AuthenticationError(f"TLS with {who} failed: {words_of(error)}")
     what = alert[1].replace("_", " ").lower()
     if what == "certificate required":
         return AuthenticationError(
-            f"{who} demands a certificate, and this task has none", hint=SAME_FILES
+            f"{who} demands a certificate, and this task has none", hint=SAME_TLS
         )
     return AuthenticationError(
         f"{who} refuses the certificate of this task: {what}", hint=f"its log says more; {_SAME_CA}"

@@ -36,6 +36,10 @@ MAGIC = b"PSYN"
 TLS_HELLO = b"\x16\x03"
 """How TLS begins: a record of its handshake."""
 
+SAME_TLS = (
+    "set PSYNC_TLS_CA_FILE, PSYNC_TLS_CERT_FILE and PSYNC_TLS_KEY_FILE for all tasks, or none"
+)
+
 VERSION = 1
 PREFIX = struct.Struct("<4sBBHQIIQ")
 PREFIX_BYTES = PREFIX.size
@@ -317,8 +321,7 @@ def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemotePro
     if magic.startswith(TLS_HELLO):
         return RemoteProtocolError(
             "the peer uses TLS, this task does not",
-            hint="set PSYNC_TLS_CA_FILE, PSYNC_TLS_CERT_FILE and PSYNC_TLS_KEY_FILE for all tasks, "
-            "or none",
+            hint=SAME_TLS,
         )
     if magic != MAGIC:
         return RemoteProtocolError(

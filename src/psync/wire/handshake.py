@@ -35,7 +35,7 @@ from psync.errors import (
     VersionMismatch,
 )
 from psync.wire.codec import encode
-from psync.wire.frames import VERSION
+from psync.wire.frames import SAME_TLS, VERSION
 from psync.wire.messages import Challenge, Hello, Proof, Refused
 
 NONCE_BYTES = 32
@@ -46,9 +46,6 @@ LANES = ("control", "bulk", "lock", "cut")
 
 _SAME_VERSION = "install the same version of psync for all tasks"
 _SAME_SECRET = "give all tasks of the cluster the same PSYNC_SECRET"
-_SAME_TLS = (
-    "set PSYNC_TLS_CA_FILE, PSYNC_TLS_CERT_FILE and PSYNC_TLS_KEY_FILE for all tasks, or none"
-)
 
 
 def _is_greeting(task: str, nonce: bytes) -> bool:
@@ -205,7 +202,7 @@ def refusal(refused: Refused, task: str) -> PsyncError:
         case "authentication":
             return AuthenticationError(text, hint=_SAME_SECRET)
         case "tls":
-            return AuthenticationError(text, hint=_SAME_TLS)
+            return AuthenticationError(text, hint=SAME_TLS)
         case "fenced":
             return FencedError(text)
         case "full" | "early":  # it may have room, or serve somebody, later
