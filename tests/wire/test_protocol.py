@@ -26,7 +26,7 @@ from psync.wire.frames import PREFIX, Frame, FrameDecoder, Kind, encode_frame
 from psync.wire.handshake import ClientHandshake, ServerHandshake
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.messages import Challenge, Done, Hello, Proof, Refused, Welcome
-from psync.wire.protocol import MESSAGE_OF, TRANSITIONS, Protocol, State
+from psync.wire.protocol import TRANSITIONS, Protocol, State
 from wire_tools import Anywhere, joined, pour, splits
 
 SECRET = b"a secret of the whole cluster"
@@ -369,7 +369,7 @@ def test_a_frame_out_of_turn_is_refused(state: State, kind: Kind) -> None:
     [
         (state, kind, message)
         for state in SERVER_STATES + CLIENT_STATES
-        for kind in TRANSITIONS[state]
+        for kind, (expected, _) in TRANSITIONS[state].items()
         for message in (
             Hello(1, 1, WORKER, 3, "control", bytes(32), True),
             Challenge(1, PS, 5, bytes(32), True, bytes(32)),
@@ -378,7 +378,7 @@ def test_a_frame_out_of_turn_is_refused(state: State, kind: Kind) -> None:
             Refused("x", "y"),
             Done(),
         )
-        if type(message) is not MESSAGE_OF[kind]
+        if type(message) is not expected
     ],
 )
 def test_a_frame_cannot_carry_the_message_of_another_one(

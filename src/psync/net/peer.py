@@ -11,6 +11,7 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from psync.errors import (
@@ -45,17 +46,15 @@ _NOTIFY, _CANCEL, _PING, _PONG = map(int, (Kind.NOTIFY, Kind.CANCEL, Kind.PING, 
 Then = Callable[[Received | Exception], None]
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """A request of ours that is not answered yet."""
 
-    __slots__ = ("buffers", "into", "number", "reply", "then")
-
-    def __init__(self, number: int, buffers: list[Buffer], then: Then, into: Into | None) -> None:
-        self.number = number
-        self.buffers = buffers
-        self.then = then  # told what becomes of it
-        self.into = into  # where the reply's body belongs, or None: anywhere
-        self.reply: Message | None = None  # decoded before its body is there
+    number: int
+    buffers: list[Buffer]
+    then: Then  # told what becomes of it
+    into: Into | None  # where the reply's body belongs, or None: anywhere
+    reply: Message | None = None  # decoded before its body is there
 
 
 class Peer:

@@ -80,14 +80,12 @@ class Later:
             self._deliver = deliver
 
 
+@dataclass(slots=True, eq=False)
 class Serving:
     """A request of theirs that takes time; given up before it runs, it begins all the same."""
 
-    __slots__ = ("given_up", "task")
-
-    def __init__(self) -> None:
-        self.task: asyncio.Task[Any] | None = None  # once it runs
-        self.given_up = False  # the caller does not want to know any more
+    task: asyncio.Task[Any] | None = None  # once it runs
+    given_up: bool = False  # the caller does not want to know any more
 
     def give_up(self) -> None:
         self.given_up = True

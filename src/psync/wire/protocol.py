@@ -39,21 +39,19 @@ class State(enum.Enum):
     CLOSED = "closed"
 
 
-TRANSITIONS: dict[State, dict[Kind, State]] = {
-    State.AWAIT_HELLO: {Kind.HELLO: State.AWAIT_PROOF},
-    State.AWAIT_PROOF: {Kind.PROOF: State.OPEN},
-    State.AWAIT_CHALLENGE: {Kind.CHALLENGE: State.AWAIT_WELCOME, Kind.REFUSED: State.CLOSED},
-    State.AWAIT_WELCOME: {Kind.WELCOME: State.OPEN, Kind.REFUSED: State.CLOSED},
+TRANSITIONS: dict[State, dict[Kind, tuple[type[Message], State]]] = {
+    State.AWAIT_HELLO: {Kind.HELLO: (Hello, State.AWAIT_PROOF)},
+    State.AWAIT_PROOF: {Kind.PROOF: (Proof, State.OPEN)},
+    State.AWAIT_CHALLENGE: {
+        Kind.CHALLENGE: (Challenge, State.AWAIT_WELCOME),
+        Kind.REFUSED: (Refused, State.CLOSED),
+    },
+    State.AWAIT_WELCOME: {
+        Kind.WELCOME: (Welcome, State.OPEN),
+        Kind.REFUSED: (Refused, State.CLOSED),
+    },
 }
-
-MESSAGE_OF: dict[Kind, type[Message]] = {
-    Kind.HELLO: Hello,
-    Kind.CHALLENGE: Challenge,
-    Kind.PROOF: Proof,
-    Kind.WELCOME: Welcome,
-    Kind.REFUSED: Refused,
-}
-"""What a frame of the handshake carries; anything else could skip a step of it."""
+"""What a frame of the handshake carries (anything else could skip a step of it) and leads to."""
 
 Admit = Callable[[Hello], Refused | None]
 """Last word on a peer that has proved itself, such as on a fenced incarnation."""
@@ -139,14 +137,14 @@ class Protocol:
 
     def _step(self, frame: Frame) -> None:
         kind = Kind(frame.kind)
-        following = TRANSITIONS[self.state].get(kind)
-        if following is None:
+        if kind not in TRANSITIONS[self.state]:
             raise RemoteProtocolError(
                 f"got a frame {kind.name} while {self.state.value}",
                 hint="the peer must finish the handshake first",
             )
+        expected, following = TRANSITIONS[self.state][kind]
         message = decode(frame.header)
-        if type(message) is not MESSAGE_OF[kind]:
+        if type(message) is not expected:
             raise RemoteProtocolError(f"got {type(message).__name__} in a frame {kind.name}")
         if isinstance(message, Refused):
             raise refusal(message, self.peer_task or "the peer")
@@ -172,7 +170,7 @@ class Protocol:
             self.lane = message.lane
             self._send(Kind.CHALLENGE, answer)
             return None
-        assert isinstance(message, Proof)  # a server awaits nothing else, see MESSAGE_OF
+        assert isinstance(message, Proof)  # a server awaits nothing else, see TRANSITIONS
         refused = handshake.verify(message)
         if refused is None and self._admit is not None:
             refused = self._admit(handshake.hello)
