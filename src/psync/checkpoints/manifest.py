@@ -207,17 +207,10 @@ def _tensor(read: _Reader, entry: Mapping[str, Any], files: Mapping[str, int]) -
     slices = []
     for listed in read.sequence(entry.get("slices"), f"slices of {name!r}"):
         parts = read.sequence(listed, f"a slice of {name!r}", len(Slice._fields))
-        offset, rows, file, start, nbytes, crc32 = parts
-        slices.append(
-            Slice(
-                read.number(offset, f"offset in {name!r}"),
-                read.number(rows, f"rows of {name!r}"),
-                read.file(file),
-                read.number(start, f"start in {name!r}"),
-                read.number(nbytes, f"size in {name!r}"),
-                read.number(crc32, f"checksum in {name!r}"),
-            )
-        )
+        offset, rows, file, *place = parts
+        begin = read.number(offset, f"offset in {name!r}"), read.number(rows, f"rows of {name!r}")
+        what = (f"{each} in {name!r}" for each in ("start", "size", "checksum"))
+        slices.append(Slice(*begin, read.file(file), *map(read.number, place, what)))
     tensor = Tensor(name, shape, dtype, tuple(slices))
     _check_slices(tensor, files, read.where)
     return tensor

@@ -104,7 +104,7 @@ class LocalCluster:
         self._resources: contextlib.AsyncExitStack | None = None  # None before start
         self._resolver: LocalClusterResolver | None = None
         self._given_up = GivenUp()  # those that died too often, or have left
-        self._watchers: set[asyncio.Task[None]] = set()
+        self._watchers: list[asyncio.Task[None]] = []
         self.tasks: dict[str, TaskProcess] = {}  # the newest process of each, as "worker-0"
 
     def __repr__(self) -> str:
@@ -211,12 +211,10 @@ class LocalCluster:
             group.abandon(job, index)
             self._given_up.note(group.cluster[job][index], why)
 
-        task = asyncio.get_running_loop().create_task(watch())
-        self._watchers.add(task)
-        task.add_done_callback(self._watchers.discard)
+        self._watchers.append(asyncio.get_running_loop().create_task(watch()))
 
     async def _stop_watching(self) -> None:
-        for task in list(self._watchers):
+        for task in self._watchers:
             task.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
 

@@ -7,10 +7,11 @@ that stand in the certificate. By default both sides show theirs (mutual TLS); w
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -99,25 +100,16 @@ def load_tls(environ: Mapping[str, str]) -> Tls | None:
 
 def _set_up(context: ssl.SSLContext, ca: str) -> None:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    try:
+    with _usable(CA_FILE, ca):
         context.load_verify_locations(cafile=ca)
-    except (OSError, ValueError) as exc:
-        _cannot_use(CA_FILE, ca, exc)
 
 
 def _certify(contexts: list[ssl.SSLContext], cert: str, key: str) -> bytes:
     """Let a task show its certificate; return the certificate's hash."""
-    try:
+    with _usable(KEY_FILE, key):
         read_private(key, f"{KEY_FILE} ({key})")
-    except ConfigurationError:
-        raise
-    except (OSError, ValueError) as exc:
-        _cannot_use(KEY_FILE, key, exc)
-    try:
-        with open(cert, encoding="ascii") as file:
-            own = _first_certificate(file.read())
-    except (OSError, ValueError) as exc:
-        _cannot_use(CERT_FILE, cert, exc)
+    with _usable(CERT_FILE, cert), open(cert, encoding="ascii") as file:
+        own = _first_certificate(file.read())
     try:
         for context in contexts:
             context.load_cert_chain(cert, key, password=_no_password)
@@ -145,14 +137,21 @@ def _no_password() -> NoReturn:
     )
 
 
-def _cannot_use(variable: str, path: str, exc: Exception) -> NoReturn:
-    if isinstance(exc, ssl.SSLError):
-        why = f"expected certificates as PEM ({words_of(exc)})"
-    else:
-        why = getattr(exc, "strerror", None) or str(exc)
-    raise ConfigurationError(
-        f"{variable} ({path}): cannot be used: {why}", hint=HOW_TO_MAKE_THEM
-    ) from exc
+@contextlib.contextmanager
+def _usable(variable: str, path: str) -> Iterator[None]:
+    """Return a context in which a file that cannot be used is an error that names it."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except (OSError, ValueError) as exc:
+        if isinstance(exc, ssl.SSLError):
+            why = f"expected certificates as PEM ({words_of(exc)})"
+        else:
+            why = getattr(exc, "strerror", None) or str(exc)
+        raise ConfigurationError(
+            f"{variable} ({path}): cannot be used: {why}", hint=HOW_TO_MAKE_THEM
+        ) from exc
 
 
 def refusal_of(error: ssl.SSLError, who: str) -> AuthenticationError:

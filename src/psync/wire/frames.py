@@ -20,6 +20,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -77,21 +78,17 @@ Segment = Buffer | Sequence[memoryview]
 """What may be sent as one segment: one buffer of bytes, or several that are sent as one."""
 
 
+@dataclass(slots=True, eq=False)
 class Frame:
     """One received frame; its segments are complete once the decoder returns it."""
 
-    __slots__ = ("header", "kind", "lengths", "nbytes", "request_id", "segments", "token")
-
-    def __init__(
-        self, kind: int, request_id: int, header: bytes, lengths: tuple[int, ...], nbytes: int
-    ) -> None:
-        self.kind = kind  # a value of Kind
-        self.request_id = request_id  # 0 where there is none
-        self.header = header  # msgpack
-        self.lengths = lengths  # bytes of each segment
-        self.nbytes = nbytes  # of all segments
-        self.segments: list[memoryview] = []  # the sink's to fill
-        self.token: object = None  # the sink's own business; see ``FrameDecoder.redirect``
+    kind: int  # a value of Kind
+    request_id: int  # 0 where there is none
+    header: bytes  # msgpack
+    lengths: tuple[int, ...]  # bytes of each segment
+    nbytes: int  # of all segments
+    segments: list[memoryview] = field(default_factory=list)  # the sink's to fill
+    token: object = None  # the sink's own business; see ``FrameDecoder.redirect``
 
 
 Sink = Callable[[Frame], "Sequence[memoryview] | None"]
