@@ -51,7 +51,7 @@ TUNING = {
 Output = Literal["prefixed", "inherited", "discarded"]
 
 
-@dataclass
+@dataclass(eq=False)
 class RestartPolicy:
     """How often one task may be started again: ``limit`` times within ``window_s`` seconds."""
 

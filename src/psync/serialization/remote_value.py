@@ -46,7 +46,7 @@ class RemoteValue:
 
     __psync_remote_value__ = True
     __slots__ = (
-        "__weakref__", "_cancel", "_error", "_payload", "_unpacked", "_value", "_waiters",
+        "__weakref__", "_cancel", "_ended", "_error", "_payload", "_unpacked", "_value",
         "closure", "status",
     )  # fmt: skip
 
@@ -58,7 +58,7 @@ class RemoteValue:
         self._unpacked = False
         self._value: Any = None
         self._error: BaseException | None = None
-        self._waiters: list[asyncio.Future[None]] | None = None
+        self._ended: asyncio.Event | None = None  # made for the first who waits
 
     def __repr__(self) -> str:
         return f"<RemoteValue of {self.closure}, {self.status.value}>"
@@ -100,15 +100,9 @@ class RemoteValue:
         Cancellation: Safe; the closure goes on.
         """
         if self.status is RemoteValueStatus.NOT_READY:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            if self._waiters is None:
-                self._waiters = []
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            finally:
-                if self._waiters is not None:  # cancelled: leave nothing behind
-                    self._waiters.remove(waiter)
+            if self._ended is None:
+                self._ended = asyncio.Event()
+            await self._ended.wait()
         return self.result()
 
     get = fetch
@@ -158,10 +152,8 @@ class RemoteValue:
         self._wake()
 
     def _wake(self) -> None:
-        for waiter in self._waiters or ():
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters = None
+        if self._ended is not None:
+            self._ended.set()
 
 
 class AwaitFirst:
