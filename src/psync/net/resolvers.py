@@ -94,6 +94,10 @@ class ClusterResolver(ABC):
             ConfigurationError: If the cluster has no such task, or none is given and this process
                 is not one.
         """
+        rpc_layer = rpc_layer or self.rpc_layer
+        known = self._known_master(task_type is not None and task_id is not None, rpc_layer)
+        if known is not None:
+            return known
         job = self.task_type if task_type is None else task_type
         index = self.task_id if task_id is None else task_id
         if job is None or index is None:
@@ -101,7 +105,11 @@ class ClusterResolver(ABC):
                 f"{self.source}: master() needs a task type and a task index, got {job!r} and "
                 f"{index!r}"
             )
-        return _url(self.cluster_spec().task_address(job, index), rpc_layer or self.rpc_layer)
+        return _url(self.cluster_spec().task_address(job, index), rpc_layer)
+
+    def _known_master(self, is_task_given: bool, rpc_layer: str | None) -> str | None:
+        """Return what ``master`` returns, whatever the task's address is; None: that."""
+        return None
 
     @property
     def environment(self) -> str:
@@ -144,7 +152,7 @@ class SimpleClusterResolver(ClusterResolver):
 
     Args:
         cluster_spec: The cluster.
-        master: What ``master()`` returns when no task is given.
+        master: What ``master()`` returns when no task is given, or only its job or index.
         task_type: Job of this process, or None.
         task_id: Its index, or None.
         environment: What ``environment`` returns.
@@ -187,21 +195,8 @@ class SimpleClusterResolver(ClusterResolver):
         """Return the cluster given to the constructor."""
         return self._cluster_spec
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Return the address of the given task; with either missing, the constructor's ``master``.
-
-        Raises:
-            ConfigurationError: If the cluster has no such task.
-        """
-        address = self._master
-        if task_type is not None and task_id is not None:
-            address = self._cluster_spec.task_address(task_type, task_id)
-        return _url(address, rpc_layer or self.rpc_layer)
+    def _known_master(self, is_task_given: bool, rpc_layer: str | None) -> str | None:
+        return None if is_task_given else _url(self._master, rpc_layer)
 
 
 class TFConfigClusterResolver(ClusterResolver):
@@ -210,6 +205,9 @@ class TFConfigClusterResolver(ClusterResolver):
     ``{"cluster": {job: [address, …] or {index: address}}, "task": {"type": …, "index": …}}``, and
     optionally ``rpc_layer``, ``session_master`` and ``environment``. Other fields are ignored; the
     job ``master`` is the older name of ``chief``, and is given as ``chief``.
+
+    ``master()`` returns ``session_master`` as it stands, for every task; and an empty string where
+    there is no cluster, or one that is a single task.
 
     The variable is read again at every access. What was given to the constructor wins over it, and
     what is assigned to ``task_type``, ``task_id`` or ``rpc_layer`` wins over both.
@@ -273,27 +271,12 @@ class TFConfigClusterResolver(ClusterResolver):
         task = _in(config, "task", dict, "an object") or {}
         return _task_type_in(task) if answer == "task_type" else _task_index_in(task)
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Return the address of the given task, or of this one.
-
-        ``session_master`` of ``TF_CONFIG`` is returned as it stands. An empty string where there is
-        no cluster, or one that is a single task.
-
-        Raises:
-            ConfigurationError: If the cluster has no such task.
-        """
+    def _known_master(self, is_task_given: bool, rpc_layer: str | None) -> str | None:
         session_master = _in(self._config(), "session_master", str, "text")
         if session_master is not None:
             return session_master
         spec = self.cluster_spec()
-        if not spec or [len(spec.job_tasks(job)) for job in spec.jobs] == [1]:
-            return ""
-        return super().master(task_type, task_id, rpc_layer)
+        return "" if not spec or [len(spec.job_tasks(job)) for job in spec.jobs] == [1] else None
 
     def _config(self) -> dict[str, Any]:
         text = self._environ.get("TF_CONFIG")

@@ -79,21 +79,8 @@ class UnionClusterResolver(ClusterResolver):
     def _said(self, answer: str) -> Any:
         return getattr(self._resolvers[0], answer)
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Return the address of the given task; with either missing, the first resolver's master.
-
-        Raises:
-            ConfigurationError: If the cluster has no such task.
-        """
-        rpc_layer = rpc_layer or self.rpc_layer
-        if task_type is None or task_id is None:
-            return self._resolvers[0].master(rpc_layer=rpc_layer)
-        return super().master(task_type, task_id, rpc_layer)
+    def _known_master(self, is_task_given: bool, rpc_layer: str | None) -> str | None:
+        return None if is_task_given else self._resolvers[0].master(rpc_layer=rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
