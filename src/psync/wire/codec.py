@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import reprlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 import msgpack
@@ -64,7 +64,7 @@ class _Form:
         self.checks = tuple(map(_check_of, self.types))
         self.check = _row_check(self.checks)  # of all fields at once
         # attrgetter of one name returns the value and not a tuple.
-        self.getter = attrgetter("code", *self.names)
+        self.getter = operator.attrgetter("code", *self.names)
 
 
 _BY_CODE: dict[int, _Form] = {}
@@ -201,7 +201,7 @@ def _row_check(checks: Sequence[Check]) -> Check:
                 if not check(row[index]):
                     return False
             return True
-        if len(row) != len(checks) or not all(map(_apply, checks, row)):
+        if len(row) != len(checks) or not all(map(operator.call, checks, row)):
             return False
         known[kinds] = tuple(
             (index, check)
@@ -211,10 +211,6 @@ def _row_check(checks: Sequence[Check]) -> Check:
         return True
 
     return fits
-
-
-def _apply(check: Callable[[Any], bool], value: Any) -> bool:
-    return check(value)
 
 
 def _check_of(annotation: Any) -> Check:
@@ -275,7 +271,7 @@ def _all_check(annotation: Any) -> Callable[[Iterable[Any]], bool]:
             rows = list(values)
             if not _ONLY_LIST.issuperset(map(type, rows)) or not widths.issuperset(map(len, rows)):
                 return False
-            return all(map(_apply, columns, zip(*rows, strict=True)))
+            return all(map(operator.call, columns, zip(*rows, strict=True)))
 
         return rows_fit
     if origin is types.UnionType:
