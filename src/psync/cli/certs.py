@@ -50,13 +50,13 @@ def new(out: Path, hosts: tuple[str, ...], days: int) -> int:
     The authority's own key is thrown away, so nobody can make further certificates that these tasks
     would trust; for other hosts make all files anew. Needs: pip install 'psync[tls]'.
     """
-    from psync.net.certificates import mint, own_hosts, variables, write
+    from psync.net.certificates import mint, own_hosts, write
 
     named = [host.strip().strip("[]") for text in hosts for host in text.split(",")]
     every = list(dict.fromkeys([*own_hosts(), *filter(None, named)]))
-    files = write(mint(every, days), out.absolute())
+    variables = write(mint(every, days), out.absolute())
     click.echo(f"valid for {days} days, for {', '.join(every)}; on each host, for each task:")
-    for name, path in variables(*files).items():
+    for name, path in variables.items():
         click.echo(f"export {name}={path}")
     return 0
 

@@ -44,13 +44,11 @@ class Tls:
         server: For those that it accepts; None: it has no certificate, and accepts none.
         binding: SHA-256 of its certificate, which the handshake proves to be the one that the
             peer has seen; b"" without one.
-        mutual: Whether both sides show a certificate.
     """
 
     client: ssl.SSLContext
     server: ssl.SSLContext | None
     binding: bytes
-    mutual: bool
 
 
 def load_tls(environ: Mapping[str, str]) -> Tls | None:
@@ -88,14 +86,14 @@ def load_tls(environ: Mapping[str, str]) -> Tls | None:
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks names and certificates
     _set_up(client, ca)
     if cert is None or key is None:
-        return Tls(client, None, b"", mutual)
+        return Tls(client, None, b"")
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _set_up(server, ca)
     server.num_tickets = 0  # a session that is resumed shows no certificate
     if mutual:
         server.verify_mode = ssl.CERT_REQUIRED
     binding = _certify([server, client] if mutual else [server], cert, key)
-    return Tls(client, server, binding, mutual)
+    return Tls(client, server, binding)
 
 
 def _set_up(context: ssl.SSLContext, ca: str) -> None:
