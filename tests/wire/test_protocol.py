@@ -44,11 +44,10 @@ def new_server(
     secret: bytes | None = SECRET,
     *,
     admit: Callable[[Hello], Refused | None] | None = None,
-    refused: Refused | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> Protocol:
-    handshake = ServerHandshake(secret, PS, 5, bytes(32))
-    return Protocol(handshake, limits, Anywhere(), admit, refused)
+    handshake = ServerHandshake(secret, PS, 5, bytes(32), admit)
+    return Protocol(handshake, limits, Anywhere())
 
 
 def said(protocol: Protocol) -> bytes:
@@ -320,7 +319,8 @@ def test_admit_may_let_in() -> None:
 
 def test_a_peer_can_be_turned_away_before_it_has_said_anything() -> None:
     full = Refused("full", "it has 1024 connections")
-    server = new_server(refused=full)
+    server = new_server()
+    server.refuse(full)
     assert server.state is State.CLOSED
     assert server.refused == full
     client = new_client()

@@ -284,15 +284,14 @@ class Endpoint:
         limits, secret = self.platform.limits, self.platform.secret
         handshake = ServerHandshake(
             secret.value if secret is not None else None,
-            self.task, self.incarnation, self.platform.random_bytes(NONCE_BYTES),
+            self.task, self.incarnation, self.platform.random_bytes(NONCE_BYTES), self._admit,
         )  # fmt: skip
-        refused: Refused | None = None
-        if len(self._peers) >= limits.connections:
-            refused = Refused("full", f"it has {limits.connections} connections")
-        peer = self._new_peer(
-            handshake, self._on_accepted_opened, self._on_accepted_closed, refused
-        )
-        if refused is None:
+        is_full = len(self._peers) >= limits.connections
+        peer = self._new_peer(handshake, self._on_accepted_opened, self._on_accepted_closed)
+        if is_full:
+            full = Refused("full", f"it has {limits.connections} connections")
+            peer.connection.wire.refuse(full)
+        else:
             peer.connection.on_made = functools.partial(self._take_place, peer)
         if self._closed:
             peer.abort()
@@ -342,11 +341,10 @@ class Endpoint:
         handshake: ClientHandshake | ServerHandshake,
         on_opened: Callable[[Peer], None],
         on_closed: Callable[[Peer, Exception | None], None],
-        refused: Refused | None = None,
     ) -> Peer:
         peer = Peer(
             handshake, self.handlers, self.pool, self.platform.limits, self._spawn,
-            on_opened, on_closed, self._admit, refused, self.platform.parts.of(RequestServer),
+            on_opened, on_closed, self.platform.parts.of(RequestServer),
         )  # fmt: skip
         self._peers[peer] = None
         return peer

@@ -33,8 +33,8 @@ from psync.wire.codec import Message, decode
 from psync.wire.frames import SMALL_BODY_BYTES, Buffer, Frame, Kind, Segment
 from psync.wire.handshake import ClientHandshake, ServerHandshake
 from psync.wire.limits import Limits
-from psync.wire.messages import Failure, Refused
-from psync.wire.protocol import Admit, Protocol
+from psync.wire.messages import Failure
+from psync.wire.protocol import Protocol
 from psync.wire.remote_errors import exception_of
 from psync.wire.tensors import to_bytes_view
 
@@ -71,8 +71,6 @@ class Peer:
         spawn: Starts a handler that takes time.
         report_opened: Told when the handshake is over.
         report_closed: Told when the connection is gone, unless it was never made.
-        admit: See ``wire.protocol.Protocol``.
-        refused: See ``wire.protocol.Protocol``.
         server: Serves the peer's requests.
     """
 
@@ -85,11 +83,9 @@ class Peer:
         spawn: Spawn,
         report_opened: Callable[[Peer], None],
         report_closed: Callable[[Peer, Exception | None], None],
-        admit: Admit | None = None,
-        refused: Refused | None = None,
         server: type[RequestServer] = RequestServer,
     ) -> None:
-        wire = Protocol(handshake, limits, self._sink, admit, refused)
+        wire = Protocol(handshake, limits, self._sink)
         self.connection = Connection(wire, self.opened, self.received, self.closed)
         self._redirect = wire.decoder.redirect
         self.task = ""  # the peer's name; proven, and "" until the connection is open

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
 from dataclasses import replace
 
 from psync.errors import (
@@ -145,6 +146,7 @@ class ServerHandshake:
         task: Own task name.
         incarnation: Own incarnation.
         nonce: 32 fresh random bytes.
+        admit: Last word on a peer that has proved itself, such as on a fenced incarnation.
 
     Attributes:
         binding: Hash of the certificate that this task has shown; b"" without TLS. Set before
@@ -153,8 +155,16 @@ class ServerHandshake:
 
     binding = b""
 
-    def __init__(self, secret: bytes | None, task: str, incarnation: int, nonce: bytes) -> None:
+    def __init__(
+        self,
+        secret: bytes | None,
+        task: str,
+        incarnation: int,
+        nonce: bytes,
+        admit: Callable[[Hello], Refused | None] | None = None,
+    ) -> None:
         self._secret = secret
+        self._admit = admit
         self._task = task
         self._incarnation = incarnation
         self._nonce = nonce
@@ -183,13 +193,12 @@ class ServerHandshake:
         return self._challenge
 
     def verify(self, proof: Proof) -> Refused | None:
-        """Return None if the client proved that it holds the secret. Call after ``challenge``."""
-        if self._secret is None:
-            return None
-        expected = _mac(self._secret, b"client", self.hello, self._challenge, self.binding)
-        if not hmac.compare_digest(expected, proof.mac):
-            return Refused("authentication", "the proof does not match")
-        return None
+        """Return None if the client holds the secret and may come in. Call after ``challenge``."""
+        if self._secret is not None:
+            expected = _mac(self._secret, b"client", self.hello, self._challenge, self.binding)
+            if not hmac.compare_digest(expected, proof.mac):
+                return Refused("authentication", "the proof does not match")
+        return None if self._admit is None else self._admit(self.hello)
 
 
 def refusal(refused: Refused, task: str) -> PsyncError:

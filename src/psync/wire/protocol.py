@@ -17,7 +17,6 @@ already: the shell says first that it is open, then asks for them.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 
 import psync.wire.catalogue  # noqa: F401  # so that every message can be decoded
 from psync.errors import LocalProtocolError, RemoteProtocolError
@@ -53,9 +52,6 @@ TRANSITIONS: dict[State, dict[Kind, tuple[type[Message], State]]] = {
 }
 """What a frame of the handshake carries (anything else could skip a step of it) and leads to."""
 
-Admit = Callable[[Hello], Refused | None]
-"""Last word on a peer that has proved itself, such as on a fenced incarnation."""
-
 
 class Protocol:
     """The state of one connection until it is open; single owner, no I/O.
@@ -64,8 +60,6 @@ class Protocol:
         handshake: This side's half.
         limits: In force once the connection is open.
         sink: Where the bodies of frames go, see ``frames.Sink``.
-        admit: Server side: refuse a proven peer, or None.
-        refused: Server side: turn the peer away before it has said anything.
     """
 
     def __init__(
@@ -73,12 +67,9 @@ class Protocol:
         handshake: ClientHandshake | ServerHandshake,
         limits: Limits,
         sink: Sink,
-        admit: Admit | None = None,
-        refused: Refused | None = None,
     ) -> None:
         self._handshake = handshake
         self.limits = limits
-        self._admit = admit
         self.decoder = FrameDecoder(HANDSHAKE_LIMITS, sink)
         self._out: list[Buffer] = []
         self.peer_task = ""  # name of the peer's task; proven once the state is OPEN
@@ -91,8 +82,6 @@ class Protocol:
             self._send(Kind.HELLO, handshake.hello)
         else:
             self.state = State.AWAIT_HELLO
-            if refused is not None:
-                self.refuse(refused)
 
     def bind(self, binding: bytes) -> None:
         """Say over which TLS connection the handshake goes; see ``handshake``."""
@@ -172,8 +161,6 @@ class Protocol:
             return None
         assert isinstance(message, Proof)  # a server awaits nothing else, see TRANSITIONS
         refused = handshake.verify(message)
-        if refused is None and self._admit is not None:
-            refused = self._admit(handshake.hello)
         if refused is None:
             self._send(Kind.WELCOME, Welcome())
         return refused
