@@ -146,7 +146,7 @@ class Peer:
         Cancellation: The peer is told and memory given by ``into`` is not written any more.
         """
         future: asyncio.Future[Received] = self._loop.create_future()
-        call = self._ask(message, segments, functools.partial(_settle, future), into)
+        call = self._ask(message, segments, functools.partial(_resolve, future), into)
         timer: asyncio.TimerHandle | None = None
         if deadline is not None:
             seconds = deadline - self._loop.time()
@@ -363,7 +363,7 @@ class Peer:
         call.then(outcome)
 
 
-def _settle(future: asyncio.Future[Received], outcome: Received | Exception) -> None:
+def _resolve(future: asyncio.Future[Received], outcome: Received | Exception) -> None:
     if isinstance(outcome, Exception):
         fail(future, outcome)
     elif not future.done():
