@@ -18,6 +18,7 @@ import numpy as np
 
 from psync.chief.declarations import Declaration, initial_shards, is_constant
 from psync.chief.reattachment import Reattachment
+from psync.client.calls import all_of
 from psync.client.ps_client import PsClient
 from psync.specs import ShardSpec
 from psync.wire.ps_messages import CreateShards
@@ -114,13 +115,8 @@ class Creation:
                 message.add(shard, value)
                 if message.nbytes >= MESSAGE_BYTES or len(message.shards) >= MESSAGE_SHARDS:
                     await self._send(shard.ps, messages.pop(shard.ps))
-        results = await asyncio.gather(
-            *(self._send(ps, message) for ps, message in messages.items()),
-            return_exceptions=True,  # one alone is raised, when all have ended
-        )
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        if messages:
+            await all_of([self._send(ps, message) for ps, message in messages.items()])
 
     async def _send(self, ps: int, batch: _Batch) -> None:
         message = CreateShards(

@@ -23,6 +23,7 @@ from psync.wire.ps_messages import DefineOptimizer, Pushed
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 Spread = list[tuple[int, int]] | None
 """(ps, sequence there) of the other messages of an update; None: it is the only one."""
@@ -212,6 +213,29 @@ class Answers:
             assert outcome is not None, "none is missing"
             received.append(outcome)
         return received
+
+
+async def ask(
+    link: PsLink, message: Message, answer: type[M], segments: Sequence[Segment] = (), **lane: bool
+) -> tuple[M, Sequence[memoryview]]:
+    """Return the answer of a ps, which is of one kind, and what came with it.
+
+    Args:
+        link: To the ps.
+        message: The request; it may be repeated.
+        answer: The kind of message that is expected.
+        segments: As for ``PsLink.call``, like ``lane``, and what it raises.
+        lane: Over which connection.
+
+    Raises:
+        RemoteProtocolError: It answers something else.
+    """
+    received = await link.call(lambda _: message, segments, **lane)  # type: ignore[arg-type]
+    if not isinstance(received.message, answer):
+        raise RemoteProtocolError(
+            f"{link.task} answered {type(message).__name__} with {type(received.message).__name__}"
+        )
+    return received.message, received.segments
 
 
 async def all_of(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
