@@ -57,7 +57,7 @@ PURE = (
     "numerics accumulators store closures net.handshake_limits client.outgoing client.pulled_steps "
     "worker.element_specs checkpoints.manifest checkpoints.layout ps.life "
     "sync.tokens sync.group sync.steps sync.followed_steps sync.staging sync.staleness "
-    "compat.session_members"
+    "chief.recovery_rule compat.session_members"
 ).split()
 
 # What is pure is given these as a value.
