@@ -132,7 +132,7 @@ class ClusterLinks:
             and len(self.workers.attached) >= self._min_workers
             and self.served.are_attached()
             # A new incarnation begins with empty ps tasks: what is created now would be gone.
-            and not self.supervision.is_enquiring
+            and not self.supervision.enquiring.locked()
         )
 
     async def close(self) -> None:

@@ -158,18 +158,17 @@ class ServedSearch:
             await all_of([self._find(*item) for item in late])
         found = places([self._answers[task][1] for task in self.processes])
         for ps, place in enumerate(found):
-            if place.address:
-                self._note_moved(f"/job:ps/task:{ps}", place)
+            if not place.address:
+                continue
+            task, where = f"/job:ps/task:{ps}", list(self.processes)[place.process]
+            if not self.may_move:
+                raise AttachError(
+                    f"{task} has been replaced by its backup, in the process of {where}",
+                    hint='go on with ParameterServerStrategy(..., ps_recovery="replica"); or '
+                    f"{BACK}",
+                )
+            logger.info("%s is served in the process of %s, at %s", task, where, place.address)
         return found
-
-    def _note_moved(self, task: str, place: Place) -> None:
-        where = list(self.processes)[place.process]
-        if not self.may_move:
-            raise AttachError(
-                f"{task} has been replaced by its backup, in the process of {where}",
-                hint=f'go on with ParameterServerStrategy(..., ps_recovery="replica"); or {BACK}',
-            )
-        logger.info("%s is served in the process of %s, at %s", task, where, place.address)
 
     def missing(self) -> str:
         """Say who has not answered."""

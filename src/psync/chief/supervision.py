@@ -31,6 +31,7 @@ class Supervision:
         is_up: Whether the cluster came up.
         failure: Why it cannot come up.
         changed: Set when a task was attached, or a supervisor failed.
+        enquiring: Locked while another incarnation is asked for.
         is_closing: Whether connections end because they are closed here.
     """
 
@@ -42,7 +43,7 @@ class Supervision:
         self.changed = asyncio.Event()
         self.is_closing = False
         self._ps_0 = next(iter(processes.items()))
-        self._enquiring = asyncio.Lock()
+        self.enquiring = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def supervise(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -62,11 +63,6 @@ class Supervision:
             elif not isinstance(error, PsyncError):
                 logger.error("a supervisor of the coordinator failed", exc_info=error)
 
-    @property
-    def is_enquiring(self) -> bool:
-        """Whether another incarnation is being asked for."""
-        return self._enquiring.locked()
-
     async def enquire(self, previous: int = 0, seen: int = 0) -> None:
         """Let ps 0 grant an incarnation, see ``enquiry.enquire``; it is borne from now on."""
         incarnation = await enquire(
@@ -85,7 +81,7 @@ class Supervision:
             FencedError: It is not so: a newer coordinator has come.
         """
         try:
-            async with self._enquiring:
+            async with self.enquiring:
                 if self.endpoint.incarnation != refused:
                     return  # somebody has asked meanwhile
                 seen = await enquire(self.endpoint.platform, task, address)
