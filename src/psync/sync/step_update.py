@@ -231,7 +231,8 @@ class StepUpdate:
         return self.store.average(average.shadow, average.value, self._decay)
 
     def _raise_global_step(self) -> Work:
-        assert self.global_step is not None and self._one is not None, "it was checked"
+        assert self.global_step is not None, "it is among what is touched"
+        assert self._one is not None, "it was checked"
         return self.store.assign_checked(self.global_step, "add", self._one)
 
     def _mean(self, key: Key, position: int) -> Work:
