@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.errors import BusyError, FencedError, UsageError
+from psync.errors import FencedError, UsageError
 from psync.store.ledger import AlreadyApplied, Duplicate, Fresh, Ledger, Verdict
 from psync.store.ledger_snapshot import (
     GradientStates,
@@ -41,13 +41,13 @@ def push(
     ledger: Ledger, client: tuple[str, int] = W0, sequence: int = 0, *,
     acked: int = 0, closure: int | None = 5, ordinal: int = 0, variable_set: Any = SET,
 ) -> Verdict:  # fmt: skip
-    return ledger.begin(client, sequence, acked, closure, ordinal, variable_set, ("w", "b"))
+    return ledger.judge(client, sequence, acked, closure, ordinal, variable_set, ("w", "b"))
 
 
 def apply(ledger: Ledger, *args: Any, answer: object = "accepted", **kwargs: Any) -> None:
     verdict = push(ledger, *args, **kwargs)
     assert isinstance(verdict, Fresh | AlreadyApplied)
-    ledger.finish(verdict.ticket, answer)
+    ledger.record(verdict.ticket, answer)
 
 
 @pytest.fixture
@@ -139,12 +139,13 @@ def test_updates_of_accumulators_are_had_apart_from_the_others(ledger: Ledger) -
 
 
 @pytest.mark.parametrize("closure", [5, None])
-def test_there_is_no_state_while_an_update_is_applied(ledger: Ledger, closure: int | None) -> None:
+def test_what_is_judged_is_in_the_state_once_it_is_recorded(
+    ledger: Ledger, closure: int | None
+) -> None:
     verdict = push(ledger, closure=closure)
-    with pytest.raises(BusyError, match="update 0 of /job:worker/task:0 is being applied"):
-        state_of(ledger, pack)
+    assert state_of(ledger, pack).senders == (SenderState(W0[0], 21, 0, ()),)
     assert isinstance(verdict, Fresh)
-    ledger.finish(verdict.ticket, "accepted")
+    ledger.record(verdict.ticket, "accepted")
     assert state_of(ledger, pack) == LedgerState(
         (SenderState(W0[0], 21, 0, ((0, None if closure is None else (5, 0), b"accepted"),)),),
         () if closure is None else ((5, 0, SET, ("w", "b")),),
@@ -154,18 +155,18 @@ def test_there_is_no_state_while_an_update_is_applied(ledger: Ledger, closure: i
 
 def test_it_is_known_of_how_many_parts_an_update_is(ledger: Ledger) -> None:
     apply(ledger, closure=4)
-    verdict = ledger.begin(W0, 1, 0, 5, 0, SET, ("w",), spread=[(1, 3), (2, 9)])
+    verdict = ledger.judge(W0, 1, 0, 5, 0, SET, ("w",), spread=[(1, 3), (2, 9)])
     assert isinstance(verdict, Fresh)
-    ledger.finish(verdict.ticket, "accepted")
+    ledger.record(verdict.ticket, "accepted")
     assert state_of(ledger, pack).parts == ((5, 0, 3),)
     assert state_of(again(ledger), pack).parts == ((5, 0, 3),)
 
 
-def test_an_update_of_a_client_that_was_fenced_meanwhile_counts_too(ledger: Ledger) -> None:
+def test_what_was_refused_is_no_part_of_the_state(ledger: Ledger) -> None:
     push(ledger)
-    ledger.fence(W0[0], 22)
-    with pytest.raises(BusyError):
-        state_of(ledger, pack)
+    ledger.refuse(W0, 0)
+    assert state_of(ledger, pack).senders == (SenderState(W0[0], 21, 0, ()),)
+    assert isinstance(push(again(ledger)), Fresh)
 
 
 @given(
@@ -187,7 +188,7 @@ def test_a_copy_judges_as_the_original(
         except UsageError:
             continue
         if isinstance(verdict, Fresh | AlreadyApplied):
-            original.finish(verdict.ticket, f"{type(verdict)} {sequence}")
+            original.record(verdict.ticket, f"{type(verdict)} {sequence}")
     original.final_below(final_below)
     copy = again(original)
     assert state_of(copy, pack) == state_of(original, pack)
@@ -203,4 +204,4 @@ def test_a_copy_judges_as_the_original(
 
 def is_known(ledger: Ledger, client: Any, sequence: int, closure: Any, ordinal: int) -> bool:
     call = None if closure is None else (closure, ordinal)
-    return ledger._senders[client[0]].messages[sequence].ticket.call == call
+    return ledger._senders[client[0]].messages[sequence].call == call
