@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import accumulators_of, ledger_of
+from inside import accumulators_of
 from ps_cluster import OTHER, WORKER, PsCluster, until
 from psync.accumulators import TakeState
 from psync.client.accumulator_client import AccumulatorClient, Place
@@ -198,8 +198,7 @@ async def test_what_is_sent_again_while_it_waits_its_turn_waits_for_the_first_an
         asyncio.create_task(scene.apply(client, [1, 3], sequence=7, closure=5))
         for client in (scene.a, scene.a, scene.b)
     ]
-    await asyncio.sleep(1)
-    assert ledger_of(ps).statistics().in_progress == 2
+    await until(lambda: ps.statistics()["backup"]["waiting"] == 3)
     assert not any(call.done() for call in calls)
     hosted.lock.release()
     accepted = GradientApplied("accepted", 1, 0)

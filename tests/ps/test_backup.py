@@ -23,7 +23,8 @@ def test_before_the_first_order_there_is_nothing_to_wait_for() -> None:
     ps = PsByHand()
     w = ps.create("w", np.zeros(3, np.float32))
     ps.ask(A, Push(1, 0, -1, 0, 9, [w], 1, CONFIG, 0), bytes(12))  # answered at once
-    assert ps.services.statistics()["backup"] == {}
+    told = ps.services.statistics()["backup"]
+    assert (told["state"], told["taken"], told["waiting"]) == ("alone", 0, 0)
 
 
 async def test_a_backup_has_what_was_before_and_what_comes_after() -> None:
