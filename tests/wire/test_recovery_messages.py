@@ -66,7 +66,7 @@ GOLDEN: list[tuple[Message, str]] = [
         BeginBackup(0, 1, 7, ["a"], 1.5, 0, 4, 6, "v"),
         "9a6200010791a161cb3ff8000000000000000406a176",
     ),
-    (BackupBegun("n"), "92cc85a16e"),
+    (BackupBegun("n"), "92cc88a16e"),
     (FillBackup(0, 1, 2, 8), "956300010208"),
     (LogEntries(0, 1, 4, [("w", 7, b"m", 1)]), "95660001049194a17707c4016d01"),
     (LogTaken(4), "926704"),
