@@ -23,6 +23,7 @@ from psync.net.peer import Handler, Reply
 from psync.numerics.fingerprint import fingerprint
 from psync.ps.backup_host import AsIfFrom
 from psync.ps_task import PsTask
+from psync.wire import log_messages
 from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator
 from psync.wire.codec import Message, encode
 from psync.wire.handshake import RELEASE
@@ -36,6 +37,7 @@ from psync.wire.recovery_messages import (
     LogTaken,
     Promote,
 )
+from wire_tools import kinds_of
 
 
 async def test_a_backup_that_serves_answers_repetitions_and_fences_as_the_lost_one_did() -> None:
@@ -185,3 +187,13 @@ async def test_entries_that_come_together_are_executed_one_after_the_other() -> 
         assert np.array_equal(value, W - np.float32(0.5) * W)
         # Its sender had been replaced.
         assert accumulators_of(backup).hosted["g"].rule.num_accumulated() == 0
+
+
+async def test_no_connection_may_say_what_only_logs_do() -> None:
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        await take_over(cluster)
+        served = backup_of(cluster.ps[1], 0)
+        for task in (*cluster.ps, served):
+            assert kinds_of(log_messages).isdisjoint(handlers_of(task))

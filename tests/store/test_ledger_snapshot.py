@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from psync.store.ledger_snapshot import (
     GradientStates,
     LedgerState,
     SenderState,
+    control_of,
     gradients_of,
     note_gradients,
     restore_ledger,
@@ -29,6 +32,10 @@ def pack(answer: object) -> bytes | None:
 
 def unpack(data: bytes) -> object:
     return data.decode()
+
+
+def bytes_of(answer: object) -> bytes:
+    return str(answer).encode()
 
 
 def again(ledger: Ledger) -> Ledger:
@@ -169,6 +176,41 @@ def test_what_was_refused_is_no_part_of_the_state(ledger: Ledger) -> None:
     assert isinstance(push(again(ledger)), Fresh)
 
 
+def test_what_is_compared_does_not_depend_on_the_order_in_which_it_was_learnt() -> None:
+    one, other = Ledger(FLOOR), Ledger(FLOOR)
+    pushes = [(W0, 0, 5), (W1, 0, 6), (W0, 1, None)]
+    for ledger, order in ((one, pushes), (other, pushes[::-1])):
+        for client, sequence, closure in order:
+            apply(ledger, client, sequence, closure=closure)
+    assert control_of(one, bytes_of) == control_of(other, bytes_of)
+    msgpack.packb(control_of(one, bytes_of))  # plain data
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ledger: apply(ledger, W0, 7, closure=None),
+        lambda ledger: apply(ledger, W0, 7, closure=6, variable_set=b"ApplyGradient a"),
+        lambda ledger: ledger.acknowledge(W0, 1),
+        lambda ledger: ledger.fence(W1[0], 30),
+        lambda ledger: ledger.final_below(3),
+    ],
+)
+def test_whatever_it_learns_is_compared(ledger: Ledger, change: Callable[[Ledger], object]) -> None:
+    apply(ledger)
+    before = control_of(ledger, bytes_of)
+    change(ledger)
+    assert control_of(ledger, bytes_of) != before
+
+
+def test_what_was_refused_or_asked_again_is_not_compared(ledger: Ledger) -> None:
+    apply(ledger)
+    before = control_of(ledger, bytes_of)
+    push(ledger)
+    ledger.refuse(W0, 3)
+    assert control_of(ledger, bytes_of) == before
+
+
 @given(
     st.lists(
         st.tuples(
@@ -192,6 +234,7 @@ def test_a_copy_judges_as_the_original(
     original.final_below(final_below)
     copy = again(original)
     assert state_of(copy, pack) == state_of(original, pack)
+    assert control_of(copy, bytes_of) == control_of(original, bytes_of)
     for client, sequence, closure, ordinal in updates:
         one, other = (
             push(ledger, client, sequence, closure=closure, ordinal=ordinal)
