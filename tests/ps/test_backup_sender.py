@@ -6,7 +6,6 @@ import asyncio
 
 import numpy as np
 import pytest
-from psync.ps.committer import Entry
 
 from backups import W, back_up, create, say, take_over
 from ps_cluster import PsCluster, assign, heard, pull, until
