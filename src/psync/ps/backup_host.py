@@ -86,6 +86,9 @@ class BackupTask(Protocol):
     def handler(self, kind: type[Message]) -> Handler:
         """Return who serves a message."""
 
+    async def executed(self) -> None:
+        """Wait until all entries are executed; they may still be computed."""
+
     async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
         """Serve: all entries are done, and none comes; nobody below ``fences`` is served."""
 
@@ -200,6 +203,7 @@ class _Backup:
                     outcome = exc
                 if isinstance(outcome, Later):
                     outcome.deliver_to(functools.partial(self._done, entry))
+                    await self.task.executed()  # what the next one names may be made by this one
                 else:
                     self._done(entry, outcome)
                 begun += 1
