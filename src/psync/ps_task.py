@@ -147,11 +147,6 @@ class PsTask:
         await self._work.drain()  # what began meanwhile
 
     @property
-    def waiting(self) -> int:
-        """Entries that are not executed."""
-        return self.services.executor.waiting
-
-    @property
     def is_torn(self) -> bool:
         """Whether an update failed half-way, so that the task had to stop."""
         return self._work.is_torn or any(task.is_torn for task in self._host.serving)

@@ -73,10 +73,6 @@ class BackupTask(Protocol):
     def floor(self) -> int:
         """Incarnation of the coordinator that is served."""
 
-    @property
-    def waiting(self) -> int:
-        """Entries that are not executed."""
-
     def primary(self, address: str, epoch: int) -> Primary | None:
         """Return what a newer coordinator has to know of it; None: it serves nobody."""
 
@@ -90,7 +86,11 @@ class BackupTask(Protocol):
         """Wait until all entries are executed; they may still be computed."""
 
     async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
-        """Serve: all entries are done, and none comes; nobody below ``fences`` is served."""
+        """Serve: all entries are done, and none comes any more.
+
+        Args:
+            fences: (task, incarnation): lower ones are not served.
+        """
 
     async def close(self) -> None:
         """End."""
@@ -196,9 +196,8 @@ class _Backup:
                 try:
                     run = self.task.handler(type(entry.message)).run
                     outcome = run(cast(Peer, entry.peer), entry.message, entry.body)
-                    is_judged = isinstance(outcome, Later) and not self.task.waiting
-                    if isinstance(outcome, Awaitable) and not is_judged:
-                        outcome = await outcome  # the next one may rest on it
+                    if isinstance(outcome, Awaitable) and not isinstance(outcome, Later):
+                        outcome = await outcome
                 except Exception as exc:
                     outcome = exc
                 if isinstance(outcome, Later):
@@ -216,10 +215,12 @@ class _Backup:
     def _done(self, entry: _Entry, outcome: object) -> None:
         self.waiting -= 1
         self.pending_bytes -= entry.nbytes
-        self.diverged |= isinstance(outcome, Diverged)
-        if isinstance(outcome, PsyncError) and not self.diverged:  # refused over there, too
+        if isinstance(outcome, PsyncError) and not isinstance(
+            outcome, Diverged
+        ):  # as the one that is backed up has refused it
             logger.debug("entry %d: %s", entry.number, outcome.message)
         elif isinstance(outcome, Exception):  # such as no memory here, where the other had enough
+            self.diverged = isinstance(outcome, Diverged)
             logger.error("%s: its backup failed at %d", self.sender, entry.number, exc_info=outcome)
             self._failed = True
         self._changed.set()
