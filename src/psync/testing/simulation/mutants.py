@@ -22,7 +22,7 @@ from psync.accumulators import Accumulator, ArrayAccumulator
 from psync.api.data_shards import Visits
 from psync.checkpoints import files
 from psync.chief import cluster_links
-from psync.chief.failover import ReplicaRecovery
+from psync.chief.backups import Backups
 from psync.client.runtime import Runtime
 from psync.closures.queue import ClosureQueue
 from psync.closures.rollback import EndedClosures
@@ -453,7 +453,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "close_leaves_tasks": Mutant(
         "a coordinator that is closed leaves nothing running", ("replica",),
-        ((ReplicaRecovery, "close", lambda original: _nothing),),
+        ((Backups, "close", lambda original: _nothing),),
     ),
     "parts_stay": Mutant(
         "parts of pushes go when their step is closed", ("sync",),
