@@ -157,7 +157,11 @@ class Player:
     # The cast.
 
     async def do_ps(self, args: list[str], options: dict[str, str]) -> None:
-        """ps 2 [backup] [check=1]: so many ps tasks, with backups, which are compared so often."""
+        """ps 2 [backup] [check=1] [needed=2 total=2 min=1 patience=30 clip=1]: the cast.
+
+        So many ps tasks, with backups, which are compared after so many entries; and with
+        ``needed`` a synchronous group.
+        """
         count = int(args[0])
         if "check" in options:
             self._patch.setattr(executor, "CHECK_EVERY", int(options["check"]))
@@ -170,6 +174,9 @@ class Player:
                 stage.create(ps, key, name, np.zeros(2, np.float32))
         for index, task in stage.serving.items():
             task.services.store.define_optimizer(1, SGD(1.0).to_config())
+            if "needed" in options:
+                self._config = _group(options)
+                task.services.sync.define(GROUP, self._config)
             if "backup" in args:
                 await stage.back_up(index)
         await self._take_all()
@@ -179,18 +186,6 @@ class Player:
             names += ["step"] if index == 0 else []
             backed = ", and a backup" if "backup" in args else ""
             self.say(f"ps {index} has {', '.join(names[:-1])} and {names[-1]}{backed}")
-        self.do_group([], {})
-
-    def do_group(self, _: list[str], options: dict[str, str]) -> None:
-        """group [needed=2] [total=2] [min=1] [patience=30] [clip=1]: the synchronous group."""
-        clip = float(options["clip"]) if "clip" in options else None
-        self._config = SyncConfig(
-            name="group", optimizer={**SGD(1.0).to_config(), "global_clipnorm": clip},
-            replicas_to_aggregate=int(options.get("needed", 2)),
-            total_num_replicas=int(options.get("total", options.get("needed", 2))),
-            min_replicas=int(options.get("min", 1)),
-            patience_s=float(options.get("patience", 30)), global_step=(0, 9, 0),
-        ).to_config()  # fmt: skip
 
     # Clients.
 
@@ -489,18 +484,35 @@ class Player:
         for words in state_words([each.control() for each in task.services.sections]):
             self.say(words)
 
-    def do_values(self, args: list[str], _: dict[str, str]) -> None:
-        """values [w x]: what variables hold, here and on backups, if that differs."""
+    def do_values(self, *_: Any) -> None:
+        """values: what variables hold, here and on backups, if that differs."""
+        listed = []
         for name, (index, key) in {**PLACES, "step": (0, (9, 0))}.items():
-            if index in self.stage.serving and name in (args or ["w", "v", "x", "y", "step"]):
-                here = self._value(self.stage.serving[index], key)
-                backup = self.stage.backup(index)
-                there = here if backup is None else self._value(backup, key)
-                self.say(f"{name} = {here}" + ("" if here == there else f"; on its backup {there}"))
+            if index not in self.stage.serving:
+                continue
+            here = self._value(self.stage.serving[index], key)
+            backup = self.stage.backup(index)
+            there = here if backup is None else self._value(backup, key)
+            differs = "" if here == there else f" (on its backup {there})"
+            if name in "wx" or here.strip("0 ") or differs:
+                listed.append(f"{name} = {here}{differs}")
+        self.say(", ".join(listed))
 
     def _value(self, task: Any, key: Key) -> str:
         value = self.stage.value(task, key)
         return " ".join(f"{each:g}" for each in value.ravel())
+
+
+def _group(options: dict[str, str]) -> dict[str, Any]:
+    """Return the configuration of the synchronous group."""
+    clip = float(options["clip"]) if "clip" in options else None
+    return SyncConfig(
+        name="group", optimizer={**SGD(1.0).to_config(), "global_clipnorm": clip},
+        replicas_to_aggregate=int(options["needed"]),
+        total_num_replicas=int(options.get("total", options["needed"])),
+        min_replicas=int(options.get("min", 1)), patience_s=float(options.get("patience", 30)),
+        global_step=(0, 9, 0),
+    ).to_config()  # fmt: skip
 
 
 def _by_ps(options: dict[str, str]) -> dict[int, list[Key]]:

@@ -55,12 +55,20 @@ from psync.wire.tensors import to_bytes_view
 from stage_words import entry_words, error_words, message_words
 
 CHIEF = ("/job:chief/task:0", 100)
-HOST = 7
-"""Index of the process in which all backups live: it serves no ps itself."""
+HOSTS = (6, 7)
+"""Indices of the processes in which backups live: these serve no ps themselves.
+
+In the second one is the backup of what the first one has come to serve."""
 
 SECRET = Secret(b"a secret of at least thirty-two bytes")
 
 MANY = 1 << 30
+
+
+class Connection(AsIfFrom):
+    """Of a client."""
+
+    is_closed = False
 
 
 # What ps tasks send each other.
@@ -286,11 +294,12 @@ class HeldSender:
         self._served, self._begun, self._advanced = served, begun, advanced
         self._deposed = deposed
         self._peer = AsIfFrom(f"/job:ps/task:{served.ps}", served.attach.coordinator, {})
+        self._host = self.stage.host(served.ps)
         self.stage.senders[log] = self
 
     async def _tell(self, message: Message, body: Sequence[Any] = ()) -> Message:
         segments = [memoryview(bytes(each)) for each in body]
-        run = handlers_of(self.stage.host)[type(message)].run
+        run = handlers_of(self._host)[type(message)].run
         answer = run(cast(Peer, self._peer), decode(encode(message)), segments)
         reply = await answer if isinstance(answer, Awaitable) else answer
         return cast(Message, reply.message)
@@ -305,7 +314,7 @@ class HeldSender:
         assert isinstance(begun, BackupBegun)
         self._begun(order, begun.numerics)
         self.stage.say(f"ps {ps} → its backup: a snapshot")
-        known = backups_of(self.stage.host)[ps]
+        known = backups_of(self._host)[ps]
         known._done = functools.partial(self._executed, first, known._done)
         for item, known in enumerate(frozen.state.items):
             if not known.is_constant:
@@ -431,9 +440,9 @@ class Stage:
         }
         self.former: dict[int, PsTask] = {}
         self.at: dict[str, PsTask] = {self.addresses[k]: each for k, each in self.serving.items()}
-        self.host = PsTask(self._platform, HOST, "host:1")
-        self._all = [*self.serving.values(), self.host]
-        self._peers: dict[tuple[PsTask, str, int], AsIfFrom] = {}
+        self._hosts = [PsTask(self._platform, each, f"host{each}:1") for each in HOSTS]
+        self._all = [*self.serving.values(), *self._hosts]
+        self._peers: dict[tuple[PsTask, str, int], Connection] = {}
         self._asking: set[asyncio.Task[Any]] = set()
 
     def say(self, words: str, by: Any = None) -> None:
@@ -494,15 +503,15 @@ class Stage:
 
     # Requests of clients.
 
-    def peer(self, task: PsTask, client: tuple[str, int]) -> AsIfFrom:
+    def peer(self, task: PsTask, client: tuple[str, int]) -> Connection:
         """The connection of a client to a ps."""
-        return self._peers.setdefault((task, *client), AsIfFrom(*client, {}))
+        return self._peers.setdefault((task, *client), Connection(*client, {}))
 
     def hang_up(self, index: int, client: tuple[str, int]) -> None:
         """The connection of a client to a ps breaks."""
         peer = self._peers.pop((self.serving[index], *client), None)
         if peer is not None:
-            cast(Any, peer).is_closed = True
+            peer.is_closed = True
             for listener in list(peer.on_closed):
                 listener(peer)
 
@@ -641,20 +650,28 @@ class Stage:
 
     # Backups.
 
+    def host(self, index: int) -> PsTask:
+        """Return in whose process the backup of a ps is, or is to be."""
+        return self._hosts[index in self.former]
+
     async def back_up(self, index: int, *, wait: bool = False) -> None:
         """Let a ps make a backup; with ``wait`` it is complete when ``copies_wait`` ends."""
         self.copies_wait = wait
-        self._epoch += 1
-        order = BackUp(self._epoch, f"/job:ps/task:{HOST}", "host:1", lost=False)
-        self.ask(CHIEF, index, order, (), lambda _: None)
-        await settle()
+        await self._order(index, self.host(index).task)
 
     async def go_on_alone(self, index: int) -> None:
         """Let a ps serve without a backup."""
+        await self._order(index, "")
+
+    async def _order(self, index: int, host: str) -> None:
         self._epoch += 1
-        order = BackUp(self._epoch, f"/job:ps/task:{HOST}", "", lost=False)
-        self.ask(CHIEF, index, order, (), lambda _: None)
+        order = BackUp(self._epoch, host, host, lost=False)
+        self.ask(CHIEF, index, order, (), self._ordered)
         await settle()
+
+    def _ordered(self, outcome: Reply | Exception) -> None:
+        if isinstance(outcome, Exception):
+            self.say(f"the coordinator is told: {error_words(outcome)}")
 
     async def copied(self) -> None:
         """Wait until a copy may end."""
@@ -668,14 +685,14 @@ class Stage:
 
     def backup(self, index: int) -> PsTask | None:
         """Return the backup of a ps; None: there is none that follows it."""
-        known = backups_of(self.host).get(index)
+        known = backups_of(self.host(index)).get(index)
         if known is None or self.sender(index) is None or known.task.life is not Life.HOSTED:
             return None
         return cast(PsTask, known.task)
 
     def is_even(self, index: int) -> bool:
         """Return whether a ps and its backup have executed the same entries."""
-        served, backup = self.serving[index], backups_of(self.host)[index]
+        served, backup = self.serving[index], backups_of(self.host(index))[index]
         executor = served.services.executor
         log = executor.log
         return bool(
@@ -704,8 +721,9 @@ class Stage:
         """Let the backup of a ps serve, and tell all where it does."""
         sender = self.sender(index)
         epoch = 0 if sender is None else sender.order.epoch
-        task = backups_of(self.host)[index].task
-        run = handlers_of(self.host)[Promote].run
+        host = self.host(index)
+        task = backups_of(host)[index].task
+        run = handlers_of(host)[Promote].run
         peer = cast(Peer, AsIfFrom(*CHIEF, {}))
         answer = run(peer, Promote(index, epoch, CHIEF[1], list(fences)), [])
         promoted = (await cast(Awaitable[Reply], answer)).message
@@ -752,9 +770,12 @@ def _flat(segment: Any) -> list[Any]:
 async def _then(
     answer: Awaitable[Reply], then: Callable[[Reply | Exception], None]
 ) -> None:
-    outcome: Reply | Exception
+    outcome: Reply | Later | Exception
     try:
         outcome = await answer
     except PsyncError as exc:
         outcome = exc
-    then(outcome)
+    if isinstance(outcome, Later):
+        outcome.deliver_to(then)
+    else:
+        then(outcome)
