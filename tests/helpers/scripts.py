@@ -481,8 +481,9 @@ class Player:
         index = int(args[0][-1])
         task = self.stage.backup(index) if "backup" in args[0] else self.stage.serving[index]
         assert task is not None, "there is no such backup"
+        self.say(f"state of {'the backup of ' if 'backup' in args[0] else ''}ps {index}:")
         for words in state_words([each.control() for each in task.services.sections]):
-            self.say(words)
+            self.say(f"  {words}")
 
     def do_values(self, *_: Any) -> None:
         """values: what variables hold, here and on backups, if that differs."""

@@ -171,7 +171,7 @@ def message_words(message: Message) -> str:
                 f"{message.local_step}{_call(message)}"
             )
         case TakeGradient():
-            return f"TakeGradient {message.take} of {message.accumulator}, {message.num_required}"
+            return f"TakeGradient {message.take} of {message.accumulator}, {message.num_required} wanted"
         case EndTakes() | ForgetTakes() | FinishSteps() | LockShards() | UnlockShards():
             return name
         case Gate() | OpenGate() | Admit():
@@ -219,9 +219,10 @@ def state_words(sections: Sequence[Any]) -> Iterator[str]:
     for name, count, step, waiting, takers in accumulators:
         waits = "".join(f"; take {n} of {task_words(t, i)} waits" for t, i, n in waiting)
         kept = "".join(
-            f"; takes {numbers} of {task_words(task, born)} are remembered"
+            f"; take {number} of {task_words(task, born)} has its answer"
             for task, born, _, numbers in takers
-            if numbers
+            for number in numbers
+            if [task, born, number] not in waiting
         )
         yield f"accumulator {name}: {count} held, step {step}{waits}{kept}"
     held, decided, *rule = steps
