@@ -33,7 +33,7 @@ from psync.testing import settle
 from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator, TakeGradient
 from psync.wire.codec import Message
 from psync.wire.lock_messages import LockShards, UnlockShards
-from psync.wire.ps_messages import Assign, Fence, FinalBelow, Push
+from psync.wire.ps_messages import Assign, CreateShards, Fence, FinalBelow, Push
 from psync.wire.recovery_messages import Admit, Gate, Gated, OpenGate
 from psync.wire.sync_messages import Contribute, FinishSteps, ReportSchedule, StagePush
 from stage import CHIEF, MANY, Stage
@@ -170,7 +170,7 @@ class Player:
         await stage.begin()
         stage.create(0, (9, 0), "step", np.array(0))
         for name, (ps, key) in PLACES.items():
-            if ps < count:
+            if ps < count and name != "z":
                 stage.create(ps, key, name, np.zeros(2, np.float32))
         for index, task in stage.serving.items():
             task.services.store.define_optimizer(1, SGD(1.0).to_config())
@@ -182,7 +182,7 @@ class Player:
         await self._take_all()
         stage.traced = True
         for index in stage.serving:
-            names = [name for name, (ps, _) in PLACES.items() if ps == index]
+            names = [name for name, (ps, _) in PLACES.items() if ps == index and name != "z"]
             names += ["step"] if index == 0 else []
             backed = ", and a backup" if "backup" in args else ""
             self.say(f"ps {index} has {', '.join(names[:-1])} and {names[-1]}{backed}")
@@ -335,6 +335,12 @@ class Player:
         for index in self.stage.serving:
             message = FinalBelow(int(args[0].removeprefix("<")))
             self.stage.ask(CHIEF, index, message, (), lambda _: None)
+
+    def do_create(self, args: list[str], _: dict[str, str]) -> None:
+        """create z: another variable on ps 0, of zeros. Such an entry holds up those after it."""
+        ps, (variable, part) = PLACES[args[0]]
+        shards = [(args[0], variable, part, 0, [2], "float32")]
+        self._send(Sent(CHIEF, ps, CreateShards(shards, [bytes(4)])))
 
     def do_cut(self, args: list[str], _: dict[str, str]) -> None:
         """cut 1: the gates are shut for a consistent cut."""
@@ -489,7 +495,7 @@ class Player:
         """values: what variables hold, here and on backups, if that differs."""
         listed = []
         for name, (index, key) in {**PLACES, "step": (0, (9, 0))}.items():
-            if index not in self.stage.serving:
+            if index not in self.stage.serving or not self._has(index, key):
                 continue
             here = self._value(self.stage.serving[index], key)
             backup = self.stage.backup(index)
@@ -499,7 +505,12 @@ class Player:
                 listed.append(f"{name} = {here}{differs}")
         self.say(", ".join(listed))
 
+    def _has(self, index: int, key: Key) -> bool:
+        return key in self.stage.serving[index].services.store.keys()
+
     def _value(self, task: Any, key: Key) -> str:
+        if key not in task.services.store.keys():
+            return "nothing"
         value = self.stage.value(task, key)
         return " ".join(f"{each:g}" for each in value.ravel())
 

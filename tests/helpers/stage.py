@@ -220,6 +220,8 @@ class TracedServices(PsServices):
         self.stage.say(f"{self.name}: {words}", by=self)
 
     def _submit(self, client: Any, message: Any, body: Any, act: Any, claim: Any = None) -> Any:
+        if not self.stage.traced:
+            return self._submit_plain(client, message, body, act, claim)
         shown = message if isinstance(message, Message) else message(LogNames())
         entry = Shown(entry_words(client, shown), type(shown))
         outer, self._appending = self._appending, entry
@@ -229,8 +231,8 @@ class TracedServices(PsServices):
             self._appending = outer
 
     def _appended(self, number: int, entry: Entry) -> None:
-        if self.is_hosted:
-            return  # its own log begins when it is promoted
+        if self.is_hosted or not self.stage.traced:
+            return  # of a backup: its own log begins when it is promoted
         shown = self._appending
         message = decode(entry.header) if entry.header else None
         if isinstance(message, DefineOptimizer | CheckState) and (
@@ -460,6 +462,8 @@ class Stage:
 
     def executed(self, index: int, number: int, outcome: Any) -> None:
         """A backup has executed an entry: one line for several, one after the other."""
+        if not self.traced:
+            return
         refused = ", refused" if isinstance(outcome, Exception) else ""
         before = re.fullmatch(
             rf"(backup of ps {index}: has executed entr)(?:y|ies) (\d+)(?: to {number - 1})?",

@@ -50,10 +50,12 @@ from psync.wire.sync_messages import (
     StepMeasured,
 )
 
-NAMES = {(0, 0): "w", (1, 0): "v", (2, 0): "x", (3, 0): "y", (9, 0): "step"}
-"""The variables of all scripts: w, v and the global step on ps 0, x and y on ps 1."""
+NAMES = {(0, 0): "w", (1, 0): "v", (2, 0): "x", (3, 0): "y", (4, 0): "z", (9, 0): "step"}
+"""The variables of all scripts: w, v and the global step on ps 0, x and y on ps 1.
 
-PLACES = {"w": (0, (0, 0)), "v": (0, (1, 0)), "x": (1, (2, 0)), "y": (1, (3, 0))}
+There is no z before a script creates it."""
+
+PLACES = {"w": (0, (0, 0)), "v": (0, (1, 0)), "x": (1, (2, 0)), "y": (1, (3, 0)), "z": (0, (4, 0))}
 """(ps, key) of each that scripts push to."""
 
 
