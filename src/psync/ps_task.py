@@ -18,6 +18,7 @@ here, and nothing is unpickled.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Sequence
 from importlib import import_module
@@ -344,6 +345,6 @@ class PsTask:
         """
         self.life = self.life.after(LifeEvent.PROMOTE, self.task)
         self.services.accumulators.promoted()  # nobody waits in the log, which has ended
-        for task, below in fences:
-            self.services.refuse_below(task, below)
+        for fence in fences:
+            self.services.executor.in_turn(functools.partial(self.services.refuse_below, *fence))
         return await self.start()
