@@ -338,6 +338,10 @@ class PsTask:
         """Return who does an entry of the log."""
         return self.services.replayed.get(kind) or self._endpoint.handlers[kind]
 
+    async def ready(self) -> None:
+        """Wait for an entry that holds up those after it. Cancellation: safe."""
+        await self.services.executor.drain()
+
     async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
         """Serve what was a backup until now; incarnations below ``fences`` are refused.
 

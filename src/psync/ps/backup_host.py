@@ -82,6 +82,9 @@ class BackupTask(Protocol):
     def handler(self, kind: type[Message]) -> Handler:
         """Return who serves a message."""
 
+    async def ready(self) -> None:
+        """Wait for an entry that holds up those after it. Cancellation: safe."""
+
     async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
         """Serve: all entries are done, and none comes any more.
 
@@ -190,6 +193,7 @@ class _Backup:
             while self._entries and not self.is_damaged:
                 entry = self._entries.popleft()
                 outcome: object
+                await self.task.ready()  # what it names may be created just now
                 try:
                     run = self.task.handler(type(entry.message)).run
                     outcome = run(cast(Peer, entry.peer), entry.message, entry.body)
@@ -211,10 +215,8 @@ class _Backup:
     def _done(self, entry: _Entry, outcome: object) -> None:
         self.waiting -= 1
         self.pending_bytes -= entry.nbytes
-        if isinstance(outcome, PsyncError) and not isinstance(
-            outcome, Diverged
-        ):  # as the one that is backed up has refused it
-            logger.debug("entry %d: %s", entry.number, outcome.message)
+        if isinstance(outcome, PsyncError) and not isinstance(outcome, Diverged):
+            logger.debug("entry %d, refused as on the primary: %s", entry.number, outcome.message)
         elif isinstance(outcome, Exception):  # such as no memory here, where the other had enough
             self.diverged = isinstance(outcome, Diverged)
             logger.error("%s: its backup failed at %d", self.sender, entry.number, exc_info=outcome)
@@ -335,8 +337,7 @@ class BackupHost:
                 raise FencedError(f"{sender} has been replaced by its backup")
             if message == known.order:  # a repetition: it may have all of the snapshot, and more
                 return Reply(begun)
-        where = f"snapshot of {sender}"
-        state = SnapshotState.from_bytes(bytes(body[0]), where)
+        state = SnapshotState.from_bytes(bytes(body[0]), f"snapshot of {sender}")
         store = self._parts.of(ShardStore)(sender, self._pool)
         ledger = self._parts.of(Ledger)(message.coordinator)
         loaded = load_snapshot(state, store, ledger, unpack_answer)
