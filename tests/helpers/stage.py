@@ -9,50 +9,40 @@ is a line of ``Stage.lines``.
 from __future__ import annotations
 
 import asyncio
-import functools
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 
+from held_backups import HeldSender
+from held_links import HeldClient, HeldLink, Letter
 from inside import backups_of, handlers_of
-from psync.errors import ClosedError, FencedError, PsyncError
+from psync.client.known_sets import note_known
+from psync.client.ps_client import PsClient
+from psync.errors import ClosedError, PsyncError
 from psync.net.peer import Later, Peer, Received, Reply
 from psync.net.platform import Parts, Platform
 from psync.net.secret import Secret
-from psync.numerics.blocks import bytes_of
 from psync.ps.backup_host import AsIfFrom
-from psync.ps.backup_sender import BackupSender, Served
-from psync.ps.computes import Compute
-from psync.ps.executor import Entry
+from psync.ps.backup_sender import BackupSender
 from psync.ps.life import Life
 from psync.ps_task import PsTask
-from psync.client.known_sets import note_known
-from psync.client.ps_client import PsClient
 from psync.specs import ShardSpec, dtype_name, dtype_of
-from psync.store.commit_log import CommitLog, LogNames, LogState
+from psync.store.commit_log import CommitLog, LogState
 from psync.store.store import Key
-from psync.sync.groups import CLOSER
 from psync.sync.ps_services import PsServices
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import Message, decode, encode
-from psync.wire.handshake import RELEASE
-from psync.wire.log_messages import CheckState
-from psync.wire.ps_messages import AttachPs, DefineOptimizer
+from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import (
     BackUp,
-    BackupBegun,
-    BeginBackup,
-    FillBackup,
-    LogEntries,
-    LogTaken,
     Promote,
     Promoted,
 )
 from psync.wire.tensors import to_bytes_view
-from stage_words import entry_words, error_words, message_words
+from stage_words import error_words
+from traced_log import TracedLog, TracedServices
 
 CHIEF = ("/job:chief/task:0", 100)
 HOSTS = (6, 7)
@@ -62,332 +52,11 @@ In the second one is the backup of what the first one has come to serve."""
 
 SECRET = Secret(b"a secret of at least thirty-two bytes")
 
-MANY = 1 << 30
-
 
 class Connection(AsIfFrom):
     """Of a client."""
 
     is_closed = False
-
-
-# What ps tasks send each other.
-
-
-@dataclass(eq=False)
-class Letter:
-    """A request of ps 0 to another ps; then its answer."""
-
-    link: HeldLink
-    build: Callable[[Peer], Message]
-    segments: Sequence[Any]
-    then: Callable[[Received | Exception], None]
-    set_ids: Sequence[int]
-    message: Message | None = None  # as it was sent last
-    to: PsTask | None = None  # who works on it
-    answer: Received | Exception | None = None
-
-    def __str__(self) -> str:
-        here, there = self.link.owner.name, f"ps {self.link.index}"
-        if self.answer is None:
-            return f"{here} → {there}: {message_words(cast(Message, self.message))}"
-        if isinstance(self.answer, Exception):
-            return f"{there} → {here}: {error_words(self.answer)}"
-        return f"{there} → {here}: {message_words(self.answer.message)}"
-
-
-class HeldLink:
-    """In place of a ``PsLink``."""
-
-    def __init__(self, client: HeldClient, index: int, address: str) -> None:
-        self.client, self.stage, self.owner = client, client.stage, client.owner
-        self.index, self.task, self.address = index, f"/job:ps/task:{index}", address
-        self.lost: Exception | None = None
-        self.lost_after_s = 15.0
-        self.on_lost: Any = None
-        self.held = False
-        self._connect()
-
-    def _connect(self) -> None:
-        self.near = cast(Peer, AsIfFrom(self.task, 0, {}))
-        self.far = cast(Peer, AsIfFrom(CLOSER, self.client.incarnation, {}))
-
-    def ask(
-        self,
-        build: Callable[[Peer], Message],
-        segments: Sequence[Any],
-        then: Callable[[Received | Exception], None],
-        *,
-        set_ids: Iterable[int] = (),
-        **_: Any,
-    ) -> None:
-        self.stage.post(Letter(self, build, segments, then, list(set_ids)))
-
-    async def call(
-        self,
-        build: Callable[[Peer], Message],
-        segments: Sequence[Any] = (),
-        *,
-        set_ids: Iterable[int] = (),
-        **_: Any,
-    ) -> Received:
-        future: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
-
-        def then(outcome: Received | Exception) -> None:
-            if future.done():
-                return
-            if isinstance(outcome, Exception):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
-
-        self.ask(build, segments, then, set_ids=set_ids)
-        return await future
-
-    def hold(self) -> None:
-        self.held = True
-
-    def release(self) -> None:
-        self.held = False
-
-    def revive(self) -> None:
-        self.lost = None
-        self._connect()
-        self.stage.send_again(self)
-
-
-class HeldClient:
-    """In place of the ``PsClient`` of ps 0."""
-
-    stage: Stage
-
-    def __init__(self, endpoint: Any, addresses: Sequence[str], *_: Any) -> None:
-        self.incarnation = endpoint.incarnation
-        self.owner = cast(TracedServices, self.stage.serving[0].services)  # nobody else has one
-        self.links = [HeldLink(self, index, each) for index, each in enumerate(addresses)]
-
-    async def close(self) -> None:
-        self.stage.give_up(self)
-
-
-# The log.
-
-
-class TracedLog(CommitLog[Entry]):
-    """Says which numbers entries get."""
-
-    appended: Callable[[int, Entry], None] = staticmethod(lambda *_: None)
-
-    def append(self, entry: Entry, nbytes: int) -> int:
-        number = super().append(entry, nbytes)
-        self.appended(number, entry)
-        return number
-
-
-@dataclass(eq=False)
-class Shown:
-    """An entry, as the trace has it."""
-
-    words: str
-    kind: type[Message]
-    number: int = 0
-
-
-class TracedServices(PsServices):
-    """Writes down what becomes of each entry."""
-
-    stage: Stage
-
-    def __init__(self, process: Any, life: Life, *rest: Any) -> None:
-        self.index, self.is_hosted = process.index, life is Life.HOSTED
-        super().__init__(process, life, *rest)
-        executor, work = self.executor, process.work
-        self._submit_plain, executor.submit = executor.submit, self._submit  # type: ignore[method-assign]
-        self._fits_plain, work.fits_now = work.fits_now, self._fits
-        self._appending: Shown | None = None
-        cast(TracedLog, executor.log).appended = self._appended  # type: ignore[method-assign]
-
-    @property
-    def name(self) -> str:
-        if self.is_hosted:
-            return f"backup of ps {self.index}"
-        serving = self.stage.serving.get(self.index)
-        if serving is not None and serving.services is not self and serving.life is Life.SERVING:
-            return f"former ps {self.index}"
-        return f"ps {self.index}"
-
-    def say(self, words: str) -> None:
-        self.stage.say(f"{self.name}: {words}", by=self)
-
-    def _submit(self, client: Any, message: Any, body: Any, act: Any, claim: Any = None) -> Any:
-        if not self.stage.traced:
-            return self._submit_plain(client, message, body, act, claim)
-        shown = message if isinstance(message, Message) else message(LogNames())
-        entry = Shown(entry_words(client, shown), type(shown))
-        outer, self._appending = self._appending, entry
-        try:
-            return self._submit_plain(client, message, body, lambda: self._act(entry, act), claim)
-        finally:
-            self._appending = outer
-
-    def _appended(self, number: int, entry: Entry) -> None:
-        if self.is_hosted or not self.stage.traced:
-            return  # of a backup: its own log begins when it is promoted
-        shown = self._appending
-        message = decode(entry.header) if entry.header else None
-        if isinstance(message, DefineOptimizer | CheckState) and (
-            shown is None or shown.kind is not type(message)
-        ):
-            self.say(f"entry {number}: {entry_words(entry.client, message)}, on its own account")
-        elif shown is not None:
-            shown.number = number
-            self.say(f"entry {number}: {shown.words}")
-
-    def _act(self, entry: Shown, act: Callable[[], Any]) -> Any:
-        if not self.is_hosted:
-            self.stage.judged(self, f"entry {entry.number}", entry.words)
-        try:
-            outcome = act()
-        except PsyncError as exc:
-            if not self.is_hosted:
-                self.say(f"entry {entry.number}: refused, {error_words(exc)}")
-            raise
-        if self.is_hosted:
-            return outcome
-        if isinstance(outcome, Compute) and outcome.in_pieces is not None:
-            outcome.in_pieces = functools.partial(
-                self._compute, entry, outcome.keys, outcome.in_pieces
-            )
-        return outcome
-
-    def _fits(self, store: Any, keys: Sequence[Key], nbytes: int) -> bool:
-        if not self.is_hosted and self.stage.busy.intersection(keys):
-            return False
-        return self._fits_plain(store, keys, nbytes)
-
-    async def _compute(
-        self, entry: Shown, keys: Sequence[Key], work: Callable[[], Awaitable[None]]
-    ) -> None:
-        self.say(f"entry {entry.number}: its compute has begun")
-        while not self.is_hosted and self.stage.busy.intersection(keys):
-            await self.stage.freed()
-        await work()
-        self.say(f"entry {entry.number}: computed")
-
-
-class HeldSender:
-    """In place of a ``BackupSender``: the test says when the backup takes entries."""
-
-    stage: Stage
-
-    def __init__(
-        self,
-        platform: Platform,
-        served: Served,
-        order: BackUp,
-        log: CommitLog[Entry],
-        begun: Callable[[BackUp, str], None],
-        advanced: Callable[[], None],
-        deposed: Callable[[], None],
-    ) -> None:
-        self.order, self.log = order, log
-        self.ended = asyncio.Event()
-        self.error: PsyncError | None = None
-        self._served, self._begun, self._advanced = served, begun, advanced
-        self._deposed = deposed
-        self._peer = AsIfFrom(f"/job:ps/task:{served.ps}", served.attach.coordinator, {})
-        self._host = self.stage.host(served.ps)
-        self.stage.senders[log] = self
-
-    async def _tell(self, message: Message, body: Sequence[Any] = ()) -> Message:
-        segments = [memoryview(bytes(each)) for each in body]
-        run = handlers_of(self._host)[type(message)].run
-        answer = run(cast(Peer, self._peer), decode(encode(message)), segments)
-        reply = await answer if isinstance(answer, Awaitable) else answer
-        return cast(Message, reply.message)
-
-    async def copy(self, frozen: Any, first: int, before: Sequence[Entry] = ()) -> None:
-        ps, order, attach = self._served.ps, self.order, self._served.attach
-        begin = BeginBackup(
-            ps, order.epoch, attach.coordinator, list(attach.ps_addresses), attach.ps_timeout_s,
-            self._served.timeline, first - len(before), self._served.lineage, RELEASE,
-        )  # fmt: skip
-        begun = await self._tell(begin, [frozen.state.to_bytes()])
-        assert isinstance(begun, BackupBegun)
-        self._begun(order, begun.numerics)
-        self.stage.say(f"ps {ps} → its backup: a snapshot")
-        known = backups_of(self._host)[ps]
-        known._done = functools.partial(self._executed, first, known._done)
-        for item, known in enumerate(frozen.state.items):
-            if not known.is_constant:
-                data = b"".join(map(bytes, frozen.part(item, 0, known.nbytes)))
-                await self._tell(FillBackup(ps, order.epoch, item, 0), [data])
-        frozen.drop()
-        for number, entry in enumerate(before, first - len(before)):
-            words = entry_words(entry.client, decode(entry.header))
-            self.stage.say(f"ps {ps} → its backup: {words}")
-            await self._entries(number, [entry])
-        await self._entries(first, [])
-        await self.stage.copied()
-        self.log.pair()
-        while self.log.taken < self.log.last:
-            await self.take(MANY)
-
-    def _executed(self, first: int, plain: Any, entry: Any, outcome: Any) -> None:
-        if entry.number >= first:  # else it came with the snapshot
-            self.stage.executed(self._served.ps, entry.number, outcome)
-        plain(entry, outcome)
-
-    async def _entries(self, first: int, entries: Sequence[Entry]) -> int:
-        listed = [(*each.client, each.header, len(each.body)) for each in entries]
-        segments = [segment for each in entries for segment in each.body]
-        message = LogEntries(self._served.ps, self.order.epoch, first, listed)
-        answer = await self._tell(message, segments)
-        assert isinstance(answer, LogTaken)
-        return answer.upto
-
-    async def take(self, count: int, *, heard: bool = True) -> int:
-        """Let the backup have the next entries; return how many.
-
-        Args:
-            count: At most so many.
-            heard: Whether its primary hears that it has them.
-        """
-        batch = self.log.to_ship(count, MANY)
-        if not batch:
-            return 0
-        try:
-            upto = await self._entries(batch[0].number, [each.entry for each in batch])
-        except PsyncError as exc:
-            self._fail(exc)
-            return 0
-        numbers = " to ".join(dict.fromkeys([f"{batch[0].number}", f"{upto}"]))
-        what = "entry" if len(batch) == 1 else "entries"
-        not_heard = "" if heard else ", which is not heard"
-        self.stage.say(f"backup of ps {self._served.ps}: has {what} {numbers}{not_heard}")
-        if heard:
-            self.log.note_taken(upto)
-            self._advanced()
-        return len(batch)
-
-    def ship(self) -> None:
-        """Nothing: see ``take``."""
-
-    def _fail(self, error: PsyncError) -> None:
-        if not self.ended.is_set():
-            self.error = error
-            self.ended.set()
-            self.stage.say(f"the backup does not follow, {error_words(error)}")
-            if isinstance(error, FencedError):
-                self._deposed()
-
-    def close(self) -> Any:
-        self.ended.set()
-        self.stage.senders.pop(self.log, None)
-        return _nothing()
-
-
-async def _nothing() -> None: ...
 
 
 class StageParts(Parts):
@@ -442,8 +111,8 @@ class Stage:
         }
         self.former: dict[int, PsTask] = {}
         self.at: dict[str, PsTask] = {self.addresses[k]: each for k, each in self.serving.items()}
-        self._hosts = [PsTask(self._platform, each, f"host{each}:1") for each in HOSTS]
-        self._all = [*self.serving.values(), *self._hosts]
+        self._hosts: dict[int, PsTask] = {}
+        self._all = list(self.serving.values())
         self._peers: dict[tuple[PsTask, str, int], Connection] = {}
         self._asking: set[asyncio.Task[Any]] = set()
 
@@ -500,9 +169,9 @@ class Stage:
         for task in list(self._asking):
             task.cancel()
         await settle()
+        for client in {letter.link.client for letter in self.letters}:
+            self.give_up(client)
         for each in self._all:
-            for link in [letter.link for letter in self.letters]:
-                self.give_up(link.client)
             await each.close()
 
     # Requests of clients.
@@ -558,10 +227,13 @@ class Stage:
             answer.deliver_to(then)
             return answer
         else:
-            waiting = asyncio.get_running_loop().create_task(_then(answer, then))
-            self._asking.add(waiting)
-            waiting.add_done_callback(self._asking.discard)
+            self._wait(answer, then)
         return None
+
+    def _wait(self, answer: Awaitable[Any], then: Callable[[Reply | Exception], None]) -> None:
+        waiting = asyncio.get_running_loop().create_task(_then(answer, then))
+        self._asking.add(waiting)
+        waiting.add_done_callback(self._asking.discard)
 
     async def request(self, client: tuple[str, int], index: int, message: Message) -> Message:
         """Send a request and return its answer, which does not wait for anything else."""
@@ -640,9 +312,7 @@ class Stage:
         elif isinstance(answer, Later):
             answer.deliver_to(answered)
         else:
-            waiting = asyncio.get_running_loop().create_task(_then(answer, answered))
-            self._asking.add(waiting)
-            waiting.add_done_callback(self._asking.discard)
+            self._wait(answer, answered)
         return True
 
     def drop(self) -> Letter | None:
@@ -656,7 +326,11 @@ class Stage:
 
     def host(self, index: int) -> PsTask:
         """Return in whose process the backup of a ps is, or is to be."""
-        return self._hosts[index in self.former]
+        number = HOSTS[index in self.former]
+        if number not in self._hosts:
+            self._hosts[number] = PsTask(self._platform, number, f"host{number}:1")
+            self._all.append(self._hosts[number])
+        return self._hosts[number]
 
     async def back_up(self, index: int, *, wait: bool = False) -> None:
         """Let a ps make a backup; with ``wait`` it is complete when ``copies_wait`` ends."""
@@ -771,9 +445,7 @@ def _flat(segment: Any) -> list[Any]:
     return list(segment) if isinstance(segment, list | tuple) else [segment]
 
 
-async def _then(
-    answer: Awaitable[Reply], then: Callable[[Reply | Exception], None]
-) -> None:
+async def _then(answer: Awaitable[Reply], then: Callable[[Reply | Exception], None]) -> None:
     outcome: Reply | Later | Exception
     try:
         outcome = await answer

@@ -173,7 +173,8 @@ def message_words(message: Message) -> str:
                 f"{message.local_step}{_call(message)}"
             )
         case TakeGradient():
-            return f"TakeGradient {message.take} of {message.accumulator}, {message.num_required} wanted"
+            wanted = f"{message.num_required} wanted"
+            return f"TakeGradient {message.take} of {message.accumulator}, {wanted}"
         case EndTakes() | ForgetTakes() | FinishSteps() | LockShards() | UnlockShards():
             return name
         case Gate() | OpenGate() | Admit():
