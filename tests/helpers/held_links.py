@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from psync.net.peer import Peer, Received
+from inside import handlers_of
+from psync.client.known_sets import note_known
+from psync.errors import ClosedError, PsyncError
+from psync.net.peer import Later, Peer, Received, Reply
 from psync.ps.backup_host import AsIfFrom
 from psync.ps_task import PsTask
 from psync.sync.groups import CLOSER
-from psync.wire.codec import Message
+from psync.wire.codec import Message, decode, encode
 from stage_words import error_words, message_words
 from traced_log import TracedServices
 
@@ -66,7 +69,7 @@ class HeldLink:
         set_ids: Iterable[int] = (),
         **_: Any,
     ) -> None:
-        self.stage.post(Letter(self, build, segments, then, list(set_ids)))
+        self.stage.letters.post(Letter(self, build, segments, then, list(set_ids)))
 
     async def call(
         self,
@@ -98,7 +101,7 @@ class HeldLink:
     def revive(self) -> None:
         self.lost = None
         self._connect()
-        self.stage.send_again(self)
+        self.stage.letters.send_again(self)
 
 
 class HeldClient:
@@ -112,4 +115,103 @@ class HeldClient:
         self.links = [HeldLink(self, index, each) for index, each in enumerate(addresses)]
 
     async def close(self) -> None:
-        self.stage.give_up(self)
+        self.stage.letters.give_up(self)
+
+
+class Letters:
+    """All requests between ps tasks that have no answer yet.
+
+    Args:
+        stage: Where they are.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.all: list[Letter] = []
+        self._stage = stage
+
+    def post(self, letter: Letter) -> None:
+        """A ps asks another one."""
+        letter.message = letter.build(letter.link.near)
+        self.all.append(letter)
+        self._stage.say(str(letter), by=letter.link.owner)
+
+    def send_again(self, link: HeldLink) -> None:
+        """A connection is made again: what was not answered is sent again."""
+        for letter in [each for each in self.all if each.link is link]:
+            self.all.remove(letter)
+            letter.answer, letter.to = None, None
+            self.post(letter)
+
+    def give_up(self, client: HeldClient) -> None:
+        """Links are closed: what is under way on them fails."""
+        for letter in [each for each in self.all if each.link.client is client]:
+            self.all.remove(letter)
+            letter.then(ClosedError("the link is closed"))
+
+    def deliverable(self) -> Letter | None:
+        """Return the first letter whose receiver is there."""
+        for letter in self.all:
+            if letter.answer is not None:
+                return letter
+            there = self._stage.at.get(letter.link.address)
+            if letter.to is None and not letter.link.held and there not in self._stage.dead:
+                return letter
+        return None
+
+    def deliver(self) -> bool:
+        """Let the next request or answer arrive; return whether there was one."""
+        letter = self.deliverable()
+        if letter is None:
+            return False
+        if letter.answer is not None:
+            self.all.remove(letter)
+            if isinstance(letter.answer, Received):
+                for number in letter.set_ids:
+                    note_known(letter.link.near, number)
+            letter.then(letter.answer)
+            return True
+        letter.to = self._stage.at[letter.link.address]
+        there, message = letter.to, decode(encode(cast(Message, letter.message)))
+        body = [memoryview(bytes(each)) for each in letter.segments]
+
+        def answered(outcome: Reply | Exception) -> None:
+            if there in self._stage.dead or letter.to is not there:
+                return
+            if isinstance(outcome, Exception):
+                letter.answer = outcome
+            else:
+                flat = [bytes(part) for each in outcome.segments for part in _flat(each)]
+                letter.answer = Received(outcome.message, list(map(memoryview, flat)))
+            self._stage.say(str(letter))
+
+        try:
+            answer = handlers_of(there)[type(message)].run(letter.link.far, message, body)
+        except PsyncError as exc:
+            answered(exc)
+            return True
+        if isinstance(answer, Reply):
+            answered(answer)
+        elif isinstance(answer, Later):
+            answer.deliver_to(answered)
+        else:
+            self._stage.wait_for(answer, answered)
+        return True
+
+    def drop(self) -> Letter | None:
+        """Lose the next request or answer with its connection, over which it will come again."""
+        letter = self.deliverable()
+        if letter is not None:
+            letter.link.revive()
+        return letter
+
+    def lose(self, dead: PsTask) -> None:
+        """A ps has died: what it has asked is gone, and what it has answered did not arrive."""
+        for letter in list(self.all):
+            if letter.link.owner is dead.services:
+                self.all.remove(letter)
+            elif letter.to is dead or self._stage.at.get(letter.link.address) is dead:
+                letter.answer, letter.to = None, None
+
+
+def _flat(segment: Any) -> list[Any]:
+    return list(segment) if isinstance(segment, list | tuple) else [segment]

@@ -211,18 +211,18 @@ class Player(Clients):
     async def do_deliver(self, args: list[str], _: dict[str, str]) -> None:
         """deliver [2]: the next requests or answers between ps tasks arrive."""
         for _ in range(int(args[0]) if args else 1):
-            letter = self.stage.deliverable()
+            letter = self.stage.letters.deliverable()
             assert letter is not None, "there is nothing to deliver"
             self.say(f"delivered: {letter}")
-            self.stage.deliver()
+            self.stage.letters.deliver()
             await settle()
 
     def do_drop(self, *_: Any) -> None:
         """drop: the next request or answer is lost with its connection, and sent again."""
-        letter = self.stage.deliverable()
+        letter = self.stage.letters.deliverable()
         assert letter is not None, "there is nothing to lose"
         self.say(f"lost: {letter}")
-        self.stage.drop()
+        self.stage.letters.drop()
 
     async def do_take(self, args: list[str], _: dict[str, str]) -> None:
         """take 2 [ps0] [unheard] [former]: the backup is sent entries.
@@ -248,7 +248,7 @@ class Player(Clients):
         """stabilize: backups take, and messages arrive, until nothing is left."""
         for _ in range(MAX_ROUNDS):
             await settle()
-            if not await self._take_all() and not self.stage.deliver():
+            if not await self._take_all() and not self.stage.letters.deliver():
                 return
         raise AssertionError(f"nothing is settled after {MAX_ROUNDS} rounds")
 

@@ -16,12 +16,11 @@ from typing import Any, cast
 import numpy as np
 
 from held_backups import HeldSender
-from held_links import HeldClient, HeldLink, Letter
+from held_links import HeldClient, Letters
 from inside import backups_of, handlers_of
-from psync.client.known_sets import note_known
 from psync.client.ps_client import PsClient
-from psync.errors import ClosedError, PsyncError
-from psync.net.peer import Later, Peer, Received, Reply
+from psync.errors import PsyncError
+from psync.net.peer import Later, Peer, Reply
 from psync.net.platform import Parts, Platform
 from psync.net.secret import Secret
 from psync.ps.backup_host import AsIfFrom
@@ -91,14 +90,14 @@ class Stage:
 
     def __init__(self, num_ps: int = 1) -> None:
         self.lines: list[str] = []
-        self.letters: list[Letter] = []
+        self.letters = Letters(self)
         self.senders: dict[Any, HeldSender] = {}
         self.busy: set[Key] = set()  # shards whose computes take long
         self.copies_wait = False
         self.traced = True
         self._executed = (0, 0)  # (ps, number) of the last line about a backup
         self._turns: list[asyncio.Future[None]] = []
-        self._dead: set[PsTask] = set()
+        self.dead: set[PsTask] = set()
         self._epoch = self._moves = 0
         network = MemoryNetwork()
         self._platform = Platform(
@@ -118,7 +117,7 @@ class Stage:
 
     def say(self, words: str, by: Any = None) -> None:
         """Add a line, unless it is about somebody who has died."""
-        if self.traced and not any(each.services is by for each in self._dead):
+        if self.traced and not any(each.services is by for each in self.dead):
             self.lines.append(words)
 
     def judged(self, by: TracedServices, number: str, words: str) -> None:
@@ -169,8 +168,8 @@ class Stage:
         for task in list(self._asking):
             task.cancel()
         await settle()
-        for client in {letter.link.client for letter in self.letters}:
-            self.give_up(client)
+        for client in dict.fromkeys(letter.link.client for letter in list(self.letters.all)):
+            self.letters.give_up(client)
         for each in self._all:
             await each.close()
 
@@ -227,10 +226,11 @@ class Stage:
             answer.deliver_to(then)
             return answer
         else:
-            self._wait(answer, then)
+            self.wait_for(answer, then)
         return None
 
-    def _wait(self, answer: Awaitable[Any], then: Callable[[Reply | Exception], None]) -> None:
+    def wait_for(self, answer: Awaitable[Any], then: Callable[[Reply | Exception], None]) -> None:
+        """Call ``then`` when an answer is there."""
         waiting = asyncio.get_running_loop().create_task(_then(answer, then))
         self._asking.add(waiting)
         waiting.add_done_callback(self._asking.discard)
@@ -244,83 +244,6 @@ class Stage:
         if isinstance(answer, Exception):
             raise answer
         return answer.message
-
-    # Between ps tasks.
-
-    def post(self, letter: Letter) -> None:
-        """A ps asks another one."""
-        letter.message = letter.build(letter.link.near)
-        self.letters.append(letter)
-        self.say(str(letter), by=letter.link.owner)
-
-    def send_again(self, link: HeldLink) -> None:
-        """A connection is made again: what was not answered is sent again."""
-        for letter in [each for each in self.letters if each.link is link]:
-            self.letters.remove(letter)
-            letter.answer, letter.to = None, None
-            self.post(letter)
-
-    def give_up(self, client: HeldClient) -> None:
-        """Links are closed: what is under way on them fails."""
-        for letter in [each for each in self.letters if each.link.client is client]:
-            self.letters.remove(letter)
-            letter.then(ClosedError("the link is closed"))
-
-    def deliverable(self) -> Letter | None:
-        """Return the first letter whose receiver is there."""
-        for letter in self.letters:
-            if letter.answer is not None:
-                return letter
-            there = self.at.get(letter.link.address)
-            if letter.to is None and not letter.link.held and there not in self._dead:
-                return letter
-        return None
-
-    def deliver(self) -> bool:
-        """Let the next request or answer arrive; return whether there was one."""
-        letter = self.deliverable()
-        if letter is None:
-            return False
-        if letter.answer is not None:
-            self.letters.remove(letter)
-            if isinstance(letter.answer, Received):
-                for number in letter.set_ids:
-                    note_known(letter.link.near, number)
-            letter.then(letter.answer)
-            return True
-        letter.to = self.at[letter.link.address]
-        there, message = letter.to, decode(encode(cast(Message, letter.message)))
-        body = [memoryview(bytes(each)) for each in letter.segments]
-
-        def answered(outcome: Reply | Exception) -> None:
-            if there in self._dead or letter.to is not there:
-                return
-            if isinstance(outcome, Exception):
-                letter.answer = outcome
-            else:
-                flat = [bytes(part) for each in outcome.segments for part in _flat(each)]
-                letter.answer = Received(outcome.message, list(map(memoryview, flat)))
-            self.say(str(letter))
-
-        try:
-            answer = handlers_of(there)[type(message)].run(letter.link.far, message, body)
-        except PsyncError as exc:
-            answered(exc)
-            return True
-        if isinstance(answer, Reply):
-            answered(answer)
-        elif isinstance(answer, Later):
-            answer.deliver_to(answered)
-        else:
-            self._wait(answer, answered)
-        return True
-
-    def drop(self) -> Letter | None:
-        """Lose the next request or answer with its connection, over which it will come again."""
-        letter = self.deliverable()
-        if letter is not None:
-            letter.link.revive()
-        return letter
 
     # Backups.
 
@@ -374,7 +297,7 @@ class Stage:
         executor = served.services.executor
         log = executor.log
         return bool(
-            served not in self._dead
+            served not in self.dead
             and log.state is LogState.PAIRED
             and backup.taken == log.taken == log.last
             and not executor.waiting
@@ -387,12 +310,8 @@ class Stage:
     def crash(self, index: int) -> None:
         """The process of a ps dies: nothing comes from it any more."""
         dead = self.serving[index]
-        self._dead.add(dead)
-        for letter in list(self.letters):
-            if letter.link.owner is dead.services:
-                self.letters.remove(letter)
-            elif letter.to is dead or self.at.get(letter.link.address) is dead:
-                letter.answer, letter.to = None, None
+        self.dead.add(dead)
+        self.letters.lose(dead)
         dead.services.executor.log.depose()  # nothing is judged there any more
 
     async def promote(self, index: int, fences: Sequence[tuple[str, int]] = ()) -> None:
@@ -413,7 +332,7 @@ class Stage:
         self._moves += 1
         self.say(f"ps {index} is served by its backup, and the coordinator says so")
         for other in sorted(self.serving):
-            if self.serving[other] not in self._dead:
+            if self.serving[other] not in self.dead:
                 await self.request(CHIEF, other, self._attach(other))
 
     # Time, and what takes long.
@@ -439,10 +358,6 @@ class Stage:
         spec = store.spec(key)
         data = b"".join(bytes(block) for block in store.read(key))
         return np.frombuffer(data, dtype_of(spec.dtype)).reshape(spec.shape)
-
-
-def _flat(segment: Any) -> list[Any]:
-    return list(segment) if isinstance(segment, list | tuple) else [segment]
 
 
 async def _then(answer: Awaitable[Reply], then: Callable[[Reply | Exception], None]) -> None:
