@@ -338,8 +338,8 @@ class PsTask:
         """Return who does an entry of the log."""
         return self.services.replayed.get(kind) or self._endpoint.handlers[kind]
 
-    async def ready(self) -> None:
-        """Wait for an entry that holds up those after it. Cancellation: safe."""
+    async def executed(self) -> None:
+        """Wait until all entries are executed; they may still be computed. Cancellation: safe."""
         await self.services.executor.drain()
 
     async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:

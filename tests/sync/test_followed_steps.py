@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from psync.sync.followed_steps import FollowedSteps, LastStep
+
 from psync.sync.group import Contribution
 
 GROUP = 9

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from psync.sync.group_phases import MOVES, GroupEvent, GroupPhases, Phase
 
 from psync.errors import LocalProtocolError, PsyncError
 from psync.sync.group import Close
-from psync.sync.group_phases import MOVES, GroupEvent, GroupPhases, Phase
 
 PATHS: dict[Phase, list[GroupEvent]] = {
     Phase.NEW: [],

@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from psync.sync.followed_steps import LastStep
+from psync.sync.replay import SyncFollower
 
 from ps_by_hand import PsByHand, group_config
 from psync.net.peer import Reply
 from psync.ps.backup_host import AsIfFrom
 from psync.store.store import Key
 from psync.sync.cross_ps_sets import ShareNumbers
-from psync.sync.followed_steps import LastStep
 from psync.sync.group import Close, Contribution
-from psync.sync.replay import SyncFollower
 from psync.wire.codec import Message
 from psync.wire.recovery_messages import CountPush, SetSteps
 from psync.wire.sync_messages import CloseStep, StagePush

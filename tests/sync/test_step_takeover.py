@@ -6,12 +6,12 @@ import asyncio
 
 import numpy as np
 import pytest
+from psync.sync.followed_steps import FollowedSteps, LastStep
 
 from inside import closer_of, steps_from, sync_of
 from ps_cluster import heard, pull
 from psync.errors import RemoteProtocolError
 from psync.specs import VariableSpec
-from psync.sync.followed_steps import FollowedSteps, LastStep
 from psync.sync.group import Close, Contribution
 from psync.sync.step_rounds import ClosedStep, StepRounds, go_on
 from psync.wire.sync_messages import CloseStep

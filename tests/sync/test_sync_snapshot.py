@@ -6,12 +6,12 @@ import asyncio
 
 import numpy as np
 import pytest
+from psync.sync.replay import SyncSnapshot
 
 from backups import back_up, take_over
 from inside import sync_of
 from ps_cluster import pull, until
 from psync.specs import VariableSpec
-from psync.sync.replay import SyncSnapshot
 from psync.testing import settle
 from sync_cluster import GROUP, SyncCluster, SyncReplica
 

@@ -7,18 +7,17 @@ in the round of the other variables: a program places them alike with and withou
 from __future__ import annotations
 
 import sys
+from typing import cast
 
 import numpy as np
 
 from psync.api.variables import OnReadVariable, Variable, declared_in
-from psync.client.context import forbid_in_dataset, forbid_in_step
-from psync.client.scopes import Scope, current_scope, place_of
+from psync.client.scopes import Scope, place_of, scope_for
 from psync.errors import UsageError
 from psync.partitioners import Pinned
+from psync.specs import checked_kind
 
 NAME = "global_step"
-
-_IN_A_STEP = "get it on the coordinator, in `with strategy.scope():`, and use it in the step"
 
 
 def get_or_create_global_step() -> Variable:
@@ -67,8 +66,7 @@ def global_step_of(scope: Scope) -> Variable | None:
     for variable in scope.variables:
         if variable.name == NAME:
             check_step(variable, "the global step")
-            step: Variable = variable
-            return step
+            return cast(Variable, variable)
     return None
 
 
@@ -78,8 +76,7 @@ def check_step(variable: object, purpose: str) -> None:
     Raises:
         UsageError: It is no variable, or no integer scalar.
     """
-    if not isinstance(variable, Variable):
-        raise UsageError(f"{purpose}: expected a variable, got {type(variable).__name__}")
+    variable = checked_kind(f"{purpose}: expected a variable", variable, Variable, error=UsageError)
     if isinstance(variable, OnReadVariable):
         raise UsageError(
             f'{purpose}: variable "{variable.name}" is synchronized on read: each worker has '
@@ -94,11 +91,8 @@ def check_step(variable: object, purpose: str) -> None:
 
 
 def _scope(operation: str) -> Scope:
-    forbid_in_step(operation, instead=_IN_A_STEP)
-    forbid_in_dataset(operation)
-    scope = current_scope()
-    if scope is None:
-        raise UsageError(
-            f"{operation} outside a strategy's scope", hint="call it in `with strategy.scope():`"
-        )
-    return scope
+    return scope_for(
+        operation,
+        instead="get it on the coordinator, in `with strategy.scope():`, and use it in the step",
+        hint="call it in `with strategy.scope():`",
+    )

@@ -12,65 +12,21 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from psync.client.context import forbid_in_dataset
-from psync.client.runtime import Runtime, current_runtime
-from psync.cluster import ClusterSpec
+from psync.client.context import current_closure, forbid_in_dataset, forbid_in_step
+from psync.client.runtime import Runtime
 from psync.errors import ClosedError, UsageError
 from psync.net.process_state import PerProcess
 from psync.partitioners import Placement
 from psync.specs import VariableSpec
 
+if TYPE_CHECKING:
+    from psync.api.strategy import ParameterServerStrategy
 
-class Scope(Protocol):
-    """What a variable needs of the strategy in whose scope it is declared."""
 
-    origin: str
-    runtime: Runtime | None  # the coordinator's; None while no coordinator runs
-    created: bool  # a coordinator has run: variables may exist on ps tasks
-    accumulators: dict[str, Any]  # the handles of all accumulators, by name
-    accumulator_placement: Placement  # apart from that of variables
-
-    @property
-    def cluster(self) -> ClusterSpec:
-        """The training cluster."""
-
-    @property
-    def worker_index(self) -> int | None:
-        """Which worker this process is, by its place among them; None: it is none."""
-
-    @property
-    def variables(self) -> tuple[Any, ...]:
-        """The handles of all variables, in the order of declaration."""
-
-    @property
-    def trainable_variables(self) -> tuple[Any, ...]:
-        """Those that were declared trainable."""
-
-    def declare(
-        self,
-        initial_value: Any,
-        name: str,
-        dtype: object,
-        shape: tuple[int, ...] | None,
-        trainable: bool,
-        where: str,
-        *,
-        placement: Placement | None = None,
-        partitioned: bool = True,
-    ) -> VariableSpec:
-        """Place a new variable; it is created before anything needs it.
-
-        With a placement of its own it is not partitioned, and takes nobody's turn.
-        """
-
-    def declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
-        """Place a new variable beside another one, with whose value it begins."""
-
-    def add(self, variable: Any) -> None:
-        """Note the handle of a variable that was declared."""
-
+Scope: TypeAlias = "ParameterServerStrategy"
+"""That in whose scope something is declared; by this name where it cannot be imported."""
 
 open_scope: ContextVar[Scope | None] = ContextVar("psync_scope", default=None)
 
@@ -96,6 +52,25 @@ def running_scopes() -> list[Scope]:
 def current_scope() -> Scope | None:
     """Return the strategy whose scope is open here, or None."""
     return open_scope.get()
+
+
+def scope_for(operation: str, *, instead: str, hint: str, outside: str | None = None) -> Scope:
+    """Return the strategy whose scope is open, for something that is declared in it.
+
+    Args:
+        operation: For messages.
+        instead: What to do where it is inside a step.
+        hint: What to do where no scope is open.
+        outside: What messages say that is outside of a scope; None: the operation.
+
+    Raises:
+        UsageError: No scope is open; or a step or dataset code is running here.
+    """
+    forbid_in_step(operation, instead=instead)
+    scope = current_scope()
+    if scope is None:
+        raise UsageError(f"{outside or operation} outside a strategy's scope", hint=hint)
+    return scope
 
 
 def place_of(frame: FrameType) -> str:
@@ -146,13 +121,17 @@ def runtime_here(operation: str, scope: Scope | None) -> Runtime:
         That of the step that runs here, else that of the strategy's coordinator or session.
 
     Raises:
-        UsageError: There is neither; or dataset code is running here.
+        UsageError: There is neither; or dataset code is running here, or a step that has returned.
+        ClosureCancelled: In a step that was cancelled.
         ClosedError: The coordinator or session was closed.
     """
-    forbid_in_dataset(operation)
-    runtime = current_runtime()
-    if runtime is not None:
-        return runtime
+    closure = current_closure()
+    if closure is None:
+        forbid_in_dataset(operation)
+    else:
+        closure.check_open(operation)
+        if isinstance(closure.runtime, Runtime):
+            return closure.runtime
     if scope is not None and scope.runtime is not None:
         return scope.runtime
     if scope is not None and scope.created:

@@ -82,8 +82,8 @@ class BackupTask(Protocol):
     def handler(self, kind: type[Message]) -> Handler:
         """Return who serves a message."""
 
-    async def ready(self) -> None:
-        """Wait for an entry that holds up those after it. Cancellation: safe."""
+    async def executed(self) -> None:
+        """Wait until all entries are executed; they may still be computed."""
 
     async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
         """Serve: all entries are done, and none comes any more.
@@ -193,7 +193,6 @@ class _Backup:
             while self._entries and not self.is_damaged:
                 entry = self._entries.popleft()
                 outcome: object
-                await self.task.ready()  # what it names may be created just now
                 try:
                     run = self.task.handler(type(entry.message)).run
                     outcome = run(cast(Peer, entry.peer), entry.message, entry.body)
@@ -203,6 +202,7 @@ class _Backup:
                     outcome = exc
                 if isinstance(outcome, Later):
                     outcome.deliver_to(functools.partial(self._done, entry))
+                    await self.task.executed()  # what the next one names may be made by this one
                 else:
                     self._done(entry, outcome)
                 begun += 1
@@ -215,8 +215,10 @@ class _Backup:
     def _done(self, entry: _Entry, outcome: object) -> None:
         self.waiting -= 1
         self.pending_bytes -= entry.nbytes
-        if isinstance(outcome, PsyncError) and not isinstance(outcome, Diverged):
-            logger.debug("entry %d, refused as on the primary: %s", entry.number, outcome.message)
+        if isinstance(outcome, PsyncError) and not isinstance(
+            outcome, Diverged
+        ):  # as the one that is backed up has refused it
+            logger.debug("entry %d: %s", entry.number, outcome.message)
         elif isinstance(outcome, Exception):  # such as no memory here, where the other had enough
             self.diverged = isinstance(outcome, Diverged)
             logger.error("%s: its backup failed at %d", self.sender, entry.number, exc_info=outcome)
@@ -337,7 +339,8 @@ class BackupHost:
                 raise FencedError(f"{sender} has been replaced by its backup")
             if message == known.order:  # a repetition: it may have all of the snapshot, and more
                 return Reply(begun)
-        state = SnapshotState.from_bytes(bytes(body[0]), f"snapshot of {sender}")
+        where = f"snapshot of {sender}"
+        state = SnapshotState.from_bytes(bytes(body[0]), where)
         store = self._parts.of(ShardStore)(sender, self._pool)
         ledger = self._parts.of(Ledger)(message.coordinator)
         loaded = load_snapshot(state, store, ledger, unpack_answer)
