@@ -31,14 +31,6 @@ from psync.serialization.captures import (
 )
 from psync.serialization.payloads import Payload, Segment, check_size, pack, unpack
 
-__all__ = [
-    "Function",
-    "FunctionTable",
-    "StaleCaptureWarning",
-    "is_coroutine_step",
-    "load_function",
-]
-
 KEY_BYTES = 16  # 128 bits: no two functions share a key by accident
 
 Step = Callable[..., Any]
