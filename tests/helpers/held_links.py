@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from inside import handlers_of
-from psync.client.known_sets import note_known
 from psync.errors import ClosedError, PsyncError
 from psync.net.peer import Later, Peer, Received, Reply
 from psync.ps.backup_host import AsIfFrom
@@ -57,7 +56,7 @@ class HeldLink:
         self._connect()
 
     def _connect(self) -> None:
-        self.near = cast(Peer, AsIfFrom(self.task, 0, {}))
+        self.near = cast(Peer, AsIfFrom(self.task, 0, {"sets": set()}))
         self.far = cast(Peer, AsIfFrom(CLOSER, self.client.incarnation, {}))
 
     def ask(
@@ -166,8 +165,7 @@ class Letters:
         if letter.answer is not None:
             self.all.remove(letter)
             if isinstance(letter.answer, Received):
-                for number in letter.set_ids:
-                    note_known(letter.link.near, number)
+                letter.link.near.state["sets"].update(letter.set_ids)
             letter.then(letter.answer)
             return True
         letter.to = self._stage.at[letter.link.address]
