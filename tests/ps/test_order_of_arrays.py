@@ -1,4 +1,4 @@
-"""What is done to arrays of one shard is done in the order of the log, whatever kind of entry it is."""
+"""What is done to the arrays of a shard is done in the order of the log, by whatever entry."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import pytest
 
 from psync.net.peer import Reply
 from psync.numerics.update_rule import SGD
+from psync.schedules import Constant
 from psync.testing import settle
 from psync.wire.codec import Message
-from psync.wire.ps_messages import CreateShards, Push, SetSlots
+from psync.wire.ps_messages import CreateShards, Push, SetOptimizer, SetSlots
 from stage import CHIEF, Stage
 
 W, COPY = (0, 0), (1, 0)
@@ -37,7 +38,6 @@ async def after_two_pushes(message: Message, body: np.ndarray | None = None) -> 
 
 
 @pytest.mark.virtual_time
-@pytest.mark.xfail(reason="a copy waits for the shard to be idle, not for computes before it")
 async def test_a_copy_of_a_variable_is_made_at_its_place_in_the_log() -> None:
     shards = [("copy", *COPY, 0, [SIZE], "float32")]
     stage = await after_two_pushes(CreateShards(shards, [W]))
@@ -48,11 +48,18 @@ async def test_a_copy_of_a_variable_is_made_at_its_place_in_the_log() -> None:
 
 
 @pytest.mark.virtual_time
-@pytest.mark.xfail(reason="a slot is set when the shard is idle, not after the computes before it")
 async def test_a_slot_is_set_at_its_place_in_the_log() -> None:
     message = SetSlots(1, RULE, [(*W, "momentum")])
     stage = await after_two_pushes(message, np.full(SIZE, 8, np.float32))
     task = stage.serving[0]
     value = float(stage.value(task, W)[0])
+    await stage.close()
+    assert value == 1 + 1.5
+
+
+@pytest.mark.virtual_time
+async def test_a_learning_rate_is_set_at_its_place_in_the_log() -> None:
+    stage = await after_two_pushes(SetOptimizer(1, RULE, -1, Constant(100.0).to_config()))
+    value = float(stage.value(stage.serving[0], W)[0])
     await stage.close()
     assert value == 1 + 1.5
