@@ -79,6 +79,7 @@ class Clients:
             self._sent.append(sent)
         sent.answers += 1
         awaited, who = sent.answers, task_words(*sent.client)
+        asked = (self.stage.former if former else self.stage.serving)[sent.ps]
 
         def then(outcome: Reply | Exception) -> None:
             if awaited != sent.answers:
@@ -91,7 +92,7 @@ class Clients:
             else:
                 words = error_words(outcome)
             what = message_words(sent.message).split(" to ")[0].split(",")[0].split(" (")[0]
-            where = "former ps" if former else "ps"
+            where = "ps" if self.stage.serving[sent.ps] is asked else "former ps"
             self.say(f"{where} {sent.ps} → {who}, {what}: {words}")
 
         sent.later = self.stage.ask(
