@@ -152,13 +152,7 @@ class AccumulatorService:
 
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who does which entry of the log of the one that is backed up."""
-
-        def handler(turn: Turn) -> Handler:
-            return Handler(
-                lambda peer, message, body: turn((peer.task, peer.incarnation), message, body)
-            )
-
-        return {kind: handler(turn) for kind, turn in self._turns.items()}
+        return dict.fromkeys(self._turns, Handler(self._do))
 
     def definitions(self) -> list[tuple[DefineAccumulator, int]]:
         """Return what each accumulator was defined as, and its global step."""

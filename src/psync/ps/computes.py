@@ -56,6 +56,11 @@ class Computes:
         self._work = work
         self._queues: dict[Key, deque[_Job]] = {}  # the first of each is being done, or waits
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all are done."""
+        return not self._queues
+
     def check_idle(self) -> None:
         """Raise BusyError unless all are done."""
         if self._queues:

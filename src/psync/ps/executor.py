@@ -204,15 +204,30 @@ class Executor:
             return self._execute_now(act, None)
         return self._enqueue(0, act, None)
 
-    def logged(self, handler: Handler) -> Handler:
-        """Return a handler whose messages are entries, and are acted upon by another one."""
+    def logged(self, handler: Handler, *, settled: bool = False) -> Handler:
+        """Return a handler whose messages are entries, and are acted upon by another one.
+
+        Args:
+            handler: Acts upon them.
+            settled: Whether all computes before it have to be done.
+        """
 
         def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
             client = (peer.task, peer.incarnation)
             act = cast(Act, functools.partial(handler.run, peer, message, body))
+            if settled:
+                act = functools.partial(self._settled, act)
             return self.submit(client, message, body, act)
 
         return Handler(run, handler.prepare)
+
+    def _settled(self, act: Act) -> Outcome:
+        return act() if self.computes.is_idle else self._when_settled(act)
+
+    async def _when_settled(self, act: Act) -> Reply | None:
+        await self.computes.settled()
+        outcome = cast(Reply | Awaitable[Reply | None] | None, act())
+        return await outcome if isinstance(outcome, Awaitable) else outcome
 
     def begin_copy(self, groups: Iterable[int] = ()) -> int:
         """Keep all entries from now on for a new backup; return the number of the last before.

@@ -200,7 +200,9 @@ class PsServices:
         for kind in NOT_JUDGED & handlers.keys():
             handlers[kind] = self._of_served(handlers[kind])
         for kind in LOGGED:
-            handlers[kind] = self.executor.logged(handlers[kind])
+            # What arrays are copied to, and how updates are computed, is set between computes.
+            settled = kind in (CreateShards, SetSlots, SetOptimizer)
+            handlers[kind] = self.executor.logged(handlers[kind], settled=settled)
         return {
             **handlers,
             AwaitWaiters: Handler(self._await_waiters),

@@ -1,0 +1,148 @@
+"""What a ps sends its backup, in place of a connection: the test says when entries are taken."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from inside import backups_of, handlers_of
+from psync.errors import FencedError, PsyncError
+from psync.net.peer import Peer
+from psync.net.platform import Platform
+from psync.ps.backup_host import AsIfFrom
+from psync.ps.backup_sender import Served
+from psync.ps.executor import Entry
+from psync.store.commit_log import CommitLog
+from psync.wire.codec import Message, decode, encode
+from psync.wire.handshake import RELEASE
+from psync.wire.recovery_messages import (
+    BackUp,
+    BackupBegun,
+    BeginBackup,
+    FillBackup,
+    LogEntries,
+    LogTaken,
+)
+from stage_words import entry_words, error_words
+
+if TYPE_CHECKING:
+    from stage import Stage
+
+MANY = 1 << 30
+
+
+class HeldSender:
+    """In place of a ``BackupSender``: the test says when the backup takes entries."""
+
+    stage: Stage
+
+    def __init__(
+        self,
+        platform: Platform,
+        served: Served,
+        order: BackUp,
+        log: CommitLog[Entry],
+        begun: Callable[[BackUp, str], None],
+        advanced: Callable[[], None],
+        deposed: Callable[[], None],
+    ) -> None:
+        self.order, self.log = order, log
+        self.ended = asyncio.Event()
+        self.error: PsyncError | None = None
+        self._served, self._begun, self._advanced = served, begun, advanced
+        self._deposed = deposed
+        self._peer = AsIfFrom(f"/job:ps/task:{served.ps}", served.attach.coordinator, {})
+        self._host = self.stage.host(served.ps)
+        self.stage.senders[log] = self
+
+    async def _tell(self, message: Message, body: Sequence[Any] = ()) -> Message:
+        segments = [memoryview(bytes(each)) for each in body]
+        run = handlers_of(self._host)[type(message)].run
+        answer = run(cast(Peer, self._peer), decode(encode(message)), segments)
+        reply = await answer if isinstance(answer, Awaitable) else answer
+        return cast(Message, reply.message)
+
+    async def copy(self, frozen: Any, first: int, before: Sequence[Entry] = ()) -> None:
+        ps, order, attach = self._served.ps, self.order, self._served.attach
+        begin = BeginBackup(
+            ps, order.epoch, attach.coordinator, list(attach.ps_addresses), attach.ps_timeout_s,
+            self._served.timeline, first - len(before), self._served.lineage, RELEASE,
+        )  # fmt: skip
+        begun = await self._tell(begin, [frozen.state.to_bytes()])
+        assert isinstance(begun, BackupBegun)
+        self._begun(order, begun.numerics)
+        self.stage.say(f"ps {ps} → its backup: a snapshot")
+        known = backups_of(self._host)[ps]
+        known._done = functools.partial(self._executed, first, known._done)
+        for item, known in enumerate(frozen.state.items):
+            if not known.is_constant:
+                data = b"".join(map(bytes, frozen.part(item, 0, known.nbytes)))
+                await self._tell(FillBackup(ps, order.epoch, item, 0), [data])
+        frozen.drop()
+        for number, entry in enumerate(before, first - len(before)):
+            words = entry_words(entry.client, decode(entry.header))
+            self.stage.say(f"ps {ps} → its backup: {words}")
+            await self._entries(number, [entry])
+        await self._entries(first, [])
+        await self.stage.copied()
+        self.log.pair()
+        while self.log.taken < self.log.last:
+            await self.take(MANY)
+
+    def _executed(self, first: int, plain: Any, entry: Any, outcome: Any) -> None:
+        if entry.number >= first:  # else it came with the snapshot
+            self.stage.executed(self._served.ps, entry.number, outcome)
+        plain(entry, outcome)
+
+    async def _entries(self, first: int, entries: Sequence[Entry]) -> int:
+        listed = [(*each.client, each.header, len(each.body)) for each in entries]
+        segments = [segment for each in entries for segment in each.body]
+        message = LogEntries(self._served.ps, self.order.epoch, first, listed)
+        answer = await self._tell(message, segments)
+        assert isinstance(answer, LogTaken)
+        return answer.upto
+
+    async def take(self, count: int, *, heard: bool = True) -> int:
+        """Let the backup have the next entries; return how many.
+
+        Args:
+            count: At most so many.
+            heard: Whether its primary hears that it has them.
+        """
+        batch = self.log.to_ship(count, MANY)
+        if not batch:
+            return 0
+        try:
+            upto = await self._entries(batch[0].number, [each.entry for each in batch])
+        except PsyncError as exc:
+            self._fail(exc)
+            return 0
+        numbers = " to ".join(dict.fromkeys([f"{batch[0].number}", f"{upto}"]))
+        what = "entry" if len(batch) == 1 else "entries"
+        not_heard = "" if heard else ", which is not heard"
+        self.stage.say(f"backup of ps {self._served.ps}: has {what} {numbers}{not_heard}")
+        if heard:
+            self.log.note_taken(upto)
+            self._advanced()
+        return len(batch)
+
+    def ship(self) -> None:
+        """Nothing: see ``take``."""
+
+    def _fail(self, error: PsyncError) -> None:
+        if not self.ended.is_set():
+            self.error = error
+            self.ended.set()
+            self.stage.say(f"the backup does not follow, {error_words(error)}")
+            if isinstance(error, FencedError):
+                self._deposed()
+
+    def close(self) -> Any:
+        self.ended.set()
+        self.stage.senders.pop(self.log, None)
+        return _nothing()
+
+
+async def _nothing() -> None: ...

@@ -1,0 +1,125 @@
+"""The services of a ps that write down what becomes of each entry of their log."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from psync.errors import PsyncError
+from psync.ps.computes import Compute
+from psync.ps.executor import Entry
+from psync.ps.life import Life
+from psync.store.commit_log import CommitLog, LogNames
+from psync.store.store import Key
+from psync.sync.ps_services import PsServices
+from psync.wire.codec import Message, decode
+from psync.wire.log_messages import CheckState
+from psync.wire.ps_messages import DefineOptimizer
+from stage_words import entry_words, error_words
+
+if TYPE_CHECKING:
+    from stage import Stage
+
+
+class TracedLog(CommitLog[Entry]):
+    """Says which numbers entries get."""
+
+    appended: Callable[[int, Entry], None] = staticmethod(lambda *_: None)
+
+    def append(self, entry: Entry, nbytes: int) -> int:
+        number = super().append(entry, nbytes)
+        self.appended(number, entry)
+        return number
+
+
+@dataclass(eq=False)
+class Shown:
+    """An entry, as the trace has it."""
+
+    words: str
+    kind: type[Message]
+    number: int = 0
+
+
+class TracedServices(PsServices):
+    """Writes down what becomes of each entry."""
+
+    stage: Stage
+
+    def __init__(self, process: Any, life: Life, *rest: Any) -> None:
+        self.index, self.is_hosted = process.index, life is Life.HOSTED
+        super().__init__(process, life, *rest)
+        executor, work = self.executor, process.work
+        self._submit_plain, executor.submit = executor.submit, self._submit  # type: ignore[method-assign]
+        self._fits_plain, work.fits_now = work.fits_now, self._fits
+        self._appending: Shown | None = None
+        cast(TracedLog, executor.log).appended = self._appended  # type: ignore[method-assign]
+
+    @property
+    def name(self) -> str:
+        if self.is_hosted:
+            return f"backup of ps {self.index}"
+        serving = self.stage.serving.get(self.index)
+        if serving is not None and serving.services is not self and serving.life is Life.SERVING:
+            return f"former ps {self.index}"
+        return f"ps {self.index}"
+
+    def say(self, words: str) -> None:
+        self.stage.say(f"{self.name}: {words}", by=self)
+
+    def _submit(self, client: Any, message: Any, body: Any, act: Any, claim: Any = None) -> Any:
+        if not self.stage.traced:
+            return self._submit_plain(client, message, body, act, claim)
+        shown = message if isinstance(message, Message) else message(LogNames())
+        entry = Shown(entry_words(client, shown), type(shown))
+        outer, self._appending = self._appending, entry
+        try:
+            return self._submit_plain(client, message, body, lambda: self._act(entry, act), claim)
+        finally:
+            self._appending = outer
+
+    def _appended(self, number: int, entry: Entry) -> None:
+        if self.is_hosted or not self.stage.traced:
+            return  # of a backup: its own log begins when it is promoted
+        shown = self._appending
+        message = decode(entry.header) if entry.header else None
+        if isinstance(message, DefineOptimizer | CheckState) and (
+            shown is None or shown.kind is not type(message)
+        ):
+            self.say(f"entry {number}: {entry_words(entry.client, message)}, on its own account")
+        elif shown is not None:
+            shown.number = number
+            self.say(f"entry {number}: {shown.words}")
+
+    def _act(self, entry: Shown, act: Callable[[], Any]) -> Any:
+        if not self.is_hosted:
+            self.stage.judged(self, f"entry {entry.number}", entry.words)
+        try:
+            outcome = act()
+        except PsyncError as exc:
+            if not self.is_hosted:
+                self.say(f"entry {entry.number}: refused, {error_words(exc)}")
+            raise
+        if self.is_hosted:
+            return outcome
+        if isinstance(outcome, Compute) and outcome.in_pieces is not None:
+            outcome.in_pieces = functools.partial(
+                self._compute, entry, outcome.keys, outcome.in_pieces
+            )
+        return outcome
+
+    def _fits(self, store: Any, keys: Sequence[Key], nbytes: int) -> bool:
+        if not self.is_hosted and self.stage.busy.intersection(keys):
+            return False
+        return self._fits_plain(store, keys, nbytes)
+
+    async def _compute(
+        self, entry: Shown, keys: Sequence[Key], work: Callable[[], Awaitable[None]]
+    ) -> None:
+        self.say(f"entry {entry.number}: its compute has begun")
+        while not self.is_hosted and self.stage.busy.intersection(keys):
+            await self.stage.freed()
+        await work()
+        self.say(f"entry {entry.number}: computed")

@@ -1,0 +1,65 @@
+"""What is done to the arrays of a shard is done in the order of the log, by whatever entry."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from psync.net.peer import Reply
+from psync.numerics.update_rule import SGD
+from psync.schedules import Constant
+from psync.testing import settle
+from psync.wire.codec import Message
+from psync.wire.ps_messages import CreateShards, Push, SetOptimizer, SetSlots
+from stage import CHIEF, Stage
+
+W, COPY = (0, 0), (1, 0)
+SIZE = 1 << 20  # elements: more than is done within a turn
+WORKER = ("/job:worker/task:0", 1000)
+RULE = SGD(1.0, momentum=0.5).to_config()
+
+
+async def after_two_pushes(message: Message, body: np.ndarray | None = None) -> Stage:
+    """Push to w twice, and in the same turn say something that takes its turn after that."""
+    stage = Stage(1)
+    stage.traced = False
+    await stage.begin()
+    stage.create(0, W, "w", np.zeros(SIZE, np.float32))
+    stage.serving[0].services.store.define_optimizer(1, RULE)
+    said: list[Reply | Exception] = []
+    gradient = np.full(SIZE, -1, np.float32).tobytes()
+    for number in (1, 2):
+        stage.ask(WORKER, 0, Push(number, 0, -1, 0, 1, [W], 1, None, 0), [gradient], said.append)
+    stage.ask(CHIEF, 0, message, () if body is None else [body.tobytes()], said.append)
+    await settle()
+    assert all(isinstance(each, Reply) for each in said)
+    assert len(said) == 3
+    return stage
+
+
+@pytest.mark.virtual_time
+async def test_a_copy_of_a_variable_is_made_at_its_place_in_the_log() -> None:
+    shards = [("copy", *COPY, 0, [SIZE], "float32")]
+    stage = await after_two_pushes(CreateShards(shards, [W]))
+    task = stage.serving[0]
+    value, copy = (float(stage.value(task, key)[0]) for key in (W, COPY))
+    await stage.close()
+    assert copy == value == 1 + 1.5
+
+
+@pytest.mark.virtual_time
+async def test_a_slot_is_set_at_its_place_in_the_log() -> None:
+    message = SetSlots(1, RULE, [(*W, "momentum")])
+    stage = await after_two_pushes(message, np.full(SIZE, 8, np.float32))
+    task = stage.serving[0]
+    value = float(stage.value(task, W)[0])
+    await stage.close()
+    assert value == 1 + 1.5
+
+
+@pytest.mark.virtual_time
+async def test_a_learning_rate_is_set_at_its_place_in_the_log() -> None:
+    stage = await after_two_pushes(SetOptimizer(1, RULE, -1, Constant(100.0).to_config()))
+    value = float(stage.value(stage.serving[0], W)[0])
+    await stage.close()
+    assert value == 1 + 1.5
