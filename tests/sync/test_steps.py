@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from psync.errors import (
@@ -11,7 +13,7 @@ from psync.errors import (
     ParameterServerLost,
 )
 from psync.sync.steps import Answer, Close, Contribution, Refuse, SyncSteps
-from sync_tools import GROUP, Steps, answers, closes, config, refusals, replica
+from sync_tools import GROUP, Pair, Steps, answers, closes, config, refusals, replica
 
 
 def accepted(index: int, token: int) -> tuple[int, str, int]:
@@ -464,3 +466,56 @@ def test_calls_that_were_counted_before_are_duplicates() -> None:
     assert after.pending_closures() == []
     assert closes(after.push(1, 0, closure=6)) == [(0, [1], False)]
     assert [outcome for _, outcome, _ in answers(after.closed(GROUP, 0))] == ["duplicate"]
+
+
+# What a backup is told.
+
+
+def pair_of(needed: int, total: int, **more: Any) -> Pair:
+    pair = Pair()
+    pair.define(GROUP, config(needed, total, **more), 0)
+    return pair
+
+
+def pushed(index: int, number: int, *, acked_below: int = 0) -> Contribution:
+    closure = 10 * index + number
+    return Contribution(replica(index), number, acked_below or number, closure, 0, b"w", 0, 1.0)
+
+
+def test_a_backup_knows_who_has_had_its_share_of_a_step() -> None:
+    pair = pair_of(2, 3, strict=True)
+    pair.tell("contribute", GROUP, pushed(0, 1))
+    pair.copy()
+    refused = pair.tell("contribute", GROUP, pushed(0, 2, acked_below=1))
+    assert refusals(refused) == [(0, "UsageError")]
+
+
+def test_a_backup_is_at_the_step_that_is_being_applied_and_goes_on_with_it() -> None:
+    pair = pair_of(2, 3)
+    pair.tell("contribute", GROUP, pushed(0, 1))
+    (close,) = pair.tell("contribute", GROUP, pushed(1, 1))
+    pair.copy()
+    pair.tell("contribute", GROUP, pushed(2, 1))
+    pair.promote()
+    assert isinstance(close, Close)
+    assert pair.rule.step(GROUP) == 1
+    assert answers(pair.tell("closed", GROUP, close.step)) == [
+        accepted(0, 1), accepted(1, 1), (2, "stale", 1),
+    ]  # fmt: skip
+
+
+def test_a_backup_gives_the_answer_that_was_given_before() -> None:
+    pair = pair_of(1, 1)
+    pair.tell("contribute", GROUP, pushed(0, 1))
+    (answer,) = pair.tell("closed", GROUP, 0)
+    pair.copy()
+    pair.promote()
+    assert pair.tell("contribute", GROUP, pushed(0, 1)) == [answer]
+
+
+def test_a_backup_says_why_a_group_is_broken() -> None:
+    pair = pair_of(1, 2)
+    pair.tell("contribute", GROUP, pushed(0, 1))
+    pair.tell("close_failed", GROUP, ParameterServerLost("/job:ps/task:1"))
+    pair.copy()
+    assert refusals(pair.tell("contribute", GROUP, pushed(1, 1))) == [(1, "ParameterServerLost")]

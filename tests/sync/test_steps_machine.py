@@ -20,8 +20,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from psync.store.sync_config import SyncConfig
 from psync.errors import PsyncError, TransportError
+from psync.store.sync_config import SyncConfig
 from psync.sync.steps import Action, Answer, Close, Contribution, Refuse, SyncSteps
 from sync_tools import GROUP, Pair, config
 
