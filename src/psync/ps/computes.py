@@ -72,6 +72,7 @@ class Computes:
         Raises:
             Exception: It failed, and the task ends.
         """
+        self._work.check_whole()
         keys, queues = compute.keys, self._queues
         if queues and any(key in queues for key in keys):
             return False
@@ -101,6 +102,7 @@ class Computes:
         failed: Exception | None = None
         compute = job.compute
         try:
+            self._work.check_whole()
             if compute.in_pieces is not None:
                 await compute.in_pieces()
         except Exception as exc:
