@@ -162,6 +162,7 @@ class PsTask:
             **self.services.statistics(),
             "network": self._endpoint.statistics(),
             "session": {} if self._sessions is None else self._sessions.statistics(),
+            "hosted": {"diverged": self._host.diverged},
             "snapshot": {**self._snapshots.statistics(), "timeline": self.services.timeline},
         }
 

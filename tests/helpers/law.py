@@ -56,7 +56,7 @@ PURE = (
     "errors specs cluster cluster_roles wire partitioners schedules "
     "numerics accumulators store closures net.handshake_limits client.outgoing client.pulled_steps "
     "worker.element_specs checkpoints.manifest checkpoints.layout ps.life "
-    "sync.tokens sync.group sync.steps sync.followed_steps sync.staging sync.staleness "
+    "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
     "compat.session_members"
 ).split()
 

@@ -192,7 +192,7 @@ class SessionService:
     def _fence(self, task: str, below: int) -> None:
         self._services().refuse_below(task, below)
         if (closer := self._services().closer) is not None:
-            closer.fence(task, below)
+            closer.outgoing.fence(task, below)
 
     def _end_training(self, reason: str) -> None:
         self._services().clocks.end()

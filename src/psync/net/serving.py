@@ -51,11 +51,12 @@ class Later:
         on_given_up: Told that nobody wants the answer any more.
     """
 
-    __slots__ = ("_deliver", "_on_given_up", "outcome", "over")
+    __slots__ = ("_deliver", "_on_given_up", "nbytes", "outcome", "over")
 
     def __init__(self, on_given_up: Callable[[Later], None]) -> None:
         self.outcome: Reply | Exception | None = None  # what was given
         self.over = False  # given, or given up
+        self.nbytes = 0  # that came with the request
         self._on_given_up = on_given_up
         self._deliver: Callable[[Reply | Exception], None] | None = None
 
@@ -242,13 +243,15 @@ class RequestServer:
         if answer is None or isinstance(answer, Reply):
             self._answer(request_id, answer)
         elif isinstance(answer, Later):
-            self._answer_later(request_id, answer)
+            self._answer_later(request_id, answer, frame.nbytes)
         else:
             self._serve_slowly(request_id, answer, frame.nbytes)
 
     def give_up(self, request_id: int) -> None:
         """The caller does not want an answer any more."""
         serving = self._serving.pop(request_id, None)
+        if isinstance(serving, Later):
+            self._let_go(serving.nbytes)
         if serving is not None:
             serving.give_up()
 
@@ -262,8 +265,8 @@ class RequestServer:
             if isinstance(serving, Later):
                 serving.give_up()
 
-    def _answer_later(self, request_id: int, later: Later) -> None:
-        """Answer when that is given; the bytes that came are the business of who gives it."""
+    def _answer_later(self, request_id: int, later: Later, nbytes: int = 0) -> None:
+        """Answer when that is given."""
         has_to_wait = later.outcome is None
 
         def deliver(outcome: Reply | Exception) -> None:
@@ -274,6 +277,7 @@ class RequestServer:
             else:
                 self._answer(request_id, outcome)
             if has_to_wait:  # long enough, while others of this turn are still to be answered
+                self._let_go(later.nbytes)
                 self._connection.flush()
 
         if self._peer.is_closed:
@@ -281,28 +285,37 @@ class RequestServer:
             return
         if request_id:
             self._serving[request_id] = later
+        if has_to_wait:
+            later.nbytes = nbytes
+            self._hold(nbytes)
         later.deliver_to(deliver)
+
+    def _hold(self, nbytes: int) -> None:
+        """The bodies that handlers work on are bounded: above that nothing more is read."""
+        self._unfinished_bytes += nbytes
+        if self._unfinished_bytes > self._limits.unfinished_bytes and not self._reading_paused:
+            self._reading_paused = True
+            self._connection.pause_reading()
+
+    def _let_go(self, nbytes: int) -> None:
+        self._unfinished_bytes -= nbytes
+        if self._reading_paused and self._unfinished_bytes <= self._limits.unfinished_bytes:
+            self._reading_paused = False
+            self._connection.resume_reading()
 
     def _serve_slowly(self, request_id: int, answer: Awaitable[Answer], nbytes: int) -> None:
         serving = Serving()
         if request_id:
             self._serving[request_id] = serving
         task = self._spawn(self._answer_when_ready(request_id, answer, serving))
-        # The bodies that handlers work on are bounded: above that nothing more is read.
-        self._unfinished_bytes += nbytes
-        if self._unfinished_bytes > self._limits.unfinished_bytes and not self._reading_paused:
-            self._reading_paused = True
-            self._connection.pause_reading()
+        self._hold(nbytes)
 
         def served(task: asyncio.Task[None]) -> None:
             if self._serving.get(request_id) is serving:
                 del self._serving[request_id]
             if asyncio.iscoroutine(answer):
                 answer.close()  # if the task was cancelled before its first step: we close
-            self._unfinished_bytes -= nbytes
-            if self._reading_paused and self._unfinished_bytes <= self._limits.unfinished_bytes:
-                self._reading_paused = False
-                self._connection.resume_reading()
+            self._let_go(nbytes)
 
         task.add_done_callback(served)
 

@@ -163,6 +163,16 @@ class AccumulatorService:
         """Return what each accumulator was defined as, and its global step."""
         return [(each.definition, each.rule.step) for each in self.hosted.values()]
 
+    def control(self) -> list[Any]:
+        """Return what counts and waits, as plain data in an order of its own, for a digest."""
+        return [
+            [name, hosted.rule.num_accumulated(), hosted.rule.step,
+             [[*wanted.name.client, wanted.name.number] for wanted in hosted.waiting.values()],
+             sorted([*client, taker.acked_below, sorted(taker.takes)]
+                    for client, taker in hosted.takers.items())]
+            for name, hosted in sorted(self.hosted.items())
+        ]  # fmt: skip
+
     def end(self) -> None:
         """Another snapshot or coordinator is served: whoever waits asks again, if it may."""
         self._waits.settle_all(

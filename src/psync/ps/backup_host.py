@@ -34,6 +34,7 @@ from psync.net.peer import Handler, Later, Peer, Reply
 from psync.net.platform import Parts
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
+from psync.ps.executor import Diverged
 from psync.ps.snapshots import unpack_answer
 from psync.ps.update import NO_BYTES
 from psync.store.ledger import Ledger
@@ -126,7 +127,8 @@ class _Backup:
         self.pending_bytes = 0  # of these
         self._state: dict[str, Any] = {}  # sets, by their numbers in the log
         self._doing: asyncio.Task[None] | None = None
-        self._turns: list[asyncio.Future[None]] = []  # of who waits for an entry to be done
+        self._changed = asyncio.Event()  # an entry is done
+        self.diverged = False  # it was compared, and is another one
         self._failed = False  # an entry has failed as no ps may refuse one
 
     @property
@@ -202,24 +204,20 @@ class _Backup:
                     await asyncio.sleep(0)
         finally:
             self._doing = None
-            self._wake()
+            self._changed.set()
 
     def _done(self, entry: _Entry, outcome: object) -> None:
         self.waiting -= 1
         self.pending_bytes -= entry.nbytes
-        if isinstance(outcome, PsyncError):  # as the one that is backed up has refused it
+        if isinstance(outcome, PsyncError) and not isinstance(
+            outcome, Diverged
+        ):  # as the one that is backed up has refused it
             logger.debug("entry %d: %s", entry.number, outcome.message)
         elif isinstance(outcome, Exception):  # such as no memory here, where the other had enough
+            self.diverged = isinstance(outcome, Diverged)
             logger.error("%s: its backup failed at %d", self.sender, entry.number, exc_info=outcome)
             self._failed = True
-        if self._turns:
-            self._wake()
-
-    def _wake(self) -> None:
-        turns, self._turns = self._turns, []
-        for turn in turns:
-            if not turn.done():
-                turn.set_result(None)
+        self._changed.set()
 
     async def settle(self, below: int = 0) -> None:
         """Wait until no more than so many bytes of entries are left; 0: until all are done.
@@ -227,9 +225,8 @@ class _Backup:
         Cancellation: Safe.
         """
         while not self.is_damaged and (self.pending_bytes > below if below else self.waiting):
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._turns.append(turn)
-            await turn
+            self._changed.clear()
+            await self._changed.wait()
 
     async def close(self) -> None:
         """End it."""
@@ -267,6 +264,7 @@ class BackupHost:
         self._parts = parts
         self._backups: dict[int, _Backup] = {}  # by the index of the ps
         self._fenced = 0  # earlier coordinators have nothing to say here
+        self.diverged = 0  # backups that were not what they should have been
         self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -351,7 +349,10 @@ class BackupHost:
         if known.address is not None or known.epoch != epoch:
             raise FencedError(f"{known.sender} has been replaced by its backup")
         if known.is_damaged:
-            raise PsyncError(f"the backup of {known.sender} is damaged")
+            self.diverged += known.diverged
+            why = "has diverged" if known.diverged else "is damaged"
+            known.diverged = False  # counted
+            raise PsyncError(f"the backup of {known.sender} {why}")
         return known
 
     async def _fill(self, peer: Peer, message: FillBackup, body: list[memoryview]) -> Reply:

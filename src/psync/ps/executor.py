@@ -37,6 +37,7 @@ from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull
 from psync.store.ledger import Client
 from psync.store.store import ShardStore
 from psync.wire.codec import Message, encode
+from psync.wire.log_messages import CheckState
 from psync.wire.messages import Done
 from psync.wire.ps_messages import DefineOptimizer
 
@@ -50,6 +51,14 @@ HEADER_WEIGHT = 8
 
 AT_ONCE = 64
 """Entries that are executed in one turn of the loop."""
+
+CHECK_EVERY = 1024
+"""Entries between two comparisons of a primary's state with its backup's."""
+
+
+class Diverged(PsyncError):
+    """A backup is not what its primary is, though it has executed the same entries."""
+
 
 Build = Callable[[LogNames], Message]
 """Makes the message of an entry, if there is a backup that will read it."""
@@ -115,6 +124,7 @@ class Executor:
 
     Attributes:
         on_entry: Called when something may be shipped.
+        digest: Returns one of the state that judging has made, equal on a backup.
     """
 
     def __init__(
@@ -123,6 +133,7 @@ class Executor:
         self.log = log
         self.computes = Computes(store, work)
         self.on_entry: Callable[[], None] = _nothing
+        self.digest: Callable[[], bytes] = bytes
         self._task = task
         self._coordinator = ("/job:chief/task:0", coordinator)
         self._store = store
@@ -133,6 +144,9 @@ class Executor:
         self._acting = False  # an entry is being judged just now
         self._optimizers: set[int] = set()  # that the backup knows
         self._names = LogNames()
+        self._check = 0  # number of the last one in the log
+        self._digests: dict[int, bytes] = {}  # of checks that were executed, the last two
+        self._to_check = CHECK_EVERY  # entries until the next one
         self._over: PsyncError | None = None
 
     @property
@@ -170,6 +184,10 @@ class Executor:
         if self._over is not None:
             raise self._over.with_traceback(None)
         self._define_new()
+        if self.log.state is LogState.PAIRED:
+            self._to_check -= 1
+            if self._to_check <= 0 and self._check in (0, *self._digests):
+                self._compare()
         self._append(client, message, body)
         self.on_entry()
         if self._is_free and self._may_execute(self.log.last):
@@ -207,11 +225,34 @@ class Executor:
         """
         self._optimizers = set(self._store.optimizers())
         self._names.begin(groups)
+        self._check, self._digests = 0, {}
         return self.log.begin_copy()
 
     def in_full(self, client: Client, build: Build, body: Sequence[memoryview]) -> Entry:
         """Return an entry that a new backup gets before all others."""
         return Entry(client, encode(build(NamesInFull(self._names))), body)
+
+    # A backup that is not what it should be.
+
+    def _compare(self) -> None:
+        """Let the backup compare its state with this one."""
+        self._to_check = CHECK_EVERY
+        self._check += 1
+        message = CheckState(self._check, self._digests.get(self._check - 1, b""))
+        self._append(self._coordinator, message, ())
+        self._enqueue(self.log.last, functools.partial(self._take_digest, message), None)
+
+    def compare(self, message: CheckState) -> Reply | Answer | None:
+        """Execute a check, on a backup."""
+        return self.in_turn(functools.partial(self._take_digest, message))  # type: ignore[no-any-return]
+
+    def _take_digest(self, message: CheckState) -> None:
+        mine = self._digests.get(message.number - 1)
+        self._digests = {message.number - 1: mine or b"", message.number: self.digest()}
+        if mine is not None and message.last and mine != message.last:
+            raise Diverged(
+                f"{self._task}: its backup has diverged before check {message.number} of the log"
+            )
 
     def _define_new(self) -> None:
         """An optimizer that a message has defined in passing is known to the backup first."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from psync.store.ledger import Call, Ledger, _Applied, _Message, _Sender
 
@@ -76,6 +77,22 @@ def state_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> LedgerSt
     return LedgerState(
         tuple(senders), tuple(calls), ledger._final_below, ledger._floor, tuple(parts)
     )
+
+
+def control_of(ledger: Ledger, pack: Callable[[Any], bytes]) -> list[Any]:
+    """Return all that a ledger remembers, as plain data in an order of its own, for a digest."""
+    senders = [
+        [task, sender.incarnation, sender.acked_below,
+         sorted([sequence, each.call or (), pack(each.answer)]
+                for sequence, each in sender.messages.items())]
+        for task, sender in sorted(ledger._senders.items())
+    ]  # fmt: skip
+    calls = sorted(
+        [closure, ordinal, str(each.variable_set), each.parts]
+        for closure, by_ordinal in ledger._closures.items()
+        for ordinal, each in by_ordinal.items()
+    )
+    return [senders, calls, ledger._final_below]
 
 
 def restore_ledger(ledger: Ledger, state: LedgerState, unpack: Callable[[bytes], object]) -> None:

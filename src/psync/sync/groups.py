@@ -15,7 +15,7 @@ from psync.store.step_norms import StepNorms
 from psync.store.store import Key, ShardStore
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Along
-from psync.sync.group import Close
+from psync.sync.pushes import Close
 from psync.sync.step_update import GLOBAL_STEP_DTYPE, Average
 
 CLOSER = "/job:ps/task:0"

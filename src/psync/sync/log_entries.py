@@ -17,16 +17,18 @@ from typing import Any
 
 import msgpack
 
+from psync.numerics.blocks import bytes_of
 from psync.ps.executor import Build
 from psync.store.commit_log import LogNames
 from psync.store.ledger import Client
-from psync.sync.group import Contribution
 from psync.sync.groups import CLOSER
+from psync.sync.pushes import Contribution
 from psync.sync.step_update import Part
 from psync.sync.tokens import Replica
 from psync.wire.codec import Message
 from psync.wire.log_messages import CountPush, HoldPush, SetGroups
 from psync.wire.sync_messages import CloseStep, Contribute, StagePush
+from psync.wire.tensors import to_bytes_view
 
 FROM_CLOSER: Client = (CLOSER, 0)
 """In place of a client: the log says what ps 0 has decided, whoever that is now."""
@@ -127,7 +129,7 @@ def entries_of_snapshot(
     state = SetGroups(
         [(group, dict(raw), steps.get(group, -1)) for group, raw in groups.items()], list(spread)
     )
-    packed = () if rule is None else (memoryview(msgpack.packb(rule)),)
+    packed = () if rule is None else (to_bytes_view(bytes_of(msgpack.packb(rule))),)
     entries: list[Listed] = [(FROM_CLOSER, lambda _: state, packed)]
     for group, replica, push, local_step, part in held:
         entries.append((replica, _holding(group, push, local_step, part), body_of(part)))

@@ -17,9 +17,12 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgpack
 
 from psync.errors import ConnectionLost, FencedError, PsyncError
 from psync.net.peer import Handler, Peer, Reply
@@ -40,6 +43,7 @@ from psync.ps.report import plain_counters
 from psync.ps.snapshots import Contents, pack_accumulators, pack_answer
 from psync.ps.updates import PsUpdates
 from psync.store.commit_log import CommitLog
+from psync.store.ledger_snapshot import control_of
 from psync.store.snapshot import Frozen, Loaded, freeze, settling
 from psync.sync.cross_ps_sets import ShareNumbers
 from psync.sync.groups import CLOSER
@@ -48,8 +52,9 @@ from psync.sync.ps_sync import PsSync
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_closer import StepCloser
 from psync.sync.tokens import Replica
-from psync.wire.codec import Message
+from psync.wire.codec import Message, encode
 from psync.wire.lock_messages import LockShards, PullLocked
+from psync.wire.log_messages import CheckState
 from psync.wire.messages import Done
 from psync.wire.ps_messages import (
     AskOptimizer,
@@ -121,6 +126,7 @@ class PsServices:
         parts = platform.parts
         log: CommitLog[Entry] = parts.of(CommitLog)(task, MAX_KEPT_BYTES)
         self.executor = executor = Executor(task, self.coordinator, store, work, log)
+        executor.digest = self.digest
         served = (task, store, ledger, work, pool, self.locks, executor)
         serves = life in (Life.SERVING, Life.HOSTED)
         num_ps = 1 if attach is None else len(attach.ps_addresses)
@@ -131,7 +137,7 @@ class PsServices:
         self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.in_groups)
         self.closer: StepCloser | None = None
         if attach is not None and not process.index:
-            self.closer = parts.of(StepCloser)(
+            self.closer = StepCloser(
                 platform, attach, self.sync, pool, work, self.clocks.look_again, timeline,
                 is_hosted=life is Life.HOSTED,
             )  # fmt: skip
@@ -155,6 +161,7 @@ class PsServices:
             self.replayed = {
                 **self.sync.replayed(), **self.accumulators.replayed(), **accumulated.handlers(),
                 **({} if self.closer is None else self.closer.replayed()),
+                CheckState: Handler(lambda _, message, __: executor.compare(message)),
             }  # fmt: skip
 
     def _expect_moves(self) -> None:
@@ -240,6 +247,23 @@ class PsServices:
             "backup": self.backup.statistics(),
         }
 
+    def digest(self) -> bytes:
+        """Return a digest of the state that judging has made, equal on a backup of this ps.
+
+        Not in it: what takes arrays, which is done later; what is defined in passing, until it is
+        used; counters.
+        """
+        state = {
+            "ledger": control_of(self.ledger, encode),
+            "optimizers": sorted(
+                (number, each.step) for number, each in self.store.optimizers().items() if each.step
+            ),
+            "groups": self.sync.control(),
+            "rule": None if self.closer is None else self.closer.steps.snapshot(),
+            "accumulators": self.accumulators.control(),
+        }
+        return hashlib.blake2b(msgpack.packb(state), digest_size=16).digest()
+
     # Snapshots, see ``frozen_snapshots.Freezable``.
 
     def settling(self) -> Iterator[None]:
@@ -276,12 +300,12 @@ class PsServices:
     async def pause(self, why: str) -> None:
         """Close no step from now on; wait for what is being closed."""
         if self.closer is not None:
-            await self.closer.pause(why)
+            await self.closer.outgoing.pause(why)
 
     def resume(self, why: str) -> None:
         """Go on."""
         if self.closer is not None:
-            self.closer.resume(why)
+            self.closer.outgoing.resume(why)
 
     def groups(self) -> Iterable[int]:
         """Return all groups that are known."""
@@ -402,8 +426,8 @@ class PsServices:
             # The part of this ps, and the global step, wait for their turns in the log.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
-                    await closer.pause("end")
-            if closer.is_torn:
+                    await closer.outgoing.pause("end")
+            if closer.outgoing.is_torn:
                 torn()
             self.backup.end(why)
         await closer.close()

@@ -31,9 +31,9 @@ from psync.store.ledger import Ledger
 from psync.store.step_norms import ShardSums
 from psync.store.store import ShardStore
 from psync.sync.cross_ps_sets import Along, ShareNumbers, WholeSet, whole_set_of
-from psync.sync.group import Close
 from psync.sync.groups import CLOSER, GroupTable
 from psync.sync.log_entries import Listed, body_of, entries_of_snapshot, staged_entry
+from psync.sync.pushes import Close
 from psync.sync.staging import Staging
 from psync.sync.step_applier import StepApplier
 from psync.sync.step_update import Part
@@ -248,6 +248,20 @@ class PsSync(GroupTable):
         for group in message.spread:
             self.known(group, None).spread = True
         return Reply(Done())
+
+    def control(self) -> list[Any]:
+        """Return what is staged and decided, as plain data in an order of its own, for a digest."""
+        held = sorted(
+            [group, *replica, push, local_step, len(part.body)]
+            for group, replica, push, local_step, part in self.staging.held()
+        )
+        decided = sorted(
+            [group, self.staging.step(group), known.spread, known.outgoing and [
+                known.outgoing.close.step, known.outgoing.is_measured]]
+            for group, known in self._groups.items()
+            if self.staging.step(group) is not None or known.outgoing is not None
+        )  # fmt: skip
+        return [held, decided]
 
     def entries(self, rule: Mapping[str, Any] | None) -> list[Listed]:
         """Return entries that give a backup what no snapshot has; see ``entries_of_snapshot``."""

@@ -6,24 +6,14 @@ with the time at which it came; so the backup of ps 0 is told the same, and has 
     Contribute       CountPush      ─► SyncSteps.contribute → Answer, Refuse: to who waits for that
     (group is new)   BeginGroup     ─► SyncSteps.define
     ReportSchedule   SetMembers     ─► SyncSteps.members, schedule
-    FinishSteps      the same       ─► SyncSteps.finish → Close: decided; ``StepRounds`` carries it
-    a deadline       Tick           ─► SyncSteps.tick       to every ps, on the one that serves
-    norms measured   NormsMeasured  ─► how the step is to be closed
-    all applied it   StepApplied    ─► SyncSteps.closed → Answer, …
+    FinishSteps      the same       ─► SyncSteps.finish → Close: decided; it is carried
+    a deadline       Tick           ─► SyncSteps.tick       to every ps (``outgoing_steps``)
     nobody waits     ForgetPush     ─► SyncSteps.forget
 
-A step that is decided is *outgoing* until every ps has applied it (``groups.Outgoing``). Who dies:
-
-    ps 0, before the backup has an entry   nobody was told; the worker sends its push again
-    ps 0, with a step outgoing             the promoted backup carries it again; each ps that has
-                                           applied it ignores that
-    another ps                             its link waits until it is served elsewhere, or the
-                                           coordinator rolls all back
-
-Nothing is carried while closing is *paused*: for a cut, for a copy to a backup, at the end, and on
-a backup until the coordinator has said where all ps tasks are served. One object serves one
-coordinator and timeline. When another one comes, pending requests fail, and a step that is
-outgoing reaches no ps that already serves the newer one.
+A ps 0 that dies before the backup has an entry has told nobody of it: the worker sends its push
+again. What becomes of a step that is decided: ``outgoing_steps``. One object serves one coordinator
+and timeline. When another one comes, pending requests fail, and a step that is outgoing reaches no
+ps that already serves the newer one.
 """
 
 from __future__ import annotations
@@ -33,30 +23,31 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 import msgpack
 
 from psync.cluster import task_name
 from psync.errors import ClosedError, FencedError, GradientError, PsyncError
-from psync.net.peer import Handler, Later, Peer, Received, Reply
+from psync.net.peer import Handler, Later, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Answer, Build
 from psync.store.ledger import Client
-from psync.sync.cross_ps_sets import FOR_VALUES, Values, WholeSet, whole_set_of
-from psync.sync.group import Close, Refuse
-from psync.sync.groups import CLOSER, KnownGroup, Listed, Outgoing
+from psync.sync.cross_ps_sets import FOR_VALUES, WholeSet, whole_set_of
+from psync.sync.groups import CLOSER
+from psync.sync.log_clock import LogClock
 from psync.sync.log_entries import FROM_CLOSER, body_of, counted_entry, push_of
+from psync.sync.outgoing_steps import HOSTED, OutgoingSteps
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
-from psync.sync.step_rounds import StepRounds
+from psync.sync.pushes import Close, Refuse
 from psync.sync.step_update import Part
 from psync.sync.steps import Action, SyncSteps
 from psync.sync.token_waits import PushKey, TokenWaits
 from psync.sync.tokens import Replica
-from psync.wire.codec import Message, decode, encode
+from psync.wire.codec import Message
 from psync.wire.log_messages import (
     BeginGroup,
     CountPush,
@@ -68,9 +59,8 @@ from psync.wire.log_messages import (
     StepApplied,
     Tick,
 )
-from psync.wire.messages import Done, Failure
-from psync.wire.ps_messages import AttachPs, Fence
-from psync.wire.remote_errors import exception_of, failure_of
+from psync.wire.messages import Done
+from psync.wire.ps_messages import AttachPs
 from psync.wire.sync_messages import (
     AskStep,
     Contribute,
@@ -81,9 +71,6 @@ from psync.wire.sync_messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-HOSTED = "it is a backup"
-"""Why closing is paused until the coordinator has said where all ps tasks are served."""
 
 
 class StepCloser:
@@ -102,6 +89,7 @@ class StepCloser:
     Attributes:
         all_ps: The ps tasks, and where they are served.
         steps: The rule.
+        outgoing: The steps that are decided.
     """
 
     def __init__(
@@ -120,27 +108,17 @@ class StepCloser:
         self._coordinator = (task_name("chief", 0), attach.coordinator)
         self._sync = sync
         self.all_ps = AllPs(platform, attach, sync, pool, work, timeline)
-        self._rounds = platform.parts.of(StepRounds)(self.all_ps, sync, self._log_factors)
         self._waits_changed = waits_changed
         self._loop = asyncio.get_running_loop()
         self._report_version = 0
         self._waits = TokenWaits(sync, self._left)
+        self.outgoing = platform.parts.of(OutgoingSteps)(
+            platform.parts, sync, self.all_ps, self.steps, self._waits, self._perform,
+            is_hosted=is_hosted,
+        )  # fmt: skip
         self._beginning: dict[int, asyncio.Task[None]] = {}  # groups whose first step is read
-        self._carried: set[int] = set()  # groups of which a step is on its way to every ps
-        self._told: set[asyncio.Task[None]] = set()  # other ps tasks are told of a fence
-        self._pauses = {HOSTED} if is_hosted else set()
-        self._turns: list[asyncio.Future[None]] = []  # of who waits for any of these to change
-        self._now = 0.0  # the latest time in the log, whose clock is that of no process
-        self._ahead = 0.0  # of this process's clock
-        self._timer: asyncio.TimerHandle | None = None
-        self._deadline: float | None = None  # of the timer
+        self._clock = LogClock(self._expired)
         self._over: PsyncError | None = None  # why nothing is decided here any more
-        self._is_torn = False  # a step that was decided could not be applied everywhere
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether a step that was decided is perhaps not applied everywhere."""
-        return self._is_torn or bool(self._carried)
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -160,24 +138,19 @@ class StepCloser:
         return {
             SetGroups: Handler(self._restore),
             CountPush: Handler(self._replay_count),
-            ForgetPush: Handler(
-                lambda peer, message, _: self._submit_forget(_client(peer), message)
-            ),
+            ForgetPush: Handler(lambda peer, message, _: self._forget(_client(peer), message)),
             BeginGroup: replay(self._define),
             SetMembers: replay(self._set_members),
             Tick: replay(self._tick),
-            NormsMeasured: replay(self._note_factors),
-            StepApplied: replay(self._note_applied),
+            NormsMeasured: replay(self.outgoing.note_factors),
+            StepApplied: replay(self.outgoing.note_applied),
             EndSteps: replay(self._end),
             InitTokens: replay(self._put_initial),
             FinishSteps: replay(self._close_all),
         }
 
     def _submit(
-        self,
-        client: Client,
-        message: Message,
-        act: Callable[[Any], None],
+        self, client: Client, message: Message, act: Callable[[Any], None]
     ) -> Reply | Answer | None:
         return self._sync.executor.submit(client, message, (), lambda: act(message))
 
@@ -192,13 +165,13 @@ class StepCloser:
         """Another one decides from now on: pending requests fail, and later ones."""
         self._over = FencedError(f"{CLOSER} serves {by}")
         self._waits.refuse_all(self._over)
-        self._wake()
+        self.outgoing.end()
 
     def serve(self) -> None:
         """It was a backup, and the coordinator has said where all ps tasks are served."""
-        if HOSTED in self._pauses:
-            self._ahead = self._loop.time() - self._now
-            self.resume(HOSTED)
+        if HOSTED in self.outgoing.pauses:
+            self._clock.go_on()
+            self.outgoing.resume(HOSTED)
             self._perform(())  # the timer
 
     async def close(self) -> None:
@@ -207,12 +180,12 @@ class StepCloser:
         Cancellation: Links may be left open.
         """
         self._over = self._over or ClosedError(f"{CLOSER} ends")
-        self._wake()
-        if self._timer is not None:
-            self._timer.cancel()
+        self.outgoing.end()
+        self._clock.cancel()
         await self.all_ps.close()
-        while under_way := [*self._beginning.values(), *self._told]:  # all end with its links
-            await asyncio.wait(under_way)
+        while self._beginning:  # all ends with its links
+            await asyncio.wait(list(self._beginning.values()))
+        await self.outgoing.drain()
 
     def _restore(self, peer: Peer, message: SetGroups, body: list[memoryview]) -> Reply:
         """Be where the rule is of the one whose backup this is."""
@@ -326,9 +299,9 @@ class StepCloser:
         """Nobody waits for a push any more."""
         group, replica, push = key
         with suppress(PsyncError):
-            self._submit_forget(replica, ForgetPush(group, push))
+            self._forget(replica, ForgetPush(group, push))
 
-    def _submit_forget(self, replica: Replica, message: ForgetPush) -> Reply | Answer | None:
+    def _forget(self, replica: Replica, message: ForgetPush) -> Reply | Answer | None:
         def act(message: ForgetPush) -> None:
             self.steps.forget(message.group, replica, message.push)
             self._waits_changed()
@@ -359,12 +332,12 @@ class StepCloser:
         if _client(peer) != self._coordinator:
             raise FencedError(f"{CLOSER}: {peer.task} is not the coordinator that it serves")
         while self._over is None and not self.steps.is_settled:
-            if not self._carried and not self._pauses:
+            if self.outgoing.may_finish:
                 answer = self._submit(_client(peer), message, self._close_all)
                 if isinstance(answer, Answer):
                     await answer
             if self._over is None and not self.steps.is_settled:
-                await self._changed()
+                await self.outgoing.changed()
         return Reply(Done())
 
     def _close_all(self, _: FinishSteps) -> None:
@@ -435,12 +408,12 @@ class StepCloser:
     ) -> None:
         """Take note of who lives (task → incarnation), and of the names of those who should."""
         members = SetMembers(
-            self._time(), list(alive.items()), list(missing), queued, list(in_flight)
+            self._clock.now(), list(alive.items()), list(missing), queued, list(in_flight)
         )
         self._note(members, self._set_members)
 
     def _set_members(self, message: SetMembers) -> None:
-        self._now = message.now
+        self._clock.note(message.now)
         alive = {task: incarnation for task, incarnation in message.alive}
         actions = self.steps.members(alive, message.missing, message.now)
         self._perform([*actions, *self.steps.schedule(message.queued, message.in_flight)])
@@ -456,160 +429,24 @@ class StepCloser:
     def _end(self, message: EndSteps) -> None:
         self._perform(self.steps.end(message.reason))
 
-    def fence(self, task: str, below: int) -> None:
-        """Let the other ps tasks refuse incarnations of ``task`` below ``below``."""
-        if calls := self.all_ps.ask_others(Fence(task, below)):
-            telling = self._loop.create_task(_fence_others(calls))
-            self._told.add(telling)
-            telling.add_done_callback(self._has_told)
-
-    def _has_told(self, task: asyncio.Task[None]) -> None:
-        self._told.discard(task)
-        self._wake()
-
-    def _time(self) -> float:
-        """Return the time for an entry; it does not run backwards when a backup serves."""
-        return max(self._now, self._loop.time() - self._ahead)
-
-    def _set_timer(self, deadline: float | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._deadline, self._timer = deadline, None
-        if deadline is not None:
-            self._timer = self._loop.call_at(deadline + self._ahead, self._expired)
-
     def _expired(self) -> None:
-        self._deadline = self._timer = None
-        self._note(Tick(self._time()), self._tick)
+        self._note(Tick(self._clock.now()), self._tick)
 
     def _tick(self, message: Tick) -> None:
-        self._now = message.now
+        self._clock.note(message.now)
         self._perform(self.steps.tick(message.now))
-
-    # Decisions.
 
     def _perform(self, actions: Iterable[Action]) -> None:
         """Do what the rule has decided, then look when it wants to be asked again."""
         for action in actions:
             if isinstance(action, Close):
-                self._decide(action)
+                self.outgoing.decide(action)
             elif self._over is None:
                 self._waits.answer(action)
-        deadline = self.steps.next_deadline()
-        if deadline != self._deadline and HOSTED not in self._pauses and self._over is None:
-            self._set_timer(deadline)
+        if HOSTED not in self.outgoing.pauses and self._over is None:
+            self._clock.set_deadline(self.steps.next_deadline())
         self._waits_changed()
-
-    def _decide(self, close: Close) -> None:
-        known = self._sync.known(close.group, None)
-        known.outgoing = Outgoing(close, self._sync.along(close))
-        if not self._pauses:
-            self._carry(known)
-
-    def _carry(self, known: KnownGroup) -> None:
-        outgoing = known.outgoing
-        assert outgoing is not None, "the caller has looked"
-        group = outgoing.close.group
-        self._carried.add(group)
-        ended = functools.partial(self._ended, outgoing.close)
-        self._rounds.carry(outgoing, self._waits.wanted_shares, ended)
-
-    def _log_factors(
-        self, outgoing: Outgoing, scales: Listed, ratios: Listed, then: Callable[[], None]
-    ) -> None:
-        def act(message: NormsMeasured) -> None:
-            self._note_factors(message)
-            then()
-
-        message = NormsMeasured(outgoing.close.group, outgoing.close.step, scales, ratios)
-        try:
-            self._submit(FROM_CLOSER, message, act)
-        except PsyncError as exc:
-            self._ended(outgoing.close, {}, exc)
-
-    def _note_factors(self, message: NormsMeasured) -> None:
-        outgoing = self._sync.known(message.group, None).outgoing
-        if outgoing is not None and outgoing.close.step == message.step:
-            outgoing.is_measured = True
-            outgoing.scales, outgoing.ratios = message.scales, message.ratios
-
-    def _ended(self, close: Close, values: Values, failed: Exception | None) -> None:
-        """Every ps has applied a step, or it cannot be."""
-        failure = b""
-        if failed is not None:
-            error = failed if isinstance(failed, PsyncError) else _unexpected(failed)
-            failure = encode(failure_of(error))
-            self._is_torn = True
-
-        def act(message: StepApplied) -> None:
-            self._carried.discard(close.group)
-            self._waits.bring(values)
-            self._note_applied(message)
-            self._waits.done()
-            self._wake()
-
-        try:
-            self._submit(FROM_CLOSER, StepApplied(close.group, close.step, failure), act)
-        except PsyncError:  # the log has ended: who serves now carries it again
-            self._carried.discard(close.group)
-            self._wake()
-
-    def _note_applied(self, message: StepApplied) -> None:
-        group = message.group
-        self._sync.known(group, None).outgoing = None
-        if not message.failure:
-            self._perform(self.steps.closed(group, message.step))
-            return
-        error = exception_of(cast(Failure, decode(message.failure)), CLOSER)
-        logger.error(
-            "%s: step %d of group %d cannot be closed: %s",
-            CLOSER, message.step, group, error.message,
-        )  # fmt: skip
-        self._perform(self.steps.close_failed(group, error))
-
-    # Pausing.
-
-    async def pause(self, why: str) -> None:
-        """Carry no step from now on, and wait for those that are on their way.
-
-        Cancellation: Safe; it is paused.
-        """
-        self._pauses.add(why)
-        while self._carried or self._told:
-            await self._changed()
-
-    def resume(self, why: str) -> None:
-        """End a pause; carry what was decided meanwhile if it was the last."""
-        self._pauses.discard(why)
-        if not self._pauses and self._over is None:
-            for known in self._sync.outgoing():
-                self._carry(known)
-        self._wake()
-
-    async def _changed(self) -> None:
-        """Wait until something has changed of pauses, and of what is on its way."""
-        turn: asyncio.Future[None] = self._loop.create_future()
-        self._turns.append(turn)
-        await turn
-
-    def _wake(self) -> None:
-        turns, self._turns = self._turns, []
-        for turn in turns:
-            if not turn.done():
-                turn.set_result(None)
 
 
 def _client(peer: Peer) -> Client:
     return peer.task, peer.incarnation
-
-
-async def _fence_others(calls: Sequence[asyncio.Task[Received]]) -> None:
-    for failed in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(failed, Exception):
-            logger.warning("%s: a ps was not told of a fence: %s", CLOSER, failed)
-
-
-def _unexpected(error: Exception) -> PsyncError:
-    wrapped = PsyncError(f"{type(error).__name__} while a step was applied: {error}")
-    wrapped.__cause__ = error
-    return wrapped

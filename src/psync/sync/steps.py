@@ -36,7 +36,8 @@ from psync.errors import (
     TrainingEnded,
 )
 from psync.store.sync_config import SyncConfig
-from psync.sync.group import Action, Answer, Close, Contribution, Group, Refuse
+from psync.sync.group import Group
+from psync.sync.pushes import Action, Answer, Close, Contribution, Refuse
 from psync.sync.tokens import Replica
 
 __all__ = ["Action", "Answer", "Close", "Contribution", "Refuse", "Replica", "SyncSteps"]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from psync.errors import PsyncError
 from psync.net.peer import Later, Reply
 from psync.sync.cross_ps_sets import Share, Values, WholeSet
-from psync.sync.group import Answer, Refuse
 from psync.sync.ps_sync import PsSync
+from psync.sync.pushes import Answer, Refuse
 from psync.sync.tokens import Replica
 from psync.wire.sync_messages import Contributed
 

@@ -11,6 +11,16 @@ from typing import Any
 
 from psync.wire.codec import Message, message
 
+
+@message(135)
+@dataclass(frozen=True, slots=True)
+class CheckState(Message):
+    """Take a digest of the state that judging has made; and this is what the last one was."""
+
+    number: int  # of this check in the log
+    last: bytes  # digest of the check before; b"": there was none
+
+
 # Of synchronous steps, on ps 0.
 
 

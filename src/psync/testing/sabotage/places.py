@@ -21,9 +21,9 @@ from psync.ps.creation import ShardCreation
 from psync.ps.frozen_snapshots import FrozenSnapshots
 from psync.ps.update import Update
 from psync.ps.updates import PsUpdates
+from psync.sync.outgoing_steps import OutgoingSteps
 from psync.sync.ps_sync import PsSync
 from psync.sync.step_applier import StepApplier
-from psync.sync.step_closer import StepCloser
 from psync.sync.step_rounds import StepRounds
 from psync.wire.ps_messages import Push
 from psync.worker.session import Session
@@ -89,7 +89,7 @@ PLACES = (
     # Ps 0 knows norms of a synchronous step, no ps applies it yet.
     Place("ps0.step.measured", StepRounds, "_conclude", END),
     # It is applied on every ps, the log of ps 0 does not say so.
-    Place("ps0.step.applied", StepCloser, "_ended", BEGIN),
+    Place("ps0.step.applied", OutgoingSteps, "_ended", BEGIN),
     # Closures are about to be sent.
     Place("coordinator.dispatch", Coordinator, "_send", BEGIN),
     # Results came in, nothing is settled.

@@ -14,7 +14,7 @@ from psync.net.process_state import PerProcess
 from psync.store.commit_log import CommitLog, LogState
 from psync.store.ledger import Client, Ledger, Verdict
 from psync.store.update_gate import UpdateGate
-from psync.sync.group import Action, Contribution
+from psync.sync.pushes import Action, Contribution
 from psync.sync.steps import SyncSteps
 
 CALLS_KEPT = 2

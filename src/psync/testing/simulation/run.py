@@ -22,6 +22,7 @@ from typing import Any
 import psync
 from psync.client import scopes
 from psync.net.process_state import fresh_process
+from psync.ps import executor
 from psync.serialization import failures
 from psync.testing.deadlock import Deadlock, describe_tasks
 from psync.testing.simulation.journal import Journal, Violation
@@ -54,8 +55,16 @@ for _name in psync.__all__:  # names are loaded when they are first used, which 
 ALIKE = (
     (scopes, "place_of", lambda _: lambda frame: "program.py:1"),
     (failures, "format_exception", _without_directories),
+    (executor, "CHECK_EVERY", lambda _: 1),
 )
-"""What would travel, and says where the source lies: a seed had another history there."""
+"""What would travel, and says where the source lies: a seed had another history there. And each
+backup is compared with its primary after each entry.
+"""
+
+ENDS = ("psync.ps.backup_host", "psync.ps.cooperative_work")
+"""Loggers that say nothing else at ERROR than that a backup is not what its primary is, or that a
+ps could not go on: which nothing that is done here may cause.
+"""
 
 
 @dataclass
@@ -209,6 +218,10 @@ class _Ears(logging.Handler):
             text = record.getMessage().partition("\n")[0].replace(str(world.directory), "DIR")
             name = process.name if process is not None else ""
             world.note("log", name, f"{record.levelname} {text}")
+            if record.name in ENDS and record.levelno >= logging.ERROR:
+                error = record.exc_info[1] if record.exc_info else None
+                message = f"{name}: {text}: {error!r}"
+                world.journal.violations.append(Violation("twin", message, world.loop.time()))
         return True
 
 

@@ -1,0 +1,235 @@
+"""Steps that are decided, on ps 0: carried to every ps, until all have applied them.
+
+    decided         the step is *outgoing* (``groups.Outgoing``), a part of the state of ps 0
+    norms measured  NormsMeasured, an entry: from now on a ps may have closed the step
+    all applied it  StepApplied, an entry: the rule gives the tokens of the next step
+
+Who dies:
+
+    ps 0, with a step outgoing   the promoted backup, which has the same entries, carries it again;
+                                 each ps that has applied it ignores that
+    another ps                   its link waits until it is served elsewhere, or the coordinator
+                                 rolls all back
+
+Nothing is carried while that is *paused*: for a cut, for a copy to a backup, at the end, and on a
+backup until the coordinator has said where all ps tasks are served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
+
+from psync.errors import PsyncError
+from psync.net.peer import Received
+from psync.net.platform import Parts
+from psync.sync.cross_ps_sets import Values
+from psync.sync.groups import CLOSER, KnownGroup, Listed, Outgoing
+from psync.sync.log_entries import FROM_CLOSER
+from psync.sync.ps_peers import AllPs
+from psync.sync.ps_sync import PsSync
+from psync.sync.pushes import Close
+from psync.sync.step_rounds import StepRounds
+from psync.sync.steps import Action, SyncSteps
+from psync.sync.token_waits import TokenWaits
+from psync.wire.codec import decode, encode
+from psync.wire.log_messages import NormsMeasured, StepApplied
+from psync.wire.messages import Failure
+from psync.wire.ps_messages import Fence
+from psync.wire.remote_errors import exception_of, failure_of
+
+logger = logging.getLogger(__name__)
+
+HOSTED = "it is a backup"
+"""Why nothing is carried until the coordinator has said where all ps tasks are served."""
+
+
+class OutgoingSteps:
+    """The outgoing steps of one coordinator's cluster.
+
+    Args:
+        parts: Of the task.
+        sync: The part of ps 0 itself.
+        all_ps: The ps tasks.
+        steps: The rule.
+        waits: Requests to which values are brought.
+        perform: Does what the rule has decided.
+        is_hosted: Whether it is that of a backup.
+
+    Attributes:
+        pauses: For what nothing is carried.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        sync: PsSync,
+        all_ps: AllPs,
+        steps: SyncSteps,
+        waits: TokenWaits,
+        perform: Callable[[Iterable[Action]], None],
+        *,
+        is_hosted: bool,
+    ) -> None:
+        self.pauses = {HOSTED} if is_hosted else set()
+        self._is_over = False  # nothing is decided here any more
+        self._sync = sync
+        self._all_ps = all_ps
+        self._steps = steps
+        self._waits = waits
+        self._perform = perform
+        self._rounds = parts.of(StepRounds)(all_ps, sync, self._log_factors)
+        self._carried: set[int] = set()  # groups of which a step is on its way to every ps
+        self._told: set[asyncio.Task[None]] = set()  # other ps tasks are told of a fence
+        self._turns: list[asyncio.Future[None]] = []  # of who waits for any of these to change
+        self._is_torn = False  # a step that was decided could not be applied everywhere
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a step that was decided is perhaps not applied everywhere."""
+        return self._is_torn or bool(self._carried)
+
+    @property
+    def may_finish(self) -> bool:
+        """Whether a step that is decided now would be carried, and none is."""
+        return not self._carried and not self.pauses
+
+    def decide(self, close: Close) -> None:
+        """A step is decided: it is outgoing from now on."""
+        known = self._sync.known(close.group, None)
+        known.outgoing = Outgoing(close, self._sync.along(close))
+        if not self.pauses:
+            self._carry(known)
+
+    def _carry(self, known: KnownGroup) -> None:
+        outgoing = known.outgoing
+        assert outgoing is not None, "the caller has looked"
+        group = outgoing.close.group
+        self._carried.add(group)
+        ended = functools.partial(self._ended, outgoing.close)
+        self._rounds.carry(outgoing, self._waits.wanted_shares, ended)
+
+    def _log_factors(
+        self, outgoing: Outgoing, scales: Listed, ratios: Listed, then: Callable[[], None]
+    ) -> None:
+        def act(message: NormsMeasured) -> None:
+            self.note_factors(message)
+            then()
+
+        message = NormsMeasured(outgoing.close.group, outgoing.close.step, scales, ratios)
+        try:
+            self._sync.executor.submit(FROM_CLOSER, message, (), lambda: act(message))
+        except PsyncError as exc:
+            self._ended(outgoing.close, {}, exc)
+
+    def note_factors(self, message: NormsMeasured) -> None:
+        """Execute an entry: a step that is outgoing is to be closed with these factors."""
+        outgoing = self._sync.known(message.group, None).outgoing
+        if outgoing is not None and outgoing.close.step == message.step:
+            outgoing.is_measured = True
+            outgoing.scales, outgoing.ratios = message.scales, message.ratios
+
+    def _ended(self, close: Close, values: Values, failed: Exception | None) -> None:
+        """Every ps has applied a step, or it cannot be."""
+        failure = b""
+        if failed is not None:
+            error = failed if isinstance(failed, PsyncError) else _unexpected(failed)
+            failure = encode(failure_of(error))
+            self._is_torn = True
+
+        message = StepApplied(close.group, close.step, failure)
+
+        def act() -> None:
+            self._carried.discard(close.group)
+            self._waits.bring(values)
+            self.note_applied(message)
+            self._waits.done()
+            self.wake()
+
+        try:
+            self._sync.executor.submit(FROM_CLOSER, message, (), act)
+        except PsyncError:  # the log has ended: who serves now carries it again
+            self._carried.discard(close.group)
+            self.wake()
+
+    def note_applied(self, message: StepApplied) -> None:
+        """Execute an entry: a step is outgoing no more."""
+        group = message.group
+        self._sync.known(group, None).outgoing = None
+        if not message.failure:
+            self._perform(self._steps.closed(group, message.step))
+            return
+        error = exception_of(cast(Failure, decode(message.failure)), CLOSER)
+        logger.error(
+            "%s: step %d of group %d cannot be closed: %s",
+            CLOSER, message.step, group, error.message,
+        )  # fmt: skip
+        self._perform(self._steps.close_failed(group, error))
+
+    def fence(self, task: str, below: int) -> None:
+        """Let the other ps tasks refuse incarnations of ``task`` below ``below``."""
+        if calls := self._all_ps.ask_others(Fence(task, below)):
+            telling = asyncio.get_running_loop().create_task(_fence_others(calls))
+            self._told.add(telling)
+            telling.add_done_callback(self._has_told)
+
+    def _has_told(self, task: asyncio.Task[None]) -> None:
+        self._told.discard(task)
+        self.wake()
+
+    def end(self) -> None:
+        """Another one decides from now on, or nobody."""
+        self._is_over = True
+        self.wake()
+
+    # Pausing.
+
+    async def pause(self, why: str) -> None:
+        """Carry no step from now on, and wait for those that are on their way.
+
+        Cancellation: Safe; it is paused.
+        """
+        self.pauses.add(why)
+        while self._carried or self._told:
+            await self.changed()
+
+    def resume(self, why: str) -> None:
+        """End a pause; carry what was decided meanwhile if it was the last."""
+        self.pauses.discard(why)
+        if not self.pauses and not self._is_over:
+            for known in self._sync.outgoing():
+                self._carry(known)
+        self.wake()
+
+    async def drain(self) -> None:
+        """Wait until no other ps task is being told of a fence."""
+        while self._told:
+            await asyncio.wait(list(self._told))
+
+    async def changed(self) -> None:
+        """Wait until something has changed of pauses, and of what is on its way."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._turns.append(turn)
+        await turn
+
+    def wake(self) -> None:
+        """Something has changed."""
+        turns, self._turns = self._turns, []
+        for turn in turns:
+            if not turn.done():
+                turn.set_result(None)
+
+
+async def _fence_others(calls: Sequence[asyncio.Task[Received]]) -> None:
+    for failed in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(failed, Exception):
+            logger.warning("%s: a ps was not told of a fence: %s", CLOSER, failed)
+
+
+def _unexpected(error: Exception) -> PsyncError:
+    wrapped = PsyncError(f"{type(error).__name__} while a step was applied: {error}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,94 @@
+"""Pushes of a synchronous group, what becomes of them, and what is decided with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, TypeAlias
+
+from psync.errors import PsyncError
+from psync.sync.tokens import Replica
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """A push whose parts are all staged."""
+
+    replica: Replica
+    number: int  # of the push, from 1; the replica counts anew in each group
+    acked_below: int  # the replica has the answers to all smaller numbers
+    closure: int | None
+    ordinal: int  # of the call within the closure
+    variable_set: bytes  # digest of the variables of the push
+    local_step: int  # -1: of before the group's first step
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Tell the replica what became of its push, and from which step it may go on."""
+
+    group: int
+    replica: Replica
+    number: int
+    outcome: str  # "accepted", "stale" or "duplicate"
+    staleness: int  # steps closed since the values were pulled
+    token: int
+    partial: bool  # whether it was counted in a step that was closed as a partial one
+    count: int  # pushes in the step that it was counted in; 0: that is not closed, or there is none
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell the replica that its push has failed."""
+
+    group: int
+    replica: Replica
+    number: int
+    error: PsyncError
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Let every ps apply ``step``, raise the global step, then call ``closed``."""
+
+    group: int
+    step: int
+    pushes: tuple[tuple[str, int, int, float], ...]  # (task, incarnation, number, weight), in order
+    partial: bool
+
+
+Action: TypeAlias = Answer | Refuse | Close
+
+
+@dataclass(slots=True, eq=False)
+class Push:
+    """What is known of one push, until its replica has the answer."""
+
+    contribution: Contribution
+    outcome: str
+    staleness: int
+    partial: bool = False
+    count: int = 0
+    answer: Answer | None = None
+
+    def snapshot(self) -> list[Any]:
+        """Return it as plain data."""
+        given = self.answer and [self.answer.token, self.answer.partial, self.answer.count]
+        return [
+            *astuple(self.contribution), self.outcome, self.staleness, self.partial, self.count,
+            given,
+        ]  # fmt: skip
+
+    @classmethod
+    def restored(cls, group: int, state: Sequence[Any]) -> Push:
+        """Return that of which another one is the snapshot."""
+        replica, *rest = state[:-5]
+        contribution = Contribution((replica[0], replica[1]), *rest)
+        push = cls(contribution, *state[-5:-1])
+        if state[-1] is not None:
+            push.answer = Answer(
+                group, contribution.replica, contribution.number, push.outcome, push.staleness,
+                *state[-1],
+            )  # fmt: skip
+        return push
