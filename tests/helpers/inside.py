@@ -25,6 +25,7 @@ from psync.ps.life import Life
 from psync.ps.locks import PsLocks
 from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
+from psync.sync.ps_services import PsServices
 from psync.sync.ps_sync import PsSync
 from psync.sync.staleness_service import ClockService
 from psync.sync.steps import SyncSteps
@@ -115,6 +116,14 @@ def rule_of(ps: Any) -> SyncSteps:
     """What decides synchronous steps; on ps 0, and on a backup of it."""
     steps: SyncSteps = closer_of(ps).steps
     return steps
+
+
+def staged_on(services: PsServices) -> list[tuple[int, Any, int, int, bytes]]:
+    """(group, replica, push, local step, bytes) of all parts that are staged, in order."""
+    return sorted(
+        (group, replica, push, local_step, bytes(part.body))
+        for group, replica, push, local_step, part in services.sync.staging.held()
+    )
 
 
 def outgoing_of(ps: Any) -> list[int]:

@@ -6,13 +6,15 @@ request that would have to wait fails the test; it needs a ``PsCluster``.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
 
+from psync.cluster import task_name
 from psync.errors import UsageError
-from psync.net.peer import Peer, Reply
+from psync.net.peer import Later, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.numerics.update_rule import SGD
@@ -74,7 +76,7 @@ class PsByHand:
             life = Life.HOSTED
         self.services = PsServices(process, life, attach, 0, contents)
         self.store, self.sync = self.services.store, self.services.sync
-        self._index, self._num_ps = index, num_ps
+        self.index, self.num_ps = index, num_ps
         self._handlers = self.services.handlers()
         self._peers: dict[tuple[str, int], AsIfFrom] = {}
 
@@ -85,7 +87,7 @@ class PsByHand:
         """Create a variable of one shard; return its key."""
         array = np.asarray(value)
         key = (len(self.store.keys()), 0)
-        spec = ShardSpec(name, *key, 0, array.shape, dtype_name(array.dtype), self._index)
+        spec = ShardSpec(name, *key, 0, array.shape, dtype_name(array.dtype), self.index)
         self.store.create(spec, to_bytes_view(array))
         return key
 

@@ -10,7 +10,7 @@ from ps_by_hand import PsByHand, group_config
 from psync.errors import TrainingEnded
 from psync.net.peer import Reply
 from psync.sync.cross_ps_sets import ShareNumbers, WholeSet
-from psync.sync.group import Answer, Refuse
+from psync.sync.pushes import Answer, Refuse
 from psync.sync.token_waits import PushKey, TokenWaits
 from psync.wire.sync_messages import Contributed
 from sync_cluster import GROUP
