@@ -30,7 +30,8 @@ class BackupByHand(PsByHand):
     def __init__(self, primary: PsByHand) -> None:
         services = primary.services
         executor = services.executor
-        executor.log.give_up()
+        executor.log.give_up()  # the one before
+        executor.advance()
         executor.begin_copy(services.groups())
         frozen, _ = services.freeze()
         store = ShardStore(primary.task, primary.pool)
@@ -69,11 +70,16 @@ class BackupByHand(PsByHand):
             executor.advance()
             yield batch[0].entry
 
-    def catch_up(self) -> None:
-        """Take all entries that there are, and be equal after each."""
+    def catch_up(self, entries: int = 1000) -> None:
+        """Take so many entries, and be equal after each."""
         self.check_equal()
-        for entry in self.follow():
+        for _, entry in zip(range(entries), self.follow(), strict=False):
             self.check_equal(decode(entry.header))
+
+    def read_ahead(self, entries: int) -> None:
+        """Take so many entries, of which the primary does not know that they are here."""
+        for each in self.primary.services.executor.log.to_ship(entries, 1 << 20):
+            self.read(each.entry)
 
     def check_equal(self, after: object = None) -> None:
         """Check that both are in the same state."""

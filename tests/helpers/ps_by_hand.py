@@ -35,6 +35,7 @@ PS = "/job:ps/task:1"
 COORDINATOR = ("/job:chief/task:0", 100)
 PS_0 = ("/job:ps/task:0", 100)
 A, B = ("/job:worker/task:0", 1000), ("/job:worker/task:1", 1000)
+READER = ("/job:worker/task:99", 1000)
 
 
 class PsByHand:
@@ -134,18 +135,18 @@ class PsByHand:
 
     def begin(
         self, client: tuple[str, int], message: Message, *segments: Any
-    ) -> Reply | Later | asyncio.Task[Reply]:
-        """Send a message; return its answer, or what will be that."""
+    ) -> Reply | Later | asyncio.Task[Reply] | None:
+        """Send a message; return its answer, or what will be that; None: it has none."""
         sent = decode(encode(message))
         body = self.arrives(client, sent, *segments)
         outcome = self._handlers[type(message)].run(self.peer(client), sent, body)
-        if isinstance(outcome, Reply | Later):
+        if outcome is None or isinstance(outcome, Reply | Later):
             return outcome
         return asyncio.get_running_loop().create_task(cast(Any, outcome))
 
     def pull(self, key: Key) -> tuple[np.ndarray, list[Any]]:
         """The value of a shard, and the steps of groups that it is at least of."""
-        reply = self.call(A, Pull(77, [key], -1, ""))
+        reply = self.call(READER, Pull(77, [key], -1, ""))
         assert isinstance(reply.message, Pulled)
         spec = self.store.spec(key)
         value = np.frombuffer(joined(reply.segments), dtype_of(spec.dtype)).reshape(spec.shape)
