@@ -93,6 +93,8 @@ def test_the_quick_benchmark_runs_in_real_processes(tmp_path: Path) -> None:
         "async", "bounded 2", "sync", "sync, 1 backup",
     ] * 2  # fmt: skip
     assert [result["name"] for result in written["peers"]] == [
-        "sync, 40 KB", "sync, 40 KB, each value pulled", "sync, 16 MB",
-        "async, 40 KB", "async, 16 MB",
+        "sync, 40 KB", "sync, 40 KB, each value pulled", 'sync, 40 KB, ps_recovery="replica"',
+        "sync, 16 MB", 'sync, 16 MB, ps_recovery="replica"',
+        "async, 40 KB", 'async, 40 KB, ps_recovery="replica"',
+        "async, 16 MB", 'async, 16 MB, ps_recovery="replica"',
     ]  # fmt: skip

@@ -17,7 +17,8 @@ from psync.launch.local import LocalCluster
 
 SMALL = [
     Case(True, "small", 0.001, 3), Case(True, "small", 0.001, 3, pull_ahead=False),
-    Case(False, "small", 0.001, 3),
+    Case(False, "small", 0.001, 3), Case(True, "small", 0.001, 3, ps_recovery="replica"),
+    Case(False, "small", 0.001, 3, ps_recovery="replica"),
 ]  # fmt: skip
 
 
@@ -30,7 +31,8 @@ def program(tmp_path: Path, text: str) -> tuple[str, str]:
 def test_the_sizes_are_those_of_tensorflow_programs() -> None:
     nbytes = [peers.NUM_VARIABLES * 4 * case.shape[0] * case.shape[1] for case in peers.CASES]
     small, large = 0.04 * (1 << 20), 16 << 20
-    assert nbytes == pytest.approx([small, small, large, small, large], rel=0.01)
+    expected = [small] * 3 + [large] * 2 + [small] * 2 + [large] * 2
+    assert nbytes == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.virtual_time
@@ -47,7 +49,7 @@ async def test_all_variables_are_checked_after_a_run(monkeypatch: pytest.MonkeyP
         for case in SMALL:
             with pytest.raises(ZeroDivisionError):  # in virtual time steps take none
                 await peers.run_psync(cluster, 2, case)
-    assert checked == [8, 8, 16]
+    assert checked == [8, 8, 16, 8, 16]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: str(case.name))

@@ -55,7 +55,7 @@ LAW = (
 PURE = (
     "errors specs cluster cluster_roles wire partitioners schedules "
     "numerics accumulators store closures net.handshake_limits client.outgoing client.pulled_steps "
-    "worker.element_specs checkpoints.manifest checkpoints.layout ps.life "
+    "worker.element_specs checkpoints.manifest checkpoints.layout ps.life ps.pairing "
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
     "compat.session_members"
 ).split()

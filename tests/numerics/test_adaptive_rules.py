@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from psync.numerics.adaptive_rules import Adadelta, Adagrad, Ftrl, RMSprop
+from psync.numerics.adaptive_rules import Adadelta, Adagrad, Ftrl, RMSprop, power
 from psync.numerics.update_rule import Scratch
 from psync.schedules import PolynomialDecay
 from rule_table import RULES, Slots, gradients, start
@@ -131,3 +131,23 @@ def test_slot_names() -> None:
     assert RMSprop(momentum=0.5).slot_names() == ("velocity", "momentum")
     assert RMSprop(centered=True).slot_names() == ("velocity", "average_gradient")
     assert Ftrl().slot_names() == ("accumulator", "linear")
+
+
+@pytest.mark.parametrize("exponent", [0.1, 0.7, 1.0, 2.5])
+@pytest.mark.parametrize(("dtype", "rtol"), [(np.float32, 1.2e-7), (np.float64, 3e-14)])
+def test_powers_are_those_of_numpy(dtype: type, rtol: float, exponent: float) -> None:
+    base = np.concatenate([10.0 ** np.linspace(-14, 14, 20_000), [1, 2, 0.5]]).astype(dtype)
+    out = np.empty_like(base)
+    power(base, exponent, out)
+    np.testing.assert_allclose(out, np.power(base, exponent, dtype=np.float64), rtol=rtol)
+    assert out[-3] == 1
+
+
+def test_powers_of_what_is_no_ordinary_number() -> None:
+    base, out = np.array([0.0, np.inf, np.nan, 1e300, 1e-300]), np.empty(5)
+    with np.errstate(all="ignore"):
+        power(base, 2.0, out)
+        assert out.tolist()[:2] + out.tolist()[3:] == [0, np.inf, np.inf, 0]
+        assert np.isnan(out[2])
+        power(base, 0.0, out)
+    assert out.tolist() == [1] * 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -34,6 +35,18 @@ each_dtype = pytest.mark.parametrize("dtype", [F16, BF16, F32, F64], ids=str)
 
 def random(shape: tuple[int, ...], dtype: np.dtype, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def add(total: DenseSum | SparseSum, *terms: Any) -> None:
+    at_once(total.adding(*terms))
+
+
+def mean(total: Any, **options: bool) -> np.ndarray:
+    return at_once(total.making("mean", **options))
+
+
+def sum_of(total: DenseSum | SparseSum) -> np.ndarray:
+    return at_once(total.making("sum"))
 
 
 def bits(array: np.ndarray) -> bytes:
@@ -164,56 +177,56 @@ class TestWeights:
     def test_many_of_the_largest_weight_stay_finite(self) -> None:
         total = DenseSum((1,), F32)
         for _ in range(1000):
-            total.add(np.ones(1, F32), 1e30)
-        assert total.mean() == pytest.approx(1.0, rel=1e-5)
+            add(total, np.ones(1, F32), 1e30)
+        assert mean(total) == pytest.approx(1.0, rel=1e-5)
 
 
 class TestDenseSum:
     def test_it_sums_averages_and_counts(self) -> None:
         total = DenseSum((2,), F32)
         assert (total.count, total.weight) == (0, 0.0)
-        total.add(np.array([1.0, 2.0], F32))
-        total.add(np.array([3.0, 6.0], F32), 3.0)
+        add(total, np.array([1.0, 2.0], F32))
+        add(total, np.array([3.0, 6.0], F32), 3.0)
         assert (total.count, total.weight) == (2, 4.0)
-        assert total.mean().tolist() == [2.5, 5.0]
-        assert total.sum().tolist() == [10.0, 20.0]  # asking changes nothing
+        assert mean(total).tolist() == [2.5, 5.0]
+        assert sum_of(total).tolist() == [10.0, 20.0]  # asking changes nothing
 
     @each_dtype
     def test_results_are_of_the_dtype_asked_for(self, dtype: np.dtype) -> None:
         total = DenseSum((3,), dtype)
-        total.add(np.ones(3, dtype), 2.0)
-        assert total.mean().dtype == total.sum().dtype == dtype
+        add(total, np.ones(3, dtype), 2.0)
+        assert mean(total).dtype == sum_of(total).dtype == dtype
 
     def test_2049_ones_of_float16_are_1_on_average(self) -> None:
         total = DenseSum((3,), F16)
         for _ in range(2049):  # in float16, 2048 + 1 is 2048
-            total.add(np.ones(3, F16))
-        assert total.mean().tolist() == [1.0, 1.0, 1.0]
+            add(total, np.ones(3, F16))
+        assert mean(total).tolist() == [1.0, 1.0, 1.0]
 
     def test_a_mean_exists_where_the_sum_is_not_a_float16(self) -> None:
         total = DenseSum((1,), F16)
         for _ in range(3):
-            total.add(np.array([60000.0], F16))
-        assert total.mean().tolist() == [60000.0]
-        assert total.sum().tolist() == [np.inf]
+            add(total, np.array([60000.0], F16))
+        assert mean(total).tolist() == [60000.0]
+        assert sum_of(total).tolist() == [np.inf]
 
     def test_1000_ones_of_bfloat16_are_1_on_average(self) -> None:
         total = DenseSum((1,), BF16)
         for _ in range(1000):  # in bfloat16, 256 + 1 is 256
-            total.add(np.ones(1, BF16))
-        assert total.mean().astype(F32).tolist() == [1.0]
+            add(total, np.ones(1, BF16))
+        assert mean(total).astype(F32).tolist() == [1.0]
 
     def test_what_was_added_is_not_kept(self) -> None:
         total, values = DenseSum((2,), F32), np.ones(2, F32)
-        total.add(values)
+        add(total, values)
         values[:] = 7
-        assert total.sum().tolist() == [1.0, 1.0]
+        assert sum_of(total).tolist() == [1.0, 1.0]
 
     def test_results_are_the_callers_own(self) -> None:
         total = DenseSum((2,), F32)
-        total.add(np.ones(2, F32))
-        total.sum()[:] = 7
-        assert total.sum().tolist() == [1.0, 1.0]
+        add(total, np.ones(2, F32))
+        sum_of(total)[:] = 7
+        assert sum_of(total).tolist() == [1.0, 1.0]
 
     @pytest.mark.parametrize(
         "values",
@@ -226,18 +239,18 @@ class TestDenseSum:
     )
     def test_any_layout_is_added(self, values: np.ndarray) -> None:
         total = DenseSum((2, 3), F32)
-        total.add(values)
-        total.add(values, 2.0)
-        assert (total.mean() == values).all()
-        assert total.mean().dtype.isnative
+        add(total, values)
+        add(total, values, 2.0)
+        assert (mean(total) == values).all()
+        assert mean(total).dtype.isnative
 
     @pytest.mark.parametrize("shape", [(), (0,), (0, 3)], ids=str)
     def test_scalars_and_empty_arrays_are_added(self, shape: tuple[int, ...]) -> None:
         total = DenseSum(shape, F64)
-        total.add(np.full(shape, 2.0))
-        total.add(np.full(shape, 4.0))
-        assert total.mean().shape == shape
-        assert (total.mean() == 3.0).all()
+        add(total, np.full(shape, 2.0))
+        add(total, np.full(shape, 4.0))
+        assert mean(total).shape == shape
+        assert (mean(total) == 3.0).all()
 
     @pytest.mark.parametrize(
         ("values", "weight", "message"),
@@ -251,70 +264,70 @@ class TestDenseSum:
         self, values: np.ndarray, weight: float, message: str
     ) -> None:
         total = DenseSum((2,), F32)
-        total.add(np.ones(2, F32))
+        add(total, np.ones(2, F32))
         with pytest.raises(GradientError) as info:
-            total.add(values, weight)
+            add(total, values, weight)
         assert str(info.value) == message
-        assert (total.count, total.weight, total.sum().tolist()) == (1, 1.0, [1.0, 1.0])
+        assert (total.count, total.weight, sum_of(total).tolist()) == (1, 1.0, [1.0, 1.0])
 
     def test_a_sum_of_nothing_has_no_result(self) -> None:
         total = DenseSum((2,), F32)
-        for ask in (total.mean, total.sum):
+        for ask in (mean, sum_of):
             with pytest.raises(UsageError, match="a sum to which nothing was added has no result"):
-                ask()
+                ask(total)
 
 
 class TestSparseSum:
     def test_rows_are_sorted_and_divided_by_those_that_contained_them(self) -> None:
         total = SparseSum((2,), F32)
-        total.add(np.array([2, 0]), np.array([[6, 0], [3, 3]], F32))
-        total.add(np.array([2]), np.array([[2, 4]], F32))
+        add(total, np.array([2, 0]), np.array([[6, 0], [3, 3]], F32))
+        add(total, np.array([2]), np.array([[2, 4]], F32))
         assert total.indices.tolist() == [0, 2]
-        assert total.sum().tolist() == [[3, 3], [8, 4]]
-        assert total.mean(per_index=True).tolist() == [[3, 3], [4, 2]]
-        assert total.mean(per_index=False).tolist() == [[1.5, 1.5], [4, 2]]
+        assert sum_of(total).tolist() == [[3, 3], [8, 4]]
+        assert mean(total, per_index=True).tolist() == [[3, 3], [4, 2]]
+        assert mean(total, per_index=False).tolist() == [[1.5, 1.5], [4, 2]]
 
     def test_rows_that_come_twice_in_a_gradient_are_summed_not_counted_twice(self) -> None:
         total = SparseSum((), F32)
-        total.add(np.array([5, 1, 5]), np.array([1, 2, 3], F32), 2.0)
+        add(total, np.array([5, 1, 5]), np.array([1, 2, 3], F32), 2.0)
         assert total.indices.tolist() == [1, 5]
-        assert total.mean(per_index=True).tolist() == [2, 4]
+        assert mean(total, per_index=True).tolist() == [2, 4]
 
     def test_divisors_are_weights(self) -> None:
         total = SparseSum((), F32)
-        total.add(np.array([0, 1]), np.array([1, 1], F32), 3.0)
-        total.add(np.array([1]), np.array([5], F32))
+        add(total, np.array([0, 1]), np.array([1, 1], F32), 3.0)
+        add(total, np.array([1]), np.array([5], F32))
         assert total.weight == 4.0
-        assert total.mean(per_index=True).tolist() == [1, 2]
-        assert total.mean(per_index=False).tolist() == [0.75, 2]
+        assert mean(total, per_index=True).tolist() == [1, 2]
+        assert mean(total, per_index=False).tolist() == [0.75, 2]
 
     def test_2049_ones_of_float16_are_1_on_average_also_within_one_gradient(self) -> None:
         total = SparseSum((), F16)
         for _ in range(2049):
-            total.add(np.array([3]), np.ones(1, F16))
-        assert total.mean(per_index=True).tolist() == [1.0]
+            add(total, np.array([3]), np.ones(1, F16))
+        assert mean(total, per_index=True).tolist() == [1.0]
         within = SparseSum((), F16)
-        within.add(np.zeros(2049, np.int64), np.ones(2049, F16), 3.0)
-        within.add(np.zeros(2046, np.int64), np.ones(2046, F16))
-        assert within.mean(per_index=True).tolist() == [2048.0]  # (3 * 2049 + 2046) / 4 = 2048.25
+        add(within, np.zeros(2049, np.int64), np.ones(2049, F16), 3.0)
+        add(within, np.zeros(2046, np.int64), np.ones(2046, F16))
+        assert mean(within, per_index=True).tolist() == [2048.0]  # (3 * 2049 + 2046) / 4 = 2048.25
 
     def test_zeros_keep_their_sign(self) -> None:
         total = SparseSum((), F32)
-        total.add(np.array([1, 0, 0]), np.array([-0.0, -0.0, -0.0], F32))
-        assert np.signbit(total.mean(per_index=True)).all()
+        add(total, np.array([1, 0, 0]), np.array([-0.0, -0.0, -0.0], F32))
+        assert np.signbit(mean(total, per_index=True)).all()
 
     def test_an_empty_gradient_has_a_weight_and_no_rows(self) -> None:
         total = SparseSum((2,), F32)
-        total.add(np.empty(0, np.int64), np.empty((0, 2), F32))
-        assert total.mean(per_index=True).shape == (0, 2)
-        total.add(np.array([4]), np.ones((1, 2), F32))
-        assert total.mean(per_index=False).tolist() == [[0.5, 0.5]]
+        add(total, np.empty(0, np.int64), np.empty((0, 2), F32))
+        assert mean(total, per_index=True).shape == (0, 2)
+        add(total, np.array([4]), np.ones((1, 2), F32))
+        assert mean(total, per_index=False).tolist() == [[0.5, 0.5]]
 
     def test_infinities_and_nan_are_results_not_warnings(self) -> None:
         total = SparseSum((), F32)
-        total.add(np.array([0, 0, 1, 1]), np.array([3e38, 3e38, np.inf, -np.inf], F32))
-        assert total.sum()[0] == np.inf
-        assert np.isnan(total.mean(per_index=True)[1])
+        add(total, np.array([0, 0, 1, 1]), np.array([3e38, 3e38, np.inf, -np.inf], F32))
+        assert sum_of(total)[0] == np.inf
+        assert np.isnan(mean(total, per_index=True)[1])
 
     @pytest.mark.parametrize(
         ("indices", "shape", "weight", "message"),
@@ -330,7 +343,7 @@ class TestSparseSum:
     ) -> None:
         total = SparseSum((3,), F32)
         with pytest.raises(GradientError) as info:
-            total.add(np.zeros(indices, np.int64), np.zeros(shape, F32), weight)
+            add(total, np.zeros(indices, np.int64), np.zeros(shape, F32), weight)
         assert str(info.value) == message
         assert (total.weight, total.indices.size) == (0.0, 0)
 
@@ -352,15 +365,15 @@ class TestSparseSum:
         for rows, weight in gradients:
             indices = np.array([i for i, _ in rows], np.int64)
             values = np.array([[v, -v] for _, v in rows], F64).reshape(-1, 2)
-            total.add(indices, values, weight)
+            add(total, indices, values, weight)
             for i, v in rows:
                 sums[i] = sums.get(i, Fraction(0)) + v * Fraction(weight)
             for i in {i for i, _ in rows}:
                 weights[i] = weights.get(i, Fraction(0)) + Fraction(weight)
         assert total.indices.tolist() == sorted(sums)
-        assert total.sum().tolist() == [[float(sums[i]), -float(sums[i])] for i in sorted(sums)]
+        assert sum_of(total).tolist() == [[float(sums[i]), -float(sums[i])] for i in sorted(sums)]
         means = [float(sums[i] / weights[i]) for i in sorted(sums)]
-        assert total.mean(per_index=True).tolist() == [[mean, -mean] for mean in means]
+        assert mean(total, per_index=True).tolist() == [[mean, -mean] for mean in means]
 
 
 class TestPieces:
@@ -416,11 +429,11 @@ class TestPieces:
             dense, sparse = DenseSum((7, 5), np.dtype(dtype)), SparseSum((5,), np.dtype(dtype))
             for weight in (1.0, 0.3, 7.0):
                 values = random.standard_normal((40, 5)).astype(dtype)
-                dense.add(values[:7], weight)
-                sparse.add(random.integers(0, 30, 40), values, weight)
-                sparse.add(random.permutation(50)[:40], values, weight)
-            made = [dense.mean(), dense.sum(), sparse.indices, sparse.sum()]
-            made += [sparse.mean(per_index=True), sparse.mean(per_index=False)]
+                add(dense, values[:7], weight)
+                add(sparse, random.integers(0, 30, 40), values, weight)
+                add(sparse, random.permutation(50)[:40], values, weight)
+            made = [mean(dense), sum_of(dense), sparse.indices, sum_of(sparse)]
+            made += [mean(sparse, per_index=True), mean(sparse, per_index=False)]
             return [array.tobytes() for array in made]
 
         whole = results()
@@ -432,20 +445,20 @@ class TestPieces:
 def test_the_size_of_a_sparse_sum_is_that_of_its_rows() -> None:
     total = sums.SparseSum((2,), np.dtype(np.float32))
     assert total.nbytes == 0
-    total.add(np.array([3, 1]), np.ones((2, 2), np.float32))
+    add(total, np.array([3, 1]), np.ones((2, 2), np.float32))
     assert total.nbytes == 2 * 2 * 4 + 2 * 8 + 2 * 8  # rows, weights, indices
 
 
 @each_dtype
 def test_a_sum_goes_on_from_what_another_one_holds(dtype: np.dtype) -> None:
     first, second = DenseSum((2, 3), dtype), DenseSum((2, 3), dtype)
-    first.add(random((2, 3), dtype), 0.3)
+    add(first, random((2, 3), dtype), 0.3)
     second.restore(first.count, first.weight)
     for mine, its in zip(second.arrays(), first.arrays(), strict=True):
         mine[...] = its
     for total in (first, second):
-        total.add(random((2, 3), dtype, 1), 3.0)
-    assert (first.count, bits(first.mean())) == (second.count, bits(second.mean()))
+        add(total, random((2, 3), dtype, 1), 3.0)
+    assert (first.count, bits(mean(first))) == (second.count, bits(mean(second)))
 
 
 @each_dtype
@@ -454,12 +467,12 @@ def test_a_sum_of_rows_goes_on_from_what_another_one_holds(
     dtype: np.dtype, per_index: bool
 ) -> None:
     first, second = SparseSum((3,), dtype), SparseSum((3,), dtype)
-    first.add(np.array([4, 1, 4]), random((3, 3), dtype), 0.3)
+    add(first, np.array([4, 1, 4]), random((3, 3), dtype), 0.3)
     second.restore(first.indices.size, first.weight)
     for mine, its in zip(second.arrays(), first.arrays(), strict=True):
         mine[...] = its
     for total in (first, second):
-        total.add(np.array([1, 7]), random((2, 3), dtype, 1), 3.0)
+        add(total, np.array([1, 7]), random((2, 3), dtype, 1), 3.0)
     assert first.indices.tolist() == second.indices.tolist() == [1, 4, 7]
-    assert bits(first.mean(per_index=per_index)) == bits(second.mean(per_index=per_index))
+    assert bits(mean(first, per_index=per_index)) == bits(mean(second, per_index=per_index))
     assert first.nbytes == second.nbytes

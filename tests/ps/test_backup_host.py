@@ -12,12 +12,15 @@ from inside import backup_of, backups_of, handlers_of, host_of, settled
 from ps_cluster import CHIEF, PsCluster, assign, heard, pull, push
 from psync.errors import FencedError, PsyncError, UsageError
 from psync.net.peer import Handler, Reply
+from psync.numerics.fingerprint import fingerprint
 from psync.ps.backup_host import AsIfFrom
 from psync.ps_task import PsTask
 from psync.wire.codec import encode
+from psync.wire.handshake import RELEASE
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Fence, Push
 from psync.wire.recovery_messages import (
+    BackupBegun,
     BeginBackup,
     FillBackup,
     LogEntries,
@@ -69,7 +72,7 @@ async def test_it_is_the_coordinator_s_and_the_ps_s_own() -> None:
         for message in (
             FillBackup(0, 1, 0, 0),
             LogEntries(0, 1, 1, []),
-            BeginBackup(0, 5, 100, [], 1.0, 0, 1, 100),
+            BeginBackup(0, 5, 100, [], 1.0, 0, 1, 100, RELEASE),
         ):
             with pytest.raises(UsageError, match="is not /job:ps/task:0"):
                 await link.call(lambda _, message=message: message, [b"x"])
@@ -137,7 +140,8 @@ async def test_an_order_that_is_heard_again_later_empties_no_backup() -> None:
         sender = AsIfFrom("/job:ps/task:0", 101, {})
         host = host_of(cluster.ps[1])
         handler = host.handlers()[BeginBackup]
-        assert handler.run(sender, begun[0], [memoryview(b"?")]) == Reply(Done())  # type: ignore[arg-type]
+        answer = handler.run(sender, begun[0], [memoryview(b"?")])  # type: ignore[arg-type]
+        assert answer == Reply(BackupBegun(fingerprint()))
         await take_over(cluster)
         (value,) = await pull(cluster.chief, w)
         assert np.array_equal(value, W - np.float32(0.5))

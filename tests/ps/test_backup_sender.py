@@ -128,7 +128,7 @@ async def test_one_that_is_ended_is_ended_in_the_same_turn_and_deposes_nobody() 
     log: CommitLog[Entry] = CommitLog("/job:ps/task:0", 1 << 20)
     sender = BackupSender(
         cluster.platform(), served, BackUp(1, "/job:ps/task:1", "ps1:1", False), log,
-        lambda: None, lambda: deposed.append(True),
+        lambda *_: None, lambda: None, lambda: deposed.append(True),
     )  # fmt: skip
     closing = sender.close()
     assert sender.ended.is_set()

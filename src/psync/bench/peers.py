@@ -43,12 +43,19 @@ class Case:
     mib: float  # of all variables together
     steps: int  # of each worker, after those for warming up
     pull_ahead: bool = True  # whether the token brings the next values, as is the default
+    ps_recovery: str = "checkpoint"  # "replica": each ps has a copy in the process of the other
 
     @property
     def name(self) -> str:
         """What the table calls it."""
         without = "" if self.pull_ahead else ", each value pulled"
-        return f"{'sync' if self.synchronous else 'async'}, {self.name_of_size}{without}"
+        copied = f', ps_recovery="{self.ps_recovery}"' if self.has_copies else ""
+        return f"{'sync' if self.synchronous else 'async'}, {self.name_of_size}{without}{copied}"
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether each ps has a copy; TensorFlow has none."""
+        return self.ps_recovery == "replica"
 
     @property
     def unit(self) -> str:
@@ -62,9 +69,10 @@ class Case:
 
 
 CASES = [
-    Case(synchronous, *size)
+    Case(synchronous, *size, ps_recovery=ps_recovery)
     for synchronous in (True, False)
     for size in (("40 KB", 0.04, 300), ("16 MB", 16.0, 25))
+    for ps_recovery in ("checkpoint", "replica")
 ]
 CASES.insert(1, Case(True, "40 KB", 0.04, 300, pull_ahead=False))
 
@@ -93,7 +101,7 @@ async def measure(
                 note(f"{case.name}, repetition {repetition + 1} of {repetitions}")
                 rate = await run_psync(cluster, num_workers, case)
                 rates.setdefault((case, "psync"), []).append(rate)
-                if tensorflow is not None:
+                if tensorflow is not None and not case.has_copies:
                     rate = await run_tensorflow(tensorflow, num_workers, case)
                     rates.setdefault((case, "tensorflow"), []).append(rate)
     return [result_of(case, num_workers, rates) for case in CASES]
@@ -135,7 +143,7 @@ async def step_loop(
 
 async def run_psync(cluster: LocalCluster, num_workers: int, case: Case) -> float:
     """Return steps per second, of all workers' gradients if they are not averaged."""
-    strategy = ParameterServerStrategy(cluster.resolver)
+    strategy = ParameterServerStrategy(cluster.resolver, ps_recovery=case.ps_recovery)
     async with ClusterCoordinator(strategy) as coordinator:
         with strategy.scope():
             variables = [

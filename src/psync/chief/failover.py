@@ -28,7 +28,13 @@ from psync.chief.events import Events, FailoverEvent
 from psync.chief.recovery_state import RecoveryState
 from psync.chief.rollback import PsRecovery
 from psync.client.ps_link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, always
-from psync.errors import ParameterServerLost, PsyncError, RemoteProtocolError
+from psync.errors import (
+    ConfigurationError,
+    ParameterServerLost,
+    PsyncError,
+    RemoteProtocolError,
+    VersionMismatch,
+)
 from psync.net.peer import Peer
 from psync.wire.recovery_messages import BackUp, Promote, Promoted
 
@@ -69,6 +75,8 @@ class ReplicaRecovery:
         self._orders: list[BackUp | None] = [None] * len(self._links)  # of complete backups
         self._hosts: list[int | None] = [None] * len(self._links)  # in whose processes they are
         self._epochs = itertools.count(1)
+        # By ps, process and its incarnation: why it refuses to be the host, and always will.
+        self._refusals: dict[tuple[int, int, int], PsyncError] = {}
         self._peers: dict[int, Peer] = {}  # to processes
         self._keepers: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
@@ -94,10 +102,18 @@ class ReplicaRecovery:
         self._home = list(homes)
 
     async def start(self) -> None:
-        """Make the first backups; return when they are complete. Cancellation: safe."""
+        """Make the first backups; return when they are complete.
+
+        Raises:
+            VersionMismatch: Ps tasks run several versions of psync.
+
+        Cancellation: Safe.
+        """
         self.resume()
         while not self.complete:
             await self.changed()
+            for refusal in self._refusals.values():
+                raise refusal
 
     async def changed(self) -> None:
         """Wait until a backup has become complete, or was lost. Cancellation: safe."""
@@ -130,7 +146,7 @@ class ReplicaRecovery:
 
     async def _keep(self, ps: int) -> None:
         """See to it that a ps has a backup."""
-        link = self._links[ps]
+        link, host = self._links[ps], 0
         while True:
             try:
                 order = self._orders[ps]
@@ -147,6 +163,10 @@ class ReplicaRecovery:
             except ParameterServerLost as exc:
                 if not link.is_held:  # it says so itself; else it was found out here
                     link.give_up(exc.message)
+            except (VersionMismatch, ConfigurationError) as exc:
+                logger.warning("%s has no backup: %s", link.task, exc)
+                self._refusals[ps, host, self._peers[host].incarnation] = exc
+                self._changed.set()
             except PsyncError as exc:
                 logger.info("%s has no backup: %s", link.task, exc.message)
             except Exception:
@@ -158,16 +178,17 @@ class ReplicaRecovery:
         await self._links[ps].call(always(order), urgent=urgent)
 
     async def _host_for(self, ps: int) -> int:
-        """Return a process for a backup: the next one that is there."""
+        """Return a process for a backup: the next one that is there, and has not refused."""
         count = len(self._processes)
         while True:
             for step in range(1, count):
                 host = (self._home[ps] + step) % count
                 try:
-                    await self._peer(host)
+                    peer = await self._peer(host)
                 except PsyncError:
                     continue
-                return host
+                if (ps, host, peer.incarnation) not in self._refusals:
+                    return host
             await asyncio.sleep(PAUSE_S)
 
     async def _peer(self, process: int) -> Peer:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
-from psync.numerics.rule_options import flag, number
-from psync.numerics.update_rule import UpdateRule
-from psync.schedules import Schedule
+from psync.numerics.update_rule import Arrays, Coefficients, Part, UpdateRule, within
 
 
 def decay_towards(
@@ -21,6 +21,53 @@ def decay_towards(
     np.add(out, temp, out=out)
 
 
+_LN2 = 0.6931471805599453
+# Coefficients, the highest power first: of log2((1 + q) / (1 - q)) / q in q * q, and of 2 ** x.
+_LOG2 = [2 / ((2 * k + 1) * _LN2) for k in reversed(range(12))]
+_EXP2 = [*accumulate(range(1, 15), lambda term, k: term * _LN2 / k, initial=1.0)][::-1]
+
+
+def power(base: np.ndarray, exponent: float, out: np.ndarray) -> None:
+    """Compute ``base ** exponent`` in float64, of numbers that are not negative.
+
+    By elementary operations, whose bits are the same on every CPU; those of ``np.power`` differ,
+    and with them a backup that runs on another machine. Rounding errors are below those of
+    ``np.power`` for float32, and a few units in the last place for float64.
+
+    Args:
+        base: 1-D, floating.
+        exponent: At least 0.
+        out: Of the same shape and dtype.
+    """
+    if not exponent:
+        out.fill(1.0)
+        return
+    for start in range(0, base.size, _POWER_CHUNK):
+        part = slice(start, start + _POWER_CHUNK)
+        wide = base[part].astype(np.float64)
+        mantissa, of_two = np.frexp(wide)
+        below = mantissa < 0.7071067811865476
+        mantissa[below] *= 2  # now it lies around 1, where the series is short
+        q = (mantissa - 1) / (mantissa + 1)
+        exponents = exponent * (q * _polynomial(_LOG2, q * q) + (of_two - below))
+        np.clip(exponents, -2000, 2000, out=exponents)  # beyond: 0 and infinity
+        whole = np.rint(exponents)
+        powers = np.ldexp(_polynomial(_EXP2, exponents - whole), whole.astype(np.int32))
+        out[part] = np.where((wide > 0) & (wide < np.inf), powers, wide)
+
+
+_POWER_CHUNK = 1 << 13  # elements: their temporary arrays stay in the CPU's cache
+
+
+def _polynomial(coefficients: Sequence[float], x: np.ndarray) -> np.ndarray:
+    total = np.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        np.multiply(total, x, out=total)
+        np.add(total, coefficient, out=total)
+    return total
+
+
+@dataclass(eq=False)
 class Adagrad(UpdateRule):
     """Divides by the root of the sum of all squared gradients.
 
@@ -38,39 +85,12 @@ class Adagrad(UpdateRule):
     """
 
     name = "adagrad"
-    arguments = ("learning_rate", "initial_accumulator_value", "epsilon")
-    temporaries = 2
+    slots = ("accumulator",)
+    initial_accumulator_value: float = within(0.1)
+    epsilon: float = within(1e-7)
 
-    def __init__(
-        self,
-        learning_rate: float | Schedule = 0.001,
-        initial_accumulator_value: float = 0.1,
-        epsilon: float = 1e-7,
-    ) -> None:
-        super().__init__(learning_rate)
-        self.initial_accumulator_value = number(
-            "adagrad", "initial_accumulator_value", initial_accumulator_value, 0
-        )
-        self.epsilon = number("adagrad", "epsilon", epsilon, 0)
-
-    def own_slots(self) -> tuple[str, ...]:
-        """Return ("accumulator",)."""
-        return ("accumulator",)
-
-    def initial_slot(self, name: str) -> float:
-        """Return the value that all elements of slot ``name`` begin with."""
-        return self.initial_accumulator_value if name == "accumulator" else 0.0
-
-    def _update(
-        self,
-        param: np.ndarray,
-        grad: np.ndarray,
-        slots: Sequence[np.ndarray],
-        out_param: np.ndarray,
-        out_slots: Sequence[np.ndarray],
-        coefficients: tuple[float, ...],
-        scratch: Sequence[np.ndarray],
-    ) -> None:
+    def _update(self, part: Part, coefficients: Coefficients, scratch: Arrays) -> None:
+        param, grad, slots, out_param, out_slots = part
         (rate,) = coefficients
         a, b = scratch[:2]
         accumulator = out_slots[0]
@@ -83,6 +103,7 @@ class Adagrad(UpdateRule):
         np.subtract(param, b, out=out_param)
 
 
+@dataclass(eq=False)
 class Adadelta(UpdateRule):
     """Steps in the unit of the parameter, by the sizes of gradients and of steps so far.
 
@@ -103,33 +124,12 @@ class Adadelta(UpdateRule):
     """
 
     name = "adadelta"
-    arguments = ("learning_rate", "rho", "epsilon")
-    temporaries = 2
+    slots = ("accumulated_grad", "accumulated_delta_var")
+    rho: float = within(0.95, 0, 1)
+    epsilon: float = within(1e-7)
 
-    def __init__(
-        self,
-        learning_rate: float | Schedule = 0.001,
-        rho: float = 0.95,
-        epsilon: float = 1e-7,
-    ) -> None:
-        super().__init__(learning_rate)
-        self.rho = number("adadelta", "rho", rho, 0, 1)
-        self.epsilon = number("adadelta", "epsilon", epsilon, 0)
-
-    def own_slots(self) -> tuple[str, ...]:
-        """Return ("accumulated_grad", "accumulated_delta_var")."""
-        return ("accumulated_grad", "accumulated_delta_var")
-
-    def _update(
-        self,
-        param: np.ndarray,
-        grad: np.ndarray,
-        slots: Sequence[np.ndarray],
-        out_param: np.ndarray,
-        out_slots: Sequence[np.ndarray],
-        coefficients: tuple[float, ...],
-        scratch: Sequence[np.ndarray],
-    ) -> None:
+    def _update(self, part: Part, coefficients: Coefficients, scratch: Arrays) -> None:
+        param, grad, slots, out_param, out_slots = part
         (rate,) = coefficients
         a, delta = scratch[:2]
         squares = out_slots[0]
@@ -147,6 +147,7 @@ class Adadelta(UpdateRule):
         np.subtract(param, delta, out=out_param)
 
 
+@dataclass(eq=False)
 class RMSprop(UpdateRule):
     """Divides by the root of a moving average of squared gradients.
 
@@ -169,22 +170,10 @@ class RMSprop(UpdateRule):
     """
 
     name = "rmsprop"
-    arguments = ("learning_rate", "rho", "momentum", "epsilon", "centered")
-    temporaries = 2
-
-    def __init__(
-        self,
-        learning_rate: float | Schedule = 0.001,
-        rho: float = 0.9,
-        momentum: float = 0.0,
-        epsilon: float = 1e-7,
-        centered: bool = False,
-    ) -> None:
-        super().__init__(learning_rate)
-        self.rho = number("rmsprop", "rho", rho, 0, 1)
-        self.momentum = number("rmsprop", "momentum", momentum, 0, 1)
-        self.epsilon = number("rmsprop", "epsilon", epsilon, 0)
-        self.centered = flag("rmsprop", "centered", centered)
+    rho: float = within(0.9, 0, 1)
+    momentum: float = within(0.0, 0, 1)
+    epsilon: float = within(1e-7)
+    centered: bool = False
 
     def own_slots(self) -> tuple[str, ...]:
         """Return "velocity", "momentum" if there is one, "average_gradient" if centered."""
@@ -192,16 +181,8 @@ class RMSprop(UpdateRule):
         names = ("velocity", "momentum", "average_gradient")
         return tuple(name for name, needed in zip(names, wanted, strict=True) if needed)
 
-    def _update(
-        self,
-        param: np.ndarray,
-        grad: np.ndarray,
-        slots: Sequence[np.ndarray],
-        out_param: np.ndarray,
-        out_slots: Sequence[np.ndarray],
-        coefficients: tuple[float, ...],
-        scratch: Sequence[np.ndarray],
-    ) -> None:
+    def _update(self, part: Part, coefficients: Coefficients, scratch: Arrays) -> None:
+        param, grad, slots, out_param, out_slots = part
         (rate,) = coefficients
         a, step = scratch[:2]
         velocity = out_slots[0]
@@ -227,6 +208,7 @@ class RMSprop(UpdateRule):
         np.subtract(param, step, out=out_param)
 
 
+@dataclass(eq=False)
 class Ftrl(UpdateRule):
     """Follow the regularized leader: keeps elements at 0 whose gradients are small.
 
@@ -252,63 +234,21 @@ class Ftrl(UpdateRule):
     """
 
     name = "ftrl"
-    arguments = (
-        "learning_rate", "learning_rate_power", "initial_accumulator_value",
-        "l1_regularization_strength", "l2_regularization_strength",
-        "l2_shrinkage_regularization_strength", "beta",
-    )  # fmt: skip
+    slots = ("accumulator", "linear")
     temporaries = 3
+    learning_rate_power: float = within(-0.5, -math.inf, 0)
+    initial_accumulator_value: float = within(0.1)
+    l1_regularization_strength: float = within(0.0)
+    l2_regularization_strength: float = within(0.0)
+    l2_shrinkage_regularization_strength: float = within(0.0)
+    beta: float = within(0.0)
 
-    def __init__(
-        self,
-        learning_rate: float | Schedule = 0.001,
-        learning_rate_power: float = -0.5,
-        initial_accumulator_value: float = 0.1,
-        l1_regularization_strength: float = 0.0,
-        l2_regularization_strength: float = 0.0,
-        l2_shrinkage_regularization_strength: float = 0.0,
-        beta: float = 0.0,
-    ) -> None:
-        super().__init__(learning_rate)
-        self.learning_rate_power = number(
-            "ftrl", "learning_rate_power", learning_rate_power, -math.inf, 0
-        )
-        self.initial_accumulator_value = _strength(
-            "initial_accumulator_value", initial_accumulator_value
-        )
-        self.l1_regularization_strength = _strength(
-            "l1_regularization_strength", l1_regularization_strength
-        )
-        self.l2_regularization_strength = _strength(
-            "l2_regularization_strength", l2_regularization_strength
-        )
-        self.l2_shrinkage_regularization_strength = _strength(
-            "l2_shrinkage_regularization_strength", l2_shrinkage_regularization_strength
-        )
-        self.beta = _strength("beta", beta)
-
-    def own_slots(self) -> tuple[str, ...]:
-        """Return ("accumulator", "linear")."""
-        return ("accumulator", "linear")
-
-    def initial_slot(self, name: str) -> float:
-        """Return the value that all elements of slot ``name`` begin with."""
-        return self.initial_accumulator_value if name == "accumulator" else 0.0
-
-    def _coefficients(self, rate: float, t: int) -> tuple[float, ...]:
+    def _coefficients(self, rate: float, t: int) -> Coefficients:
         regularization = self.l2_regularization_strength + self.beta / (2 * rate) if rate else 0.0
         return rate, 2 * regularization
 
-    def _update(
-        self,
-        param: np.ndarray,
-        grad: np.ndarray,
-        slots: Sequence[np.ndarray],
-        out_param: np.ndarray,
-        out_slots: Sequence[np.ndarray],
-        coefficients: tuple[float, ...],
-        scratch: Sequence[np.ndarray],
-    ) -> None:
+    def _update(self, part: Part, coefficients: Coefficients, scratch: Arrays) -> None:
+        param, grad, slots, out_param, out_slots = part
         rate, l2 = coefficients
         accumulator, linear = out_slots
         if not rate:
@@ -339,8 +279,4 @@ class Ftrl(UpdateRule):
         if self.learning_rate_power == -0.5:
             np.sqrt(accumulator, out=out)
         else:
-            np.power(accumulator, -self.learning_rate_power, out=out)
-
-
-def _strength(name: str, value: float) -> float:
-    return number("ftrl", name, value, 0)
+            power(accumulator, -self.learning_rate_power, out)

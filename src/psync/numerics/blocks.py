@@ -234,12 +234,12 @@ class BlockArray:
         fill: Value of all elements: a number, or an array of one element.
     """
 
-    __slots__ = ("_blocks", "_fill", "_per_block", "_unmade", "dtype", "size")
+    __slots__ = ("_blocks", "_per_block", "_unmade", "dtype", "fill", "size")
 
     def __init__(self, size: int, dtype: np.dtype, fill: float | np.ndarray = 0) -> None:
         self.size = size
         self.dtype = dtype
-        self._fill = fill
+        self.fill = fill  # value of all elements of blocks that have not come into being
         self._unmade: Block | None = None  # read in place of all None below; None before that
         # elements in every block but the last
         self._per_block = min(BLOCK_ELEMENTS, BLOCK_BYTES // dtype.itemsize)
@@ -281,11 +281,6 @@ class BlockArray:
     def is_constant(self) -> bool:
         """Whether nothing was ever written: all elements are ``fill``."""
         return not self.num_made
-
-    @property
-    def fill(self) -> float | np.ndarray:
-        """Value of all elements of blocks that have not come into being."""
-        return self._fill
 
     def bounds(self, i: int) -> tuple[int, int]:
         """Return the first element of block ``i`` and the one after its last."""
@@ -361,10 +356,10 @@ class BlockArray:
 
     def _filled(self, nbytes: int) -> Block | None:
         """Return a new block, or None if it would hold zeros."""
-        if not bytes_of(np.asarray(self._fill, self.dtype)).any():  # of -0.0 one bit is set
+        if not bytes_of(np.asarray(self.fill, self.dtype)).any():  # of -0.0 one bit is set
             return None
         block = Block(np.empty(nbytes, np.uint8), self.dtype)
-        block.array[:] = self._fill
+        block.array[:] = self.fill
         return block
 
     def _nbytes(self, i: int) -> int:

@@ -119,18 +119,12 @@ def checked_target(array: Any, spec: VariableSpec) -> np.ndarray:
     Raises:
         GradientError: If it cannot.
     """
-    if (
-        isinstance(array, np.ndarray)
-        and array.shape == spec.shape
-        and array.dtype == dtype_of(spec.dtype)
-        and array.flags.c_contiguous
-        and array.flags.writeable
-    ):
-        return array
     expected = f"expected a writable C-contiguous array of shape {spec.shape} {spec.dtype}"
     if not isinstance(array, np.ndarray):
         raise GradientError(f'out for "{spec.name}": {expected}, got {type(array).__name__}')
     flaws = "" if array.flags.c_contiguous else ", not C-contiguous"
     flaws += "" if array.flags.writeable else ", read-only"
-    got = f"shape {array.shape} {array.dtype}{flaws}"
-    raise GradientError(f'out for "{spec.name}": {expected}, got {got}')
+    if flaws or array.shape != spec.shape or array.dtype != dtype_of(spec.dtype):
+        got = f"shape {array.shape} {array.dtype}{flaws}"
+        raise GradientError(f'out for "{spec.name}": {expected}, got {got}')
+    return array

@@ -25,10 +25,22 @@ def check_strategy(strategy: str, what: str) -> None:
     Raises:
         ConfigurationError: There is no such way.
     """
-    if strategy not in STRATEGIES:
-        raise ConfigurationError(
-            f'{what}: partition_strategy: expected "div" or "mod", got {strategy!r}'
-        )
+    _check_choice(f"{what}: partition_strategy", strategy, STRATEGIES)
+
+
+def check_combiner(combiner: str, what: str) -> None:
+    """Check how rows become one.
+
+    Raises:
+        ConfigurationError: There is no such way.
+    """
+    _check_choice(f"{what}: combiner", combiner, COMBINERS)
+
+
+def _check_choice(what: str, given: str, choices: Sequence[str]) -> None:
+    if given not in choices:
+        *others, last = (f'"{choice}"' for choice in choices)
+        raise ConfigurationError(f"{what}: expected {', '.join(others)} or {last}, got {given!r}")
 
 
 def check_sizes(sizes: Sequence[int], names: Sequence[str], what: str) -> None:
@@ -193,18 +205,6 @@ def _reduced(
     if combiner == "sqrtn":
         return _divided(sums, np.sqrt(np.add.reduceat(weights * weights, starts)))
     return sums
-
-
-def check_combiner(combiner: str, what: str) -> None:
-    """Check how rows become one.
-
-    Raises:
-        ConfigurationError: There is no such way.
-    """
-    if combiner not in COMBINERS:
-        raise ConfigurationError(
-            f'{what}: combiner: expected "mean", "sum" or "sqrtn", got {combiner!r}'
-        )
 
 
 def _triple(given: Any, what: str) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:

@@ -139,14 +139,13 @@ def _read(item: Any, name: str, elsewhere: tuple[type, ...]) -> Any:
     """Return one item as an int, a slice, an array of numbers or bools, ``...`` or None."""
     if item is None or item is Ellipsis:
         return item
-    if isinstance(item, elsewhere):
-        raise _not_allowed(item, name)
+    for leaf in _leaves(item):
+        if isinstance(leaf, elsewhere):
+            raise _not_allowed(leaf, name)
     if isinstance(item, slice):
         return _read_slice(item, name, elsewhere)
     if isinstance(item, int | np.integer) and not isinstance(item, bool):
         return int(item)
-    if isinstance(item, list) and any(isinstance(part, elsewhere) for part in _leaves(item)):
-        raise _not_allowed(next(p for p in _leaves(item) if isinstance(p, elsewhere)), name)
     try:
         array = np.asarray(item)
     except ValueError as exc:

@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from psync.numerics.moment_rules import MomentRule
-from psync.numerics.update_rule import Part, Scratch, UpdateRule, slot_dtype
+from psync.numerics.update_rule import Arrays, Coefficients, Part, Scratch, UpdateRule, slot_dtype
 
 PIECE = 1 << 13
 """Elements whose squares numpy adds up. Pieces are cut from the beginning of an array, and their
 sums are added without rounding (``math.fsum``), so neither chunks nor the blocks of a shard, which
 are multiples of it, show in a norm."""
 
-Measured = tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]
+Measured = tuple[np.ndarray, np.ndarray, Arrays]
 """What is measured: param, grad, slots."""
 
 Sums = tuple[float, float]
 """Of squares, of a parameter and of its update."""
 
 
+@dataclass(slots=True, eq=False)
 class Measurement:
     """Measures the update of one variable, or of one shard, part after part.
 
@@ -38,14 +40,13 @@ class Measurement:
         scratch: Work space.
     """
 
-    def __init__(self, rule: LayerwiseRule, decay: float, t: int, scratch: Scratch) -> None:
-        self._rule = rule
-        self._decay = decay
-        self._t = t
-        self._scratch = scratch
-        self._sums: list[Sums] = []
+    rule: LayerwiseRule
+    decay: float
+    t: int
+    scratch: Scratch
+    _sums: list[Sums] = field(default_factory=list)
 
-    def add(self, param: np.ndarray, grad: np.ndarray, slots: Sequence[np.ndarray]) -> None:
+    def add(self, param: np.ndarray, grad: np.ndarray, slots: Arrays) -> None:
         """Measure a part; all but the last one are multiples of ``PIECE`` long."""
         with np.errstate(all="ignore"):
             for start in range(0, param.size, PIECE):
@@ -58,16 +59,16 @@ class Measurement:
         """Return the sums over all parts."""
         return _added(p for p, _ in self._sums), _added(u for _, u in self._sums)
 
-    def _measure(self, param: np.ndarray, grad: np.ndarray, slots: Sequence[np.ndarray]) -> Sums:
+    def _measure(self, param: np.ndarray, grad: np.ndarray, slots: Arrays) -> Sums:
         work = slot_dtype(param.dtype)
-        arrays = self._scratch.arrays(work, 5 + len(slots), param.size)
+        arrays = self.scratch.arrays(work, 5 + len(slots), param.size)
         single, prepared, update, temp, wide, *moved = arrays
         if work != np.float64:
-            (wide,) = self._scratch.arrays(np.dtype(np.float64), 1, param.size)
-        np.multiply(param, -self._decay, out=single, dtype=work)
+            (wide,) = self.scratch.arrays(np.dtype(np.float64), 1, param.size)
+        np.multiply(param, -self.decay, out=single, dtype=work)
         np.add(param, single, out=single, dtype=work)
-        rule = self._rule
-        rule.direction(rule.prepared(grad, work, prepared), slots, moved, self._t, update, temp)
+        rule = self.rule
+        rule.direction(rule.prepared(grad, work, prepared), slots, moved, self.t, update, temp)
         return _squares(single, wide), _squares(update, wide)
 
 
@@ -76,14 +77,9 @@ class LayerwiseRule(UpdateRule):
 
     @abstractmethod
     def direction(
-        self,
-        grad: np.ndarray,
-        slots: Sequence[np.ndarray],
-        out_slots: Sequence[np.ndarray],
-        t: int,
-        out: np.ndarray,
+        self, grad: np.ndarray, slots: Arrays, out_slots: Arrays, t: int, out: np.ndarray,
         temp: np.ndarray,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Compute the update number ``t`` that is to be scaled, and the slots.
 
         Args:
@@ -162,18 +158,13 @@ class Lamb(LayerwiseRule, MomentRule):
 
     name = "lamb"
 
-    def _coefficients(self, rate: float, t: int) -> tuple[float, ...]:
+    def _coefficients(self, rate: float, t: int) -> Coefficients:
         return rate, t
 
     def direction(
-        self,
-        grad: np.ndarray,
-        slots: Sequence[np.ndarray],
-        out_slots: Sequence[np.ndarray],
-        t: int,
-        out: np.ndarray,
+        self, grad: np.ndarray, slots: Arrays, out_slots: Arrays, t: int, out: np.ndarray,
         temp: np.ndarray,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Compute Adam's update with both moments corrected."""
         m, v = self._move_moments(grad, slots, out_slots, temp)
         np.divide(v, 1 - self.beta_2**t, out=temp)
@@ -182,16 +173,8 @@ class Lamb(LayerwiseRule, MomentRule):
         np.divide(m, 1 - self.beta_1**t, out=out)
         np.divide(out, temp, out=out)
 
-    def _update(
-        self,
-        param: np.ndarray,
-        grad: np.ndarray,
-        slots: Sequence[np.ndarray],
-        out_param: np.ndarray,
-        out_slots: Sequence[np.ndarray],
-        coefficients: tuple[float, ...],
-        scratch: Sequence[np.ndarray],
-    ) -> None:
+    def _update(self, part: Part, coefficients: Coefficients, scratch: Arrays) -> None:
+        param, grad, slots, out_param, out_slots = part
         rate, t = coefficients
         update, temp = scratch[:2]
         self.direction(grad, slots, out_slots, int(t), update, temp)

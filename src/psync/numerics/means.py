@@ -8,6 +8,7 @@ do not show in the result, not in a single bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 
 import numpy as np
@@ -17,6 +18,7 @@ from psync.numerics.sums import Reduction, sum_dtype, sum_into
 from psync.numerics.update_rule import Scratch
 
 
+@dataclass(slots=True, eq=False)
 class MeanGradient:
     """The mean, or sum, of the gradients that several pushes have for one shard.
 
@@ -39,55 +41,48 @@ class MeanGradient:
         UsageError: There is no gradient, or not one weight for each.
     """
 
-    __slots__ = ("_gradients", "_reduction", "_scale", "_scratch", "_weight_sum", "_weights")
+    gradients: Sequence[np.ndarray]
+    weights: Sequence[float]
+    reduction: Reduction
+    scratch: Scratch
+    scale: float = 1.0
+    _weight_sum: float = field(init=False)
 
-    def __init__(
-        self,
-        gradients: Sequence[np.ndarray],
-        weights: Sequence[float],
-        reduction: Reduction,
-        scratch: Scratch,
-        scale: float = 1.0,
-    ) -> None:
-        if not gradients or len(gradients) != len(weights):
+    def __post_init__(self) -> None:
+        if not self.gradients or len(self.gradients) != len(self.weights):
             raise UsageError(
                 "expected gradients, and a weight for each, got "
-                f"{len(gradients)} and {len(weights)}"
+                f"{len(self.gradients)} and {len(self.weights)}"
             )
-        self._gradients = gradients
-        self._weights = weights
-        self._weight_sum = sum(weights)
-        self._reduction = reduction
-        self._scratch = scratch
-        self._scale = scale
+        self._weight_sum = sum(self.weights)
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """Return these elements, in the dtype of the gradients; not to be changed."""
         mean = self._mean(part)
-        return mean if self._scale == 1.0 else self._scaled(mean)
+        return mean if self.scale == 1.0 else self._scaled(mean)
 
     def _scaled(self, mean: np.ndarray) -> np.ndarray:
         work = sum_dtype(mean.dtype)
-        product = self._scratch.arrays(work, 2, mean.size)[1]  # the mean may lie in the first
+        product = self.scratch.arrays(work, 2, mean.size)[1]  # the mean may lie in the first
         with np.errstate(all="ignore"):  # infinity times 0 is a result
-            np.multiply(mean, self._scale, out=product, dtype=work)
+            np.multiply(mean, self.scale, out=product, dtype=work)
             if work == mean.dtype:
                 return product
-            rounded = self._scratch.arrays(mean.dtype, 2, mean.size)[1]
+            rounded = self.scratch.arrays(mean.dtype, 2, mean.size)[1]
             np.copyto(rounded, product, casting="same_kind")
         return rounded
 
     def _mean(self, part: slice) -> np.ndarray:
-        first = self._gradients[0][part]
-        if len(self._gradients) == 1 and self._weights[0] == 1:
+        first = self.gradients[0][part]
+        if len(self.gradients) == 1 and self.weights[0] == 1:
             return first
         work = sum_dtype(first.dtype)
-        (total,) = self._scratch.arrays(work, 1, first.size)
+        (total,) = self.scratch.arrays(work, 1, first.size)
         rounded: np.ndarray | None = None
         if work != first.dtype:
-            (rounded,) = self._scratch.arrays(first.dtype, 1, first.size)
-        parts = map(itemgetter(part), self._gradients)
-        sum_into(total, parts, self._weights, self._weight_sum, self._reduction, rounded)
+            (rounded,) = self.scratch.arrays(first.dtype, 1, first.size)
+        parts = map(itemgetter(part), self.gradients)
+        sum_into(total, parts, self.weights, self._weight_sum, self.reduction, rounded)
         return total if rounded is None else rounded
 
 

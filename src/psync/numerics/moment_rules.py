@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import ClassVar
 
 import numpy as np
 
-from psync.numerics.rule_options import flag, number
-from psync.numerics.update_rule import UpdateRule
-from psync.schedules import Schedule
+from psync.numerics.update_rule import Arrays, Coefficients, Part, UpdateRule, within
 
 BELOW_ONE = math.nextafter(1.0, 0.0)
 """The highest decay of a moment whose bias can be corrected: 1 would divide by zero."""
@@ -27,6 +24,7 @@ def move(
     np.add(average, temp, out=out)
 
 
+@dataclass(eq=False)
 class MomentRule(UpdateRule):
     """Base of the rules with two moments and an epsilon.
 
@@ -40,31 +38,13 @@ class MomentRule(UpdateRule):
         ConfigurationError: If an argument is out of range.
     """
 
-    arguments: ClassVar[tuple[str, ...]] = ("learning_rate", "beta_1", "beta_2", "epsilon")
-    temporaries = 2
-
-    def __init__(
-        self,
-        learning_rate: float | Schedule = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-    ) -> None:
-        super().__init__(learning_rate)
-        self.beta_1 = number(self.name, "beta_1", beta_1, 0, BELOW_ONE)
-        self.beta_2 = number(self.name, "beta_2", beta_2, 0, BELOW_ONE)
-        self.epsilon = number(self.name, "epsilon", epsilon, 0)
-
-    def own_slots(self) -> tuple[str, ...]:
-        """Return ("m", "v")."""
-        return ("m", "v")
+    slots = ("m", "v")
+    beta_1: float = within(0.9, 0, BELOW_ONE)
+    beta_2: float = within(0.999, 0, BELOW_ONE)
+    epsilon: float = within(1e-7)
 
     def _move_moments(
-        self,
-        grad: np.ndarray,
-        slots: Sequence[np.ndarray],
-        out_slots: Sequence[np.ndarray],
-        temp: np.ndarray,
+        self, grad: np.ndarray, slots: Arrays, out_slots: Arrays, temp: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Compute and return both moments."""
         move(slots[0], grad, self.beta_1, out_slots[0], temp)
@@ -73,6 +53,7 @@ class MomentRule(UpdateRule):
         return out_slots[0], out_slots[1]
 
 
+@dataclass(eq=False)
 class Adam(MomentRule):
     """Adaptive moments.
 
@@ -94,36 +75,17 @@ class Adam(MomentRule):
     """
 
     name = "adam"
-    arguments = (*MomentRule.arguments, "amsgrad")
-
-    def __init__(
-        self,
-        learning_rate: float | Schedule = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        amsgrad: bool = False,
-    ) -> None:
-        super().__init__(learning_rate, beta_1, beta_2, epsilon)
-        self.amsgrad = flag("adam", "amsgrad", amsgrad)
+    amsgrad: bool = False
 
     def own_slots(self) -> tuple[str, ...]:
         """Return ("m", "v"), and "vhat" with amsgrad."""
         return ("m", "v", "vhat") if self.amsgrad else ("m", "v")
 
-    def _coefficients(self, rate: float, t: int) -> tuple[float, ...]:
+    def _coefficients(self, rate: float, t: int) -> Coefficients:
         return (rate * math.sqrt(1 - self.beta_2**t) / (1 - self.beta_1**t),)
 
-    def _update(
-        self,
-        param: np.ndarray,
-        grad: np.ndarray,
-        slots: Sequence[np.ndarray],
-        out_param: np.ndarray,
-        out_slots: Sequence[np.ndarray],
-        coefficients: tuple[float, ...],
-        scratch: Sequence[np.ndarray],
-    ) -> None:
+    def _update(self, part: Part, coefficients: Coefficients, scratch: Arrays) -> None:
+        param, grad, slots, out_param, out_slots = part
         (alpha,) = coefficients
         a, b = scratch[:2]
         m, v = self._move_moments(grad, slots, out_slots, a)
@@ -149,24 +111,13 @@ class Adamax(MomentRule):
     """
 
     name = "adamax"
+    slots = ("m", "u")
 
-    def own_slots(self) -> tuple[str, ...]:
-        """Return ("m", "u")."""
-        return ("m", "u")
-
-    def _coefficients(self, rate: float, t: int) -> tuple[float, ...]:
+    def _coefficients(self, rate: float, t: int) -> Coefficients:
         return (rate / (1 - self.beta_1**t),)
 
-    def _update(
-        self,
-        param: np.ndarray,
-        grad: np.ndarray,
-        slots: Sequence[np.ndarray],
-        out_param: np.ndarray,
-        out_slots: Sequence[np.ndarray],
-        coefficients: tuple[float, ...],
-        scratch: Sequence[np.ndarray],
-    ) -> None:
+    def _update(self, part: Part, coefficients: Coefficients, scratch: Arrays) -> None:
+        param, grad, slots, out_param, out_slots = part
         (alpha,) = coefficients
         a, b = scratch[:2]
         m, u = out_slots
@@ -208,23 +159,15 @@ class Nadam(MomentRule):
 
     name = "nadam"
 
-    def _coefficients(self, rate: float, t: int) -> tuple[float, ...]:
+    def _coefficients(self, rate: float, t: int) -> Coefficients:
         momentum, next_momentum = (self.beta_1 * (1 - 0.5 * _DECAY**i) for i in (t, t + 1))
         product, next_product = (momentum_product(self.beta_1, i) for i in (t, t + 1))
         of_average = rate * next_momentum / (1 - next_product)
         of_gradient = rate * (1 - momentum) / (1 - product)
         return of_average, of_gradient, 1 - self.beta_2**t
 
-    def _update(
-        self,
-        param: np.ndarray,
-        grad: np.ndarray,
-        slots: Sequence[np.ndarray],
-        out_param: np.ndarray,
-        out_slots: Sequence[np.ndarray],
-        coefficients: tuple[float, ...],
-        scratch: Sequence[np.ndarray],
-    ) -> None:
+    def _update(self, part: Part, coefficients: Coefficients, scratch: Arrays) -> None:
+        param, grad, slots, out_param, out_slots = part
         of_average, of_gradient, correction = coefficients
         a, b = scratch[:2]
         m, v = self._move_moments(grad, slots, out_slots, a)
@@ -238,6 +181,7 @@ class Nadam(MomentRule):
         np.subtract(param, b, out=out_param)
 
 
+@dataclass(eq=False)
 class Lion(UpdateRule):
     """The sign of a momentum, so that all elements move by the learning rate.
 
@@ -255,33 +199,12 @@ class Lion(UpdateRule):
     """
 
     name = "lion"
-    arguments = ("learning_rate", "beta_1", "beta_2")
-    temporaries = 2
+    slots = ("momentum",)
+    beta_1: float = within(0.9, math.ulp(0.0), 1)
+    beta_2: float = within(0.99, 0, 1)
 
-    def __init__(
-        self,
-        learning_rate: float | Schedule = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.99,
-    ) -> None:
-        super().__init__(learning_rate)
-        self.beta_1 = number("lion", "beta_1", beta_1, math.ulp(0.0), 1)
-        self.beta_2 = number("lion", "beta_2", beta_2, 0, 1)
-
-    def own_slots(self) -> tuple[str, ...]:
-        """Return ("momentum",)."""
-        return ("momentum",)
-
-    def _update(
-        self,
-        param: np.ndarray,
-        grad: np.ndarray,
-        slots: Sequence[np.ndarray],
-        out_param: np.ndarray,
-        out_slots: Sequence[np.ndarray],
-        coefficients: tuple[float, ...],
-        scratch: Sequence[np.ndarray],
-    ) -> None:
+    def _update(self, part: Part, coefficients: Coefficients, scratch: Arrays) -> None:
+        param, grad, slots, out_param, out_slots = part
         (rate,) = coefficients
         a, b = scratch[:2]
         np.multiply(slots[0], self.beta_1, out=a)

@@ -52,14 +52,12 @@ def as_axes(axis: Any) -> tuple[int, ...] | None:
     if axis is None:
         return None
     given = axis if isinstance(axis, list | tuple) else (axis,)
-    if any(isinstance(number, bool | np.bool_) for number in given):
-        raise ReplicaValueError(f"axis: expected a whole number, or a list of them, got {axis!r}")
     try:
-        return tuple(operator.index(number) for number in given)
+        if not any(isinstance(number, bool | np.bool_) for number in given):
+            return tuple(operator.index(number) for number in given)
     except TypeError:
-        raise ReplicaValueError(
-            f"axis: expected a whole number, or a list of them, got {axis!r}"
-        ) from None
+        pass
+    raise ReplicaValueError(f"axis: expected a whole number, or a list of them, got {axis!r}")
 
 
 def reducing_arrays(
@@ -85,12 +83,9 @@ def reducing_arrays(
     work = _work_dtype(dtype)
     count = len(arrays)
     if axes is not None:
-        axes_of = [_axes_within(axes, array) for array in arrays]
-        count = sum(
-            math.prod(array.shape[axis] for axis in own)
-            for array, own in zip(arrays, axes_of, strict=True)
-        )
-        for position, own in enumerate(axes_of):
+        count = 0
+        for position, own in enumerate([_axes_within(axes, array) for array in arrays]):
+            count += math.prod(arrays[position].shape[axis] for axis in own)
             with np.errstate(all="ignore"):  # infinities and NaN are results
                 arrays[position] = np.asarray(arrays[position].sum(axis=own, dtype=work))
             if getattr(values[position], "nbytes", 0) > PIECE_BYTES:

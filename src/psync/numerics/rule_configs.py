@@ -40,10 +40,10 @@ def rule_from_config(config: object) -> UpdateRule:
             f"unknown optimizer {name[:100]!r}", hint=f"use one of {', '.join(RULES)}"
         )
     arguments = {key: value for key, value in config.items() if key != "rule"}
-    if arguments.keys() != {*cls.arguments, *_OPTIONS}:
+    expected = sorted((*(field.name for field in fields(cls)), *_OPTIONS))
+    if arguments.keys() != set(expected):
         raise ConfigurationError(
-            f"{name}: expected the arguments {sorted((*cls.arguments, *_OPTIONS))}, "
-            f"got {sorted(map(str, arguments))}"
+            f"{name}: expected the arguments {expected}, got {sorted(map(str, arguments))}"
         )
     options = RuleOptions(**{key: arguments.pop(key) for key in _OPTIONS})
     arguments["learning_rate"] = schedules.from_config(arguments["learning_rate"])

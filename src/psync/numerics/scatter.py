@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from psync.errors import GradientError, UsageError
-from psync.numerics.sums import sum_dtype
+from psync.numerics.sums import firsts, sum_dtype
 
 
 def ascending(rows: np.ndarray) -> bool:
@@ -51,30 +51,18 @@ def distinct(rows: np.ndarray, *, sort: bool = True) -> tuple[np.ndarray, np.nda
         rows: int64, not negative.
         sort: Whether they must ascend. Else they stay as they are if each is there once.
     """
-    if ascending(rows) or not (sort or _have_duplicates(rows)):
+    if ascending(rows) or (not sort and ascending(np.sort(rows))):
         return rows, None
     ordered, order = in_order(rows)
     inverse = np.empty(len(rows), np.int64)
-    if ascending(ordered):
-        inverse[order] = np.arange(len(rows))
-        return ordered, inverse
-    starts = starts_of(ordered)
-    numbers = np.zeros(len(rows), np.int64)
-    numbers[starts[1:]] = 1
-    inverse[order] = np.cumsum(numbers)
-    return ordered[starts], inverse
-
-
-def _have_duplicates(rows: np.ndarray) -> bool:
-    return not ascending(np.sort(rows))
+    first = firsts(ordered)
+    inverse[order] = np.cumsum(first) - 1
+    return ordered[first], inverse
 
 
 def starts_of(ordered: np.ndarray) -> np.ndarray:
     """Return where each run of equal numbers begins."""
-    first = np.empty(len(ordered), np.bool_)
-    first[:1] = True
-    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
-    return np.flatnonzero(first)
+    return np.flatnonzero(firsts(ordered))
 
 
 ScatterOp = Literal["add", "sub", "mul", "div", "min", "max", "assign"]
@@ -91,10 +79,7 @@ _UFUNCS = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
     "min": np.minimum, "max": np.maximum,
 }  # fmt: skip
-_MERGES = {
-    "add": np.add, "sub": np.add, "mul": np.multiply, "div": np.multiply,
-    "min": np.minimum, "max": np.maximum,
-}  # fmt: skip
+_MERGES = {**_UFUNCS, "sub": np.add, "div": np.multiply}
 
 
 def check_scatter(op: str, dtype: str, what: str) -> None:

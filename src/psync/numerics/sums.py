@@ -117,19 +117,14 @@ def begin(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
             np.multiply(gradient, weight, out=total, dtype=total.dtype)
 
 
-def accumulate(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
+def _accumulate(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
     """Add ``weight * gradient`` to ``total``, in place, in its dtype. Arguments as of ``begin``."""
-    with np.errstate(all="ignore"):
-        _accumulate(total, gradient, weight)
-
-
-def _accumulate(total: np.ndarray, gradient: np.ndarray, weight: float) -> None:
     if weight != 1.0:
         gradient = np.multiply(gradient, weight, dtype=total.dtype)
     np.add(total, gradient, out=total, dtype=total.dtype)
 
 
-def finish(
+def _finish(
     total: np.ndarray, weight_sum: float, reduction: Reduction, out: np.ndarray | None = None
 ) -> None:
     """Make the result of a sum: ``total / weight_sum``, or for "sum" the total itself.
@@ -140,18 +135,15 @@ def finish(
         reduction: "mean" or "sum".
         out: Of the same shape; gets the result, rounded to its dtype. ``total`` is not changed.
     """
-    with np.errstate(all="ignore"):
-        _finish(total, weight_sum, reduction, out)
-
-
-def _finish(
-    total: np.ndarray, weight_sum: float, reduction: Reduction, out: np.ndarray | None
-) -> None:
     out = total if out is None else out
     if reduction == "mean" and weight_sum != 1.0:
         np.divide(total, weight_sum, out=out, dtype=total.dtype)
     elif out is not total:
         np.copyto(out, total, casting="same_kind")
+
+
+accumulate = np.errstate(all="ignore")(_accumulate)
+finish = np.errstate(all="ignore")(_finish)
 
 
 def check_weight(weight: object) -> float:
@@ -191,7 +183,7 @@ class DenseSum:
         return self._total.nbytes
 
     def arrays(self) -> list[np.ndarray]:
-        """Return what it holds: read it before the next ``add``, or write it after ``restore``."""
+        """Return what it holds: read it before the next term, or write it after ``restore``."""
         return [self._total]
 
     def restore(self, count: int, weight: float) -> None:
@@ -203,16 +195,12 @@ class DenseSum:
         """
         self.count, self.weight = count, weight
 
-    def add(self, values: np.ndarray, weight: float = 1.0) -> None:
+    def adding(self, values: np.ndarray, weight: float = 1.0) -> Pieces[None]:
         """Add ``weight * values``. They are not kept.
 
         Raises:
             GradientError: If shape or weight does not fit; the sum is as before.
         """
-        at_once(self.adding(values, weight))
-
-    def adding(self, values: np.ndarray, weight: float = 1.0) -> Pieces[None]:
-        """Do ``add`` in pieces."""
         weight = check_weight(weight)
         if values.shape != self.shape:
             raise GradientError(f"shape mismatch: expected {self.shape}, got {values.shape}")
@@ -226,16 +214,8 @@ class DenseSum:
         self.count += 1
         self.weight += weight
 
-    def mean(self) -> np.ndarray:
-        """Return the sum divided by the sum of the weights: a new array."""
-        return at_once(self.making("mean"))
-
-    def sum(self) -> np.ndarray:
-        """Return the sum: a new array."""
-        return at_once(self.making("sum"))
-
     def making(self, reduction: Reduction) -> Pieces[np.ndarray]:
-        """Do ``mean`` or ``sum`` in pieces."""
+        """Return the sum, or for "mean" that divided by the sum of the weights: a new array."""
         if not self.count:
             raise UsageError("a sum to which nothing was added has no result")
         result = np.empty(self.shape, self.dtype)
@@ -270,7 +250,7 @@ class SparseSum:
         return self._rows.nbytes + self._weights.nbytes + self.indices.nbytes
 
     def arrays(self) -> list[np.ndarray]:
-        """Return what it holds: read it before the next ``add``, or write it after ``restore``."""
+        """Return what it holds: read it before the next term, or write it after ``restore``."""
         return [self.indices, self._weights, self._rows]
 
     def restore(self, rows: int, weight: float) -> None:
@@ -284,7 +264,7 @@ class SparseSum:
         self._rows = np.empty((rows, *self.row_shape), self._rows.dtype)
         self.weight = weight
 
-    def add(self, indices: np.ndarray, values: np.ndarray, weight: float = 1.0) -> None:
+    def adding(self, indices: np.ndarray, values: np.ndarray, weight: float = 1.0) -> Pieces[None]:
         """Add ``weight * values`` to the rows ``indices``; neither is kept.
 
         Args:
@@ -295,10 +275,6 @@ class SparseSum:
         Raises:
             GradientError: If a shape or the weight does not fit; the sum is as before.
         """
-        at_once(self.adding(indices, values, weight))
-
-    def adding(self, indices: np.ndarray, values: np.ndarray, weight: float = 1.0) -> Pieces[None]:
-        """Do ``add`` in pieces."""
         weight = check_weight(weight)
         if indices.ndim != 1:
             raise GradientError(f"expected a vector of indices, got shape {indices.shape}")
@@ -308,12 +284,12 @@ class SparseSum:
         order = np.argsort(indices, kind="stable")  # quick for those that are in order
         yield
         ordered = indices[order]
-        unique = ordered[_firsts(ordered)]
+        unique = ordered[firsts(ordered)]
         yield
         values = yield from self._merged(ordered, order, values, unique.size)
         union = np.concatenate((self.indices, unique))
         union.sort(kind="stable")  # merges the two
-        union = union[_firsts(union)]
+        union = union[firsts(union)]
         yield
         rows, weights = self._rows, self._weights
         if union.size > self.indices.size:
@@ -336,7 +312,7 @@ class SparseSum:
         """Return rows in ascending order; those that come more than once are summed."""
         # Adding to -0.0 changes nothing, not even the sign of a zero.
         merged = np.empty((count, *self.row_shape), self._rows.dtype)
-        position = np.cumsum(_firsts(ordered)) - 1
+        position = np.cumsum(firsts(ordered)) - 1
         for part in cuts(count, self._row_cost):
             merged[part] = -0.0
             yield
@@ -365,20 +341,13 @@ class SparseSum:
             yield
         return rows, weights
 
-    def sum(self) -> np.ndarray:
-        """Return the sums of the rows ``indices``: a new array."""
-        return at_once(self.making("sum"))
-
-    def mean(self, *, per_index: bool) -> np.ndarray:
-        """Return the means of the rows ``indices``: a new array.
+    def making(self, reduction: Reduction, *, per_index: bool = False) -> Pieces[np.ndarray]:
+        """Return the sums, or means, of the rows ``indices``: a new array.
 
         Args:
+            reduction: "mean" or "sum".
             per_index: Divide a row by the weights of the gradients that contained it, not of all.
         """
-        return at_once(self.making("mean", per_index=per_index))
-
-    def making(self, reduction: Reduction, *, per_index: bool = False) -> Pieces[np.ndarray]:
-        """Do ``mean`` or ``sum`` in pieces."""
         result = np.empty(self._rows.shape, self.dtype)
         divisors = self._weights.reshape(-1, *(1 for _ in self.row_shape))
         for part in cuts(self.indices.size, self._row_cost):
@@ -392,7 +361,7 @@ class SparseSum:
         return result
 
 
-def _firsts(ordered: np.ndarray) -> np.ndarray:
+def firsts(ordered: np.ndarray) -> np.ndarray:
     """Say of each element of an ascending array whether it differs from the one before it."""
     firsts = np.ones(ordered.size, bool)
     np.not_equal(ordered[1:], ordered[:-1], out=firsts[1:])

@@ -28,15 +28,18 @@ A new rule is one subclass: hyper-parameters, slots, ``_coefficients`` and ``_up
 from __future__ import annotations
 
 import copy
+import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import ClassVar, Self
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from psync.errors import GradientError
 from psync.numerics.rule_options import RuleOptions, flag, number
+from psync.numerics.sums import sum_dtype
 from psync.schedules import Config, Schedule, as_schedule
 
 CHUNK = 1 << 18
@@ -47,27 +50,21 @@ faster, with two such processes at once too."""
 ACCUMULATOR = "gradient_accumulator"
 """Slot of optimizers that accumulate gradients: their sum since the last update."""
 
-_HALVES = ("float16", "bfloat16")  # by name: bfloat16 is numpy's only where ml_dtypes is there
-_SLOT_DTYPES: dict[np.dtype, np.dtype] = {}  # answers of slot_dtype: dtype.name costs microseconds
 
-
+@functools.cache  # dtype.name costs microseconds
 def slot_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which a parameter of ``dtype`` is computed and its slots are kept.
 
     Raises:
         GradientError: If ``dtype`` is not a floating one.
     """
-    known = _SLOT_DTYPES.get(dtype)
-    if known is not None:
-        return known
-    name = dtype.name
-    if name not in (*_HALVES, "float32", "float64"):
+    try:
+        return sum_dtype(dtype)
+    except GradientError:
         raise GradientError(
-            f"only floating-point variables can be optimized, got {name}",
+            f"only floating-point variables can be optimized, got {dtype.name}",
             hint="declare the variable with trainable=False and use assign_add, or make it float32",
-        )
-    _SLOT_DTYPES[dtype] = np.dtype(np.float32) if name in _HALVES else dtype
-    return _SLOT_DTYPES[dtype]
+        ) from None
 
 
 class Scratch:
@@ -93,28 +90,56 @@ class Scratch:
         return [made[i][:size] for i in range(count)]
 
 
-Factors = tuple[bool, float, tuple[float, ...]]
-"""What is the same for all elements: whether options have something to do here, the decay of
-weights, and a rule's coefficients."""
+Arrays = Sequence[np.ndarray]
 
-Part = tuple[np.ndarray, np.ndarray, Sequence[np.ndarray], np.ndarray, Sequence[np.ndarray]]
+Coefficients = tuple[float, ...]
+"""What a rule needs and is the same for all elements."""
+
+Part = tuple[np.ndarray, np.ndarray, Arrays, np.ndarray, Arrays]
 """What one call of a rule works on: param, grad, slots, out_param, out_slots."""
 
 
+class Rate:
+    """The attribute for a learning rate: set as a number or a schedule, read as a schedule."""
+
+    def __init__(self, default: float) -> None:
+        self.default = as_schedule(default)
+
+    def __get__(self, rule: UpdateRule | None, cls: type[UpdateRule]) -> Schedule:
+        rate: Schedule = self.default if rule is None else rule.__dict__["learning_rate"]
+        return rate
+
+    def __set__(self, rule: UpdateRule, value: float | Schedule) -> None:
+        rule.__dict__["learning_rate"] = as_schedule(value)
+
+
+def within(default: float, minimum: float = 0, maximum: float = math.inf) -> Any:
+    """Declare an argument of a rule that is a number: its default and its range."""
+    return field(default=default, metadata={"range": (minimum, maximum)})
+
+
+@dataclass(eq=False)
 class UpdateRule(ABC):
-    """How a gradient changes a parameter and its slots.
+    """How a gradient changes a parameter and its slots. Fields are arguments, and the config.
 
     Args:
         learning_rate: A number, or a schedule of the number of updates applied so far.
     """
 
     name: ClassVar[str]  # in configs, and of the optimizer by default
-    arguments: ClassVar[tuple[str, ...]]  # of the constructor, each an attribute: the config
-    temporaries: int  # scratch arrays that ``_update`` needs, at least 1
+    slots: ClassVar[tuple[str, ...]] = ()  # see ``own_slots``
+    temporaries = 2  # scratch arrays that ``_update`` needs, at least 1
+    options = RuleOptions()
+    learning_rate: Rate = Rate(0.001)
 
-    def __init__(self, learning_rate: float | Schedule) -> None:
-        self.learning_rate = as_schedule(learning_rate)
-        self.options = RuleOptions()
+    def __post_init__(self) -> None:
+        for argument in fields(self)[1:]:
+            value = getattr(self, argument.name)
+            if isinstance(argument.default, bool):
+                flag(self.name, argument.name, value)
+            else:
+                value = number(self.name, argument.name, value, *argument.metadata["range"])
+            setattr(self, argument.name, value)
 
     def with_options(self, options: RuleOptions) -> Self:
         """Return the same rule with other options."""
@@ -149,9 +174,9 @@ class UpdateRule(ABC):
             hint="push a dense gradient, or use another optimizer for this variable",
         )
 
-    @abstractmethod
     def own_slots(self) -> tuple[str, ...]:
         """Return the names of the slots that ``apply`` works on, in the order it takes them."""
+        return self.slots
 
     def slot_names(self) -> tuple[str, ...]:
         """Return the names of all slots of a parameter: its own, and then those of the options."""
@@ -160,19 +185,20 @@ class UpdateRule(ABC):
 
     def initial_slot(self, name: str) -> float:
         """Return the value that all elements of slot ``name`` begin with."""
-        return 0.0
+        value: float = getattr(self, f"initial_{name}_value", 0.0)  # an argument of some rules
+        return value
 
     def to_config(self) -> Config:
         """Return a dict of msgpack types from which ``rule_from_config`` rebuilds the rule."""
         config: Config = {"rule": self.name}
-        for name in self.arguments:
-            value = getattr(self, name)
-            config[name] = value.to_config() if isinstance(value, Schedule) else value
+        for argument in fields(self):
+            value = getattr(self, argument.name)
+            config[argument.name] = value.to_config() if isinstance(value, Schedule) else value
         for name, value in vars(self.options).items():
             config[name] = list(value) if isinstance(value, tuple) else value
         return config
 
-    def _coefficients(self, rate: float, t: int) -> tuple[float, ...]:
+    def _coefficients(self, rate: float, t: int) -> Coefficients:
         """Return the numbers that an update needs and that are the same for all elements: the rate.
 
         A rule that needs others, or more, says so.
@@ -184,16 +210,7 @@ class UpdateRule(ABC):
         return (rate,)
 
     @abstractmethod
-    def _update(
-        self,
-        param: np.ndarray,
-        grad: np.ndarray,
-        slots: Sequence[np.ndarray],
-        out_param: np.ndarray,
-        out_slots: Sequence[np.ndarray],
-        coefficients: tuple[float, ...],
-        scratch: Sequence[np.ndarray],
-    ) -> None:
+    def _update(self, part: Part, coefficients: Coefficients, scratch: Arrays) -> None:
         """Update one chunk. All arrays have one length and dtype; outputs may be the inputs."""
 
     def iteration(self, step: int) -> int:
@@ -204,9 +221,9 @@ class UpdateRule(ABC):
         self,
         param: np.ndarray,
         grad: np.ndarray,
-        slots: Sequence[np.ndarray],
+        slots: Arrays,
         out_param: np.ndarray,
-        out_slots: Sequence[np.ndarray],
+        out_slots: Arrays,
         step: int,
         scratch: Scratch,
         ratio: float | None = None,
@@ -241,44 +258,28 @@ class UpdateRule(ABC):
         rate = self.learning_rate(step)
         decay = rate * (self.options.weight_decay or 0.0)
         scaled_rate = rate if ratio is None else rate * ratio
-        optional = bool(decay) or self.options.clipvalue is not None
-        factors = optional, decay, self._coefficients(scaled_rate, self.iteration(step) + 1)
+        coefficients = self._coefficients(scaled_rate, self.iteration(step) + 1)
         chunk = scratch.chunk
         # Overflow and NaN are results here, as in every framework; a warning that a test
         # runner turns into an error must not tear an update in two.
         with np.errstate(all="ignore"):
-            for param, grad, slots, out_param, out_slots in parts:
-                size = param.size
+            for part in parts:
+                size = part[0].size
                 if size <= chunk:  # most are small, and slicing costs as much as the maths
-                    self._chunk(param, grad, slots, out_param, out_slots, factors, scratch)
+                    self._chunk(part, decay, coefficients, scratch)
                     continue
                 for start in range(0, size, chunk):
-                    part = slice(start, start + chunk)
-                    self._chunk(
-                        param[part],
-                        grad[part],
-                        [slot[part] for slot in slots],
-                        out_param[part],
-                        [slot[part] for slot in out_slots],
-                        factors,
-                        scratch,
-                    )
+                    piece = _cut(part, slice(start, start + chunk))
+                    self._chunk(piece, decay, coefficients, scratch)
 
     def _chunk(
-        self,
-        param: np.ndarray,
-        grad: np.ndarray,
-        slots: Sequence[np.ndarray],
-        out_param: np.ndarray,
-        out_slots: Sequence[np.ndarray],
-        factors: Factors,
-        scratch: Scratch,
+        self, part: Part, decay: float, coefficients: Coefficients, scratch: Scratch
     ) -> None:
-        optional, decay, coefficients = factors
-        work = slot_dtype(param.dtype)
-        if not optional and (work is param.dtype or work == param.dtype):
+        param, grad, slots, out_param, out_slots = part
+        work, options = slot_dtype(param.dtype), decay or self.options.clipvalue is not None
+        if not options and (work is param.dtype or work == param.dtype):
             temps = scratch.arrays(work, self.temporaries, param.size)
-            self._update(param, grad, slots, out_param, out_slots, coefficients, temps)
+            self._update(part, coefficients, temps)
             return
         temps = scratch.arrays(work, self.temporaries + 2, param.size)
         target = out_param
@@ -291,7 +292,7 @@ class UpdateRule(ABC):
             np.multiply(param, decay, out=temps[0])
             np.subtract(param, temps[0], out=target)
             param = target
-        self._update(param, grad, slots, target, out_slots, coefficients, temps)
+        self._update((param, grad, slots, target, out_slots), coefficients, temps)
         if target is not out_param:
             np.copyto(out_param, target, casting="unsafe")  # the only rounding
 
@@ -308,6 +309,15 @@ class UpdateRule(ABC):
         return out
 
 
+def _cut(part: Part, chunk: slice) -> Part:
+    param, grad, slots, out_param, out_slots = part
+    return (
+        param[chunk], grad[chunk], [slot[chunk] for slot in slots],
+        out_param[chunk], [slot[chunk] for slot in out_slots],
+    )  # fmt: skip
+
+
+@dataclass(eq=False)
 class SGD(UpdateRule):
     """Stochastic gradient descent, with momentum if asked for.
 
@@ -326,33 +336,20 @@ class SGD(UpdateRule):
     """
 
     name = "sgd"
-    arguments = ("learning_rate", "momentum", "nesterov")
+    learning_rate: Rate = Rate(0.01)
+    momentum: float = within(0.0, 0, 1)
+    nesterov: bool = False
 
-    def __init__(
-        self,
-        learning_rate: float | Schedule = 0.01,
-        momentum: float = 0.0,
-        nesterov: bool = False,
-    ) -> None:
-        super().__init__(learning_rate)
-        self.momentum = number("sgd", "momentum", momentum, 0, 1)
-        self.nesterov = flag("sgd", "nesterov", nesterov)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.temporaries = 2 if self.momentum and self.nesterov else 1
 
     def own_slots(self) -> tuple[str, ...]:
         """Return ("momentum",), or () without momentum."""
         return ("momentum",) if self.momentum else ()
 
-    def _update(
-        self,
-        param: np.ndarray,
-        grad: np.ndarray,
-        slots: Sequence[np.ndarray],
-        out_param: np.ndarray,
-        out_slots: Sequence[np.ndarray],
-        coefficients: tuple[float, ...],
-        scratch: Sequence[np.ndarray],
-    ) -> None:
+    def _update(self, part: Part, coefficients: Coefficients, scratch: Arrays) -> None:
+        param, grad, slots, out_param, out_slots = part
         (rate,) = coefficients
         scaled = scratch[0]
         np.multiply(grad, rate, out=scaled)

@@ -33,11 +33,12 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.ps.backup_sender import BackupSender, Served
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import Build, Entry, Executor
+from psync.ps.executor import Entry, Executor, Listed
+from psync.ps.pairing import Computation, check_deterministic
 from psync.store.commit_log import LogState
-from psync.store.ledger import Client
 from psync.store.snapshot import Frozen
 from psync.store.store import ShardStore
+from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import BackUp
@@ -45,8 +46,24 @@ from psync.wire.recovery_messages import BackUp
 logger = logging.getLogger(__name__)
 
 
-class SyncState(Protocol):
-    """What a ps has of synchronous steps, beside what is in a snapshot."""
+class Section(Protocol):
+    """A part of the state of a ps, which is its sections: entries are judged by them."""
+
+    def control(self) -> Any:
+        """Return the state that judging has made, as plain data in an order of its own."""
+
+    async def entries(self) -> list[Listed]:
+        """Return entries that give a backup what no snapshot has; meanwhile nothing changes.
+
+        Cancellation: Safe.
+        """
+
+    def replayed(self) -> dict[type[Message], Handler]:
+        """Return who executes, on a backup, what only a log says, or says otherwise."""
+
+
+class Steps(Protocol):
+    """The synchronous steps of a ps."""
 
     async def pause(self, why: str) -> None:
         """Close no step from now on; wait for what is being closed."""
@@ -57,12 +74,8 @@ class SyncState(Protocol):
     def groups(self) -> Iterable[int]:
         """Return all groups that are known."""
 
-    def entries(self) -> list[tuple[Client, Build, Sequence[memoryview]]]:
-        """Return (client, message, segments) of entries that give a backup all of it."""
-
-
-Contents = Callable[[], Awaitable[list[tuple[Client, Build, Sequence[memoryview]]]]]
-"""Returns (client, message, segments) of entries that give a backup what no snapshot has."""
+    def deterministic(self) -> Sequence[str]:
+        """Return the names of those that are deterministic."""
 
 
 class BackupService:
@@ -79,7 +92,7 @@ class BackupService:
         begun: Told, once, that there is to be a backup.
         deposed: Told that another ps has taken this one's place.
         steps: What is there of synchronous steps.
-        accumulators: What is in conditional accumulators.
+        sections: Of the state.
     """
 
     def __init__(
@@ -93,8 +106,8 @@ class BackupService:
         executor: Executor,
         begun: Callable[[], None],
         deposed: Callable[[], None],
-        steps: SyncState,
-        accumulators: Contents,
+        steps: Steps,
+        sections: Sequence[Section],
     ) -> None:
         self.executor = executor
         self._platform = platform
@@ -106,9 +119,11 @@ class BackupService:
         self._begun = begun
         self._deposed = deposed
         self._steps = steps
-        self._accumulators = accumulators
+        self._sections = sections
         self._epoch = 0
         self._sender: BackupSender | None = None
+        self._unlike: BackUp | None = None  # the last one with another fingerprint
+        self._unequal = 0  # how many there were
         self._copying: asyncio.Task[None] | None = None
         self._over = False
 
@@ -121,7 +136,7 @@ class BackupService:
         log = self.executor.log
         return {
             "state": log.state.value, "epoch": self._epoch, "entries": log.last,
-            "taken": log.taken, "waiting": self.executor.waiting,
+            "taken": log.taken, "waiting": self.executor.waiting, "unequal": self._unequal,
         }  # fmt: skip
 
     def waits_for(self) -> tuple[int, int]:
@@ -144,7 +159,32 @@ class BackupService:
         return [
             f"backup{where}: {log.state.value}, has {log.taken} of {log.last} entries, "
             f"{self.executor.waiting} wait to be executed"
+            + (", last bits may differ" if self._is_unlike else "")
         ]
+
+    # Whether the backup computes the same bits.
+
+    @property
+    def _is_unlike(self) -> bool:
+        return self._sender is not None and self._unlike is self._sender.order
+
+    def _begun_with(self, order: BackUp, numerics: str) -> None:
+        """Note the fingerprint of a backup, or refuse it; see ``pairing``."""
+        if numerics == self._platform.parts.of(Computation)().numerics:
+            return
+        check_deterministic(self._store.task, order.task, self._steps.deterministic())
+        self._unlike = order
+        self._unequal += 1
+        logger.warning(
+            "%s and its backup in the process of %s do not compute the same bits: CPU, numpy or C "
+            "library differ; values may differ in their last bits after a failover",
+            self._store.task, order.task,
+        )  # fmt: skip
+
+    def check_group(self, config: SyncConfig) -> None:
+        """Refuse a new group that is deterministic, if the backup is not."""
+        if config.deterministic and self._sender is not None and self._is_unlike:
+            check_deterministic(self._store.task, self._sender.order.task, [config.name])
 
     # The coordinator's word.
 
@@ -168,8 +208,9 @@ class BackupService:
         executor = self.executor
         self._begun()
         self._sender = sender = self._platform.parts.of(BackupSender)(
-            self._platform, served, message, executor.log, executor.advance, self._depose
-        )
+            self._platform, served, message, executor.log, self._begun_with, executor.advance,
+            self._depose,
+        )  # fmt: skip
         executor.on_entry = sender.ship
         self._copying = asyncio.get_running_loop().create_task(self._copy(executor, sender))
         self._copying.add_done_callback(_seen)
@@ -179,9 +220,9 @@ class BackupService:
         self, executor: Executor, sender: BackupSender, first: int
     ) -> tuple[Frozen, int, list[Entry]]:
         """Hold what the ps holds between two entries, the later of which is ``first``."""
-        accumulated = await self._accumulators()
+        await executor.computes.settled()
+        entries = [each for section in self._sections for each in await section.entries()]
         while True:
-            await executor.computes.settled()
             if self._sender is not sender:  # what it names would be taken for known to the next
                 raise PsyncError("the copy was given up")
             try:
@@ -189,7 +230,6 @@ class BackupService:
             except BusyError:  # a shard is read or filled by what is no entry
                 await self._work.next_turn()
             else:
-                entries = [*self._steps.entries(), *accumulated]
                 return frozen, first, [executor.in_full(*each) for each in entries]
 
     async def _copy(self, executor: Executor, sender: BackupSender) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from psync.errors import RemoteProtocolError
 from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.blocks import bytes_of
 from psync.ps.accumulators import AccumulatorService
-from psync.ps.executor import Build
+from psync.ps.executor import Listed
 from psync.ps.takes import HostedAccumulator, TakeName, Taker, Wanted
 from psync.ps.update import NO_BYTES
 from psync.store.ledger import Client
@@ -42,11 +42,9 @@ PIECE_BYTES = 8 << 20
 MAX_LISTED = 256
 """Of one message: a frame has room for few."""
 
-Listed = tuple[Client, Build, Sequence[memoryview]]
 
-
-class AccumulatorSnapshot:
-    """The accumulators of one ps; its ``entries`` are ``backup.Contents``.
+class AccumulatorSection:
+    """The accumulators of one ps, as a section of its state: see ``backup.Section``.
 
     Args:
         service: Its accumulators.
@@ -54,6 +52,10 @@ class AccumulatorSnapshot:
 
     def __init__(self, service: AccumulatorService) -> None:
         self._service = service
+
+    def control(self) -> list[Any]:
+        """Return what counts and waits."""
+        return self._service.control()
 
     # On the one that is backed up.
 
@@ -77,9 +79,12 @@ class AccumulatorSnapshot:
 
     # On its backup.
 
-    def handlers(self) -> dict[type[Message], Handler]:
-        """Return who does which of these entries."""
-        return {HoldGradients: Handler(self._hold), KeepAnswers: Handler(self._keep)}
+    def replayed(self) -> dict[type[Message], Handler]:
+        """Return who executes which entry of a log."""
+        return {
+            **self._service.replayed(),
+            HoldGradients: Handler(self._hold), KeepAnswers: Handler(self._keep),
+        }  # fmt: skip
 
     async def _hold(self, _: Peer, message: HoldGradients, body: list[memoryview]) -> Reply:
         hosted = self._service.hosted[message.accumulator]  # its snapshot has it
@@ -107,7 +112,7 @@ class AccumulatorSnapshot:
 
 
 def _entry(message: Message, body: Sequence[memoryview] = ()) -> Listed:
-    return NOBODY, lambda _: message, body
+    return NOBODY, message, body
 
 
 def _contents(name: str, hosted: HostedAccumulator, held: Held | None) -> Iterator[HoldGradients]:

@@ -35,6 +35,7 @@ from psync.net.platform import Parts
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
 from psync.ps.executor import Diverged
+from psync.ps.pairing import Computation, check_release
 from psync.ps.snapshots import unpack_answer
 from psync.ps.update import NO_BYTES
 from psync.store.ledger import Ledger
@@ -46,6 +47,7 @@ from psync.wire.codec import Message, decode
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Assign, AttachPs, Push
 from psync.wire.recovery_messages import (
+    BackupBegun,
     BeginBackup,
     FillBackup,
     LogEntries,
@@ -317,6 +319,9 @@ class BackupHost:
         sender = f"/job:ps/task:{message.ps}"
         if peer.task != sender:
             raise UsageError(f"{self._task}: {peer.task} is not {sender}")
+        own = self._parts.of(Computation)()
+        check_release(self._task, own.release, sender, message.release)
+        begun = BackupBegun(own.numerics)
         if message.coordinator < max(self._floor(), self.newest):
             # No FencedError: it has not been replaced, and may be attached by the newer one yet.
             raise UsageError(f"{self._task} serves a newer coordinator")
@@ -329,7 +334,7 @@ class BackupHost:
             if not newer and message.epoch < oldest:
                 raise FencedError(f"{sender} has been replaced by its backup")
             if message == known.order:  # a repetition: it may have all of the snapshot, and more
-                return Reply(Done())
+                return Reply(begun)
         where = f"snapshot of {sender}"
         state = SnapshotState.from_bytes(bytes(body[0]), where)
         store = self._parts.of(ShardStore)(sender, self._pool)
@@ -338,7 +343,7 @@ class BackupHost:
         if known is not None:
             self._end(known)
         self._backups[message.ps] = _Backup(message, self._make(message.ps), loaded, sender)
-        return Reply(Done())
+        return Reply(begun)
 
     def _known(self, peer: Peer, ps: int, epoch: int) -> _Backup:
         known = self._backups.get(ps)

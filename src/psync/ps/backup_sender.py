@@ -28,12 +28,20 @@ from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer, Received
 from psync.net.platform import Platform
 from psync.ps.executor import Entry
+from psync.ps.pairing import Computation
 from psync.store.commit_log import CommitLog, LogState, Numbered
 from psync.store.snapshot import Frozen
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
 from psync.wire.ps_messages import AttachPs
-from psync.wire.recovery_messages import BackUp, BeginBackup, FillBackup, LogEntries, LogTaken
+from psync.wire.recovery_messages import (
+    BackUp,
+    BackupBegun,
+    BeginBackup,
+    FillBackup,
+    LogEntries,
+    LogTaken,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +82,7 @@ class BackupSender:
         served: Who is backed up.
         order: Where the backup is.
         log: What is to be sent.
+        begun: Called with the order and the fingerprint of the backup's arithmetic; may refuse it.
         advanced: Called when the backup has more.
         deposed: Called when it says that it serves itself, or another one does.
     """
@@ -84,14 +93,17 @@ class BackupSender:
         served: Served,
         order: BackUp,
         log: CommitLog[Entry],
+        begun: Callable[[BackUp, str], None],
         advanced: Callable[[], None],
         deposed: Callable[[], None],
     ) -> None:
         self.order = order
         self.ended = asyncio.Event()  # it does not follow any more
         self.error: PsyncError | None = None  # why
+        self._release = platform.parts.of(Computation).release
         self._served = served
         self._log = log
+        self._begun = begun
         self._advanced = advanced
         self._deposed = deposed
         # Of this coordinator's range: whoever serves a newer one refuses it.
@@ -147,9 +159,12 @@ class BackupSender:
         ps, epoch, attach = self._served.ps, self.order.epoch, self._served.attach
         begin = BeginBackup(
             ps, epoch, attach.coordinator, list(attach.ps_addresses), attach.ps_timeout_s,
-            self._served.timeline, first, self._served.lineage,
+            self._served.timeline, first, self._served.lineage, self._release,
         )  # fmt: skip
-        await self._call(begin, [frozen.state.to_bytes()])
+        answer = await self._call(begin, [frozen.state.to_bytes()])
+        if not isinstance(answer, BackupBegun):
+            raise RemoteProtocolError(f"a backup begins with {type(answer).__name__}")
+        self._begun(self.order, answer.numerics)
         for item, known in enumerate(frozen.state.items):
             if known.is_constant:
                 continue
@@ -165,14 +180,14 @@ class BackupSender:
             await self._call(LogEntries(ps, epoch, number, listed), entry.body)
         await self._call(LogEntries(ps, epoch, first, []))
 
-    async def _call(self, message: Message, segments: Sequence[Segment] = ()) -> None:
+    async def _call(self, message: Message, segments: Sequence[Segment] = ()) -> Message | None:
         """Send a part of a snapshot, again where a connection is lost, until it is answered."""
         for losses in range(1, MAX_LOSSES + 1):
             if self._peer is None or not self._peer.is_open:
                 self._peer = await self._connect()
             deadline = asyncio.get_running_loop().time() + SILENT_S
             try:
-                await self._peer.call(message, segments, deadline=deadline)
+                answer = await self._peer.call(message, segments, deadline=deadline)
             except ConnectionLost:
                 if losses == MAX_LOSSES:
                     raise
@@ -180,7 +195,8 @@ class BackupSender:
                 self._peer.abort(exc)  # it may still have the segments, which are given back now
                 raise
             else:
-                return
+                return answer.message
+        return None
 
     def ship(self) -> None:
         """Send what there is to be sent."""

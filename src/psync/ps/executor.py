@@ -63,6 +63,9 @@ class Diverged(PsyncError):
 Build = Callable[[LogNames], Message]
 """Makes the message of an entry, if there is a backup that will read it."""
 
+Listed = tuple[Client, Message | Build, Sequence[memoryview]]
+"""(client, message, segments) of an entry."""
+
 Outcome = Reply | Compute | Awaitable[Reply | None] | None
 """Of an act: the answer, what comes before it, or what to wait for, with all later entries."""
 
@@ -228,9 +231,13 @@ class Executor:
         self._check, self._digests = 0, {}
         return self.log.begin_copy()
 
-    def in_full(self, client: Client, build: Build, body: Sequence[memoryview]) -> Entry:
+    def in_full(
+        self, client: Client, message: Message | Build, body: Sequence[memoryview]
+    ) -> Entry:
         """Return an entry that a new backup gets before all others."""
-        return Entry(client, encode(build(NamesInFull(self._names))), body)
+        if not isinstance(message, Message):
+            message = message(NamesInFull(self._names))
+        return Entry(client, encode(message), body)
 
     # A backup that is not what it should be.
 

@@ -15,20 +15,21 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.blocks import BlockPool
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.cut_gate import GateService
-from psync.ps.executor import Answer, Executor
+from psync.ps.executor import Answer, Executor, Listed
 from psync.ps.locks import PsLocks
 from psync.ps.optimizers import MeasureService, SlotService
 from psync.ps.update import NO_BYTES, ShardSet, Update, memory_for, set_of
 from psync.store.ledger import Duplicate, Fresh, Ledger, Ticket
+from psync.store.ledger_snapshot import control_of
 from psync.store.store import ShardStore
-from psync.wire.codec import Message
+from psync.wire.codec import Message, encode
 from psync.wire.lock_messages import AssignLocked
 from psync.wire.ps_messages import Assign, AverageShards, Push, Pushed
 
@@ -80,6 +81,22 @@ class PsUpdates:
             **self._slots.handlers(),
             **self._measures.handlers(),
         }
+
+    # A section of the state: shards and ledger, all of which is in snapshots.
+
+    def control(self) -> list[Any]:
+        """Return what the ledger remembers, and the steps of optimizers that were used."""
+        optimizers = self._store.optimizers().items()
+        steps = sorted((number, each.step) for number, each in optimizers if each.step)
+        return [control_of(self._ledger, encode), steps]
+
+    async def entries(self) -> list[Listed]:
+        """Return no entries."""
+        return []
+
+    def replayed(self) -> dict[type[Message], Handler]:
+        """Return nobody: what is in the log is as it came."""
+        return {}
 
     def _prepare_update(
         self, peer: Peer, message: Push | Assign, lengths: tuple[int, ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +55,14 @@ class GroupTable:
     Args:
         store: Its shards.
         task: Name of the ps.
+
+    Attributes:
+        check: Called with the configuration of a new group, which it may refuse.
     """
 
     def __init__(self, store: ShardStore, task: str) -> None:
         self.store = store
+        self.check: Callable[[SyncConfig], None] = lambda _: None
         self._task = task
         self._index = parse_task_name(task)[1]
         self._groups: dict[int, KnownGroup] = {}
@@ -81,6 +85,7 @@ class GroupTable:
             raise RemoteProtocolError(f"{self._task}: synchronous group {group} is not defined")
         config = SyncConfig.from_config(raw)
         if known is None:
+            self.check(config)
             self.store.define_optimizer(group, config.optimizer)
             self._groups[group] = KnownGroup(raw, config)
         elif known.config != config:

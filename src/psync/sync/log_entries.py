@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 
 from psync.numerics.blocks import bytes_of
-from psync.ps.executor import Build
+from psync.ps.executor import Build, Listed
 from psync.store.commit_log import LogNames
 from psync.store.ledger import Client
 from psync.sync.groups import CLOSER
@@ -35,9 +35,6 @@ FROM_CLOSER: Client = (CLOSER, 0)
 
 Raw = Mapping[str, Any]
 """The configuration of a group, as it came."""
-
-Listed = tuple[Client, Build, Sequence[memoryview]]
-"""(client, message, segments) of an entry."""
 
 
 def staged_entry(part: Part, message: StagePush, raw: Raw) -> Build:
@@ -130,7 +127,7 @@ def entries_of_snapshot(
         [(group, dict(raw), steps.get(group, -1)) for group, raw in groups.items()], list(spread)
     )
     packed = () if rule is None else (to_bytes_view(bytes_of(msgpack.packb(rule))),)
-    entries: list[Listed] = [(FROM_CLOSER, lambda _: state, packed)]
+    entries: list[Listed] = [(FROM_CLOSER, state, packed)]
     for group, replica, push, local_step, part in held:
         entries.append((replica, _holding(group, push, local_step, part), body_of(part)))
     return entries

@@ -26,6 +26,8 @@ from typing import cast
 from psync.errors import PsyncError
 from psync.net.peer import Received
 from psync.net.platform import Parts
+from psync.ps.executor import Answer
+from psync.store.ledger import Client
 from psync.sync.cross_ps_sets import Values
 from psync.sync.groups import CLOSER, KnownGroup, Listed, Outgoing
 from psync.sync.log_entries import FROM_CLOSER
@@ -40,6 +42,7 @@ from psync.wire.log_messages import NormsMeasured, StepApplied
 from psync.wire.messages import Failure
 from psync.wire.ps_messages import Fence
 from psync.wire.remote_errors import exception_of, failure_of
+from psync.wire.sync_messages import FinishSteps
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +94,6 @@ class OutgoingSteps:
     def is_torn(self) -> bool:
         """Whether a step that was decided is perhaps not applied everywhere."""
         return self._is_torn or bool(self._carried)
-
-    @property
-    def may_finish(self) -> bool:
-        """Whether a step that is decided now would be carried, and none is."""
-        return not self._carried and not self.pauses
 
     def decide(self, close: Close) -> None:
         """A step is decided: it is outgoing from now on."""
@@ -168,6 +166,28 @@ class OutgoingSteps:
             CLOSER, message.step, group, error.message,
         )  # fmt: skip
         self._perform(self._steps.close_failed(group, error))
+
+    async def finish(self, client: Client, message: FinishSteps) -> None:
+        """Nothing is left to do: let all that was counted be applied, as far as it can be.
+
+        Raises:
+            PsyncError: The log has ended.
+
+        Cancellation: Safe.
+        """
+        while not self._is_over and not self._steps.is_settled:
+            if not self._carried and not self.pauses:
+                answer = self._sync.executor.submit(
+                    client, message, (), lambda: self.close_all(message)
+                )
+                if isinstance(answer, Answer):
+                    await answer
+            if not self._is_over and not self._steps.is_settled:
+                await self.changed()
+
+    def close_all(self, _: FinishSteps) -> None:
+        """Execute an entry: close the steps in which something was counted."""
+        self._perform(self._steps.finish())
 
     def fence(self, task: str, below: int) -> None:
         """Let the other ps tasks refuse incarnations of ``task`` below ``below``."""

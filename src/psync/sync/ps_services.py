@@ -29,8 +29,8 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.accumulators import AccumulatorService
-from psync.ps.backup import BackupService
-from psync.ps.backup_accumulators import AccumulatorSnapshot
+from psync.ps.backup import BackupService, Section
+from psync.ps.backup_accumulators import AccumulatorSection
 from psync.ps.backup_sender import Served
 from psync.ps.cooperative_work import LongWork
 from psync.ps.creation import ShardCreation
@@ -43,16 +43,14 @@ from psync.ps.report import plain_counters
 from psync.ps.snapshots import Contents, pack_accumulators, pack_answer
 from psync.ps.updates import PsUpdates
 from psync.store.commit_log import CommitLog
-from psync.store.ledger_snapshot import control_of
 from psync.store.snapshot import Frozen, Loaded, freeze, settling
 from psync.sync.cross_ps_sets import ShareNumbers
 from psync.sync.groups import CLOSER
-from psync.sync.log_entries import Listed
 from psync.sync.ps_sync import PsSync
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_closer import StepCloser
 from psync.sync.tokens import Replica
-from psync.wire.codec import Message, encode
+from psync.wire.codec import Message
 from psync.wire.lock_messages import LockShards, PullLocked
 from psync.wire.log_messages import CheckState
 from psync.wire.messages import Done
@@ -142,7 +140,6 @@ class PsServices:
                 is_hosted=life is Life.HOSTED,
             )  # fmt: skip
             self.closer.steps.note_calls(contents.counted, contents.final_below)
-        accumulated = AccumulatorSnapshot(self.accumulators)
         self.gate = GateService(
             task, ledger, CLOSER, process.check_coordinator, functools.partial(self.pause, "cut"),
             functools.partial(self.resume, "cut"), parts,
@@ -150,19 +147,23 @@ class PsServices:
         self.pulls = PsPulls(task, store, work, self.sync.steps, self.locks)
         self.rows = RowPulls(task, platform.limits, work, pool, store, self.sync.steps)
         self.updates = parts.of(PsUpdates)(*served, self.gate)
+        self.sections: Sequence[Section] = (
+            self.updates,
+            AccumulatorSection(self.accumulators),
+            self.closer or self.sync,
+        )
         self.backup = BackupService(
             platform, process.served, store, work, process.check_coordinator,
             lambda: self.freeze()[0], executor, self._expect_moves, self._deposed, self,
-            accumulated.entries,
+            self.sections,
         )  # fmt: skip
+        self.sync.check = self.backup.check_group
         self.replayed: dict[type[Message], Handler] = {}
         if life is Life.HOSTED:
             self._expect_moves()
-            self.replayed = {
-                **self.sync.replayed(), **self.accumulators.replayed(), **accumulated.handlers(),
-                **({} if self.closer is None else self.closer.replayed()),
-                CheckState: Handler(lambda _, message, __: executor.compare(message)),
-            }  # fmt: skip
+            self.replayed = {CheckState: Handler(lambda _, each, __: executor.compare(each))}
+            for section in self.sections:
+                self.replayed.update(section.replayed())
 
     def _expect_moves(self) -> None:
         """There are backups: a ps that is lost is waited for until it is served elsewhere."""
@@ -253,15 +254,7 @@ class PsServices:
         Not in it: what takes arrays, which is done later; what is defined in passing, until it is
         used; counters.
         """
-        state = {
-            "ledger": control_of(self.ledger, encode),
-            "optimizers": sorted(
-                (number, each.step) for number, each in self.store.optimizers().items() if each.step
-            ),
-            "groups": self.sync.control(),
-            "rule": None if self.closer is None else self.closer.steps.snapshot(),
-            "accumulators": self.accumulators.control(),
-        }
+        state = [section.control() for section in self.sections]
         return hashlib.blake2b(msgpack.packb(state), digest_size=16).digest()
 
     # Snapshots, see ``frozen_snapshots.Freezable``.
@@ -311,9 +304,9 @@ class PsServices:
         """Return all groups that are known."""
         return self.sync.raw_configs()
 
-    def entries(self) -> list[Listed]:
-        """Return entries that give a backup what no snapshot has of them."""
-        return self.sync.entries(None if self.closer is None else self.closer.steps.snapshot())
+    def deterministic(self) -> Sequence[str]:
+        """Return the names of those that are deterministic."""
+        return [raw["name"] for raw in self.sync.raw_configs().values() if raw["deterministic"]]
 
     # What the coordinator says.
 

@@ -24,7 +24,7 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import Answer, Executor
+from psync.ps.executor import Answer, Executor, Listed
 from psync.ps.locks import PsLocks
 from psync.ps.update import NO_BYTES, ShardSet, memory_for, numbered_set, set_of
 from psync.store.ledger import Ledger
@@ -32,7 +32,7 @@ from psync.store.step_norms import ShardSums
 from psync.store.store import ShardStore
 from psync.sync.cross_ps_sets import Along, ShareNumbers, WholeSet, whole_set_of
 from psync.sync.groups import CLOSER, GroupTable
-from psync.sync.log_entries import Listed, body_of, entries_of_snapshot, staged_entry
+from psync.sync.log_entries import body_of, entries_of_snapshot, staged_entry
 from psync.sync.pushes import Close
 from psync.sync.staging import Staging
 from psync.sync.step_applier import StepApplier
@@ -263,7 +263,7 @@ class PsSync(GroupTable):
         )  # fmt: skip
         return [held, decided]
 
-    def entries(self, rule: Mapping[str, Any] | None) -> list[Listed]:
+    async def entries(self, rule: Mapping[str, Any] | None = None) -> list[Listed]:
         """Return entries that give a backup what no snapshot has; see ``entries_of_snapshot``."""
         spread = [group for group, known in self._groups.items() if known.spread]
         return entries_of_snapshot(

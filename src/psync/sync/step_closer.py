@@ -33,7 +33,7 @@ from psync.net.peer import Handler, Later, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import Answer, Build
+from psync.ps.executor import Answer, Build, Listed
 from psync.store.ledger import Client
 from psync.sync.cross_ps_sets import FOR_VALUES, WholeSet, whole_set_of
 from psync.sync.groups import CLOSER
@@ -129,13 +129,24 @@ class StepCloser:
             FinishSteps: Handler(self._finish),
         }
 
+    # A section of the state, with that of what ps 0 has itself.
+
+    def control(self) -> list[Any]:
+        """Return what is staged and decided, and the state of the rule."""
+        return [*self._sync.control(), self.steps.snapshot()]
+
+    async def entries(self) -> list[Listed]:
+        """Return entries that give a backup what no snapshot has."""
+        return await self._sync.entries(self.steps.snapshot())
+
     def replayed(self) -> dict[type[Message], Handler]:
-        """Return who does which entry of the log of the one whose backup this is."""
+        """Return who executes which entry of the log of the one whose backup this is."""
 
         def replay(act: Callable[[Any], None]) -> Handler:
             return Handler(lambda peer, message, _: self._submit(_client(peer), message, act))
 
         return {
+            **self._sync.replayed(),
             SetGroups: Handler(self._restore),
             CountPush: Handler(self._replay_count),
             ForgetPush: Handler(lambda peer, message, _: self._forget(_client(peer), message)),
@@ -146,7 +157,7 @@ class StepCloser:
             StepApplied: replay(self.outgoing.note_applied),
             EndSteps: replay(self._end),
             InitTokens: replay(self._put_initial),
-            FinishSteps: replay(self._close_all),
+            FinishSteps: replay(self.outgoing.close_all),
         }
 
     def _submit(
@@ -310,7 +321,7 @@ class StepCloser:
 
     def _ask_step(self, peer: Peer, message: AskStep, _: list[memoryview]) -> Reply:
         self._check(peer)
-        return self._step_of(message.group)
+        return Reply(SyncStep(*self.steps.present_and_first(message.group)))
 
     async def _init_tokens(self, peer: Peer, message: InitTokens, _: list[memoryview]) -> Reply:
         self._check(peer)
@@ -320,28 +331,16 @@ class StepCloser:
         answer = self._submit(_client(peer), message, self._put_initial)
         if isinstance(answer, Answer):
             await answer
-        return self._step_of(message.group)
+        return Reply(SyncStep(*self.steps.present_and_first(message.group)))
 
     def _put_initial(self, message: InitTokens) -> None:
         self._perform(self.steps.init_tokens(message.group, message.count))
 
-    def _step_of(self, group: int) -> Reply:
-        return Reply(SyncStep(self.steps.step(group), self.steps.first_step(group)))
-
     async def _finish(self, peer: Peer, message: FinishSteps, _: list[memoryview]) -> Reply:
         if _client(peer) != self._coordinator:
             raise FencedError(f"{CLOSER}: {peer.task} is not the coordinator that it serves")
-        while self._over is None and not self.steps.is_settled:
-            if self.outgoing.may_finish:
-                answer = self._submit(_client(peer), message, self._close_all)
-                if isinstance(answer, Answer):
-                    await answer
-            if self._over is None and not self.steps.is_settled:
-                await self.outgoing.changed()
+        await self.outgoing.finish(_client(peer), message)
         return Reply(Done())
-
-    def _close_all(self, _: FinishSteps) -> None:
-        self._perform(self.steps.finish())
 
     def _check(self, peer: Peer) -> None:
         self._sync.ledger.check_incarnation(peer.task, peer.incarnation)
@@ -380,8 +379,7 @@ class StepCloser:
     def _begun(self, group: int, task: asyncio.Task[None]) -> None:
         del self._beginning[group]
         # It is seen, even if those who asked have gone.
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, PsyncError):
+        if not task.cancelled() and not isinstance(error := task.exception(), PsyncError | None):
             logger.error("synchronous group %d cannot begin", group, exc_info=error)
 
     def _define(self, message: BeginGroup) -> None:

@@ -91,10 +91,10 @@ class SyncSteps:
         known = self._groups.get(group)
         return -1 if known is None else known.step
 
-    def first_step(self, group: int) -> int:
-        """Return the step at which the group began, or a later one, which is over; -1: unknown."""
+    def present_and_first(self, group: int) -> tuple[int, int]:
+        """Return the group's present step, and that at which it began; -1: it is not defined."""
         known = self._groups.get(group)
-        return -1 if known is None else known.first_step
+        return (-1, -1) if known is None else (known.step, known.first_step)
 
     def init_tokens(self, group: int, count: int) -> list[Action]:
         """Put a group's initial tokens: once, however often a chief that restarts asks.

@@ -38,6 +38,9 @@ from psync.wire.codec import encode
 from psync.wire.frames import VERSION
 from psync.wire.messages import Challenge, Hello, Proof, Refused
 
+RELEASE = "0.1.0"
+"""The version of psync. Tasks of two versions may connect where that of the wire is the same."""
+
 NONCE_BYTES = 32
 MAX_NAME_CHARS = 200
 

@@ -187,9 +187,9 @@ class BackUp(Message):
 @message(98)
 @dataclass(frozen=True, slots=True)
 class BeginBackup(Message):
-    """Ps → the process of its backup: a snapshot of me comes; answered by Done. Segment: its state.
+    """Ps → the process of its backup: a snapshot of me comes; answered by BackupBegun.
 
-    Its items follow, by FillBackup, then LogEntries, from ``first`` on.
+    Segment: its state. Its items follow, by FillBackup, then LogEntries, from ``first`` on.
     """
 
     ps: int
@@ -200,6 +200,15 @@ class BeginBackup(Message):
     timeline: int
     first: int  # number of the first entry that the snapshot does not have
     lineage: int  # of what is backed up, see ``reattach``
+    release: str  # the version of psync that the ps runs
+
+
+@message(136)
+@dataclass(frozen=True, slots=True)
+class BackupBegun(Message):
+    """This process runs the same version of psync, and awaits the snapshot."""
+
+    numerics: str  # fingerprint of its arithmetic
 
 
 @message(99)

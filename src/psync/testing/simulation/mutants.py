@@ -11,6 +11,7 @@ before it is stale), that a backup follows no former copy (its entries are known
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -29,6 +30,7 @@ from psync.closures.shard_epochs import Visitation
 from psync.coordinator import Coordinator
 from psync.errors import TaskLost
 from psync.ps.backup_host import _Backup
+from psync.ps.computes import Computes
 from psync.ps_task import PsTask
 from psync.replicas import gang_run
 from psync.store import ledger_snapshot, snapshot
@@ -199,6 +201,40 @@ def _takes_leave_it(original: Callable[..., Any]) -> Any:
     return clear
 
 
+def _some_twice(original: Callable[..., Any]) -> Any:
+    def add(self: _Backup, number: int, entry: Any, body: Any) -> None:
+        original(self, number, entry, body)
+        if not number % 3:
+            original(self, number, entry, body)
+
+    return add
+
+
+def _at_its_own_time(original: Callable[..., Any]) -> Any:
+    def members(self: SyncSteps, alive: Any, missing: Any, now: float) -> Any:
+        return original(self, alive, missing, asyncio.get_running_loop().time())
+
+    return members
+
+
+def _done_before(original: Callable[..., Any]) -> Any:
+    def add(self: Computes, compute: Any, done: Callable[[Any], None]) -> None:
+        original(self, compute, lambda _: None)
+        done(None)
+
+    return add
+
+
+def _overtakes(original: Callable[..., Any]) -> Any:
+    def done_now(self: Computes, compute: Any) -> bool:
+        if any(map(self._store.busy, compute.keys)):
+            return bool(original(self, compute))
+        compute.at_once()
+        return True
+
+    return done_now
+
+
 def _keeps_the_parts(original: Callable[..., Any]) -> Any:
     def close(self: Staging, group: int, step: int, pushes: Any = ()) -> int:
         if group not in self._groups:
@@ -329,6 +365,21 @@ MUTANTS: Mapping[str, Mutant] = {
     "entry_not_done": Mutant(
         "a backup does each entry that it has taken", ("replica",),
         ((_Backup, "add", _done_if(lambda _, number: number % 3)),),
+    ),
+    "entry_judged_twice": Mutant(
+        "a backup executes each entry once", ("sync-replica",),
+        ((_Backup, "add", _some_twice),),
+    ),
+    "clock_in_judge": Mutant(
+        "judging reads no clock but that of the log", ("sync-replica",),
+        ((SyncSteps, "members", _at_its_own_time),),
+    ),
+    "answered_early": Mutant(
+        "an answer waits for its computes", ("any",), ((Computes, "add", _done_before),)
+    ),
+    "overtaken": Mutant(
+        "computes of a shard are done in the order of entries", ("any",),
+        ((Computes, "done_now", _overtakes),),
     ),
     "join_too_early": Mutant(
         "join waits for the last closure", ("any",), ((ClosureQueue, "is_settled", _off_by(-1)),)

@@ -1,0 +1,102 @@
+"""The fingerprint of a process's arithmetic: two that are equal compute the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psync.numerics.fingerprint import DTYPES, fingerprint, probe, values
+
+RULES_AND_SCHEDULES = """
+import hashlib, sys
+import numpy as np
+sys.path.append("tests/helpers")
+from psync import schedules
+from psync.numerics.clipping import sum_of_squares
+from psync.numerics.fingerprint import fingerprint
+from psync.numerics.sums import DenseSum, SparseSum, at_once
+from rule_table import RULES, run
+
+digest = hashlib.blake2b()
+for dtype in map(np.dtype, ("float16", "float32", "float64")):
+    for rule in RULES.values():
+        param, slots = run(rule, dtype, chunk=1000)
+        digest.update(param)
+        for slot in slots:
+            digest.update(slot)
+    array = (np.random.default_rng(7).standard_normal(200_007) * 1e-3).astype(dtype)
+    dense, sparse = DenseSum(array.shape, dtype), SparseSum((3,), dtype)
+    for weight in (1.0, 0.1):
+        at_once(dense.adding(array, weight))
+        at_once(sparse.adding(np.arange(66_669) * 7 % 999, array.reshape(-1, 3), weight))
+    digest.update(at_once(dense.making("mean")))
+    digest.update(at_once(sparse.making("mean", per_index=True)))
+    digest.update(np.float64(sum_of_squares(array)))
+for schedule in (schedules.CosineDecay(0.1, 20_000), schedules.ExponentialDecay(0.1, 97, 0.9)):
+    digest.update(np.array([schedule(step) for step in range(20_000)]))
+print(fingerprint(), digest.hexdigest())
+"""
+
+
+def computed(**environ: str) -> tuple[str, str]:
+    """The fingerprint of a process, and a digest of other results of it."""
+    run = subprocess.run(
+        [sys.executable, "-c", RULES_AND_SCHEDULES],
+        env={**os.environ, **environ}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    mark, results = run.stdout.split()
+    return mark, results
+
+
+def optional_features() -> list[str]:
+    """What numpy uses of this CPU beside the least that it needs, the widest last."""
+    config: Any = np.show_config(mode="dicts")
+    return list(config["SIMD Extensions"].get("found", ()))
+
+
+def test_it_is_of_sixteen_digits_and_made_once() -> None:
+    assert len(fingerprint()) == 16
+    assert int(fingerprint(), 16) >= 0
+    assert fingerprint() is fingerprint()
+
+
+@pytest.mark.slow
+def test_it_is_that_of_every_other_process_and_of_narrower_registers_and_other_blas() -> None:
+    features = optional_features()
+    settings = [{}, {"OPENBLAS_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "Prescott"}]
+    settings += [
+        {"NPY_DISABLE_CPU_FEATURES": " ".join(features[at:])} for at in range(len(features))
+    ]
+    found = {computed(**environ) for environ in settings}
+    assert len(found) == 1, found
+    assert found.pop()[0] == fingerprint()
+
+
+def test_where_it_is_equal_the_results_are() -> None:
+    """Another libm, which rounds some schedules another way: not every C library has the switch."""
+    mark, results = computed(GLIBC_TUNABLES="glibc.cpu.hwcaps=-AVX2,-FMA,-FMA4")
+    here, ours = computed()
+    assert (mark == here) == (results == ours)
+
+
+def test_every_array_of_the_probe_says_something() -> None:
+    with np.errstate(all="ignore"):
+        for array in probe():
+            assert np.isfinite(array).mean() > 0.9
+            assert array.size <= 2 or len(np.unique(array)) > 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_its_numbers_are_of_all_sizes_and_of_no_library(dtype: np.dtype) -> None:
+    made = values(525, dtype, 1)
+    size = np.abs(made[made != 0])
+    assert size.min() < np.finfo(dtype).tiny
+    assert 10 < size.max() < np.finfo(dtype).max
+    assert (made < 0).any()
+    assert np.signbit(made[made == 0]).any()
+    assert made[:3].tobytes() == values(3, dtype, 1).tobytes() != values(3, dtype, 2).tobytes()

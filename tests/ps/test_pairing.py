@@ -1,0 +1,40 @@
+"""What a ps and its backup must have in common."""
+
+from __future__ import annotations
+
+import pytest
+
+import psync
+from psync.errors import ConfigurationError, VersionMismatch
+from psync.numerics.fingerprint import fingerprint
+from psync.ps.pairing import Computation, check_deterministic, check_release
+from psync.wire.handshake import RELEASE
+
+
+def test_this_process_computes_as_its_fingerprint_says() -> None:
+    assert Computation().numerics == fingerprint()
+    assert Computation().release == RELEASE == psync.__version__
+
+
+def test_another_version_is_refused_and_the_error_names_both_and_what_to_do() -> None:
+    check_release("/job:ps/task:1", RELEASE, "/job:ps/task:0", RELEASE)
+    with pytest.raises(VersionMismatch) as caught:
+        check_release("/job:ps/task:1", "1.2.4", "/job:ps/task:0", "1.2.3")
+    assert caught.value.message == (
+        "/job:ps/task:1 runs psync 1.2.4 and cannot back up /job:ps/task:0, which runs 1.2.3"
+    )
+    assert caught.value.hint == (
+        "run one version of psync on all ps tasks: save a checkpoint, stop the cluster, start it "
+        "with the new version, restore"
+    )
+
+
+def test_deterministic_groups_are_refused_by_name_and_others_are_not() -> None:
+    check_deterministic("/job:ps/task:0", "/job:ps/task:1", [])
+    with pytest.raises(ConfigurationError) as caught:
+        check_deterministic("/job:ps/task:0", "/job:ps/task:1", ["a", "b"])
+    assert caught.value.message == (
+        "a, b: deterministic=True, but /job:ps/task:0 and its backup in the process of "
+        "/job:ps/task:1 do not compute the same bits: their CPU, numpy or C library differ"
+    )
+    assert "machines of one kind" in str(caught.value)
