@@ -221,7 +221,8 @@ class OutgoingSteps:
         self.pauses.discard(why)
         if not self.pauses and not self._is_over:
             for known in self._sync.outgoing():
-                self._carry(known)
+                if known.outgoing is not None and known.outgoing.close.group not in self._carried:
+                    self._carry(known)
         self.wake()
 
     async def drain(self) -> None:
