@@ -202,7 +202,10 @@ class StepCloser:
         """Be where the rule is of the one whose backup this is."""
         reply = self._sync.set_groups(peer, message, body)
         configs = {group: self._sync.define(group, None) for group, *_ in message.groups}
-        self.steps.restore(msgpack.unpackb(body[0]), configs)
+        state = msgpack.unpackb(body[0])
+        self.steps.restore(state, configs)
+        for close in self.steps.closing():
+            self.outgoing.decide(close)
         return reply
 
     # Pushes.
