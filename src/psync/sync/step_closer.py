@@ -204,6 +204,7 @@ class StepCloser:
         configs = {group: self._sync.define(group, None) for group, *_ in message.groups}
         state = msgpack.unpackb(body[0])
         self.steps.restore(state, configs)
+        self._clock.note(state["now"])
         for close in self.steps.closing():
             self.outgoing.decide(close)
         return reply
