@@ -5,8 +5,8 @@ Needs the fixture ``turns``. What is small both do in the turn in which an entry
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar, cast
 
 from inside import staged_on
 from ps_by_hand import COORDINATOR, PsByHand, joined
@@ -18,6 +18,8 @@ from psync.store.ledger import Ledger
 from psync.store.snapshot import SnapshotState, load_snapshot
 from psync.store.store import ShardStore
 from psync.wire.codec import decode
+
+T = TypeVar("T")
 
 
 class BackupByHand(PsByHand):
@@ -46,8 +48,9 @@ class BackupByHand(PsByHand):
         super().__init__(index=primary.index, num_ps=primary.num_ps, contents=contents)
         self.primary = primary
         self._of_log: dict[str, Any] = {}  # sets, by their numbers in the log
-        for each in services.entries():
-            self.read(executor.in_full(*each))
+        for section in services.sections:
+            for each in done_now(section.entries()):
+                self.read(executor.in_full(*each))
         executor.log.pair()
 
     def read(self, entry: Entry) -> None:
@@ -93,6 +96,15 @@ class BackupByHand(PsByHand):
         addresses = [f"ps{number}:1" for number in range(self.num_ps)]
         self.primary.services.executor.depose()
         self.services.moved(addresses, 1)
+
+
+def done_now(work: Coroutine[Any, Any, T]) -> T:
+    """Return what it returns, which has to wait for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return cast(T, end.value)
+    raise AssertionError("it has to wait")
 
 
 def state_of(ps: PsByHand) -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgpack
 
+from psync.ps.executor import Listed
 from psync.ps.update import ShardSet
 from psync.store.commit_log import LogNames
+from psync.store.ledger import Client
 from psync.sync.cross_ps_sets import ShareNumbers, WholeSet
 from psync.sync.log_entries import (
     FROM_CLOSER,
@@ -21,7 +24,8 @@ from psync.sync.log_entries import (
 )
 from psync.sync.step_update import Part
 from psync.sync.steps import SyncSteps
-from psync.wire.log_messages import CountPush, HoldPush, SetGroups
+from psync.wire.codec import Message
+from psync.wire.log_messages import CountPush, HoldPush, NormsMeasured, SetGroups
 from psync.wire.sync_messages import CloseStep, Contribute, StagePush
 
 GROUP = 9
@@ -99,22 +103,33 @@ def test_a_closing_has_the_parts_that_ps_0_handed_on_and_no_values_are_wanted() 
     assert again(names) == replace(entry, config=None, along=[-1, 0], sets=[])
 
 
+def read(entries: list[Listed]) -> list[tuple[Client, Message, Sequence[memoryview]]]:
+    """Entries with their messages, which name everything in full."""
+    names = LogNames()
+    return [
+        (client, each if isinstance(each, Message) else each(names), segments)
+        for client, each, segments in entries
+    ]
+
+
 def test_a_snapshot_is_followed_by_what_it_does_not_have() -> None:
     rule = SyncSteps().snapshot()
     held = [(GROUP, REPLICA, 1, 4, staged()), (GROUP, REPLICA, 2, 4, whole())]
-    entries = entries_of_snapshot({GROUP: RAW, 10: RAW}, {GROUP: 4}, [10], held, rule)
-    names = LogNames()
-    assert [client for client, _, _ in entries] == [FROM_CLOSER, REPLICA, REPLICA]
-    assert [build(names) for _, build, _ in entries] == [
-        SetGroups([(GROUP, RAW, 4), (10, RAW, -1)], [10]),
+    measured = NormsMeasured(GROUP, 3, [(3, 0.5)], None)
+    entries = read(
+        entries_of_snapshot({GROUP: RAW, 10: RAW}, {GROUP: 4}, [10], held, rule, [measured])
+    )
+    assert [client for client, _, _ in entries] == [REPLICA, REPLICA, FROM_CLOSER, FROM_CLOSER]
+    assert [message for _, message, _ in entries] == [
         HoldPush(GROUP, 1, 4, 0, [(0, *key) for key in KEYS], False, [], None),
         HoldPush(GROUP, 2, 4, 0, MEMBERS, True, [4, 4], None),
+        SetGroups([(GROUP, RAW, 4), (10, RAW, -1)], [10]),
+        measured,
     ]
-    (state,), *bodies = (segments for *_, segments in entries)
+    *bodies, (state,), nothing = (segments for *_, segments in entries)
     assert msgpack.unpackb(state) == rule
-    assert bodies == [(BODY,), (BODY,)]
+    assert (bodies, nothing) == ([(BODY,), (BODY,)], ())
 
 
 def test_one_that_decides_no_steps_has_no_rule_in_its_snapshot() -> None:
-    ((_, build, segments),) = entries_of_snapshot({}, {}, [], [], None)
-    assert (build(LogNames()), segments) == (SetGroups([], []), ())
+    assert read(entries_of_snapshot({}, {}, [], [], None)) == [(FROM_CLOSER, SetGroups([], []), ())]

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from psync.ps.committer import Committer
 
 from inside import sync_of
 from ps_by_hand import PsByHand, group_config
 from ps_cluster import until
 from psync.errors import FencedError
-from psync.ps.committer import Committer
 from psync.wire.sync_messages import CloseStep
 from sync_cluster import GROUP, SyncCluster
 

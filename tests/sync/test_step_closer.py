@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from psync.sync.group_phases import Phase
 
 from inside import closer_of, points_of, sync_of, work_of
 from ps_cluster import CHIEF, RATE, hold, pull, until
@@ -20,7 +21,6 @@ from psync.errors import (
     UsageError,
 )
 from psync.specs import VariableSpec
-from psync.sync.group_phases import Phase
 from psync.testing import settle
 from psync.testing.sabotage import Failpoints
 from psync.wire.ps_messages import AttachPs, Fence, FinalBelow, Pull

@@ -148,7 +148,7 @@ def test_a_gradient_from_the_future_counts() -> None:
 
 def test_values_of_before_the_first_step_are_those_of_where_the_group_began() -> None:
     steps = Steps(1, 2, begin=40)
-    assert steps.step(GROUP) == steps.first_step(GROUP) == 40
+    assert steps.present_and_first(GROUP) == (40, 40)
     assert closes(steps.push(0, -1)) == [(40, [0], False)]
     steps.closed(GROUP, 40)
     (answer,) = steps.push(1, -1)
@@ -392,7 +392,7 @@ def test_what_does_not_exist_is_a_bug() -> None:
     steps = SyncSteps()
     assert not steps.knows(GROUP)
     assert steps.step(GROUP) == -1
-    assert steps.first_step(GROUP) == -1
+    assert steps.present_and_first(GROUP) == (-1, -1)
     with pytest.raises(LocalProtocolError):
         steps.closed(GROUP, 0)
     with pytest.raises(LocalProtocolError, match="not being closed"):
