@@ -186,16 +186,10 @@ class Executor:
         """
         if self._over is not None:
             raise self._over.with_traceback(None)
-        self._define_new()
-        if self.log.state is LogState.PAIRED:
-            self._to_check -= 1
-            if self._to_check <= 0 and self._check in (0, *self._digests):
-                self._compare()
-        self._append(client, message, body)
-        self.on_entry()
-        if self._is_free and self._may_execute(self.log.last):
+        number = self._append(client, message, body)
+        if self._is_free and self._may_execute(number):
             return self._execute_now(act, claim)
-        return self._enqueue(self.log.last, act, None if claim is None else claim())
+        return self._enqueue(number, act, None if claim is None else claim())
 
     def in_turn(self, act: Callable[[], Any]) -> Any:
         """Do something between two entries: all up to now are executed, and none after them.
@@ -246,8 +240,8 @@ class Executor:
         self._to_check = CHECK_EVERY
         self._check += 1
         message = CheckState(self._check, self._digests.get(self._check - 1, b""))
-        self._append(self._coordinator, message, ())
-        self._enqueue(self.log.last, functools.partial(self._take_digest, message), None)
+        number = self._keep(self._coordinator, message, ())
+        self._enqueue(number, functools.partial(self._take_digest, message), None)
 
     def compare(self, message: CheckState) -> Reply | Answer | None:
         """Execute a check, on a backup."""
@@ -261,31 +255,28 @@ class Executor:
                 f"{self._task}: its backup has diverged before check {message.number} of the log"
             )
 
-    def _define_new(self) -> None:
-        """An optimizer that a message has defined in passing is known to the backup first."""
-        known = self._store.optimizers()
-        if len(known) == len(self._optimizers):
-            return
-        for number in known.keys() - self._optimizers:
-            message = DefineOptimizer(number, dict(known[number].config))
-            self._append(self._coordinator, message, ())
-        self._optimizers = set(known)
-
-    def _append(
-        self,
-        client: Client,
-        message: Message | Build,
-        body: Sequence[memoryview],
-    ) -> None:
+    def _append(self, client: Client, message: Message | Build, body: Sequence[memoryview]) -> int:
+        """Give an entry its number; with a backup, ship it, after what that must know before."""
         if self.log.state is LogState.ALONE:
-            self.log.append(_NOBODY, 0)
-            return
+            return self.log.append(_NOBODY, 0)
+        known = self._store.optimizers()
+        for new in known.keys() - self._optimizers:  # that a message has defined in passing
+            self._optimizers.add(new)
+            self._keep(self._coordinator, DefineOptimizer(new, dict(known[new].config)), ())
+        self._to_check -= 1
+        if self._to_check <= 0 and self._check in (0, *self._digests):
+            self._compare()
+        number = self._keep(client, message, body)
+        self.on_entry()
+        return number
+
+    def _keep(self, client: Client, message: Message | Build, body: Sequence[memoryview]) -> int:
         if not isinstance(message, Message):
             message = message(self._names)
         header = encode(message)
         # Headers weigh more: those of all entries of a message are one frame's header.
         nbytes = sum(map(len, body)) + HEADER_WEIGHT * len(header)
-        self.log.append(Entry(client, header, body), nbytes)
+        return self.log.append(Entry(client, header, body), nbytes)
 
     # Executing them.
 

@@ -265,15 +265,11 @@ class Update:
     body: memoryview  # of all shards, one after the other; of averages nothing
     store: ShardStore  # both stay the same, even if a new coordinator
     ledger: Ledger  # empties the task while the update is under way
+    needed: Sequence[Key]  # the shards that it reads or changes
     step: int = 0
     operands: Sequence[np.ndarray | RowValues] = ()  # the views as arrays, checked; one per shard
     followed: Sequence[Key] = ()  # by the averages: one per shard
     costs: Sequence[int] = ()  # bytes that the update of each shard touches
-
-    @property
-    def needed(self) -> Sequence[Key]:
-        """The shards that must be idle while the work begins."""
-        return (*self.known.keys, *self.followed) if self.followed else self.known.keys
 
     def entry(self, names: LogNames) -> Message:
         """Return it as the log has it: its set by a number of the log's own, and no lock."""
@@ -314,6 +310,7 @@ class Update:
                     f"moving average: expected decay in [0, 1), got {message.decay}"
                 )
             self.followed = [(variable, index) for _, variable, index in message.shards]
+            self.needed = (*known.keys, *self.followed)
             for average, key in zip(known.keys, self.followed, strict=True):
                 store.check_average(average, key)
         else:

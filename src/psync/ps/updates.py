@@ -14,6 +14,7 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
@@ -128,7 +129,9 @@ class PsUpdates:
             self._refused(peer, message)
             raise
         client = (peer.task, peer.incarnation)
-        return self._admit(Update(client, message, known, whole, self._store, self._ledger))
+        return self._admit(
+            Update(client, message, known, whole, self._store, self._ledger, known.keys)
+        )
 
     def _average(
         self, peer: Peer, message: AverageShards, _: list[memoryview]
@@ -140,7 +143,9 @@ class PsUpdates:
             self._refused(peer, message)
             raise
         client = (peer.task, peer.incarnation)
-        return self._admit(Update(client, message, known, NO_BYTES, self._store, self._ledger))
+        return self._admit(
+            Update(client, message, known, NO_BYTES, self._store, self._ledger, known.keys)
+        )
 
     # Admission: nothing is noted of an update that waits, which has not begun.
 
@@ -216,23 +221,18 @@ class PsUpdates:
         self.pushes += is_push
         self.assigns += not is_push
         return Compute(
-            update.needed, lambda: Reply(answer), sum(update.costs), lambda: self._apply(update),
-            lambda: self._apply_in_pieces(update),
-        )  # fmt: skip
+            update.needed,
+            functools.partial(self._applied, update, answer),
+            sum(update.costs),
+            update.at_once,
+            functools.partial(self._work.shard_by_shard, update.costs, update.work),
+        )
 
-    def _apply(self, update: Update) -> None:
-        update.at_once()
-        self._applied(update)
-
-    async def _apply_in_pieces(self, update: Update) -> None:
-        """Apply shard after shard, large ones block after block, small ones several at once."""
-        await self._work.shard_by_shard(update.costs, update.work)
-        self._applied(update)
-
-    def _applied(self, update: Update) -> None:
+    def _applied(self, update: Update, answer: Pushed) -> Reply:
         """All shards have it, and nobody was told yet."""
         if self._gate.is_shut:
             self._gate.look_again()
+        return Reply(answer)
 
 
 def _answering(update: Update, answer: Pushed) -> Compute:

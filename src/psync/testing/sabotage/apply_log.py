@@ -33,6 +33,7 @@ import msgpack
 import numpy as np
 
 from psync.errors import ConfigurationError
+from psync.net.peer import Reply
 from psync.ps.update import Update
 from psync.ps.updates import PsUpdates
 from psync.specs import ShardSpec, dtype_name
@@ -42,6 +43,7 @@ from psync.store.shards import Optimizer
 from psync.store.snapshot import Frozen
 from psync.store.store import ShardStore
 from psync.sync.ps_services import PsServices
+from psync.wire.ps_messages import Pushed
 from psync.wire.tensors import array_from_bytes, to_bytes_view
 
 VARIABLE = "PSYNC_TESTING_APPLY_LOG"
@@ -164,10 +166,11 @@ class LoggedStore(ShardStore):
 class LoggedUpdates(PsUpdates):
     """Updates of a store whose changes are written down: whose they are."""
 
-    def _applied(self, update: Update) -> None:
-        super()._applied(update)
+    def _applied(self, update: Update, answer: Pushed) -> Reply:
+        reply = super()._applied(update, answer)
         if isinstance(self._store, LoggedStore) and self._store.log is not None:
             self._store.log.applied(update)
+        return reply
 
 
 class LoggedServices(PsServices):
