@@ -337,6 +337,10 @@ class PsTask:
         """Return who does an entry of the log."""
         return self.services.replayed.get(kind) or self._endpoint.handlers[kind]
 
+    async def executed(self) -> None:
+        """Wait until the next entry of the log may be prepared."""
+        await self.services.executor.drain()
+
     async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
         """Serve what was a backup until now; incarnations below ``fences`` are refused.
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from backups import W, alone, back_up, create, promote, say, take_over
-from inside import backup_of, backups_of, handlers_of, host_of, settled
+from inside import backup_of, backups_of, handlers_of, host_of, settled, work_of
 from ps_cluster import CHIEF, PsCluster, assign, heard, pull, push
 from psync.errors import FencedError, PsyncError, UsageError
 from psync.net.peer import Handler, Reply
 from psync.numerics.fingerprint import fingerprint
 from psync.ps.backup_host import AsIfFrom
 from psync.ps_task import PsTask
+from psync.store.store import Work
 from psync.wire.codec import encode
 from psync.wire.handshake import RELEASE
 from psync.wire.messages import Done
@@ -145,3 +146,30 @@ async def test_an_order_that_is_heard_again_later_empties_no_backup() -> None:
         await take_over(cluster)
         (value,) = await pull(cluster.chief, w)
         assert np.array_equal(value, W - np.float32(0.5))
+
+
+async def test_an_entry_is_prepared_when_those_before_it_are_executed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is created by one that takes this backup long is pushed to by the next."""
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        backup = backup_of(cluster.ps[1], 0)
+        work, go_on = work_of(backup), asyncio.Event()
+        finish = work.finish
+
+        async def finish_slowly(each: Work) -> None:
+            await go_on.wait()
+            await finish(each)
+
+        monkeypatch.setattr(work, "finish", finish_slowly)
+        values = np.arange(1 << 21, dtype=np.float32).reshape(2, -1)
+        v = await cluster.create("v", values, shards=2)
+        await push(cluster.client(), (v,), (1.0,))
+        (expected,) = await pull(cluster.chief, v)
+        go_on.set()
+        await settled(cluster.ps[1])
+        await take_over(cluster)
+        (value,) = await pull(cluster.chief, v)
+        assert np.array_equal(value, expected)

@@ -82,6 +82,9 @@ class BackupTask(Protocol):
     def handler(self, kind: type[Message]) -> Handler:
         """Return who serves a message."""
 
+    async def executed(self) -> None:
+        """Wait until the next entry may be prepared: those before it are executed."""
+
     async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
         """Serve: all entries are done, and none comes any more.
 
@@ -199,6 +202,7 @@ class _Backup:
                     outcome = exc
                 if isinstance(outcome, Later):
                     outcome.deliver_to(functools.partial(self._done, entry))
+                    await self.task.executed()
                 else:
                     self._done(entry, outcome)
                 begun += 1
