@@ -112,6 +112,11 @@ def sync_of(ps: Any) -> PsSync:
     return ps.services.sync
 
 
+def begins(ps: Any, group: int) -> bool:
+    """Whether ps 0 reads the global step, with which a group begins."""
+    return group in closer_of(ps)._beginning
+
+
 def rule_of(ps: Any) -> SyncSteps:
     """What decides synchronous steps; on ps 0, and on a backup of it."""
     steps: SyncSteps = closer_of(ps).steps
