@@ -8,7 +8,9 @@ Source: ``keras.callbacks`` of Keras 3, for names, arguments and when they are c
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import importlib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -262,17 +264,13 @@ class TensorBoard(Callback):
 
 
 def _summary_writer() -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as exc:
-            raise ImportError(
-                "psync.callbacks.TensorBoard needs tensorboardX, or torch with tensorboard: "
-                "pip install tensorboardX"
-            ) from exc
-    return SummaryWriter
+    for module in ("tensorboardX", "torch.utils.tensorboard"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(module).SummaryWriter
+    raise ImportError(
+        "psync.callbacks.TensorBoard needs tensorboardX, or torch with tensorboard: "
+        "pip install tensorboardX"
+    )
 
 
 class ModelCheckpoint(Callback):

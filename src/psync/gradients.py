@@ -172,9 +172,6 @@ class GradientFunction(ABC):
 
 
 class _TorchGradients(GradientFunction):
-    def __reduce__(self) -> tuple[Any, ...]:
-        return from_torch, (self._loss_fn,)
-
     def _differentiate(
         self, arrays: Sequence[np.ndarray], structure: tuple[Any, ...], data: Sequence[Any]
     ) -> tuple[float, Sequence[Any], Any]:

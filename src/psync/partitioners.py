@@ -10,6 +10,7 @@ The placement at the end of the module chooses a ps for each shard: in turns, or
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from abc import ABC, abstractmethod
@@ -21,7 +22,7 @@ import numpy as np
 
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, PartitionError
-from psync.specs import as_integer, dtype_name, dtype_of
+from psync.specs import as_integer, checked_integer, dtype_name, dtype_of
 
 __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
 
@@ -212,9 +213,7 @@ def _itemsize(dtype: object, bytes_per_string: int) -> int:
 
 
 def _positive(what: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ConfigurationError(f"{what}: expected a whole number above 0, got {value!r}")
-    return int(value)
+    return checked_integer(f"{what}: expected a whole number above 0", value, 1)
 
 
 _DEVICE = re.compile(r"/job:ps(?:/replica:0)?/task:([0-9]{1,7})(?:/device:CPU:0)?")
@@ -259,18 +258,11 @@ class RoundRobin:
     """
 
     def __init__(self, num_ps: int) -> None:
-        if num_ps < 1:
-            raise ConfigurationError(
-                f"expected at least one ps task to place variables on, got {num_ps}"
-            )
-        self._num_ps = num_ps
-        self._next = 0
+        self._turns = itertools.cycle(range(num_ps))
 
     def place(self, nbytes: int) -> int:
         """Return the index of the ps for the next shard; its size does not matter."""
-        index = self._next
-        self._next = (index + 1) % self._num_ps
-        return index
+        return next(self._turns)
 
 
 class LeastBytes:

@@ -18,6 +18,7 @@ here, and nothing is unpickled.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Sequence
 from importlib import import_module
@@ -338,7 +339,7 @@ class PsTask:
         return self.services.replayed.get(kind) or self._endpoint.handlers[kind]
 
     async def executed(self) -> None:
-        """Wait until the next entry of the log may be prepared."""
+        """Wait until all entries are executed; they may still be computed. Cancellation: safe."""
         await self.services.executor.drain()
 
     async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
@@ -348,6 +349,6 @@ class PsTask:
         """
         self.life = self.life.after(LifeEvent.PROMOTE, self.task)
         self.services.accumulators.promoted()  # nobody waits in the log, which has ended
-        for task, below in fences:
-            self.services.refuse_below(task, below)
+        for fence in fences:
+            self.services.executor.in_turn(functools.partial(self.services.refuse_below, *fence))
         return await self.start()

@@ -14,13 +14,16 @@ rate, a negative power) are refused when the schedule is made, instead of giving
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 
 from psync.errors import ConfigurationError
+
+_WITHIN = {">": operator.gt, ">=": operator.ge}
 
 Config = dict[str, object]
 """What travels: only str, bool, int, float, None, lists and dicts of these."""
@@ -43,36 +46,31 @@ class Schedule(ABC):
     def to_config(self) -> Config:
         """Return a dict of msgpack types from which ``from_config`` rebuilds an equal schedule."""
         config: Config = {"kind": type(self).__name__}
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if isinstance(value, Schedule):
                 value = value.to_config()
             elif isinstance(value, tuple):
                 value = list(value)
-            config[field.name] = value
+            config[each.name] = value
         return config
 
-    def _number(
-        self, name: str, *, minimum: float | None = None, above: float | None = None
-    ) -> None:
-        """Check that argument ``name`` is a finite number in range, and make it a plain one."""
-        number = as_number(f"{type(self).__name__}: {name}", getattr(self, name))
-        if minimum is not None and number < minimum:
-            raise ConfigurationError(
-                f"{type(self).__name__}: expected {name} >= {minimum}, got {number}"
-            )
-        if above is not None and number <= above:
-            raise ConfigurationError(
-                f"{type(self).__name__}: expected {name} > {above}, got {number}"
-            )
-        object.__setattr__(self, name, number)
-
-    def _flag(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, bool):
-            raise ConfigurationError(
-                f"{type(self).__name__}: expected {name} to be True or False, got {value!r}"
-            )
+    def __post_init__(self) -> None:
+        """Check the arguments, and make numbers plain ones; a field's metadata are its bounds."""
+        for each in fields(self):
+            value, what = getattr(self, each.name), type(self).__name__
+            if each.type == "bool" and not isinstance(value, bool):
+                raise ConfigurationError(
+                    f"{what}: expected {each.name} to be True or False, got {value!r}"
+                )
+            if each.type == "float" or (each.type == "float | None" and value is not None):
+                number = as_number(f"{what}: {each.name}", value)
+                for sign, bound in each.metadata.items():
+                    if not _WITHIN[sign](number, bound):
+                        raise ConfigurationError(
+                            f"{what}: expected {each.name} {sign} {bound}, got {number}"
+                        )
+                object.__setattr__(self, each.name, number)
 
 
 def as_number(what: str, value: object) -> float:
@@ -108,15 +106,24 @@ class Constant(Schedule):
 
     value: float
 
-    def __post_init__(self) -> None:
-        self._number("value")
-
     def _rate(self, step: float) -> float:
         return self.value
 
 
 @dataclass(frozen=True)
-class ExponentialDecay(Schedule):
+class _Decay(Schedule):
+    initial_learning_rate: float
+    decay_steps: float = field(metadata={">": 0})
+    decay_rate: float = field(metadata={">=": 0})
+    staircase: bool = False
+
+    def _time(self, step: float) -> float:
+        time = step / self.decay_steps
+        return math.floor(time) if self.staircase else time
+
+
+@dataclass(frozen=True)
+class ExponentialDecay(_Decay):
     """``initial_learning_rate * decay_rate ** (step / decay_steps)``.
 
     Args:
@@ -126,26 +133,12 @@ class ExponentialDecay(Schedule):
         staircase: Whether the exponent is rounded down to a whole number.
     """
 
-    initial_learning_rate: float
-    decay_steps: float
-    decay_rate: float
-    staircase: bool = False
-
-    def __post_init__(self) -> None:
-        self._number("initial_learning_rate")
-        self._number("decay_steps", above=0)
-        self._number("decay_rate", minimum=0)
-        self._flag("staircase")
-
     def _rate(self, step: float) -> float:
-        exponent = step / self.decay_steps
-        if self.staircase:
-            exponent = math.floor(exponent)
-        return self.initial_learning_rate * math.pow(self.decay_rate, exponent)
+        return self.initial_learning_rate * math.pow(self.decay_rate, self._time(step))
 
 
 @dataclass(frozen=True)
-class InverseTimeDecay(Schedule):
+class InverseTimeDecay(_Decay):
     """``initial_learning_rate / (1 + decay_rate * step / decay_steps)``.
 
     Args:
@@ -155,22 +148,8 @@ class InverseTimeDecay(Schedule):
         staircase: Whether ``step / decay_steps`` is rounded down to a whole number.
     """
 
-    initial_learning_rate: float
-    decay_steps: float
-    decay_rate: float
-    staircase: bool = False
-
-    def __post_init__(self) -> None:
-        self._number("initial_learning_rate")
-        self._number("decay_steps", above=0)
-        self._number("decay_rate", minimum=0)
-        self._flag("staircase")
-
     def _rate(self, step: float) -> float:
-        time = step / self.decay_steps
-        if self.staircase:
-            time = math.floor(time)
-        return self.initial_learning_rate / (1 + self.decay_rate * time)
+        return self.initial_learning_rate / (1 + self.decay_rate * self._time(step))
 
 
 @dataclass(frozen=True)
@@ -186,17 +165,10 @@ class PolynomialDecay(Schedule):
     """
 
     initial_learning_rate: float
-    decay_steps: float
+    decay_steps: float = field(metadata={">": 0})
     end_learning_rate: float = 0.0001
-    power: float = 1.0
+    power: float = field(default=1.0, metadata={">=": 0})
     cycle: bool = False
-
-    def __post_init__(self) -> None:
-        self._number("initial_learning_rate")
-        self._number("decay_steps", above=0)
-        self._number("end_learning_rate")
-        self._number("power", minimum=0)
-        self._flag("cycle")
 
     def _rate(self, step: float) -> float:
         decay_steps = self.decay_steps
@@ -223,18 +195,10 @@ class CosineDecay(Schedule):
     """
 
     initial_learning_rate: float
-    decay_steps: float
+    decay_steps: float = field(metadata={">": 0})
     alpha: float = 0.0
     warmup_target: float | None = None
-    warmup_steps: float = 0
-
-    def __post_init__(self) -> None:
-        self._number("initial_learning_rate")
-        self._number("decay_steps", above=0)
-        self._number("alpha")
-        if self.warmup_target is not None:
-            self._number("warmup_target")
-        self._number("warmup_steps", minimum=0)
+    warmup_steps: float = field(default=0, metadata={">=": 0})
 
     def _rate(self, step: float) -> float:
         start = self.initial_learning_rate
@@ -268,17 +232,10 @@ class CosineDecayRestarts(Schedule):
     """
 
     initial_learning_rate: float
-    first_decay_steps: float
-    t_mul: float = 2.0
-    m_mul: float = 1.0
+    first_decay_steps: float = field(metadata={">": 0})
+    t_mul: float = field(default=2.0, metadata={">=": 1})
+    m_mul: float = field(default=1.0, metadata={">=": 0})
     alpha: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._number("initial_learning_rate")
-        self._number("first_decay_steps", above=0)
-        self._number("t_mul", minimum=1)
-        self._number("m_mul", minimum=0)
-        self._number("alpha")
 
     def _rate(self, step: float) -> float:
         period, completed = self._period(step / self.first_decay_steps)
@@ -347,13 +304,12 @@ class Warmup(Schedule):
     """
 
     schedule: Schedule
-    warmup_steps: float
+    warmup_steps: float = field(metadata={">=": 0})
     initial_learning_rate: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", as_schedule(self.schedule))
-        self._number("warmup_steps", minimum=0)
-        self._number("initial_learning_rate")
+        super().__post_init__()
 
     def _rate(self, step: float) -> float:
         if step >= self.warmup_steps:

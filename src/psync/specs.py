@@ -9,11 +9,13 @@ import enum
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from psync.errors import PartitionError
+from psync.errors import ConfigurationError, PartitionError, PsyncError
+
+T = TypeVar("T")
 
 DTYPE_NAMES = (
     "float16", "float32", "float64", "bfloat16",
@@ -36,6 +38,43 @@ def as_integer(value: object) -> int | None:
     except TypeError:
         return None
     return number if -(1 << 63) <= number < 1 << 63 else None
+
+
+def checked_integer(
+    expected: str,
+    value: object,
+    lowest: int,
+    highest: int = (1 << 63) - 1,
+    *,
+    hint: str | None = None,
+) -> int:
+    """Return a whole number within bounds, both included.
+
+    Raises:
+        ConfigurationError: It is none; the message is ``expected``, and what came instead.
+    """
+    number = as_integer(value)
+    if number is None or not lowest <= number <= highest:
+        raise ConfigurationError(f"{expected}, got {value!r}", hint=hint)
+    return number
+
+
+def checked_kind(
+    expected: str,
+    value: object,
+    kind: type[T],
+    *,
+    hint: str | None = None,
+    error: type[PsyncError] = ConfigurationError,
+) -> T:
+    """Return a value of one class.
+
+    Raises:
+        PsyncError: It is of another, and ``error`` is raised with ``expected`` and that one's name.
+    """
+    if not isinstance(value, kind):
+        raise error(f"{expected}, got {type(value).__name__}", hint=hint)
+    return value
 
 
 def dtype_of(name: str) -> np.dtype:
@@ -76,10 +115,7 @@ def dtype_name(dtype: object) -> str:
         raise PartitionError(
             f"expected a dtype, got {dtype!r}", hint=f"use one of {', '.join(DTYPE_NAMES)}"
         ) from exc
-    if name not in DTYPE_NAMES:
-        raise PartitionError(
-            f"dtype {name!r} is not supported", hint=f"use one of {', '.join(DTYPE_NAMES)}"
-        )
+    dtype_of(name)  # is it supported?
     return str(name)
 
 

@@ -662,9 +662,12 @@ async def test_a_coordinator_that_starts_or_runs_cannot_be_started_again():
 def test_what_lives_on_the_coordinator_cannot_be_captured() -> None:
     functions = FunctionTable()
     strategy = strategy_of()
-    dataset = PerWorkerDataset(*capture_dataset(lambda: [1], functions), 1, print, print)
+    coordinator = psync.ClusterCoordinator(strategy)
+    captured, function = capture_dataset(lambda: [1], functions)
+    distributed = psync.DistributedDataset(captured, 1, None)
+    dataset = PerWorkerDataset(distributed, function, coordinator)
     for captured, text in (
-        (psync.ClusterCoordinator(strategy), "the coordinator lives on the chief"),
+        (coordinator, "the coordinator lives on the chief"),
         (strategy, "the strategy lives on the coordinator"),
         (psync.LocalCluster(1, 1, processes=False), "the cluster's processes belong to the chief"),
         (dataset, r"pass iter\(dataset\), the iterator, to steps"),

@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 
-from psync.api.coordinator_options import CoordinatorOptions, checked_options
+import psync
+from psync.coordinator import CoordinatorOptions
 from psync.errors import ConfigurationError
 
-GIVEN: dict[str, Any] = {
-    "min_workers": None, "connect_timeout": 60.0, "ps_timeout": 15.0, "closure_timeout": None,
-    "max_losses": 3, "max_flaps": 3, "watchdog_timeout": 0, "on_stall": None, "insecure": False,
-    "attach": False,
-}  # fmt: skip
+CLUSTER = psync.ClusterSpec({"worker": ["w0:1", "w1:1"], "ps": ["p0:1"]})
 
 
 def options(**given: Any) -> CoordinatorOptions:
-    return checked_options(2, **{**GIVEN, **given})
+    strategy = psync.ParameterServerStrategy(psync.SimpleClusterResolver(CLUSTER))
+    return psync.ClusterCoordinator(strategy, **given)._options
 
 
 def test_all_workers_have_to_be_there_unless_said_otherwise() -> None:
@@ -31,6 +29,7 @@ def test_what_is_given_is_taken_over() -> None:
         closure_timeout=3.5,
         max_losses=4,
         max_flaps=None,
+        watchdog_timeout=0,
         on_stall=print,
         insecure=True,
         attach=True,

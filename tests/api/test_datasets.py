@@ -253,7 +253,9 @@ async def test_under_a_virtual_clock_batches_are_loaded_when_they_are_asked_for(
 def per_worker(source, num_workers=1):
     """What ``create_per_worker_dataset`` makes, of a coordinator that is not there."""
     captured, function = capture_dataset(source, FunctionTable())
-    return PerWorkerDataset(captured, function, num_workers, lambda uid: None, None)
+    coordinator = psync.ClusterCoordinator(strategy_of())
+    dataset = psync.DistributedDataset(captured, num_workers, None)
+    return PerWorkerDataset(dataset, function, coordinator)
 
 
 def test_what_is_no_dataset_function_is_refused():

@@ -237,7 +237,10 @@ def test_what_is_distributed_already_is_refused() -> None:
 
 def test_what_lives_on_the_coordinator_is_no_dataset() -> None:
     functions = FunctionTable()
-    per_worker = PerWorkerDataset(*capture_dataset([1], functions), 2, print, print)
+    coordinator = psync.ClusterCoordinator(strategy_of())
+    captured, function = capture_dataset([1], functions)
+    dataset = psync.DistributedDataset(captured, 2, None)
+    per_worker = PerWorkerDataset(dataset, function, coordinator)
     with pytest.raises(UsageError, match=r"PerWorkerDataset is none: pass iter\(dataset\)"):
         strategy_of().experimental_distribute_dataset(per_worker)
     with pytest.raises(UsageError, match="Visits is none: it lives on the coordinator"):

@@ -213,7 +213,7 @@ def test_a_variable_has_a_length_and_cannot_be_iterated() -> None:
     with pytest.raises(UsageError, match='part of variable "v" is not an array here') as caught:
         v[2:7] + 1
     assert "`part = await v[…]`" in str(caught.value)
-    assert repr(v[2:7]) == '<rows of "v", to be awaited>'
+    assert repr(v[2:7]) == '<part of "v", to be awaited>'
 
 
 @pytest.mark.parametrize(

@@ -10,30 +10,22 @@ import pytest
 
 import psync
 from psync import optimizers
-from psync.api.sync_arguments import (
-    NOWHERE,
-    check_wrapped,
-    checked_config,
-    checked_count,
-    checked_weight,
-)
+from psync.api.sync_arguments import NOWHERE, check_wrapped, checked_weight, count_of
 from psync.errors import ConfigurationError, GradientError
 from psync.store.sync_config import SyncConfig
 
-GOOD: dict[str, Any] = {
-    "name": "sync", "optimizer": {"rule": "sgd"}, "replicas_to_aggregate": 2,
-    "total_num_replicas": 3, "strict": False, "deterministic": False, "tensorflow_compat": False,
-    "min_replicas": 1, "patience_s": 30, "reduction": "mean",
-}  # fmt: skip
+SGD = optimizers.SGD(0.5)
 
 
 def made(**changes: Any) -> SyncConfig:
-    return checked_config(**{**GOOD, **changes})
+    given = {"replicas_to_aggregate": 2, "total_num_replicas": 3, "name": "sync", **changes}
+    config = psync.SyncReplicasOptimizer(SGD, **given).get_config()
+    return SyncConfig.from_config({**config, "global_step": NOWHERE})
 
 
 def test_all_of_it_is_in_the_configuration() -> None:
     assert made() == SyncConfig(
-        name="sync", optimizer={"rule": "sgd"}, replicas_to_aggregate=2, total_num_replicas=3,
+        name="sync", optimizer=SGD.get_config(), replicas_to_aggregate=2, total_num_replicas=3,
         global_step=NOWHERE,
     )  # fmt: skip
 
@@ -102,11 +94,11 @@ def test_what_is_wrong_is_said(changes: dict[str, Any], text: str) -> None:
 
 
 def test_a_count_is_a_whole_number() -> None:
-    assert checked_count("sync", "num_tokens", np.int32(-1)) == -1
+    assert count_of("sync", "num_tokens", np.int32(-1)) == -1
     with pytest.raises(ConfigurationError, match="expected a whole number as num_tokens, got nan"):
-        checked_count("sync", "num_tokens", float("nan"))
+        count_of("sync", "num_tokens", float("nan"))
     with pytest.raises(ConfigurationError, match="as num_tokens, got "):
-        checked_count("sync", "num_tokens", np.True_)
+        count_of("sync", "num_tokens", np.True_)
 
 
 def test_a_weight_is_a_number_within_what_can_be_summed() -> None:

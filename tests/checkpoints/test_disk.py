@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from psync.checkpoints.disk import Disk, current_disk
-from psync.checkpoints.files import Planned, checkpoints_in, remove
+from psync.checkpoints.files import checkpoints_in, remove
+from psync.checkpoints.manifest import Planned
 from psync.checkpoints.writer import Writer
 
 

@@ -10,6 +10,7 @@ from psync.numerics.moment_rules import Adam
 from psync.schedules import Constant
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
+from psync.store.shards import Key
 from psync.store.snapshot import freeze
 from psync.store.snapshot_state import SnapshotState
 from psync.store.store import ShardStore
@@ -43,24 +44,30 @@ def snapshots(pushes: int = 1) -> list[SnapshotState]:
     return made
 
 
-W = [Wanted("model/w", 0, 3, (0, 0)), Wanted("model/w", 3, 2, (0, 1))]
-M = [Wanted("adam/m/w", 0, 3, (0, 0), 7, "m"), Wanted("adam/m/w", 3, 2, (0, 1), 7, "m")]
+def wanted(
+    tensor: str, offset: int, rows: int, key: Key, optimizer: int = -1, slot: str = ""
+) -> Wanted:
+    return Wanted(tensor, (rows,), "float32", offset, key=key, optimizer=optimizer, slot=slot)
+
+
+W = [wanted("model/w", 0, 3, (0, 0)), wanted("model/w", 3, 2, (0, 1))]
+M = [wanted("adam/m/w", 0, 3, (0, 0), 7, "m"), wanted("adam/m/w", 3, 2, (0, 1), 7, "m")]
 
 
 def test_what_is_wanted_has_its_name_and_the_rest_is_called_by_its_variable() -> None:
-    never_pushed = Wanted("adam/m/b", 0, 2, (1, 0), 7, "m")
+    never_pushed = wanted("adam/m/b", 0, 2, (1, 0), 7, "m")
     layout = Layout(snapshots(), [*W, *M, never_pushed])
     names = [[name for _, name in arrays] for arrays in layout.arrays]
     assert names == [
         ["model/w@0", "adam/m/w@0", "~/w/7-v@0", "~/b/value/value@0"],
         ["model/w@3", "adam/m/w@3", "~/w/7-v@3"],
     ]
-    assert layout.find((0, 1), 7, "m") == (1, 1)
-    assert layout.find(never_pushed.key, 7, "m") is None
+    assert layout.find(M[1]) == (1, 1)
+    assert layout.find(never_pushed) is None
 
 
 def test_a_constant_array_is_written_only_if_it_is_wanted_and_no_part_of_the_snapshot() -> None:
-    layout = Layout(snapshots(), [Wanted("zero", 0, 4, (2, 0))])
+    layout = Layout(snapshots(), [wanted("zero", 0, 4, (2, 0))])
     *others, last = layout.arrays[0]
     assert last[1] == "zero@0"
     written = [(8 * i, 8, i) for i in range(len(others) + 1)]
@@ -80,7 +87,7 @@ def test_where_arrays_lie_is_told_of_tensors_and_of_the_snapshot() -> None:
 
 
 def test_an_array_may_be_part_of_two_tensors() -> None:
-    part = Wanted("part", 0, 2, (0, 1))  # a shard that is saved as a variable of its own, too
+    part = wanted("part", 0, 2, (0, 1))  # a shard that is saved as a variable of its own, too
     layout = Layout(snapshots(), [*W, part])
     assert layout.arrays[1][0] == (0, "model/w@3")
     assert layout.slices(1, "f", [(8, 16, 5), (24, 16, 6), (40, 16, 7)]) == [

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from psync.checkpoints.disk import Disk, current_disk
-from psync.checkpoints.files import DataFile, Planned, Reader, checkpoints_in
-from psync.checkpoints.manifest import Place, Snapshot
+from psync.checkpoints.files import DataFile, Reader, checkpoints_in
+from psync.checkpoints.manifest import Place, Planned, Snapshot
 from psync.checkpoints.writer import Writer, streamed_by_environ
 from psync.errors import CheckpointError, ConfigurationError
 from psync.testing.sabotage import FailpointError, Failpoints, SabotagedParts

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psync.checkpoints.files import Planned
+from psync.checkpoints.manifest import Planned
 from psync.checkpoints.writer import Writer
 from psync.cli.main import main
 

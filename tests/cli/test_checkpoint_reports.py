@@ -12,7 +12,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from psync.checkpoints.files import Planned
+from psync.checkpoints.manifest import Planned
 from psync.checkpoints.writer import Writer
 from psync.cli.checkpoint_reports import INDEX, differences, export, inspection, summary
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound

@@ -68,7 +68,8 @@ def test_dataset_code_knows_its_worker_and_is_no_step() -> None:
         assert in_dataset()
         assert current_closure() is None
         assert get_worker_index() == 5
-        forbid_in_step("declaring a variable")
+        with pytest.raises(UsageError, match=r"^declaring a variable in dataset code"):
+            forbid_in_step("declaring a variable")
 
 
 def test_worker_index_outside_a_step_is_an_error() -> None:

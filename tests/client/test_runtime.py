@@ -9,6 +9,7 @@ import pytest
 
 from psync.client.context import ClosureContext, enter_closure
 from psync.client.runtime import Runtime, current_runtime
+from psync.client.scopes import runtime_here
 from psync.errors import ClosureCancelled, UsageError
 from psync.worker.iterators import IteratorTable
 
@@ -53,11 +54,10 @@ class TestRuntime:
         assert runtime.pulled.lowest(1) == 5
 
     def test_nothing_is_begun_after_the_step(self, runtime: Runtime) -> None:
-        runtime.check_open("push")
-        with in_step(runtime) as closure:
-            runtime.check_open("push")
-            closure.close()
-            for operation in (runtime.begin_update, runtime.check_open):
+        for operation in (runtime.begin_update, lambda what: runtime_here(what, None)):
+            with in_step(runtime) as closure:
+                operation("push")
+                closure.close()
                 with pytest.raises(UsageError) as caught:
                     operation('assign to "w"')
                 assert caught.value.message == (

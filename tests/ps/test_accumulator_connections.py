@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import accumulators_of, ledger_of
+from inside import accumulators_of
 from ps_cluster import OTHER, WORKER, PsCluster, until
-from psync.accumulators import TakeState
 from psync.client.accumulator_client import AccumulatorClient, Place
 from psync.client.ps_client import PsClient
 from psync.errors import (
@@ -174,10 +173,10 @@ async def test_the_loop_runs_while_a_large_gradient_is_added_and_taken(scene):
 
 
 async def test_while_a_large_gradient_is_added_others_wait_and_all_count_once(scene):
-    hosted = scene.hosted()
+    (ps,) = scene.cluster.ps
     large = np.ones(LARGE, np.float32)
     first = asyncio.create_task(scene.apply(scene.a, large, sequence=7, closure=5))
-    await until(hosted.lock.locked)
+    await until(lambda: ps.services.executor.waiting)
     again = asyncio.create_task(scene.apply(scene.a, large, sequence=7, closure=5))
     rerun = asyncio.create_task(scene.apply(scene.b, large, closure=5))
     other = asyncio.create_task(scene.apply(scene.b, large * 3, closure=6))
@@ -188,37 +187,6 @@ async def test_while_a_large_gradient_is_added_others_wait_and_all_count_once(sc
     message, (mean,) = await taking
     assert message.count == 2
     assert (mean == 2).all()
-
-
-async def test_what_is_sent_again_while_it_waits_its_turn_waits_for_the_first_answer(scene):
-    hosted = scene.hosted()
-    (ps,) = scene.cluster.ps
-    await hosted.lock.acquire()  # as if something large was being added
-    calls = [
-        asyncio.create_task(scene.apply(client, [1, 3], sequence=7, closure=5))
-        for client in (scene.a, scene.a, scene.b)
-    ]
-    await asyncio.sleep(1)
-    assert ledger_of(ps).statistics().in_progress == 2
-    assert not any(call.done() for call in calls)
-    hosted.lock.release()
-    accepted = GradientApplied("accepted", 1, 0)
-    assert await asyncio.gather(*calls) == [accepted, accepted, GradientApplied("duplicate", 1, 0)]
-
-
-async def test_a_take_that_ends_while_its_value_is_made_consumes_nothing(scene):
-    hosted = scene.hosted()
-    await scene.apply(scene.b, np.ones(LARGE, np.float32))
-    taking = asyncio.create_task(scene.value(scene.a))
-    await until(lambda: hosted.lock.locked() and hosted.waiting)
-    (take,) = hosted.waiting
-    scene.service.fence(WORKER, 1001)
-    assert hosted.lock.locked()
-    with pytest.raises(FencedError):
-        await taking
-    await asyncio.sleep(1)
-    assert take.state is TakeState.CANCELLED
-    assert scene.held() == (1, 0, 0, 0)
 
 
 async def test_a_large_gradient_that_is_refused_leaves_nothing(scene):
@@ -233,7 +201,7 @@ async def test_a_large_gradient_that_is_refused_leaves_nothing(scene):
 
 
 async def test_a_sum_torn_half_way_ends_the_task(scene, caplog):
-    hosted = scene.hosted()
+    (ps,) = scene.cluster.ps
     large = np.ones(LARGE, np.float32)
     await scene.apply(scene.a, large)
 
@@ -242,7 +210,7 @@ async def test_a_sum_torn_half_way_ends_the_task(scene, caplog):
         yield
         raise MemoryError
 
-    kept = hosted.rule._sum
+    kept = scene.hosted().rule._sum
     kept.adding = adding
     with pytest.raises(PsyncError):
         await scene.apply(scene.a, large)

@@ -6,12 +6,12 @@ import asyncio
 
 import numpy as np
 import pytest
+from psync.ps.committer import Entry
 
 from backups import W, back_up, create, say, take_over
 from ps_cluster import PsCluster, assign, heard, pull, until
 from psync.errors import DeadlineExceeded, FencedError
 from psync.ps.backup_sender import BackupSender, Served
-from psync.ps.committer import Entry
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog
 from psync.wire.ps_messages import AttachPs, Fence

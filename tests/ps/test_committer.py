@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from psync.ps.committer import AT_ONCE, Committer, Entry
 
 from local_training import at_once
 from psync.errors import ClosedError, FencedError, UsageError
 from psync.net.peer import Reply
 from psync.numerics.blocks import BlockPool
 from psync.numerics.update_rule import SGD
-from psync.ps.committer import AT_ONCE, Committer, Entry
 from psync.specs import ShardSpec
 from psync.store.commit_log import CommitLog
 from psync.store.store import ShardStore

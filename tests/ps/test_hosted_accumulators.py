@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
 
 from accumulator_tools import take_grad
-from psync.numerics.sums import Pieces, at_once
+from psync.numerics.sums import at_once
 from psync.ps.cooperative_work import INLINE_BYTES
 from psync.ps.takes import (
     HostedAccumulator,
@@ -76,27 +75,6 @@ def test_what_is_large_is_not_done_at_once() -> None:
     assert not hosted.fits_now(INLINE_BYTES + 1)
     at_once(hosted.rule.offer_pieces([1.0], 0, 1.0))
     assert not hosted.fits_now(INLINE_BYTES)
-
-
-@pytest.mark.virtual_time
-async def test_work_in_pieces_is_done_in_the_order_of_its_coming_also_after_an_error() -> None:
-    hosted = HostedAccumulator(DENSE)
-    done: list[str] = []
-
-    def work(name: str) -> Pieces[str]:
-        for piece in range(3):
-            done.append(f"{name}{piece}")
-            yield
-        if name == "b":
-            raise ValueError("here")
-        return name
-
-    turns = (hosted.in_turn(lambda n=n: work(n)) for n in "abc")
-    first, second, third = await asyncio.gather(*turns, return_exceptions=True)
-    assert (first, str(second), third) == ("a", "here", "c")
-    assert isinstance(second, ValueError)
-    assert done == ["a0", "a1", "a2", "b0", "b1", "b2", "c0", "c1", "c2"]
-    assert hosted.fits_now(0)
 
 
 def test_bytes_of_an_array_are_those_of_the_gradient() -> None:

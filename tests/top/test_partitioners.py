@@ -242,13 +242,6 @@ def test_one_ps_takes_everything() -> None:
     assert [placement.place(4) for _ in range(3)] == [0, 0, 0]
 
 
-def test_no_ps_is_an_error() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"^expected at least one ps task to place variables on, got 0$"
-    ):
-        RoundRobin(0)
-
-
 def test_what_is_pinned_stays_where_it_is() -> None:
     placement: Placement = Pinned(2)
     assert [placement.place(nbytes) for nbytes in (1, 1 << 30, 0)] == [2, 2, 2]

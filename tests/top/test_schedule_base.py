@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
@@ -17,14 +17,10 @@ from psync.schedules import Schedule, as_number, shortened
 class Line(Schedule):
     """As somebody would write one."""
 
-    slope: float
+    slope: float = field(metadata={">=": 0, ">": -1})
     bends: tuple[float, ...] = ()
     inner: Schedule | None = None
     up: bool = True
-
-    def __post_init__(self) -> None:
-        self._number("slope", minimum=0, above=-1)
-        self._flag("up")
 
     def _rate(self, step: float) -> float:
         return self.slope**step

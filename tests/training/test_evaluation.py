@@ -10,7 +10,7 @@ import pytest
 import psync
 from local_training import strategy_of
 from psync.errors import ConfigurationError, GradientError
-from psync.training.evaluation import ArrayShard, Counts, batch_size_of, shards_of
+from psync.training.evaluation import Counts, batch_size_of, shards_of
 
 X = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
 Y = X.sum(axis=1)
@@ -41,7 +41,8 @@ def test_coroutines_are_refused() -> None:
 def test_few_examples_make_few_shards() -> None:
     shards = shards_of((X[:3], Y[:3]), 10, 2)
     assert [[len(x) for (x, _) in shard] for shard in shards] == [[1], [1], [1]]
-    assert [len(x) for (x,) in ArrayShard((X[:5],), 2)] == [2, 2, 1]
+    (shard,) = shards_of((X[:5],), 1, 2)
+    assert [len(x) for (x,) in shard] == [2, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_a_batch_has_as_many_examples_as_its_first_array_is_long(batch: Any, siz
 def test_losses_of_larger_batches_weigh_more() -> None:
     with strategy_of().scope():
         loss = psync.metrics.Mean("loss")
-    counts = Counts(loss, {})
+    counts = Counts({"loss": loss})
     counts.note((X[:10], Y[:10]), 1.0, ())
     counts.note((X[:30], Y[:30]), np.float32(2.0), ())
     assert loss.value_of(counts.sums[0]) == 1.75
@@ -66,4 +67,4 @@ def test_metrics_need_labels() -> None:
     with strategy_of().scope():
         loss, mae = psync.metrics.Mean("loss"), psync.metrics.MeanAbsoluteError("mae")
     with pytest.raises(GradientError, match=r"expected \(x, y\) or \(x, y, sample_weight\)"):
-        Counts(loss, {"mae": mae}).note(X, 1.0, (Y,))
+        Counts({"loss": loss, "mae": mae}).note(X, 1.0, (Y,))

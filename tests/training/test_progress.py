@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from psync.training.progress import Bar, Lines, Silent, progress_of
+from psync.training.progress import Bar, Lines, Progress, progress_of
 
 
 def one_epoch(show: Any) -> None:
@@ -22,7 +22,7 @@ def test_lines_say_what_came_of_each_epoch(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_silence_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    one_epoch(Silent())
+    one_epoch(Progress())
     assert capsys.readouterr().out == ""
 
 
@@ -33,7 +33,7 @@ def test_a_bar_leaves_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("verbose", "kind"),
-    [(False, Silent), (True, Lines), ("auto", Lines), ("lines", Lines), ("bar", Bar)],
+    [(False, Progress), (True, Lines), ("auto", Lines), ("lines", Lines), ("bar", Bar)],
 )
 def test_where_there_is_no_terminal_there_is_no_bar_unless_asked_for(
     verbose: bool | str, kind: type, capsys: pytest.CaptureFixture[str]

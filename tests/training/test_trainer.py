@@ -53,7 +53,7 @@ def make(
 
 async def examples(trainer: psync.Trainer) -> int:
     """How many count in the loss of the present epoch."""
-    return int((await trainer._loss.variables[0].read())[1])
+    return int((await trainer._counted["loss"].variables[0].read())[1])
 
 
 async def test_it_trains_and_says_how_each_epoch_went(capsys: Any) -> None:

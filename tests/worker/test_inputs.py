@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.api.datasets import PerWorkerDataset, PerWorkerIterator
+from local_training import strategy_of
+from psync.api.cluster_coordinator import ClusterCoordinator
+from psync.api.datasets import DistributedDataset, PerWorkerDataset
 from psync.closures.closure import Closure
 from psync.errors import CaptureError, ClosureInputError, RemoteProtocolError
 from psync.net.peer import Received
@@ -25,10 +27,6 @@ from psync.wire.messages import Done
 from psync.wire.worker_messages import FetchArguments, FetchFunction
 from psync.worker.inputs import ClosureInputs, HeldClosure
 from psync.worker.iterators import IteratorTable
-
-
-async def positions_of(iterator: PerWorkerIterator) -> dict[int, int]:
-    raise AssertionError("there is nobody to ask")
 
 
 class World:
@@ -65,9 +63,9 @@ class World:
         return HeldClosure(closure_id, key, count, counts, [memoryview(s) for s in segments])
 
     def dataset(self, fn: Any) -> PerWorkerDataset:
-        return PerWorkerDataset(
-            fn, self.functions.register_dataset(fn), 2, lambda uid: None, positions_of
-        )
+        coordinator = ClusterCoordinator(strategy_of())
+        dataset = DistributedDataset(fn, 2, None)
+        return PerWorkerDataset(dataset, self.functions.register_dataset(fn), coordinator)
 
     async def of(self, closure: HeldClosure) -> tuple[Any, Any, Any]:
         step = await self.inputs.step(closure.key)

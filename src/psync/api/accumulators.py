@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from psync.client.accumulator_client import Place
-from psync.client.context import forbid_in_dataset, forbid_in_step
 from psync.client.runtime import Runtime
-from psync.client.scopes import Scope, current_scope, runtime_here
+from psync.client.scopes import Scope, runtime_here, scope_for
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
 from psync.net.peer import Received
 from psync.net.process_state import PerProcess
 from psync.numerics.blocks import bytes_of
-from psync.ps.takes import other_parameters, rule_of
+from psync.ps.takes import definition_of, other_parameters, rule_of
 from psync.specs import Outcome, dtype_of
 from psync.store.dense_accumulators import ConditionalAccumulator as DenseRule
 from psync.store.sparse_accumulators import SparseConditionalAccumulator as SparseRule
-from psync.wire.accumulator_messages import DefineAccumulator, GradientApplied, GradientTaken
+from psync.wire.accumulator_messages import GradientApplied, GradientTaken
 from psync.wire.tensors import to_bytes_view
 
 
@@ -138,7 +137,6 @@ class AccumulatorHandle:
         """Return what was taken, its last array as values."""
         required = self._rule.as_required(num_required)
         runtime = self._runtime("take_grad")
-        runtime.check_open(self._named("take_grad"))
         return self._arrays(await runtime.accumulators.take(self.place, required))
 
     def _arrays(self, received: Received) -> tuple[GradientTaken, list[np.ndarray]]:
@@ -169,15 +167,17 @@ class AccumulatorHandle:
         return f'{method} of accumulator "{self.name}"'
 
 
-_interned: PerProcess[weakref.WeakValueDictionary[tuple[str, str], AccumulatorHandle]] = PerProcess(
+H = TypeVar("H", bound=AccumulatorHandle)
+
+_interned: PerProcess[weakref.WeakValueDictionary[tuple[str, str], Any]] = PerProcess(
     weakref.WeakValueDictionary
 )
 
 
-def intern(cls: type[AccumulatorHandle], origin: str, place: Place) -> AccumulatorHandle:
+def intern(cls: type[H], origin: str, place: Place) -> H:
     """Return this process's handle of an accumulator: one object, however often it arrives."""
     key = (origin, place.definition.name)
-    handle = _interned().get(key)
+    handle: H | None = _interned().get(key)
     if handle is None:
         handle = object.__new__(cls)
         handle.origin, handle.place = origin, place
@@ -187,39 +187,38 @@ def intern(cls: type[AccumulatorHandle], origin: str, place: Place) -> Accumulat
     return handle
 
 
-def open_scope(cls: type[AccumulatorHandle], shared_name: object, name: object) -> Scope:
-    """Return where an accumulator is being declared."""
+def declared(
+    cls: type[H],
+    shared_name: object,
+    name: object,
+    rule_named: Callable[..., DenseRule | SparseRule],
+) -> H:
+    """Return the handle of an accumulator, which is the first of its name or equal to that.
+
+    Args:
+        cls: Of the handle.
+        shared_name: What it is called; None: ``name``, with a suffix if that is taken.
+        name: See there.
+        rule_named: Makes its rule, given the name.
+
+    Raises:
+        ConfigurationError: A name or the rule's arguments are wrong, or not those of the first.
+        UsageError: No scope is open; or inside a step.
+    """
     for argument, given in (("shared_name", shared_name), ("name", name)):
         if not (isinstance(given, str) and given) and (argument == "name" or given is not None):
             raise ConfigurationError(
                 f"{cls.__name__}: expected a text as {argument}, got {given!r}"
             )
-    operation = f'declaring accumulator "{shared_name or name}"'
-    forbid_in_step(
-        operation,
+    scope = scope_for(
+        f'declaring accumulator "{shared_name or name}"',
         instead="declare it in `with strategy.scope():` on the coordinator, and use it in the step",
+        hint="declare it in `with strategy.scope():`",
     )
-    forbid_in_dataset(operation)
-    scope = current_scope()
-    if scope is None:
-        raise UsageError(
-            f"{operation} outside a strategy's scope",
-            hint="declare it in `with strategy.scope():`",
-        )
-    return scope
-
-
-def unique_name(scope: Scope, name: str) -> str:
-    """Return a name that is not taken."""
     names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1)))
-    return next(each for each in names if each not in scope.accumulators)
-
-
-def declared(
-    cls: type[AccumulatorHandle], scope: Scope, definition: DefineAccumulator
-) -> AccumulatorHandle:
-    """Return the handle of an accumulator, which is the first of its name or equal to that."""
-    known: AccumulatorHandle | None = scope.accumulators.get(definition.name)
+    free = (each for each in names if each not in scope.accumulators)
+    definition = definition_of(rule_named(name=shared_name or next(free)))
+    known: H | None = scope.accumulators.get(definition.name)
     if known is not None:
         if known.place.definition != definition:
             raise other_parameters(known.place.definition, definition)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
-from psync.api.coordinator_options import add_worker, checked_options, remove_worker
+from psync.api.coordinator_options import (
+    add_worker,
+    check_options,
+    remove_worker,
+    watchdog_timeout_of,
+)
 from psync.api.data_shards import Visits
-from psync.api.datasets import PerWorkerDataset, WorkerIterators
+from psync.api.datasets import DistributedDataset, PerWorkerDataset, capture_dataset
 from psync.api.optimizers.registry import optimizers_here
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.events import Event
@@ -18,12 +22,13 @@ from psync.chief.reattachment import OwnOptimizers
 from psync.client.context import forbid_in_step
 from psync.closures.flapping import LIMIT
 from psync.closures.queue import MAX_LOSSES
-from psync.coordinator import Coordinator
+from psync.coordinator import Coordinator, CoordinatorOptions
 from psync.errors import CaptureError, ClosedError, ConfigurationError, UsageError
 from psync.net.environment import note_training_began, platform_of, script_is_shared
 from psync.net.process_state import PerProcess
 from psync.net.task_reports import add_description
 from psync.serialization.remote_value import RemoteValue, fetch_all
+from psync.specs import checked_kind
 
 _of_origin: PerProcess[weakref.WeakValueDictionary[str, ClusterCoordinator]] = PerProcess(
     weakref.WeakValueDictionary
@@ -72,10 +77,8 @@ class ClusterCoordinator:
     __psync_capture_error__ = "the coordinator lives on the chief; steps cannot schedule"
 
     def __new__(cls, strategy: ParameterServerStrategy, **options: Any) -> Self:
-        if not isinstance(strategy, ParameterServerStrategy):
-            raise ConfigurationError(
-                f"strategy: expected a ParameterServerStrategy, got {type(strategy).__name__}"
-            )
+        expected = "strategy: expected a ParameterServerStrategy"
+        checked_kind(expected, strategy, ParameterServerStrategy)
         known = _of_origin().get(strategy.origin)
         if known is not None:
             return known  # type: ignore[return-value]  # a subclass would be made first
@@ -106,19 +109,20 @@ class ClusterCoordinator:
                 "this process is the evaluator, which takes no part in training",
                 hint="psync.SidecarEvaluator evaluates the checkpoints that the chief saves",
             )
-        self._options = checked_options(
-            strategy.cluster.num_tasks("worker"),
-            min_workers=min_workers,
-            connect_timeout=connect_timeout,
-            ps_timeout=ps_timeout,
-            closure_timeout=closure_timeout,
+        num_workers = strategy.cluster.num_tasks("worker")
+        self._options = CoordinatorOptions(
+            min_workers=num_workers if min_workers is None else min_workers,
+            connect_timeout_s=connect_timeout,
+            ps_timeout_s=ps_timeout,
+            closure_timeout_s=closure_timeout,
             max_losses=max_losses,
             max_flaps=max_flaps,
-            watchdog_timeout=watchdog_timeout,
+            watchdog_timeout_s=watchdog_timeout_of(watchdog_timeout),
             on_stall=on_stall,
             insecure=insecure,
             attach=attach,
         )
+        check_options(self._options, num_workers)
         self.strategy = strategy
         self._undescribe: Callable[[], None] = lambda: None
         self._coordinator: Coordinator | None = None  # None before start and after close
@@ -132,13 +136,8 @@ class ClusterCoordinator:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc is None and self._coordinator is not None:
+    async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is None and self._coordinator is not None:
             self._coordinator.joins.warn_of_leftovers()
         await self.close()
 
@@ -253,8 +252,8 @@ class ClusterCoordinator:
                 f"args: expected a tuple, got {type(args).__name__}",
                 hint="schedule(step, args=(value,))",
             )
-        if kwargs is not None and not isinstance(kwargs, dict):
-            raise CaptureError(f"kwargs: expected a dict, got {type(kwargs).__name__}")
+        if kwargs is not None:
+            checked_kind("kwargs: expected a dict", kwargs, dict, error=CaptureError)
         return self._running("schedule").schedule(fn, tuple(args), dict(kwargs or {}))
 
     async def join(self, timeout: float | None = None) -> None:
@@ -332,13 +331,12 @@ class ClusterCoordinator:
 
         Source: ``ClusterCoordinator.create_per_worker_dataset``.
         """
-        itself = weakref.ref(self)
-
-        def present() -> Coordinator | None:
-            known = itself()
-            return None if known is None else known._coordinator
-
-        return WorkerIterators(self._running, present).dataset(dataset_fn)
+        coordinator = self._running("create_per_worker_dataset")
+        captured, function = capture_dataset(dataset_fn, coordinator.functions)
+        num_workers = len(coordinator.links.workers.names())
+        if isinstance(dataset_fn, DistributedDataset):
+            num_workers = dataset_fn.num_workers
+        return PerWorkerDataset(DistributedDataset(captured, num_workers, None), function, self)
 
     add_worker = add_worker
     remove_worker = remove_worker

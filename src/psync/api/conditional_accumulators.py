@@ -6,19 +6,13 @@ hand what ``SyncReplicasOptimizer`` does by itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 import numpy as np
 
-from psync.api.accumulators import (
-    AccumulatorHandle,
-    GradientResult,
-    declared,
-    open_scope,
-    unique_name,
-)
-from psync.ps.takes import definition_of
+from psync.api.accumulators import AccumulatorHandle, GradientResult, declared
 from psync.store.dense_accumulators import ConditionalAccumulator as DenseRule
 from psync.store.sparse_accumulators import Slices, SparseGradient
 from psync.store.sparse_accumulators import SparseConditionalAccumulator as SparseRule
@@ -73,13 +67,11 @@ class ConditionalAccumulator(AccumulatorHandle):
         forbid_nonfinite: bool = False,
         max_staleness: int = 0,
     ) -> Self:
-        scope = open_scope(cls, shared_name, name)
-        chosen = shared_name or unique_name(scope, name)
-        rule = DenseRule(
-            dtype, shape, name=chosen, reduction_type=reduction_type,
+        rule_named = functools.partial(
+            DenseRule, dtype, shape, reduction_type=reduction_type,
             forbid_nonfinite=forbid_nonfinite, max_staleness=max_staleness,
         )  # fmt: skip
-        return cast(Self, declared(cls, scope, definition_of(rule)))
+        return declared(cls, shared_name, name, rule_named)
 
     async def apply_grad(
         self, grad: Any, local_step: int = 0, weight: float = 1.0
@@ -177,13 +169,11 @@ class SparseConditionalAccumulator(AccumulatorHandle):
         forbid_nonfinite: bool = False,
         max_staleness: int = 0,
     ) -> Self:
-        scope = open_scope(cls, shared_name, name)
-        chosen = shared_name or unique_name(scope, name)
-        rule = SparseRule(
-            dtype, shape, name=chosen, reduction_type=reduction_type, divisor=divisor,
+        rule_named = functools.partial(
+            SparseRule, dtype, shape, reduction_type=reduction_type, divisor=divisor,
             forbid_nonfinite=forbid_nonfinite, max_staleness=max_staleness,
         )  # fmt: skip
-        return cast(Self, declared(cls, scope, definition_of(rule)))
+        return declared(cls, shared_name, name, rule_named)
 
     async def apply_grad(
         self,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from psync.closures.flapping import Flapping
@@ -22,62 +21,32 @@ if TYPE_CHECKING:
     from psync.api.cluster_coordinator import ClusterCoordinator
 
 
-def checked_options(
-    num_workers: int,
-    *,
-    min_workers: int | None,
-    connect_timeout: float,
-    ps_timeout: float,
-    closure_timeout: float | None,
-    max_losses: int,
-    max_flaps: int | None,
-    watchdog_timeout: float | None,
-    on_stall: Callable[[str], object] | None,
-    insecure: bool,
-    attach: bool,
-) -> CoordinatorOptions:
-    """Return the options of a coordinator, with what the environment says where nothing is given.
-
-    Args:
-        num_workers: Workers of the cluster.
-        min_workers: See ``ClusterCoordinator``, also for all that follow.
-        connect_timeout: Seconds.
-        ps_timeout: Seconds.
-        closure_timeout: Seconds, or None.
-        max_losses: At least 1.
-        max_flaps: A number, or None.
-        watchdog_timeout: Seconds, 0, or None: as the environment says.
-        on_stall: Called with a text.
-        insecure: A bool.
-        attach: A bool.
+def check_options(options: CoordinatorOptions, num_workers: int) -> None:
+    """Refuse options of a coordinator that are out of range.
 
     Raises:
-        ConfigurationError: One is out of range.
+        ConfigurationError: One is.
     """
-    if min_workers is not None and not 1 <= min_workers <= num_workers:
-        raise ConfigurationError(f"min_workers: expected 1 to {num_workers}, got {min_workers}")
+    if not 1 <= options.min_workers <= num_workers:
+        raise ConfigurationError(
+            f"min_workers: expected 1 to {num_workers}, got {options.min_workers}"
+        )
+    closure_timeout = options.closure_timeout_s
     if closure_timeout is not None and not closure_timeout > 0:
         raise ConfigurationError(
             f"closure_timeout: expected seconds above 0, got {closure_timeout}"
         )
-    if max_losses < 1:
-        raise ConfigurationError(f"max_losses: expected at least 1, got {max_losses}")
-    Flapping(max_flaps)  # is it a limit?
-    return CoordinatorOptions(
-        min_workers=num_workers if min_workers is None else min_workers,
-        connect_timeout_s=connect_timeout,
-        ps_timeout_s=ps_timeout,
-        closure_timeout_s=closure_timeout,
-        max_losses=max_losses,
-        max_flaps=max_flaps,
-        watchdog_timeout_s=_watchdog_timeout(watchdog_timeout),
-        on_stall=on_stall,
-        insecure=insecure,
-        attach=attach,
-    )
+    if options.max_losses < 1:
+        raise ConfigurationError(f"max_losses: expected at least 1, got {options.max_losses}")
+    Flapping(options.max_flaps)  # is it a limit?
 
 
-def _watchdog_timeout(given: float | None) -> float | None:
+def watchdog_timeout_of(given: float | None) -> float | None:
+    """Return seconds, or None for no watchdog: as given, else as the environment says.
+
+    Raises:
+        ConfigurationError: What is given is no time; 0 stands for no watchdog.
+    """
     if given is None:
         return watchdog_timeout_here()
     if not 0 <= given < math.inf:

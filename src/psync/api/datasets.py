@@ -8,30 +8,25 @@ code that names ``psync.Variable``. A dataset function may not call psync.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from psync.api.variables import Variable
 from psync.client.context import current_closure, enter_dataset
-from psync.coordinator import Coordinator
 from psync.errors import CaptureError, ConfigurationError, ContextError
 from psync.net.platform import random_hex
-from psync.net.process_state import PerProcess
 from psync.serialization.captures import name_of, refers_to, type_name
 from psync.serialization.functions import Function, FunctionTable
 from psync.serialization.payloads import pack
+from psync.specs import checked_integer, checked_kind
 from psync.wire.worker_messages import AskPosition, IteratorPosition, ReleaseIterators
 from psync.worker.data_sources import (
     POLICIES,
-    ArrayDataset,
     Dataset,
     IterableDataset,
     Sharded,
@@ -42,6 +37,9 @@ from psync.worker.data_sources import (
 from psync.worker.dataset_functions import InputContext, open_dataset, takes_context
 from psync.worker.element_specs import spec_of
 from psync.worker.iterators import IteratorHandle
+
+if TYPE_CHECKING:
+    from psync.api.cluster_coordinator import ClusterCoordinator
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +112,12 @@ class DistributedDataset:
 
         Source: ``tf.distribute.DistributedDataset.element_spec``.
         """
-        return element_spec_of(self.dataset_fn, self.num_workers)
+        fn = self.dataset_fn
+        dataset = fn.dataset if isinstance(fn, Sharded) else fn
+        if isinstance(dataset, Dataset):
+            return dataset.element_spec
+        with closing(_elements(fn, InputContext(self.num_workers, 0))) as elements:
+            return spec_of(itertools.islice(elements, 2))
 
 
 def _elements(dataset_fn: Callable[..., Any], context: InputContext) -> Generator[Any, None, None]:
@@ -128,16 +131,6 @@ def _elements(dataset_fn: Callable[..., Any], context: InputContext) -> Generato
             except StopIteration:
                 return
         yield element
-
-
-def element_spec_of(dataset_fn: Callable[..., Any], num_workers: int) -> Any:
-    """Return what the elements of a dataset look like; of a function, on the first worker."""
-    dataset = dataset_fn.dataset if isinstance(dataset_fn, Sharded) else dataset_fn
-    if isinstance(dataset, Dataset):
-        return dataset.element_spec
-    elements = _elements(dataset_fn, InputContext(num_workers, 0))
-    with closing(elements):
-        return spec_of(itertools.islice(elements, 2))
 
 
 # What the strategy offers.
@@ -194,23 +187,10 @@ def refuse_variables(dataset_fn: Any) -> None:
         )
 
 
-def numpy_dataset(numpy_input: Any) -> ArrayDataset:
-    """Return a dataset of the rows of arrays; see
-    ``ParameterServerStrategy.experimental_make_numpy_dataset``."""
-    return ArrayDataset(numpy_input, None)
-
-
 def _options(operation: str, options: Any) -> InputOptions:
     if options is None:
         return InputOptions()
-    if not isinstance(options, InputOptions):
-        raise ConfigurationError(
-            f"{operation}: options: expected InputOptions, got {type_name(options)}"
-        )
-    return options
-
-
-_numbers = PerProcess(lambda: itertools.count(1))
+    return checked_kind(f"{operation}: options: expected InputOptions", options, InputOptions)
 
 
 class PerWorkerDataset:
@@ -227,17 +207,13 @@ class PerWorkerDataset:
 
     def __init__(
         self,
-        dataset_fn: Callable[..., Any],
+        dataset: DistributedDataset,
         function: Function,
-        num_workers: int,
-        release: Callable[[str], None],
-        ask: Callable[[PerWorkerIterator], Awaitable[dict[int, int]]],
+        coordinator: ClusterCoordinator,
     ) -> None:
-        self._dataset_fn = dataset_fn
+        self._dataset = dataset
         self._function = function
-        self._num_workers = num_workers
-        self._release = release
-        self._ask = ask
+        self._coordinator = coordinator
 
     def __iter__(self) -> PerWorkerIterator:
         return self.iterator()
@@ -261,10 +237,11 @@ class PerWorkerDataset:
                 "iter() on a per-worker dataset inside a step",
                 hint="call iter(dataset) on the coordinator and pass the iterator to the step",
             )
-        uid = f"{random_hex(4)}-{next(_numbers())}"
-        starts = _checked(position, self._num_workers)
-        iterator = PerWorkerIterator(uid, self._function, self._num_workers, starts, self._ask)
-        weakref.finalize(iterator, self._release, uid).atexit = False
+        uid, coordinator, num_workers = random_hex(8), self._coordinator, self._dataset.num_workers
+        starts = _checked(position, num_workers)
+        iterator = PerWorkerIterator(uid, self._function, num_workers, starts, coordinator)
+        # Weakly: the coordinator itself may hold the iterator, in a closure that is queued.
+        weakref.finalize(iterator, _release, weakref.ref(coordinator), uid).atexit = False
         return iterator
 
     def build(self) -> DistributedDataset:
@@ -272,7 +249,7 @@ class PerWorkerDataset:
 
         Source: ``build`` of TensorFlow's per-worker datasets.
         """
-        return DistributedDataset(self._dataset_fn, self._num_workers, None)
+        return self._dataset
 
     @property
     def element_spec(self) -> Any:
@@ -282,7 +259,7 @@ class PerWorkerDataset:
 
         Source: ``tf.distribute.DistributedDataset.element_spec``.
         """
-        return element_spec_of(self._dataset_fn, self._num_workers)
+        return self._dataset.element_spec
 
 
 class PerWorkerIterator(IteratorHandle):
@@ -299,15 +276,11 @@ class PerWorkerIterator(IteratorHandle):
         function: Function,
         num_workers: int,
         starts: Mapping[int, int],
-        ask: Callable[[PerWorkerIterator], Awaitable[dict[int, int]]],
+        coordinator: ClusterCoordinator,
     ) -> None:
         super().__init__(uid, function.key, num_workers, starts)
         self._function = function  # workers may ask for it as long as this lives
-        self._ask = ask
-
-    def __next__(self) -> Any:
-        """Return the next element of the worker that runs this step; see ``IteratorHandle``."""
-        return super().__next__()
+        self._coordinator = coordinator
 
     async def positions(self) -> dict[int, int]:
         """Return how many batches steps have been handed, for each ``get_worker_index()``.
@@ -321,7 +294,24 @@ class PerWorkerIterator(IteratorHandle):
 
         Cancellation: Safe.
         """
-        return await self._ask(self)
+        coordinator = self._coordinator._running("positions")
+        answers = await coordinator.workers.ask_all(AskPosition(self.uid))
+        positions = {}
+        workers = coordinator.links.workers.names()[: self.num_pipelines]
+        for place, worker in enumerate(workers):
+            positions[place] = self.starts.get(place, 0)
+            answer = answers.get(worker)
+            if isinstance(answer, IteratorPosition) and answer.position >= 0:
+                positions[place] = answer.position
+        return positions
+
+
+def _release(owner: weakref.ref[ClusterCoordinator], uid: str) -> None:
+    # The garbage collector may call this, in any thread and in the middle of anything.
+    known = owner()
+    coordinator = None if known is None else known._coordinator
+    if coordinator is not None:
+        coordinator.call_soon(lambda: coordinator.workers.notify_all(ReleaseIterators([uid])))
 
 
 def _checked(position: Any, num_workers: int) -> dict[int, int]:
@@ -337,12 +327,9 @@ def _checked(position: Any, num_workers: int) -> dict[int, int]:
                 f"position: expected workers 0 to {num_workers - 1}, got {key!r}",
                 hint="shards of data depend on the number of workers; begin without a position",
             )
-        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 0:
-            raise ConfigurationError(
-                f"position: expected a number of batches of at least 0, got {count!r}"
-            )
-        if count:
-            found[int(worker)] = int(count)
+        position = checked_integer("position: expected a number of batches of at least 0", count, 0)
+        if position:
+            found[int(worker)] = position
     return found
 
 
@@ -368,54 +355,3 @@ def capture_dataset(source: Any, functions: FunctionTable) -> tuple[Callable[...
         if isinstance(fn, IterableDataset):  # which the user never sees
             pack(fn.iterable, subject="the dataset")
         raise
-
-
-class WorkerIterators:
-    """The way of per-worker datasets to the workers of a coordinator.
-
-    Args:
-        running: Returns the coordinator, for an operation that it names; raises if there is none.
-        present: Returns the coordinator, or None if there is none; in any thread. It must not
-            keep it: the interpreter itself holds this as long as there is an iterator.
-    """
-
-    def __init__(
-        self, running: Callable[[str], Coordinator], present: Callable[[], Coordinator | None]
-    ) -> None:
-        self._running = running
-        self._present = present
-
-    def dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """Return a dataset of which every worker reads its own.
-
-        Raises:
-            UsageError: It is made of nothing that can be one.
-            CaptureError: It captures or holds something that cannot be sent.
-            ClosedError: The coordinator is not running.
-        """
-        coordinator = self._running("create_per_worker_dataset")
-        captured, function = capture_dataset(dataset_fn, coordinator.functions)
-        num_workers = len(coordinator.links.workers.names())
-        if isinstance(dataset_fn, DistributedDataset):
-            num_workers = dataset_fn.num_workers
-        release = functools.partial(_release, self._present)
-        return PerWorkerDataset(captured, function, num_workers, release, self._positions)
-
-    async def _positions(self, iterator: PerWorkerIterator) -> dict[int, int]:
-        coordinator = self._running("positions")
-        answers = await coordinator.workers.ask_all(AskPosition(iterator.uid))
-        positions = {}
-        workers = coordinator.links.workers.names()[: iterator.num_pipelines]
-        for place, worker in enumerate(workers):
-            positions[place] = iterator.starts.get(place, 0)
-            answer = answers.get(worker)
-            if isinstance(answer, IteratorPosition) and answer.position >= 0:
-                positions[place] = answer.position
-        return positions
-
-
-def _release(present: Callable[[], Coordinator | None], uid: str) -> None:
-    # The garbage collector may call this, in any thread and in the middle of anything.
-    coordinator = present()
-    if coordinator is not None:
-        coordinator.call_soon(lambda: coordinator.workers.notify_all(ReleaseIterators([uid])))

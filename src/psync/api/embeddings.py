@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from psync.api.variables import Handle, OnReadVariable, runtime_of
+from psync.api.reads import runtime_of
+from psync.api.variables import Handle, OnReadVariable
 from psync.errors import GradientError, IndexTypeError, PartitionError, UsageError
 from psync.numerics.embedding import (
     SparseIds,
@@ -20,6 +21,7 @@ from psync.numerics.embedding import (
     with_max_norm,
 )
 from psync.numerics.indexing import row_numbers
+from psync.specs import checked_kind
 
 
 async def embedding_lookup(
@@ -54,9 +56,7 @@ async def embedding_lookup(
     """
     table = _Table("embedding_lookup", params, partition_strategy)
     numbers = table.checked(ids)
-    rows = await table.rows(numbers.reshape(-1))
-    if max_norm is not None:
-        rows = with_max_norm(rows, max_norm, table.what)
+    rows = await table.rows(numbers.reshape(-1), max_norm)
     return rows.reshape(numbers.shape + rows.shape[1:])
 
 
@@ -150,9 +150,7 @@ async def _combined(
 ) -> np.ndarray:
     check_combiner(combiner, table.what)
     each, which = np.unique(table.checked(sparse.ids), return_inverse=True)
-    rows = await table.rows(each)
-    if max_norm is not None:
-        rows = with_max_norm(rows, max_norm, table.what)
+    rows = await table.rows(each, max_norm)
     return sparse.combined(rows, which.reshape(-1), combiner, table.what)
 
 
@@ -167,11 +165,8 @@ class _Table:
     def __init__(self, what: str, params: Any, strategy: str) -> None:
         variables = list(params) if isinstance(params, list | tuple) else [params]
         for variable in variables:
-            if not isinstance(variable, Handle):
-                raise UsageError(
-                    f"{what}: expected a variable or a list of variables as params, got "
-                    f"{type(variable).__name__}"
-                )
+            expected = f"{what}: expected a variable or a list of variables as params"
+            checked_kind(expected, variable, Handle, error=UsageError)
             if isinstance(variable, OnReadVariable):
                 raise UsageError(
                     f'{what}: variable "{variable.name}" is synchronized on read',
@@ -184,14 +179,8 @@ class _Table:
         self.what = f"{what} of {names}"
         self._variables = variables
         self._strategy = strategy
-        self._check_alike()
-        self._sizes = [variable.shape[0] for variable in variables]
-        if len(variables) > 1:
-            check_sizes(self._sizes, [variable.name for variable in variables], what)
-
-    def _check_alike(self) -> None:
-        first = self._variables[0]
-        for variable in self._variables:
+        first = variables[0]
+        for variable in variables:
             if not variable.shape:
                 raise PartitionError(f'{self.what}: "{variable.name}" is a scalar, it has no rows')
             if (variable.shape[1:], variable.dtype) != (first.shape[1:], first.dtype):
@@ -200,6 +189,9 @@ class _Table:
                     f'"{first.name}" has, got {variable.shape[1:]} {variable.dtype} in '
                     f'"{variable.name}"'
                 )
+        self._sizes = [variable.shape[0] for variable in variables]
+        if len(variables) > 1:
+            check_sizes(self._sizes, [variable.name for variable in variables], what)
 
     def checked(self, ids: Any) -> np.ndarray:
         """Return ids as numbers of rows."""
@@ -214,10 +206,13 @@ class _Table:
             )
         return int(number)
 
-    async def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Return the rows of ids, which are a list of int64, in their order."""
+    async def rows(self, ids: np.ndarray, max_norm: float | None) -> np.ndarray:
+        """Return the rows of ids, which are a list of int64, in their order, none too long."""
+        rows = await self._rows(ids)
+        return rows if max_norm is None else with_max_norm(rows, max_norm, self.what)
+
+    async def _rows(self, ids: np.ndarray) -> np.ndarray:
         runtime = await runtime_of(self.what, *self._variables)
-        runtime.check_open(self.what)
         if len(self._variables) == 1:
             return await runtime.ps.read_rows(self._variables[0].spec, ids, seen=runtime.pulled)
         owners, local = shared_out(ids, self._sizes, self._strategy)

@@ -11,14 +11,12 @@ import sys
 import numpy as np
 
 from psync.api.variables import OnReadVariable, Variable, declared_in
-from psync.client.context import forbid_in_dataset, forbid_in_step
-from psync.client.scopes import Scope, current_scope, place_of
+from psync.client.scopes import Scope, place_of, scope_for
 from psync.errors import UsageError
 from psync.partitioners import Pinned
+from psync.specs import checked_kind
 
 NAME = "global_step"
-
-_IN_A_STEP = "get it on the coordinator, in `with strategy.scope():`, and use it in the step"
 
 
 def get_or_create_global_step() -> Variable:
@@ -64,12 +62,10 @@ def global_step_of(scope: Scope) -> Variable | None:
     Raises:
         UsageError: It is no integer scalar.
     """
-    for variable in scope.variables:
-        if variable.name == NAME:
-            check_step(variable, "the global step")
-            step: Variable = variable
-            return step
-    return None
+    step: Variable | None = next((each for each in scope.variables if each.name == NAME), None)
+    if step is not None:
+        check_step(step, "the global step")
+    return step
 
 
 def check_step(variable: object, purpose: str) -> None:
@@ -78,8 +74,7 @@ def check_step(variable: object, purpose: str) -> None:
     Raises:
         UsageError: It is no variable, or no integer scalar.
     """
-    if not isinstance(variable, Variable):
-        raise UsageError(f"{purpose}: expected a variable, got {type(variable).__name__}")
+    variable = checked_kind(f"{purpose}: expected a variable", variable, Variable, error=UsageError)
     if isinstance(variable, OnReadVariable):
         raise UsageError(
             f'{purpose}: variable "{variable.name}" is synchronized on read: each worker has '
@@ -94,11 +89,8 @@ def check_step(variable: object, purpose: str) -> None:
 
 
 def _scope(operation: str) -> Scope:
-    forbid_in_step(operation, instead=_IN_A_STEP)
-    forbid_in_dataset(operation)
-    scope = current_scope()
-    if scope is None:
-        raise UsageError(
-            f"{operation} outside a strategy's scope", hint="call it in `with strategy.scope():`"
-        )
-    return scope
+    return scope_for(
+        operation,
+        instead="get it on the coordinator, in `with strategy.scope():`, and use it in the step",
+        hint="call it in `with strategy.scope():`",
+    )

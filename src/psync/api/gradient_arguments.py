@@ -40,7 +40,7 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
     """
     pairs: Pairs = []
     without: list[str] = []  # names of variables whose gradient is None
-    seen: dict[int, set[int]] = {}  # of each variable, the shards
+    seen: set[tuple[int, int]] = set()  # shards
     if not isinstance(grads_and_vars, Iterable):
         raise _no_pairs(grads_and_vars)
     for pair in grads_and_vars:
@@ -54,11 +54,10 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
                 "has another value, which no optimizer trains"
             )
         spec = variable.spec
-        shards = seen.setdefault(spec.variable_id, set())
-        for shard in spec.shards:
-            if shard.index in shards:
-                raise GradientError(f'apply_gradients: variable "{spec.name}" occurs twice')
-            shards.add(shard.index)
+        shards = {(spec.variable_id, shard.index) for shard in spec.shards}
+        if not seen.isdisjoint(shards):
+            raise GradientError(f'apply_gradients: variable "{spec.name}" occurs twice')
+        seen |= shards
         pairs.append((_checked(gradient, spec, finite), variable))
     if not pairs:
         raise GradientError(
@@ -71,10 +70,12 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
 
 def _checked(gradient: Any, spec: VariableSpec, finite: str | None) -> Gradient:
     checked: Gradient
-    try:  # here, before the ps tasks of other variables have theirs
-        slot_dtype(dtype_of(spec.dtype))
-    except GradientError as exc:
-        raise GradientError(f'gradient for "{spec.name}": {exc.message}', hint=exc.hint) from None
+    if "float" not in spec.dtype:  # here, before the ps tasks of other variables have theirs
+        try:
+            slot_dtype(dtype_of(spec.dtype))
+        except GradientError as exc:
+            message = f'gradient for "{spec.name}": {exc.message}'
+            raise GradientError(message, hint=exc.hint) from None
     if _has_rows(gradient):
         checked = _checked_rows(gradient, spec)
         array = checked.values
@@ -167,7 +168,7 @@ def listed(var_list: Any) -> Any:
                 raise GradientError(f"var_list: expected variables, got {type(item).__name__}")
     if is_flat(variables):
         return list(variables)
-    if not any(True for _ in leaves(variables)):
+    if not leaves(variables):
         raise GradientError("var_list: expected variables, got none")
     return variables
 

@@ -8,30 +8,28 @@ neither creating nor updating one moves values over the network.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from psync.api.global_step import check_step, global_step_of
 from psync.api.pulls import mapped
+from psync.api.reads import runtime_of, scope_of
 from psync.api.variables import (
     Handle,
     OnReadVariable,
     ShardedVariable,
     Variable,
     declared_in,
-    runtime_of,
-    scope_of,
 )
-from psync.client.context import forbid_in_dataset, forbid_in_step
+from psync.client.context import forbid_in_step
 from psync.client.scopes import Scope, current_scope, place_of
 from psync.errors import ConfigurationError, GradientError, UsageError
 from psync.numerics.means import growing_decay
+from psync.specs import checked_kind
 
 AnyVariable = Variable | ShardedVariable
-
-FLOATS = ("float16", "float32", "float64", "bfloat16")
 
 
 class ExponentialMovingAverage:
@@ -49,6 +47,11 @@ class ExponentialMovingAverage:
         zero_debias: Has no effect, as in TensorFlow for averages of variables: they begin with
             the variable's value, so there is no zero in them whose influence could be taken out.
         name: Part of the shadows' names: "w/ExponentialMovingAverage".
+
+    Attributes:
+        name: As given.
+        decay: As given; with ``num_updates`` its limit.
+        num_updates: True or a variable: the decay follows the step; False: it does not.
 
     Raises:
         ConfigurationError: A decay, num_updates or name that is none.
@@ -86,41 +89,24 @@ class ExponentialMovingAverage:
             )
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"moving average: expected a name, got {name!r}")
-        self._decay = float(decay)
-        self._num_updates: Variable | bool = False if num_updates is None else num_updates
+        self.decay = float(decay)
+        self.num_updates: Variable | bool = False if num_updates is None else num_updates
         self._zero_debias = zero_debias
-        self._name = name
+        self.name = name
         self._shadows: dict[AnyVariable, AnyVariable] = {}
 
     def __repr__(self) -> str:
-        return f"<ExponentialMovingAverage decay={self._decay:g} of {len(self._shadows)} variables>"
+        return f"<ExponentialMovingAverage decay={self.decay:g} of {len(self._shadows)} variables>"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         # On a worker there is no strategy in which the global step could be looked up.
         step = self._step_variable()
-        num_updates = self._num_updates if step is None else step
-        arguments = (self._decay, num_updates, self._zero_debias, self._name)
-        return (_arrived, (arguments, tuple(self._shadows.items())))
-
-    @property
-    def name(self) -> str:
-        """Part of the shadows' names."""
-        return self._name
-
-    @property
-    def decay(self) -> float:
-        """The decay; with ``num_updates`` its limit."""
-        return self._decay
-
-    @property
-    def num_updates(self) -> Variable | bool:
-        """True or a variable: the decay follows the step; False: it does not."""
-        return self._num_updates
+        return vars(self) if step is None else {**vars(self), "num_updates": step}
 
     def decay_at(self, step: int) -> float:
         """Return the decay at a step: of the update after which the global step is ``step``."""
-        follows = self._num_updates is not False
-        return growing_decay(self._decay, step) if follows else self._decay
+        follows = self.num_updates is not False
+        return growing_decay(self.decay, step) if follows else self.decay
 
     def apply(self, var_list: Iterable[AnyVariable] | None = None) -> None:
         """Declare the averages of variables; those that have one already keep it.
@@ -142,7 +128,6 @@ class ExponentialMovingAverage:
             "declaring moving averages",
             instead="call apply in main(), on the coordinator, before the step is scheduled",
         )
-        forbid_in_dataset("declaring moving averages")
         if var_list is None:
             var_list = _open_scope("apply without var_list").trainable_variables
         elif isinstance(var_list, Handle):
@@ -154,7 +139,7 @@ class ExponentialMovingAverage:
         where = place_of(sys._getframe(1))
         for variable, scope in scopes.items():
             if variable not in self._shadows:
-                spec = scope.declare_copy(variable.spec, f"{variable.name}/{self._name}", where)
+                spec = scope.declare_copy(variable.spec, f"{variable.name}/{self.name}", where)
                 self._shadows[variable] = declared_in(scope, spec)
 
     async def update(self) -> None:
@@ -180,12 +165,17 @@ class ExponentialMovingAverage:
                 f"{operation}: nothing is averaged",
                 hint="ema.apply([w, b]) on the coordinator, before the step is scheduled",
             )
-        step, shadows = self._followed(operation), self._shadows.values()
-        runtime = await runtime_of(operation, *shadows, *step)
-        ps, decay = runtime.ps, self._decay
-        if step:
-            runtime.check_open(operation)
-            (count,) = await ps.pull(ps.plan((step[0].spec,)))
+        shadows, step = self._shadows.values(), self._step_variable()
+        if step is None and self.num_updates is not False:
+            raise UsageError(
+                f"{operation}: num_updates=True, but there is no global step",
+                hint="psync.get_or_create_global_step() in the strategy's scope, before the step "
+                "is scheduled; something has to raise it: apply_gradients(…, global_step=step)",
+            )
+        runtime = await runtime_of(operation, *shadows, *([] if step is None else [step]))
+        ps, decay = runtime.ps, self.decay
+        if step is not None:
+            (count,) = await ps.pull(ps.plan((step.spec,)))
             decay = self.decay_at(int(count))
         closure, ordinal = runtime.begin_update(operation)
         originals = {shadow: original for original, shadow in self.pairs()}
@@ -214,7 +204,7 @@ class ExponentialMovingAverage:
     def average_name(self, var: AnyVariable) -> str:
         """Return the name of the average of ``var``: the one it would have, if it has none."""
         shadow = self._shadows.get(var)
-        return f"{var.name}/{self._name}" if shadow is None else shadow.name
+        return f"{var.name}/{self.name}" if shadow is None else shadow.name
 
     def variables_to_restore(
         self, moving_avg_variables: Iterable[AnyVariable] | None = None
@@ -234,9 +224,7 @@ class ExponentialMovingAverage:
 
         Source: ``tf.train.ExponentialMovingAverage.variables_to_restore``.
         """
-        scope = current_scope() or self._scope()
-        if scope is None:
-            scope = _open_scope("variables_to_restore")  # raises
+        scope = current_scope() or self._scope() or _open_scope("variables_to_restore")
         if moving_avg_variables is None:
             moving_avg_variables = (*scope.trainable_variables, *self._shadows)
         averaged = dict.fromkeys(moving_avg_variables)
@@ -269,42 +257,28 @@ class ExponentialMovingAverage:
 
     def _scope(self) -> Scope | None:
         """Return the strategy of the averaged variables, where it is known."""
-        for variable in self._shadows:
-            return scope_of(variable)
-        return None
+        variable = next(iter(self._shadows), None)
+        return None if variable is None else scope_of(variable)
 
     def _step_variable(self) -> Variable | None:
         """Return the variable whose value the decay follows, if it is known here."""
-        if isinstance(self._num_updates, Variable):
-            return self._num_updates
-        scope = self._scope() if self._num_updates else None
+        if isinstance(self.num_updates, Variable):
+            return self.num_updates
+        scope = self._scope() if self.num_updates else None
         return None if scope is None else global_step_of(scope)
-
-    def _followed(self, operation: str) -> tuple[Variable, ...]:
-        """Return the step that the decay follows, or nothing."""
-        if self._num_updates is False:
-            return ()
-        step = self._step_variable()
-        if step is None:
-            raise UsageError(
-                f"{operation}: num_updates=True, but there is no global step",
-                hint="psync.get_or_create_global_step() in the strategy's scope, before the step "
-                "is scheduled; something has to raise it: apply_gradients(…, global_step=step)",
-            )
-        return (step,)
 
 
 def _checked_scope(variable: Any) -> Scope:
     """Return the strategy of a variable that can be averaged."""
-    if not isinstance(variable, Variable | ShardedVariable):
-        raise UsageError(f"moving average: expected a variable, got {type(variable).__name__}")
+    expected = "moving average: expected a variable"
+    variable = checked_kind(expected, variable, Handle, error=UsageError)
     spec = variable.spec
     if isinstance(variable, OnReadVariable):
         raise UsageError(
             f'moving average of "{spec.name}": it is synchronized on read: each worker has another '
             "value"
         )
-    if spec.dtype not in FLOATS:
+    if "float" not in spec.dtype:
         raise GradientError(
             f'moving average of "{spec.name}": expected a float variable, got {spec.dtype}'
         )
@@ -331,11 +305,3 @@ def _open_scope(operation: str) -> Scope:
             hint="call it in `with strategy.scope():`, or after apply([w, b])",
         )
     return scope
-
-
-def _arrived(
-    arguments: tuple[Any, ...], shadows: Sequence[tuple[AnyVariable, AnyVariable]]
-) -> ExponentialMovingAverage:
-    ema = ExponentialMovingAverage(*arguments)
-    ema._shadows.update(shadows)
-    return ema

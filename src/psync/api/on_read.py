@@ -20,38 +20,30 @@ All workers of the cluster count, alive or not; one that was added later shares 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
 from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from psync.api.rows import RowAccess
-from psync.chief.declarations import as_array, describe, takes_shard
+from psync.api.reads import runtime_of, scope_of
+from psync.api.value_access import ValueAccess
+from psync.chief.declarations import describe, initial_array
 from psync.client.context import current_closure
 from psync.client.runtime import Runtime
 from psync.client.scopes import Scope
 from psync.errors import (
     GradientError,
-    PartitionError,
     ReplicaValueError,
     UnsupportedError,
     UsageError,
 )
 from psync.numerics.casting import checked_target, fitting
-from psync.numerics.indexing import select
 from psync.numerics.replica_sums import ReduceOp, reducing_arrays
 from psync.numerics.sums import Pieces
 from psync.replicas.chunks import in_turns
 from psync.replicas.context import get_replica_context, in_cross_replica_context
-from psync.serialization.remote_value import AwaitFirst, RemoteValue
 from psync.specs import VariableAggregation, VariableSpec
 
-NONE, SUM, MEAN, FIRST = (
-    VariableAggregation.NONE,
-    VariableAggregation.SUM,
-    VariableAggregation.MEAN,
-    VariableAggregation.ONLY_FIRST_REPLICA,
-)
+NONE, SUM, MEAN, FIRST = VariableAggregation
 
 
 def repeated(value: np.ndarray, num_workers: int, aggregation: VariableAggregation) -> np.ndarray:
@@ -124,10 +116,7 @@ def aggregating(
     return np.asarray((yield from reducing_arrays(ReduceOp.MEAN, list(copies[:-1]), None)))
 
 
-SUM = VariableAggregation.SUM
-
-
-class CopyAccess(RowAccess):
+class CopyAccess(ValueAccess):
     """Reads and writes of a variable with copies: a base of ``OnReadVariable``."""
 
     aggregation: VariableAggregation
@@ -162,11 +151,11 @@ class CopyAccess(RowAccess):
         """
         target = None if out is None else checked_target(out, self.value_spec)
         operation = f'read of "{self.spec.name}"'
-        runtime = await self.runtime_for(operation)
-        runtime.check_open(operation)
+        runtime = await runtime_of(operation, self)
         row = self._own_row(runtime)
         if row is None:
-            value = await self._aggregate(runtime, operation)
+            (copies,) = await runtime.ps.pull(runtime.ps.plan((self.spec,)))
+            value = await in_turns(aggregating(copies, self.aggregation, operation))
         else:
             rows = await runtime.ps.read_rows(self.spec, np.array([row]), seen=runtime.pulled)
             value = rows.reshape(self.shape)
@@ -193,7 +182,7 @@ class CopyAccess(RowAccess):
         Source: ``SyncOnReadVariable`` in TensorFlow's ``distribute/values.py``.
         """
         operation = f'checkpoint of "{self.spec.name}"'
-        runtime = await self.runtime_for(operation)
+        runtime = await runtime_of(operation, self)
         (copies,) = await runtime.ps.pull(runtime.ps.plan((self.spec,)))
         return await self.checkpoint_value_of(copies)
 
@@ -226,18 +215,11 @@ class CopyAccess(RowAccess):
         """
         operation = f'restoring of "{self.spec.name}"'
         array = fitting(value, self.value_spec, operation, casting="same_kind")
-        await self._write_all(await self.runtime_for(operation), "assign", array, operation)
+        await self._write_all(await runtime_of(operation, self), "assign", array, operation)
 
-    async def sparse_read(self, indices: Any) -> np.ndarray:
-        """Return rows of ``read``; see ``Variable.sparse_read``."""
-        rows = self._row_numbers(indices, f'sparse_read of "{self.spec.name}"')
-        part: np.ndarray = (await self.read())[rows]
-        return part
-
-    def __getitem__(self, index: Any) -> CopyRead:  # type: ignore[override]  # awaitable as well
-        """Return what is to be awaited for ``value[index]``; the whole copy travels."""
-        select(index, self.shape, self.spec.name, (AwaitFirst, RemoteValue))  # or say what is wrong
-        return CopyRead(self, index)
+    async def _rows(self, operation: str, rows: range | np.ndarray | None) -> np.ndarray:
+        value = await self.read()  # the whole copy travels
+        return value if rows is None else value[np.asarray(rows, np.intp)]
 
     async def _scatter(self, method: str, op: str, sparse_delta: Any) -> NoReturn:
         raise UnsupportedError(
@@ -247,13 +229,20 @@ class CopyAccess(RowAccess):
             "synchronization=psync.VariableSynchronization.ON_WRITE",
         )
 
-    async def _assign(self, method: str, op: str, value: Any) -> Self:
+    async def _assign(self, method: str, op: str, value: Any, atomic: bool = False) -> Self:
         operation = f'{method} to "{self.spec.name}"'
         array = fitting(value, self.value_spec, operation, casting="same_kind")
-        runtime = await self.runtime_for(operation)
+        runtime = await runtime_of(operation, self)
         row = self._own_row(runtime)
         if row is None and op != "assign" and self.aggregation is SUM:
-            row = self._row_of_program(operation)
+            if in_cross_replica_context():
+                raise ReplicaValueError(
+                    f"{operation} in cross-replica context: it is the sum of a copy of each "
+                    "worker, and which of them is meant is not clear",
+                    hint="add in a step; or outside of `with strategy.scope():`, to what the "
+                    "program has added; or assign the sum",
+                )
+            row = self._num_workers
         if row is None:
             await self._write_all(runtime, op, array, operation)
             return self
@@ -272,10 +261,6 @@ class CopyAccess(RowAccess):
         plan = runtime.ps.plan((self.spec,))
         await runtime.ps.assign(plan, [copies], op=op, closure=closure, ordinal=ordinal)
 
-    async def _aggregate(self, runtime: Runtime, operation: str) -> np.ndarray:
-        (copies,) = await runtime.ps.pull(runtime.ps.plan((self.spec,)))
-        return await in_turns(aggregating(copies, self.aggregation, operation))
-
     @property
     def _num_workers(self) -> int:
         return self.spec.shape[0] - 1  # one more is the program's
@@ -288,51 +273,11 @@ class CopyAccess(RowAccess):
         if closure is not None:
             # A worker that was added later shares a copy; what it adds is part of the sum.
             return closure.worker_index % self._num_workers
-        return self._row_in_session() if runtime.in_session else None
-
-    def _row_in_session(self) -> int:
-        """Return the copy of a program that trains by itself: a worker's, or the chief's."""
-        scope = self.scope_here()
+        if not runtime.in_session:
+            return None
+        scope = scope_of(self)
         worker = None if scope is None else scope.worker_index
         return self._num_workers if worker is None else worker
-
-    def _row_of_program(self, operation: str) -> int:
-        """Return the copy to which the program adds, of a variable that is summed."""
-        if in_cross_replica_context():
-            raise ReplicaValueError(
-                f"{operation} in cross-replica context: it is the sum of a copy of each worker, "
-                "and which of them is meant is not clear",
-                hint="add in a step; or outside of `with strategy.scope():`, to what the program "
-                "has added; or assign the sum",
-            )
-        return self._num_workers
-
-    def scope_here(self) -> Scope | None:
-        """Return the strategy that declared it, if that is in this process."""
-        raise NotImplementedError
-
-
-class CopyRead(AwaitFirst):
-    """Part of a variable with copies that can be awaited, each time for the present value."""
-
-    __slots__ = ("_index", "_variable")
-
-    def __init__(self, variable: CopyAccess, index: Any) -> None:
-        self._variable = variable
-        self._index = index
-
-    def __repr__(self) -> str:
-        return f'<part of "{self._variable.spec.name}", to be awaited>'
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return self._read().__await__()
-
-    def what_it_is(self) -> tuple[str, str]:
-        """Return how messages call it, and what is to be awaited instead."""
-        return f'part of variable "{self._variable.spec.name}"', "`part = await v[…]`"
-
-    async def _read(self) -> Any:
-        return (await self._variable.read())[self._index]
 
 
 def declare_copies(
@@ -362,12 +307,7 @@ def declare_copies(
     def copies() -> np.ndarray:
         value = initial
         if callable(initial):
-            made = initial(extents, (0,) * len(extents)) if takes_shard(initial) else initial()
-            value = as_array(made, kind, subject)
-            if value.shape != extents:
-                raise PartitionError(
-                    f"{subject}: expected shape {extents}, its initial_value returned {value.shape}"
-                )
+            value = initial_array(initial, extents, (0,) * len(extents), kind, subject)
         return repeated(value, num_workers, aggregation)
 
     return scope.declare(

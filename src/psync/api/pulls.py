@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from psync.api.reads import values_of
-from psync.api.variables import Handle, OnReadVariable, runtime_of
+from psync.api.reads import runtime_of, values_of
+from psync.api.variables import Handle, OnReadVariable
 from psync.errors import GradientError
 from psync.numerics.casting import checked_target
 
@@ -55,37 +55,28 @@ async def pull(tree: Any, *, copy: bool = False, out: Any = None, consistent: bo
     variables = list(dict.fromkeys(leaves(tree)))
     if not variables:
         return tree
-    targets = None if out is None else _targets(tree, out)
+    targets = {} if out is None else _targets(tree, out)
     runtime = await runtime_of("pull", *variables)
-    runtime.check_open("pull")
     copied = [variable for variable in variables if isinstance(variable, OnReadVariable)]
     stored = [variable for variable in variables if variable not in copied] if copied else variables
     values = {}
     if stored:
-        arrays = await values_of(
-            runtime,
-            stored,
-            copy=copy,
-            out=None if targets is None else [targets[variable] for variable in stored],
-            consistent=consistent,
-        )
+        given = [targets[variable] for variable in stored] if targets else None
+        arrays = await values_of(runtime, stored, copy=copy, out=given, consistent=consistent)
         values = dict(zip(stored, arrays, strict=True))
     for variable in copied:
-        target = None if targets is None else targets[variable]
-        values[variable] = await variable.read(copy=copy, out=target)
+        values[variable] = await variable.read(copy=copy, out=targets.get(variable))
     return mapped(tree, values.__getitem__)
 
 
-def leaves(tree: Any, kind: Any = Handle) -> Iterator[Any]:
-    """Yield each variable, or thing of another kind, in ``tree``, as often as it stands there."""
+def leaves(tree: Any, kind: Any = Handle) -> list[Any]:
+    """Return each variable, or thing of another kind, in ``tree``, as often as it stands there."""
     if isinstance(tree, kind):
-        yield tree
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from leaves(item, kind)
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from leaves(item, kind)
+        return [tree]
+    items = tree.values() if isinstance(tree, dict) else tree
+    if isinstance(tree, dict | list | tuple):
+        return [leaf for item in items for leaf in leaves(item, kind)]
+    return []
 
 
 def mapped(tree: Any, value_of: Callable[[Any], Any], kind: Any = Handle) -> Any:
@@ -103,10 +94,9 @@ def mapped(tree: Any, value_of: Callable[[Any], Any], kind: Any = Handle) -> Any
         for key, item in tree.items():
             made[key] = mapped(item, value_of, kind)
         return made
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(mapped(item, value_of, kind) for item in tree))
     if isinstance(tree, list | tuple):
-        return type(tree)(mapped(item, value_of, kind) for item in tree)
+        items = [mapped(item, value_of, kind) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree
 
 

@@ -1,25 +1,53 @@
-"""Reads of variables: plain, cached in a scope, or consistent."""
+"""Reads of variables: their link to the ps tasks; plain, cached in a scope, or consistent."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from psync.client.context import ClosureContext, current_closure
 from psync.client.runtime import Runtime
+from psync.client.scopes import Scope, runtime_here
 from psync.client.shard_locks import pull_at_once
-from psync.errors import ContextError
-from psync.specs import VariableSpec
+from psync.errors import ContextError, UsageError
+
+if TYPE_CHECKING:
+    from psync.api.value_access import ValueAccess
 
 
-class Readable(Protocol):
-    """What is read: a variable's handle."""
+def scope_of(variable: ValueAccess) -> Scope | None:
+    """Return the strategy that declared a variable; None: it is in another process, or gone."""
+    return variable._scope() if variable._scope is not None else None
 
-    spec: VariableSpec
+
+async def runtime_of(operation: str, *variables: ValueAccess) -> Runtime:
+    """Return what carries ``operation`` on ``variables``, one at least, to the ps tasks.
+
+    Raises:
+        UsageError: There is none here, outside a step and without a running coordinator; or the
+            step has returned; or the variables are not all of the strategy that it serves.
+        ClosureCancelled: In a step that was cancelled.
+        ClosedError: The coordinator was closed.
+        PartitionError: A variable that is declared cannot be created.
+        ParameterServerLost: A ps is gone.
+
+    Cancellation: Safe.
+    """
+    runtime = runtime_here(operation, scope_of(variables[0]))
+    for variable in variables:
+        if variable.origin != runtime.origin:
+            raise UsageError(
+                f'{operation}: variable "{variable.spec.name}" belongs to another program or '
+                "strategy",
+                hint="declare it in main(), on the coordinator, and let the step capture it; "
+                "variables of two strategies need a call for each",
+            )
+    await runtime.ensure_created()
+    return runtime
 
 
 class _Kept:
@@ -27,7 +55,7 @@ class _Kept:
 
     def __init__(self, closure: ClosureContext | None) -> None:
         self.closure = closure  # the step that opened it; None: the program
-        self.values: dict[Readable, np.ndarray] = {}
+        self.values: dict[ValueAccess, np.ndarray] = {}
 
 
 _open: ContextVar[_Kept | None] = ContextVar("psync_kept_reads", default=None)
@@ -75,7 +103,7 @@ def _kept_here() -> _Kept | None:
 
 async def values_of(
     runtime: Runtime,
-    variables: Sequence[Any],
+    variables: Sequence[ValueAccess],
     *,
     copy: bool = False,
     out: Sequence[np.ndarray | None] | None = None,
@@ -112,7 +140,7 @@ async def values_of(
 async def _through(
     kept: _Kept,
     runtime: Runtime,
-    variables: Sequence[Any],
+    variables: Sequence[ValueAccess],
     copy: bool,
     out: Sequence[np.ndarray | None] | None,
 ) -> list[np.ndarray]:

@@ -19,7 +19,6 @@ from psync.api.datasets import (
     InputOptions,
     distribute_dataset,
     distribute_function,
-    numpy_dataset,
 )
 from psync.api.placement_report import PlacementReport, report_of
 from psync.api.variables import Handle, ShardedVariable, Variable
@@ -28,14 +27,12 @@ from psync.client.context import forbid_in_step
 from psync.client.runtime import Runtime
 from psync.client.scopes import (
     Elsewhere,
-    Scope,
     add_strategy,
     current_elsewhere,
     current_scope,
     elsewhere,
     open_scope,
 )
-from psync.cluster import ClusterSpec
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -49,7 +46,7 @@ from psync.net.resolvers import ClusterResolver, training_cluster
 from psync.partitioners import Pinned, Placement, Placer, RoundRobin
 from psync.replicas.context import cross_replica, replicas_in_sync
 from psync.replicas.run import ReplicaRuns
-from psync.specs import VariableSpec
+from psync.specs import VariableSpec, checked_kind
 from psync.worker.data_sources import ArrayDataset
 
 Partitioner = Callable[[tuple[int, ...], Any], Any]
@@ -69,6 +66,12 @@ class ParameterServerStrategy(ReplicaRuns):
             process of another one, which serves within a second, and nothing that was
             answered is lost; it needs two ps tasks or more, twice the memory, and asynchronous
             training.
+
+    Attributes:
+        cluster_resolver: As given.
+        cluster: The training cluster: without evaluators, checked.
+        task: Job and index of this process; None where it is none of the cluster's tasks.
+        worker_index: The index of this process among the workers; None: it is not a worker.
 
     Raises:
         ConfigurationError: The cluster cannot train: no ps, no worker, an unknown job, …; or
@@ -116,9 +119,13 @@ class ParameterServerStrategy(ReplicaRuns):
         self.runtime: Runtime | None = None  # the coordinator's; None while none runs
         self.created = False  # a coordinator has run: variables may exist on ps tasks
         self.declared: list[Declaration] = []  # not created yet
-        self._resolver = cluster_resolver
-        self._cluster = spec
-        self._task = (task_type, task_id)
+        self.cluster_resolver = cluster_resolver
+        self.cluster = spec
+        self.task = (task_type, task_id)
+        workers = spec.task_indices("worker")
+        here = task_id if task_type == "worker" else None
+        self.worker_index = None if here is None else workers.index(here)
+        self._workers = len(workers), self.worker_index
         self._partitioner = variable_partitioner
         self._placer = Placer(spec.num_tasks("ps"), placement)
         self.accumulators: dict[str, Any] = {}
@@ -129,7 +136,7 @@ class ParameterServerStrategy(ReplicaRuns):
         add_strategy(self)
 
     def __repr__(self) -> str:
-        return f"<ParameterServerStrategy {self._cluster!r}, {len(self._variables)} variables>"
+        return f"<ParameterServerStrategy {self.cluster!r}, {len(self._variables)} variables>"
 
     def __copy__(self) -> ParameterServerStrategy:
         raise UnsupportedError("a strategy cannot be copied: it owns its variables")
@@ -138,24 +145,9 @@ class ParameterServerStrategy(ReplicaRuns):
         return self
 
     @property
-    def cluster_resolver(self) -> ClusterResolver:
-        """The resolver it was made with."""
-        return self._resolver
-
-    @property
-    def cluster(self) -> ClusterSpec:
-        """The training cluster: without evaluators, checked."""
-        return self._cluster
-
-    @property
     def num_replicas_in_sync(self) -> int:
         """Replicas within one step: 1, as each worker computes by itself; those of a gang in it."""
         return replicas_in_sync()
-
-    @property
-    def task(self) -> tuple[str | None, int | None]:
-        """Job and index of this process; None where it is none of the cluster's tasks."""
-        return self._task
 
     @property
     def variables(self) -> tuple[Variable | ShardedVariable, ...]:
@@ -210,7 +202,7 @@ class ParameterServerStrategy(ReplicaRuns):
 
         Source: ``tf.distribute.Strategy.experimental_distribute_dataset``.
         """
-        return distribute_dataset(dataset, options, *self._workers())
+        return distribute_dataset(dataset, options, *self._workers)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[..., Any], options: InputOptions | None = None
@@ -228,7 +220,7 @@ class ParameterServerStrategy(ReplicaRuns):
 
         Source: ``tf.distribute.Strategy.distribute_datasets_from_function``.
         """
-        return distribute_function(dataset_fn, options, *self._workers())
+        return distribute_function(dataset_fn, options, *self._workers)
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
@@ -247,18 +239,7 @@ class ParameterServerStrategy(ReplicaRuns):
 
         Source: ``tf.distribute.Strategy.experimental_make_numpy_dataset``.
         """
-        return numpy_dataset(numpy_input)
-
-    @property
-    def worker_index(self) -> int | None:
-        """The index of this process among the workers; None: it is not a worker."""
-        return self._workers()[1]
-
-    def _workers(self) -> tuple[int, int | None]:
-        """Return how many workers there are, and which of them this process is, if it is one."""
-        indices, (job, task_id) = self._cluster.task_indices("worker"), self._task
-        here = indices.index(task_id) if job == "worker" and task_id is not None else None
-        return len(indices), here
+        return ArrayDataset(numpy_input, None)
 
     def pinned(self, where: int | str) -> AbstractContextManager[None]:
         """Return a context manager in which variables are declared on one ps.
@@ -286,16 +267,45 @@ class ParameterServerStrategy(ReplicaRuns):
     def colocate_vars_with(
         self, colocate_with_variable: Variable | ShardedVariable
     ) -> AbstractContextManager[None]:
-        """Return a context manager in which variables are declared beside another one.
+        """Return a context manager in which variables are declared on the ps of another one.
 
-        Its rules are those of ``colocate_vars_with``.
+        They take no turn, and no partitioner is asked: beside a variable with one shard, or a
+        single shard of another, they have one shard; beside one with several they must have its
+        shape, and each of their shards is on the ps of the other's. The innermost of several
+        scopes counts, ``pinned`` among them.
+
+        Args:
+            colocate_with_variable: Of this strategy.
+
+        Raises:
+            UsageError: Outside of the strategy's scope, in a step, or the variable is none, or of
+                another strategy.
+
+        Source: ``tf.distribute.StrategyExtended.colocate_vars_with``.
         """
-        return colocate_vars_with(self, colocate_with_variable)
+        forbid_in_step("colocating variables")
+        if current_scope() is not self:
+            raise UsageError(
+                "colocate_vars_with: the strategy's scope is not open here",
+                hint="with strategy.scope(), strategy.colocate_vars_with(v): …",
+            )
+        variable = checked_kind(
+            "colocate_vars_with: expected a variable", colocate_with_variable, Handle,
+            hint="to name a ps: with strategy.pinned(index): …", error=UsageError,
+        )  # fmt: skip
+        if variable.origin != self.origin:
+            raise UsageError(
+                f'colocate_vars_with: variable "{variable.name}" belongs to another strategy'
+            )
+        spec = variable.spec
+        if len(spec.shards) > 1:
+            return elsewhere(Elsewhere(self, beside=spec))
+        return elsewhere(Elsewhere(self, Pinned(spec.shards[0].ps)))
 
     def placement(self) -> PlacementReport:
         """Return which ps holds which shard, known once declared; ``str()`` is a table."""
         specs = (variable.spec for variable in self._variables)
-        return report_of(specs, self._cluster.num_tasks("ps"))
+        return report_of(specs, self.cluster.num_tasks("ps"))
 
     # scopes.Scope.
 
@@ -317,21 +327,19 @@ class ParameterServerStrategy(ReplicaRuns):
         """
         self._check_open(name)
         initial, full_shape, dtype_name = describe(initial_value, name, dtype, shape, where)
-        here = current_elsewhere()
+        here, original = current_elsewhere(), None
         if placement is None and here is not None and here.strategy is self:
-            if here.beside is None:
-                placement = here.placement
-            elif partitioned:
-                spec = self._beside(here.beside, name, full_shape, dtype_name, trainable, where)
-                self._declared(name, Declaration(spec, initial))
-                return spec
-            else:
-                placement = Pinned(here.beside.shards[0].ps)
-        spec = split(
-            self._unique(name), self._next_id, full_shape, dtype_name, trainable=trainable,
-            partitioner=self._partitioner if placement is None and partitioned else None,
-            place=lambda nbytes: self._placer.place(name, nbytes, placement), where=where,
-        )  # fmt: skip
+            placement, original = here.placement, here.beside
+            if original is not None and not partitioned:
+                placement, original = Pinned(original.shards[0].ps), None
+        if original is not None:
+            spec = self._beside(original, name, full_shape, dtype_name, trainable, where)
+        else:
+            spec = split(
+                self._unique(name), self._next_id, full_shape, dtype_name, trainable=trainable,
+                partitioner=self._partitioner if placement is None and partitioned else None,
+                place=lambda nbytes: self._placer.place(name, nbytes, placement), where=where,
+            )  # fmt: skip
         self._declared(name, Declaration(spec, initial))
         return spec
 
@@ -392,42 +400,3 @@ class ParameterServerStrategy(ReplicaRuns):
         self._names.setdefault(declaration.spec.name, 1)
         self._next_id += 1
         self.declared.append(declaration)
-
-
-def colocate_vars_with(strategy: Scope, variable: Any) -> AbstractContextManager[None]:
-    """Return a context manager in which variables are declared on the ps of another one.
-
-    They take no turn, and no partitioner is asked: beside a variable with one shard, or a
-    single shard of another, they have one shard; beside one with several they must have its shape,
-    and each of their shards is on the ps of the other's. The innermost of several scopes counts,
-    ``strategy.pinned`` among them.
-
-    Args:
-        strategy: In whose ``scope()`` this is.
-        variable: Of that strategy.
-
-    Raises:
-        UsageError: Outside of the strategy's scope, in a step, or the variable is none, or of
-            another strategy.
-
-    Source: ``tf.distribute.StrategyExtended.colocate_vars_with``.
-    """
-    forbid_in_step("colocating variables")
-    if current_scope() is not strategy:
-        raise UsageError(
-            "colocate_vars_with: the strategy's scope is not open here",
-            hint="with strategy.scope(), strategy.colocate_vars_with(v): …",
-        )
-    if not isinstance(variable, Handle):
-        raise UsageError(
-            f"colocate_vars_with: expected a variable, got {type(variable).__name__}",
-            hint="to name a ps: with strategy.pinned(index): …",
-        )
-    if variable.origin != strategy.origin:
-        raise UsageError(
-            f'colocate_vars_with: variable "{variable.name}" belongs to another strategy'
-        )
-    spec = variable.spec
-    if len(spec.shards) > 1:
-        return elsewhere(Elsewhere(strategy, beside=spec))
-    return elsewhere(Elsewhere(strategy, Pinned(spec.shards[0].ps)))

@@ -6,11 +6,8 @@ The configuration is complete once the global step of the group is known.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterable
 from typing import Any
-
-import numpy as np
 
 from psync.api.gradient_arguments import AnyVariable
 from psync.api.moving_averages import ExponentialMovingAverage
@@ -19,6 +16,7 @@ from psync.api.variables import Handle, OnReadVariable, Variable
 from psync.errors import ConfigurationError, GradientError
 from psync.numerics.sums import check_weight
 from psync.schedules import as_number
+from psync.specs import checked_integer, checked_kind
 from psync.store.sync_config import SyncConfig
 
 STEP_DTYPE = "int64"
@@ -29,15 +27,14 @@ NOWHERE = (0, -1, 0)
 
 
 def check_wrapped(name: object, opt: object) -> None:
-    """Refuse what cannot be wrapped.
+    """Refuse what cannot be wrapped, and a name that is none.
 
     Raises:
         ConfigurationError: It is no optimizer, or one that waits for others itself.
     """
-    if not isinstance(opt, Optimizer):
-        raise ConfigurationError(
-            f"{name}: expected one of psync.optimizers as opt, got {type(opt).__name__}"
-        )
+    if not isinstance(name, str) or not name:
+        raise ConfigurationError(f"a synchronous optimizer: expected a name, got {name!r}")
+    opt = checked_kind(f"{name}: expected one of psync.optimizers as opt", opt, Optimizer)
     if opt.synchronous:
         raise ConfigurationError(
             f"{name}: opt {opt.get_name()!r} is synchronous already",
@@ -51,75 +48,9 @@ def check_wrapped(name: object, opt: object) -> None:
         )
 
 
-def checked_config(
-    name: object,
-    optimizer: dict[str, Any],
-    *,
-    replicas_to_aggregate: object,
-    total_num_replicas: object,
-    strict: object,
-    deterministic: object,
-    tensorflow_compat: object,
-    min_replicas: object,
-    patience_s: object,
-    reduction: Any,
-    sparse_divisor: Any = "per_index",
-) -> SyncConfig:
-    """Return the configuration of a synchronous optimizer, as yet without its global step.
-
-    Args:
-        name: Of the optimizer.
-        optimizer: Configuration of the wrapped one.
-        replicas_to_aggregate: See ``SyncReplicasOptimizer``, also for all that follow.
-        total_num_replicas: None: as many.
-        strict: Implied by ``deterministic``.
-        deterministic: A bool.
-        tensorflow_compat: A bool.
-        min_replicas: A whole number.
-        patience_s: Seconds.
-        reduction: "mean" or "sum".
-        sparse_divisor: "per_index" or "total".
-
-    Raises:
-        ConfigurationError: One is wrong, or two contradict each other.
-    """
-    if not isinstance(name, str) or not name:
-        raise ConfigurationError(f"a synchronous optimizer: expected a name, got {name!r}")
-    total = replicas_to_aggregate if total_num_replicas is None else total_num_replicas
-    in_order = checked_flag(name, "deterministic", deterministic)
-    return SyncConfig(
-        name=name,
-        optimizer=optimizer,
-        replicas_to_aggregate=checked_count(name, "replicas_to_aggregate", replicas_to_aggregate),
-        total_num_replicas=checked_count(name, "total_num_replicas", total),
-        min_replicas=checked_count(name, "min_replicas", min_replicas),
-        patience_s=float(as_number(f"{name}: patience_s", patience_s)),
-        strict=checked_flag(name, "strict", strict) or in_order,
-        deterministic=in_order,
-        tensorflow_compat=checked_flag(name, "tensorflow_compat", tensorflow_compat),
-        reduction=reduction,
-        sparse_divisor=sparse_divisor,
-        global_step=NOWHERE,
-    )
-
-
-def checked_count(name: str, argument: str, value: object) -> int:
-    """Return a whole number as an int. Raises ConfigurationError if ``value`` is none."""
-    try:
-        if isinstance(value, bool | np.bool_):
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]  # anything: it decides
-    except TypeError:
-        raise ConfigurationError(
-            f"{name}: expected a whole number as {argument}, got {value!r}"
-        ) from None
-
-
-def checked_flag(name: str, argument: str, value: object) -> bool:
-    """Return a bool. Raises ConfigurationError if ``value`` is none."""
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{name}: expected {argument} to be True or False, got {value!r}")
-    return value
+def count_of(name: str, argument: str, value: object) -> int:
+    """Return a whole number. Raises ConfigurationError if it is none."""
+    return checked_integer(f"{name}: expected a whole number as {argument}", value, -(1 << 63))
 
 
 def checked_weight(weight: object) -> float:
@@ -146,11 +77,8 @@ def checked_step(operation: str, variable: object) -> Variable:
             "stale",
             hint=hint,
         )
-    if not isinstance(variable, Variable):
-        raise ConfigurationError(
-            f"{operation}: expected a variable as global_step, got {type(variable).__name__}",
-            hint=hint,
-        )
+    expected = f"{operation}: expected a variable as global_step"
+    variable = checked_kind(expected, variable, Variable, hint=hint)
     if isinstance(variable, OnReadVariable):
         raise ConfigurationError(
             f'{operation}: global_step "{variable.name}" is synchronized on read: each worker has '
@@ -180,6 +108,9 @@ class GroupConfig:
         self.global_step: Variable | None = None  # that of the last push; None before the first
         self._told: dict[str, Any] = {}  # what ps tasks are told, once it is known
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GroupConfig, (self.sync, self.averaged_by)  # the step is that of pushes from there
+
     def add_averages(self, averages: object, variables: Iterable[AnyVariable] | None) -> None:
         """Add moving averages that follow each step; see the options of ``SyncReplicasOptimizer``.
 
@@ -196,11 +127,8 @@ class GroupConfig:
                     hint="variable_averages=psync.ExponentialMovingAverage(0.999)",
                 )
             return
-        if not isinstance(averages, ExponentialMovingAverage):
-            raise ConfigurationError(
-                f"{name}: expected an ExponentialMovingAverage as variable_averages, got "
-                f"{type(averages).__name__}"
-            )
+        expected = f"{name}: expected an ExponentialMovingAverage as variable_averages"
+        averages = checked_kind(expected, averages, ExponentialMovingAverage)
         single = isinstance(variables, Handle)  # apply says what is wrong with that
         chosen = variables if variables is None or single else list(variables)
         averages.apply(chosen)

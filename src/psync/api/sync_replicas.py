@@ -15,21 +15,23 @@ from psync.api.gradient_arguments import AnyVariable, GradsAndVars, ValueAndGrad
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.optimizers.handles import Optimizer
 from psync.api.optimizers.state import PushResult
+from psync.api.reads import scope_of
 from psync.api.sync_arguments import (
+    NOWHERE,
     GroupConfig,
     check_wrapped,
-    checked_config,
-    checked_count,
-    checked_flag,
     checked_step,
     checked_weight,
+    count_of,
 )
-from psync.api.variables import Variable, runtime_of, scope_of
-from psync.client.context import current_closure, forbid_in_dataset
+from psync.api.variables import Variable
+from psync.client.context import current_closure
 from psync.client.runtime import Runtime, current_runtime
 from psync.errors import ConfigurationError, UsageError
+from psync.numerics.rule_options import flag
+from psync.schedules import as_number
 from psync.specs import Outcome
-from psync.wire.sync_messages import Contributed
+from psync.store.sync_config import SyncConfig
 
 if TYPE_CHECKING:
     from psync.compat.chief_queue_runner import ChiefQueueRunner
@@ -134,40 +136,28 @@ class SyncReplicasOptimizer(Optimizer):
         pull_ahead: bool = True,
     ) -> None:
         check_wrapped(name, opt)
-        config = checked_config(
-            name,
-            opt._config,
-            replicas_to_aggregate=replicas_to_aggregate,
-            total_num_replicas=total_num_replicas,
-            strict=strict,
-            deterministic=deterministic,
-            tensorflow_compat=tensorflow_compat,
-            min_replicas=min_replicas,
-            patience_s=patience_s,
+        total = replicas_to_aggregate if total_num_replicas is None else total_num_replicas
+        in_order = flag(name, "deterministic", deterministic)
+        config = SyncConfig(
+            name=name,
+            optimizer=opt._config,
+            replicas_to_aggregate=count_of(name, "replicas_to_aggregate", replicas_to_aggregate),
+            total_num_replicas=count_of(name, "total_num_replicas", total),
+            min_replicas=count_of(name, "min_replicas", min_replicas),
+            patience_s=float(as_number(f"{name}: patience_s", patience_s)),
+            strict=flag(name, "strict", strict) or in_order,
+            deterministic=in_order,
+            tensorflow_compat=flag(name, "tensorflow_compat", tensorflow_compat),
             reduction=reduction,
             sparse_divisor=sparse_divisor,
+            global_step=NOWHERE,
         )
         super().__init__(opt._rule, name=name, forbid_nonfinite=opt._forbid_nonfinite)
         self._in_use = opt._in_use = True  # what it does was written into ``config``
         self._opt = opt
         self._group = GroupConfig(config)
-        self._pull_ahead = checked_flag(name, "pull_ahead", pull_ahead)
+        self._pull_ahead = flag(name, "pull_ahead", pull_ahead)
         self._group.add_averages(variable_averages, variables_to_average)
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            **super()._state(),
-            "opt": self._opt,
-            "sync": self._group.sync,
-            "averaged_by": self._group.averaged_by,
-            "pull_ahead": self._pull_ahead,
-        }
-
-    def _set_state(self, state: dict[str, Any]) -> None:
-        super()._set_state(state)
-        self._opt = state["opt"]
-        self._group = GroupConfig(state["sync"], state["averaged_by"])
-        self._pull_ahead = state["pull_ahead"]
 
     def __repr__(self) -> str:
         config = self._group.sync
@@ -246,19 +236,20 @@ class SyncReplicasOptimizer(Optimizer):
         Source: ``tf.compat.v1.train.SyncReplicasOptimizer.apply_gradients``, whose train_op is
             this call.
         """
-        forbid_in_dataset("apply_gradients")
         pairs = self._checked(grads_and_vars)
         weight = checked_weight(weight)
-        step = checked_step("apply_gradients", global_step)
+        step = self._group.global_step  # was checked when it was first given
+        if step is None or step is not global_step:
+            step = checked_step("apply_gradients", global_step)
         variables = [variable for _, variable in pairs]
-        runtime = await runtime_of("apply_gradients", *variables, step)
-        if current_closure() is None and not runtime.in_session:
+        runtime = await self._runtime("apply_gradients", *variables, step)
+        run = current_closure()
+        if run is None and not runtime.in_session:
             raise UsageError(
                 "apply_gradients of a synchronous optimizer outside a step: the program is no "
                 "replica, and would wait for others",
                 hint="do it in a function given to schedule, or in a training session",
             )
-        self._check_origin(runtime)
         config = self._group.of_step(step)
         closure, ordinal = runtime.begin_update("push")
         answer = await runtime.sync.contribute(
@@ -272,8 +263,9 @@ class SyncReplicasOptimizer(Optimizer):
             weight=weight,
             ahead=runtime.ahead if self._pull_ahead else None,
         )
-        result = _result(answer)
-        run = current_closure()
+        result = PushResult(
+            Outcome(answer.outcome), answer.token, answer.staleness, answer.partial, answer.count
+        )
         if run is not None and result.outcome is Outcome.STALE:
             run.dropped += 1
         return result
@@ -338,10 +330,11 @@ class SyncReplicasOptimizer(Optimizer):
 
     def _local_step_of_push(self, runtime: Runtime) -> int:
         """Return the step of the values that a push's gradients come from; -1: the first."""
-        pulled = runtime.pulled.lowest(self.number)
-        runtime.pulled.forget(self.number)
-        if pulled is not None and not self._group.sync.tensorflow_compat:
-            return pulled
+        pulled = runtime.pulled
+        lowest = pulled.lowest(self.number)
+        pulled.forget(self.number)
+        if lowest is not None and not self._group.sync.tensorflow_compat:
+            return lowest
         token = runtime.sync.token(self.number)
         return -1 if token is None else token
 
@@ -365,8 +358,7 @@ class SyncReplicasOptimizer(Optimizer):
         """
         count = self._checked_tokens(num_tokens)
         step = checked_step("init_tokens", global_step)
-        runtime = await runtime_of("init_tokens", step)
-        self._check_origin(runtime)
+        runtime = await self._runtime("init_tokens", step)
         return await runtime.sync.init_tokens(self.number, self._group.of_step(step), count)
 
     def get_init_tokens_op(self, num_tokens: int = -1) -> Coroutine[Any, Any, int]:
@@ -423,12 +415,6 @@ class SyncReplicasOptimizer(Optimizer):
         return step
 
     def _checked_tokens(self, num_tokens: int) -> int:
-        count = checked_count(self._name, "num_tokens", num_tokens)
+        count = count_of(self._name, "num_tokens", num_tokens)
         self._group.sync.initial_tokens(count)
         return count
-
-
-def _result(answer: Contributed) -> PushResult:
-    return PushResult(
-        Outcome(answer.outcome), answer.token, answer.staleness, answer.partial, answer.count
-    )

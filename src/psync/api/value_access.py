@@ -1,22 +1,58 @@
-"""Whole-value operations of variables: read and assign."""
+"""Operations on the value of a variable, and on its rows: read, assign, index, gather, scatter.
+
+Of rows only those that are needed travel, from and to the ps tasks that hold them.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Self
+import functools
+import numbers
+import weakref
+from collections.abc import Generator
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from psync.api.reads import values_of
-from psync.api.rows import RowAccess
+from psync.api.reads import runtime_of, values_of
+from psync.client.scopes import Scope
 from psync.client.shard_locks import assign_at_once
-from psync.errors import UsageError
+from psync.errors import GradientError, IndexValueError, UsageError
 from psync.numerics.casting import checked_target, fitting
+from psync.numerics.indexing import Selection, index_array, row_numbers, select
 from psync.replicas import gang_updates
 from psync.replicas.context import current_gang
+from psync.serialization.remote_value import AwaitFirst, RemoteValue
+from psync.specs import VariableSpec
 
 
-class ValueAccess(RowAccess):
+class ValueAccess(AwaitFirst):
     """The value of a variable, and its rows: a base of ``Variable`` and ``ShardedVariable``."""
+
+    spec: VariableSpec
+    origin: str
+    _scope: weakref.ref[Scope] | None  # its strategy's; None where that is not, on workers
+
+    @property
+    def value_spec(self) -> VariableSpec:
+        """Describes what users read and write: the variable itself, unless it has copies."""
+        return self.spec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole variable."""
+        return self.value_spec.shape
+
+    def what_it_is(self) -> tuple[str, str]:
+        """Return how messages call it, and what is to be awaited instead."""
+        return (
+            f'variable "{self.spec.name}"',
+            "`value = await v.read()`, or `await psync.pull((v, w))`",
+        )
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f'len() of variable "{self.spec.name}", which has no axis')
+        return self.shape[0]
 
     async def read(
         self, *, copy: bool = False, out: np.ndarray | None = None, consistent: bool = False
@@ -24,8 +60,7 @@ class ValueAccess(RowAccess):
         """Return the value; see ``psync.pull``, which reads many at once, for the arguments."""
         target = None if out is None else [checked_target(out, self.spec)]
         operation = f'read of "{self.spec.name}"'
-        runtime = await self.runtime_for(operation)
-        runtime.check_open(operation)
+        runtime = await runtime_of(operation, self)
         (value,) = await values_of(runtime, (self,), copy=copy, out=target, consistent=consistent)
         return value
 
@@ -71,9 +106,7 @@ class ValueAccess(RowAccess):
 
         Source: ``tf.Variable.assign``; there, the dtype must be the variable's.
         """
-        if atomic and len(self.spec.shards) > 1:
-            return await self._assign_at_once(value)
-        return await self._assign("assign", "assign", value)
+        return await self._assign("assign", "assign", value, atomic)
 
     async def assign_add(self, delta: Any) -> Self:
         """Add ``delta`` to the value; see ``assign``.
@@ -87,31 +120,254 @@ class ValueAccess(RowAccess):
         """Subtract ``delta`` from the value; see ``assign_add``."""
         return await self._assign("assign_sub", "sub", delta)
 
-    async def _assign(self, method: str, op: str, value: Any) -> Self:
+    async def _assign(self, method: str, op: str, value: Any, atomic: bool = False) -> Self:
         operation = f'{method} to "{self.spec.name}"'
         array = fitting(value, self.spec, operation, casting="same_kind")
+        at_once = atomic and len(self.spec.shards) > 1
         member = current_gang()
         if member is not None:
+            if at_once:
+                raise UsageError(
+                    f"{operation}: an atomic one is not possible in one of several replicas",
+                    hint="write it in a merge_call",
+                )
             await gang_updates.assign(member, self, method, array)
             return self
-        runtime = await self.runtime_for(operation)
+        runtime = await runtime_of(operation, self)
         closure, ordinal = runtime.begin_update(operation)
         plan = runtime.ps.plan((self.spec,))
-        await runtime.ps.assign(plan, [array], op=op, closure=closure, ordinal=ordinal)
+        assign = functools.partial(assign_at_once, runtime.ps) if at_once else runtime.ps.assign
+        await assign(plan, [array], op=op, closure=closure, ordinal=ordinal)
         return self
 
-    async def _assign_at_once(self, value: Any) -> Self:
-        operation = f'assign to "{self.spec.name}"'
-        array = fitting(value, self.spec, operation, casting="same_kind")
-        if current_gang() is not None:
-            raise UsageError(
-                f"{operation}: an atomic one is not possible in one of several replicas",
-                hint="write it in a merge_call",
-            )
-        runtime = await self.runtime_for(operation)
-        closure, ordinal = runtime.begin_update(operation)
-        plan = runtime.ps.plan((self.spec,))
-        await assign_at_once(
-            runtime.ps, plan, [array], op="assign", closure=closure, ordinal=ordinal
+    def __getitem__(self, index: Any) -> PartRead:
+        """Return what is to be awaited for ``value[index]``; only the rows that it needs travel.
+
+        Args:
+            index: As numpy takes it: integers, slices with any step, ``...``, None, masks, arrays
+                and lists of integers, and tuples of these.
+
+        Returns:
+            An awaitable of what numpy's ``value[index]`` is. Each shard is one version of itself;
+            different shards may be of different versions.
+
+        Raises:
+            VariableIndexError: Out of range (also where numpy would not look, because the result
+                is empty), too many items, a mask of another shape: an IndexError.
+            IndexTypeError: Not an index, or one whose value is not here: also a TypeError.
+            IndexValueError: A step of 0: also a ValueError.
+
+        Example:
+            rows = await v[2:7]
+            column = await v[..., 0]
+
+        Source: ``ShardedVariable.__getitem__``; there, slices with a start beyond either end give
+        other rows than numpy.
+        """
+        elsewhere = (AwaitFirst, RemoteValue)
+        return PartRead(self, select(index, self.shape, self.spec.name, elsewhere))
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        raise UsageError(
+            f'item assignment to variable "{self.spec.name}": its value lives on ps tasks',
+            hint="await v.scatter_update((rows, values)) for rows, v.assign(value) for all",
         )
+
+    async def sparse_read(self, indices: Any) -> np.ndarray:
+        """Return rows in the order in which they are asked for; duplicates travel once.
+
+        Args:
+            indices: Row numbers, shape (n,), not negative.
+
+        Returns:
+            Shape (n, …).
+
+        Raises:
+            VariableIndexError: One is out of range.
+            IndexTypeError, IndexValueError: They are no integers, or not of shape (n,).
+            UsageError: Neither in a step nor within a running coordinator.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe.
+
+        Source: ``tf.Variable.sparse_read``; that of a ``ShardedVariable`` returns rows grouped by
+        shard.
+        """
+        operation = f'sparse_read of "{self.spec.name}"'
+        return await self._rows(operation, self._row_numbers(indices, operation))
+
+    async def _rows(self, operation: str, rows: range | np.ndarray | None) -> np.ndarray:
+        """Return rows of the value; None: the value, which has no axis."""
+        runtime, spec = await runtime_of(operation, self), self.spec
+        if rows is None:
+            (value,) = await runtime.ps.pull(runtime.ps.plan((spec,)), seen=runtime.pulled)
+            return value
+        if isinstance(rows, range):
+            bounds = rows.start, rows.stop, rows.step
+            return await runtime.ps.read_range(spec, *bounds, seen=runtime.pulled)
+        return await runtime.ps.read_rows(spec, rows, seen=runtime.pulled)
+
+    async def gather_nd(self, indices: Any) -> np.ndarray:
+        """Return parts of the value, each named by the numbers of its leading axes.
+
+        Args:
+            indices: Shape (…, k) with 1 <= k <= the number of axes, not negative.
+
+        Returns:
+            Shape ``indices.shape[:-1] + shape[k:]``.
+
+        Raises:
+            VariableIndexError, IndexTypeError, IndexValueError: As ``sparse_read``.
+            UsageError, ParameterServerLost: As ``sparse_read``.
+
+        Cancellation: Safe.
+
+        Source: ``tf.Variable.gather_nd``.
+        """
+        operation = f'gather_nd of "{self.spec.name}"'
+        array = index_array(indices, operation)
+        depth = array.shape[-1] if array.ndim else 0
+        if not 1 <= depth <= len(self.shape):
+            raise IndexValueError(
+                f"{operation}: expected indices of shape (…, k) with k from 1 to "
+                f"{len(self.shape)}, got {array.shape}"
+            )
+        named = tuple(
+            row_numbers(array[..., axis], self.shape[axis], f"{operation}, axis {axis}")
+            for axis in range(depth)
+        )
+        # Of one element numpy makes a number; here it is an array without axes.
+        return np.asarray(await self[named])
+
+    async def scatter_update(self, sparse_delta: Any) -> Self:
+        """Set rows.
+
+        The rows of each shard change at once; shards on different ps tasks change one after the
+        other. Other rows are not touched.
+
+        Args:
+            sparse_delta: ``IndexedSlices``, or a pair (indices, values): row numbers of shape
+                (n,), not negative, in any order; and values of shape (n, …), or one number for
+                all. They are cast as in ``assign``. Of rows that are named more than once the
+                last wins.
+
+        Returns:
+            The variable.
+
+        Raises:
+            VariableIndexError: A row is out of range.
+            IndexTypeError, IndexValueError: The indices are no integers, or not of shape (n,).
+            GradientError: Shape or dtype of the values do not fit, or the dtype cannot hold one.
+            UsageError: Neither in a step nor within a running coordinator.
+            ParameterServerLost: If a ps is gone.
+            ClosureCancelled: In a step that was cancelled.
+
+        Cancellation: What has begun ends in the background.
+
+        Source: ``tf.Variable.scatter_update``.
+        """
+        return await self._scatter("scatter_update", "assign", sparse_delta)
+
+    async def batch_scatter_update(self, sparse_delta: Any) -> Self:
+        """Set rows, as ``scatter_update``.
+
+        TensorFlow's method takes indices of several axes, of which all but the last stand for
+        leading axes of the variable. Here, as in its ``ShardedVariable``, they have one axis, and
+        for these the two methods are the same.
+
+        Source: ``tf.Variable.batch_scatter_update``.
+        """
+        return await self._scatter("batch_scatter_update", "assign", sparse_delta)
+
+    async def scatter_add(self, sparse_delta: Any) -> Self:
+        """Add to rows; those of one that is named more than once are summed. See
+        ``scatter_update`` for arguments and errors.
+
+        What is refused are values that the dtype cannot hold. Results are numpy's in place, here
+        and in the other methods: integers wrap around, and floats that grow too large become
+        infinite.
+        """
+        return await self._scatter("scatter_add", "add", sparse_delta)
+
+    async def scatter_sub(self, sparse_delta: Any) -> Self:
+        """Subtract from rows; see ``scatter_add``."""
+        return await self._scatter("scatter_sub", "sub", sparse_delta)
+
+    async def scatter_mul(self, sparse_delta: Any) -> Self:
+        """Multiply rows, one that is named more than once by each value; see
+        ``scatter_update``.
+        """
+        return await self._scatter("scatter_mul", "mul", sparse_delta)
+
+    async def scatter_div(self, sparse_delta: Any) -> Self:
+        """Divide rows; see ``scatter_mul``."""
+        return await self._scatter("scatter_div", "div", sparse_delta)
+
+    async def scatter_min(self, sparse_delta: Any) -> Self:
+        """Set rows to the smaller of their elements and those given; see ``scatter_update``."""
+        return await self._scatter("scatter_min", "min", sparse_delta)
+
+    async def scatter_max(self, sparse_delta: Any) -> Self:
+        """Set rows to the larger of their elements and those given; see ``scatter_update``."""
+        return await self._scatter("scatter_max", "max", sparse_delta)
+
+    async def _scatter(self, method: str, op: str, sparse_delta: Any) -> Self:
+        operation = f'{method} to "{self.spec.name}"'
+        rows, values = self._rows_and_values(sparse_delta, operation)
+        member = current_gang()
+        if member is not None:
+            await gang_updates.scatter(member, self, method, rows, values)
+            return self
+        runtime = await runtime_of(operation, self)
+        closure, ordinal = runtime.begin_update(operation)
+        await runtime.ps.scatter(self.spec, rows, values, op=op, closure=closure, ordinal=ordinal)
         return self
+
+    def _rows_and_values(self, delta: Any, operation: str) -> tuple[np.ndarray, np.ndarray]:
+        if hasattr(delta, "indices") and hasattr(delta, "values"):
+            indices, values = delta.indices, delta.values
+        elif isinstance(delta, tuple | list) and len(delta) == 2:
+            indices, values = delta
+        else:
+            raise GradientError(
+                f"{operation}: expected IndexedSlices or a pair (indices, values), got "
+                f"{type(delta).__name__}"
+            )
+        rows = self._row_numbers(indices, operation)
+        shape = len(rows), *self.shape[1:]
+        if isinstance(values, numbers.Number) or (hasattr(values, "dtype") and not np.ndim(values)):
+            number = fitting(values, self.spec, operation, casting="same_kind", shape=())
+            return rows, np.full(shape, number)
+        return rows, fitting(values, self.spec, operation, casting="same_kind", shape=shape)
+
+    def _row_numbers(self, indices: Any, operation: str) -> np.ndarray:
+        if not self.shape:
+            raise IndexValueError(f"{operation}: the variable is a scalar, it has no rows")
+        return row_numbers(indices, self.shape[0], operation, ndim=1)
+
+
+class PartRead(AwaitFirst):
+    """Part of a variable that can be awaited: what ``v[index]`` returns.
+
+    Each ``await`` reads the present value.
+    """
+
+    __slots__ = ("_selection", "_variable")
+
+    def __init__(self, variable: ValueAccess, selection: Selection) -> None:
+        self._variable = variable
+        self._selection = selection
+
+    def __repr__(self) -> str:
+        return f'<part of "{self._variable.spec.name}", to be awaited>'
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._read().__await__()
+
+    def what_it_is(self) -> tuple[str, str]:
+        """Return how messages call it, and what is to be awaited instead."""
+        return f'part of variable "{self._variable.spec.name}"', "`part = await v[…]`"
+
+    async def _read(self) -> Any:
+        operation = f'read of rows of "{self._variable.spec.name}"'
+        return self._selection.of(await self._variable._rows(operation, self._selection.rows))

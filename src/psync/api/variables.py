@@ -10,27 +10,27 @@ first, and may change it.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Self, cast
 
 import numpy as np
 
 from psync.api.on_read import CopyAccess, declare_copies
 from psync.api.value_access import ValueAccess
-from psync.client.context import forbid_in_dataset, forbid_in_step
-from psync.client.runtime import Runtime
+from psync.client.context import forbid_in_step
 from psync.client.scopes import (
     Scope,
     current_elsewhere,
     current_scope,
     elsewhere,
     place_of,
-    runtime_here,
+    scope_for,
 )
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, UsageError
@@ -94,34 +94,26 @@ def variable_creator_scope(variable_creator: Creator) -> Generator[None, None, N
 
 def through_creators(make: Creator, **kwargs: Any) -> Any:
     """Return what ``make(**kwargs)`` does, or what the hooks in force here make of it."""
-    creators = _creators.get()
-    if not creators:
-        return make(**kwargs)
     where = current_elsewhere()
-    for creator, inside in creators:
-        if not inside:
-            make = partial(creator, make)
-    outside = make
+
+    def around(make: Creator, *, inside: bool) -> Creator:
+        creators = [
+            creator for creator, entered_inside in _creators.get() if entered_inside is inside
+        ]
+        return reduce(lambda make, creator: partial(creator, make), creators, make)
 
     def placed(**kwargs: Any) -> Any:
         with elsewhere(where):
-            return outside(**kwargs)
+            return around(make, inside=False)(**kwargs)
 
-    make = placed
-    for creator, inside in creators:
-        if inside:
-            make = partial(creator, make)
-    return make(**kwargs)
+    return around(placed, inside=True)(**kwargs)
 
 
 class Handle(ValueAccess):
     """What ``Variable`` and ``ShardedVariable`` share."""
 
-    spec: VariableSpec
-    origin: str
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
-    _scope: weakref.ref[Scope] | None  # its strategy's; None where that is not, on workers
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_intern, (self.origin, self.spec, self.synchronization, self.aggregation))
@@ -147,10 +139,6 @@ class Handle(ValueAccess):
             f"<{type(self).__name__} {self.name!r} shape={self.shape} "
             f"dtype={self.spec.dtype}{shards}>"
         )
-
-    async def runtime_for(self, operation: str) -> Runtime:
-        """Return what carries ``operation`` on this variable to the ps tasks."""
-        return await runtime_of(operation, self)
 
 
 class Variable(Handle):
@@ -190,18 +178,14 @@ class Variable(Handle):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ) -> Any:
-        forbid_in_step(
-            f'declaring variable "{name or "Variable"}"',
+        called = f'variable "{name or "Variable"}"'
+        scope = scope_for(
+            f"declaring {called}",
             instead="declare it in `with strategy.scope():` on the coordinator, "
             "and use it in the step",
+            hint="declare it in `with strategy.scope():`",
+            outside=f"{called} is declared",
         )
-        forbid_in_dataset("declaring a variable")
-        scope = current_scope()
-        if scope is None:
-            raise UsageError(
-                f'variable "{name or "Variable"}" is declared outside a strategy\'s scope',
-                hint="declare it in `with strategy.scope():`",
-            )
         where = place_of(sys._getframe(1))
         made = through_creators(
             partial(_declare, scope, where), initial_value=initial_value, name=name, dtype=dtype,
@@ -210,8 +194,7 @@ class Variable(Handle):
         )  # fmt: skip
         if not isinstance(made, Handle):
             raise UsageError(
-                f'variable "{name or "Variable"}": expected a variable creator to return a '
-                f"variable, got {made!r}",
+                f"{called}: expected a variable creator to return a variable, got {made!r}",
                 hint="return next_creator(**kwargs)",
             )
         return made
@@ -266,10 +249,6 @@ class OnReadVariable(CopyAccess, Variable):
 
     Source: ``SyncOnReadVariable`` of TensorFlow's ``distribute/values.py``.
     """
-
-    def scope_here(self) -> Scope | None:
-        """Return the strategy that declared it, if that is in this process."""
-        return scope_of(self)
 
 
 def _declare(
@@ -348,13 +327,14 @@ def _intern(
 ) -> Any:
     """Return this process's handle of a variable: one object, however often it arrives."""
     key = (origin, spec.name, spec.variable_id)
-    handle = _interned().get(key)
+    handles = _interned()
+    handle = handles.get(key)
     if handle is None:
         handle = object.__new__(_class_of(spec, synchronization))
         handle.spec, handle.origin = spec, origin
         handle.synchronization, handle.aggregation = synchronization, aggregation
         handle._scope = None
-        _interned()[key] = handle
+        handles[key] = handle
     return handle
 
 
@@ -367,42 +347,8 @@ def _class_of(spec: VariableSpec, synchronization: VariableSynchronization) -> t
 def _component(whole: ShardedVariable, shard: ShardSpec) -> Variable:
     spec = whole.spec
     name = f"{spec.name}/part_{shard.index}"
-    alone = ShardSpec(
-        spec.name, shard.variable_id, shard.index, 0, shard.shape, shard.dtype, shard.ps
-    )
-    part = VariableSpec(
-        name, spec.variable_id, shard.shape, spec.dtype, spec.trainable, (alone,),
-        spec.declared_at,
-    )  # fmt: skip
+    alone = dataclasses.replace(shard, offset=0)
+    part = dataclasses.replace(spec, name=name, shape=shard.shape, shards=(alone,))
     handle = cast(Variable, _intern(whole.origin, part, whole.synchronization, whole.aggregation))
     handle._scope = whole._scope
     return handle
-
-
-async def runtime_of(operation: str, *variables: Handle) -> Runtime:
-    """Return what carries ``operation`` on ``variables``, one at least, to the ps tasks.
-
-    Raises:
-        UsageError: There is none here, outside a step and without a running coordinator; or the
-            variables are not all of the strategy that it serves.
-        ClosedError: The coordinator was closed.
-        PartitionError: A variable that is declared cannot be created.
-        ParameterServerLost: A ps is gone.
-
-    Cancellation: Safe.
-    """
-    runtime = runtime_here(operation, scope_of(variables[0]))
-    for variable in variables:
-        if variable.origin != runtime.origin:
-            raise UsageError(
-                f'{operation}: variable "{variable.name}" belongs to another program or strategy',
-                hint="declare it in main(), on the coordinator, and let the step capture it; "
-                "variables of two strategies need a call for each",
-            )
-    await runtime.ensure_created()
-    return runtime
-
-
-def scope_of(variable: Handle) -> Scope | None:
-    """Return the strategy that declared a variable; None: it is in another process, or gone."""
-    return variable._scope() if variable._scope is not None else None

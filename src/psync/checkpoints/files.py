@@ -26,7 +26,6 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,6 +34,7 @@ import numpy as np
 from psync.checkpoints.disk import current_disk
 from psync.checkpoints.manifest import (
     MAX_MANIFEST_BYTES,
+    Planned,
     Slice,
     Tensor,
     read_manifest,
@@ -55,27 +55,6 @@ _NAMES = {
     "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
 }  # fmt: skip
 """What safetensors calls the dtypes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A slice that a data file is going to hold."""
-
-    tensor: str
-    shape: tuple[int, ...]  # of the slice
-    dtype: str
-    offset: int  # first row
-    label: str = ""  # in the file; default: "tensor@offset"
-
-    @property
-    def rows(self) -> int:
-        """Length of axis 0; 1 for a scalar."""
-        return self.shape[0] if self.shape else 1
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return int(np.prod(self.shape, dtype=np.int64)) * dtype_of(self.dtype).itemsize
 
 
 class DataFile:

@@ -8,9 +8,9 @@ tensor, "model/w@0". The rest is needed only to bring a ps back as it was: it is
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from psync.checkpoints.manifest import Place, Slice
+from psync.checkpoints.manifest import Place, Planned, Slice
 from psync.schedules import Config
 from psync.store.shards import Key
 from psync.store.snapshot_state import SnapshotItem, SnapshotState
@@ -19,12 +19,10 @@ Written = Sequence[tuple[int, int, int]]
 """First byte, bytes and crc32 of each array of a file, in the order of ``Layout.arrays``."""
 
 
-class Wanted(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted(Planned):
     """A slice of a tensor that is an array of a snapshot."""
 
-    tensor: str
-    offset: int  # first row
-    rows: int  # 1 of a scalar
     key: Key  # of the shard
     optimizer: int = -1  # whose slot it is
     slot: str = ""
@@ -50,17 +48,17 @@ class Layout:
         }
         self._users: dict[tuple[int, int], list[Wanted]] = {}
         for slice_ in wanted:
-            found = self.find(slice_.key, slice_.optimizer, slice_.slot)
+            found = self.find(slice_)
             if found is not None:
                 self._users.setdefault(found, []).append(slice_)
         self.arrays = [self._arrays(ps) for ps in range(len(snapshots))]
 
-    def find(self, key: Key, optimizer: int = -1, slot: str = "") -> tuple[int, int] | None:
+    def find(self, wanted: Wanted) -> tuple[int, int] | None:
         """Return (ps, item) of an array, or None: no snapshot has it.
 
         A slot is there once it was updated, or read.
         """
-        return self._found.get((key, optimizer, slot))
+        return self._found.get((wanted.key, wanted.optimizer, wanted.slot))
 
     def slices(self, ps: int, file: str, written: Written) -> list[tuple[str, Slice]]:
         """Return what lies in the file of a ps of tensors, with their names."""

@@ -32,6 +32,27 @@ MAX_MANIFEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """A slice that a data file is going to hold."""
+
+    tensor: str
+    shape: tuple[int, ...]  # of the slice
+    dtype: str
+    offset: int  # first row
+    label: str = ""  # in the file; default: "tensor@offset"
+
+    @property
+    def rows(self) -> int:
+        """Length of axis 0; 1 for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class Slice:
     """Consecutive rows of a tensor, in one file. Of a scalar: one "row"."""
 

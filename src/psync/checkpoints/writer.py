@@ -27,12 +27,19 @@ from psync.checkpoints.files import (
     COMMIT,
     MANIFEST,
     DataFile,
-    Planned,
     disk_errors,
     sync_directory,
     write_synced,
 )
-from psync.checkpoints.manifest import Manifest, Place, Slice, Snapshot, Tensor, commit_line
+from psync.checkpoints.manifest import (
+    Manifest,
+    Place,
+    Planned,
+    Slice,
+    Snapshot,
+    Tensor,
+    commit_line,
+)
 from psync.errors import CheckpointError, ConfigurationError
 
 NONCE = "nonce"

@@ -263,11 +263,14 @@ def initial_shards(declaration: Declaration) -> Iterator[tuple[ShardSpec, np.nda
     if callable(value) and not by_shard:
         if math.prod(spec.shape) > WHOLE_VALUE_WARNING_ELEMENTS:
             logger.warning("%s: its initial_value makes all elements at once", subject)
-        value = _made(value, spec.shape, (), spec.dtype, subject)
+        value = initial_array(value, spec.shape, (), spec.dtype, subject)
     for shard in spec.shards:
         if by_shard:
             offset = (shard.offset, *(0 for _ in shard.shape[1:])) if shard.shape else ()
-            yield shard, _made(value, shard.shape, offset, spec.dtype, f"{subject}, {shard}")
+            yield (
+                shard,
+                initial_array(value, shard.shape, offset, spec.dtype, f"{subject}, {shard}"),
+            )
         elif shard.shape:
             yield shard, value[shard.offset : shard.offset + shard.shape[0]]
         else:
@@ -301,13 +304,18 @@ def _check_callable(initializer: Callable[..., Any], subject: str) -> None:
         )
 
 
-def _made(
+def initial_array(
     initializer: Callable[..., Any],
     shape: tuple[int, ...],
     offset: tuple[int, ...],
     dtype: str,
     subject: str,
 ) -> np.ndarray:
+    """Return what a callable makes of one shard, or of the whole variable.
+
+    Raises:
+        PartitionError: Shape or dtype do not fit.
+    """
     array = _first_value(_call(initializer, shape, offset, subject), dtype, subject)
     if array.shape != shape:
         raise PartitionError(

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from psync.checkpoints.files import DataFile, Planned, Reader, disk_errors
-from psync.checkpoints.manifest import Tensor
+from psync.checkpoints.files import DataFile, Reader, disk_errors
+from psync.checkpoints.manifest import Planned, Tensor
 from psync.checkpoints.stored_snapshots import check_places, stored_snapshots
 from psync.errors import CheckpointError, CheckpointNotFound
 

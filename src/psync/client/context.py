@@ -252,15 +252,16 @@ def forbid_in_step(
     *,
     instead: str = "do it on the coordinator before schedule, and use the result in the step",
 ) -> None:
-    """Refuse ``operation`` inside a step.
+    """Refuse ``operation`` inside a step, and in dataset code.
 
     Args:
         operation: What the caller is about to do: "declaring a variable".
         instead: The hint of the error.
 
     Raises:
-        UsageError: If a step is running here.
+        UsageError: If a step or dataset code is running here.
     """
+    forbid_in_dataset(operation)
     closure = current_closure()
     if closure is not None:
         raise UsageError(f"{operation} inside a step (closure {closure.closure_id})", hint=instead)

@@ -86,16 +86,6 @@ class Runtime:
         self.pulled.note([(values.group, values.step)])
         return values.arrays
 
-    def check_open(self, operation: str) -> None:
-        """Refuse ``operation`` in a step that has ended.
-
-        Raises:
-            UsageError, ClosureCancelled: As ``ClosureContext.check_open``.
-        """
-        closure = current_closure()
-        if closure is not None:
-            closure.check_open(operation)
-
     def begin_update(self, operation: str) -> tuple[int, int]:
         """Return the identity of a new push or assign: (closure id or -1, ordinal).
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-from psync.client.context import forbid_in_dataset
-from psync.client.runtime import Runtime, current_runtime
+from psync.client.context import current_closure, forbid_in_dataset, forbid_in_step
+from psync.client.runtime import Runtime
 from psync.cluster import ClusterSpec
 from psync.errors import ClosedError, UsageError
 from psync.net.process_state import PerProcess
@@ -98,6 +98,25 @@ def current_scope() -> Scope | None:
     return open_scope.get()
 
 
+def scope_for(operation: str, *, instead: str, hint: str, outside: str | None = None) -> Scope:
+    """Return the strategy whose scope is open, for something that is declared in it.
+
+    Args:
+        operation: For messages.
+        instead: What to do where it is inside a step.
+        hint: What to do where no scope is open.
+        outside: What messages say that is outside of a scope; None: the operation.
+
+    Raises:
+        UsageError: No scope is open; or a step or dataset code is running here.
+    """
+    forbid_in_step(operation, instead=instead)
+    scope = current_scope()
+    if scope is None:
+        raise UsageError(f"{outside or operation} outside a strategy's scope", hint=hint)
+    return scope
+
+
 def place_of(frame: FrameType) -> str:
     """Return where something is declared, for messages."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -146,13 +165,17 @@ def runtime_here(operation: str, scope: Scope | None) -> Runtime:
         That of the step that runs here, else that of the strategy's coordinator or session.
 
     Raises:
-        UsageError: There is neither; or dataset code is running here.
+        UsageError: There is neither; or dataset code is running here, or a step that has returned.
+        ClosureCancelled: In a step that was cancelled.
         ClosedError: The coordinator or session was closed.
     """
-    forbid_in_dataset(operation)
-    runtime = current_runtime()
-    if runtime is not None:
-        return runtime
+    closure = current_closure()
+    if closure is None:
+        forbid_in_dataset(operation)
+    else:
+        closure.check_open(operation)
+        if isinstance(closure.runtime, Runtime):
+            return closure.runtime
     if scope is not None and scope.runtime is not None:
         return scope.runtime
     if scope is not None and scope.created:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
-from psync.api.variables import Variable, runtime_of
+from psync.api.reads import runtime_of
+from psync.api.variables import Variable
 from psync.compat.session_links import wait_over
 from psync.errors import ClosedError
 

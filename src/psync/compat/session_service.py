@@ -7,6 +7,7 @@ carries out the rest on the services of its ps.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -190,7 +191,8 @@ class SessionService:
             closer.set_members(alive, missing)
 
     def _fence(self, task: str, below: int) -> None:
-        self._services().refuse_below(task, below)
+        services = self._services()
+        services.executor.in_turn(functools.partial(services.refuse_below, task, below))
         if (closer := self._services().closer) is not None:
             closer.outgoing.fence(task, below)
 

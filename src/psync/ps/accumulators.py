@@ -14,8 +14,8 @@ A take waits as long as a connection does on which it was asked for. One whose c
 whose client is fenced or gives it up, leaves the rule at once and consumes nothing;
 asked for again on another connection, it waits at the end of the queue.
 
-Small work is done within the turn of the loop, large work in pieces. Meanwhile the accumulator
-is locked, and what else is to be done to it waits its turn.
+Small work is done within the turn of the loop, large work in pieces; meanwhile all later entries
+wait.
 
 Each of these messages is an entry of the log (``executor``). That of a take is executed when the
 take waits in the rule: the log does not record waiting requests.
@@ -47,6 +47,7 @@ from psync.ps.takes import (
     TakeName,
     TakeWaits,
     gradient_of,
+    in_pieces,
     other_parameters,
     settle,
 )
@@ -305,7 +306,7 @@ class AccumulatorService:
 
     async def _do_slowly(self, update: _Update, ticket: Ticket) -> Reply:
         try:
-            answer = await update.hosted.in_turn(update.begin)
+            answer = await in_pieces(update.begin())
         except Exception as exc:
             self._failed(update, exc)
             raise

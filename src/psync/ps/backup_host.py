@@ -83,7 +83,7 @@ class BackupTask(Protocol):
         """Return who serves a message."""
 
     async def executed(self) -> None:
-        """Wait until the next entry may be prepared: those before it are executed."""
+        """Wait until all entries are executed; they may still be computed."""
 
     async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
         """Serve: all entries are done, and none comes any more.
@@ -202,7 +202,7 @@ class _Backup:
                     outcome = exc
                 if isinstance(outcome, Later):
                     outcome.deliver_to(functools.partial(self._done, entry))
-                    await self.task.executed()
+                    await self.task.executed()  # what the next one names may be made by this one
                 else:
                     self._done(entry, outcome)
                 begun += 1

@@ -409,8 +409,8 @@ class Executor:
             _settle(queued.answer, queued.ended, self._over)
 
     async def drain(self) -> None:
-        """Wait for what is being done. Cancellation: safe."""
-        if self._busy is not None:
+        """Wait for what is being executed. Cancellation: safe."""
+        while self._busy is not None:
             await asyncio.wait((self._busy,))
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from psync.checkpoints.disk import current_disk
-from psync.checkpoints.files import DataFile, Planned, disk_errors
+from psync.checkpoints.files import DataFile, disk_errors
+from psync.checkpoints.manifest import Planned
 from psync.errors import CheckpointCorrupt, CheckpointError
 from psync.store.snapshot import Frozen, Loaded
 

@@ -1,6 +1,6 @@
 """Takes of accumulators on a ps: the accumulator, its takes, and the requests that wait for them.
 
-``HostedAccumulator`` is one accumulator with its rule and its lock. ``GradientTakes`` has the takes
+``HostedAccumulator`` is one accumulator with its rule. ``GradientTakes`` has the takes
 of all: waiting in the rules, or with values that are kept until they are acknowledged; it knows no
 connection. Where a call returns something to wait for, large work is left to be done.
 ``TakeWaits`` has the requests, and the connections over which they came.
@@ -9,7 +9,6 @@ connection. Where a call returns something to wait for, large work is left to be
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,13 +79,12 @@ class HostedAccumulator:
     def __init__(self, definition: DefineAccumulator) -> None:
         self.definition = definition
         self.rule = rule_of(definition)
-        self.lock = asyncio.Lock()  # held while something is done to it in pieces
         self.takers: dict[Client, Taker] = {}
         self.waiting: dict[Take[Any], Wanted] = {}  # in the order in which they are served
 
     def fits_now(self, nbytes: int) -> bool:
         """Return whether work on so many bytes, and on the sum held, may be done at once."""
-        return not self.lock.locked() and nbytes + self.rule.nbytes <= INLINE_BYTES
+        return nbytes + self.rule.nbytes <= INLINE_BYTES
 
     def enter(self, name: TakeName, num_required: int) -> None:
         """Let a take wait.
@@ -113,16 +111,15 @@ class HostedAccumulator:
         self.rule.withdraw(wanted.take)
         return True
 
-    async def in_turn(self, begin: Callable[[], Pieces[T]]) -> T:
-        """Do work in pieces, with the loop running in between, when it is its turn."""
-        async with self.lock:
-            pieces = begin()
-            while True:
-                try:
-                    next(pieces)
-                except StopIteration as end:
-                    return cast(T, end.value)
-                await asyncio.sleep(0)
+
+async def in_pieces(pieces: Pieces[T]) -> T:
+    """Do work with the loop running between its pieces; the executor does no other meanwhile."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return cast(T, end.value)
+        await asyncio.sleep(0)
 
 
 def other_parameters(first: DefineAccumulator, second: DefineAccumulator) -> ConfigurationError:
@@ -401,12 +398,8 @@ class GradientTakes:
         return self._work.to_the_end(self._serve_slowly(large)) if large else None
 
     async def _serve_slowly(self, changed: Iterable[HostedAccumulator]) -> None:
-        def complete(hosted: HostedAccumulator) -> Pieces[None]:
-            completed = yield from hosted.rule.complete_pieces()
-            self.complete(hosted, completed)
-
         for hosted in changed:
-            await hosted.in_turn(functools.partial(complete, hosted))
+            self.complete(hosted, await in_pieces(hosted.rule.complete_pieces()))
 
     def complete(self, hosted: HostedAccumulator, takes: Iterable[Take[Any]]) -> None:
         """Answer those who wait for takes that have ended."""

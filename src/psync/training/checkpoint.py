@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import operator
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -30,11 +29,11 @@ from typing import Any, NamedTuple
 
 from psync.api.cluster_coordinator import coordinator_of
 from psync.api.optimizers.state import restore_learning_rate, updates_of
-from psync.api.variables import runtime_of
+from psync.api.reads import runtime_of
 from psync.checkpoints.files import Reader, checkpoints_in, disk_errors, remove
 from psync.checkpoints.layout import changed_rate, step_of
 from psync.checkpoints.writer import Writer, streamed_by_environ
-from psync.client.context import forbid_in_dataset, forbid_in_step
+from psync.client.context import forbid_in_step
 from psync.client.scopes import running_scopes
 from psync.coordinator import Coordinator
 from psync.errors import (
@@ -47,11 +46,11 @@ from psync.errors import (
     TransportError,
 )
 from psync.net.platform import Parts
+from psync.specs import as_integer, checked_integer
 from psync.store.snapshot_state import SnapshotState
 from psync.training.saved_arrays import in_thread, write_by_reading, write_cut
 from psync.training.saved_names import with_names_of
-from psync.training.saved_objects import Contents, rate_name
-from psync.training.saved_values import nested, read_arrays
+from psync.training.saved_objects import Contents
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +102,6 @@ class Checkpoint:
 
     def __init__(self, **objects: Any) -> None:
         forbid_in_step("making a checkpoint")
-        forbid_in_dataset("making a checkpoint")
         if not objects:
             raise ConfigurationError(
                 "checkpoint: expected objects to save", hint="Checkpoint(model=model)"
@@ -149,7 +147,10 @@ class Checkpoint:
     async def _saved(self, directory: Path, number: int | None) -> Saved:
         """As ``save``; also say whose ps tasks wrote the checkpoint."""
         forbid_in_step("saving a checkpoint")
-        number = None if number is None else _checked_number(number)
+        if number is not None:
+            hint = "save(int(await global_step.read()))"
+            expected = "checkpoint: expected a whole number from 0"
+            number = checked_integer(expected, number, 0, 10**18 - 1, hint=hint)
         contents = self._contents()
         coordinator = await coordinator_for(contents)
         if coordinator is None:
@@ -184,7 +185,10 @@ class Checkpoint:
         async with coordinator.cuts.take(ask) as cut:
             for error in errors:
                 raise error
-            states.update(_states_of_optimizers(cut.snapshots, contents))
+            for name, optimizer in contents.optimizers.items():
+                step = step_of(cut.snapshots, optimizer.number)
+                states[f"{name}/step"] = updates_of(optimizer, step)
+                states[f"{name}/learning_rate"] = changed_rate(cut.snapshots, optimizer.number)
             path = await _written(
                 directory, number, contents, states, coordinator.parts,
                 lambda writer: write_cut(
@@ -202,8 +206,8 @@ class Checkpoint:
         self, contents: Contents, directory: Path, number: int | None
     ) -> Path:
         states = contents.present_states()
-        for name, optimizer in contents.optimizers.items():
-            states[name] = int(await optimizer.iterations.read())
+        for path, optimizer in contents.optimizers.items():
+            states[f"{path}/step"] = int(await optimizer.iterations.read())
         return await _written(
             directory, number, contents, states, Parts(),
             lambda writer: write_by_reading(contents, writer),
@@ -238,18 +242,15 @@ class Checkpoint:
             "restore(path, partial=True) leaves what is missing as it is",
             partial=partial,
         )
-        for name, array in contents.arrays.items():
-            tensor = manifest.tensors.get(name)
-            for part in array.parts if tensor is not None else ():
-                assert tensor is not None
-                stop = part.offset + (part.shape[0] if part.shape else 1)
-                value = await asyncio.to_thread(reader.read, tensor, part.offset, stop)
-                await part.write(value)
-        for name, optimizer in contents.optimizers.items():
-            if name in manifest.states:
+        for part in contents.parts:
+            if (tensor := manifest.tensors.get(part.tensor)) is not None:
+                stop = part.offset + part.rows
+                await part.write(await asyncio.to_thread(reader.read, tensor, part.offset, stop))
+        for each, optimizer in contents.optimizers.items():
+            if (name := f"{each}/step") in manifest.states:
                 await optimizer.iterations.assign(_as_step(manifest.states[name], name, reader))
-            if (rate := rate_name(name)) in manifest.states:
-                await restore_learning_rate(optimizer, manifest.states[rate])
+            if (name := f"{each}/learning_rate") in manifest.states:
+                await restore_learning_rate(optimizer, manifest.states[name])
         for name, thing in contents.states.items():
             if name in manifest.states:
                 thing.restore_checkpoint_state(manifest.states[name])
@@ -284,10 +285,18 @@ class Checkpoint:
         contents = self._contents(slots=False)
         reader = await asyncio.to_thread(Reader, Path(path))
         reader.manifest = await asyncio.to_thread(with_names_of, contents, reader)
-        arrays = await read_arrays(reader, contents, slots=slots)
-        states = reader.manifest.states
+        manifest = reader.manifest
+        hint = "declare what the program declares that has saved it, and give it the same names"
+        contents.compared(manifest, reader.path, hint)
+        prefixes = tuple(f"{path}/" for path in contents.optimizers) if slots else ()
+        arrays = {
+            name: await asyncio.to_thread(reader.read, tensor, 0, tensor.rows)
+            for name, tensor in manifest.tensors.items()
+            if name in contents.arrays or name.startswith(prefixes)
+        }
         return {
-            name: nested(thing, contents, arrays, states) for name, thing in self._objects.items()
+            name: contents.add(name, thing)(arrays, manifest.states)
+            for name, thing in self._objects.items()
         }
 
     def _contents(self, *, slots: bool = True) -> Contents:
@@ -307,19 +316,10 @@ async def coordinator_for(contents: Contents) -> Coordinator | None:
     Cancellation: Safe.
     """
     if contents.handles:
-        runtime = await runtime_of("saving a checkpoint", *contents.handles)
+        runtime = await runtime_of("saving a checkpoint", *contents.handles.values())
         return coordinator_of(runtime.origin)
     running = [coordinator_of(scope.origin) for scope in running_scopes()]
     return running[0] if len(running) == 1 else None
-
-
-def _states_of_optimizers(snapshots: Sequence[SnapshotState], contents: Contents) -> dict[str, Any]:
-    """Return their steps and learning rates; of one that was never changed: None."""
-    states: dict[str, Any] = {}
-    for name, optimizer in contents.optimizers.items():
-        states[name] = updates_of(optimizer, step_of(snapshots, optimizer.number))
-        states[rate_name(name)] = changed_rate(snapshots, optimizer.number)
-    return states
 
 
 async def _written(
@@ -336,7 +336,7 @@ async def _written(
         CheckpointError: The disk is full, or fails: says of which checkpoint and step.
     """
     begun: list[Writer] = []  # so that who is cancelled while it is made abandons it, too
-    shapes = {array.name: (array.shape, array.dtype) for array in contents.arrays.values()}
+    shapes = {name: (array.shape, array.dtype) for name, array in contents.arrays.items()}
     try:
         with disk_errors(str(directory)):
             if number is None:
@@ -352,7 +352,7 @@ async def _written(
             await in_thread(writer.abandon)
         if type(exc) is not CheckpointError:
             raise
-        steps = [states[step] for step in contents.optimizers]
+        steps = [states[f"{path}/step"] for path in contents.optimizers]
         what = "a checkpoint" if number is None else f"checkpoint {number}"
         what += f" of step {max(steps)}" if steps else ""
         raise CheckpointError(f"saving {what}: {exc.message}", hint=exc.hint) from (
@@ -360,21 +360,7 @@ async def _written(
         )
 
 
-def _checked_number(number: Any) -> int:
-    """Return the number of a checkpoint, or raise ConfigurationError: it is none."""
-    try:
-        checked = -1 if isinstance(number, bool) else operator.index(number)
-    except TypeError:
-        checked = -1
-    if not 0 <= checked < 10**18:
-        raise ConfigurationError(
-            f"checkpoint: expected a whole number from 0, got {number!r}",
-            hint="save(int(await global_step.read()))",
-        )
-    return checked
-
-
 def _as_step(value: Any, name: str, reader: Reader) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if (step := as_integer(value)) is None or step < 0:
         raise CheckpointMismatch(f"{reader.path}: expected a step as {name!r}, got {value!r}")
-    return value
+    return step

@@ -13,7 +13,7 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from psync.api.variables import scope_of
+from psync.api.reads import scope_of
 from psync.checkpoints.files import (
     checkpoints_in,
     mark_last,
@@ -23,8 +23,8 @@ from psync.checkpoints.files import (
 )
 from psync.checkpoints.stored_snapshots import SavedSnapshots, stored_snapshots, why_not
 from psync.coordinator import Coordinator
-from psync.errors import CheckpointError, ConfigurationError
-from psync.specs import as_integer
+from psync.errors import CheckpointError
+from psync.specs import checked_integer, checked_kind
 from psync.training.checkpoint import PREFIX, Checkpoint, coordinator_for
 
 logger = logging.getLogger(__name__)
@@ -59,25 +59,17 @@ class CheckpointManager:
         max_to_keep: int | None = 5,
         keep_every_n_steps: int | None = None,
     ) -> None:
-        if not isinstance(checkpoint, Checkpoint):
-            raise ConfigurationError(
-                f"checkpoint manager: expected a Checkpoint, got {type(checkpoint).__name__}",
-                hint="CheckpointManager(psync.Checkpoint(model=model), directory)",
-            )
+        hint = "CheckpointManager(psync.Checkpoint(model=model), directory)"
+        checked_kind("checkpoint manager: expected a Checkpoint", checkpoint, Checkpoint, hint=hint)
         self._checkpoint = checkpoint
-        self._directory = Path(directory)
+        self.directory = Path(directory)
         self._max_to_keep = _positive("max_to_keep", max_to_keep)
         self._keep_every = _positive("keep_every_n_steps", keep_every_n_steps)
         self._snapshots = SavedSnapshots("")  # of the checkpoints that this program has saved
         self._under_way = 0  # saves
 
     def __repr__(self) -> str:
-        return f"<CheckpointManager of {self._checkpoint!r} in {str(self._directory)!r}>"
-
-    @property
-    def directory(self) -> Path:
-        """Where the checkpoints are."""
-        return self._directory
+        return f"<CheckpointManager of {self._checkpoint!r} in {str(self.directory)!r}>"
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -86,12 +78,12 @@ class CheckpointManager:
         Raises:
             CheckpointError: The directory cannot be read.
         """
-        return [path for _, path in checkpoints_in(self._directory, PREFIX)]
+        return [path for _, path in checkpoints_in(self.directory, PREFIX)]
 
     @property
     def latest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint, or None; raises as ``checkpoints``."""
-        return latest_checkpoint(self._directory)
+        return latest_checkpoint(self.directory)
 
     async def save(self, checkpoint_number: int | None = None, *, last: bool = False) -> Path:
         """Save, then remove those that need not be kept; see ``Checkpoint.save``.
@@ -114,7 +106,7 @@ class CheckpointManager:
         self._under_way += 1
         try:
             path, coordinator, snapshots = await self._checkpoint._saved(
-                self._directory, checkpoint_number
+                self.directory, checkpoint_number
             )
         finally:
             self._under_way -= 1
@@ -124,12 +116,12 @@ class CheckpointManager:
         # Not after an await: a recovery that asks from now on is given ``path``, which stays.
         in_use = self._snapshots.handed_since(asked)
         if self._max_to_keep is not None:
-            found = await asyncio.to_thread(checkpoints_in, self._directory, PREFIX)
+            found = await asyncio.to_thread(checkpoints_in, self.directory, PREFIX)
             for old in superseded(found, self._max_to_keep, self._keep_every, (path, in_use)):
                 await asyncio.to_thread(remove, old)
         if not self._under_way:
             number = int(path.name.rpartition("-")[2])
-            await asyncio.to_thread(remove_leftovers, self._directory, PREFIX, number)
+            await asyncio.to_thread(remove_leftovers, self.directory, PREFIX, number)
         if last:
             await self.finish()
         return path
@@ -147,7 +139,7 @@ class CheckpointManager:
 
         Cancellation: It may have been said.
         """
-        newest = await asyncio.to_thread(latest_checkpoint, self._directory)
+        newest = await asyncio.to_thread(latest_checkpoint, self.directory)
         if newest is not None:
             await asyncio.to_thread(mark_last, newest)
         return newest
@@ -163,7 +155,7 @@ class CheckpointManager:
 
         Cancellation: As ``Checkpoint.restore``.
         """
-        latest = await asyncio.to_thread(latest_checkpoint, self._directory)
+        latest = await asyncio.to_thread(latest_checkpoint, self.directory)
         if latest is not None:
             await self._checkpoint.restore(latest)
             await asyncio.to_thread(unmark_last, latest)
@@ -183,7 +175,7 @@ class CheckpointManager:
         coordinator = await coordinator_for(contents)
         if coordinator is None or not contents.handles:
             return
-        scope = scope_of(contents.handles[0])
+        scope = scope_of(next(iter(contents.handles.values())))
         specs = [variable.spec for variable in scope.variables] if scope is not None else []
         optimizers = {each.number: each._config for each in contents.optimizers.values()}
 
@@ -225,14 +217,8 @@ def superseded(
 
 
 def _positive(name: str, value: object) -> int | None:
-    if value is None:
-        return None
-    number = as_integer(value)
-    if number is None or number < 1:
-        raise ConfigurationError(
-            f"checkpoint manager: expected {name} above 0, or None, got {value!r}"
-        )
-    return number
+    expected = f"checkpoint manager: expected {name} above 0, or None"
+    return None if value is None else checked_integer(expected, value, 1)
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:

@@ -7,10 +7,11 @@ last run returns a result, so nothing is counted twice and nothing is missing.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,48 +20,16 @@ from psync.api.cluster_coordinator import ClusterCoordinator
 from psync.api.pulls import pull
 from psync.errors import ConfigurationError, GradientError
 from psync.metrics import Metric
+from psync.worker.data_sources import ArrayDataset
+
+Shard = Iterable[Any] | functools.partial[Any]
+"""Batches, or what makes them on the worker."""
 
 SHARDS_PER_WORKER = 5
 """As in Keras: fewer leave workers idle at the end, more cost a pull each."""
 
 
-class ArrayShard:
-    """Rows of the validation data, cut into batches on the worker.
-
-    Args:
-        arrays: (x, y) or (x, y, sample_weight), of one length.
-        batch_size: Of all batches but the last.
-    """
-
-    def __init__(self, arrays: tuple[np.ndarray, ...], batch_size: int) -> None:
-        self._arrays = arrays
-        self._batch_size = batch_size
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray, ...]]:
-        for start in range(0, len(self._arrays[0]), self._batch_size):
-            yield tuple(array[start : start + self._batch_size] for array in self._arrays)
-
-
-class FunctionShard:
-    """A shard that a worker makes for itself.
-
-    Args:
-        function: (number of the shard, number of all) → finite iterable of batches.
-        number: Of this shard.
-        count: Of all.
-    """
-
-    def __init__(
-        self, function: Callable[[int, int], Iterable[Any]], number: int, count: int
-    ) -> None:
-        self._arguments = (function, number, count)
-
-    def __iter__(self) -> Iterator[Any]:
-        function, number, count = self._arguments
-        return iter(function(number, count))
-
-
-def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Iterable[Any]]:
+def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Shard]:
     """Cut validation data into shards.
 
     Args:
@@ -76,7 +45,7 @@ def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Iterable[
     if callable(data):
         if inspect.iscoroutinefunction(data) or inspect.isasyncgenfunction(data):
             raise ConfigurationError("validation data: expected a plain function, got a coroutine")
-        return [FunctionShard(data, number, num_shards) for number in range(num_shards)]
+        return [functools.partial(data, number, num_shards) for number in range(num_shards)]
     if isinstance(data, tuple) and data and all(hasattr(part, "__array__") for part in data):
         arrays = tuple(np.asarray(part) for part in data)
         lengths = {len(array) if array.ndim else -1 for array in arrays}
@@ -87,7 +56,7 @@ def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Iterable[
             )
         cuts = np.linspace(0, lengths.pop(), num_shards + 1).astype(int)
         return [
-            ArrayShard(tuple(array[start:stop] for array in arrays), batch_size)
+            ArrayDataset(tuple(array[start:stop] for array in arrays), batch_size)
             for start, stop in itertools.pairwise(cuts)
             if start < stop
         ]
@@ -100,27 +69,17 @@ def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Iterable[
     )
 
 
-def batch_parts(batch: Any) -> tuple[Any, Any, Any]:
-    """Return (x, y, sample_weight or None) of a batch.
-
-    Raises:
-        GradientError: It is none.
-    """
-    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
-        raise GradientError(
-            f"a batch for metrics: expected (x, y) or (x, y, sample_weight), got "
-            f"{type(batch).__name__}"
-        )
-    x, y, *weight = batch
-    return x, y, weight[0] if weight else None
-
-
 def batch_size_of(batch: Any) -> int:
     """Return how many examples a batch has: the length of its first array; 1 if it has none."""
     while isinstance(batch, tuple | list | dict) and batch:
         batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
     shape = np.shape(batch)
     return int(shape[0]) if shape else 1
+
+
+async def awaited(made: Any) -> Any:
+    """Return what a function of the user has returned, plain or asynchronous."""
+    return await made if inspect.isawaitable(made) else made
 
 
 def parts_of(made: Any) -> Sequence[Any]:
@@ -143,13 +102,14 @@ class Counts:
     """Sums of batches for the loss and the metrics, not yet added to these.
 
     Args:
-        loss: The mean of the losses, weighted by batch size.
-        metrics: The others, of predictions.
+        metrics: First "loss", the mean of the losses, weighted by batch size; then the others, of
+            predictions.
     """
 
-    def __init__(self, loss: Metric, metrics: Mapping[str, Metric]) -> None:
-        self._loss, self._metrics = loss, metrics
-        self.sums: list[Any] = [0.0] * (1 + len(metrics))
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self._metrics = dict(metrics)
+        self._loss = self._metrics.pop("loss")
+        self.sums: list[Any] = [0.0] * len(metrics)
         self.batches = 0
 
     def note(self, batch: Any, loss: Any, predictions: Sequence[Any]) -> None:
@@ -179,7 +139,13 @@ class Counts:
                 f"metrics {', '.join(self._metrics)} need predictions",
                 hint="let value_and_grad return (loss, gradients, predictions)",
             )
-        _, y, weight = batch_parts(batch)
+        if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+            raise GradientError(
+                "a batch for metrics: expected (x, y) or (x, y, sample_weight), got "
+                f"{type(batch).__name__}"
+            )
+        _, y, *weights = batch
+        weight = weights[0] if weights else None
         for position, metric in enumerate(self._metrics.values(), 1):
             self.sums[position] += metric.contribution(y, predictions[0], sample_weight=weight)
 
@@ -188,9 +154,8 @@ async def evaluate(
     coordinator: ClusterCoordinator,
     variables: Any,
     value_of: Callable[[Any, Any], Any],
-    loss: Metric,
     metrics: Mapping[str, Metric],
-    shards: Sequence[Iterable[Any]],
+    shards: Sequence[Shard],
 ) -> dict[str, float]:
     """Evaluate the present values of variables on shards of data.
 
@@ -198,12 +163,11 @@ async def evaluate(
         coordinator: That runs.
         variables: A nesting of them.
         value_of: (values, batch) → (loss, …, predictions): the first and the last are used.
-        loss: For its formula; nothing is counted in it.
-        metrics: By name, for their formulas.
+        metrics: By name, for their formulas; first the loss. Nothing is counted in them.
         shards: As ``shards_of`` returns them.
 
     Returns:
-        "loss" and the metrics, by name.
+        The metrics, by name.
 
     Raises:
         ConfigurationError: There is no example.
@@ -212,14 +176,11 @@ async def evaluate(
     Cancellation: What was scheduled goes on.
     """
 
-    async def evaluate_shard(shard: Iterable[Any]) -> list[Any]:
+    async def evaluate_shard(shard: Shard) -> list[Any]:
         values = await pull(variables)
-        counts = Counts(loss, metrics)
-        for batch in shard:
-            made = value_of(values, batch)
-            if inspect.isawaitable(made):
-                made = await made
-            first, *rest = parts_of(made)
+        counts = Counts(metrics)
+        for batch in shard() if isinstance(shard, functools.partial) else shard:
+            first, *rest = parts_of(await awaited(value_of(values, batch)))
             counts.note(batch, first, rest[-1:])
         return counts.sums
 
@@ -228,7 +189,5 @@ async def evaluate(
     totals = [sum(parts) for parts in zip(*await coordinator.fetch(results), strict=True)]
     if not np.ndim(totals[0]):
         raise ConfigurationError("validation data: expected at least one batch, got none")
-    logs = {"loss": loss.value_of(totals[0])}
-    for (name, metric), total in zip(metrics.items(), totals[1:], strict=True):
-        logs[name] = metric.value_of(total)
-    return logs
+    counted = zip(metrics.items(), totals, strict=True)
+    return {name: metric.value_of(total) for (name, metric), total in counted}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from psync.errors import ConfigurationError
 
 
-class Progress(Protocol):
-    """What is told of the epochs."""
+class Progress:
+    """What is told of the epochs; this one shows nothing."""
 
     def begin(self, epoch: int, epochs: int, steps: int) -> None:
         """An epoch begins; epochs count from 0."""
@@ -25,23 +25,7 @@ class Progress(Protocol):
         """Nothing follows."""
 
 
-class Silent:
-    """Shows nothing."""
-
-    def begin(self, epoch: int, epochs: int, steps: int) -> None:
-        """Nothing."""
-
-    def at(self, steps: int) -> None:
-        """Nothing."""
-
-    def end(self, seconds: float, logs: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class Lines(Silent):
+class Lines(Progress):
     """Prints a line for each epoch."""
 
     def begin(self, epoch: int, epochs: int, steps: int) -> None:
@@ -53,7 +37,7 @@ class Lines(Silent):
         print(f"{self._head}: {text_of(seconds, self._steps, logs)}", flush=True)
 
 
-class Bar:
+class Bar(Progress):
     """A bar for the running epoch, and a line for each that is done."""
 
     def __init__(self) -> None:
@@ -107,7 +91,7 @@ def progress_of(verbose: bool | str) -> Progress:
             f'verbose: expected "auto", "bar", "lines", True or False, got {verbose!r}'
         )
     if not verbose:
-        return Silent()
+        return Progress()
     if verbose == "bar" or (verbose != "lines" and sys.stdout.isatty()):
         return Bar()
     return Lines()

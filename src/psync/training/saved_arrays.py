@@ -11,25 +11,26 @@ program writes the same file.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from psync.checkpoints.files import DataFile, Planned
+from psync.checkpoints.files import DataFile
 from psync.checkpoints.layout import Layout
+from psync.checkpoints.manifest import Planned
 from psync.checkpoints.writer import Writer
 from psync.chief.consistent_cut import Cut
 from psync.errors import CheckpointError
 from psync.net.platform import random_hex
 from psync.numerics.blocks import BLOCK_ELEMENTS
 from psync.specs import dtype_of
-from psync.training.saved_objects import Array, Contents, Part
+from psync.training.saved_objects import Contents, Part
 
 T = TypeVar("T")
-
-Piece = tuple[Array, Part]
 
 FILE_BYTES = 2 << 30
 """A file of the program's that has as much is followed by another."""
@@ -69,22 +70,14 @@ async def write_cut(cut: Cut, contents: Contents, writer: Writer, *, streamed: b
 
     Cancellation: Files are half written.
     """
-    layout = Layout(cut.snapshots, contents.wanted())
+    parts = contents.parts
+    layout = Layout(cut.snapshots, [part for part in parts if part.compute is None])
     shared = [False] * len(cut.snapshots) if streamed else await _shared(cut, writer)
-    pieces = [(array, part) for array in contents.arrays.values() for part in array.parts]
-    computed = await _computed(cut, pieces, layout)  # first: a ps lets go of what it has written
-    own = [
-        piece for piece in pieces if piece[1].compute is not None or _found(layout, piece) is None
-    ]
-
-    async def value_of(piece: Piece) -> Any:
-        value = computed.get(piece[0].name)
-        return _constant(piece) if value is None else value
-
+    own = await _own(cut, parts, layout)  # first: a ps lets go of what it has written
     theirs = [
         _write_snapshot(cut, ps, layout, writer, shared[ps]) for ps in range(len(cut.snapshots))
     ]
-    await _together([*theirs, _write_pieces(writer, own, value_of)])
+    await _together([*theirs, _write_parts(writer, own)])
 
 
 async def write_by_reading(contents: Contents, writer: Writer) -> None:
@@ -96,8 +89,7 @@ async def write_by_reading(contents: Contents, writer: Writer) -> None:
 
     Cancellation: Files are half written.
     """
-    pieces = [(array, part) for array in contents.arrays.values() for part in array.parts]
-    await _write_pieces(writer, pieces, lambda piece: piece[1].read())
+    await _write_parts(writer, contents.parts)
 
 
 async def _shared(cut: Cut, writer: Writer) -> list[bool]:
@@ -150,65 +142,58 @@ async def _write_streamed(
     return size, [(piece.start, piece.nbytes, piece.crc32) for _, piece in data_file.slices]
 
 
-async def _computed(cut: Cut, pieces: Sequence[Piece], layout: Layout) -> dict[str, np.ndarray]:
-    """Return by name what is computed of what a ps holds, such as the sum of copies.
+async def _own(cut: Cut, parts: Sequence[Part], layout: Layout) -> list[Part]:
+    """Return what no ps writes: what is computed, such as the sum of copies, and new slots.
 
     Raises:
         CheckpointError: No ps holds a variable.
     """
-    values = {}
-    for piece in pieces:
-        array, part = piece
-        found = _found(layout, piece)
+    own = []
+    for part in parts:
+        found = layout.find(part)
         if found is None and not part.slot:
             raise CheckpointError(
-                f"checkpoint: no ps holds {array.name!r}",
+                f"checkpoint: no ps holds {part.tensor!r}",
                 hint="it was declared while the checkpoint was saved: save again",
             )
-        if found is not None and part.compute is not None:
-            values[array.name] = await part.compute(await cut.read(*found))
-    return values
+        if found is None:
+            own.append(dataclasses.replace(part, read=functools.partial(_value, _constant(part))))
+        elif part.compute is not None:
+            value = await part.compute(await cut.read(*found))
+            own.append(dataclasses.replace(part, read=functools.partial(_value, value)))
+    return own
 
 
-def _found(layout: Layout, piece: Piece) -> tuple[int, int] | None:
-    part = piece[1]
-    return layout.find(part.key, part.optimizer, part.slot)
+async def _value(value: Any) -> Any:
+    return value
 
 
-async def _write_pieces(
-    writer: Writer, pieces: Sequence[Piece], value_of: Callable[[Piece], Awaitable[Any]]
-) -> None:
-    for number, batch in enumerate(_batches(pieces)):
-        planned = [_planned(piece) for piece in batch]
+async def _write_parts(writer: Writer, parts: Sequence[Part]) -> None:
+    for number, batch in enumerate(_batches(parts)):
         name = f"data-{number:05d}.safetensors"
-        data_file = await in_thread(writer.data_file, name, planned)
-        for piece in batch:
-            await in_thread(data_file.write, await value_of(piece))
+        data_file = await in_thread(writer.data_file, name, batch)
+        for part in batch:
+            await in_thread(data_file.write, await part.read())
 
 
-def _planned(piece: Piece) -> Planned:
-    array, part = piece
-    return Planned(array.name, part.shape, array.dtype, part.offset)
-
-
-def _batches(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def _batches(parts: Sequence[Part]) -> list[list[Part]]:
     """Return what goes into which file."""
-    batches: list[list[Piece]] = []
+    batches: list[list[Part]] = []
     nbytes = FILE_BYTES
-    for piece in pieces:
+    for part in parts:
         if nbytes >= FILE_BYTES:
             batches.append([])
             nbytes = 0
-        batches[-1].append(piece)
-        nbytes += _planned(piece).nbytes
+        batches[-1].append(part)
+        nbytes += part.nbytes
     return batches
 
 
-def _constant(piece: Piece) -> Iterator[np.ndarray]:
-    """Yield, in parts, a slot that no ps holds yet: as it is before the first push."""
-    dtype = dtype_of(piece[0].dtype)
-    left = _planned(piece).nbytes // dtype.itemsize
-    elements = np.full(min(left, BLOCK_ELEMENTS), piece[1].fill, dtype)
+def _constant(part: Part) -> Iterator[np.ndarray]:
+    """Yield, in pieces, a slot that no ps holds yet: as it is before the first push."""
+    dtype = dtype_of(part.dtype)
+    left = part.nbytes // dtype.itemsize
+    elements = np.full(min(left, BLOCK_ELEMENTS), part.fill, dtype)
     while left > 0:
         yield elements[:left]
         left -= elements.size

@@ -48,7 +48,7 @@ def by_name(tree: Any) -> Any:
         tree: As ``pull`` takes it.
     """
     if isinstance(tree, dict):
-        return {key: by_name(item) for key, item in tree.items() if [*leaves(item)]}
+        return {key: by_name(item) for key, item in tree.items() if leaves(item)}
     if isinstance(tree, list | tuple):
         return {variable.name: variable for variable in leaves(tree)}
     return tree
@@ -64,11 +64,7 @@ def with_names_of(contents: Contents, reader: Reader) -> Manifest:
         CheckpointError: It cannot be read.
     """
     tensors = reader.manifest.tensors
-    missing = {
-        path: handle
-        for handle in contents.handles
-        if (path := contents.path_of(handle)) not in tensors
-    }
+    missing = {path: each for path, each in contents.handles.items() if path not in tensors}
     found: dict[str, str] = {}  # names in the checkpoint → here
     for path, handle in missing.items():
         name = _below_list(path, handle.name)
@@ -101,8 +97,7 @@ def _renamed(contents: Contents, found: Mapping[str, str], reader: Reader) -> di
         logger.warning("names of variables in %s are not known: %s", reader.path, exc.message)
         return {}
     now = {}
-    for handle in contents.handles:
-        path = contents.path_of(handle)
+    for path, handle in contents.handles.items():
         was = names.get(found.get(path, path), handle.name)
         if was != handle.name:
             now[was] = handle.name

@@ -7,7 +7,8 @@ So a variable may be called otherwise in the program that restores it, and lie o
 from __future__ import annotations
 
 import copy
-from collections.abc import Awaitable, Callable, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,7 +25,6 @@ from psync.checkpoints.manifest import Difference, Manifest, check_state, compar
 from psync.errors import CheckpointMismatch, UsageError
 from psync.metrics import Metric
 from psync.specs import ShardSpec
-from psync.store.shards import Key
 
 
 @runtime_checkable
@@ -68,17 +68,16 @@ class SavedState:
         self.__dict__.update(state)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One shard of an array that a checkpoint holds."""
+ValueOf = Callable[[Mapping[str, np.ndarray], Mapping[str, Any]], Any]
+"""Makes the value of an object of the arrays and states of a checkpoint, by their names."""
 
-    offset: int  # first row
-    shape: tuple[int, ...]
-    read: Callable[[], Awaitable[np.ndarray]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part(Wanted):
+    """One shard of an array, and how it is read and written."""
+
+    read: Callable[[], Awaitable[Any]]  # an array, or an iterator of pieces of one
     write: Callable[[np.ndarray], Awaitable[Any]]
-    key: Key  # of the shard on its ps
-    optimizer: int = -1  # number of the one whose slot it is
-    slot: str = ""
     fill: float = 0.0  # what a slot begins with
     compute: Callable[[np.ndarray], Awaitable[np.ndarray]] | None = None
     """Makes it of the shard's value; None: it is the value, or the slot."""
@@ -88,7 +87,6 @@ class Part:
 class Array:
     """An array that a checkpoint holds."""
 
-    name: str
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[Part, ...]
@@ -103,8 +101,8 @@ class Contents:
             while a coordinator runs.
         arrays: By name.
         states: By name.
-        optimizers: Their steps are kept as states, under these names.
-        handles: The variables.
+        optimizers: By path; below it their steps and learning rates are kept as states.
+        handles: The variables, by the first path of each.
         by_variable: Paths below which arrays are called by the names of their variables.
     """
 
@@ -112,32 +110,32 @@ class Contents:
     arrays: dict[str, Array] = field(default_factory=dict)
     states: dict[str, Stateful] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
-    handles: list[Handle] = field(default_factory=list)
+    handles: dict[str, Handle] = field(default_factory=dict)
     by_variable: list[str] = field(default_factory=list)
+    _names: set[str] = field(default_factory=set)  # of all arrays and states
     _paths: dict[Any, str] = field(default_factory=dict)  # of variables, ids of other objects
+    _values: dict[str, ValueOf] = field(default_factory=dict)  # by path
 
-    def add(self, path: str, thing: Any) -> None:
-        """Take up an object, and what it holds.
+    def add(self, path: str, thing: Any) -> ValueOf:
+        """Take up an object, and what it holds; return how its value is read.
 
         Raises:
             UsageError: It is nothing that a checkpoint can hold.
         """
-        if isinstance(thing, Handle):
-            if thing not in self._paths:  # the first path is its name
-                self._paths[thing] = path
-                self.handles.append(thing)
-                self._add_array(path, thing)
-            return
-        adder = self._adder_of(thing)
-        if adder is None:
-            raise UsageError(
-                f"checkpoint: {path!r} is {type(thing).__name__}, which it cannot hold",
-                hint="it holds variables, optimizers, metrics, moving averages, modules, "
-                "SavedState(epoch=0), dicts and lists of them, and what has checkpoint_state()",
-            )
-        if id(thing) not in self._paths:
-            self._paths[id(thing)] = path
-            adder(path, thing)
+        key = thing if isinstance(thing, Handle) else id(thing)
+        if key not in self._paths:  # the first path is its name
+            adder = next((each for kind, each in self._adders() if isinstance(thing, kind)), None)
+            if adder is None:
+                raise UsageError(
+                    f"checkpoint: {path!r} is {type(thing).__name__}, which it cannot hold",
+                    hint="it holds variables, optimizers, metrics, moving averages, modules, "
+                    "SavedState(epoch=0), dicts and lists of them, and what has "
+                    "checkpoint_state()",
+                )
+            self._paths[key] = path
+            self._values[path] = adder(path, thing)
+        known = self._paths[key]
+        return lambda arrays, states: self._values[known](arrays, states)
 
     def _check_new(self, name: str) -> None:
         """Refuse a second thing of one name: the first would be neither saved nor restored.
@@ -145,28 +143,17 @@ class Contents:
         Raises:
             UsageError: There is one.
         """
-        taken = (self.arrays, self.states, self.optimizers, map(rate_name, self.optimizers))
-        if any(name in names for names in taken):
+        if name in self._names:
             raise UsageError(
                 f"checkpoint: two things are called {name!r}",
                 hint="names are paths: of dicts, keys without '/' that differ as texts",
             )
+        self._names.add(name)
 
-    def path_of(self, thing: Any) -> str:
-        """Return the first path of an object that is in the checkpoint."""
-        return self._paths[thing if isinstance(thing, Handle) else id(thing)]
-
-    def wanted(self) -> list[Wanted]:
-        """Return the slices that are arrays of ps tasks as they are."""
-        return [
-            Wanted(
-                array.name, part.offset, part.shape[0] if part.shape else 1,
-                part.key, part.optimizer, part.slot,
-            )
-            for array in self.arrays.values()
-            for part in array.parts
-            if part.compute is None
-        ]  # fmt: skip
+    @property
+    def parts(self) -> list[Part]:
+        """The shards of all arrays."""
+        return [part for array in self.arrays.values() for part in array.parts]
 
     def present_states(self) -> dict[str, Any]:
         """Return the states of objects without arrays, as they are now; later changes do not show.
@@ -195,9 +182,10 @@ class Contents:
         Raises:
             CheckpointMismatch: It does not fit; all names are in the message.
         """
-        wanted = {array.name: (array.shape, array.dtype) for array in self.arrays.values()}
-        rates = [rate_name(step) for step in self.optimizers]
-        difference = compare(manifest, wanted, [*self.states, *self.optimizers], rates)
+        wanted = {name: (array.shape, array.dtype) for name, array in self.arrays.items()}
+        steps = [f"{path}/step" for path in self.optimizers]
+        rates = [f"{path}/learning_rate" for path in self.optimizers]
+        difference = compare(manifest, wanted, [*self.states, *steps], rates)
         if difference.misshaped or (difference.missing and not partial):
             raise CheckpointMismatch(
                 f"{where} does not fit what is declared here"
@@ -208,44 +196,57 @@ class Contents:
             )
         return difference
 
-    def _adder_of(self, thing: Any) -> Callable[[str, Any], None] | None:
-        kinds: list[tuple[type, Callable[[str, Any], None]]] = [
+    def _adders(self) -> list[tuple[type, Callable[[str, Any], ValueOf]]]:
+        """Return what takes up which kind; the first that fits does."""
+        return [
+            (Handle, self._add_variable),
             (Optimizer, self._add_optimizer),
             (ExponentialMovingAverage, self._add_averages),
-            (Metric, lambda path, metric: self.add(f"{path}/sums", metric.variables[0])),
-            (Module, self._add_module),
+            (Metric, self._add_metric),
+            (Module, lambda path, module: self._add_all(path, _held(module))),
             (Stateful, self._add_state),
             (dict, lambda path, items: self._add_all(path, items.items())),
-            (list, lambda path, items: self._add_all(path, enumerate(items))),
-            (tuple, lambda path, items: self._add_all(path, enumerate(items))),
+            (list, self._add_list),
+            (tuple, self._add_list),
         ]
-        return next((adder for kind, adder in kinds if isinstance(thing, kind)), None)
 
-    def _add_all(self, path: str, items: Any) -> None:
-        for key, item in items:
-            self.add(f"{path}/{key}", item)
+    def _add_variable(self, path: str, variable: Handle) -> ValueOf:
+        self.handles[path] = variable
+        self._add_array(path, variable)
+        return lambda arrays, states: arrays[path]
 
-    def _add_state(self, path: str, thing: Stateful) -> None:
+    def _add_metric(self, path: str, metric: Metric) -> ValueOf:
+        sums = self.add(f"{path}/sums", metric.variables[0])
+        return lambda arrays, states: metric.value_of(sums(arrays, states))
+
+    def _add_all(self, path: str, items: Iterable[tuple[Any, Any]]) -> ValueOf:
+        values = {key: self.add(f"{path}/{key}", item) for key, item in items}
+        return lambda *saved: {key: value(*saved) for key, value in values.items()}
+
+    def _add_list(self, path: str, items: Sequence[Any]) -> ValueOf:
+        values = self._add_all(path, enumerate(items))
+        made_by = list if isinstance(items, list) else tuple
+        make = getattr(items, "_make", made_by)  # of named tuples
+        return lambda *saved: make(values(*saved).values())
+
+    def _add_state(self, path: str, thing: Stateful) -> ValueOf:
         self._check_new(path)
         self.states[path] = thing
+        return lambda arrays, states: states[path]
 
-    def _add_module(self, path: str, module: Module) -> None:
-        """Take up the attributes that hold something; a module may have others."""
-        for name, value in held(module):
-            self.add(f"{path}/{name}", value)
-
-    def _add_averages(self, path: str, averages: ExponentialMovingAverage) -> None:
+    def _add_averages(self, path: str, averages: ExponentialMovingAverage) -> ValueOf:
         self.by_variable.append(path)
-        for variable, average in averages.items():
-            self.add(f"{path}/{variable.name}", average)
+        named = ((variable.name, average) for variable, average in averages.items())
+        return self._add_all(path, named)
 
-    def _add_optimizer(self, path: str, optimizer: Optimizer) -> None:
+    def _add_optimizer(self, path: str, optimizer: Optimizer) -> ValueOf:
         self._check_new(f"{path}/step")
         self._check_new(f"{path}/learning_rate")
-        self.optimizers[f"{path}/step"] = optimizer
+        self.optimizers[path] = optimizer
         self.by_variable += [f"{path}/{slot}" for slot in optimizer.get_slot_names()]
         for slot in optimizer.variables() if self.slots else ():
             self._add_array(f"{path}/{slot.name}/{slot.variable.name}", slot)
+        return functools.partial(_optimizer_values, path)
 
     def _add_array(self, name: str, source: Handle | Slot) -> None:
         self._check_new(name)
@@ -255,39 +256,45 @@ class Contents:
             (shard,) = variable.spec.shards
             parts: tuple[Part, ...] = (
                 Part(
-                    0, variable.shape, variable.checkpoint_value, variable.restore_value,
-                    shard.key, compute=variable.checkpoint_value_of,
+                    name, variable.shape, dtype, 0, key=shard.key, read=variable.checkpoint_value,
+                    write=variable.restore_value, compute=variable.checkpoint_value_of,
                 ),
             )  # fmt: skip
         else:
             whole = [variable] if isinstance(variable, Variable) else variable.variables
             parts = tuple(
-                _part(shard, part, source)
+                _part(name, dtype, shard, part, source)
                 for part, shard in zip(whole, variable.spec.shards, strict=True)
             )
-        self.arrays[name] = Array(name, variable.shape, dtype, parts)
+        self.arrays[name] = Array(variable.shape, dtype, parts)
 
 
-def _part(spec: ShardSpec, shard: Variable, source: Handle | Slot) -> Part:
+def _part(name: str, dtype: str, spec: ShardSpec, shard: Variable, source: Handle | Slot) -> Part:
+    made = functools.partial(Part, name, spec.shape, dtype, spec.offset, key=spec.key)
     if isinstance(source, Slot):
         slot = Slot(shard, source.optimizer, source.name)
-        return Part(
-            spec.offset, spec.shape, slot.read, slot.assign, spec.key, source.optimizer.number,
-            source.name, source.first_element,
+        return made(
+            optimizer=source.optimizer.number, slot=source.name, fill=source.first_element,
+            read=slot.read, write=slot.assign,
         )  # fmt: skip
-    return Part(spec.offset, spec.shape, shard.read, shard.assign, spec.key)
+    return made(read=shard.read, write=shard.assign)
 
 
-def rate_name(step: str) -> str:
-    """Return under which name the learning rate of an optimizer is kept; ``step`` is its step's."""
-    return f"{step.removesuffix('step')}learning_rate"
+def _optimizer_values(
+    path: str, arrays: Mapping[str, np.ndarray], states: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the step of an optimizer, and those of its slots that were read."""
+    values: dict[str, Any] = {"step": states[f"{path}/step"]}
+    for name, array in arrays.items():
+        if name.startswith(f"{path}/"):
+            slot, _, variable = name.removeprefix(f"{path}/").partition("/")
+            values.setdefault(slot, {})[variable] = array
+    return values
 
 
-def held(module: Module) -> list[tuple[str, Any]]:
+def _held(module: Module) -> list[tuple[str, Any]]:
     """Return the attributes of a module that are saved, in the order of their names."""
-    return [
-        (name, value) for name, value in sorted(vars(module).items()) if _holds_something(value)
-    ]
+    return [each for each in sorted(vars(module).items()) if _holds_something(each[1])]
 
 
 def _holds_something(value: Any) -> bool:

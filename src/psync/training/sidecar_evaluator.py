@@ -22,7 +22,7 @@ import contextlib
 import inspect
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,10 @@ from psync.checkpoints.files import checkpoints_in, is_complete, is_last
 from psync.client.context import forbid_in_step
 from psync.errors import CheckpointError, CheckpointMismatch, ConfigurationError, UsageError
 from psync.net.environment import note_training_began, run_over, training_presence
+from psync.specs import checked_integer, checked_kind
 from psync.training.checkpoint import PREFIX, Checkpoint
+from psync.training.evaluation import awaited
+from psync.training.trainer import call_back
 from psync.worker.step_thread import StepThread
 
 logger = logging.getLogger(__name__)
@@ -128,21 +131,15 @@ class SidecarEvaluator:
         slots: bool = False,
     ) -> None:
         forbid_in_step("making a SidecarEvaluator")
-        if not isinstance(checkpoint, Checkpoint):
-            raise ConfigurationError(
-                f"evaluator: expected a Checkpoint, got {type(checkpoint).__name__}",
-                hint="SidecarEvaluator(psync.Checkpoint(model=model), eval_fn, directory)",
-            )
+        hint = "SidecarEvaluator(psync.Checkpoint(model=model), eval_fn, directory)"
+        checked_kind("evaluator: expected a Checkpoint", checkpoint, Checkpoint, hint=hint)
         if not callable(eval_fn):
             raise ConfigurationError(
                 f"evaluator: expected a function (values) -> dict of numbers, got {eval_fn!r}"
             )
-        if max_evaluations is not None and (
-            not isinstance(max_evaluations, int) or max_evaluations < 1
-        ):
-            raise ConfigurationError(
-                f"evaluator: expected max_evaluations above 0, or None, got {max_evaluations!r}"
-            )
+        if max_evaluations is not None:
+            expected = "evaluator: expected max_evaluations above 0, or None"
+            checked_integer(expected, max_evaluations, 1)
         if not isinstance(poll_interval, int | float) or not poll_interval > 0:
             raise ConfigurationError(
                 f"evaluator: expected poll_interval in seconds above 0, got {poll_interval!r}"
@@ -189,23 +186,23 @@ class SidecarEvaluator:
         thread, logs = StepThread(), dict[str, float]()
         self.stop_training = False
         try:
-            await self._call("on_train_begin")
+            await call_back(self, self._callbacks, "on_train_begin")
             while not self.stop_training and (newest := await self._next()) is not None:
                 note_training_began()
                 number, path = newest
                 values = await self._read(number, path)
                 if values is None:
                     continue
-                await self._call("on_epoch_begin", number)
+                await call_back(self, self._callbacks, "on_epoch_begin", number)
                 logs = _numbers(await self._evaluated(values, thread))
                 del values  # as large as the model
                 self._done = number
                 logger.info("%s: %s", path.name, _shown(logs))
-                await self._call("on_epoch_end", number, logs)
+                await call_back(self, self._callbacks, "on_epoch_end", number, logs)
                 yield Evaluation(number, path, dict(logs))
         finally:
             thread.close()
-            await self._call("on_train_end", logs)
+            await call_back(self, self._callbacks, "on_train_end", logs)
 
     async def _next(self) -> tuple[int, Path] | None:
         """Wait for a checkpoint that is new, the newest; None: there will be no other."""
@@ -236,7 +233,9 @@ class SidecarEvaluator:
                 after = "" if newest is None else f" after {newest[1].name}"
                 goes_on = "" if training is None else f"; {training.describe()}"
                 logger.info("waiting for a checkpoint%s in %s%s", after, self._directory, goes_on)
-            await _pause(self._poll_interval_s, over)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_interval_s):
+                    await (over or asyncio.Event()).wait()
         return None
 
     def _newest(self) -> tuple[int, Path] | None:
@@ -263,24 +262,7 @@ class SidecarEvaluator:
         made, error = await thread.run(lambda: self._eval_fn(values))
         if error is not None:
             raise error
-        return await made if inspect.isawaitable(made) else made
-
-    async def _call(self, method: str, *arguments: Any) -> None:
-        for callback in self._callbacks:
-            callback.trainer = self  # type: ignore[assignment]  # as far as loggers ask for it
-            made: Awaitable[Any] | None = getattr(callback, method)(*arguments)
-            if inspect.isawaitable(made):
-                await made
-
-
-async def _pause(seconds: float, over: asyncio.Event | None) -> None:
-    """Wait, at most until the run is over."""
-    if over is None:
-        await asyncio.sleep(seconds)
-        return
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await over.wait()
+        return await awaited(made)
 
 
 def _numbers(made: Any) -> dict[str, float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,9 +27,18 @@ from psync.gradients import GradientFunction
 from psync.metrics import Mean, Metric
 from psync.serialization.failures import text_of
 from psync.serialization.remote_value import RemoteValue
+from psync.specs import checked_integer, checked_kind
 from psync.training.checkpoint import Checkpoint
 from psync.training.checkpoint_manager import CheckpointManager
-from psync.training.evaluation import SHARDS_PER_WORKER, Counts, evaluate, parts_of, shards_of
+from psync.training.evaluation import (
+    SHARDS_PER_WORKER,
+    Counts,
+    Shard,
+    awaited,
+    evaluate,
+    parts_of,
+    shards_of,
+)
 from psync.training.progress import Progress, progress_of
 from psync.training.saved_names import by_name
 
@@ -108,11 +116,8 @@ class Trainer:
         max_to_keep: int = 3,
     ) -> None:
         forbid_in_step("making a Trainer")
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigurationError(
-                f"trainer: expected an optimizer, got {type(optimizer).__name__}",
-                hint="Trainer(strategy, variables, value_and_grad, psync.optimizers.Adam())",
-            )
+        hint = "Trainer(strategy, variables, value_and_grad, psync.optimizers.Adam())"
+        checked_kind("trainer: expected an optimizer", optimizer, Optimizer, hint=hint)
         _check_all("trainer", "metrics", Metric, metrics)
         self.metrics = {metric.name: metric for metric in metrics}
         if len(self.metrics) < len(metrics) or "loss" in self.metrics:
@@ -131,7 +136,7 @@ class Trainer:
         self._value_and_grad = _of_batch(value_and_grad)
         self._evaluated = _of_batch(loss_and_predictions or value_and_grad)
         with strategy.scope():
-            self._loss = Mean("loss")
+            self._counted = {"loss": Mean("loss"), **self.metrics}
             self._global_step = get_or_create_global_step() if optimizer.synchronous else None
         self.history = History()
         self.checkpoint = Checkpoint(
@@ -189,12 +194,9 @@ class Trainer:
             ("epochs", epochs), ("steps_per_epoch", steps_per_epoch),
             ("steps_per_execution", steps_per_execution), ("validation_freq", validation_freq),
         ):  # fmt: skip
-            if not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"fit: expected {name} above 0, got {value!r}")
-        if initial_epoch is not None and (not isinstance(initial_epoch, int) or initial_epoch < 0):
-            raise ConfigurationError(
-                f"fit: expected initial_epoch from 0, or None, got {initial_epoch!r}"
-            )
+            checked_integer(f"fit: expected {name} above 0", value, 1)
+        if initial_epoch is not None:
+            checked_integer("fit: expected initial_epoch from 0, or None", initial_epoch, 0)
         _check_all("fit", "callbacks", Callback, callbacks)
         if validation_data is not None:  # what is wrong with it is said before anything is trained
             self._shards(validation_data, validation_batch_size)
@@ -210,12 +212,13 @@ class Trainer:
         logs: dict[str, float] = {}
         show = progress_of(verbose)
         try:
-            await self._call(callbacks, "on_train_begin")
+            await call_back(self, callbacks, "on_train_begin")
             for epoch in range(first, epochs):
-                await self._call(callbacks, "on_epoch_begin", epoch)
+                await call_back(self, callbacks, "on_epoch_begin", epoch)
                 began = time.perf_counter()
                 show.begin(epoch, epochs, steps_per_epoch)
-                closures = _split(steps_per_epoch, steps_per_execution)
+                starts = range(0, steps_per_epoch, steps_per_execution)
+                closures = [min(steps_per_execution, steps_per_epoch - start) for start in starts]
                 logs, ended = await self._epoch(coordinator, run_steps, dataset, closures, show)
                 validates = validation_data is not None and (epoch + 1) % validation_freq == 0
                 self.validation_skipped = validation_data is not None and not validates
@@ -224,7 +227,7 @@ class Trainer:
                     logs |= {f"val_{name}": value for name, value in found.items()}
                 show.end(time.perf_counter() - began, logs)
                 history.add(epoch, logs)
-                await self._call(callbacks, "on_epoch_end", epoch, logs)
+                await call_back(self, callbacks, "on_epoch_end", epoch, logs)
                 if self.manager is not None:
                     await self.manager.save()
                 if ended or self.stop_training:
@@ -261,29 +264,26 @@ class Trainer:
         """
         shards = self._shards(data, batch_size, num_shards)
         return await evaluate(
-            ClusterCoordinator(self.strategy), self.variables, self._evaluated, self._loss,
-            self.metrics, shards,
+            ClusterCoordinator(self.strategy), self.variables, self._evaluated, self._counted,
+            shards,
         )  # fmt: skip
 
-    def _shards(
-        self, data: Any, batch_size: int, num_shards: int | None = None
-    ) -> Sequence[Iterable[Any]]:
+    def _shards(self, data: Any, batch_size: int, num_shards: int | None = None) -> Sequence[Shard]:
         """Cut data as ``evaluate`` does, or say what is wrong with them."""
         if num_shards is None:
             num_shards = SHARDS_PER_WORKER * self.strategy.cluster.num_tasks("worker")
         for name, value in (("batch_size", batch_size), ("num_shards", num_shards)):
-            if not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"evaluate: expected {name} above 0, got {value!r}")
+            checked_integer(f"evaluate: expected {name} above 0", value, 1)
         return shards_of(data, num_shards, batch_size)
 
     def _steps(self) -> Callable[..., Any]:
         """Return the step function: some steps, then one message for each metric."""
         variables, value_and_grad = self.variables, self._value_and_grad
         optimizer, global_step = self.optimizer, self._global_step
-        loss_metric, metrics = self._loss, self.metrics
+        metrics = self._counted
 
         async def run_steps(batches: Any, count: int) -> None:
-            counts = Counts(loss_metric, metrics)
+            counts = Counts(metrics)
             ended: EndOfData | None = None
             closure = current_closure()
             assert closure is not None, "steps run in closures"
@@ -298,9 +298,7 @@ class Trainer:
                     for _ in range((count - step) * calls):
                         closure.next_ordinal()
                     break
-                made = value_and_grad(await pull(variables), batch)
-                if inspect.isawaitable(made):
-                    made = await made
+                made = await awaited(value_and_grad(await pull(variables), batch))
                 loss, gradients, *predictions = parts_of(made)
                 pushed = pairs(variables, gradients, "gradients")
                 await optimizer.apply_gradients(
@@ -310,8 +308,7 @@ class Trainer:
                     calls = closure.next_ordinal() - began - 1
                 counts.note(batch, loss, predictions)
             if counts.batches:
-                await loss_metric.add(counts.sums[0])
-                for metric, total in zip(metrics.values(), counts.sums[1:], strict=True):
+                for metric, total in zip(metrics.values(), counts.sums, strict=True):
                     await metric.add(total)
             if ended is not None:
                 raise ended
@@ -327,8 +324,7 @@ class Trainer:
         show: Progress,
     ) -> tuple[dict[str, float], bool]:
         """Run one epoch; return its values, and whether the data of a worker ended."""
-        all_metrics = {"loss": self._loss, **self.metrics}
-        for metric in all_metrics.values():
+        for metric in self._counted.values():
             await metric.reset_state()
         batches, ended = iter(dataset), False
         closures = [coordinator.schedule(run_steps, args=(batches, count)) for count in counts]
@@ -340,19 +336,12 @@ class Trainer:
         finally:
             shown.cancel()
             await asyncio.wait((shown,))
-        if ended and not any(await self._loss.variables[0].read()):
+        if ended and not any(await self._counted["loss"].variables[0].read()):
             raise ConfigurationError(
                 "fit: expected at least one batch, got none",
                 hint="the dataset of a worker is empty",
             )
-        return {name: await metric.result() for name, metric in all_metrics.items()}, ended
-
-    async def _call(self, callbacks: Sequence[Callback], method: str, *arguments: Any) -> None:
-        for callback in callbacks:
-            callback.trainer = self
-            made = getattr(callback, method)(*arguments)
-            if inspect.isawaitable(made):
-                await made
+        return {name: await metric.result() for name, metric in self._counted.items()}, ended
 
     async def _end(
         self, callbacks: Sequence[Callback], logs: Mapping[str, float],
@@ -365,7 +354,7 @@ class Trainer:
         first: Exception | None = None
         for callback in callbacks:
             try:
-                await self._call((callback,), "on_train_end", logs)
+                await call_back(self, (callback,), "on_train_end", logs)
             except Exception as exc:
                 first = first or exc
                 if (before := error or first) is not exc:
@@ -375,17 +364,23 @@ class Trainer:
             raise first
 
 
+async def call_back(
+    trainer: Any, callbacks: Iterable[Callback], method: str, *arguments: Any
+) -> None:
+    """Call one method of each callback, which sees its trainer."""
+    for callback in callbacks:
+        callback.trainer = trainer
+        await awaited(getattr(callback, method)(*arguments))
+
+
 def _of_batch(function: Callable[..., Any]) -> Callable[..., Any]:
     return function.of_batch if isinstance(function, GradientFunction) else function
 
 
 def _check_all(where: str, what: str, kind: type, things: Sequence[Any]) -> None:
     for thing in things:
-        if not isinstance(thing, kind):
-            raise ConfigurationError(
-                f"{where}: expected psync.{what}, got {type(thing).__name__}",
-                hint=f"a class of your own is derived from psync.{what}.{kind.__name__}",
-            )
+        hint = f"a class of your own is derived from psync.{what}.{kind.__name__}"
+        checked_kind(f"{where}: expected psync.{what}", thing, kind, hint=hint)
 
 
 async def _show(closures: Sequence[RemoteValue], counts: Sequence[int], show: Progress) -> None:
@@ -397,8 +392,3 @@ async def _show(closures: Sequence[RemoteValue], counts: Sequence[int], show: Pr
             first += 1
         show.at(done)
         await asyncio.sleep(SHOW_EVERY_S)
-
-
-def _split(steps: int, most: int) -> list[int]:
-    """Return how many steps each closure of an epoch has."""
-    return [min(most, steps - start) for start in range(0, steps, most)]

@@ -14,6 +14,7 @@ import pytest
 import psync
 from local_training import at_once, in_step, inside_a_step, strategy_of, training
 from psync import optimizers, schedules
+from psync.api.gradient_arguments import trainable_here
 from psync.errors import GradientError, UsageError
 
 
@@ -256,7 +257,24 @@ async def test_without_var_list_the_trainable_variables_are_meant() -> None:
 
 def trained_by(optimizer: Any) -> list[Any]:
     """Which variables it would update if it is told none."""
-    return optimizer._trainable_variables("minimize")
+    return trainable_here("minimize", optimizer._arrived)
+
+
+class Tagged(optimizers.SGD):
+    """A class of the user's."""
+
+    def __init__(self, tag: str) -> None:
+        super().__init__(0.5)
+        self.tag = tag
+
+
+def test_a_class_of_ones_own_takes_its_attributes_along() -> None:
+    tagged = Tagged("a")
+    text = pickle.dumps(tagged)
+    assert pickle.loads(text) is tagged  # it is here
+    del tagged
+    again = pickle.loads(text)
+    assert (again.tag, again.learning_rate, again.get_config()["rule"]) == ("a", 0.5, "sgd")
 
 
 async def test_an_optimizer_takes_the_trainable_variables_along_to_other_processes() -> None:

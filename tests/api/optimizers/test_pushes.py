@@ -8,8 +8,7 @@ import pytest
 import psync
 from local_training import in_step, training
 from psync import Outcome, PushResult, optimizers
-from psync.api.optimizers.pushes import push_gradients, result_of
-from psync.numerics.rule_configs import rule_from_config
+from psync.api.optimizers.handles import result_of
 from psync.wire.ps_messages import Pushed
 
 
@@ -53,16 +52,7 @@ async def test_the_step_that_a_push_has_made_is_known_to_the_next_one() -> None:
         runtime = strategy.runtime
         assert runtime is not None
         for step in (1, 2):
-            result = await push_gradients(
-                runtime,
-                [v.spec],
-                [np.ones(2, np.float32)],
-                optimizer=sgd.number,
-                config=sgd.get_config(),
-                rule=rule_from_config(sgd.get_config()),
-                closure=-1,
-                ordinal=step,
-            )
+            result = await sgd.apply_gradients([(np.ones(2, np.float32), v)])
             assert result == PushResult(Outcome.ACCEPTED, step, 0)
             assert runtime.steps[sgd.number] == step
         assert (await v.read()).tolist() == [-2, -2]

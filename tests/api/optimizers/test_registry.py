@@ -25,8 +25,8 @@ def test_optimizers_are_numbered_as_they_are_made(registry: OptimizerRegistry) -
         (registry.process, 1),
         (registry.process, 2),
     ]
-    assert registry.get(registry.process, 2) is two
-    assert registry.get("another process", 2) is None
+    assert registry.known.get((registry.process, 2)) is two
+    assert registry.known.get(("another process", 2)) is None
 
 
 def test_an_optimizer_that_nobody_refers_to_is_forgotten(registry: OptimizerRegistry) -> None:
@@ -34,13 +34,13 @@ def test_an_optimizer_that_nobody_refers_to_is_forgotten(registry: OptimizerRegi
     registry.add_new(sgd)
     del sgd
     gc.collect()
-    assert registry.get(registry.process, 1) is None
+    assert registry.known.get((registry.process, 1)) is None
 
 
 def test_every_optimizer_that_is_made_is_known_here() -> None:
     sgd = optimizers.SGD(0.5)
     assert sgd.origin == optimizers_here().process
-    assert optimizers_here().get(sgd.origin, sgd.number) is sgd
+    assert optimizers_here().known[sgd.origin, sgd.number] is sgd
     assert pickle.loads(pickle.dumps(sgd)) is sgd
 
 
@@ -52,7 +52,7 @@ def test_the_program_pushes_through_its_own_and_through_none_that_is_wrapped(
     for optimizer in (synchronous, wrapped, plain):
         registry.add_new(optimizer)
     others.origin, others.number = "another process", 1
-    registry.add(others)
+    registry.known["another process", 1] = others
     assert [(new.number, new.name) for new in registry.of_the_program()] == [
         (1, "sync_replicas"),
         (3, "a"),

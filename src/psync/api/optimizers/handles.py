@@ -9,12 +9,11 @@ synchronous form is ``SyncReplicasOptimizer``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from psync.api.gradient_arguments import (
     AnyVariable,
-    Gradient,
     GradsAndVars,
     Pairs,
     ValueAndGrad,
@@ -23,14 +22,13 @@ from psync.api.gradient_arguments import (
     trainable_here,
     value_and_gradients,
 )
-from psync.api.optimizers.pushes import push_gradients
 from psync.api.optimizers.registry import optimizers_here
 from psync.api.optimizers.staleness_bound import StalenessBound
 from psync.api.optimizers.state import Iterations, PushResult
 from psync.api.optimizers.state import Slot as Slot
-from psync.api.variables import runtime_of
-from psync.client.context import forbid_in_dataset, forbid_in_step
-from psync.client.optimizer_client import set_optimizer
+from psync.api.reads import runtime_of
+from psync.client.context import forbid_in_step
+from psync.client.optimizer_client import set_optimizer, trust_ratios
 from psync.client.runtime import Runtime
 from psync.client.scopes import running_scopes
 from psync.errors import ConfigurationError, UsageError
@@ -43,6 +41,10 @@ from psync.replicas import gang_updates
 from psync.replicas.context import current_gang
 from psync.schedules import Constant, Schedule, as_schedule
 from psync.specs import Outcome
+from psync.wire.ps_messages import Pushed
+
+OF_THE_PROCESS = frozenset({"number", "origin", "_rule", "_arrived", "_also_trained", "_in_use"})
+"""Attributes of an optimizer that do not travel with it as they are."""
 
 
 class Optimizer:
@@ -96,7 +98,6 @@ class Optimizer:
             instead="make it once in main(), on the coordinator; the step may capture it. "
             "Its slots live as long as it does",
         )
-        forbid_in_dataset("making an optimizer")
         if not isinstance(staleness_bound, StalenessBound | None):
             raise ConfigurationError(
                 f"expected a StalenessBound or None as staleness_bound, got {staleness_bound!r}",
@@ -109,37 +110,21 @@ class Optimizer:
         self._name = name or type(self).__name__
         self._forbid_nonfinite = forbid_nonfinite
         self._staleness_bound = staleness_bound
+        self._begin(in_use=False)
+        optimizers_here().add_new(self)
+
+    def _begin(self, *, in_use: bool) -> None:
+        """Take up life in this process."""
         self._arrived: tuple[AnyVariable, ...] = ()
         self._also_trained: set[tuple[str, int]] = set()  # not trainable, and pushed from here
-        self._in_use = False  # from then on the ps tasks know the configuration, or soon will
-        optimizers_here().add_new(self)
+        self._in_use = in_use  # from then on the ps tasks know the configuration, or soon will
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._in_use = True
         variables = [v for scope in running_scopes() for v in scope.trainable_variables]
-        return (
-            _restore,
-            (
-                type(self),
-                self.origin,
-                self.number,
-                self._state(),
-                tuple(variables or self._arrived),
-            ),
-        )
-
-    def _state(self) -> dict[str, Any]:
-        """Return what this handle is made from in another process."""
-        return {
-            "config": self._config, "name": self._name, "forbid_nonfinite": self._forbid_nonfinite,
-            "staleness_bound": self._staleness_bound,
-        }  # fmt: skip
-
-    def _set_state(self, state: dict[str, Any]) -> None:
-        self._set_rule(rule_from_config(state["config"]))
-        self._name = state["name"]
-        self._forbid_nonfinite = state["forbid_nonfinite"]
-        self._staleness_bound = state["staleness_bound"]
+        state = {name: value for name, value in vars(self).items() if name not in OF_THE_PROCESS}
+        arrived = tuple(variables or self._arrived)
+        return _restore, (type(self), self.origin, self.number, state, arrived)
 
     def _set_rule(self, rule: UpdateRule) -> None:
         self._rule = rule
@@ -186,15 +171,9 @@ class Optimizer:
         Source: ``tf.compat.v1.train.Optimizer.variables``.
         """
         names = self._rule.slot_names()
-        if not names:
-            return []
-        variables = self._trainable_variables("variables")
-        return [
-            Slot(variable, self, name)
-            for variable in variables
-            if self._trains(variable)
-            for name in names
-        ]
+        variables = trainable_here("variables", self._arrived) if names else ()
+        trained = filter(self._trains, variables)
+        return [Slot(variable, self, name) for variable in trained for name in names]
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration as plain data."""
@@ -300,7 +279,6 @@ class Optimizer:
         Source: ``tf.compat.v1.train.Optimizer.apply_gradients``. Unlike there, gradients that
             are pushed again after a worker's loss are applied at most once on each shard.
         """
-        forbid_in_dataset("apply_gradients")
         pairs = self._checked(grads_and_vars)
         member = current_gang()
         if member is not None:
@@ -308,20 +286,23 @@ class Optimizer:
                 member, self, pairs, global_step
             )
             return merged
-        gradients = self._clipped(pairs)
-        runtime = await runtime_of("apply_gradients", *(variable for _, variable in pairs))
-        self._check_origin(runtime)
+        gradients = [gradient for gradient, _ in pairs]
+        variables = tuple(variable.spec for _, variable in pairs)
+        ids = [spec.variable_id for spec in variables]
+        gradients = clipped_by_norm(gradients, ids, self._rule.options)
+        runtime = await self._runtime("apply_gradients", *(variable for _, variable in pairs))
         closure, ordinal = runtime.begin_update("push")
-        result = await push_gradients(
-            runtime,
-            [variable.spec for _, variable in pairs],
-            gradients,
-            optimizer=self.number,
-            config=self._config,
-            rule=self._rule,
-            closure=closure,
-            ordinal=ordinal,
-        )
+        plan, known = runtime.ps.plan(variables), runtime.steps.get(self.number, 0)
+        ratios = await trust_ratios(
+            runtime.ps, self._rule, plan, gradients,
+            optimizer=self.number, config=self._config, step=known,
+        )  # fmt: skip
+        answers = await runtime.ps.push(
+            plan, gradients, optimizer=self.number, config=self._config, step=known,
+            closure=closure, ordinal=ordinal, ratios=ratios,
+        )  # fmt: skip
+        result = result_of(answers, known)
+        runtime.steps[self.number] = max(result.step, runtime.steps.get(self.number, 0))
         if global_step is not None:
             await global_step.assign_add(1)
         bound = self._staleness_bound
@@ -379,15 +360,11 @@ class Optimizer:
     async def _value_and_gradients(
         self, value_and_grad: ValueAndGrad, var_list: Any
     ) -> tuple[Any, list[tuple[Any, AnyVariable]]]:
-        variables = (
-            self._trainable_variables("compute_gradients without var_list")
-            if var_list is None
-            else listed(var_list)
-        )
-        return await value_and_gradients(value_and_grad, variables)
-
-    def _trainable_variables(self, operation: str) -> list[AnyVariable]:
-        return trainable_here(operation, self._arrived)
+        if var_list is None:
+            chosen = trainable_here("compute_gradients without var_list", self._arrived)
+        else:
+            chosen = listed(var_list)
+        return await value_and_gradients(value_and_grad, chosen)
 
     def _checked(self, grads_and_vars: GradsAndVars) -> Pairs:
         pairs = checked_pairs(grads_and_vars, self._name if self._forbid_nonfinite else None)
@@ -398,29 +375,31 @@ class Optimizer:
                 self._rule.check_rows(f'gradient for "{variable.name}"')
         return pairs
 
-    def _clipped(self, pairs: Pairs) -> list[Gradient]:
-        """Return the gradients of checked pairs, their norms limited if that is asked for."""
-        gradients = [gradient for gradient, _ in pairs]
-        ids = [variable.spec.variable_id for _, variable in pairs]
-        return clipped_by_norm(gradients, ids, self._rule.options)
-
-    async def _runtime(self, operation: str) -> Runtime:
-        """Return the way to the ps tasks of the strategy that is served here."""
-        runtime = await runtime_of(operation, self._trainable_variables(operation)[0])
-        self._check_origin(runtime)
-        return runtime
-
-    def _check_origin(self, runtime: Runtime) -> None:
+    async def _runtime(self, operation: str, *variables: AnyVariable) -> Runtime:
+        """Return what carries ``operation`` to the ps tasks, by default on all that it trains."""
+        chosen = variables or trainable_here(operation, self._arrived)[:1]
+        runtime = await runtime_of(operation, *chosen)
         self._in_use = True
         if runtime.program and runtime.program != self.origin:
             raise UsageError(
                 f"optimizer {self._name!r} was made on this worker, where nobody shares its slots",
                 hint="make it in main(), on the coordinator, and let the step capture it",
             )
+        return runtime
 
-    async def _define(self, runtime: Runtime) -> None:
-        self._check_origin(runtime)
-        await runtime.ps.define_optimizer(self.number, self._config)
+
+def result_of(answers: Sequence[Pushed], known: int) -> PushResult:
+    """Return what became of a push.
+
+    Args:
+        answers: Of the ps tasks.
+        known: Highest step of the optimizer that was known before: what others have done since
+            is the staleness.
+    """
+    step = max(known, *(answer.step for answer in answers))  # a duplicate's is 0
+    refused = [answer.outcome for answer in answers if answer.outcome != "accepted"]
+    outcome = Outcome(refused[0]) if refused else Outcome.ACCEPTED
+    return PushResult(outcome, step, max(0, step - known - 1))
 
 
 def _restore(
@@ -431,14 +410,13 @@ def _restore(
     variables: tuple[AnyVariable, ...],
 ) -> Optimizer:
     """Return this process's handle of an optimizer: one object, however often it arrives."""
-    optimizer = optimizers_here().get(origin, number)
+    optimizer = optimizers_here().known.get((origin, number))
     if optimizer is None:
         optimizer = cls.__new__(cls)
-        optimizer.number, optimizer.origin = number, origin
-        optimizer._arrived, optimizer._in_use = (), True
-        optimizer._also_trained = set()
-        optimizer._set_state(state)
-        optimizers_here().add(optimizer)
+        vars(optimizer).update(state, origin=origin, number=number)
+        optimizer._set_rule(rule_from_config(optimizer._config))
+        optimizer._begin(in_use=True)
+        optimizers_here().known[origin, number] = optimizer
     if len(variables) > len(optimizer._arrived):  # more may have been declared since
         optimizer._arrived = variables
     return optimizer

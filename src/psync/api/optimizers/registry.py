@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 
 
 class OptimizerRegistry:
-    """Optimizers by their origin and number."""
+    """Optimizers by their origin and number.
+
+    Attributes:
+        known: This process's handles.
+    """
 
     def __init__(self) -> None:
-        self._known: weakref.WeakValueDictionary[tuple[str, int], Optimizer] = (
+        self.known: weakref.WeakValueDictionary[tuple[str, int], Optimizer] = (
             weakref.WeakValueDictionary()
         )
         self.begin_process()
@@ -37,19 +41,11 @@ class OptimizerRegistry:
     def add_new(self, optimizer: Optimizer) -> None:
         """Number an optimizer that is made here."""
         optimizer.number, optimizer.origin = next(self._numbers), self.process
-        self.add(optimizer)
-
-    def add(self, optimizer: Optimizer) -> None:
-        """Take an optimizer that has its origin and number."""
-        self._known[optimizer.origin, optimizer.number] = optimizer
-
-    def get(self, origin: str, number: int) -> Optimizer | None:
-        """Return this process's handle of an optimizer, if there is one."""
-        return self._known.get((origin, number))
+        self.known[optimizer.origin, optimizer.number] = optimizer
 
     def of_the_program(self) -> list[NewOptimizer]:
         """Return the optimizers of this program through which it may push, by their numbers."""
-        own = [optimizer for optimizer in self._known.values() if optimizer.origin == self.process]
+        own = [optimizer for optimizer in self.known.values() if optimizer.origin == self.process]
         wrapped = {id(getattr(optimizer, "_opt", None)) for optimizer in own}
         return [
             NewOptimizer(optimizer.number, optimizer._name, optimizer._config)
@@ -59,13 +55,13 @@ class OptimizerRegistry:
 
     def note_learning_rate(self, number: int, config: Mapping[str, Any]) -> None:
         """The ps tasks go on with a learning rate that another program has set."""
-        optimizer = self.get(self.process, number)
+        optimizer = self.known.get((self.process, number))
         if optimizer is not None:
             optimizer._rule.learning_rate = schedule_from_config(config)
 
     def any_synchronous(self) -> bool:
         """Return whether this process has an optimizer whose pushes are counted in steps."""
-        return any(optimizer.synchronous for optimizer in self._known.values())
+        return any(optimizer.synchronous for optimizer in self.known.values())
 
 
 optimizers_here = PerProcess(OptimizerRegistry)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 
 from psync.client.runtime import Runtime
-from psync.errors import ConfigurationError
+from psync.specs import checked_integer
 from psync.wire.sync_messages import TickClock
 
 MAX_STALENESS = 1 << 31
@@ -42,17 +41,13 @@ class StalenessBound:
     max_staleness: int
 
     def __post_init__(self) -> None:
-        rounds = self.max_staleness
-        if isinstance(rounds, bool) or not isinstance(rounds, Integral):
-            raise ConfigurationError(
-                f"StalenessBound: expected a number of rounds as max_staleness, got {rounds!r}"
-            )
-        if not 0 <= rounds <= MAX_STALENESS:
-            raise ConfigurationError(
-                f"StalenessBound: expected max_staleness from 0 to {MAX_STALENESS}, got {rounds}",
-                hint="without a bound workers never wait for each other",
-            )
-        object.__setattr__(self, "max_staleness", int(rounds))
+        expected = "StalenessBound: expected a number of rounds as max_staleness"
+        rounds = checked_integer(expected, self.max_staleness, -(1 << 63))
+        checked_integer(
+            f"StalenessBound: expected max_staleness from 0 to {MAX_STALENESS}",
+            rounds, 0, MAX_STALENESS, hint="without a bound workers never wait for each other",
+        )  # fmt: skip
+        object.__setattr__(self, "max_staleness", rounds)
 
     async def end_round(self, runtime: Runtime, optimizer: int) -> None:
         """Tell ps 0 that a round is done; return when this worker may go on.

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from psync.api.variables import ShardedVariable, Variable, runtime_of
+from psync.api.variables import ShardedVariable, Variable
 from psync.client.optimizer_client import optimizer_step, set_optimizer, set_slot
-from psync.client.runtime import Runtime
-from psync.errors import UsageError
 from psync.numerics.casting import fitting
 from psync.numerics.update_rule import slot_dtype
 from psync.schedules import Config, from_config
-from psync.specs import Outcome, VariableSpec
+from psync.specs import Outcome, VariableSpec, checked_integer
 
 if TYPE_CHECKING:
     from psync.api.optimizers.handles import Optimizer
@@ -75,11 +73,12 @@ class Slot:
 
         Cancellation: Safe.
         """
-        runtime = await self._runtime("read")
-        await self.optimizer._define(runtime)
+        operation = f'read of slot "{self.name}" of "{self.variable.name}"'
+        optimizer, runtime = self.optimizer, await self.optimizer._runtime(operation, self.variable)
+        await runtime.ps.define_optimizer(optimizer.number, optimizer._config)
         plan = runtime.ps.plan((self._spec(),))
-        arrays = await runtime.ps.pull(plan, optimizer=self.optimizer.number, slot=self.name)
-        return arrays[0]
+        (array,) = await runtime.ps.pull(plan, optimizer=optimizer.number, slot=self.name)
+        return array
 
     async def assign(self, value: Any) -> Self:
         """Set the slot's value, as when it comes from a checkpoint.
@@ -99,19 +98,12 @@ class Slot:
         spec = self._spec()
         operation = f'assign to slot "{self.name}" of "{spec.name}"'
         array = fitting(value, spec, operation, casting="same_kind")
-        runtime = await self._runtime("assign")
-        self.optimizer._check_origin(runtime)
+        optimizer, runtime = self.optimizer, await self.optimizer._runtime(operation, self.variable)
         await set_slot(
-            runtime.ps, spec, array, optimizer=self.optimizer.number,
-            config=self.optimizer._config, slot=self.name,
+            runtime.ps, spec, array,
+            optimizer=optimizer.number, config=optimizer._config, slot=self.name,
         )  # fmt: skip
         return self
-
-    async def _runtime(self, verb: str) -> Runtime:
-        operation = f'{verb} of slot "{self.name}" of "{self.variable.name}"'
-        runtime = await runtime_of(operation, self.variable)
-        runtime.check_open(operation)
-        return runtime
 
     def _spec(self) -> VariableSpec:
         """Return what the variable would be if it were the slot."""
@@ -141,8 +133,8 @@ class Iterations:
 
         Cancellation: Safe.
         """
-        runtime = await self.optimizer._runtime("read of iterations")
         optimizer = self.optimizer
+        runtime = await optimizer._runtime("read of iterations")
         step = await optimizer_step(runtime.ps, optimizer.number, optimizer._config)
         return optimizer._rule.iteration(step)
 
@@ -155,17 +147,11 @@ class Iterations:
 
         Cancellation: Some ps tasks have heard of it, others have not.
         """
-        if (
-            isinstance(step, bool)
-            or not isinstance(step, int | np.integer)
-            or not 0 <= step <= MAX_ITERATIONS
-        ):
-            raise UsageError(
-                f"iterations: expected a whole number from 0 to {MAX_ITERATIONS}, got {step!r}"
-            )
-        runtime = await self.optimizer._runtime("assign to iterations")
+        expected = f"iterations: expected a whole number from 0 to {MAX_ITERATIONS}"
+        updates = checked_integer(expected, step, 0, MAX_ITERATIONS)
         optimizer = self.optimizer
-        pushes = int(step) * (optimizer._rule.options.gradient_accumulation_steps or 1)
+        runtime = await optimizer._runtime("assign to iterations")
+        pushes = updates * (optimizer._rule.options.gradient_accumulation_steps or 1)
         await set_optimizer(runtime.ps, optimizer.number, optimizer._config, step=pushes)
 
 

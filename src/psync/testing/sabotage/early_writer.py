@@ -21,11 +21,18 @@ from psync.checkpoints.files import (
     COMMIT,
     MANIFEST,
     DataFile,
-    Planned,
     disk_errors,
     write_synced,
 )
-from psync.checkpoints.manifest import Manifest, Place, Slice, Snapshot, Tensor, commit_line
+from psync.checkpoints.manifest import (
+    Manifest,
+    Place,
+    Planned,
+    Slice,
+    Snapshot,
+    Tensor,
+    commit_line,
+)
 from psync.checkpoints.writer import Writer
 
 BLANK = "blank.safetensors"
