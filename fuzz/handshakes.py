@@ -46,14 +46,12 @@ def setup() -> tuple[OneInput, list[bytes]]:
 
     def pour(protocol: Protocol, data: bytes, step: int) -> None:
         rest = memoryview(data)
-        while rest:
-            room = protocol.get_buffer()
+        while rest and protocol.state is not State.OPEN:  # then ``frames`` goes on
+            room = protocol.decoder.get_buffer()
             count = min(len(room), len(rest), step)
             room[:count] = rest[:count]
             rest = rest[count:]
-            frame = protocol.received(count)
-            while frame is not None:
-                frame = protocol.next_frame()
+            protocol.received(count)
 
     secret = b"a secret of the whole cluster"
 

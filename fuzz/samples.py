@@ -9,7 +9,15 @@ from typing import Any
 from psync.wire import catalogue
 from psync.wire.codec import Message
 
-CLASSES: list[type[Message]] = sorted(catalogue.CLASSES, key=lambda kind: kind.code)
+CLASSES: list[type[Message]] = sorted(
+    {
+        kind
+        for module in vars(catalogue).values()
+        for kind in getattr(module, "__dict__", {}).values()
+        if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
+    },
+    key=lambda kind: kind.code,
+)
 
 INTEGERS = (
     0, 0, 0, 0, 1, 1, 1, 2, 3, 4, 100, -1, -2, 7, 255, 4096, 65_535, 1 << 20, 1 << 31, -(1 << 31),

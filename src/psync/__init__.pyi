@@ -119,7 +119,7 @@ from psync.replicas.context import has_strategy as has_strategy
 from psync.replicas.context import in_cross_replica_context as in_cross_replica_context
 from psync.replicas.losses import compute_average_loss as compute_average_loss
 from psync.replicas.losses import scale_regularization_loss as scale_regularization_loss
-from psync.serialization.functions import StaleCaptureWarning as StaleCaptureWarning
+from psync.serialization.captures import StaleCaptureWarning as StaleCaptureWarning
 from psync.serialization.remote_value import RemoteValue as RemoteValue
 from psync.serialization.remote_value import RemoteValueStatus as RemoteValueStatus
 from psync.specs import Outcome as Outcome

@@ -219,7 +219,7 @@ class Coordinator:
             # A ps without a backup keeps an update until there is one, and nobody orders it now.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._options.ps_timeout_s):
-                    await self.links.ps.drain()
+                    await self.links.ps.outgoing.drain()
         finally:
             try:
                 await self.links.close()

@@ -14,6 +14,7 @@ the secret, and is newer than the one before, may attach it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +48,6 @@ from psync.wire.worker_messages import (
     RunReplica,
 )
 from psync.worker.iterators import IteratorTable
-from psync.worker.leave import leave
 from psync.worker.session import Session
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class WorkerTask:
         logger.log(level, "%s leaves: %s", self.task, reason)
         try:
             if session is not None:
-                await leave(session, reason, hint=hint)
+                await session.leave(reason, hint=hint)
         except PsyncError as exc:
             logger.info("%s leaves, and its coordinator may not know: %s", self.task, exc)
         finally:
@@ -151,19 +151,11 @@ class WorkerTask:
     def _handlers(self) -> dict[type[Message], Handler]:
         return {
             AttachWorker: Handler(self._attach),
-            RunClosures: Handler(
-                self._of_session(lambda session, *said: session.run_closures(*said))
-            ),
-            RunReplica: Handler(
-                self._of_session(lambda session, *said: session.run_replica(*said))
-            ),
-            GiveBack: Handler(self._of_session(lambda session, said, _: session.give_back(said))),
-            CancelClosures: Handler(
-                self._of_session(lambda session, said, _: session.cancel_closures(said))
-            ),
-            ReleaseIterators: Handler(
-                self._of_session(lambda session, said, _: session.release_iterators(said))
-            ),
+            RunClosures: self._told(lambda session: session.run_closures),
+            RunReplica: self._told(lambda session: session.run_replica),
+            GiveBack: self._told(lambda session: session.give_back),
+            CancelClosures: self._told(lambda session: session.cancel_closures),
+            ReleaseIterators: self._told(lambda session: session.release_iterators),
             AskPosition: Handler(self._position),
             LeaveCluster: Handler(self._leave_soon),
             GrantCoordinator: Handler(
@@ -173,20 +165,18 @@ class WorkerTask:
             Shutdown: Handler(self._shutdown),
         }
 
-    def _of_session(
-        self, act: Callable[[Session, Any, list[memoryview]], None]
-    ) -> Callable[[Peer, Any, list[memoryview]], None]:
-        """Serve a notification that only the coordinator of the present session may send.
+    def _told(self, method_of: Callable[[Session], Callable[..., None]]) -> Handler:
+        """Return what serves a notification of the present session's coordinator.
 
         What others send is ignored: it was sent before they knew.
         """
 
-        def run(peer: Peer, message: Any, segments: list[memoryview]) -> None:
+        def run(peer: Peer, message: Message, segments: list[memoryview]) -> None:
             session = self._session
             if session is not None and peer is session.control:
-                act(session, message, segments)
+                method_of(session)(message, segments)
 
-        return run
+        return Handler(run)
 
     def _position(self, peer: Peer, message: AskPosition, _: list[memoryview]) -> Reply:
         return Reply(self._session_of(peer).iterator_position(message))
@@ -285,13 +275,10 @@ class WorkerTask:
             return
 
         async def end() -> None:
-            try:
+            async with contextlib.AsyncExitStack() as stack:
+                stack.push_async_callback(clients.close)
+                stack.push_async_callback(session.runtime.ps.close)
                 await session.close()
-            finally:
-                try:
-                    await session.runtime.ps.close()
-                finally:
-                    await clients.close()
 
         self._await_end(asyncio.get_running_loop().create_task(end()))
 

@@ -1,16 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 
 import pytest
 
-from inside import pushes_of
-from ps_cluster import WORKER, PsCluster, until
-from psync.client.calls import Answers, all_of
-from psync.client.ps_link import Question
-from psync.net.peer import Received
-from psync.wire.messages import Statistics
+from psync.client.calls import all_of
 
 pytestmark = pytest.mark.asyncio
 
@@ -58,72 +52,3 @@ async def test_who_is_cancelled_cancels_all() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert sorted(cancelled) == [1, 2]
-
-
-class TestAnswers:
-    @staticmethod
-    def received(number: int) -> Received:
-        return Received(Statistics({"number": number}), [])
-
-    @pytest.mark.parametrize("before", [0, 1, 3])
-    async def test_they_come_in_the_order_of_the_questions(self, before: int) -> None:
-        """Also if some of them, or all, were there before somebody waits."""
-        answers, order = Answers(3), [2, 0, 1]
-        for number in order[:before]:
-            answers.note(number, self.received(number))
-        waiting = asyncio.create_task(answers.wait())
-        for number in order[before:]:
-            await asyncio.sleep(0)
-            assert not waiting.done()
-            answers.note(number, self.received(number))
-        assert await waiting == [self.received(number) for number in range(3)]
-        assert await Answers(0).wait() == []
-
-    async def test_the_first_error_is_raised_once_all_have_ended(self) -> None:
-        answers = Answers(3)
-        waiting = asyncio.create_task(answers.wait())
-        answers.note(2, ValueError("last"))
-        answers.note(1, ValueError("first"))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        answers.note(0, self.received(0))
-        with pytest.raises(ValueError, match="first"):
-            await waiting
-
-    async def test_who_is_cancelled_gives_all_up(self) -> None:
-        answers = Answers(2)
-        given_up: list[int] = []
-        for number in range(2):
-            question = Question()
-            question.end = functools.partial(given_up.append, number)
-            answers.questions.append(question)
-        waiting = asyncio.create_task(answers.wait())
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert given_up == [0, 1]
-        for number in range(2):
-            answers.note(number, self.received(number))  # too late, and harmless
-
-
-async def test_what_is_shielded_goes_on_when_its_caller_is_cancelled() -> None:
-    async with PsCluster() as cluster:
-        client = cluster.client(WORKER)
-        begun, may_end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-        async def work() -> int:
-            begun.set()
-            await may_end.wait()
-            ended.set()
-            return 1
-
-        task = asyncio.ensure_future(client.shielded(work))
-        await begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        may_end.set()
-        await client.drain()
-        assert ended.is_set()
-        await until(lambda: not pushes_of(client))

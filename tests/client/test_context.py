@@ -13,13 +13,12 @@ import pytest
 
 from psync.client.context import (
     ClosureContext,
+    DatasetContext,
     current_closure,
-    enter_closure,
-    enter_dataset,
     forbid_in_dataset,
     forbid_in_step,
     get_worker_index,
-    in_dataset,
+    inside,
     wait,
 )
 from psync.errors import ClosureCancelled, UsageError
@@ -32,7 +31,7 @@ def closure(**changes: Any) -> ClosureContext:
 
 async def run_plain_step(context: ClosureContext, step: Callable[[], Any]) -> Any:
     """Run ``step`` as a worker runs a plain step: in a thread, in the closure's context."""
-    with enter_closure(context):
+    with inside(context):
         return await asyncio.to_thread(step)
 
 
@@ -41,31 +40,28 @@ async def run_plain_step(context: ClosureContext, step: Callable[[], Any]) -> An
 
 def test_nothing_is_running_in_the_program_itself() -> None:
     assert current_closure() is None
-    assert not in_dataset()
     forbid_in_dataset("pull")
     forbid_in_step("declaring a variable")
 
 
-def test_a_step_is_running_inside_enter_closure_only() -> None:
+def test_a_step_is_running_inside_it_only() -> None:
     context = closure()
-    with enter_closure(context):
+    with inside(context):
         assert current_closure() is context
-        assert not in_dataset()
         assert get_worker_index() == 3
     assert current_closure() is None
 
 
-def test_enter_closure_restores_what_was_running_when_the_step_raises() -> None:
+def test_entering_restores_what_was_running_when_the_step_raises() -> None:
     outer = closure()
-    with enter_closure(outer):
-        with pytest.raises(KeyError), enter_closure(closure(closure_id=8)):
+    with inside(outer):
+        with pytest.raises(KeyError), inside(closure(closure_id=8)):
             raise KeyError("x")
         assert current_closure() is outer
 
 
 def test_dataset_code_knows_its_worker_and_is_no_step() -> None:
-    with enter_closure(closure()), enter_dataset(5):
-        assert in_dataset()
+    with inside(closure()), inside(DatasetContext(5)):
         assert current_closure() is None
         assert get_worker_index() == 5
         with pytest.raises(UsageError, match=r"^declaring a variable in dataset code"):
@@ -82,7 +78,7 @@ def test_worker_index_outside_a_step_is_an_error() -> None:
 
 
 def test_psync_in_dataset_code_is_an_error_that_names_the_operation() -> None:
-    with enter_dataset(0), pytest.raises(UsageError) as caught:
+    with inside(DatasetContext(0)), pytest.raises(UsageError) as caught:
         forbid_in_dataset("pull")
     assert str(caught.value) == (
         "pull in dataset code, which must not call psync\n"
@@ -91,7 +87,7 @@ def test_psync_in_dataset_code_is_an_error_that_names_the_operation() -> None:
 
 
 def test_what_belongs_on_the_coordinator_is_an_error_inside_a_step() -> None:
-    with enter_closure(closure()), pytest.raises(UsageError) as caught:
+    with inside(closure()), pytest.raises(UsageError) as caught:
         forbid_in_step("declaring a variable", instead="declare it in strategy.scope()")
     assert str(caught.value) == (
         "declaring a variable inside a step (closure 7)\nhint: declare it in strategy.scope()"
@@ -100,7 +96,7 @@ def test_what_belongs_on_the_coordinator_is_an_error_inside_a_step() -> None:
 
 async def test_two_steps_on_one_loop_do_not_see_each_other() -> None:
     async def step(index: int) -> int:
-        with enter_closure(closure(worker_index=index)):
+        with inside(closure(worker_index=index)):
             await asyncio.sleep(0)
             return get_worker_index()
 
@@ -113,7 +109,7 @@ async def test_a_task_that_a_step_starts_belongs_to_the_step() -> None:
     async def child() -> ClosureContext | None:
         return current_closure()
 
-    with enter_closure(context):
+    with inside(context):
         task = asyncio.create_task(child())
     assert await task is context
 
@@ -123,14 +119,14 @@ async def test_a_task_that_a_step_starts_belongs_to_the_step() -> None:
 
 def test_ordinals_count_the_calls_of_one_run() -> None:
     first, second = closure(), closure()
-    assert [first.next_ordinal() for _ in range(3)] == [0, 1, 2]
-    assert second.next_ordinal() == 0
+    assert [next(first.ordinals) for _ in range(3)] == [0, 1, 2]
+    assert next(second.ordinals) == 0
 
 
 def test_repr_tells_the_state() -> None:
     context = closure()
     assert repr(context) == "<closure 7 on worker 3, open>"
-    context.close()
+    context.closed = True
     assert repr(context) == "<closure 7 on worker 3, closed>"
     context.cancel()
     assert repr(context) == "<closure 7 on worker 3, cancelled>"
@@ -139,7 +135,7 @@ def test_repr_tells_the_state() -> None:
 def test_pushing_after_the_step_has_returned_is_an_error() -> None:
     context = closure()
     context.check_open()
-    context.close()
+    context.closed = True
     with pytest.raises(UsageError) as caught:
         context.check_open()
     assert str(caught.value) == (
@@ -150,7 +146,7 @@ def test_pushing_after_the_step_has_returned_is_an_error() -> None:
 
 def test_a_cancelled_closure_refuses_operations_whether_or_not_it_has_returned() -> None:
     context = closure()
-    context.close()
+    context.closed = True
     context.cancel()
     with pytest.raises(ClosureCancelled, match=r"^assign in closure 7: it was cancelled$"):
         context.check_open("assign")
@@ -203,7 +199,7 @@ async def test_wait_takes_any_awaitable_and_ends_as_it_did(
 
 
 def test_wait_on_the_loop_says_to_await(turns: Turns) -> None:
-    with enter_closure(closure(loop=turns)):
+    with inside(closure(loop=turns)):
         with pytest.raises(UsageError) as caught:
             wait(asyncio.sleep(0))
     assert str(caught.value) == (
@@ -218,14 +214,14 @@ def test_wait_outside_a_step_is_an_error() -> None:
 
 
 def test_wait_in_dataset_code_is_an_error() -> None:
-    with enter_dataset(0), pytest.raises(UsageError, match=r"^wait in dataset code"):
+    with inside(DatasetContext(0)), pytest.raises(UsageError, match=r"^wait in dataset code"):
         wait(asyncio.sleep(0))
 
 
 def test_wait_of_something_else_than_an_awaitable_is_an_error() -> None:
     loop = asyncio.new_event_loop()
     try:
-        with enter_closure(closure(loop=loop)):
+        with inside(closure(loop=loop)):
             with pytest.raises(UsageError, match=r"^wait expected an awaitable, got list$"):
                 wait([1, 2])  # type: ignore[arg-type]
     finally:
@@ -233,15 +229,15 @@ def test_wait_of_something_else_than_an_awaitable_is_an_error() -> None:
 
 
 def test_wait_in_a_closure_without_a_loop_is_an_error() -> None:
-    with enter_closure(closure()):
+    with inside(closure()):
         with pytest.raises(UsageError, match=r"^wait in closure 7, which has no event loop$"):
             wait(asyncio.sleep(0))
 
 
 def test_wait_after_the_step_has_returned_is_an_error() -> None:
     context = closure()
-    context.close()
-    with enter_closure(context):
+    context.closed = True
+    with inside(context):
         with pytest.raises(UsageError, match=r"^wait after the step has returned"):
             wait(asyncio.sleep(0))
 
@@ -250,7 +246,7 @@ def test_wait_on_a_worker_that_has_stopped_ends_as_cancelled() -> None:
     loop = asyncio.new_event_loop()
     loop.close()
     future: asyncio.Future[None] = asyncio.Future(loop=loop)
-    with enter_closure(closure(loop=loop)):
+    with inside(closure(loop=loop)):
         with pytest.raises(ClosureCancelled, match=r"^closure 7: its worker has stopped$"):
             wait(asyncio.sleep(0))
         with pytest.raises(ClosureCancelled, match=r"its worker has stopped$"):

@@ -1,28 +1,118 @@
-"""A ps may forget an answer once all before it are there, too."""
+"""A delivery has its numbers until all is answered, and is made again after a rollback."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+import pytest
+
+from psync.client.numbers import Numbers
 from psync.client.outgoing import Outgoing
+from psync.errors import ParameterServerLost
+
+pytestmark = pytest.mark.asyncio
 
 
-def test_answers_are_acknowledged_up_to_the_first_that_is_not_there():
-    outgoing = Outgoing()
-    assert outgoing.acked_below == 1
-    first, second, third = (outgoing.draw() for _ in range(3))
-    assert (first, second, third, outgoing.acked_below) == (1, 2, 3, 1)
-    outgoing.answered(second)
-    assert outgoing.acked_below == 1
-    outgoing.answered(first)
-    assert outgoing.acked_below == 3
-    assert outgoing
-    outgoing.answered(third)
-    assert outgoing.acked_below == 4
-    assert not outgoing
+class Scene(Outgoing):
+    """Two places, and a delivery to both that is answered when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = [Numbers(), Numbers()]
+        self.sent: list[list[int]] = []
+        self.may_end = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def together(self, calls: Any) -> list[Any]:
+        self.sent.append(list(calls))
+        await self.may_end.wait()
+        if self.error is not None:
+            raise self.error
+        return [f"answer {len(self.sent)}"]
+
+    def begin(self) -> asyncio.Task[list[Any]]:
+        return asyncio.create_task(self.deliver(self.places, self._calls_of))
+
+    def _calls_of(self, numbers: Any) -> Any:
+        return numbers  # that is all that matters here
+
+    @property
+    def acked_below(self) -> list[int]:
+        return [place.acked_below for place in self.places]
 
 
-def test_an_answer_that_comes_twice_counts_once():
-    outgoing = Outgoing()
-    number = outgoing.draw()
-    outgoing.answered(number)
-    outgoing.answered(number)
-    assert outgoing.acked_below == 2
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_its_numbers_are_acknowledged_when_all_is_answered() -> None:
+    scene = Scene()
+    scene.places[1].answered(scene.places[1].draw())
+    delivery = scene.begin()
+    await turns()
+    assert (scene.sent, scene.acked_below) == ([[1, 2]], [1, 2])
+    scene.may_end.set()
+    assert await delivery == ["answer 1"]
+    assert scene.acked_below == [2, 3]
+
+
+async def test_after_a_rollback_all_is_sent_again_under_the_same_numbers() -> None:
+    scene = Scene()
+    delivery = scene.begin()
+    await turns()
+    scene.timeline += 1
+    scene.may_end.set()
+    assert await delivery == ["answer 2"]
+    assert (scene.sent, scene.acked_below) == ([[1, 1], [1, 1]], [2, 2])
+
+
+async def test_one_that_fails_is_not_wanted_any_more() -> None:
+    scene = Scene()
+    scene.error = ParameterServerLost("/job:ps/task:1")
+    scene.may_end.set()
+    with pytest.raises(ParameterServerLost):
+        await scene.begin()
+    assert (scene.sent, scene.acked_below) == ([[1, 1]], [2, 2])
+
+
+async def test_a_shielded_one_goes_on_when_its_caller_is_cancelled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scene = Scene()
+    delivery = scene.begin()
+    await turns()
+    delivery.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await delivery
+    draining = asyncio.create_task(scene.drain())
+    await turns()
+    assert not draining.done()
+    assert scene.acked_below == [1, 1]
+    scene.error = ParameterServerLost("/job:ps/task:1")
+    with caplog.at_level(logging.INFO):
+        scene.may_end.set()
+        await draining
+    assert "a push whose step was cancelled failed" in caplog.text
+    assert (scene.acked_below, scene.begun) == ([2, 2], set())
+
+
+async def test_one_that_is_not_shielded_is_under_way_as_long_as_its_block() -> None:
+    scene = Scene()
+    with contextlib.suppress(asyncio.CancelledError), scene.numbered(scene.places) as numbers:
+        assert (list(numbers), scene.acked_below) == ([1, 1], [1, 1])
+        raise asyncio.CancelledError
+    assert (scene.acked_below, scene.begun) == ([2, 2], set())
+
+
+async def test_closing_ends_what_was_begun() -> None:
+    scene = Scene()
+    delivery = scene.begin()
+    await turns()
+    await scene.close()
+    with pytest.raises(asyncio.CancelledError):
+        await delivery
+    assert scene.acked_below == [2, 2]

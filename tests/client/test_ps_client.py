@@ -203,7 +203,7 @@ class TestPushes:
             pushing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await pushing
-            draining = asyncio.create_task(client.drain())
+            draining = asyncio.create_task(client.outgoing.drain())
             await until(lambda: work_of(cluster.ps[0]).waiting)
             assert not draining.done()
             release()
@@ -219,7 +219,7 @@ class TestPushes:
                 pushing = asyncio.create_task(push(cluster.chief, (v,), (np.zeros(2, np.int8),)))
                 await until(lambda: pushes_of(cluster.chief))
                 pushing.cancel()
-                await cluster.chief.drain()
+                await cluster.chief.outgoing.drain()
                 await asyncio.gather(pushing, return_exceptions=True)
             assert 'a push whose step was cancelled failed: "v/part_0" on' in caplog.text
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import time
 import weakref
@@ -12,22 +13,22 @@ import pytest
 from inside import endpoint_of, handlers_of, work_of
 from ps_cluster import CHIEF, OTHER, PsCluster, hold, pull, until
 from psync.client import ps_link
-from psync.client.known_sets import knows_set
-from psync.client.ps_link import always
+from psync.client.ps_link import Answers, Call, Question, always, expect, together
 from psync.errors import (
     AuthenticationError,
     ClosedError,
     ConnectionLost,
     LocalProtocolError,
     ParameterServerLost,
+    RemoteProtocolError,
     TransportError,
 )
-from psync.net.peer import Handler, Later, Peer
+from psync.net.peer import Handler, Later, Peer, Received
 from psync.net.secret import Secret
 from psync.ps_task import PsTask
 from psync.wire.codec import Message
-from psync.wire.messages import AskStatistics, Statistics
-from psync.wire.ps_messages import Pull
+from psync.wire.messages import AskStatistics, Done, Statistics
+from psync.wire.ps_messages import Pull, Pulled
 
 pytestmark = pytest.mark.asyncio
 
@@ -146,10 +147,12 @@ class TestLost:
                 made.append(peer)
                 return Pull("one", None, -1, "")  # type: ignore[arg-type]
 
-            with pytest.raises(LocalProtocolError, match=r"wrong: Pull\.\w+: expected int, got 'o"):
-                await link.call(wrong)
-            assert len(made) == 1
-            await link.call(lambda _: AskStatistics())  # the next one has a new connection
+            for send in (link.call(wrong), together([Call(link, wrong, Pulled, "a pull")])):
+                with pytest.raises(LocalProtocolError, match=r"Pull\.\w+: expected int, got 'o"):
+                    await send
+                assert len(made) == 1
+                await link.call(lambda _: AskStatistics())  # the next one has a new connection
+                made.clear()
 
     @pytest.mark.virtual_time
     async def test_one_that_comes_back_in_time_goes_on(self) -> None:
@@ -304,7 +307,7 @@ async def test_a_question_without_a_coroutine_is_answered_and_asked_again() -> N
         await until(lambda: len(got) == 1)
         link.ask(lambda peer: AskStatistics(), (), got.append, set_ids=(5,))
         await until(lambda: len(got) == 2)
-        assert knows_set(await link.peer("control"), 5)
+        assert 5 in (await link.peer("control")).state["sets"]
         handlers = handlers_of(cluster.ps[0])
         answer = handlers[AskStatistics]
         cuts = iter([True])
@@ -370,3 +373,69 @@ async def test_a_question_holds_nothing_once_it_is_answered() -> None:
             assert gone() is None
         finally:
             gc.enable()
+
+
+async def test_a_connection_that_knows_too_many_sets_makes_way_for_one_that_knows_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ps_link, "SETS_PER_CONNECTION", 3)
+    async with PsCluster() as cluster:
+        variables = [await cluster.create(f"v{i}", np.float32(i)) for i in range(5)]
+        client = cluster.client()
+        for _ in range(2):
+            got = await asyncio.gather(*(pull(client, v) for v in variables))
+            assert [float(value) for (value,) in got] == [0, 1, 2, 3, 4]
+
+
+class TestAnswers:
+    @staticmethod
+    def received(number: int) -> Received:
+        return Received(Statistics({"number": number}), [])
+
+    @pytest.mark.parametrize("before", [0, 1, 3])
+    async def test_they_come_in_the_order_of_the_questions(self, before: int) -> None:
+        """Also if some of them, or all, were there before somebody waits."""
+        answers, order = Answers(3), [2, 0, 1]
+        for number in order[:before]:
+            answers.note(number, self.received(number))
+        waiting = asyncio.create_task(answers.wait())
+        for number in order[before:]:
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            answers.note(number, self.received(number))
+        assert await waiting == [self.received(number) for number in range(3)]
+        assert await Answers(0).wait() == []
+
+    async def test_the_first_error_is_raised_once_all_have_ended(self) -> None:
+        answers = Answers(3)
+        waiting = asyncio.create_task(answers.wait())
+        answers.note(2, ValueError("last"))
+        answers.note(1, ValueError("first"))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        answers.note(0, self.received(0))
+        with pytest.raises(ValueError, match="first"):
+            await waiting
+
+    async def test_who_is_cancelled_gives_all_up(self) -> None:
+        answers = Answers(2)
+        given_up: list[int] = []
+        for number in range(2):
+            question = Question()
+            question.end = functools.partial(given_up.append, number)
+            answers.questions.append(question)
+        waiting = asyncio.create_task(answers.wait())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert given_up == [0, 1]
+        for number in range(2):
+            answers.note(number, self.received(number))  # too late, and harmless
+
+
+async def test_an_answer_of_another_kind_is_named_with_who_gave_it() -> None:
+    received = Received(Done(), [])
+    assert expect(received, Done, "a ps", "a pull") is received.message
+    with pytest.raises(RemoteProtocolError, match=r"^a ps answered a pull with Done"):
+        expect(received, Statistics, "a ps", "a pull")

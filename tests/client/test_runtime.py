@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from psync.client.context import ClosureContext, enter_closure
+from psync.client.context import ClosureContext, inside
 from psync.client.runtime import Runtime, current_runtime
 from psync.client.scopes import runtime_here
 from psync.errors import ClosureCancelled, UsageError
@@ -22,7 +21,7 @@ def runtime() -> Runtime:
 @contextlib.contextmanager
 def in_step(runtime: Any, closure_id: int = 7) -> Iterator[ClosureContext]:
     closure = ClosureContext(worker_index=0, closure_id=closure_id, runtime=runtime)
-    with enter_closure(closure):
+    with inside(closure):
         yield closure
 
 
@@ -69,15 +68,3 @@ class TestRuntime:
             closure.cancel()
             with pytest.raises(ClosureCancelled, match="push in closure 7: it was cancelled"):
                 runtime.begin_update("push")
-
-    @pytest.mark.asyncio
-    async def test_only_the_coordinator_has_something_to_create(self, runtime: Runtime) -> None:
-        await runtime.ensure_created()
-        created = []
-
-        async def create() -> None:
-            await asyncio.sleep(0)
-            created.append(1)
-
-        await Runtime(None, "s", ensure_created=create).ensure_created()  # type: ignore[arg-type]
-        assert created == [1]

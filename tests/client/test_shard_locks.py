@@ -236,7 +236,7 @@ async def test_a_reader_that_is_cancelled_leaves_no_lock() -> None:
         await until(lambda: held_locks(cluster) == [1, 2])
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-        await reader.drain()
+        await reader.outgoing.drain()
         assert held_locks(cluster) == [0, 1]
 
 
@@ -252,7 +252,7 @@ async def test_a_writer_that_is_cancelled_ends_in_the_background() -> None:
         with pytest.raises(asyncio.CancelledError):
             await writing
         await unlock(holder, 1)
-        await writer.drain()
+        await writer.outgoing.drain()
         assert (await pull(holder, v))[0].tolist() == full(2).tolist()
         assert held_locks(cluster) == [0, 0]
 

@@ -32,7 +32,8 @@ from psync.wire.messages import Done
 from psync.wire.session_messages import EndTraining
 from psync.wire.sync_messages import AskStep, Contribute, Contributed, InitTokens, Staged, StagePush
 
-LARGE = 1 << 15  # elements of float32: 128 KiB, beyond what is sent without asking
+LARGE = 1 << 15  # elements of float32: 128 KiB, more than goes whole to ps 0
+HUGE = 1 << 19  # 2 MiB, beyond what is sent without asking
 GROUP = 7
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(10)]
@@ -243,10 +244,19 @@ class TestConfiguration:
 
 
 class TestLargePushes:
+    async def test_what_is_no_more_than_a_mib_is_sent_without_asking(self) -> None:
+        async with Cluster() as cluster:
+            await cluster.group(1, 3)
+            v = await cluster.variable("v", HUGE // 2)
+            asked = heard(cluster.ps[0], AskStep)
+            assert (await cluster.push(cluster.worker(), v)).outcome == "accepted"
+            late = await cluster.push(cluster.worker(OTHER), v, local_step=0)
+            assert (late.outcome, asked) == ("stale", [])
+
     async def test_they_ask_first_and_what_is_stale_is_not_sent(self) -> None:
         async with Cluster() as cluster:
             await cluster.group(1, 3)
-            v = await cluster.variable("v", LARGE)
+            v = await cluster.variable("v", HUGE)
             worker, late = cluster.worker(), cluster.worker(OTHER)
             for step in range(2):
                 await cluster.push(worker, v, local_step=step)
@@ -263,7 +273,7 @@ class TestLargePushes:
         """-1 is the step at which the group began; ps 0 says which one that is."""
         async with Cluster() as cluster:
             await cluster.group(1, 3)
-            v = await cluster.variable("v", LARGE)
+            v = await cluster.variable("v", HUGE)
             staged = heard(cluster.ps[1], StagePush)
             await cluster.push(cluster.worker(), v)  # nobody has pushed: it may count
             assert len(staged) == 1
@@ -314,14 +324,14 @@ class TestWhatGoesWrong:
         [
             (StagePush, "a part of a push"),
             (Contribute, "a push"),
-            (AskStep, "a question for the step"),
-            (InitTokens, "initial tokens"),
+            (AskStep, "AskStep"),
+            (InitTokens, "InitTokens"),
         ],
     )
     async def test_an_answer_of_another_kind(self, kind: type[Message], question: str) -> None:
         async with Cluster(1) as cluster:
             await cluster.group(1)
-            v = await cluster.variable("v", LARGE)
+            v = await cluster.variable("v", HUGE)
             answer_with(cluster.ps[0], kind, Done())
             _, sync = worker = cluster.worker()
             with pytest.raises(RemoteProtocolError, match=f"answered {question} with Done"):

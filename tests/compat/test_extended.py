@@ -10,7 +10,7 @@ import pytest
 import psync
 from inside import in_update_context
 from local_training import at_once
-from psync.client.context import ClosureContext, enter_closure
+from psync.client.context import ClosureContext, inside
 from psync.errors import ReplicaValueError, UsageError
 from psync.numerics.replica_values import Mirrored, PerReplica
 from psync.replicas.context import (
@@ -39,7 +39,7 @@ def variables(count: int = 1) -> tuple[psync.ParameterServerStrategy, list[Any]]
 
 
 def step() -> Any:
-    return enter_closure(ClosureContext(worker_index=0, closure_id=7))
+    return inside(ClosureContext(worker_index=0, closure_id=7))
 
 
 # --- reductions ----------------------------------------------------------------------------------

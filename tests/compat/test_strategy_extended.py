@@ -10,7 +10,7 @@ import pytest
 
 import psync
 from local_training import at_once
-from psync.client.context import ClosureContext, enter_closure
+from psync.client.context import ClosureContext, inside
 from psync.compat.strategy_extended import MultiStepContext, StrategyExtended
 from psync.errors import EndOfData, UsageError
 from psync.numerics.replica_values import PerReplica
@@ -170,7 +170,7 @@ def test_steps_need_an_iterator_that_lasts_and_their_number(
 def test_outputs_are_set_where_the_context_is_and_not_in_a_replica() -> None:
     context = MultiStepContext(strategy())
     assert repr(context) == "<MultiStepContext: nothing>"
-    with enter_closure(ClosureContext(worker_index=0, closure_id=1)):
+    with inside(ClosureContext(worker_index=0, closure_id=1)):
         with pytest.raises(UsageError, match='set_last_step_output of "loss" in a replica'):
             context.set_last_step_output("loss", 1)
         with pytest.raises(UsageError, match='set_non_tensor_output of "n" in a replica'):

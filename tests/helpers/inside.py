@@ -66,7 +66,7 @@ def peers_of(link: PsLink) -> list[Peer]:
 
 def pushes_of(client: PsClient) -> set[asyncio.Future[Any]]:
     """What a client has begun and will end, whoever is cancelled."""
-    return client._pushes
+    return client.outgoing.begun
 
 
 def pool_of(owner: Any) -> BlockPool:

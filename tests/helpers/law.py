@@ -54,7 +54,7 @@ LAW = (
 # Rules, and what reads bytes: tested without an event loop, every branch of them.
 PURE = (
     "errors specs cluster cluster_roles wire partitioners schedules "
-    "numerics accumulators store closures net.handshake_limits client.outgoing client.pulled_steps "
+    "numerics accumulators store closures net.handshake_limits client.numbers client.pulled_steps "
     "worker.element_specs checkpoints.manifest checkpoints.layout ps.life ps.pairing "
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
     "compat.session_members"

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import psync
-from psync.client.context import ClosureContext, enter_closure
+from psync.client.context import ClosureContext, inside
 from psync.client.runtime import Runtime
 
 shared: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def strategy_of(
 def inside_a_step(origin: str = "another program") -> Iterator[None]:
     """As in a step of a program, on a worker in a process of its own that holds no values."""
     runtime = Runtime(None, origin)  # type: ignore[arg-type]
-    with enter_closure(ClosureContext(worker_index=0, closure_id=1, runtime=runtime)):
+    with inside(ClosureContext(worker_index=0, closure_id=1, runtime=runtime)):
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ def variables_of(
 ) -> dict[str, str]:
     """Write files into a new directory: a certificate of ``signer``, and trust in ``trusts``."""
     made = Certificates((trusts or signer).certificate, *signer.issue(hosts))
-    return certificates.variables(*certificates.write(made, directory))
+    return certificates.write(made, directory)
 
 
 def tls_of(
@@ -48,8 +47,8 @@ def tls_of(
     return tls
 
 
-def without_certificate(tls: Tls, environ: dict[str, str]) -> Tls:
+def without_certificate(environ: dict[str, str]) -> Tls:
     """TLS of a task that trusts the same authority, and can show nothing."""
     bare = load_tls({"PSYNC_TLS_CA_FILE": environ["PSYNC_TLS_CA_FILE"], "PSYNC_TLS_MUTUAL": "0"})
     assert bare is not None
-    return dataclasses.replace(bare, mutual=tls.mutual)
+    return bare

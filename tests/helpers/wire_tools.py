@@ -5,36 +5,27 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import Protocol
 
 from psync.wire.codec import Message, decode, encode
-from psync.wire.frames import Buffer, Frame
+from psync.wire.frames import Buffer, Frame, FrameDecoder
 
 
-class Reader(Protocol):
-    """A decoder of frames, or a protocol around one."""
-
-    def get_buffer(self) -> memoryview: ...
-    def next_frame(self) -> Frame | None: ...
-
-
-def pour(reader: Reader, data: Buffer, sizes: Iterable[int] = ()) -> list[Frame]:
-    """Give ``data`` to a reader in pieces of ``sizes`` (then: as large as it takes them)."""
-    update = getattr(reader, "buffer_updated", None) or reader.received  # type: ignore[attr-defined]
+def pour(decoder: FrameDecoder, data: Buffer, sizes: Iterable[int] = ()) -> list[Frame]:
+    """Give ``data`` to a decoder in pieces of ``sizes`` (then: as large as it takes them)."""
     frames: list[Frame] = []
     rest = memoryview(data)
     for size in itertools.chain(sizes, itertools.repeat(1 << 40)):
         if not rest:
             return frames
-        room = reader.get_buffer()
+        room = decoder.get_buffer()
         assert len(room), "get_buffer() is never empty"
         count = min(len(room), len(rest), size)
         room[:count] = rest[:count]
         rest = rest[count:]
-        frame = update(count)
+        frame = decoder.buffer_updated(count)
         while frame is not None:
             frames.append(frame)
-            frame = reader.next_frame()
+            frame = decoder.next_frame()
     raise AssertionError("not reached")
 
 

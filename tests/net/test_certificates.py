@@ -20,7 +20,8 @@ CONTENTS = Certificates(b"the authority", b"the certificate", b"the key")
 
 
 def test_only_the_owner_reads_the_key(tmp_path: Path) -> None:
-    ca, cert, key = write(CONTENTS, tmp_path / "new" / "certs")
+    variables = write(CONTENTS, tmp_path / "new" / "certs")
+    ca, cert, key = map(Path, variables.values())
     assert [path.name for path in (ca, cert, key)] == ["ca.pem", "cert.pem", "key.pem"]
     assert [path.read_bytes() for path in (ca, cert, key)] == [
         CONTENTS.ca,

@@ -10,7 +10,7 @@ import pytest
 from endpoints import connected
 from psync.errors import ConnectionLost, GradientError
 from psync.net.peer import Handler, Peer
-from psync.net.serving import Later, Received, Reply, Then, fail
+from psync.net.serving import Later, Received, Reply
 from psync.testing import settle
 from psync.wire.messages import AskStatistics, Done, Statistics
 from turns import Turns, peered
@@ -46,19 +46,6 @@ class TestLater:
         waiter.give(REPLY)
         assert given_up == [waiter]
         assert got == []
-
-
-def test_what_stands_in_a_futures_place_hands_on_at_once() -> None:
-    got: list[Any] = []
-    then, received = Then(got.append), Received(Done(), [])
-    assert not then.done()
-    then.set_result(received)
-    assert then.done()
-    fail(then, GradientError("too late"))
-    assert got == [received]
-    error = GradientError("no")
-    fail(Then(got.append), error)
-    assert got[1:] == [error]
 
 
 class Waiting:

@@ -36,7 +36,7 @@ from psync.errors import (
 from psync.net.peer import Handler, Later, Peer, Reply
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import Message, encode
-from psync.wire.frames import Kind, Segment, encode_frame
+from psync.wire.frames import FrameDecoder, Kind, Segment, encode_frame
 from psync.wire.limits import Limits
 from psync.wire.messages import AskStatistics, Done, Hello, Statistics
 from psync.wire.ps_messages import FinalBelow, Pull, Pulled, Push, Pushed
@@ -173,7 +173,7 @@ async def test_a_request_above_the_limits_is_not_sent() -> None:
 
 @pytest.mark.parametrize("place", ["tcp", "unix"])
 async def test_a_large_reply_is_read_straight_into_the_callers_array(
-    place: str, tmp_path: Path
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = np.arange(8 << 20, dtype=np.uint64)  # 64 MiB
 
@@ -181,19 +181,18 @@ async def test_a_large_reply_is_read_straight_into_the_callers_array(
         whole = to_bytes_view(source)
         return Reply(Pulled([]), [[whole[at : at + MIB] for at in range(0, len(whole), MIB)]])
 
+    destination = np.zeros_like(source)
+    get_buffer, straight = FrameDecoder.get_buffer, 0
+
+    def watch(decoder: FrameDecoder, sizehint: int) -> memoryview:
+        nonlocal straight
+        room = get_buffer(decoder, sizehint)
+        straight += np.shares_memory(np.frombuffer(room, np.uint8), destination)
+        return room
+
+    monkeypatch.setattr(FrameDecoder, "get_buffer", watch)
     network, address = places(tmp_path)[place]()
     async with connected(network, {Pull: Handler(values)}, address=address, lane="bulk") as pair:
-        destination = np.zeros_like(source)
-        wire = pair.peer.connection.wire
-        get_buffer, straight = wire.get_buffer, 0
-
-        def watch() -> memoryview:
-            nonlocal straight
-            room = get_buffer()
-            straight += np.shares_memory(np.frombuffer(room, np.uint8), destination)
-            return room
-
-        wire.get_buffer = watch  # type: ignore[method-assign]
         got = await pair.peer.call(pull(), into=views_of(destination))
         assert got.message == Pulled([])
         assert got.segments == []

@@ -43,7 +43,6 @@ def test_tls_1_3_with_names_and_certificates_of_both_sides(environ: dict[str, st
     tls = load_tls(environ)
     assert tls is not None
     assert tls.server is not None
-    assert tls.mutual
     for context in (tls.client, tls.server):
         assert context.minimum_version == ssl.TLSVersion.TLSv1_3
         assert context.verify_mode == ssl.CERT_REQUIRED

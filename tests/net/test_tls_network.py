@@ -139,7 +139,7 @@ def without_any(directory: Path, signer: Authority) -> tuple[Tls, Tls]:
     environ = variables_of(directory, signer)
     tls = load_tls(environ)
     assert tls is not None
-    return without_certificate(tls, environ), tls
+    return without_certificate(environ), tls
 
 
 def signed_between(first: float, last: float) -> Tasks:
@@ -244,7 +244,7 @@ async def test_a_client_is_known_by_its_secret_and_not_by_its_certificate(
     assert tls is not None
     ps = new_endpoint(TlsNetwork(server, tls), PS, SERVED)
     if hosts is None:  # nor is one demanded
-        shown = without_certificate(tls, environ)
+        shown = without_certificate(environ)
     else:
         shown = tls_of(tmp_path / "worker", signer, hosts)
     worker = new_endpoint(TlsNetwork(client, shown), WORKER)

@@ -9,18 +9,17 @@ from psync.closures.closure import Closure, Replica
 from psync.errors import LocalProtocolError
 from psync.replicas.closure_messages import (
     INLINE_BYTES,
-    ReplicaCall,
     ScheduledCall,
     ScheduledClosures,
     arguments_reply,
     function_reply,
     run_closures,
-    run_replica,
     starting,
 )
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import EMPTY, pack, pack_arguments
 from psync.serialization.remote_value import RemoteValue
+from psync.wire.worker_messages import RunReplica
 from psync.worker.inputs import _unpack
 
 TABLE = FunctionTable()
@@ -59,10 +58,10 @@ def test_small_arguments_travel_with_the_closure():
 
 
 def test_a_replica_travels_like_a_closure_and_says_which_it_is():
-    call = ReplicaCall(TABLE.register(step), pack_arguments("step", (5,), {}), 1, 3)
+    call = ScheduledCall(TABLE.register(step), pack_arguments("step", (5,), {}), (1, 3))
     replica = Replica(7, call, name="step")
     message, segments = starting([replica])
-    assert (message, segments) == run_replica(replica)
+    assert isinstance(message, RunReplica)
     assert message.closure == (7, TABLE.register(step).key, 1, [])
     assert (message.replica_id, message.num_replicas) == (1, 3)
     assert unpacked(segments, [], 1) == ((5,), {})

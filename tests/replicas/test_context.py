@@ -11,7 +11,7 @@ import pytest
 
 import psync
 from local_training import at_once
-from psync.client.context import ClosureContext, enter_closure, enter_dataset
+from psync.client.context import ClosureContext, DatasetContext, inside
 from psync.client.scopes import current_scope
 from psync.errors import ReplicaValueError, UsageError
 from psync.replicas.context import (
@@ -48,7 +48,7 @@ def strategy() -> psync.ParameterServerStrategy:
 
 
 def step(gang: Member | None = None) -> Any:
-    return enter_closure(ClosureContext(worker_index=0, closure_id=7, gang=gang))
+    return inside(ClosureContext(worker_index=0, closure_id=7, gang=gang))
 
 
 # --- the contexts ----------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_a_step_is_a_replica_even_if_it_was_started_in_a_scope():
         assert has_strategy()
         assert "one replica" in repr(get_strategy())
         assert current_gang() is None
-    with cross_replica(strategy()), enter_dataset(0):
+    with cross_replica(strategy()), inside(DatasetContext(0)):
         assert get_replica_context() is not None
 
 

@@ -61,11 +61,6 @@ def answer(value: object) -> Received:
     return Received(Merged(None), [memoryview(part) for part in pack(value).segments])
 
 
-def closure_of(member: Any) -> Any:
-    """The closure that its replica runs."""
-    return member._closure
-
-
 async def test_a_replica_sends_function_and_value_and_gets_what_was_made():
     coordinator = Coordinator(answer({"sum": np.ones(2)}), answer(None))
     member = member_of(coordinator)
@@ -113,7 +108,7 @@ def test_what_cannot_be_sent_is_refused_before_the_others_are_asked():
         at_once(member.collective("merge_call", reduce, asyncio.Lock()))
     with pytest.raises(CaptureError, match="too large"):
         at_once(member.collective("merge_call", reduce, np.zeros(100_000)))
-    closure_of(member).close()
+    member.closure.closed = True
     with pytest.raises(UsageError, match="all_reduce SUM after the step has returned"):
         at_once(member.collective("all_reduce SUM", reduce, None))
     assert not coordinator.asked
@@ -127,7 +122,7 @@ async def test_the_coordinator_is_told_that_a_step_gives_up_but_not_that_it_is_s
     await coordinator.waits.wait()
     (call,) = asyncio.all_tasks() - {task, asyncio.current_task()}
     if stopped:
-        closure_of(member).cancel()
+        member.closure.cancel()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -150,7 +145,7 @@ async def test_an_error_that_nobody_waits_for_any_more_is_seen():
     member = member_of(coordinator)
     task = asyncio.create_task(member.collective("merge_call", reduce, None))
     await coordinator.waits.wait()
-    closure_of(member).cancel()
+    member.closure.cancel()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psync
-from psync.client.context import ClosureContext, enter_closure
+from psync.client.context import ClosureContext, inside
 from psync.errors import ReplicaValueError
 from psync.replicas.context import cross_replica
 
@@ -22,7 +22,7 @@ class Member:
 
 
 def replica(gang: Any = None) -> Any:
-    return enter_closure(ClosureContext(worker_index=0, closure_id=1, gang=gang))
+    return inside(ClosureContext(worker_index=0, closure_id=1, gang=gang))
 
 
 def test_one_replica_has_the_mean_of_its_batch() -> None:

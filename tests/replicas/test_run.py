@@ -6,7 +6,7 @@ import pytest
 
 import psync
 from local_training import at_once, strategy_of
-from psync.client.context import enter_dataset
+from psync.client.context import DatasetContext, inside
 from psync.errors import CaptureError, UsageError
 from psync.replicas.run import LocalRunWarning
 
@@ -36,5 +36,5 @@ def test_what_is_no_call_is_refused():
         at_once(strategy.run(ids, 5))  # type: ignore[arg-type]
     with pytest.raises(CaptureError, match="args: expected a tuple, got PerReplica"):
         at_once(strategy.run(ids, psync.PerReplica((1, 2))))  # type: ignore[arg-type]
-    with enter_dataset(0), pytest.raises(UsageError, match="in dataset code"):
+    with inside(DatasetContext(0)), pytest.raises(UsageError, match="in dataset code"):
         at_once(strategy.run(ids, (5,)))

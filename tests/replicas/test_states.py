@@ -6,9 +6,9 @@ import contextvars
 
 import pytest
 
-from psync.client.context import ClosureContext, enter_closure, enter_dataset
+from psync.client.context import ClosureContext, DatasetContext, inside
 from psync.errors import UsageError
-from psync.replicas.states import CrossReplica, Enter, Merging, Updating, enter_for_good, entered
+from psync.replicas.states import CrossReplica, Enter, Updating, enter_for_good, entered
 
 
 def test_the_innermost_holds_and_blocks_are_left_in_order():
@@ -28,19 +28,19 @@ def test_what_was_entered_outside_does_not_hold_in_a_step_nor_in_another_one():
         return ClosureContext(worker_index=0, closure_id=number)
 
     with Enter(CrossReplica("s", 2)):
-        with enter_closure(step(1)):
+        with inside(step(1)):
             assert entered() is None
-            inside = Merging("s", 3)
-            with Enter(inside):
-                assert entered() is inside
+            merging = CrossReplica("s", 3, merging=True)
+            with Enter(merging):
+                assert entered() is merging
                 copied = contextvars.copy_context()
-            assert copied.run(entered) is inside
-        with enter_dataset(0):
+            assert copied.run(entered) is merging
+        with inside(DatasetContext(0)):
             assert entered() is None
         assert entered() is not None
 
         def in_another() -> object:
-            with enter_closure(step(2)):
+            with inside(step(2)):
                 return entered()
 
         assert copied.run(in_another) is None

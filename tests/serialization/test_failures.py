@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from psync.client.context import ClosureContext, enter_dataset, forbid_in_dataset
+from psync.client.context import ClosureContext, DatasetContext, forbid_in_dataset, inside
 from psync.errors import (
     ClosureInputError,
     EndOfData,
@@ -251,14 +251,14 @@ def test_the_traceback_starts_in_user_code() -> None:
 
 
 def test_psync_frames_below_user_code_stay() -> None:
-    with enter_dataset(0), pytest.raises(UsageError) as caught:
+    with inside(DatasetContext(0)), pytest.raises(UsageError) as caught:
         forbid_in_dataset("pull")
     assert "in forbid_in_dataset" in describe_exception(caught.value).traceback_text
 
 
 def test_a_traceback_of_psync_alone_stays_whole() -> None:
     closed = ClosureContext(worker_index=0, closure_id=1)
-    closed.close()
+    closed.closed = True
     with pytest.raises(UsageError) as caught:
         closed.check_open()
     frames = caught.tb.tb_next  # a worker has no frame of this test

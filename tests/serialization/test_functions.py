@@ -17,7 +17,6 @@ import pytest
 
 from psync.errors import CaptureError
 from psync.serialization.functions import (
-    FunctionCache,
     FunctionTable,
     StaleCaptureWarning,
     is_coroutine_step,
@@ -349,17 +348,3 @@ def test_a_step_that_cannot_be_loaded_says_why(table: FunctionTable) -> None:
 def test_a_pickle_of_something_else_is_no_step() -> None:
     with pytest.raises(CaptureError, match=r'^step "f": expected a callable, got NoneType$'):
         load_function(b"", name="f")
-
-
-def test_the_cache_forgets_what_was_used_longest_ago() -> None:
-    cache = FunctionCache(max_functions=2)
-    cache.put(b"a", len)
-    cache.put(b"b", max)
-    assert cache.get(b"a") is len
-    cache.put(b"c", min)
-    assert cache.get(b"b") is None
-    assert cache.get(b"a") is len
-    assert cache.get(b"c") is min
-    cache.put(b"a", sum)
-    assert cache.get(b"a") is sum
-    assert len(cache) == 2

@@ -7,13 +7,17 @@ import subprocess
 import sys
 import typing
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import psync.wire
-from psync.wire.catalogue import CLASSES, MODULES
+from psync.wire import catalogue
 from psync.wire.codec import Message, decode, encode
 from wire_tools import kinds_of
+
+MODULES = [module for module in vars(catalogue).values() if isinstance(module, ModuleType)]
+CLASSES = [kind for module in MODULES for kind in kinds_of(module)]
 
 
 def test_every_module_of_messages_is_in_the_catalogue() -> None:
@@ -21,8 +25,7 @@ def test_every_module_of_messages_is_in_the_catalogue() -> None:
     assert {f"psync.wire.{path.stem}" for path in files} == {module.__name__ for module in MODULES}
 
 
-def test_no_class_is_missing_and_no_number_is_there_twice() -> None:
-    assert set(CLASSES) == set().union(*map(kinds_of, MODULES))
+def test_no_number_is_there_twice() -> None:
     assert len({kind.code for kind in CLASSES}) == len(CLASSES) > 100
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tracemalloc
-from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -18,7 +17,6 @@ from psync.wire.codec import Message, check, decode, encode, message, unpack_hea
 
 
 @message(10)
-@dataclass(frozen=True, slots=True)
 class Everything(Message):
     """One field of every type that messages use."""
 
@@ -36,13 +34,11 @@ class Everything(Message):
 
 
 @message(11)
-@dataclass(frozen=True, slots=True)
 class Nothing(Message):
     """No field."""
 
 
 @message(12)
-@dataclass(frozen=True, slots=True)
 class One(Message):
     """A single field."""
 
@@ -50,7 +46,6 @@ class One(Message):
 
 
 @message(300)
-@dataclass(frozen=True, slots=True)
 class Late(Message):
     """One whose number takes more than a byte."""
 
@@ -136,7 +131,6 @@ def test_a_value_of_the_wrong_type_is_refused(field: str, value: object, told: s
 
 
 @message(13)
-@dataclass(frozen=True, slots=True)
 class Rows(Message):
     """Results of closures look like this."""
 
@@ -309,7 +303,6 @@ def test_a_code_is_given_once() -> None:
 
 
 def test_a_type_that_is_not_checked_cannot_be_declared() -> None:
-    @dataclass(frozen=True)
     class Odd(Message):
         field: complex
 
@@ -318,7 +311,6 @@ def test_a_type_that_is_not_checked_cannot_be_declared() -> None:
 
 
 def test_keys_of_tables_are_text() -> None:
-    @dataclass(frozen=True)
     class OddTable(Message):
         field: dict[int, int]
 

@@ -25,6 +25,7 @@ from psync.serialization.payloads import EMPTY, pack_arguments
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.worker_messages import FetchArguments, FetchFunction
+from psync.worker import inputs
 from psync.worker.inputs import ClosureInputs, HeldClosure
 from psync.worker.iterators import IteratorTable
 
@@ -37,7 +38,7 @@ class World:
         self.calls: dict[int, ScheduledCall] = {}
         self.asked: Counter[str] = Counter()
         self.iterators = IteratorTable()
-        self.inputs = ClosureInputs(self.fetch, self.iterators, 1, threads=False)
+        self.inputs = ClosureInputs(self.fetch, self.iterators, 1, 0)
         self.answer: Message | None = None  # what comes instead
 
     async def fetch(self, message: Message) -> Received:
@@ -68,8 +69,19 @@ class World:
         return PerWorkerDataset(dataset, self.functions.register_dataset(fn), coordinator)
 
     async def of(self, closure: HeldClosure) -> tuple[Any, Any, Any]:
-        step = await self.inputs.step(closure.key)
+        step = self.inputs.steps.get(closure.key) or await self.inputs.load(closure.key)
         return step, *await self.inputs.arguments(closure, step)
+
+
+async def test_the_function_that_was_loaded_longest_ago_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inputs, "MAX_STEPS", 2)
+    world = World()
+    first, second, third = (world.held(fn).key for fn in (len, max, min))
+    for key in (first, second, third):
+        await world.inputs.load(key)
+    assert list(world.inputs.steps) == [second, third]
 
 
 async def test_a_function_is_fetched_once():
@@ -111,7 +123,7 @@ async def test_iterators_are_built_where_they_arrive_captured_or_passed():
     closure = world.held(lambda: captured)
     await world.of(closure)
     await world.of(closure)
-    assert len(world.iterators) == 2
+    assert world.iterators.get(captured.uid) is not None
 
 
 async def test_an_iterator_begins_at_the_position_of_its_worker():
@@ -161,9 +173,9 @@ async def test_a_function_that_cannot_be_loaded_is_named_and_asked_for_again():
 async def test_another_answer_than_was_asked_for_is_a_protocol_error():
     world = World()
     closure = world.held(lambda a: a, np.arange(10_000))
-    step = await world.inputs.step(closure.key)
+    step = await world.inputs.load(closure.key)
     world.answer = Done()
     with pytest.raises(RemoteProtocolError, match="expected the arguments of closure 0, got Done"):
         await world.inputs.arguments(closure, step)
     with pytest.raises(RemoteProtocolError, match="expected a function, got Done"):
-        await world.inputs.step(b"k" * 16)
+        await world.inputs.load(b"k" * 16)

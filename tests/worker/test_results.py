@@ -42,8 +42,7 @@ def value(content: object) -> ClosureEnd:
 def test_results_of_one_turn_leave_in_one_message_with_their_mean(turns: Turns) -> None:
     results, control, bulk = results_of()
     for closure_id, seconds, calls in ((3, 1.0, 0), (4, 2.0, 2)):
-        results.note_success(closure_id, seconds, calls)
-        results.add(closure_id, value(closure_id))
+        results.add(closure_id, value(closure_id), seconds, calls)
     results.add(5, CANCELLED)
     assert (len(results), control.told) == (3, [])
     turns.settle()
@@ -57,8 +56,7 @@ def test_results_of_one_turn_leave_in_one_message_with_their_mean(turns: Turns) 
 def test_what_was_told_is_not_told_again(turns: Turns) -> None:
     results, control, _ = results_of()
     results.flush()
-    results.note_success(1, 1.0, 1)
-    results.add(1, value(1))
+    results.add(1, value(1), 1.0, 1)
     results.flush()
     results.add(2, CANCELLED)
     results.flush()
@@ -71,9 +69,9 @@ def test_what_was_told_is_not_told_again(turns: Turns) -> None:
 def test_large_results_leave_by_the_bulk_connection(turns: Turns) -> None:
     results, control, bulk = results_of()
     results.add(1, value(np.zeros(SMALL_BODY_BYTES + 1, np.uint8)))
-    assert results.is_large
+    assert results.nbytes > SMALL_BODY_BYTES
     results.flush()
-    assert (len(bulk.told), control.told, results.is_large) == (1, [], False)
+    assert (len(bulk.told), control.told, results.nbytes) == (1, [], 0)
 
 
 def test_an_error_leaves_at_once_with_its_text_and_its_exception(turns: Turns) -> None:

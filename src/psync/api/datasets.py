@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from psync.api.variables import Variable
-from psync.client.context import current_closure, enter_dataset
+from psync.client.context import DatasetContext, current_closure, inside
 from psync.errors import CaptureError, ConfigurationError, ContextError
 from psync.net.platform import random_hex
 from psync.serialization.captures import name_of, refers_to, type_name
@@ -122,10 +122,10 @@ class DistributedDataset:
 
 def _elements(dataset_fn: Callable[..., Any], context: InputContext) -> Generator[Any, None, None]:
     """Yield what a dataset has for one worker; its code runs as dataset code."""
-    with enter_dataset(context.input_pipeline_id):
+    with inside(DatasetContext(context.input_pipeline_id)):
         source = open_dataset(dataset_fn, context)
     while True:
-        with enter_dataset(context.input_pipeline_id):
+        with inside(DatasetContext(context.input_pipeline_id)):
             try:
                 element = next(source)
             except StopIteration:

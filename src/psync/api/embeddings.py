@@ -11,6 +11,7 @@ import numpy as np
 
 from psync.api.reads import runtime_of
 from psync.api.variables import Handle, OnReadVariable
+from psync.client.calls import all_of
 from psync.errors import GradientError, IndexTypeError, PartitionError, UsageError
 from psync.numerics.embedding import (
     SparseIds,
@@ -219,7 +220,7 @@ class _Table:
         first = self._variables[0]
         result: np.ndarray = np.empty((len(ids), *first.shape[1:]), first.dtype)
         wanted = [np.flatnonzero(owners == number) for number in range(len(self._variables))]
-        parts = await runtime.ps.together(
+        parts = await all_of(
             [
                 runtime.ps.read_rows(variable.spec, local[at], seen=runtime.pulled)
                 for variable, at in zip(self._variables, wanted, strict=True)

@@ -7,6 +7,7 @@ in the round of the other variables: a program places them alike with and withou
 from __future__ import annotations
 
 import sys
+from typing import cast
 
 import numpy as np
 
@@ -62,10 +63,11 @@ def global_step_of(scope: Scope) -> Variable | None:
     Raises:
         UsageError: It is no integer scalar.
     """
-    step: Variable | None = next((each for each in scope.variables if each.name == NAME), None)
-    if step is not None:
-        check_step(step, "the global step")
-    return step
+    for variable in scope.variables:
+        if variable.name == NAME:
+            check_step(variable, "the global step")
+            return cast(Variable, variable)
+    return None
 
 
 def check_step(variable: object, purpose: str) -> None:

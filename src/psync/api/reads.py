@@ -46,7 +46,8 @@ async def runtime_of(operation: str, *variables: ValueAccess) -> Runtime:
                 hint="declare it in main(), on the coordinator, and let the step capture it; "
                 "variables of two strategies need a call for each",
             )
-    await runtime.ensure_created()
+    if runtime.ensure_created is not None:
+        await runtime.ensure_created()
     return runtime
 
 

@@ -280,7 +280,7 @@ def mark_last(path: Path) -> None:
     """
     with disk_errors(f"marking {path} as the last"):
         (path / LAST).touch()
-        sync_directory(path)
+        current_disk.get().sync_directory(path)
 
 
 def unmark_last(path: Path) -> None:
@@ -308,7 +308,7 @@ def remove(path: Path) -> None:
     doomed = path.with_name(path.name + ".tmp")
     with disk_errors(f"removing {path}"), contextlib.suppress(FileNotFoundError):
         current_disk.get().rename(path, doomed)
-        sync_directory(path.parent)  # or it might come back, without its files
+        current_disk.get().sync_directory(path.parent)  # or it might come back, without its files
     current_disk.get().remove_tree(doomed)
 
 
@@ -350,11 +350,6 @@ def write_synced(path: Path, data: bytes) -> None:
     with current_disk.get().create(path) as file:
         file.write(data)
         current_disk.get().sync(file)
-
-
-def sync_directory(path: Path) -> None:
-    """Sync the names in a directory to disk."""
-    current_disk.get().sync_directory(path)
 
 
 @contextlib.contextmanager

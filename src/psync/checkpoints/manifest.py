@@ -52,8 +52,7 @@ class Planned:
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """Consecutive rows of a tensor, in one file. Of a scalar: one "row"."""
 
     offset: int  # first row
@@ -130,7 +129,7 @@ class Manifest:
                 "tensors": [
                     {
                         "name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype,
-                        "slices": [list(_fields(piece)) for piece in tensor.slices],
+                        "slices": [list(piece) for piece in tensor.slices],
                     }
                     for tensor in self.tensors.values()
                 ],
@@ -228,18 +227,11 @@ def _tensor(read: _Reader, entry: Mapping[str, Any], files: Mapping[str, int]) -
         raise CheckpointCorrupt(f"{read.where}: tensor {name!r}: {exc.message}") from exc
     slices = []
     for listed in read.sequence(entry.get("slices"), f"slices of {name!r}"):
-        parts = read.sequence(listed, f"a slice of {name!r}", len(Slice.__slots__))
-        offset, rows, file, start, nbytes, crc32 = parts
-        slices.append(
-            Slice(
-                read.number(offset, f"offset in {name!r}"),
-                read.number(rows, f"rows of {name!r}"),
-                read.file(file),
-                read.number(start, f"start in {name!r}"),
-                read.number(nbytes, f"size in {name!r}"),
-                read.number(crc32, f"checksum in {name!r}"),
-            )
-        )
+        parts = read.sequence(listed, f"a slice of {name!r}", len(Slice._fields))
+        offset, rows, file, *place = parts
+        begin = read.number(offset, f"offset in {name!r}"), read.number(rows, f"rows of {name!r}")
+        what = (f"{each} in {name!r}" for each in ("start", "size", "checksum"))
+        slices.append(Slice(*begin, read.file(file), *map(read.number, place, what)))
     tensor = Tensor(name, shape, dtype, tuple(slices))
     _check_slices(tensor, files, read.where)
     return tensor
@@ -275,30 +267,26 @@ def check_state(name: str, state: Any) -> None:
         CheckpointError: It would not; says what it may hold.
     """
     try:
-        kept = json.loads(json.dumps(state))
+        json.dumps(state)
     except (TypeError, ValueError) as exc:
         raise CheckpointError(
             f"checkpoint: the state of {name!r} cannot be saved: {exc}",
             hint="numbers, texts, None, lists, and dicts whose keys are texts",
         ) from exc
-    if not _same(kept, state):
+    if not _comes_back(state):
         raise CheckpointError(
             f"checkpoint: the state of {name!r} would not come back as it is",
             hint="use lists instead of tuples, and texts as keys",
         )
 
 
-def _same(kept: Any, state: Any) -> bool:
-    """Return whether JSON has kept a state; NaN, the loss of a training that failed, is NaN."""
-    if isinstance(kept, dict):
-        return (
-            isinstance(state, dict)
-            and kept.keys() == state.keys()
-            and all(_same(value, state[key]) for key, value in kept.items())
-        )
-    if isinstance(kept, list):
-        return isinstance(state, list) and len(kept) == len(state) and all(map(_same, kept, state))
-    return bool(kept == state or (kept != kept and state != state))
+def _comes_back(state: Any) -> bool:
+    """Return whether JSON, which takes it, keeps a state: others than these become one of them."""
+    if isinstance(state, dict):
+        return all(isinstance(key, str) and _comes_back(value) for key, value in state.items())
+    return not isinstance(state, tuple) and (
+        not isinstance(state, list) or all(map(_comes_back, state))
+    )
 
 
 class Difference(NamedTuple):
@@ -335,10 +323,6 @@ def compare(
     return Difference(
         tuple(sorted(asked - has)), tuple(sorted(has - asked - set(optional))), tuple(misshaped)
     )
-
-
-def _fields(piece: Slice) -> tuple[int | str, ...]:
-    return (piece.offset, piece.rows, piece.file, piece.start, piece.nbytes, piece.crc32)
 
 
 class _Reader(UntrustedJson):

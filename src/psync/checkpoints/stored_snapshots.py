@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from psync.checkpoints.files import READ_BYTES, Reader, disk_errors, read_bounded
@@ -125,6 +125,7 @@ def why_not(
     return None
 
 
+@dataclass(eq=False)
 class SavedSnapshots:
     """The checkpoints that one program has saved, or begun with: what ps tasks go back to.
 
@@ -134,11 +135,10 @@ class SavedSnapshots:
         handed: The checkpoint of which it gave them last.
     """
 
-    def __init__(self, origin: str) -> None:
-        self.origin = origin
-        self.asked = 0
-        self.handed: Path | None = None
-        self._paths: list[Path] = []  # the newest at the end
+    origin: str
+    asked: int = 0
+    handed: Path | None = None
+    _paths: list[Path] = field(default_factory=list)  # the newest at the end
 
     def add(self, path: Path) -> None:
         """Note a checkpoint that is complete."""

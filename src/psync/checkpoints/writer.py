@@ -16,6 +16,7 @@ Everything here blocks: call it in a thread.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,6 @@ from psync.checkpoints.files import (
     MANIFEST,
     DataFile,
     disk_errors,
-    sync_directory,
     write_synced,
 )
 from psync.checkpoints.manifest import (
@@ -172,11 +172,12 @@ class Writer:
 
     def _mark_complete(self, manifest: bytes) -> None:
         write_synced(self.temporary / COMMIT, commit_line(manifest))
-        sync_directory(self.temporary)
+        current_disk.get().sync_directory(self.temporary)
 
     def _rename_to(self, final: Path) -> None:
-        current_disk.get().rename(self.temporary, final)
-        sync_directory(self.directory)
+        disk = current_disk.get()
+        disk.rename(self.temporary, final)
+        disk.sync_directory(self.directory)
 
     def _look_at_files(self) -> None:
         """Refuse a checkpoint of which somebody else's file is not what it was said to be."""
@@ -188,25 +189,21 @@ class Writer:
                 raise CheckpointError(f"{path}: {size} bytes were written there, {found} are here")
 
     def _manifest(self) -> Manifest:
-        slices: dict[str, list[Slice]] = {name: [] for name in self.tensors}
         sizes = {**self._sizes, **{file.path.name: file.close() for file in self._files}}
-        written = [piece for file in self._files for piece in file.slices]
-        for tensor, piece in (*self._slices, *written):
+        slices: dict[str, list[Slice]] = {name: [] for name in self.tensors}
+        for tensor, piece in itertools.chain(self._slices, *(file.slices for file in self._files)):
             if tensor in slices:  # others are parts of snapshots
                 slices[tensor].append(piece)
         return Manifest(
             self.number,
             {
-                name: Tensor(
-                    name, shape, dtype,
-                    tuple(sorted(slices[name], key=lambda piece: piece.offset)),
-                )
+                name: Tensor(name, shape, dtype, tuple(sorted(slices[name])))  # by their offsets
                 for name, (shape, dtype) in self.tensors.items()
             },
             self.states,
             sizes,
             tuple(self._snapshots[ps] for ps in sorted(self._snapshots)),
-        )  # fmt: skip
+        )
 
     def abandon(self) -> None:
         """Throw away what was written."""

@@ -27,7 +27,8 @@ from psync.chief.cluster_links import ClusterLinks
 from psync.chief.events import Events, FailoverEvent
 from psync.chief.recovery_state import RecoveryState
 from psync.chief.rollback import PsRecovery
-from psync.client.ps_link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, always
+from psync.client.lanes import AWAY_FOR_S, REFUSED_FOR_S
+from psync.client.ps_link import PsLink, always
 from psync.errors import (
     ConfigurationError,
     ParameterServerLost,

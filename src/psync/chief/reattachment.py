@@ -26,7 +26,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from psync.client.calls import PsCalls, all_of
+from psync.client.calls import all_of
+from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink
 from psync.errors import RemoteProtocolError
 from psync.specs import VariableSpec
@@ -55,7 +56,7 @@ class Reattachment:
         optimizers: Those of this program.
     """
 
-    def __init__(self, ps: PsCalls, adoption: Adoption, optimizers: OwnOptimizers) -> None:
+    def __init__(self, ps: PsClient, adoption: Adoption, optimizers: OwnOptimizers) -> None:
         self._ps = ps
         self._adoption = adoption
         self._optimizers = optimizers
@@ -85,7 +86,7 @@ class Reattachment:
         return {spec.name for spec in decision.missing}
 
 
-async def reattach(ps: PsCalls, lineage: int, optimizers: OwnOptimizers) -> Reattachment | None:
+async def reattach(ps: PsClient, lineage: int, optimizers: OwnOptimizers) -> Reattachment | None:
     """Ask all ps tasks what they hold.
 
     Args:
@@ -120,7 +121,7 @@ async def _ask(link: PsLink) -> Holding:
     return Holding.from_bytes(b"".join(received.segments))
 
 
-async def _order(ps: PsCalls, orders: Sequence[Orders], *, lineage: int, last: bool) -> None:
+async def _order(ps: PsClient, orders: Sequence[Orders], *, lineage: int, last: bool) -> None:
     """Let each ps do what was decided."""
     message = AdoptShards(lineage, last)
 

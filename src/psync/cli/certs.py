@@ -29,7 +29,6 @@ def certs() -> None:
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("certs"),
-    show_default=True,
     help="Folder of the files, which must not be there yet.",
 )
 @click.option(
@@ -43,7 +42,6 @@ def certs() -> None:
     "--days",
     type=click.IntRange(min=1, max=MAX_DAYS),
     default=365,
-    show_default=True,
     help="How long they are valid.",
 )
 def new(out: Path, hosts: tuple[str, ...], days: int) -> int:
@@ -52,13 +50,13 @@ def new(out: Path, hosts: tuple[str, ...], days: int) -> int:
     The authority's own key is thrown away, so nobody can make further certificates that these tasks
     would trust; for other hosts make all files anew. Needs: pip install 'psync[tls]'.
     """
-    from psync.net.certificates import mint, own_hosts, variables, write
+    from psync.net.certificates import mint, own_hosts, write
 
     named = [host.strip().strip("[]") for text in hosts for host in text.split(",")]
     every = list(dict.fromkeys([*own_hosts(), *filter(None, named)]))
-    files = write(mint(every, days), out.absolute())
+    variables = write(mint(every, days), out.absolute())
     click.echo(f"valid for {days} days, for {', '.join(every)}; on each host, for each task:")
-    for name, path in variables(*files).items():
+    for name, path in variables.items():
         click.echo(f"export {name}={path}")
     return 0
 

@@ -5,8 +5,7 @@ No cluster is needed. An error in a checkpoint is one line on stderr and exit co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -81,7 +80,6 @@ def diff_command(first: Path, second: Path) -> int:
     "--max-file-mib",
     type=click.IntRange(min=1),
     default=5 << 10,
-    show_default=True,
     help="A file that is larger is followed by another.",
 )
 def export_command(
@@ -105,19 +103,11 @@ def export_command(
 
 
 def _report(lines_of: Callable[[], list[str]]) -> int:
-    """Print lines; return the exit code."""
-    with _errors() as failed:
+    """Print lines, or an error about a checkpoint in one line; return the exit code."""
+    try:
         for line in lines_of():
             click.echo(line)
-    return FAILED if failed else 0
-
-
-@contextmanager
-def _errors() -> Iterator[list[str]]:
-    """Turn an error about a checkpoint into a line on stderr."""
-    failed: list[str] = []
-    try:
-        yield failed
     except CheckpointError as error:
-        failed.append(error.message)
         click.echo(f"psync: error: {' '.join(str(error).split())}", err=True)
+        return FAILED
+    return 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -34,15 +33,8 @@ log_level_option = click.option(
     # One name for all commands, for it is also how `run` hands the level to the tasks.
     envvar="PSYNC_LOG_LEVEL",
     default="info",
-    show_default=True,
     help="Lowest level of psync's own log that is shown.",
 )
-
-
-def _print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        click.echo(f"psync {importlib.metadata.version('psync')}")
-        context.exit()
 
 
 @click.group(
@@ -51,16 +43,13 @@ def _print_version(context: click.Context, parameter: click.Parameter, wanted: b
         "auto_envvar_prefix": "PSYNC",
         "help_option_names": ["-h", "--help"],
         "max_content_width": 100,
+        "show_default": True,
     },
 )
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
+@click.version_option(
+    package_name="psync",
+    message="psync %(version)s",
     allow_from_autoenv=False,  # PSYNC_VERSION is a likely name for something else
-    callback=_print_version,
-    help="Show the version and exit.",
 )
 @click.pass_context
 def psync(context: click.Context) -> int:
@@ -81,26 +70,13 @@ def psync(context: click.Context) -> int:
 @psync.command(options_metavar="[OPTIONS]")
 @click.argument("script", metavar="SCRIPT")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
-@click.option(
-    "--ps",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Number of ps tasks.",
-)
-@click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Number of workers.",
-)
+@click.option("--ps", type=click.IntRange(min=1), default=1, help="Number of ps tasks.")
+@click.option("--workers", type=click.IntRange(min=1), default=1, help="Number of workers.")
 @click.option("--evaluator", is_flag=True, help="Run the script as an evaluator, too.")
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
     default=3,
-    show_default=True,
     help="How often a worker or ps that died is started again within a minute. One more death of a "
     "worker ends the run, a ps is left for the chief to miss. 0: neither is started again.",
 )
@@ -108,7 +84,6 @@ def psync(context: click.Context) -> int:
     "--chief-restarts",
     type=click.IntRange(min=0),
     default=0,
-    show_default=True,
     help="How often, in all, the chief is started again if a signal killed it or its exit code is "
     "neither 0 nor 2. It goes on from its newest checkpoint if the script restores that.",
 )
@@ -171,14 +146,12 @@ def bench() -> None:
     multiple=True,
     type=click.IntRange(min=2),
     default=(2, 4),
-    show_default=True,
     help="Number of worker processes, once for each cluster. The first one is that of peers.",
 )
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("out"),
-    show_default=True,
     help="Folder of the JSON file and the plots.",
 )
 @click.option(
@@ -190,7 +163,6 @@ def bench() -> None:
     "--tensorflow-script",
     type=click.Path(path_type=Path),
     default=Path("benchmarks/peers_tensorflow1_sync.py"),
-    show_default=True,
     help="What it runs; comes with psync's sources.",
 )
 def sync_async(

@@ -15,8 +15,9 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Self
 
 from psync.errors import ConfigurationError
 from psync.launch.processes import SERVE_COMMAND, Output, ProcessGroup, RestartPolicy
@@ -97,62 +98,49 @@ def launch(
         ConfigurationError: If the script is missing or not one, or the secret cannot be used.
     """
     command = script_command(script, args)
-    run = _Run(
-        {"chief": command, "ps": ps_command, "worker": command, "evaluator": command},
-        {
-            "chief": 1,
-            "ps": num_ps,
-            "worker": num_workers,
-            **({"evaluator": 1} if evaluator else {}),
-        },
-        environ=environ,
-        max_restarts=max_restarts,
-        chief_restarts=chief_restarts,
-        quiet=quiet,
+    commands = {"chief": command, "ps": ps_command, "worker": command, "evaluator": command}
+    jobs = {"chief": 1, "ps": num_ps, "worker": num_workers}
+    if evaluator:
+        jobs["evaluator"] = 1
+    # Checked here, where it is one error, and not one on each task.
+    secret = mint_secret() if load_secret(environ) is None else None
+    return asyncio.run(
+        _Run(commands, jobs, environ, secret, max_restarts, chief_restarts, quiet).run()
     )
-    return asyncio.run(run.run())
 
 
+@dataclass
 class _Run:
     """One run, from the first task's start to the last one's end."""
 
-    def __init__(
-        self,
-        commands: Mapping[str, Sequence[str]],
-        jobs: Mapping[str, int],
-        *,
-        environ: Mapping[str, str],
-        max_restarts: int,
-        chief_restarts: int,
-        quiet: bool,
-    ) -> None:
-        self._commands = commands
-        self._jobs = jobs
-        self._environ = environ
-        # Checked here, where it is one error, and not one on each task.
-        self._secret = mint_secret() if load_secret(environ) is None else None
-        self._max_restarts = max_restarts
-        self._chief_restarts = chief_restarts
-        self._num_chiefs = 0  # so far
-        self._quiet = quiet
+    commands: Mapping[str, Sequence[str]]
+    jobs: Mapping[str, int]
+    environ: Mapping[str, str]
+    secret: str | None
+    max_restarts: int
+    chief_restarts: int
+    quiet: bool
+    num_chiefs: int = 0  # so far
 
     async def run(self) -> int:
         self._outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._group = ProcessGroup(self._jobs, secret=self._secret, environ=self._environ)
+        self._group = ProcessGroup(self.jobs, secret=self.secret, environ=self.environ)
         watch = {
             "chief": self._watch_chief, "ps": self._watch_ps, "worker": self._watch_worker,
             "evaluator": self._watch_evaluator,
         }  # fmt: skip
         async with self._group:
-            with self._signals(), _Ending() as self._ending:
+            # The evaluator hears that the run ends by the end of a pipe to which nobody writes.
+            with self._signals(), _pipe() as (self._heard, ending):
                 async with asyncio.TaskGroup() as tasks:
                     watchers = {
                         (job, index): tasks.create_task(watch[job](index))
-                        for job, count in self._jobs.items()
+                        for job, count in self.jobs.items()
                         for index in range(count)
                     }
                     code = await self._outcome
                     if code == 0 and ("evaluator", 0) in watchers:
+                        ending.close()
                         await self._let_evaluator_end(watchers["evaluator", 0])
                     await self._group.stop()
         return code
@@ -160,21 +148,25 @@ class _Run:
     # Watchers: one for each task. When the outcome is known they end with their process.
 
     async def _watch_chief(self, index: int) -> None:
-        limit = self._chief_restarts
+        limit = self.chief_restarts
         while True:
-            restarts = self._num_chiefs
-            with _Membership() as membership:
-                environ = {"PSYNC_RESTART_COUNT": str(restarts), **membership.environ}
-                chief = self._start("chief", index, environ, membership.write_end)
+            restarts = self.num_chiefs
+            # That it takes part in its cluster a chief says by a byte in a pipe.
+            with _pipe() as (membership, write_end):
+                os.set_blocking(membership.fileno(), False)
+                fd = write_end.fileno()
+                member = f"{fd}:{os.fstat(fd).st_ino}"
+                environ = {"PSYNC_RESTART_COUNT": str(restarts), "PSYNC_MEMBER_FD": member}
+                chief = self._start("chief", index, environ, fd)
                 if chief is None:
                     return
-                self._num_chiefs += 1
+                self.num_chiefs += 1
                 code = await chief.wait()
                 if self._outcome.done():
                     return
-                if code == 0 and not membership.was_told():
+                if code == 0 and not membership.read(1):
                     _say(
-                        f"{self._commands['chief'][1]} ended without psync.run(main), so it has "
+                        f"{self.commands['chief'][1]} ended without psync.run(main), so it has "
                         "used no ps and no worker; end it in: psync.run(main)"
                     )
             death = f"the chief {describe_exit(code)}"
@@ -188,7 +180,7 @@ class _Run:
         self._finish(code if code >= 0 else 128 - code)
 
     async def _watch_ps(self, index: int) -> None:
-        policy = RestartPolicy(self._max_restarts)
+        policy = RestartPolicy(self.max_restarts)
         while (ps := self._start("ps", index)) is not None:
             code = await ps.wait()
             if self._outcome.done():
@@ -202,9 +194,9 @@ class _Run:
             _say(f"{death} and is started again ({self._at_most})")
 
     async def _watch_worker(self, index: int) -> None:
-        policy = RestartPolicy(self._max_restarts)
+        policy = RestartPolicy(self.max_restarts)
         while (worker := self._start("worker", index)) is not None:
-            chiefs = self._num_chiefs
+            chiefs = self.num_chiefs
             code = await worker.wait()
             if self._outcome.done():
                 return
@@ -217,7 +209,7 @@ class _Run:
                 self._group.abandon("worker", index)  # the chief goes on looking for it there
                 _say(f"{death}: it has ended by itself and is not started again")
                 return
-            if code > 0 and chiefs < self._num_chiefs:  # it ran the program, and lost its chief
+            if code > 0 and chiefs < self.num_chiefs:  # it ran the program, and lost its chief
                 _say(f"{death} and is started again, as the chief was")
                 continue
             if not self._allows(policy):
@@ -226,14 +218,14 @@ class _Run:
             _say(f"{death} and is started again ({self._at_most})")
 
     async def _watch_evaluator(self, index: int) -> None:
-        policy = RestartPolicy(self._max_restarts)
-        told = self._ending.read_end
+        policy = RestartPolicy(self.max_restarts)
+        heard = self._heard.fileno()
         while not self._outcome.done():
             try:
                 evaluator = self._group.start_task(
-                    "evaluator", index, self._commands["evaluator"],
-                    env={"PSYNC_RUN_FD": str(told)}, pass_fds=(told,),
-                    output="discarded" if self._quiet else "prefixed",
+                    "evaluator", index, self.commands["evaluator"],
+                    env={"PSYNC_RUN_FD": str(heard)}, pass_fds=(heard,),
+                    output="discarded" if self.quiet else "prefixed",
                 )  # fmt: skip
             except OSError as error:
                 _say(f"evaluator-{index} could not be started: {error}; training goes on")
@@ -248,8 +240,7 @@ class _Run:
             _say(f"{death} and is started again")
 
     async def _let_evaluator_end(self, evaluating: asyncio.Task[None]) -> None:
-        """Tell the evaluator that there will be no other checkpoint, and wait for its end."""
-        self._ending.tell()
+        """Wait for the end of an evaluator that knows that there will be no other checkpoint."""
         _, pending = await asyncio.wait([evaluating], timeout=ALONE_S)
         if pending:
             _say("waiting for evaluator-0, which evaluates the last checkpoint; Ctrl-C ends it")
@@ -260,7 +251,7 @@ class _Run:
 
     @property
     def _at_most(self) -> str:
-        return f"at most {self._max_restarts} times a minute"
+        return f"at most {self.max_restarts} times a minute"
 
     def _start(
         self, job: str, index: int, env: Mapping[str, str] | None = None, *pass_fds: int
@@ -269,11 +260,11 @@ class _Run:
         if self._outcome.done():
             return None
         output: Output = (
-            "inherited" if job == "chief" else "discarded" if self._quiet else "prefixed"
+            "inherited" if job == "chief" else "discarded" if self.quiet else "prefixed"
         )
         try:
             return self._group.start_task(
-                job, index, self._commands[job], env=env, output=output, pass_fds=pass_fds
+                job, index, self.commands[job], env=env, output=output, pass_fds=pass_fds
             )
         except OSError as error:
             self._give_up(f"{job}-{index} could not be started: {error}")
@@ -287,7 +278,7 @@ class _Run:
 
     def _give_up(self, reason: str) -> None:
         if not self._outcome.done():
-            hint = "; run without --quiet to see what it prints" if self._quiet else ""
+            hint = "; run without --quiet to see what it prints" if self.quiet else ""
             _say(f"error: {reason}: the run ends{hint}")
             self._outcome.set_result(FAILED)
 
@@ -319,45 +310,12 @@ class _Run:
             self._finish(128 + signum)
 
 
-class _Membership:
-    """How the launcher hears that a chief takes part in its cluster: by a byte in a pipe."""
-
-    def __enter__(self) -> Self:
-        self._read_end, self.write_end = os.pipe()
-        self.environ = {"PSYNC_MEMBER_FD": f"{self.write_end}:{os.fstat(self.write_end).st_ino}"}
-        os.set_blocking(self._read_end, False)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        os.close(self._read_end)
-        os.close(self.write_end)
-
-    def was_told(self) -> bool:
-        """Whether it has said so."""
-        try:
-            return bool(os.read(self._read_end, 1))
-        except BlockingIOError:
-            return False
-
-
-class _Ending:
-    """How the evaluator hears that the run ends: by the end of a pipe to which nobody writes."""
-
-    def __enter__(self) -> Self:
-        self.read_end, write_end = os.pipe()
-        self._ends = contextlib.ExitStack()
-        self._ends.callback(os.close, self.read_end)
-        self._told = contextlib.ExitStack()
-        self._told.callback(os.close, write_end)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.tell()
-        self._ends.close()
-
-    def tell(self) -> None:
-        """Say it; the second time nothing happens."""
-        self._told.close()
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[FileIO, FileIO]]:
+    """Return a context manager for both ends of a pipe, either of which may be closed before."""
+    read_fd, write_fd = os.pipe()
+    with FileIO(read_fd) as read_end, FileIO(write_fd, "w") as write_end:
+        yield read_end, write_end
 
 
 def _say(text: str) -> None:

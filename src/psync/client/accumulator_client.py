@@ -1,19 +1,17 @@
 """Client of conditional accumulators on ps tasks.
 
-Every request may be repeated after a lost connection: what changes an accumulator bears the
-identities of a push, and a take has a number under which the ps repeats its answer from memory
-until the client acknowledges it.
+What changes an accumulator is an update of its ps, and bears the identities of a push. A take is
+numbered separately for each accumulator. Both are deliveries (``client.outgoing``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from psync.client.outgoing import Outgoing
+from psync.client.numbers import Numbers
 from psync.client.ps_client import PART_BITS, PsClient
-from psync.errors import RemoteProtocolError
+from psync.client.ps_link import Call, ask, expect
 from psync.net.peer import Received
 from psync.wire.accumulator_messages import (
     AccumulatorState,
@@ -29,8 +27,6 @@ from psync.wire.accumulator_messages import (
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.messages import Done
-
-M = TypeVar("M", bound=Message)
 
 Build = Callable[[int, int], Message]
 """Makes a message from its sequence, and from that below which all answers are there."""
@@ -49,7 +45,7 @@ class _Known:
     """What this task knows of one accumulator."""
 
     defined: bool = False  # its ps has it
-    takes: Outgoing = field(default_factory=Outgoing)
+    takes: Numbers = field(default_factory=Numbers)
 
 
 class AccumulatorClient:
@@ -131,56 +127,50 @@ class AccumulatorClient:
         await self._define(place)
         link, name = self._ps.links[place.ps], place.definition.name
         takes = self._known[name].takes
-        number = takes.draw()
+
         try:
-            received = await link.call(
-                lambda peer: TakeGradient(name, number, takes.acked_below, num_required),
-                bulk=True,  # the answer may be large
-            )
+            with self._ps.outgoing.numbered([takes]) as (number,):
+                received = await link.call(
+                    lambda peer: TakeGradient(name, number, takes.acked_below, num_required),
+                    bulk=True,  # the answer may be large
+                )
         finally:
-            takes.answered(number)
             # If this is lost, the next take says so.
             link.notify(ForgetTakes(name, takes.acked_below))
-        _expect(received, GradientTaken, "a take")
+        expect(received, GradientTaken, link.task, "a take")
         return received
 
     async def state(self, place: Place) -> AccumulatorState:
         """Return how far an accumulator is. Cancellation: safe."""
         await self._define(place)
-        message = AskAccumulator(place.definition.name)
-        received = await self._ps.links[place.ps].call(lambda peer: message)
-        return _expect(received, AccumulatorState, "a question for an accumulator")
+        question = AskAccumulator(place.definition.name)
+        state, _ = await ask(self._ps.links[place.ps], question, AccumulatorState)
+        return state
 
     async def _define(self, place: Place) -> None:
         known = self._known.setdefault(place.definition.name, _Known())
         if not known.defined:
-            received = await self._ps.links[place.ps].call(lambda peer: place.definition)
-            _expect(received, Done, "the definition of an accumulator")
+            await ask(self._ps.links[place.ps], place.definition, Done)
             known.defined = True
 
     async def _update(
         self, place: Place, build: Build, segments: Sequence[memoryview] = ()
     ) -> GradientApplied:
+        await self._define(place)
         link = self._ps.links[place.ps]
 
-        async def send() -> GradientApplied:
-            await self._define(place)
-            sequence = link.updates.draw()
-            try:
-                received = await link.call(
-                    lambda peer: build(sequence, link.updates.acked_below),
+        def calls_of(sequences: Sequence[int]) -> list[Call[GradientApplied]]:
+            bulk = sum(map(len, segments)) > SMALL_BODY_BYTES
+            return [
+                Call(
+                    link,
+                    lambda peer: build(sequences[0], link.updates.acked_below),
+                    GradientApplied,
+                    "a gradient",
                     segments,
-                    bulk=sum(map(len, segments)) > SMALL_BODY_BYTES,
+                    bulk,
                 )
-            finally:
-                link.updates.answered(sequence)
-            return _expect(received, GradientApplied, "a gradient")
+            ]
 
-        return await self._ps.shielded(send)
-
-
-def _expect(received: Received, kind: type[M], question: str) -> M:
-    message = received.message
-    if not isinstance(message, kind):
-        raise RemoteProtocolError(f"a ps answered {question} with {type(message).__name__}")
-    return message
+        (answer,) = await self._ps.outgoing.deliver([link.updates], calls_of)
+        return answer

@@ -17,9 +17,9 @@ import concurrent.futures
 import contextvars
 import inspect
 import itertools
-from collections.abc import Awaitable
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Awaitable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 from psync.client.pulled_steps import PulledSteps
@@ -28,50 +28,27 @@ from psync.errors import ClosureCancelled, ContextError, UsageError
 T = TypeVar("T")
 
 
+@dataclass(kw_only=True, slots=True, eq=False, repr=False)
 class ClosureContext:
     """One run of one closure on this worker.
 
-    Invariant: `close` and `cancel` are called on the worker's loop; the flags only ever go from
-    False to True.
+    Invariant: `closed` and `cancelled` are set on the worker's loop, and never unset.
     """
 
-    __slots__ = (
-        "_ordinals",
-        "_pulled",
-        "_waiting",
-        "arrival",
-        "cancelled",
-        "closed",
-        "closure_id",
-        "dropped",
-        "gang",
-        "loop",
-        "runtime",
-        "worker_index",
-    )
-
-    def __init__(
-        self,
-        *,
-        worker_index: int,
-        closure_id: int,
-        runtime: Any = None,
-        loop: asyncio.AbstractEventLoop | None = None,
-        gang: Any = None,
-        arrival: int = 0,
-    ) -> None:
-        self.arrival = arrival  # when it came to this worker, see ``prefetch``
-        self.worker_index = worker_index
-        self.closure_id = closure_id
-        self.runtime = runtime  # through which variables talk to ps tasks; opaque here
-        self.loop = loop  # the worker's; None where no plain step can call `wait`
-        self.gang = gang  # through which a replica meets the others; opaque here, None: no gang
-        self.closed = False  # the step has returned or raised
-        self.cancelled = False  # another closure failed, or this one was cancelled
-        self.dropped = 0  # calls of which a ps has said that they change nothing
-        self._pulled: PulledSteps | None = None
-        self._ordinals = itertools.count()
-        self._waiting: set[asyncio.Task[Any]] = set()  # what threads of this step wait for
+    worker_index: int
+    closure_id: int
+    runtime: Any = None  # through which variables talk to ps tasks; opaque here
+    loop: asyncio.AbstractEventLoop | None = None  # None where no plain step can call `wait`
+    gang: Any = None  # through which a replica meets the others; opaque here, None: no gang
+    arrival: int = 0  # when it came to this worker, see ``prefetch``
+    closed: bool = False  # the step has returned or raised: its pushes are refused
+    cancelled: bool = False  # another closure failed, or this one was cancelled
+    dropped: int = 0  # calls of which a ps has said that they change nothing
+    ordinals: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers of the calls of this run. Counting is atomic: threads of a step may share it."""
+    _pulled: PulledSteps | None = None
+    _waiting: set[asyncio.Task[Any]] = field(default_factory=set)
+    """What threads of this step wait for."""
 
     def __repr__(self) -> str:
         state = "cancelled" if self.cancelled else "closed" if self.closed else "open"
@@ -83,13 +60,6 @@ class ClosureContext:
         if self._pulled is None:
             self._pulled = PulledSteps()
         return self._pulled
-
-    def next_ordinal(self) -> int:
-        """Return the number of the next call within this run: 0, 1, ….
-
-        Counting is atomic: threads that a step starts may share it.
-        """
-        return next(self._ordinals)
 
     def check_open(self, operation: str = "push") -> None:
         """Refuse ``operation`` unless the step is still running.
@@ -105,10 +75,6 @@ class ClosureContext:
                 f"{operation} after the step has returned (closure {self.closure_id})",
                 hint="await, inside the step, every task that it starts",
             )
-
-    def close(self) -> None:
-        """Note that the step has returned: from now on its pushes are refused."""
-        self.closed = True
 
     def cancel(self) -> None:
         """Cancel the closure, and wake its threads that are in `wait`.
@@ -161,54 +127,24 @@ class DatasetContext:
 Running: TypeAlias = ClosureContext | DatasetContext | None
 """Who is running: a step, dataset code, or, as None, the program itself."""
 
-_here: contextvars.ContextVar[Running] = contextvars.ContextVar("psync_here", default=None)
+here: contextvars.ContextVar[Running] = contextvars.ContextVar("psync_here", default=None)
+"""Who is running."""
 
 
-class _Entered:
-    """Context manager that sets who is running; a class because each closure pays for it."""
-
-    __slots__ = ("_token", "_who")
-
-    def __init__(self, who: ClosureContext | DatasetContext) -> None:
-        self._who = who
-        self._token: contextvars.Token[Running]
-
-    def __enter__(self) -> None:
-        self._token = _here.set(self._who)
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        _here.reset(self._token)
-
-
-def enter_closure(closure: ClosureContext) -> _Entered:
-    """Return a context manager inside which ``closure`` is running."""
-    return _Entered(closure)
-
-
-def enter_dataset(worker_index: int) -> _Entered:
-    """Return a context manager inside which dataset code of that worker is running."""
-    return _Entered(DatasetContext(worker_index))
-
-
-def running() -> Running:
-    """Return who is running here."""
-    return _here.get()
+@contextmanager
+def inside(who: ClosureContext | DatasetContext) -> Generator[None, None, None]:
+    """Return a context manager inside which ``who`` is running."""
+    token = here.set(who)
+    try:
+        yield
+    finally:
+        here.reset(token)
 
 
 def current_closure() -> ClosureContext | None:
     """Return the closure whose step is running here, or None: the program, or dataset code."""
-    here = _here.get()
-    return here if type(here) is ClosureContext else None
-
-
-def in_dataset() -> bool:
-    """Return whether dataset code is running here."""
-    return type(_here.get()) is DatasetContext
+    who = here.get()
+    return who if type(who) is ClosureContext else None
 
 
 def get_worker_index() -> int:
@@ -222,13 +158,13 @@ def get_worker_index() -> int:
 
     Source: ``tf.distribute.coordinator.experimental_get_current_worker_index``.
     """
-    here = _here.get()
-    if here is None:
+    who = here.get()
+    if who is None:
         raise ContextError(
             "get_worker_index outside a step: no worker is running this",
             hint="call it in a function given to schedule, or in a dataset function",
         )
-    return here.worker_index
+    return who.worker_index
 
 
 def forbid_in_dataset(operation: str) -> None:
@@ -240,7 +176,7 @@ def forbid_in_dataset(operation: str) -> None:
     Raises:
         UsageError: If dataset code is running here.
     """
-    if in_dataset():
+    if type(here.get()) is DatasetContext:
         raise UsageError(
             f"{operation} in dataset code, which must not call psync",
             hint="do it in the step that gets the batch",

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from psync.client.calls import PsCalls, all_of
 from psync.client.plans import Plan, Request, body_of
 from psync.client.ps_client import PsClient, members_for
-from psync.client.ps_link import PsLink
+from psync.client.ps_link import Call, always, together
 from psync.errors import RemoteProtocolError
 from psync.net.peer import Peer
 from psync.numerics.indexed_slices import IndexedSlices
@@ -23,6 +22,7 @@ from psync.numerics.layerwise_rules import LayerwiseRule, Sums
 from psync.numerics.update_rule import UpdateRule
 from psync.specs import VariableSpec
 from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.messages import Done
 from psync.wire.ps_messages import (
     AskOptimizer,
     Measured,
@@ -52,8 +52,8 @@ async def trust_ratios(
     Args:
         ps: All ps tasks.
         rule: Of the optimizer.
-        plan: As for ``measure``, like all that follow.
-        gradients: Whole ones, or rows.
+        plan: Of the push that follows.
+        gradients: That it will have: whole ones, or rows. Not copied.
         optimizer: Its number.
         config: Defines it.
         step: Highest step of it that this client knows.
@@ -65,65 +65,36 @@ async def trust_ratios(
     """
     if not isinstance(rule, LayerwiseRule) or all(len(v.shards) == 1 for v in plan.variables):
         return None
-    whole = [gradient for gradient in gradients if isinstance(gradient, np.ndarray)]
-    if len(whole) < len(gradients):
+    given = [to_bytes_view(each) for each in gradients if isinstance(each, np.ndarray)]
+    if len(given) < len(gradients):
         return None
-    sums = await measure(ps, plan, whole, optimizer=optimizer, config=config, step=step)
-    return [rule.trust_ratio(of_variable) for of_variable in sums]
 
-
-async def measure(
-    ps: PsClient,
-    plan: Plan,
-    gradients: Sequence[np.ndarray],
-    *,
-    optimizer: int,
-    config: dict[str, Any],
-    step: int,
-) -> list[list[Sums]]:
-    """Return, for each of a plan's variables, what its shards would contribute to its norms.
-
-    Args:
-        ps: All ps tasks.
-        plan: Of the push that follows.
-        gradients: That it will have: whole ones. Not copied.
-        optimizer: Number of a layerwise optimizer.
-        config: Defines it.
-        step: Highest step of it that this client knows.
-
-    Raises:
-        ParameterServerLost: A ps is gone.
-
-    Cancellation: Safe: nothing is changed.
-    """
-    given = [to_bytes_view(gradient) for gradient in gradients]
-    sums: list[list[Sums]] = [[] for _ in plan.variables]
-
-    async def measure_one(request: Request) -> None:
+    def call(request: Request) -> Call[Measured]:
         def build(peer: Peer) -> MeasurePush:
             members = members_for(peer, request)
             return MeasurePush(request.set_id, members, optimizer, config, step)
 
-        segments, _ = body_of(request, given)
-        link = ps.links[request.ps]
-        received = await link.call(
-            build, segments, bulk=request.nbytes > SMALL_BODY_BYTES, set_id=request.set_id
-        )
-        answer = received.message
-        if not isinstance(answer, Measured) or len(answer.sums) != len(request.cuts):
+        segments, _, nbytes = body_of(request, given)
+        return Call(
+            ps.links[request.ps], build, Measured, "a measurement", segments,
+            bulk=nbytes > SMALL_BODY_BYTES, set_ids=(request.set_id,),
+        )  # fmt: skip
+
+    sums: list[list[Sums]] = [[] for _ in plan.variables]  # what its shards add to its norms
+    calls = [call(request) for request in plan.requests]
+    for request, answer in zip(plan.requests, await together(calls), strict=True):
+        if len(answer.sums) != len(request.cuts):
             raise RemoteProtocolError(
-                f"{link.task} answered with {type(answer).__name__}, expected Measured with "
-                f"{len(request.cuts)} members"
+                f"/job:ps/task:{request.ps} measured {len(answer.sums)} shards, expected "
+                f"{len(request.cuts)}"
             )
         for (variable, *_), of_shard in zip(request.cuts, answer.sums, strict=True):
             sums[variable].append((of_shard[0], of_shard[1]))
-
-    await all_of([measure_one(request) for request in plan.requests])
-    return sums
+    return [rule.trust_ratio(of_variable) for of_variable in sums]
 
 
 async def set_slot(
-    ps: PsCalls,
+    ps: PsClient,
     variable: VariableSpec,
     value: np.ndarray,
     *,
@@ -148,19 +119,18 @@ async def set_slot(
     Cancellation: Some shards are set, others are not.
     """
 
-    async def set_one(position: int) -> None:
-        shard = variable.shards[position]
+    calls = []
+    for shard in variable.shards:
         message = SetSlots(optimizer, config, [(*shard.key, slot)])
         rows = value[shard.offset : shard.offset + shard.shape[0]] if shard.shape else value
-        await ps.links[shard.ps].call(
-            lambda peer: message, [to_bytes_view(rows)], bulk=rows.nbytes > SMALL_BODY_BYTES
-        )
-
-    await all_of([set_one(position) for position in range(len(variable.shards))])
+        bulk = rows.nbytes > SMALL_BODY_BYTES
+        link, body = ps.links[shard.ps], [to_bytes_view(rows)]
+        calls.append(Call(link, always(message), Done, "values of slots", body, bulk))
+    await together(calls)
 
 
 async def set_optimizer(
-    ps: PsCalls,
+    ps: PsClient,
     optimizer: int,
     config: dict[str, Any],
     *,
@@ -183,10 +153,10 @@ async def set_optimizer(
     Cancellation: Some ps tasks have heard of it, others have not.
     """
     message = SetOptimizer(optimizer, config, step, learning_rate)
-    await all_of([link.call(lambda peer: message) for link in ps.links])
+    await together([Call(link, always(message), Done, "an optimizer") for link in ps.links])
 
 
-async def optimizer_step(ps: PsCalls, optimizer: int, config: dict[str, Any]) -> int:
+async def optimizer_step(ps: PsClient, optimizer: int, config: dict[str, Any]) -> int:
     """Return the highest step that a ps has given a push of an optimizer, plus 1.
 
     Args:
@@ -200,13 +170,8 @@ async def optimizer_step(ps: PsCalls, optimizer: int, config: dict[str, Any]) ->
     Cancellation: Safe.
     """
 
-    async def ask(link: PsLink) -> int:
-        received = await link.call(lambda peer: AskOptimizer(optimizer, config))
-        if not isinstance(received.message, OptimizerState):
-            raise RemoteProtocolError(
-                f"{link.task} answered with {type(received.message).__name__}, expected "
-                "OptimizerState"
-            )
-        return received.message.step
-
-    return max(await all_of([ask(link) for link in ps.links]))
+    ask = always(AskOptimizer(optimizer, config))
+    answers = await together(
+        [Call(link, ask, OptimizerState, "a question for an optimizer") for link in ps.links]
+    )
+    return max(answer.step for answer in answers)

@@ -1,34 +1,133 @@
-"""Numbers of what a task sends, and which of them have their answers.
+"""Delivery of what a task changes on ps tasks: each change at most once, whatever is lost.
 
-A ps answers a repetition from memory; it forgets an answer when the task says that it has it.
+A *delivery* is one change, in one message or several: an update (a message to each ps), a
+contribution (parts staged on every ps, then the word to ps 0), a take. It has a number at each
+place whose answer it waits for: a ps, or a group or accumulator on one. The messages bear these
+numbers and say which smaller ones are answered (``client.numbers``); the ledger of a ps answers a
+repetition from memory.
+
+    state       meaning                               leaves it by
+    drawn       it has its numbers                    the first message → under way
+    under way   on a connection, or waiting for one   every answer → answered; an error, or its
+                                                      caller's cancellation → given up
+    answered    the caller has the answers            its numbers are acknowledged
+    given up    nobody waits for an answer; it may    its numbers are acknowledged
+                have been served
+
+    dies, or is lost                    what follows
+    a connection, a message, an answer  ``PsLink`` sends the message again, under the same number
+    a ps that has a backup              the link waits for the failover, then sends it to that
+    a ps, before a rollback             the link waits; all messages of an update are sent again
+                                        under the same numbers, also those that were answered: what
+                                        one ps has undone no other may keep. A worker's session ends
+    a ps, for good                      ParameterServerLost to the caller, when all messages have
+                                        ended; those to other ps tasks may have been served
+    the caller (cancelled)              shielded: it goes on, its error is logged; ``drain`` waits
+                                        for it. Otherwise it is given up
+    this task                           ps tasks fence it. Its closure runs again elsewhere and
+                                        sends the same (closure, ordinal): answered "duplicate"
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from psync.client.numbers import Numbers
+from psync.client.ps_link import Call, together
+from psync.wire.codec import Message
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+
 
 class Outgoing:
-    """What one task sends to one place, numbered from 1. True while something is under way."""
-
-    __slots__ = ("_next", "_outstanding")
+    """All deliveries of one client of ps tasks."""
 
     def __init__(self) -> None:
-        self._next = 1
-        self._outstanding: dict[int, None] = {}  # in order
+        self.timeline = 0  # grows whenever all ps tasks have rolled back to a snapshot
+        self.begun: set[asyncio.Future[Any]] = set()  # shielded from cancellation
 
-    def __bool__(self) -> bool:
-        return bool(self._outstanding)
+    async def deliver(
+        self, places: Sequence[Numbers], calls_of: Callable[[Sequence[int]], Sequence[Call[M]]]
+    ) -> list[M]:
+        """Deliver an update; return the answer to each of its messages.
 
-    def draw(self) -> int:
-        """Return the number of a new one; give it back with ``answered``."""
-        number, self._next = self._next, self._next + 1
-        self._outstanding[number] = None
-        return number
+        Args:
+            places: Where it has numbers.
+            calls_of: Returns its messages, given these numbers.
 
-    def answered(self, number: int) -> None:
-        """The answer to ``number`` is known, or nobody wants it any more."""
-        self._outstanding.pop(number, None)
+        Raises:
+            Exception: The first error, once all have ended.
 
-    @property
-    def acked_below(self) -> int:
-        """All smaller numbers have their answers, or nobody wants them any more."""
-        return next(iter(self._outstanding), self._next)
+        Cancellation: As ``shielded``.
+        """
+
+        async def work() -> list[M]:
+            with self.numbered(places) as numbers:
+                while True:
+                    timeline = self.timeline
+                    answers = await self.together(calls_of(numbers))
+                    if self.timeline == timeline:
+                        return answers
+
+        return await self.shielded(work)
+
+    @contextmanager
+    def numbered(self, places: Sequence[Numbers]) -> Generator[Sequence[int], None, None]:
+        """Return a context manager in which a delivery is under way; it gives its numbers.
+
+        They count as answered when all are: what one ps has been told to forget is settled on all.
+        """
+        numbers = [place.draw() for place in places]
+        try:
+            yield numbers
+        finally:
+            self.answered(places, numbers)
+
+    def answered(self, places: Sequence[Numbers], numbers: Sequence[int]) -> None:
+        """Acknowledge these numbers, with the next messages to their places."""
+        for place, number in zip(places, numbers, strict=True):
+            place.answered(number)
+
+    together = staticmethod(together)
+    """Sends the messages of a delivery."""
+
+    async def shielded(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Do ``work`` and return what it returns.
+
+        Raises:
+            Exception: What it raises.
+
+        Cancellation: It goes on in the background, see ``drain``; an error is logged then.
+        """
+        under_way = asyncio.ensure_future(work())
+        self.begun.add(under_way)
+        under_way.add_done_callback(self.begun.discard)
+        try:
+            return await asyncio.shield(under_way)
+        except asyncio.CancelledError:
+            under_way.add_done_callback(_note_result)
+            raise
+
+    async def drain(self) -> None:
+        """Wait for what was begun and whose callers were cancelled. Cancellation: safe."""
+        while self.begun:
+            await asyncio.wait(list(self.begun))
+
+    async def close(self) -> None:
+        """Stop what was begun. Cancellation: safe."""
+        for work in self.begun:
+            work.cancel()
+        await asyncio.gather(*self.begun, return_exceptions=True)
+
+
+def _note_result(work: asyncio.Future[Any]) -> None:
+    """Log how a delivery ended whose caller was cancelled."""
+    if not work.cancelled() and (error := work.exception()) is not None:
+        logger.info("a push whose step was cancelled failed: %s", error)

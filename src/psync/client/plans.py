@@ -8,12 +8,13 @@ gets.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import numpy as np
 
+from psync.numerics.blocks import BlockPool
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.wire.frames import SMALL_BODY_BYTES, Segment
@@ -204,11 +205,53 @@ def targets_of(
     return [target for target in targets if len(target)]
 
 
+def landing(
+    plan: Plan,
+    pool: BlockPool,
+    out: Sequence[np.ndarray | None] = (),
+    *,
+    writable: bool = False,
+) -> tuple[list[np.ndarray], list[list[memoryview]]]:
+    """Make room for the values of a plan's variables.
+
+    Args:
+        plan: That is pulled.
+        pool: Memory of the arrays, which is handed out again once they are gone.
+        out: Arrays that take the values instead, or None for each.
+        writable: Whether the others may be changed.
+
+    Returns:
+        An array for each variable; and for each request where the body of its answer belongs.
+    """
+    given = {index: array for index, array in enumerate(out) if array is not None}
+    needed = {place.buffer for index, place in enumerate(plan.places) if index not in given}
+    roots = {number: pool.take(plan.buffers[number]) for number in needed}
+    arrays: list[np.ndarray] = []
+    for index, (buffer, offset, shape, dtype) in enumerate(plan.places):
+        array = given.get(index)
+        if array is None:
+            array = np.ndarray(shape, dtype, roots[buffer], offset)
+            array.setflags(write=writable)
+        arrays.append(array)
+    buffers = {number: to_bytes_view(root) for number, root in roots.items()}
+    views = {index: to_bytes_view(array) for index, array in given.items()}
+    for root in roots.values():
+        pool.give(root)
+    return arrays, [targets_of(plan, request, buffers, views) for request in plan.requests]
+
+
 Given = memoryview | IndexedSlices
 """What a push or assign has for a variable: all its bytes, or some rows in ascending order."""
 
 
-def body_of(request: Request, given: Sequence[Given]) -> tuple[list[Segment], list[int] | None]:
+def given_of(arrays: Iterable[np.ndarray | IndexedSlices]) -> list[Given]:
+    """Return what a push or assign has for each variable. Nothing is copied."""
+    return [each if isinstance(each, IndexedSlices) else to_bytes_view(each) for each in arrays]
+
+
+def body_of(
+    request: Request, given: Sequence[Given]
+) -> tuple[list[Segment], list[int] | None, int]:
     """Return the body of a push or assign, and what the message says of the rows in it.
 
     Args:
@@ -217,11 +260,12 @@ def body_of(request: Request, given: Sequence[Given]) -> tuple[list[Segment], li
 
     Returns:
         A segment for each shard; and the number of rows in each one, -1 for all of it, or None
-        where all of them are whole.
+        where all of them are whole; and the bytes of all.
     """
     if IndexedSlices not in map(type, given):
         wholes = cast(Sequence[memoryview], given)
-        return [wholes[index][start:end] for index, start, end in request.cuts], None
+        cuts = request.cuts
+        return [wholes[index][start:end] for index, start, end in cuts], None, request.nbytes
     segments: list[Segment] = []
     counts: list[int] = []
     for (variable, start, end), (first, last) in zip(request.cuts, request.spans, strict=True):
@@ -238,9 +282,5 @@ def body_of(request: Request, given: Sequence[Given]) -> tuple[list[Segment], li
         else:
             counts.append(-1)
             segments.append(value[start:end])
-    return segments, counts if max(counts, default=-1) >= 0 else None
-
-
-def size_of(segment: Segment) -> int:
-    """Return the bytes of one segment."""
-    return sum(map(len, segment)) if isinstance(segment, list) else len(segment)
+    nbytes = sum(sum(map(len, s)) if isinstance(s, list) else len(s) for s in segments)
+    return segments, counts if max(counts, default=-1) >= 0 else None, nbytes

@@ -26,11 +26,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from psync.client.plans import Plan, targets_of
+from psync.client.plans import Plan, landing
 from psync.client.ps_link import PsLink
 from psync.numerics.blocks import BlockPool
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.tensors import to_bytes_view
 
 NEVER = 1 << 62
 """When a closure came in that is to get nothing that was sent ahead."""
@@ -43,32 +42,16 @@ class Wanted:
     plan: Plan
     calls: int
     arrays: list[np.ndarray] | None = None  # once their values are coming in
-    room: tuple[list[np.ndarray], list[memoryview]] | None = None  # made before that
+    room: tuple[list[np.ndarray], list[list[memoryview]]] | None = None  # made before that
 
     def make_room(self, pool: BlockPool) -> None:
         """Make the arrays: best while nothing else is to be done."""
-        plan = self.plan
-        roots = [pool.take(nbytes) for nbytes in plan.buffers]
-        arrays: list[np.ndarray] = []
-        for buffer, offset, shape, dtype in plan.places:
-            array: np.ndarray = np.ndarray(shape, dtype, roots[buffer], offset)
-            array.setflags(write=False)
-            arrays.append(array)
-        views = {buffer: to_bytes_view(root) for buffer, root in enumerate(roots)}
-        for root in roots:
-            pool.give(root)  # handed out again once the arrays are gone
-        targets = [
-            target for request in plan.requests for target in targets_of(plan, request, views, {})
-        ]
-        self.room = arrays, targets
+        self.room = landing(self.plan, pool)
 
     def receive(self, pool: BlockPool) -> list[memoryview]:
         """Return where the bytes belong, in order: the values are coming in."""
-        if self.room is None:
-            self.make_room(pool)
-        assert self.room is not None
-        (self.arrays, targets), self.room = self.room, None
-        return targets
+        (self.arrays, targets), self.room = self.room or landing(self.plan, pool), None
+        return [target for of_request in targets for target in of_request]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +71,7 @@ class PulledAhead:
     """
 
     def __init__(self, links: Sequence[PsLink]) -> None:
+        self.is_used = False  # whether anything was pulled: else it need not hear of turns
         self.arrivals = 0  # how often closures have come in
         self._arrivals_then = NEVER - 1  # when the last push was sent; before the first: anything
         self._links = links
@@ -143,6 +127,7 @@ class PulledAhead:
             plan: What is pulled.
             arrival: When the closure that pulls came in, by ``arrivals``; 0: it is no closure.
         """
+        self.is_used = True
         in_time = self._in_turn and arrival <= self._arrivals_then
         if self._is_first:  # where they come too late once, they will the next time
             self._is_first, self._plan = False, plan if in_time else None

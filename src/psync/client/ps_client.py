@@ -1,28 +1,25 @@
 """The client of all ps tasks: pulls, pushes and assigns of sets of variables.
 
-Every push and assign carries (sequence) and (closure, ordinal), so it may be sent again
-after a lost connection: the ps answers a repetition from memory.
+Every push and assign carries (sequence) and (closure, ordinal), so it may be sent again; see
+``client.outgoing``.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from psync.client.calls import Answers, Spread, UpdatePart
-from psync.client.known_sets import knows_set
-from psync.client.plans import Given, Plan, Request, body_of, make_plan, size_of, targets_of
-from psync.client.ps_link import Question
+from psync.client.outgoing import Outgoing
+from psync.client.plans import Given, Plan, Request, body_of, given_of, landing, make_plan
+from psync.client.ps_link import Body, Call, PsLink, always, together
 from psync.client.pulled_steps import PulledSteps
 from psync.client.rows import PsRows, check_exist
-from psync.errors import RemoteProtocolError
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Peer, Received
+from psync.net.peer import Peer
 from psync.numerics.blocks import BlockPool
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.scatter import check_scatter, merged
@@ -30,54 +27,36 @@ from psync.specs import VariableSpec
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.lock_messages import AssignLocked, PullLocked
-from psync.wire.ps_messages import Assign, AverageShards, Pull, Pulled, Push, Pushed
-from psync.wire.tensors import to_bytes_view
+from psync.wire.messages import Done
+from psync.wire.ps_messages import (
+    Assign,
+    AverageShards,
+    DefineOptimizer,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+)
 
 MAX_PLANS = 1024
 """Sets of variables whose plans are kept, the least recently used go first."""
-
-BuildUpdate = Callable[[Peer, Request, int, list[int] | None, Spread], Message]
-"""Makes the message of one request: of its sequence, numbers of rows, and its update's spread."""
 
 PART_BITS = 16
 """A call's number and that of its message to one ps share an integer on the wire."""
 
 
-class _Body:
-    """Where the body of an answer to a pull belongs."""
+class Part(NamedTuple):
+    """What one message of an update says, whatever its kind."""
 
-    __slots__ = ("_got", "_targets", "request")
-
-    def __init__(self, request: Request, targets: list[memoryview]) -> None:
-        self.request = request
-        self._targets = targets
-        self._got: tuple[int, ...] = ()  # lengths of what came
-
-    def place(self, message: Message, lengths: tuple[int, ...]) -> list[memoryview]:
-        """As ``Into``."""
-        self._got = lengths
-        if lengths == self.request.lengths:
-            return self._targets
-        return [to_bytes_view(np.empty(sum(lengths), np.uint8))]  # thrown away
-
-    def check(self, received: Received, seen: PulledSteps | None) -> None:
-        """Check that it is what was asked for, and note which steps it is of.
-
-        Raises:
-            RemoteProtocolError: It is something else.
-        """
-        request, message = self.request, received.message
-        if not isinstance(message, Pulled):
-            raise RemoteProtocolError(
-                f"/job:ps/task:{request.ps} answered a pull with {type(message).__name__}"
-            )
-        if seen is not None:
-            seen.note(message.steps)
-        if self._got != request.lengths:
-            raise RemoteProtocolError(
-                f"/job:ps/task:{request.ps} sent other sizes than the shards have: "
-                f"expected {request.nbytes} bytes, got {sum(self._got)}"
-            )
+    request: Request
+    identity: tuple[
+        int, int, int, int
+    ]  # sequence, that below which all are answered, closure, call
+    members: list[tuple[int, int]] | None
+    rows: list[int] | None  # as ``body_of`` returns them
+    spread: list[tuple[int, int]] | None
+    """(ps, sequence there) of the other messages, so that a cut finds all or none; None: it is the
+    only one."""
 
 
 class PsClient(PsRows):
@@ -97,15 +76,32 @@ class PsClient(PsRows):
         pool: BlockPool,
         lost_after_s: float = 15.0,
     ) -> None:
-        super().__init__(endpoint, addresses, pool, lost_after_s)
+        self.links = [
+            PsLink(endpoint, index, address, lost_after_s)
+            for index, address in enumerate(addresses)
+        ]
+        self.parts = endpoint.platform.parts
+        self.outgoing = self.parts.of(Outgoing)()
+        self._pool = pool
         # By each variable's id, which shards it stands for, dtype; the last used at the end.
         self._plans: OrderedDict[tuple[tuple[int, int, int, str], ...], Plan] = OrderedDict()
         self._set_ids = itertools.count(1)
         self._optimizers: list[set[int]] = [set() for _ in addresses]  # that each ps knows
 
+    async def close(self) -> None:
+        """Stop updates that were begun, close all links. Cancellation: safe."""
+        await self.outgoing.close()
+        for link in self.links:
+            await link.close()
+
+    @property
+    def timeline(self) -> int:
+        """How often all ps tasks have rolled back to a snapshot."""
+        return self.outgoing.timeline
+
     def begin_timeline(self, timeline: int) -> None:
         """All ps tasks have rolled back to a snapshot: they know what was in that, and no more."""
-        self.timeline = timeline
+        self.outgoing.timeline = timeline
         for known in self._optimizers:
             known.clear()
 
@@ -152,62 +148,32 @@ class PsClient(PsRows):
 
         Cancellation: Safe; ``out`` then holds anything.
         """
-        given = {
-            index: to_bytes_view(array)
-            for index, array in enumerate(out or ())
-            if array is not None
-        }
-        places = plan.places
-        needed = {place.buffer for index, place in enumerate(places) if index not in given}
-        roots = {
-            buffer: self._pool.take(nbytes)
-            for buffer, nbytes in enumerate(plan.buffers)
-            if buffer in needed
-        }
-        arrays: list[np.ndarray] = []
-        for index, (buffer, offset, shape, dtype) in enumerate(places):
-            if out is not None and index in given:
-                arrays.append(cast(np.ndarray, out[index]))
-                continue
-            array: np.ndarray = np.ndarray(shape, dtype, roots[buffer], offset)
-            array.setflags(write=writable)
-            arrays.append(array)
-        views = {buffer: to_bytes_view(root) for buffer, root in roots.items()}
+        arrays, targets = landing(plan, self._pool, out or (), writable=writable)
         timeline = -1
-        while self.timeline != timeline:  # again, if ps tasks rolled back to a snapshot meanwhile
-            timeline = self.timeline
-            answers = Answers(len(plan.requests))
-            bodies = []
-            for position, request in enumerate(plan.requests):
-                body = _Body(request, targets_of(plan, request, views, given))
-                bodies.append(body)
-                note = functools.partial(answers.note, position)
-                answers.questions.append(self._ask_for(body, optimizer, slot, lock, note))
-            for body, received in zip(bodies, await answers.wait(), strict=True):
-                body.check(received, seen)
-        for root in roots.values():
-            self._pool.give(root)  # handed out again once the caller's arrays are gone
+        while self.outgoing.timeline != timeline:  # again, if ps tasks rolled back meanwhile
+            timeline = self.outgoing.timeline
+            calls = [
+                self._pull(request, where, optimizer, slot, lock)
+                for request, where in zip(plan.requests, targets, strict=True)
+            ]
+            for pulled in await together(calls):
+                if seen is not None:
+                    seen.note(pulled.steps)
         return arrays
 
-    def _ask_for(
-        self,
-        body: _Body,
-        optimizer: int,
-        slot: str,
-        lock: int,
-        then: Callable[[Received | Exception], None],
-    ) -> Question:
-        request = body.request
-
+    def _pull(
+        self, request: Request, where: list[memoryview], optimizer: int, slot: str, lock: int
+    ) -> Call[Pulled]:
         def build(peer: Peer) -> Pull:
             members = members_for(peer, request)
             if lock:
                 return PullLocked(request.set_id, members, optimizer, slot, lock)
             return Pull(request.set_id, members, optimizer, slot)
 
-        return self.links[request.ps].ask(
-            build, (), then, bulk=request.nbytes > SMALL_BODY_BYTES, into=body.place,
-            set_ids=(request.set_id,), locked=lock > 0,
+        return Call(
+            self.links[request.ps], build, Pulled, "a pull", bulk=request.nbytes > SMALL_BODY_BYTES,
+            body=Body(request.lengths, where, "the shards"), set_ids=(request.set_id,),
+            locked=lock > 0,
         )  # fmt: skip
 
     async def push(
@@ -246,31 +212,32 @@ class PsClient(PsRows):
         Cancellation: A push once begun is shielded: it ends in the background.
         """
 
-        def build(
-            peer: Peer, request: Request, sequence: int, rows: list[int] | None, spread: Spread
-        ) -> Push:
-            defines = None if optimizer in self._optimizers[request.ps] else config
+        def build(part: Part) -> Push:
+            request = part.request
             return Push(
-                sequence, self.links[request.ps].updates.acked_below, closure,
-                ordinal << PART_BITS | request.part, request.set_id, members_for(peer, request),
-                optimizer, defines, step, rows,
+                *part.identity, request.set_id, part.members, optimizer,
+                None if optimizer in self._optimizers[request.ps] else config, step, part.rows,
                 None if ratios is None else [ratios[variable] for variable, *_ in request.cuts],
-                spread,
+                part.spread,
             )  # fmt: skip
 
-        gradients = [
-            self.in_order(gradient) if isinstance(gradient, IndexedSlices) else gradient
-            for gradient in gradients
-        ]
-        answers = await self._mutate(plan, gradients, build)
+        answers = await self._mutate(plan, self.in_order(gradients), build, closure, ordinal)
         for request in plan.requests:
             self._optimizers[request.ps].add(optimizer)
         return answers
 
-    def in_order(self, slices: IndexedSlices) -> IndexedSlices:
-        """Return the same gradient with ascending indices, each once."""
-        rows, values = merged(slices.indices, slices.values, "add", self.empty)
-        return slices if rows is slices.indices else IndexedSlices(values, rows)
+    def in_order(
+        self, gradients: Sequence[np.ndarray | IndexedSlices]
+    ) -> list[np.ndarray | IndexedSlices]:
+        """Return the same gradients; those of rows with ascending indices, each once."""
+        ordered: list[np.ndarray | IndexedSlices] = []
+        for gradient in gradients:
+            if isinstance(gradient, IndexedSlices):
+                rows, values = merged(gradient.indices, gradient.values, "add", self.empty)
+                if rows is not gradient.indices:
+                    gradient = IndexedSlices(values, rows)
+            ordered.append(gradient)
+        return ordered
 
     async def assign(
         self,
@@ -298,17 +265,13 @@ class PsClient(PsRows):
         Cancellation: As ``push``.
         """
 
-        def build(
-            peer: Peer, request: Request, sequence: int, rows: list[int] | None, spread: Spread
-        ) -> Assign:
+        def build(part: Part) -> Assign:
             common = (
-                sequence, self.links[request.ps].updates.acked_below, closure,
-                ordinal << PART_BITS | request.part, request.set_id, members_for(peer, request), op,
-                rows, spread,
+                *part.identity, part.request.set_id, part.members, op, part.rows, part.spread,
             )  # fmt: skip
             return AssignLocked(*common, lock) if lock else Assign(*common)
 
-        return await self._mutate(plan, values, build, locked=lock > 0)
+        return await self._mutate(plan, values, build, closure, ordinal, locked=lock > 0)
 
     async def scatter(
         self,
@@ -372,52 +335,76 @@ class PsClient(PsRows):
         Cancellation: As ``push``.
         """
 
-        def part(request: Request) -> UpdatePart:
-            link = self.links[request.ps]
-            shards = [(number, originals[number], index) for number, index in request.members]
-            return UpdatePart(
-                link,
-                lambda peer, sequence, spread: AverageShards(
-                    sequence, link.updates.acked_below, closure,
-                    ordinal << PART_BITS | request.part, shards, decay, spread,
-                ),
-            )  # fmt: skip
+        def build(part: Part) -> AverageShards:
+            shards = [(number, originals[number], index) for number, index in part.request.members]
+            return AverageShards(*part.identity, shards, decay, part.spread)
 
-        return await self.update([part(request) for request in plan.requests])
+        return await self._mutate(plan, (), build, closure, ordinal)
+
+    async def define_optimizer(self, optimizer: int, config: dict[str, Any]) -> None:
+        """Make an optimizer known to all ps tasks, so that its slots can be read.
+
+        Raises:
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe.
+        """
+        message = DefineOptimizer(optimizer, config)
+        await together([Call(link, always(message), Done, "an optimizer") for link in self.links])
 
     async def _mutate(
         self,
         plan: Plan,
         arrays: Sequence[np.ndarray | IndexedSlices],
-        build: BuildUpdate,
+        build: Callable[[Part], Message],
+        closure: int,
+        ordinal: int,
         *,
         locked: bool = False,
     ) -> list[Pushed]:
-        for spec, array in zip(plan.variables, arrays, strict=True):
+        """Deliver an update of a plan's variables: one for each of ``arrays``, or without any."""
+        for spec, array in zip(plan.variables, arrays, strict=bool(arrays)):
             if isinstance(array, IndexedSlices):
                 check_exist(spec, array.indices[[0, -1]] if len(array.indices) else array.indices)
-        given = [
-            array if isinstance(array, IndexedSlices) else to_bytes_view(array) for array in arrays
-        ]
-        return await self.update(
-            [self._part(request, given, build, locked) for request in plan.requests]
-        )
+        given = given_of(arrays)
+        links = [self.links[request.ps] for request in plan.requests]
 
-    def _part(
-        self, request: Request, given: Sequence[Given], build: BuildUpdate, locked: bool
-    ) -> UpdatePart:
-        segments, rows = body_of(request, given)
-        nbytes = request.nbytes if rows is None else sum(map(size_of, segments))
-        return UpdatePart(
-            self.links[request.ps],
-            lambda peer, sequence, spread: build(peer, request, sequence, rows, spread),
-            segments,
-            bulk=nbytes > SMALL_BODY_BYTES,
-            set_id=request.set_id,
+        def calls_of(sequences: Sequence[int]) -> list[Call[Pushed]]:
+            drawn = [(link.index, own) for link, own in zip(links, sequences, strict=True)]
+            return [
+                self._update(request, given, build, drawn, at, closure, ordinal, locked)
+                for at, request in enumerate(plan.requests)
+            ]
+
+        return await self.outgoing.deliver([link.updates for link in links], calls_of)
+
+    def _update(
+        self,
+        request: Request,
+        given: Sequence[Given],
+        build: Callable[[Part], Message],
+        drawn: Sequence[tuple[int, int]],  # (ps, sequence) of all messages
+        at: int,
+        closure: int,
+        ordinal: int,
+        locked: bool,
+    ) -> Call[Pushed]:
+        link = self.links[request.ps]
+        segments, rows, nbytes = body_of(request, given) if given else ([], None, 0)
+        spread = [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None
+        call = ordinal << PART_BITS | request.part
+
+        def message(peer: Peer) -> Message:
+            identity = drawn[at][1], link.updates.acked_below, closure, call
+            return build(Part(request, identity, members_for(peer, request), rows, spread))
+
+        return Call(
+            link, message, Pushed, "an update", segments,
+            bulk=nbytes > SMALL_BODY_BYTES, set_ids=(request.set_id,) if given else (),
             locked=locked,
-        )
+        )  # fmt: skip
 
 
 def members_for(peer: Peer, request: Request) -> list[tuple[int, int]] | None:
     """Return the shards of a request's set, or None where the ps knows them by its number."""
-    return None if knows_set(peer, request.set_id) else request.members
+    return None if request.set_id in peer.state["sets"] else request.members

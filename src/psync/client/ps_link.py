@@ -1,53 +1,44 @@
-"""The link to one ps task: connections, detection of their loss, retransmission.
+"""The link to one ps task: requests, each sent again until it is answered.
 
 Every request to a ps may be repeated: pulls change nothing, updates bear an identity by
-which the ps answers a repetition from memory. So a lost connection is made again and the
-request is sent again, until the ps has answered or is lost.
-
-What becomes of it then ``on_lost`` decides. A worker ends its session, and the closure runs again
-elsewhere (``worker_task``): if its update had reached the backup, the ledger answers "duplicate";
-after a rollback it is applied anew, unless the checkpoint has it (``chief.rollback``).
-The coordinator recovers the ps (``chief.recovery``); its own requests wait (``hold``), and are sent
-again under the same identities (``calls``).
+which the ps answers a repetition from memory. So a lost connection is made again (``lanes``) and
+the request is sent again, until the ps has answered or is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from psync.client.keepalive import keep_alive
-from psync.client.known_sets import note_known
-from psync.client.outgoing import Outgoing
+import numpy as np
+
+from psync.client.lanes import Lanes
 from psync.closures.membership import backoff
 from psync.errors import (
-    ClosedError,
-    ConnectFailed,
     ConnectionLost,
+    LocalProtocolError,
     ParameterServerLost,
-    PsyncError,
+    RemoteProtocolError,
 )
-from psync.net.endpoint import Endpoint
 from psync.net.peer import Into, Peer, Received
 from psync.wire.codec import Message, check
 from psync.wire.frames import Segment
-from psync.wire.handshake import LANES
+from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
 
-AWAY_FOR_S = 0.3
-"""A ps with a backup that is gone for so long is lost: waiting longer costs more than a mistake. A
-launcher may hold the socket of a ps that has died: then nobody refuses."""
-
-REFUSED_FOR_S = 2.0
-"""A ps that was there, and at whose address nobody has listened for this long, is lost: not
-"refused" once, which something between us and the ps may have said."""
+M = TypeVar("M", bound=Message)
 
 MAX_LOSSES = 16
 """Connections that one request may outlive: more, and it is what breaks them."""
+
+SETS_PER_CONNECTION = 8192
+"""Sets of shards that a ps may be named by their numbers alone. Fewer than it allows: forgotten
+ones stay known to a connection for its life, so a new one is made then, which knows none."""
 
 
 class Question:
@@ -65,134 +56,8 @@ class Question:
             end()
 
 
-class PsLink:
-    """The way to one ps task: a connection for each lane that is used, made again when it goes.
-
-    Invariant: one incarnation of the ps is talked to. Another one has lost the shards, and
-    from then on every call raises ParameterServerLost.
-    """
-
-    def __init__(self, endpoint: Endpoint, index: int, address: str, lost_after_s: float) -> None:
-        self.index = index
-        self.task = f"/job:ps/task:{index}"
-        self.address = address
-        self.incarnation: int | None = None  # of the ps; None until the first connection
-        self.lost: ParameterServerLost | None = None  # set once, for ever
-        self.on_lost: Callable[[ParameterServerLost], None] | None = None
-        self.updates = Outgoing()  # pushes and assigns
-        self._endpoint = endpoint
-        self.refused_for_s = REFUSED_FOR_S
-        self.away_for_s = math.inf  # without any connection, once there was one; then it is lost
-        self.lost_after_s = lost_after_s  # inf: it may not be up yet, so as long as it takes
-        self._life = 0  # how often it was revived
-        self._peers: dict[str, Peer] = {}
-        self._connecting = {lane: asyncio.Lock() for lane in LANES}
-        self._attempts: dict[str, asyncio.Timeout] = {}  # to connect
-        self._keepalive: asyncio.Task[None] | None = None
-        self._closed = False
-        self._asking: set[asyncio.Task[None]] = set()
-        self._released: asyncio.Event | None = None  # while ordinary calls are held back
-        self.num_calls = 0  # requests so far, answers, and connections
-
-    @property
-    def state(self) -> str:
-        """Return how it is: "unconnected", "connected", "broken" or "lost"; for reports."""
-        if self.lost is not None:
-            return "lost"
-        if any(peer.is_open for peer in self._peers.values()):
-            return "connected"
-        return "unconnected" if self.incarnation is None else "broken"
-
-    async def peer(self, lane: str) -> Peer:
-        """Return an open connection.
-
-        Raises:
-            ParameterServerLost: None comes up within the time, or the ps came back empty.
-            AuthenticationError, ProtocolError: It is not our ps.
-            FencedError: A newer incarnation of this task has replaced us.
-            ClosedError: The link was closed here.
-
-        Cancellation: Safe.
-        """
-        peer = self._peers.get(lane)
-        if peer is not None and peer.is_open and self.lost is None:
-            return peer
-        async with self._connecting[lane]:
-            while True:
-                peer = self._peers.get(lane)
-                self._check_usable()
-                if peer is not None and peer.is_open:
-                    return peer
-                life = self._life
-                try:
-                    peer = await self._connect_here(lane)
-                except ConnectFailed as exc:
-                    if life != self._life:
-                        continue  # it was looked for where it is not any more
-                    raise self._declare_lost(
-                        f"at {self.address} cannot be reached ({exc.message})"
-                    ) from exc
-                if life == self._life:
-                    break
-                peer.close()
-            if self._closed or self.lost is not None:  # meanwhile
-                peer.close()
-                self._check_usable()
-            if self.incarnation is None:
-                self.incarnation = peer.incarnation
-            elif self.incarnation != peer.incarnation:
-                peer.close()
-                raise self._declare_lost(f"at {self.address} was restarted and has lost its shards")
-            self._peers[lane] = peer
-            self.num_calls += 1
-            if self._keepalive is None:
-                pings = keep_alive(self.task, self._open_peers, lambda: self.peer("control"))
-                self._keepalive = asyncio.get_running_loop().create_task(pings)
-            return peer
-
-    async def _connect_here(self, lane: str) -> Peer:
-        """Connect, unless the ps is looked for elsewhere meanwhile, see ``revive``."""
-        try:
-            async with asyncio.timeout(None) as attempt:
-                self._attempts[lane] = attempt
-                return await self._connect(lane)
-        except TimeoutError as exc:
-            raise ConnectFailed(f"{self.task} is not looked for there any more") from exc
-        finally:
-            del self._attempts[lane]
-
-    async def _connect(self, lane: str) -> Peer:
-        """Connect, with patience for a ps that is slow or far, and less for one that has ended.
-
-        A ps listens as long as it lives. Where nobody listens any more, it has ended; where
-        nobody has listened yet, our patience is infinite, see ``lost_after_s``.
-        """
-        connect = self._endpoint.connect_retrying
-        loop = asyncio.get_running_loop()
-        while self.incarnation is not None and self.away_for_s < math.inf and not self.is_open:
-            began = loop.time()
-            try:
-                async with asyncio.timeout(self.away_for_s):
-                    return await connect(self.address, self.task, lane)
-            except TimeoutError as exc:
-                if loop.time() - began > 2 * self.away_for_s:
-                    continue  # our own loop stood still: the answer may be unread
-                raise ConnectFailed(f"nobody answers within {self.away_for_s:g} s") from exc
-        patience_s = self.lost_after_s
-        if self.refused_for_s < patience_s < math.inf:
-            try:
-                return await connect(self.address, self.task, lane, timeout_s=self.refused_for_s)
-            except ConnectFailed as exc:
-                if exc.__cause__ and isinstance(exc.__cause__.__cause__, ConnectionRefusedError):
-                    raise
-            patience_s -= self.refused_for_s
-        try:
-            return await connect(self.address, self.task, lane, timeout_s=patience_s)
-        except ConnectFailed as exc:
-            last = exc.__cause__ or exc
-            raise ConnectFailed(
-                f"no connection within {self.lost_after_s:g} s: {last}", hint=exc.hint
-            ) from last
+class PsLink(Lanes):
+    """The way to one ps task."""
 
     async def call(
         self,
@@ -201,7 +66,6 @@ class PsLink:
         *,
         bulk: bool = False,
         into: Into | None = None,
-        set_id: int | None = None,
         set_ids: Iterable[int] = (),
         locked: bool = False,
         cut: bool = False,
@@ -215,8 +79,8 @@ class PsLink:
             segments: As for ``Peer.call``.
             bulk: Whether a large body goes or comes.
             into: As for ``Peer.call``.
-            set_id: The set that the ps knows once it has answered.
-            set_ids: More of them.
+            set_ids: The sets that the ps knows once it has answered: not before, as messages may
+                overtake one another.
             locked: Whether it is about a lock, or said under one: then nothing may be in front of
                 it that waits for a lock.
             cut: Whether it is about a cut: then nothing may be in front of it that waits at a gate.
@@ -260,10 +124,7 @@ class PsLink:
                     ) from exc
                 logger.info("%s: repeating a request: %s", self.task, exc.message)
             else:
-                if set_id is not None:
-                    note_known(peer, set_id)
-                for number in set_ids:
-                    note_known(peer, number)
+                self._note_known(peer, set_ids)
                 return received
             finally:
                 self.num_calls += 1
@@ -299,10 +160,14 @@ class PsLink:
         """
         question = Question()
 
+        def call() -> Coroutine[Any, Any, Received]:
+            return self.call(build, segments, bulk=bulk, into=into, set_ids=set_ids, locked=locked)
+
         def again() -> None:
-            question.end = self._ask_slowly(
-                build, segments, then, bulk=bulk, into=into, set_ids=set_ids, locked=locked
-            )
+            task = asyncio.get_running_loop().create_task(_tell(then, call))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+            question.end = task.cancel
 
         peer = self._peers.get("lock" if locked else "bulk" if bulk else "control")
         if peer is None or not peer.is_open or self.lost is not None or self._released is not None:
@@ -313,41 +178,33 @@ class PsLink:
             question.end = None  # which leads back here: memory would be held until it is collected
             self.num_calls += 1
             if isinstance(outcome, ConnectionLost):
-                again()
-                return
+                try:
+                    check(message)  # or it would cost the next connections, too
+                except LocalProtocolError as exc:
+                    outcome = exc
+                else:
+                    again()
+                    return
             if not isinstance(outcome, Exception):
-                for number in set_ids:
-                    note_known(peer, number)
+                self._note_known(peer, set_ids)
             then(outcome)
 
         self.num_calls += 1
         try:
-            question.end = peer.ask(build(peer), segments, answered, into)
+            message = build(peer)
+            question.end = peer.ask(message, segments, answered, into)
             if at_once:
                 peer.connection.flush()
-        except PsyncError as exc:
+        except Exception as exc:
             then(exc)
         return question
 
-    def _ask_slowly(
-        self,
-        build: Callable[[Peer], Message],
-        segments: Sequence[Segment],
-        then: Callable[[Received | Exception], None],
-        **options: Any,
-    ) -> Callable[[], object]:
-        async def ask() -> None:
-            outcome: Received | Exception
-            try:
-                outcome = await self.call(build, segments, **options)
-            except Exception as exc:
-                outcome = exc
-            then(outcome)
-
-        task = asyncio.get_running_loop().create_task(ask())
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
-        return task.cancel
+    @staticmethod
+    def _note_known(peer: Peer, set_ids: Iterable[int]) -> None:
+        known: set[int] = peer.state["sets"]
+        known.update(set_ids)
+        if len(known) >= SETS_PER_CONNECTION:
+            peer.close()  # what is under way is repeated on a new one
 
     def notify(self, message: Message) -> None:
         """Send a notification if there is a connection."""
@@ -355,91 +212,170 @@ class PsLink:
         if peer is not None and peer.is_open:
             peer.notify(message)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a connection."""
-        return any(peer.is_open for peer in self._peers.values())
 
-    @property
-    def is_held(self) -> bool:
-        """Whether a recovery is under way."""
-        return self._released is not None
+@dataclass(slots=True, eq=False)
+class Body:
+    """Where the body of an answer belongs."""
 
-    def hold(self) -> None:
-        """Hold ordinary calls back, also those that are under way and lose their connection."""
-        if self._released is None and not self._closed:  # else nobody would release them
-            self._released = asyncio.Event()
+    lengths: tuple[int, ...]  # of the segments that are asked for
+    targets: list[memoryview]  # memory for those that are not empty
+    what: str  # has these lengths, for messages: "the shards"
+    got: tuple[int, ...] = ()  # lengths of what came
 
-    def release(self) -> None:
-        """Let them go on: the ps has been recovered; or, if it is lost, they raise that."""
-        released, self._released = self._released, None
-        if released is not None:
-            released.set()
+    def place(self, _: Message, lengths: tuple[int, ...]) -> list[memoryview]:
+        """As ``Into``."""
+        self.got = lengths
+        if lengths == self.lengths:
+            return self.targets
+        return [to_bytes_view(np.empty(sum(lengths), np.uint8))]  # thrown away
 
-    async def recovered(self) -> bool:
-        """Wait for the end of a recovery; return whether the ps is there. Cancellation: safe."""
-        while self._released is not None:
-            await self._released.wait()
-        return self.lost is None and not self._closed
+    def check(self, task: str) -> None:
+        """Check that it came.
 
-    def revive(self) -> None:
-        """Forget that the ps was lost, and under which incarnation it was there."""
-        for peer in self._peers.values():
-            peer.abort(ConnectionLost(f"{self.task} is being recovered"))
-        self._peers.clear()
-        self._end_attempts()
-        self.lost = None
-        self.incarnation = None
-        self._life += 1
-        if self._keepalive is not None:
-            self._keepalive.cancel()  # the next connection has one of its own
-            self._keepalive = None
+        Raises:
+            RemoteProtocolError: It has other sizes.
+        """
+        if self.got != self.lengths:
+            raise RemoteProtocolError(
+                f"{task} sent other sizes than {self.what} have: "
+                f"expected {sum(self.lengths)} bytes, got {sum(self.got)}"
+            )
 
-    @property
-    def gone_for_good(self) -> str | None:
-        """Return what became of the ps, if nobody starts it again."""
-        return self._endpoint.platform.given_up.reason(self.address)
 
-    def give_up(self, message: str) -> None:
-        """The ps says itself that it has lost its shards, or is gone for good."""
-        self._declare_lost(message)
-        self._end_attempts()
+class Call(NamedTuple, Generic[M]):
+    """A request to a ps, for ``together``; other arguments of ``PsLink.ask`` as there."""
 
-    def _end_attempts(self) -> None:
-        for attempt in self._attempts.values():
-            if not attempt.expired():  # it ends already
-                attempt.reschedule(asyncio.get_running_loop().time())
+    link: PsLink
+    build: Callable[[Peer], Message]
+    kind: type[M]  # of the answer
+    question: str  # for messages: "a pull"
+    segments: Sequence[Segment] = ()
+    bulk: bool = False
+    body: Body | None = None  # of the answer; None: it is dropped, if there is one
+    set_ids: Sequence[int] = ()
+    locked: bool = False
 
-    async def close(self) -> None:
-        """Close the connections; calls under way fail. Cancellation: safe."""
-        self._closed = True
-        self.release()
-        if self._keepalive is not None:
-            self._keepalive.cancel()
-            await asyncio.gather(self._keepalive, return_exceptions=True)
-        for peer in self._peers.values():
-            peer.close()
 
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError(f"the link to {self.task} is closed")
-        if self.lost is not None:
-            raise self.lost.with_traceback(None)  # it is raised many times
+async def together(calls: Sequence[Call[M]]) -> list[M]:
+    """Make all calls at once and return the answers, in order.
 
-    def _declare_lost(self, message: str) -> ParameterServerLost:
-        if self.lost is not None:
-            return self.lost
-        error = self.lost = ParameterServerLost(
-            self.task, message, hint="its shards are gone: restart the program"
-        )
-        for peer in self._peers.values():
-            peer.abort(ConnectionLost(error.message))
-        if self.on_lost is not None:
-            self.on_lost(error)  # which may revive it at once
-        return error
+    What ``calls.all_of`` is for coroutines, and without them: every pull and push comes through
+    here.
 
-    def _open_peers(self) -> list[Peer] | None:
-        return None if self.lost else [peer for peer in self._peers.values() if peer.is_open]
+    Raises:
+        Exception: The first error, once all have ended.
+
+    Cancellation: All are given up.
+    """
+    answers = Answers(len(calls))
+    for position, call in enumerate(calls):
+        answers.questions.append(
+            call.link.ask(
+                call.build, call.segments, functools.partial(answers.note, position),
+                bulk=call.bulk, into=None if call.body is None else call.body.place,
+                set_ids=call.set_ids, locked=call.locked,
+            )
+        )  # fmt: skip
+    messages = []
+    for call, received in zip(calls, await answers.wait(), strict=True):
+        messages.append(expect(received, call.kind, call.link.task, call.question))
+        if call.body is not None:
+            call.body.check(call.link.task)
+    return messages
+
+
+class Answers:
+    """The answers to several calls, for one who waits for all.
+
+    Args:
+        count: How many there will be.
+    """
+
+    __slots__ = ("_all", "_missing", "_outcomes", "questions")
+
+    def __init__(self, count: int) -> None:
+        self.questions: list[Question] = []
+        self._outcomes: list[Received | Exception | None] = [None] * count
+        self._missing = count
+        self._all = asyncio.get_running_loop().create_future()
+
+    def note(self, position: int, outcome: Received | Exception) -> None:
+        """One of them is there."""
+        self._outcomes[position] = outcome
+        self._missing -= 1
+        if not self._missing and not self._all.done():
+            self._all.set_result(None)
+
+    async def wait(self) -> list[Received]:
+        """Return them, in order.
+
+        Raises:
+            Exception: The first error, once all have ended.
+
+        Cancellation: All are given up.
+        """
+        try:
+            if self._missing:
+                await self._all
+        finally:
+            if self._missing:
+                for question in self.questions:
+                    question.give_up()
+        received: list[Received] = []
+        for outcome in self._outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+            assert outcome is not None, "none is missing"
+            received.append(outcome)
+        return received
+
+
+def expect(received: Received, kind: type[M], who: str, question: str) -> M:
+    """Return the message of an answer.
+
+    Args:
+        received: The answer.
+        kind: That it should be of.
+        who: Gave it.
+        question: What was asked: "a pull".
+
+    Raises:
+        RemoteProtocolError: It is of another kind.
+    """
+    message = received.message
+    if not isinstance(message, kind):
+        raise RemoteProtocolError(f"{who} answered {question} with {type(message).__name__}")
+    return message
+
+
+async def ask(
+    link: PsLink, message: Message, kind: type[M], segments: Sequence[Segment] = (), **lane: bool
+) -> tuple[M, Sequence[memoryview]]:
+    """Return the answer of a ps, which is of one kind, and what came with it.
+
+    Args:
+        link: To the ps.
+        message: The request; it may be repeated.
+        kind: The kind of message that is expected.
+        segments: As for ``PsLink.call``, like ``lane``, and what it raises.
+        lane: Over which connection.
+
+    Raises:
+        RemoteProtocolError: It answers something else.
+    """
+    received = await link.call(always(message), segments, **lane)  # type: ignore[arg-type]
+    return expect(received, kind, link.task, type(message).__name__), received.segments
+
+
+async def _tell(
+    then: Callable[[Received | Exception], None], call: Callable[[], Awaitable[Received]]
+) -> None:
+    outcome: Received | Exception
+    try:
+        outcome = await call()
+    except Exception as exc:
+        outcome = exc
+    then(outcome)
 
 
 def always(message: Message) -> Callable[[Peer], Message]:

@@ -9,20 +9,18 @@ were asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from psync.client.calls import PsCalls
+from psync.client.ps_link import Body, Call, PsLink, always, together
 from psync.client.pulled_steps import PulledSteps
-from psync.errors import GradientError, RemoteProtocolError
-from psync.net.peer import Peer
-from psync.numerics.blocks import roomy
+from psync.errors import GradientError
+from psync.numerics.blocks import BlockPool, roomy
 from psync.numerics.scatter import distinct
 from psync.numerics.update_rule import slot_dtype
 from psync.specs import ShardSpec, VariableSpec, dtype_of
-from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.ps_messages import PullRows, RowsPulled
 from psync.wire.tensors import to_bytes_view
@@ -49,8 +47,11 @@ class Wanted(NamedTuple):
         return (variable, index, len(rows), 0, 0, 0)
 
 
-class PsRows(PsCalls):
-    """Links to all ps tasks, over which rows are read."""
+class PsRows:
+    """Reads of single rows, the part of ``PsClient`` that is not concerned with plans."""
+
+    links: list[PsLink]
+    _pool: BlockPool
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array with any contents, whose memory is used again once nobody holds it."""
@@ -136,51 +137,23 @@ class PsRows(PsCalls):
     async def _read(
         self, wanted: Sequence[Wanted], optimizer: int, slot: str, seen: PulledSteps | None
     ) -> None:
-        calls = [
-            self._read_from(parts[0].shard.ps, parts, optimizer, slot, seen)
-            for parts in _messages_of(wanted)
-        ]
-        if calls:
-            await self.together(calls)
-
-    async def _read_from(
-        self,
-        ps: int,
-        wanted: Sequence[Wanted],
-        optimizer: int,
-        slot: str,
-        seen: PulledSteps | None,
-    ) -> None:
-        lengths = tuple([len(one.target) for one in wanted])
-        targets = [one.target for one in wanted if one.target]
-        numbers = [to_bytes_view(one.rows) for one in wanted if isinstance(one.rows, np.ndarray)]
-        message = PullRows([one.part for one in wanted], optimizer, slot)
-        nbytes = sum(lengths)
-        got: tuple[int, ...] = ()
-
-        def into(_: Message, came: tuple[int, ...]) -> list[memoryview]:
-            nonlocal got
-            got = came
-            if came == lengths:
-                return targets
-            return [to_bytes_view(np.empty(sum(came), np.uint8))]  # thrown away
-
-        def build(_: Peer) -> PullRows:
-            return message
-
-        bulk = max(nbytes, sum(map(len, numbers))) > SMALL_BODY_BYTES
-        received = await self.links[ps].call(build, numbers, bulk=bulk, into=into)
-        if not isinstance(received.message, RowsPulled):
-            raise RemoteProtocolError(
-                f"/job:ps/task:{ps} answered a pull of rows with {type(received.message).__name__}"
+        messages = _messages_of(wanted)
+        if not messages:
+            return
+        calls = []
+        for parts in messages:
+            lengths = tuple([len(one.target) for one in parts])
+            body = Body(lengths, [one.target for one in parts if one.target], "the rows")
+            numbers = [to_bytes_view(one.rows) for one in parts if isinstance(one.rows, np.ndarray)]
+            message = PullRows([one.part for one in parts], optimizer, slot)
+            bulk = max(sum(lengths), sum(map(len, numbers))) > SMALL_BODY_BYTES
+            link = self.links[parts[0].shard.ps]
+            calls.append(
+                Call(link, always(message), RowsPulled, "a pull of rows", numbers, bulk, body)
             )
-        if seen is not None:
-            seen.note(received.message.steps)
-        if got != lengths:
-            raise RemoteProtocolError(
-                f"/job:ps/task:{ps} sent other sizes than the rows have: "
-                f"expected {nbytes} bytes, got {sum(got)}"
-            )
+        for pulled in await together(calls):
+            if seen is not None:
+                seen.note(pulled.steps)
 
 
 def check_exist(spec: VariableSpec, rows: np.ndarray) -> None:
@@ -223,33 +196,43 @@ def _parts_of(spec: VariableSpec, rows: np.ndarray, made: np.ndarray) -> list[Wa
         rows: Each once; of more than one shard: ascending.
         made: Where they belong.
     """
-    bytes_of_all, row_bytes = to_bytes_view(made), _row_bytes(spec, made.dtype)
-    most = max(1, ROWS_PER_REQUEST_BYTES // max(1, row_bytes))
-    wanted = []
-    bounds = [0, *rows.searchsorted([shard.offset for shard in spec.shards[1:]]).tolist()]
-    for shard, begin, end in zip(spec.shards, bounds, [*bounds[1:], len(rows)], strict=True):
-        for start in range(begin, end, most):
-            stop = min(start + most, end)
-            target = bytes_of_all[start * row_bytes : stop * row_bytes]
-            wanted.append(Wanted(shard, rows[start:stop] - shard.offset, target))
-    return wanted
+    ends = [*rows.searchsorted([shard.offset for shard in spec.shards[1:]]).tolist(), len(rows)]
+    bounds = list(zip([0, *ends], ends, strict=False))
+    return _cut(spec, bounds, made, lambda shard, part: rows[part] - shard.offset)
 
 
 def _runs_of(spec: VariableSpec, rows: range, made: np.ndarray) -> list[Wanted]:
     """As ``_parts_of``, of rows that are evenly spaced."""
-    bytes_of_all, row_bytes = to_bytes_view(made), _row_bytes(spec, made.dtype)
+
+    def local(shard: ShardSpec, part: slice) -> range:
+        run = rows[part]
+        first, last = run[0] - shard.offset, run[-1] - shard.offset
+        step = run.step if first != last else 1  # of one row any number would do for numpy
+        return range(first, last + step, step)
+
+    bounds = [
+        _within(rows, shard.offset, shard.offset + (shard.shape or (0,))[0])
+        for shard in spec.shards
+    ]
+    return _cut(spec, bounds, made, local)
+
+
+def _cut(
+    spec: VariableSpec,
+    bounds: Sequence[tuple[int, int]],  # of each shard: its positions among all rows
+    made: np.ndarray,
+    local: Callable[[ShardSpec, slice], np.ndarray | range],
+) -> list[Wanted]:
+    """Return what is wanted of each shard, in parts that one message may carry."""
+    row_bytes = math.prod(spec.shape[1:]) * made.dtype.itemsize
     most = max(1, ROWS_PER_REQUEST_BYTES // max(1, row_bytes))
+    targets = to_bytes_view(made)
     wanted = []
-    for shard in spec.shards:
-        begin, end = _within(rows, shard.offset, shard.offset + (shard.shape or (0,))[0])
+    for shard, (begin, end) in zip(spec.shards, bounds, strict=True):
         for start in range(begin, end, most):
             stop = min(start + most, end)
-            part = rows[start:stop]
-            first, last = part[0] - shard.offset, part[-1] - shard.offset
-            step = part.step if first != last else 1  # of one row any number would do for numpy
-            local = range(first, last + step, step)
-            target = bytes_of_all[start * row_bytes : stop * row_bytes]
-            wanted.append(Wanted(shard, local, target))
+            target = targets[start * row_bytes : stop * row_bytes]
+            wanted.append(Wanted(shard, local(shard, slice(start, stop)), target))
     return wanted
 
 
@@ -260,7 +243,3 @@ def _within(rows: range, low: int, high: int) -> tuple[int, int]:
         return len(rows) - end, len(rows) - begin
     begin, end = (-((rows.start - bound) // rows.step) for bound in (low, high))
     return min(max(begin, 0), len(rows)), min(max(end, 0), len(rows))
-
-
-def _row_bytes(spec: VariableSpec, dtype: np.dtype) -> int:
-    return math.prod(spec.shape[1:]) * dtype.itemsize

@@ -12,65 +12,21 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from psync.client.context import current_closure, forbid_in_dataset, forbid_in_step
 from psync.client.runtime import Runtime
-from psync.cluster import ClusterSpec
 from psync.errors import ClosedError, UsageError
 from psync.net.process_state import PerProcess
 from psync.partitioners import Placement
 from psync.specs import VariableSpec
 
+if TYPE_CHECKING:
+    from psync.api.strategy import ParameterServerStrategy
 
-class Scope(Protocol):
-    """What a variable needs of the strategy in whose scope it is declared."""
 
-    origin: str
-    runtime: Runtime | None  # the coordinator's; None while no coordinator runs
-    created: bool  # a coordinator has run: variables may exist on ps tasks
-    accumulators: dict[str, Any]  # the handles of all accumulators, by name
-    accumulator_placement: Placement  # apart from that of variables
-
-    @property
-    def cluster(self) -> ClusterSpec:
-        """The training cluster."""
-
-    @property
-    def worker_index(self) -> int | None:
-        """Which worker this process is, by its place among them; None: it is none."""
-
-    @property
-    def variables(self) -> tuple[Any, ...]:
-        """The handles of all variables, in the order of declaration."""
-
-    @property
-    def trainable_variables(self) -> tuple[Any, ...]:
-        """Those that were declared trainable."""
-
-    def declare(
-        self,
-        initial_value: Any,
-        name: str,
-        dtype: object,
-        shape: tuple[int, ...] | None,
-        trainable: bool,
-        where: str,
-        *,
-        placement: Placement | None = None,
-        partitioned: bool = True,
-    ) -> VariableSpec:
-        """Place a new variable; it is created before anything needs it.
-
-        With a placement of its own it is not partitioned, and takes nobody's turn.
-        """
-
-    def declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
-        """Place a new variable beside another one, with whose value it begins."""
-
-    def add(self, variable: Any) -> None:
-        """Note the handle of a variable that was declared."""
-
+Scope: TypeAlias = "ParameterServerStrategy"
+"""That in whose scope something is declared; by this name where it cannot be imported."""
 
 open_scope: ContextVar[Scope | None] = ContextVar("psync_scope", default=None)
 

@@ -114,7 +114,7 @@ async def assign_at_once(
                     hint="assign the whole value again",
                 ) from exc
 
-    return await ps.shielded(assign)
+    return await ps.outgoing.shielded(assign)
 
 
 @asynccontextmanager
@@ -133,7 +133,7 @@ async def _locked(ps: PsClient, plan: Plan) -> AsyncIterator[int]:
         yield number
     finally:
         renewing.cancel()
-        await ps.shielded(lambda: _unlock(asked, number))
+        await ps.outgoing.shielded(lambda: _unlock(asked, number))
 
 
 async def _renew(held: Sequence[PsLink], number: int) -> None:

@@ -6,21 +6,20 @@
 A push of at most 64 KiB is no more than the second message, which carries it whole; of a larger
 one it carries ps 0's own part, if that is small.
 
-Every request may be repeated after a lost connection: a push has a number, which its client
-draws separately in each group, and by which ps 0 answers a repetition from memory.
+A push is one delivery (``client.outgoing``), numbered separately in each group.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from psync.client.known_sets import knows_set
-from psync.client.outgoing import Outgoing
+from psync.client.numbers import Numbers
 from psync.client.plans import (
     BODY_PER_REQUEST,
     MEMBERS_PER_REQUEST,
@@ -28,13 +27,14 @@ from psync.client.plans import (
     Request,
     Whole,
     body_of,
-    size_of,
+    given_of,
     whole_of,
 )
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.ps_client import PsClient, members_for
+from psync.client.ps_link import Call, ask, expect
 from psync.errors import ConfigurationError, RemoteProtocolError
-from psync.net.peer import Peer, Received
+from psync.net.peer import Peer
 from psync.numerics.blocks import BlockPool
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.wire.codec import Message
@@ -50,15 +50,28 @@ from psync.wire.sync_messages import (
 )
 from psync.wire.tensors import to_bytes_view
 
-M = TypeVar("M", bound=Message)
+ASK_FROM_SMALLS = 16
+"""More than so many small bodies, 1 MiB, are not sent before ps 0 has been asked whether they would
+be stale. The question costs a round trip each time; of less, what is sent for nothing costs no
+more."""
 
 
 @dataclass(slots=True)
 class _Group:
     """What this task knows of one group."""
 
-    pushes: Outgoing = field(default_factory=Outgoing)
+    pushes: Numbers = field(default_factory=Numbers)
     token: int | None = None  # the last one
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    """What every message of a push says of it."""
+
+    group: int
+    config: dict[str, Any]
+    number: int
+    local_step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,51 +151,51 @@ class SyncClient:
                     f"{MEMBERS_PER_REQUEST} shards and {BODY_PER_REQUEST >> 30} GiB",
                     hint="spread the variables over more ps tasks",
                 )
-        known = self._groups.setdefault(group, _Group())
-        number = known.pushes.draw()
-
-        along: Whole | None = None
-        rows: list[int] | None = None
+        known = self._groups.get(group)
+        if known is None:
+            known = self._groups[group] = _Group()
+        pushes = known.pushes
         wanted: Wanted | None = None
-        next_set: Whole | None = None
 
-        def build(peer: Peer) -> Contribute:
-            if wanted is not None:
-                wanted.arrays = None  # of an answer that did not come in whole
-            defines = None if group in self._deciding else config
-            return Contribute(
-                group, defines, number, known.pushes.acked_below, closure, ordinal, plan.digest,
-                local_step, weight, *_named(peer, along), *_named(peer, next_set), rows,
-                plan.spread,
-            )  # fmt: skip
-
-        def into(message: Message, lengths: tuple[int, ...]) -> list[memoryview]:
-            if wanted is None or lengths != wanted.plan.whole.lengths:
-                raise RemoteProtocolError("ps 0 sent other values with a token than were wanted")
-            return wanted.receive(self._pool)
-
-        try:
-            along, segments, rows = await self._stage_large(
-                plan, gradients, group, config, number, local_step
-            )
+        with self._ps.outgoing.numbered([pushes]) as (number,):
+            push = _Push(group, config, number, local_step)
+            along, segments, rows = await self._stage_large(plan, gradients, push)
+            next_set = None
             if ahead is not None and (wanted := ahead.want()) is not None:
                 next_set = wanted.plan.whole
                 asyncio.get_running_loop().call_soon(wanted.make_room, self._pool)  # meanwhile
+
+            def build(peer: Peer) -> Contribute:
+                if wanted is not None:
+                    wanted.arrays = None  # of an answer that did not come in whole
+                return Contribute(
+                    group, None if group in self._deciding else config, push.number,
+                    pushes.acked_below, closure, ordinal, plan.digest, local_step, weight,
+                    *_named(peer, along), *_named(peer, next_set), rows, plan.spread,
+                )  # fmt: skip
+
             received = await self._ps.links[0].call(
                 build,
                 segments,
-                into=into,
+                into=functools.partial(self._receive, wanted),
                 set_ids=[-each.set_id for each in (along, next_set) if each],
                 at_once=True,  # this task has nothing else to say before it is answered
             )
-        finally:
-            known.pushes.answered(number)
+
         self._deciding.add(group)
-        answer = _expect(received, Contributed, "a push")
+        answer = expect(received, Contributed, self._ps.links[0].task, "a push")
         known.token = answer.token
         if ahead is not None:
             ahead.put(wanted, group, answer.token)
         return answer
+
+    def _receive(
+        self, wanted: Wanted | None, message: Message, lengths: tuple[int, ...]
+    ) -> list[memoryview]:
+        """Return where values belong that come with a token: as ``Into``."""
+        if wanted is None or lengths != wanted.plan.whole.lengths:
+            raise RemoteProtocolError("ps 0 sent other values with a token than were wanted")
+        return wanted.receive(self._pool)
 
     async def init_tokens(self, group: int, config: dict[str, Any], count: int) -> int:
         """Put the initial tokens of a group, if nobody has yet; return the group's step.
@@ -193,18 +206,16 @@ class SyncClient:
 
         Cancellation: Safe; they may have been put.
         """
-        received = await self._ps.links[0].call(lambda peer: InitTokens(group, config, count))
+        tokens = InitTokens(group, config, count)
+        present, _ = await ask(self._ps.links[0], tokens, SyncStep)
         self._deciding.add(group)
-        return _expect(received, SyncStep, "initial tokens").step
+        return present.step
 
     async def _stage_large(
         self,
         plan: Plan,
         gradients: Sequence[np.ndarray | IndexedSlices],
-        group: int,
-        config: dict[str, Any],
-        number: int,
-        local_step: int,
+        push: _Push,
     ) -> tuple[Whole | None, Sequence[Segment], list[int] | None]:
         """Stage what is too large to go along with the word that decides.
 
@@ -216,46 +227,27 @@ class SyncClient:
             views = list(map(to_bytes_view, arrays))
             return plan.whole, [views[i][start:end] for i, start, end in plan.whole.cuts], None
         parts = self._parts(plan, gradients)
-        if await self._is_over(parts, group, local_step):
+        if await self._is_over(parts, push):
             return None, (), None
         own = _small_part_of_ps_0(parts)
-        staged = [part for part in parts if part is not own]
-        await self._stage(staged, group, config, number, local_step)
+        await self._stage([part for part in parts if part is not own], push)
         if own is None:
             return None, (), None
         return whole_of([own.request]), own.segments, own.rows
 
     def _parts(self, plan: Plan, gradients: Sequence[np.ndarray | IndexedSlices]) -> list[_Part]:
         """Return what goes to each ps."""
-        given = [
-            self._ps.in_order(gradient)
-            if isinstance(gradient, IndexedSlices)
-            else to_bytes_view(gradient)
-            for gradient in gradients
-        ]
-        parts = []
-        for request in plan.requests:
-            segments, rows = body_of(request, given)
-            nbytes = request.nbytes if rows is None else sum(map(size_of, segments))
-            parts.append(_Part(request, segments, rows, nbytes))
-        return parts
+        given = given_of(self._ps.in_order(gradients))
+        return [_Part(request, *body_of(request, given)) for request in plan.requests]
 
-    async def _is_over(self, parts: Sequence[_Part], group: int, local_step: int) -> bool:
+    async def _is_over(self, parts: Sequence[_Part], push: _Push) -> bool:
         """Ask ps 0, before many bytes travel, whether the push would be stale."""
-        if sum(part.nbytes for part in parts) <= SMALL_BODY_BYTES:
+        if sum(part.nbytes for part in parts) <= ASK_FROM_SMALLS * SMALL_BODY_BYTES:
             return False
-        received = await self._ps.links[0].call(lambda peer: AskStep(group))
-        present = _expect(received, SyncStep, "a question for the step")
-        return (local_step if local_step >= 0 else present.first) < present.step
+        present, _ = await ask(self._ps.links[0], AskStep(push.group), SyncStep)
+        return (push.local_step if push.local_step >= 0 else present.first) < present.step
 
-    async def _stage(
-        self,
-        parts: Sequence[_Part],
-        group: int,
-        config: dict[str, Any],
-        number: int,
-        local_step: int,
-    ) -> None:
+    async def _stage(self, parts: Sequence[_Part], push: _Push) -> None:
         """Send each ps its part.
 
         Whether one says "stale" makes no difference: ps 0 decides before any ps can know, so it
@@ -263,28 +255,25 @@ class SyncClient:
         """
         if not parts:
             return
+        calls = [self._stage_part(part, push) for part in parts]
+        await self._ps.outgoing.together(calls)
+        self._staging.update((call.link.index, push.group) for call in calls)
 
-        async def send(part: _Part) -> None:
-            request = part.request
-            ps = request.ps
+    def _stage_part(self, part: _Part, push: _Push) -> Call[Staged]:
+        request = part.request
+        place = request.ps, push.group
 
-            def build(peer: Peer) -> StagePush:
-                defines = None if (ps, group) in self._staging else config
-                members = members_for(peer, request)
-                return StagePush(
-                    group, defines, number, local_step, request.set_id, members, part.rows
-                )
+        def build(peer: Peer) -> StagePush:
+            return StagePush(
+                push.group, None if place in self._staging else push.config, push.number,
+                push.local_step, request.set_id, members_for(peer, request), part.rows,
+            )  # fmt: skip
 
-            received = await self._ps.links[ps].call(
-                build,
-                part.segments,
-                bulk=part.nbytes > SMALL_BODY_BYTES,
-                set_id=request.set_id,
-            )
-            _expect(received, Staged, "a part of a push")
-            self._staging.add((ps, group))
-
-        await self._ps.together([send(part) for part in parts])
+        return Call(
+            self._ps.links[request.ps], build, Staged, "a part of a push", part.segments,
+ part.nbytes > SMALL_BODY_BYTES,
+            set_ids=(request.set_id,),
+        )  # fmt: skip
 
 
 def _small_part_of_ps_0(parts: Sequence[_Part]) -> _Part | None:
@@ -302,11 +291,4 @@ def _named(peer: Peer, known: Whole | None) -> tuple[int, list[tuple[int, int, i
     """
     if known is None:
         return -1, None
-    return known.set_id, None if knows_set(peer, -known.set_id) else known.members
-
-
-def _expect(received: Received, kind: type[M], question: str) -> M:
-    message = received.message
-    if not isinstance(message, kind):
-        raise RemoteProtocolError(f"a ps answered {question} with {type(message).__name__}")
-    return message
+    return known.set_id, None if -known.set_id in peer.state["sets"] else known.members

@@ -214,7 +214,8 @@ class MonitoredTrainingSession:
     async def _use(self, runtime: Runtime) -> None:
         self.strategy.runtime = runtime
         self.strategy.created = True
-        await runtime.ensure_created()
+        if runtime.ensure_created is not None:
+            await runtime.ensure_created()
         for hook in self._hooks:
             await hook.after_create_session(self)
 
@@ -356,7 +357,7 @@ class MonitoredTrainingSession:
         timeout_s = LEAVE_TIMEOUT_S if error is None and self.is_chief else GOODBYE_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
-                await links.ps.drain()
+                await links.ps.outgoing.drain()
                 if self.is_chief and error is not None:
                     await links.end_training(_failure_of_chief(error), failed=True)
                 else:

@@ -46,6 +46,15 @@ class OwnTask:
         """Where it is known."""
         return self.cluster.task_address(self.job, self.index)
 
+    def addresses_of(self, jobs: Sequence[str]) -> dict[str, str]:
+        """Return where the tasks of these jobs are, by name, so far as the cluster has them."""
+        return {
+            task_name(job, index): self.cluster.task_address(job, index)
+            for job in jobs
+            if job in self.cluster.jobs
+            for index in self.cluster.task_indices(job)
+        }
+
 
 def own_task(resolver: ClusterResolver | None) -> OwnTask:
     """Return which task a resolver says this process is; without one, ``TF_CONFIG`` says it.
@@ -91,7 +100,6 @@ async def shut_down(own: OwnTask, jobs: Sequence[str], began: int) -> None:
 
     Cancellation: Who has not heard it stays.
     """
-    cluster = own.cluster
     try:
         # If there is no secret, main() has allowed that or has failed: it was said before.
         platform = platform_of(own.resolver, own.address, insecure=True, warn=logger.debug)
@@ -110,11 +118,7 @@ async def shut_down(own: OwnTask, jobs: Sequence[str], began: int) -> None:
             except PsyncError as exc:
                 logger.info("%s was not told to exit: %s", name, exc)
 
-    tasks = {
-        task_name(job, index): cluster.task_address(job, index)
-        for job in jobs
-        for index in cluster.task_indices(job)
-    } | (added_workers.get() or {})
+    tasks = own.addresses_of(jobs) | (added_workers.get() or {})
     try:
         await asyncio.gather(*(tell(name, address) for name, address in tasks.items()))
     finally:

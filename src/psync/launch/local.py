@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import sysconfig
-from types import TracebackType
 from typing import Self
 
 from psync.cluster import ClusterSpec
@@ -105,7 +104,7 @@ class LocalCluster:
         self._resources: contextlib.AsyncExitStack | None = None  # None before start
         self._resolver: LocalClusterResolver | None = None
         self._given_up = GivenUp()  # those that died too often, or have left
-        self._watchers: set[asyncio.Task[None]] = set()
+        self._watchers: list[asyncio.Task[None]] = []
         self.tasks: dict[str, TaskProcess] = {}  # the newest process of each, as "worker-0"
 
     def __repr__(self) -> str:
@@ -130,12 +129,7 @@ class LocalCluster:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.stop()
 
     async def start(self) -> None:
@@ -195,40 +189,32 @@ class LocalCluster:
         name = f"{job}-{index}"
         self.tasks[name] = group.start_task(job, index)
 
-        def give_up(why: str) -> None:
-            group.abandon(job, index)
-            self._given_up.note(group.cluster[job][index], why)
-
         async def watch() -> None:
             policy = RestartPolicy(self._max_restarts)
-            loop = asyncio.get_running_loop()
+            level = logging.ERROR
             while True:
                 code = await self.tasks[name].wait()
+                death = describe_exit(code)
                 if job == "worker" and code == 0:  # it was asked to leave, and did
-                    why = "has ended by itself and is not started again"
-                    logger.info("%s %s", name, why)
-                    give_up(why)
-                    return
-                if not policy.allow(loop.time()):
-                    why = f"{describe_exit(code)} and is not started again ({policy.exceeded})"
-                    logger.error("%s %s", name, why)
-                    give_up(why)
-                    return
-                logger.warning("%s %s and is started again", name, describe_exit(code))
+                    level, why = logging.INFO, "has ended by itself and is not started again"
+                    break
+                if not policy.allow(asyncio.get_running_loop().time()):
+                    why = f"{death} and is not started again ({policy.exceeded})"
+                    break
+                logger.warning("%s %s and is started again", name, death)
                 try:
                     self.tasks[name] = group.start_task(job, index)
                 except OSError as exc:
-                    why = f"{describe_exit(code)} and could not be started again: {exc}"
-                    logger.error("%s %s", name, why)
-                    give_up(why)
-                    return
+                    why = f"{death} and could not be started again: {exc}"
+                    break
+            logger.log(level, "%s %s", name, why)
+            group.abandon(job, index)
+            self._given_up.note(group.cluster[job][index], why)
 
-        task = asyncio.get_running_loop().create_task(watch())
-        self._watchers.add(task)
-        task.add_done_callback(self._watchers.discard)
+        self._watchers.append(asyncio.get_running_loop().create_task(watch()))
 
     async def _stop_watching(self) -> None:
-        for task in list(self._watchers):
+        for task in self._watchers:
             task.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
 

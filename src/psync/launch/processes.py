@@ -28,6 +28,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from psync.errors import BusyError, ClosedError, ConfigurationError
@@ -50,13 +51,13 @@ TUNING = {
 Output = Literal["prefixed", "inherited", "discarded"]
 
 
+@dataclass(eq=False)
 class RestartPolicy:
     """How often one task may be started again: ``limit`` times within ``window_s`` seconds."""
 
-    def __init__(self, limit: int, window_s: float = 60.0) -> None:
-        self.limit = limit
-        self.window_s = window_s
-        self._restarts: deque[float] = deque()  # times of those within the window, oldest first
+    limit: int
+    window_s: float = 60.0
+    _restarts: deque[float] = field(default_factory=deque)  # of those within the window, in order
 
     @property
     def exceeded(self) -> str:

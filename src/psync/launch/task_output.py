@@ -20,9 +20,8 @@ from typing import TextIO
 
 from psync.errors import ConfigurationError
 
-MAX_LINE_CHARS = (
-    64 * 1024
-)  # so that a task that prints no newline cannot fill the launcher's memory
+MAX_LINE_CHARS = 64 * 1024
+"""So that a task that prints no newline cannot fill the launcher's memory."""
 
 Sink = Callable[[str], None]
 
@@ -141,10 +140,7 @@ class LineForwarder:
         self._sink: Sink | None = sink  # None once it has failed
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
-        self._rest: list[
-            str
-        ] = []  # of the line that has not ended; a list, for it may come byte by byte
-        self._rest_chars = 0
+        self._rest = io.StringIO()  # of the line that has not ended
 
     def feed(self, data: bytes) -> None:
         """Take bytes as they came from the pipe."""
@@ -153,24 +149,21 @@ class LineForwarder:
     def close(self) -> None:
         """The pipe is at its end: send what is left, as a line."""
         self._take(self._decoder.decode(b"", final=True))
-        if self._rest:
+        if self._rest.tell():
             self._send(self._end_line(""))
 
     def _take(self, text: str) -> None:
         *whole, rest = text.split("\n")
         lines = "".join([self._end_line(line) for line in whole])
-        if rest:
-            self._rest.append(rest)
-            self._rest_chars += len(rest)
-        if self._rest_chars > MAX_LINE_CHARS:
+        self._rest.write(rest)
+        if self._rest.tell() > MAX_LINE_CHARS:
             lines += self._end_line("")
         if lines:
             self._send(lines)
 
     def _end_line(self, text: str) -> str:
-        line = "".join((*self._rest, text))
-        self._rest.clear()
-        self._rest_chars = 0
+        line = self._rest.getvalue() + text
+        self._rest = io.StringIO()
         starts = range(0, max(len(line), 1), MAX_LINE_CHARS)  # an empty line is a line
         return "".join([f"{self._prefix}{line[i : i + MAX_LINE_CHARS]}\n" for i in starts])
 

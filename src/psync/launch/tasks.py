@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from psync.cluster import task_name
 from psync.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -175,12 +174,7 @@ def _evaluate(
         )
     fd = os.environ.pop("PSYNC_RUN_FD", None)
     patience = chief_timeouts(os.environ)
-    tasks = {
-        task_name(job, index): own.cluster.task_address(job, index)
-        for job in ("ps", "worker")
-        if job in own.cluster.jobs
-        for index in own.cluster.task_indices(job)
-    }
+    tasks = own.addresses_of(("ps", "worker"))
 
     async def evaluate() -> None:
         training_began.set(began)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from psync.errors import ConfigurationError
+from psync.net.tls_config import CA_FILE, CERT_FILE, KEY_FILE
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-CA_NAME, CERT_NAME, KEY_NAME = "ca.pem", "cert.pem", "key.pem"
 SKEW = datetime.timedelta(hours=1)
 """Clocks of hosts may differ by that much."""
 
@@ -68,33 +68,33 @@ def mint(hosts: Sequence[str], days: float, now: datetime.datetime | None = None
     return Certificates(authority.certificate, *authority.issue(hosts))
 
 
-def write(certificates: Certificates, directory: Path) -> tuple[Path, Path, Path]:
+def write(certificates: Certificates, directory: Path) -> dict[str, str]:
     """Write the files ``ca.pem``, ``cert.pem`` and ``key.pem`` (mode 600) into a directory.
 
     Returns:
-        Their paths, in this order.
+        The environment variables with which tasks use them.
 
     Raises:
         ConfigurationError: If one of them is there already, or cannot be written: then none is
             left.
     """
     contents = (
-        (CA_NAME, certificates.ca, 0o644),
-        (CERT_NAME, certificates.cert, 0o644),
-        (KEY_NAME, certificates.key, 0o600),
+        (CA_FILE, "ca.pem", certificates.ca, 0o644),
+        (CERT_FILE, "cert.pem", certificates.cert, 0o644),
+        (KEY_FILE, "key.pem", certificates.key, 0o600),
     )
-    written: list[Path] = []
+    written: dict[str, str] = {}
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name, content, mode in contents:
-            path = directory / name
+        for variable, name, content, mode in contents:
+            path = str(directory / name)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            written.append(path)
+            written[variable] = path
             with open(descriptor, "wb") as file:
                 file.write(content)
     except OSError as exc:
-        for path in written:
-            path.unlink(missing_ok=True)
+        for path in written.values():
+            Path(path).unlink(missing_ok=True)
         hint = None
         if isinstance(exc, FileExistsError):
             hint = "choose another directory, or remove it: a new key fits no old certificate"
@@ -102,8 +102,7 @@ def write(certificates: Certificates, directory: Path) -> tuple[Path, Path, Path
             f"{exc.filename or directory}: cannot be written: {(exc.strerror or str(exc)).lower()}",
             hint=hint,
         ) from exc
-    ca, cert, key = written
-    return ca, cert, key
+    return written
 
 
 @contextlib.contextmanager
@@ -120,13 +119,4 @@ def temporary(days: float) -> Iterator[dict[str, str]]:
     """
     made = mint(LOCAL_HOSTS, days)
     with tempfile.TemporaryDirectory(prefix="psync-tls-") as directory:  # mode 700
-        yield variables(*write(made, Path(directory)))
-
-
-def variables(ca: Path, cert: Path, key: Path) -> dict[str, str]:
-    """Return the environment variables with which tasks use these files."""
-    return {
-        "PSYNC_TLS_CA_FILE": str(ca),
-        "PSYNC_TLS_CERT_FILE": str(cert),
-        "PSYNC_TLS_KEY_FILE": str(key),
-    }
+        yield write(made, Path(directory))

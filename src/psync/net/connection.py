@@ -19,12 +19,13 @@ import contextlib
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from psync.errors import ConnectionLost, PsyncError
+from psync.errors import ConnectionLost, LocalProtocolError, PsyncError
 from psync.wire import protocol as wire
-from psync.wire.frames import SMALL_BODY_BYTES, Buffer, Frame
+from psync.wire.codec import Message, encode
+from psync.wire.frames import SMALL_BODY_BYTES, Buffer, Frame, Segment, encode_frame
 from psync.wire.messages import Refused
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Connection(asyncio.BufferedProtocol):
     nobody knows how much was read or written.
 
     Args:
-        protocol: Cuts what is read into frames.
+        protocol: Shakes hands; its decoder cuts what is read into frames.
         opened: Called when the handshake is over.
         received: Called with each frame that came in. What it raises ends the connection.
         closed: Called once when the connection is gone, with the reason, also when it never opened.
@@ -69,6 +70,9 @@ class Connection(asyncio.BufferedProtocol):
         self.on_made: Callable[[object], None] | None = None
         self.bytes_received = 0
         self.bytes_sent = 0
+        self._decoder = protocol.decoder
+        # Where the next bytes belong is the decoder's to say, and asked for each read.
+        self.get_buffer = protocol.decoder.get_buffer  # type: ignore[method-assign]
         self._opened = opened
         self._received = received
         self._closed = closed
@@ -105,10 +109,6 @@ class Connection(asyncio.BufferedProtocol):
                 return
         self._go_on_shaking_hands()
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where the next bytes belong."""
-        return self.wire.get_buffer()
-
     def buffer_updated(self, nbytes: int) -> None:
         """Decode what came, hand it to the owner, and send what the owner has to say to it."""
         self.bytes_received += nbytes
@@ -116,14 +116,15 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._flush_due = True  # below: no need to come back for it
         try:
-            if not self._open:
+            if self._open:
+                frame = self._decoder.buffer_updated(nbytes)
+            else:
                 self.wire.bind(self._transport.get_extra_info("channel_binding", b""))
-            frame = self.wire.received(nbytes)
-            if not self._open:
+                self.wire.received(nbytes)
                 frame = self._go_on_shaking_hands()
             while frame is not None and not self._closing:
                 self._received(frame)
-                frame = self.wire.next_frame()
+                frame = self._decoder.next_frame()
         except Exception as exc:
             self.fail(exc)
         self.flush()
@@ -148,7 +149,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the owner, once."""
         error = self._error or exc
-        if error is None and self.wire.decoder.receiving and not self._closing:
+        if error is None and self._decoder.receiving and not self._closing:
             error = ConnectionLost("the peer closed the connection in the middle of a message")
         self._closing = True
         self._small.clear()
@@ -158,6 +159,27 @@ class Connection(asyncio.BufferedProtocol):
         self._closed(error)
 
     # For the owner.
+
+    def send_message(
+        self,
+        kind: int,
+        request_id: int,
+        message: Message | None = None,
+        segments: Sequence[Segment] = (),
+    ) -> list[Buffer]:
+        """Make a frame, ``send`` it, and return its buffers.
+
+        Raises:
+            LocalProtocolError: It is larger than the limits allow.
+        """
+        try:
+            header = b"" if message is None else encode(message)
+            buffers = encode_frame(kind, request_id, header, segments, self.wire.limits)
+        except LocalProtocolError as exc:
+            exc.add_note(f"while sending {type(message).__name__} to {self.wire.peer_task}")
+            raise
+        self.send(buffers)
+        return buffers
 
     def send(self, buffers: list[Buffer]) -> None:
         """Send one message; does nothing on a closing connection.
@@ -273,14 +295,14 @@ class Connection(asyncio.BufferedProtocol):
     def _go_on_shaking_hands(self) -> Frame | None:
         """Say what there is to say; once open, return the first frame if it is there."""
         self._write(self.wire.data_to_send())
-        if self.wire.close_expected():
+        if self.wire.state is wire.State.CLOSED:
             self.close()
         elif self.wire.state is wire.State.OPEN:
             self._open = True
             self._deadline.cancel()
             self._opened()
             if not self._closing:
-                return self.wire.next_frame()
+                return self._decoder.next_frame()
         return None
 
     def _give_up(self) -> None:

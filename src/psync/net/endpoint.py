@@ -149,33 +149,30 @@ class Endpoint:
         Cancellation: Safe; the connection is closed.
         """
         self._check_not_closed()
-        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def on_opened(peer: Peer) -> None:
-            if not opened.done():
-                opened.set_result(None)
+        over = asyncio.Event()  # the handshake
 
         def on_closed(peer: Peer, error: Exception | None) -> None:
             self._peers.pop(peer, None)
-            if opened.done():
-                if peer.task:  # else the caller is told
-                    self._report_closed(peer, error)
-            elif isinstance(error, ProtocolError | AuthenticationError | FencedError):
-                opened.set_exception(error)
-            else:
-                why = _one_line(error) if error is not None else "the connection was closed"
-                opened.set_exception(ConnectFailed(f"{expect} at {address}: {why}"))
+            if peer.task:  # else the caller is told
+                self._report_closed(peer, error)
+            over.set()
 
         secret, incarnation = self.platform.secret, self.incarnation
+        seconds = self.platform.limits.handshake_seconds
         handshake = ClientHandshake(
             secret.value if secret is not None else None,
             self.task, incarnation, lane, self.platform.random_bytes(NONCE_BYTES), expect,
         )  # fmt: skip
-        peer = self._new_peer(handshake, on_opened, on_closed)
+        peer = self._new_peer(handshake, lambda peer: over.set(), on_closed)
         try:
-            async with asyncio.timeout(self.platform.limits.handshake_seconds):
+            async with asyncio.timeout(seconds):
                 await self.platform.network.connect(address, lambda: peer.connection)
-                await opened
+                await over.wait()
+            if not peer.task:
+                if isinstance(peer.error, ProtocolError | AuthenticationError | FencedError):
+                    raise peer.error
+                why = "the connection was closed" if peer.error is None else _one_line(peer.error)
+                raise ConnectFailed(f"{expect} at {address}: {why}")
             if incarnation != self.incarnation:  # who speaks over it would be taken for another
                 raise ConnectFailed(
                     f"{expect} at {address}: the connection was begun under incarnation "
@@ -184,15 +181,10 @@ class Endpoint:
         except BaseException as exc:
             self._peers.pop(peer, None)
             peer.abort()
-            if not opened.cancel() and not opened.cancelled():
-                opened.exception()  # seen, even if something else came first
-            if isinstance(exc, PsyncError):
-                raise
-            if isinstance(exc, TimeoutError):
-                seconds = self.platform.limits.handshake_seconds
-                raise ConnectFailed(f"{expect} at {address}: no answer within {seconds} s") from exc
-            if isinstance(exc, OSError):
-                raise ConnectFailed(f"{expect} at {address}: {reason(exc)}") from exc
+            if isinstance(exc, OSError) and not isinstance(exc, PsyncError):
+                late = f"no answer within {seconds} s"
+                why = late if isinstance(exc, TimeoutError) else reason(exc)
+                raise ConnectFailed(f"{expect} at {address}: {why}") from exc
             raise
         return peer
 
@@ -292,15 +284,14 @@ class Endpoint:
         limits, secret = self.platform.limits, self.platform.secret
         handshake = ServerHandshake(
             secret.value if secret is not None else None,
-            self.task, self.incarnation, self.platform.random_bytes(NONCE_BYTES),
+            self.task, self.incarnation, self.platform.random_bytes(NONCE_BYTES), self._admit,
         )  # fmt: skip
-        refused: Refused | None = None
-        if len(self._peers) >= limits.connections:
-            refused = Refused("full", f"it has {limits.connections} connections")
-        peer = self._new_peer(
-            handshake, self._on_accepted_opened, self._on_accepted_closed, refused
-        )
-        if refused is None:
+        is_full = len(self._peers) >= limits.connections
+        peer = self._new_peer(handshake, self._on_accepted_opened, self._on_accepted_closed)
+        if is_full:
+            full = Refused("full", f"it has {limits.connections} connections")
+            peer.connection.wire.refuse(full)
+        else:
             peer.connection.on_made = functools.partial(self._take_place, peer)
         if self._closed:
             peer.abort()
@@ -350,11 +341,10 @@ class Endpoint:
         handshake: ClientHandshake | ServerHandshake,
         on_opened: Callable[[Peer], None],
         on_closed: Callable[[Peer, Exception | None], None],
-        refused: Refused | None = None,
     ) -> Peer:
         peer = Peer(
             handshake, self.handlers, self.pool, self.platform.limits, self._spawn,
-            on_opened, on_closed, self._admit, refused, self.platform.parts.of(RequestServer),
+            on_opened, on_closed, self.platform.parts.of(RequestServer),
         )  # fmt: skip
         self._peers[peer] = None
         return peer

@@ -120,10 +120,7 @@ class FailedHandshakes:
             return False
         before = self._left(source, now)
         left = max(before - failures, 0.0)
-        self._buckets.pop(source, None)
-        self._buckets[source] = (left, now)
-        if len(self._buckets) > self._addresses:
-            del self._buckets[next(iter(self._buckets))]
+        _remember(self._buckets, source, (left, now), self._addresses)
         return left < 1 <= before
 
     def succeeded(self, source: str | None) -> None:
@@ -131,10 +128,7 @@ class FailedHandshakes:
         if source is None:
             return
         self._buckets.pop(source, None)
-        self._proved.pop(source, None)
-        self._proved[source] = None
-        if len(self._proved) > self._addresses:
-            del self._proved[next(iter(self._proved))]
+        _remember(self._proved, source, None, self._addresses)
 
     def place(self, source: str | None) -> Place:
         """Return the claim to a place of somebody who comes from there. This machine is known."""
@@ -143,6 +137,14 @@ class FailedHandshakes:
     def _left(self, source: str, now: float) -> float:
         left, then = self._buckets.get(source, (self._per_minute, now))
         return min(left + (now - then) * self._per_minute / MINUTE_S, self._per_minute)
+
+
+def _remember(known: dict[str, K], source: str, what: K, most: int) -> None:
+    """Note the latest, and forget the first of more than ``most``."""
+    known.pop(source, None)
+    known[source] = what
+    if len(known) > most:
+        del known[next(iter(known))]
 
 
 class LogQuota:

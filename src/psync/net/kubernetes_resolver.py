@@ -19,6 +19,7 @@ import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -165,34 +166,16 @@ class KubernetesClusterResolver(ClusterResolver):
         """
         return self._found.cluster_spec()
 
-    @property
-    def task_type(self) -> str | None:
-        """Job of this pod; None if it carries none of the labels. May be assigned.
+    def _said(self, answer: str) -> Any:
+        """Find this pod's task; it has none if it carries none of the labels.
 
         Raises:
             ConfigurationError: If pods are found by their names, and this one has none of them.
         """
-        return self._own()[0] if self._task_type is None else self._task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """Index of this pod in its job; None if it carries none of the labels. May be assigned.
-
-        Raises:
-            ConfigurationError: As ``task_type``.
-        """
-        return self._own()[1] if self._task_id is None else self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    def _own(self) -> tuple[str, int] | tuple[None, None]:
-        return self._found.task_of(self._host)
+        if answer not in ("task_type", "task_id"):
+            return None
+        task_type, task_id = self._found.task_of(self._host)
+        return task_type if answer == "task_type" else task_id
 
 
 class _Names:
@@ -250,61 +233,52 @@ class _Names:
         )
 
 
+@dataclass
 class _Labels:
     """Tasks whose pods carry given labels."""
 
-    def __init__(
-        self,
-        client: PodLister,
-        namespace: str,
-        selectors: dict[str, tuple[str, ...]],
-        counts: dict[str, int],
-        port: int,
-        use_pod_ip: bool,
-        timeout_s: float,
-    ) -> None:
-        self._client = client
-        self._namespace = namespace
-        self._selectors = selectors
-        self._counts = counts
-        self._port = port
-        self._use_pod_ip = use_pod_ip
-        self._timeout_s = timeout_s
-        self._pods: dict[str, list[Any]] | None = None  # as found last; None before
+    client: PodLister
+    namespace: str
+    selectors: dict[str, tuple[str, ...]]
+    counts: dict[str, int]
+    port: int
+    use_pod_ip: bool
+    timeout_s: float
+    pods: dict[str, list[Any]] | None = None  # as found last; None before
 
     def cluster_spec(self) -> ClusterSpec:
         start = time.monotonic()
         reported = start
         while True:
-            self._pods, missing = {}, []
-            for job in self._selectors:
-                self._pods[job], reasons = self._running(job)
+            self.pods, missing = {}, []
+            for job in self.selectors:
+                self.pods[job], reasons = self._running(job)
                 missing += reasons
             if not missing:
                 break
             now = time.monotonic()
             why = "; ".join(missing)
-            if now - start >= self._timeout_s:
+            if now - start >= self.timeout_s:
                 raise ConnectFailed(
-                    f"{_SOURCE}: not all pods run after {self._timeout_s:g} s: {why}",
-                    hint=f"kubectl describe pods --namespace {self._namespace}",
+                    f"{_SOURCE}: not all pods run after {self.timeout_s:g} s: {why}",
+                    hint=f"kubectl describe pods --namespace {self.namespace}",
                 )
             if now - reported >= REPORT_EVERY_S:
                 reported = now
                 logger.warning("%s has been waiting for %.0f s: %s", _SOURCE, now - start, why)
-            time.sleep(min(POLL_S, start + self._timeout_s - now))
-        jobs = {job: [self._address(pod) for pod in pods] for job, pods in self._pods.items()}
+            time.sleep(min(POLL_S, start + self.timeout_s - now))
+        jobs = {job: [self._address(pod) for pod in pods] for job, pods in self.pods.items()}
         try:
             return ClusterSpec(jobs)
         except ConfigurationError as exc:
-            hint = None if self._use_pod_ip else "use_pod_ip=True: a host has several of the pods"
+            hint = None if self.use_pod_ip else "use_pod_ip=True: a host has several of the pods"
             raise ConfigurationError(f"{_SOURCE}: {exc.message}", hint=hint) from None
 
     def task_of(self, host: str) -> tuple[str, int] | tuple[None, None]:
-        if self._pods is None:
+        if self.pods is None:
             self.cluster_spec()
-        assert self._pods is not None  # a cluster_spec that returns has found them
-        for job, pods in self._pods.items():
+        assert self.pods is not None  # a cluster_spec that returns has found them
+        for job, pods in self.pods.items():
             for index, pod in enumerate(pods):
                 name = str(pod.metadata.name)
                 # A pod of an indexed Job is called NAME-INDEX-xxxxx, and its host NAME-INDEX.
@@ -315,7 +289,7 @@ class _Labels:
     def _running(self, job: str) -> tuple[list[Any], list[str]]:
         """Return the pods that run, in order, and for what else there is to wait."""
         running, reasons = [], []
-        for selector in self._selectors[job]:
+        for selector in self.selectors[job]:
             for pod in self._list(selector):
                 phase = pod.status.phase
                 if phase in _ENDED or getattr(pod.metadata, "deletion_timestamp", None):
@@ -326,21 +300,21 @@ class _Labels:
                     reasons.append(f'pod "{pod.metadata.name}" has no address yet')
                 else:
                     running.append(pod)
-        expected = self._counts.get(job)
+        expected = self.counts.get(job)
         if expected is not None and len(running) != expected:
             reasons.append(f"{len(running)} of {expected} pods of job {job!r} run")
         elif not running and not reasons:
-            labels = " or ".join(map(repr, self._selectors[job]))
-            reasons.append(f"no pod with {labels} runs in namespace {self._namespace!r}")
+            labels = " or ".join(map(repr, self.selectors[job]))
+            reasons.append(f"no pod with {labels} runs in namespace {self.namespace!r}")
         return running, reasons
 
     def _list(self, selector: str) -> list[Any]:
         """Return the pods with these labels in the order of their names, 10 after 2."""
         try:
-            pods = self._client.list_namespaced_pod(self._namespace, label_selector=selector).items
+            pods = self.client.list_namespaced_pod(self.namespace, label_selector=selector).items
         except Exception as exc:  # of the client, its HTTP library, or the API
             raise ConnectFailed(
-                f"{_SOURCE}: the pods with {selector!r} in namespace {self._namespace!r} could not "
+                f"{_SOURCE}: the pods with {selector!r} in namespace {self.namespace!r} could not "
                 f"be listed: {exc}",
                 hint="the service account needs a role of that namespace that may list pods; "
                 "with jobs=… and service=… it needs none",
@@ -348,11 +322,11 @@ class _Labels:
         return sorted(pods, key=lambda pod: _in_parts(str(pod.metadata.name)))
 
     def _ip(self, pod: Any) -> Any:
-        return pod.status.pod_ip if self._use_pod_ip else pod.status.host_ip
+        return pod.status.pod_ip if self.use_pod_ip else pod.status.host_ip
 
     def _address(self, pod: Any) -> str:
         ip = self._ip(pod)
-        return f"[{ip}]:{self._port}" if ":" in ip else f"{ip}:{self._port}"
+        return f"[{ip}]:{self.port}" if ":" in ip else f"{ip}:{self.port}"
 
 
 def _in_parts(name: str) -> list[tuple[int, str]]:

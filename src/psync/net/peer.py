@@ -11,6 +11,7 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from psync.errors import (
@@ -21,25 +22,39 @@ from psync.errors import (
     RemoteProtocolError,
 )
 from psync.net.connection import Connection
-from psync.net.serving import Call, Refusal, RequestServer, Spawn, Then, fail
 from psync.net.serving import Handler as Handler
 from psync.net.serving import Into as Into
 from psync.net.serving import Later as Later
 from psync.net.serving import Received as Received
 from psync.net.serving import Reply as Reply
+from psync.net.serving import RequestServer, Spawn, fail
 from psync.numerics.blocks import BlockPool
-from psync.wire.codec import Message, decode, encode
-from psync.wire.frames import SMALL_BODY_BYTES, Buffer, Frame, Kind, Segment, encode_frame
+from psync.wire.codec import Message, decode
+from psync.wire.frames import SMALL_BODY_BYTES, Buffer, Frame, Kind, Segment
 from psync.wire.handshake import ClientHandshake, ServerHandshake
 from psync.wire.limits import Limits
-from psync.wire.messages import Failure, Refused
-from psync.wire.protocol import Admit, Protocol
+from psync.wire.messages import Failure
+from psync.wire.protocol import Protocol
 from psync.wire.remote_errors import exception_of
 from psync.wire.tensors import to_bytes_view
 
 # Members of an enum are slow to look up.
 _REQUEST, _REPLY, _ERROR = int(Kind.REQUEST), int(Kind.REPLY), int(Kind.ERROR)
 _NOTIFY, _CANCEL, _PING, _PONG = map(int, (Kind.NOTIFY, Kind.CANCEL, Kind.PING, Kind.PONG))
+
+
+Then = Callable[[Received | Exception], None]
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A request of ours that is not answered yet."""
+
+    number: int
+    buffers: list[Buffer]
+    then: Then  # told what becomes of it
+    into: Into | None  # where the reply's body belongs, or None: anywhere
+    reply: Message | None = None  # decoded before its body is there
 
 
 class Peer:
@@ -56,8 +71,6 @@ class Peer:
         spawn: Starts a handler that takes time.
         report_opened: Told when the handshake is over.
         report_closed: Told when the connection is gone, unless it was never made.
-        admit: See ``wire.protocol.Protocol``.
-        refused: See ``wire.protocol.Protocol``.
         server: Serves the peer's requests.
     """
 
@@ -70,12 +83,11 @@ class Peer:
         spawn: Spawn,
         report_opened: Callable[[Peer], None],
         report_closed: Callable[[Peer, Exception | None], None],
-        admit: Admit | None = None,
-        refused: Refused | None = None,
         server: type[RequestServer] = RequestServer,
     ) -> None:
-        wire = Protocol(handshake, limits, self._sink, admit, refused)
+        wire = Protocol(handshake, limits, self._sink)
         self.connection = Connection(wire, self.opened, self.received, self.closed)
+        self._redirect = wire.decoder.redirect
         self.task = ""  # the peer's name; proven, and "" until the connection is open
         self.incarnation = 0  # the peer's
         self.lane = ""  # one of handshake.LANES
@@ -85,7 +97,6 @@ class Peer:
         self.is_closed = False
         self.on_closed: list[Callable[[Peer], None]] = []  # told once, in order
         self._pool = pool
-        self._limits = limits
         self._report_opened = report_opened
         self._report_closed = report_closed
         self._calls: dict[int, Call] = {}
@@ -134,36 +145,33 @@ class Peer:
 
         Cancellation: The peer is told and memory given by ``into`` is not written any more.
         """
-        self._check_open()
-        request_id, self._next_id = self._next_id, self._next_id + 1
-        buffers = self.encode(_REQUEST, request_id, message, segments)
         future: asyncio.Future[Received] = self._loop.create_future()
-        call = self._calls[request_id] = Call(future, into)
+        call = self._ask(message, segments, functools.partial(_resolve, future), into)
+        timer: asyncio.TimerHandle | None = None
         if deadline is not None:
             seconds = deadline - self._loop.time()
-            call.timer = self._loop.call_at(deadline, self._expire, call, message, seconds)
-        self.connection.send(buffers)
+            timer = self._loop.call_at(deadline, self._expire, call, message, seconds)
         if at_once:
             self.connection.flush()
         try:
             return await future
         finally:
-            self._give_up(request_id, call, buffers)
-            if call.timer is not None:
-                call.timer.cancel()
+            if call.number in self._calls:
+                self._give_up(call)
+            if timer is not None:
+                timer.cancel()
 
-    def _give_up(self, request_id: int, call: Call, buffers: list[Buffer]) -> None:
-        """Nobody wants an answer any more; nothing if it is there."""
-        if self._calls.pop(request_id, None) is not None:
-            self.connection.wire.redirect(call)
-            if not self.connection.withdraw(buffers):
-                self.connection.send(encode_frame(_CANCEL, request_id, b""))
+    def _expire(self, call: Call, message: Message, seconds: float) -> None:
+        self._give_up(call)
+        limit = f"{round(max(0.0, seconds), 3):g} s"
+        what = f"{self.task} did not answer {type(message).__name__} within {limit}"
+        call.then(DeadlineExceeded(what))
 
     def ask(
         self,
         message: Message,
         segments: Sequence[Segment],
-        then: Callable[[Received | Exception], None],
+        then: Then,
         into: Into | None = None,
     ) -> Callable[[], None]:
         """Send a request as ``call`` does, without a coroutine that waits for its reply.
@@ -181,12 +189,24 @@ class Peer:
         Raises:
             ConnectionLost, LocalProtocolError: As ``call``: nothing was sent.
         """
+        return functools.partial(self._give_up, self._ask(message, segments, then, into))
+
+    def _ask(
+        self, message: Message, segments: Sequence[Segment], then: Then, into: Into | None
+    ) -> Call:
         self._check_open()
-        request_id, self._next_id = self._next_id, self._next_id + 1
-        buffers = self.encode(_REQUEST, request_id, message, segments)
-        call = self._calls[request_id] = Call(Then(then), into)
-        self.connection.send(buffers)
-        return functools.partial(self._give_up, request_id, call, buffers)
+        number = self._next_id
+        buffers = self.connection.send_message(_REQUEST, number, message, segments)
+        self._next_id = number + 1
+        call = self._calls[number] = Call(number, buffers, then, into)
+        return call
+
+    def _give_up(self, call: Call) -> None:
+        """Nobody wants an answer any more; nothing if it is there."""
+        if self._calls.pop(call.number, None) is not None:
+            self._redirect(call)
+            if not self.connection.withdraw(call.buffers):
+                self.connection.send_message(_CANCEL, call.number)
 
     def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Send a message that has no reply; lost without a word if the connection is gone.
@@ -195,7 +215,7 @@ class Peer:
             LocalProtocolError: It is larger than the limits allow.
         """
         if self.is_open:
-            self.connection.send(self.encode(_NOTIFY, 0, message, segments))
+            self.connection.send_message(_NOTIFY, 0, message, segments)
 
     async def ping(self) -> None:
         """Wait for the peer's loop to answer.
@@ -208,7 +228,7 @@ class Peer:
         self._check_open()
         pong: asyncio.Future[None] = self._loop.create_future()
         self._pongs.append(pong)
-        self.connection.send(encode_frame(_PING, 0, b""))
+        self.connection.send_message(_PING, 0)
         await pong
 
     def close(self) -> None:
@@ -236,25 +256,6 @@ class Peer:
         lost.__cause__ = self.error
         return lost
 
-    def _expire(self, call: Call, message: Message, seconds: float) -> None:
-        limit = f"{round(max(0.0, seconds), 3):g} s"
-        what = f"{self.task} did not answer {type(message).__name__} within {limit}"
-        fail(call.future, DeadlineExceeded(what))
-
-    def encode(
-        self, kind: int, request_id: int, message: Message, segments: Sequence[Segment]
-    ) -> list[Buffer]:
-        """Return the buffers of a frame.
-
-        Raises:
-            LocalProtocolError: It is larger than the limits allow.
-        """
-        try:
-            return encode_frame(kind, request_id, encode(message), segments, self._limits)
-        except LocalProtocolError as exc:
-            exc.add_note(f"while sending {type(message).__name__} to {self.task}")
-            raise
-
     # What the connection reports.
 
     def opened(self) -> None:
@@ -272,7 +273,7 @@ class Peer:
         elif kind == _REQUEST or kind == _NOTIFY:
             self._server.serve(frame)
         elif kind == _PING:
-            self.connection.send(encode_frame(_PONG, 0, b""))
+            self.connection.send_message(_PONG, 0)
         elif kind == _PONG:
             if self._pongs and not (pong := self._pongs.popleft()).done():
                 pong.set_result(None)
@@ -284,11 +285,11 @@ class Peer:
     def closed(self, error: Exception | None) -> None:
         """Fail what is open and tell who asked to be told."""
         self.is_open, self.is_closed, self.error = False, True, error
-        for call in list(self._calls.values()):
-            fail(call.future, self._lost())
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.then(self._lost())
         for pong in self._pongs:
             fail(pong, self._lost())
-        self._calls.clear()
         self._pongs.clear()
         self._gone.set()
         self._server.closed()
@@ -302,7 +303,7 @@ class Peer:
         kind = frame.kind
         if kind == _REPLY:
             call = self._calls.get(frame.request_id)
-            if call is None or call.future.done():
+            if call is None:
                 return None
             if call.into is not None:
                 frame.token = call
@@ -310,7 +311,8 @@ class Peer:
                 try:
                     return _fitting(call.into(call.reply, frame.lengths), frame)
                 except Exception as exc:
-                    fail(call.future, exc)
+                    del self._calls[frame.request_id]
+                    call.then(exc)
                     return None
         elif kind == _REQUEST or kind == _NOTIFY:
             frame.token = message = decode(frame.header)
@@ -321,7 +323,7 @@ class Peer:
                     frame.segments = _fitting(views, frame)
                     return frame.segments
                 except Exception as exc:
-                    frame.token = Refusal(exc)
+                    frame.token = exc
                     return None
         else:
             raise RemoteProtocolError(f"got a frame {Kind(kind).name} with a body")
@@ -349,16 +351,23 @@ class Peer:
         call = self._calls.get(frame.request_id)
         if call is None:  # we gave up
             return
+        outcome: Received | Exception
         if frame.kind == _REPLY:
-            received = Received(call.reply or decode(frame.header), frame.segments)
-            if not call.future.done():
-                call.future.set_result(received)
+            outcome = Received(call.reply or decode(frame.header), frame.segments)
         else:
             failure = decode(frame.header)
             if not isinstance(failure, Failure):
                 raise RemoteProtocolError(f"got {type(failure).__name__} in a frame ERROR")
-            fail(call.future, exception_of(failure, self.task))
+            outcome = exception_of(failure, self.task)
         del self._calls[frame.request_id]  # not before: what is there fails with the connection
+        call.then(outcome)
+
+
+def _resolve(future: asyncio.Future[Received], outcome: Received | Exception) -> None:
+    if isinstance(outcome, Exception):
+        fail(future, outcome)
+    elif not future.done():
+        future.set_result(outcome)
 
 
 def _fitting(views: Sequence[memoryview], frame: Frame) -> list[memoryview]:

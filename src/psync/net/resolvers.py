@@ -13,18 +13,21 @@ import re
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
 
 from psync.cluster import ClusterSpec
 from psync.cluster_roles import validate_for_training, with_chief
 from psync.errors import ConfigurationError
+
+T = TypeVar("T")
 
 
 class ClusterResolver(ABC):
     """What every resolver answers: the cluster, and this process's place in it.
 
     A subclass defines ``cluster_spec``, and ``task_type`` and ``task_id`` unless they are assigned.
-    Answers may change from call to call.
+    Answers may change from call to call. What was given or assigned wins over what the source says.
 
     Source: TensorFlow ``tf.distribute.cluster_resolver.ClusterResolver``. psync computes where the
     user's array library does, so resolvers look for no accelerators.
@@ -36,15 +39,21 @@ class ClusterResolver(ABC):
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
+    _environment: str | None = None
+    _num_accelerators: Mapping[str, int] = MappingProxyType({})
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
         """Return the jobs and addresses of the cluster as they are known now."""
 
+    def _said(self, answer: str) -> Any:
+        """Return what the source says of one of the properties below; None: nothing."""
+        return None
+
     @property
     def task_type(self) -> str | None:
         """Job of this process; None if it is not one of the tasks. May be assigned."""
-        return self._task_type
+        return self._said("task_type") if self._task_type is None else self._task_type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -53,7 +62,7 @@ class ClusterResolver(ABC):
     @property
     def task_id(self) -> int | None:
         """Index of this process in its job; None if it is not one of the tasks. May be assigned."""
-        return self._task_id
+        return self._said("task_id") if self._task_id is None else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -62,7 +71,7 @@ class ClusterResolver(ABC):
     @property
     def rpc_layer(self) -> str | None:
         """What ``master`` puts before an address, as in ``grpc://host:port``. May be assigned."""
-        return self._rpc_layer
+        return self._said("rpc_layer") if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
@@ -85,6 +94,10 @@ class ClusterResolver(ABC):
             ConfigurationError: If the cluster has no such task, or none is given and this process
                 is not one.
         """
+        rpc_layer = rpc_layer or self.rpc_layer
+        known = self._known_master(task_type is not None and task_id is not None, rpc_layer)
+        if known is not None:
+            return known
         job = self.task_type if task_type is None else task_type
         index = self.task_id if task_id is None else task_id
         if job is None or index is None:
@@ -92,18 +105,23 @@ class ClusterResolver(ABC):
                 f"{self.source}: master() needs a task type and a task index, got {job!r} and "
                 f"{index!r}"
             )
-        return _url(self.cluster_spec().task_address(job, index), rpc_layer or self.rpc_layer)
+        return _url(self.cluster_spec().task_address(job, index), rpc_layer)
+
+    def _known_master(self, is_task_given: bool, rpc_layer: str | None) -> str | None:
+        """Return what ``master`` returns, whatever the task's address is; None: that."""
+        return None
 
     @property
     def environment(self) -> str:
         """What the launcher calls the surroundings (``cloud``), or an empty string."""
-        return ""
+        known = self._said("environment") if self._environment is None else self._environment
+        return known or ""
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
         """Return the number of accelerators by kind: none, unless the resolver was told."""
-        return {}
+        return dict(self._num_accelerators)
 
 
 def _url(address: str, rpc_layer: str | None) -> str:
@@ -134,7 +152,7 @@ class SimpleClusterResolver(ClusterResolver):
 
     Args:
         cluster_spec: The cluster.
-        master: What ``master()`` returns when no task is given.
+        master: What ``master()`` returns when no task is given, or only its job or index.
         task_type: Job of this process, or None.
         task_id: Its index, or None.
         environment: What ``environment`` returns.
@@ -177,32 +195,8 @@ class SimpleClusterResolver(ClusterResolver):
         """Return the cluster given to the constructor."""
         return self._cluster_spec
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Return the address of the given task; with either missing, the constructor's ``master``.
-
-        Raises:
-            ConfigurationError: If the cluster has no such task.
-        """
-        address = self._master
-        if task_type is not None and task_id is not None:
-            address = self._cluster_spec.task_address(task_type, task_id)
-        return _url(address, rpc_layer or self.rpc_layer)
-
-    @property
-    def environment(self) -> str:
-        """What the constructor was given."""
-        return self._environment
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None
-    ) -> dict[str, int]:
-        """Return a copy of what the constructor was given."""
-        return dict(self._num_accelerators)
+    def _known_master(self, is_task_given: bool, rpc_layer: str | None) -> str | None:
+        return None if is_task_given else _url(self._master, rpc_layer)
 
 
 class TFConfigClusterResolver(ClusterResolver):
@@ -211,6 +205,9 @@ class TFConfigClusterResolver(ClusterResolver):
     ``{"cluster": {job: [address, …] or {index: address}}, "task": {"type": …, "index": …}}``, and
     optionally ``rpc_layer``, ``session_master`` and ``environment``. Other fields are ignored; the
     job ``master`` is the older name of ``chief``, and is given as ``chief``.
+
+    ``master()`` returns ``session_master`` as it stands, for every task; and an empty string where
+    there is no cluster, or one that is a single task.
 
     The variable is read again at every access. What was given to the constructor wins over it, and
     what is assigned to ``task_type``, ``task_id`` or ``rpc_layer`` wins over both.
@@ -249,7 +246,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the cluster of ``TF_CONFIG``, evaluators included; empty if it has none."""
-        cluster = _object_in(self._config(), "cluster")
+        cluster = _in(self._config(), "cluster", dict, "an object") or {}
         try:
             return with_chief(ClusterSpec(cluster))
         except ConfigurationError as exc:
@@ -260,63 +257,26 @@ class TFConfigClusterResolver(ClusterResolver):
     @property
     def task_type(self) -> str | None:
         """Job of this process; None if nothing tells it. May be assigned."""
-        kind = self._task_type
-        if kind is None:
-            kind = _task_type_in(_object_in(self._config(), "task"))
+        kind = super().task_type
         return "chief" if kind == "master" else kind
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
         self._task_type = task_type
 
-    @property
-    def task_id(self) -> int | None:
-        """Index of this process in its job; None if nothing tells it. May be assigned."""
-        if self._task_id is not None:
-            return self._task_id
-        return _task_index_in(_object_in(self._config(), "task"))
+    def _said(self, answer: str) -> Any:
+        config = self._config()
+        if answer in ("rpc_layer", "environment"):
+            return _in(config, answer, str, "text")
+        task = _in(config, "task", dict, "an object") or {}
+        return _task_type_in(task) if answer == "task_type" else _task_index_in(task)
 
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """What ``master`` puts before an address. May be assigned."""
-        return self._rpc_layer or _text_in(self._config(), "rpc_layer")
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
-
-    @property
-    def environment(self) -> str:
-        """What the launcher calls the surroundings (``cloud``), or an empty string."""
-        if self._environment is not None:
-            return self._environment
-        return _text_in(self._config(), "environment") or ""
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Return the address of the given task, or of this one.
-
-        ``session_master`` of ``TF_CONFIG`` is returned as it stands. An empty string where there is
-        no cluster, or one that is a single task.
-
-        Raises:
-            ConfigurationError: If the cluster has no such task.
-        """
-        session_master = _text_in(self._config(), "session_master")
+    def _known_master(self, is_task_given: bool, rpc_layer: str | None) -> str | None:
+        session_master = _in(self._config(), "session_master", str, "text")
         if session_master is not None:
             return session_master
         spec = self.cluster_spec()
-        if not spec or [len(spec.job_tasks(job)) for job in spec.jobs] == [1]:
-            return ""
-        return super().master(task_type, task_id, rpc_layer)
+        return "" if not spec or [len(spec.job_tasks(job)) for job in spec.jobs] == [1] else None
 
     def _config(self) -> dict[str, Any]:
         text = self._environ.get("TF_CONFIG")
@@ -337,19 +297,12 @@ class TFConfigClusterResolver(ClusterResolver):
         return config
 
 
-def _object_in(config: dict[str, Any], field: str) -> dict[str, Any]:
-    value = config.get(field)
-    if value is not None and not isinstance(value, dict):
+def _in(config: dict[str, Any], field: str, kind: type[T], expected: str) -> T | None:
+    value = config.get(field.rpartition(".")[2])
+    if value is not None and not isinstance(value, kind):
         raise ConfigurationError(
-            f"TF_CONFIG: {field}: expected an object, got {reprlib.repr(value)}"
+            f"TF_CONFIG: {field}: expected {expected}, got {reprlib.repr(value)}"
         )
-    return value or {}
-
-
-def _text_in(config: dict[str, Any], field: str) -> str | None:
-    value = config.get(field)
-    if value is not None and not isinstance(value, str):
-        raise ConfigurationError(f"TF_CONFIG: {field}: expected text, got {reprlib.repr(value)}")
     return value
 
 
@@ -357,9 +310,7 @@ def _task_type_in(task: dict[str, Any]) -> str | None:
     value = task.get("type")
     if type(value) is int:  # TensorFlow takes it; the check of the cluster says what is wrong
         return str(value)
-    if value is not None and not isinstance(value, str):
-        raise ConfigurationError(f"TF_CONFIG: task.type: expected text, got {reprlib.repr(value)}")
-    return value
+    return _in(task, "task.type", str, "text")
 
 
 def _task_index_in(task: dict[str, Any]) -> int | None:

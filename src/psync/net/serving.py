@@ -81,50 +81,12 @@ class Later:
             self._deliver = deliver
 
 
-class Then:
-    """In a future's place: hands on what comes in the same turn of the loop."""
-
-    __slots__ = ("_is_done", "_then")
-
-    def __init__(self, then: Callable[[Received | Exception], None]) -> None:
-        self._then = then
-        self._is_done = False
-
-    def done(self) -> bool:
-        return self._is_done
-
-    def set_result(self, received: Received) -> None:
-        self._is_done = True
-        self._then(received)
-
-    def set_exception(self, error: Exception) -> None:
-        self._is_done = True
-        self._then(error)
-
-    def exception(self) -> None:
-        """Nothing has to be looked at."""
-
-
-class Call:
-    """A request of ours that is not answered yet."""
-
-    __slots__ = ("future", "into", "reply", "timer")
-
-    def __init__(self, future: asyncio.Future[Received] | Then, into: Into | None) -> None:
-        self.future = future
-        self.into = into  # where the reply's body belongs, or None: anywhere
-        self.reply: Message | None = None  # decoded before its body is there
-        self.timer: asyncio.TimerHandle | None = None
-
-
+@dataclass(slots=True, eq=False)
 class Serving:
     """A request of theirs that takes time; given up before it runs, it begins all the same."""
 
-    __slots__ = ("given_up", "task")
-
-    def __init__(self) -> None:
-        self.task: asyncio.Task[Any] | None = None  # once it runs
-        self.given_up = False  # the caller does not want to know any more
+    task: asyncio.Task[Any] | None = None  # once it runs
+    given_up: bool = False  # the caller does not want to know any more
 
     def give_up(self) -> None:
         self.given_up = True
@@ -137,16 +99,7 @@ class Serving:
             self.give_up()
 
 
-class Refusal:
-    """Token of a request that ``prepare`` refused: its body is thrown away."""
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-def fail(future: asyncio.Future[Any] | Then, error: Exception) -> None:
+def fail(future: asyncio.Future[Any], error: Exception) -> None:
     """End a wait; who waited may have been cancelled meanwhile and never look at it."""
     if not future.done():
         future.set_exception(error)
@@ -230,8 +183,8 @@ class RequestServer:
         request_id, token = frame.request_id, frame.token
         if (request_id == 0) is (frame.kind == _REQUEST) or request_id in self._serving:
             raise RemoteProtocolError(f"request id {request_id} cannot be used")
-        if isinstance(token, Refusal):
-            self._failed(request_id, token.error)
+        if isinstance(token, Exception):  # of ``prepare``
+            self._failed(request_id, token)
             return
         message = token if isinstance(token, Message) else decode(frame.header)
         handler = self.handler_of(message)
@@ -343,11 +296,9 @@ class RequestServer:
         try:
             if reply is None:
                 raise LocalProtocolError("the handler of a request gave no reply")
-            buffers = self._peer.encode(_REPLY, request_id, *reply)
+            self._connection.send_message(_REPLY, request_id, *reply)
         except LocalProtocolError as exc:
             self._answer_error(request_id, exc)
-        else:
-            self._connection.send(buffers)
 
     def _failed(self, request_id: int, exc: Exception) -> None:
         if request_id:
@@ -356,4 +307,4 @@ class RequestServer:
             self._connection.fail(exc)  # nobody waits for an answer, but it must not be lost
 
     def _answer_error(self, request_id: int, exc: BaseException) -> None:
-        self._connection.send(self._peer.encode(_ERROR, request_id, failure_of(exc), ()))
+        self._connection.send_message(_ERROR, request_id, failure_of(exc))

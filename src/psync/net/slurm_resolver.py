@@ -87,13 +87,21 @@ class SlurmClusterResolver(ClusterResolver):
         if rank >= len(places):
             _malformed("SLURM_PROCID", str(rank), f"a rank below {len(places)}")
         _check_node(environ, rank, *places[rank])
-        self._cluster_spec = _cluster(jobs, [f"{node}:{port_base + n}" for node, n in places])
-        self._task_type, self._task_id = _task_of(rank, jobs)
+        tasks = [(job, index) for job in sorted(jobs) for index in range(jobs[job])]
+        self._task_type, self._task_id = tasks[rank]
+        addresses: dict[str, list[str]] = {job: [] for job in sorted(jobs)}
+        for (job, _), (node, number) in zip(tasks, places, strict=True):
+            addresses[job].append(f"{node}:{port_base + number}")
+        try:
+            self._cluster_spec = ClusterSpec(addresses)
+        except ConfigurationError as exc:
+            raise ConfigurationError(f"{self.source}: {exc.message}", hint=exc.hint) from None
         self._rpc_layer = rpc_layer
-        self._gpus = _gpus(gpus_per_node, gpus_per_task, max(nodes.values()))
-        if auto_set_gpu and self._gpus:
-            first = places[rank][1] * self._gpus
-            numbers = range(first, first + self._gpus)
+        gpus = _gpus(gpus_per_node, gpus_per_task, max(nodes.values()))
+        self._num_accelerators = {"GPU": gpus} if gpus else {}
+        if auto_set_gpu and gpus:
+            first = places[rank][1] * gpus
+            numbers = range(first, first + gpus)
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
 
     def cluster_spec(self) -> ClusterSpec:
@@ -103,12 +111,6 @@ class SlurmClusterResolver(ClusterResolver):
     def get_task_info(self) -> tuple[str | None, int | None]:
         """Return (task type, task index) of this process."""
         return self.task_type, self.task_id
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None
-    ) -> dict[str, int]:
-        """Return the number of GPUs of each task, if the constructor was told of some."""
-        return {"GPU": self._gpus} if self._gpus else {}
 
 
 def expand_hostlist(text: str) -> list[str]:
@@ -193,23 +195,6 @@ def _check_node(environ: Mapping[str, str], rank: int, node: str, number: int) -
             f"task {number} of {node!r}",
             hint="ranks must be given out node by node: srun --distribution=block …",
         )
-
-
-def _cluster(jobs: Mapping[str, int], addresses: list[str]) -> ClusterSpec:
-    remaining = iter(addresses)
-    filled = {job: list(itertools.islice(remaining, jobs[job])) for job in sorted(jobs)}
-    try:
-        return ClusterSpec(filled)
-    except ConfigurationError as exc:
-        raise ConfigurationError(f"SlurmClusterResolver: {exc.message}", hint=exc.hint) from None
-
-
-def _task_of(rank: int, jobs: Mapping[str, int]) -> tuple[str, int]:
-    for job in sorted(jobs):
-        if rank < jobs[job]:
-            return job, rank
-        rank -= jobs[job]
-    raise AssertionError("a rank below the sum of the jobs' tasks is in one of them")
 
 
 def _gpus(per_node: int | None, per_task: int | None, most_tasks: int) -> int:

@@ -28,12 +28,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import itertools
 import linecache
 import logging
 import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
@@ -95,18 +97,15 @@ def describe_threads() -> list[str]:
     lines = [f"threads: {len(frames)}"]
     for ident, frame in frames.items():
         lines.append(f"  {names.get(ident, f'thread {ident}')}:")
-        stack = list(_frames(frame))
-        lines += [f"    {line}" for line in reversed(stack[:MAX_FRAMES])]
+        # The innermost calls, without those of the report itself.
+        inwards = (each for each in traceback.walk_stack(frame) if _is_foreign(each[0]))
+        stack = [_line(*each) for each in itertools.islice(inwards, MAX_FRAMES)]
+        lines += [f"    {line}" for line in reversed(stack)]
     return lines
 
 
-def _frames(frame: FrameType | None) -> Iterator[str]:
-    """Yield lines from the innermost call on, without those of the report itself."""
-    reporting = {__file__}
-    while frame is not None:
-        if frame.f_code.co_filename not in reporting:
-            yield _line(frame, frame.f_lineno)
-        frame = frame.f_back
+def _is_foreign(frame: FrameType) -> bool:
+    return frame.f_code.co_filename != __file__
 
 
 def _line(frame: FrameType, number: int | None) -> str:

@@ -29,10 +29,10 @@ from typing import Any
 
 from psync.cluster import split_address
 from psync.errors import AuthenticationError, ConfigurationError, ConnectionLost, PsyncError
-from psync.net.tls_config import HOW_TO_MAKE_THEM, SAME_FILES, Tls, refusal_of, words_of
+from psync.net.tls_config import HOW_TO_MAKE_THEM, Tls, refusal_of, words_of
 from psync.net.transport import Factory, Listener, Network
 from psync.wire.codec import encode
-from psync.wire.frames import Kind, encode_frame
+from psync.wire.frames import SAME_TLS, Kind, encode_frame
 from psync.wire.messages import Refused
 
 RECORD_BYTES = 16 << 10
@@ -247,9 +247,7 @@ class TlsChannel(asyncio.Transport, asyncio.BufferedProtocol):
         return True
 
     def _fail_without_tls(self) -> None:
-        error = AuthenticationError(
-            f"{self._who} does not use TLS, this task does", hint=SAME_FILES
-        )
+        error = AuthenticationError(f"{self._who} does not use TLS, this task does", hint=SAME_TLS)
         words = b""
         if self._accepts:  # to be understood, not encrypted
             refused = Refused("tls", "it uses TLS, this task does not")

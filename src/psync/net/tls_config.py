@@ -7,22 +7,24 @@ that stand in the certificate. By default both sides show theirs (mutual TLS); w
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
 from psync.errors import AuthenticationError, ConfigurationError
 from psync.net.secret import read_private
+from psync.wire.frames import SAME_TLS
 
 CA_FILE, CERT_FILE, KEY_FILE = "PSYNC_TLS_CA_FILE", "PSYNC_TLS_CERT_FILE", "PSYNC_TLS_KEY_FILE"
 MUTUAL = "PSYNC_TLS_MUTUAL"
 TLS_VARIABLES = (CA_FILE, CERT_FILE, KEY_FILE, MUTUAL)
 
 HOW_TO_MAKE_THEM = "make certificates: psync certs new"
-SAME_FILES = f"set {CA_FILE}, {CERT_FILE} and {KEY_FILE} for all tasks, or none"
+
 
 _SAME_CA = f"all tasks must trust the authority that signed this certificate: {CA_FILE}"
 _HINTS = {  # by OpenSSL's number of what is wrong with a certificate
@@ -42,13 +44,11 @@ class Tls:
         server: For those that it accepts; None: it has no certificate, and accepts none.
         binding: SHA-256 of its certificate, which the handshake proves to be the one that the
             peer has seen; b"" without one.
-        mutual: Whether both sides show a certificate.
     """
 
     client: ssl.SSLContext
     server: ssl.SSLContext | None
     binding: bytes
-    mutual: bool
 
 
 def load_tls(environ: Mapping[str, str]) -> Tls | None:
@@ -86,37 +86,28 @@ def load_tls(environ: Mapping[str, str]) -> Tls | None:
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks names and certificates
     _set_up(client, ca)
     if cert is None or key is None:
-        return Tls(client, None, b"", mutual)
+        return Tls(client, None, b"")
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _set_up(server, ca)
     server.num_tickets = 0  # a session that is resumed shows no certificate
     if mutual:
         server.verify_mode = ssl.CERT_REQUIRED
     binding = _certify([server, client] if mutual else [server], cert, key)
-    return Tls(client, server, binding, mutual)
+    return Tls(client, server, binding)
 
 
 def _set_up(context: ssl.SSLContext, ca: str) -> None:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    try:
+    with _usable(CA_FILE, ca):
         context.load_verify_locations(cafile=ca)
-    except (OSError, ValueError) as exc:
-        _cannot_use(CA_FILE, ca, exc)
 
 
 def _certify(contexts: list[ssl.SSLContext], cert: str, key: str) -> bytes:
     """Let a task show its certificate; return the certificate's hash."""
-    try:
+    with _usable(KEY_FILE, key):
         read_private(key, f"{KEY_FILE} ({key})")
-    except ConfigurationError:
-        raise
-    except (OSError, ValueError) as exc:
-        _cannot_use(KEY_FILE, key, exc)
-    try:
-        with open(cert, encoding="ascii") as file:
-            own = _first_certificate(file.read())
-    except (OSError, ValueError) as exc:
-        _cannot_use(CERT_FILE, cert, exc)
+    with _usable(CERT_FILE, cert), open(cert, encoding="ascii") as file:
+        own = _first_certificate(file.read())
     try:
         for context in contexts:
             context.load_cert_chain(cert, key, password=_no_password)
@@ -144,14 +135,21 @@ def _no_password() -> NoReturn:
     )
 
 
-def _cannot_use(variable: str, path: str, exc: Exception) -> NoReturn:
-    if isinstance(exc, ssl.SSLError):
-        why = f"expected certificates as PEM ({words_of(exc)})"
-    else:
-        why = getattr(exc, "strerror", None) or str(exc)
-    raise ConfigurationError(
-        f"{variable} ({path}): cannot be used: {why}", hint=HOW_TO_MAKE_THEM
-    ) from exc
+@contextlib.contextmanager
+def _usable(variable: str, path: str) -> Iterator[None]:
+    """Return a context in which a file that cannot be used is an error that names it."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except (OSError, ValueError) as exc:
+        if isinstance(exc, ssl.SSLError):
+            why = f"expected certificates as PEM ({words_of(exc)})"
+        else:
+            why = getattr(exc, "strerror", None) or str(exc)
+        raise ConfigurationError(
+            f"{variable} ({path}): cannot be used: {why}", hint=HOW_TO_MAKE_THEM
+        ) from exc
 
 
 def refusal_of(error: ssl.SSLError, who: str) -> AuthenticationError:
@@ -168,14 +166,14 @@ def refusal_of(error: ssl.SSLError, who: str) -> AuthenticationError:
             hint=_HINTS.get(error.verify_code, _SAME_CA),
         )
     if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return AuthenticationError(f"{who} shows no certificate", hint=SAME_FILES)
+        return AuthenticationError(f"{who} shows no certificate", hint=SAME_TLS)
     alert = re.search(r"ALERT_(\w+)", error.reason or "")
     if alert is None:
         return AuthenticationError(f"TLS with {who} failed: {words_of(error)}")
     what = alert[1].replace("_", " ").lower()
     if what == "certificate required":
         return AuthenticationError(
-            f"{who} demands a certificate, and this task has none", hint=SAME_FILES
+            f"{who} demands a certificate, and this task has none", hint=SAME_TLS
         )
     return AuthenticationError(
         f"{who} refuses the certificate of this task: {what}", hint=f"its log says more; {_SAME_CA}"

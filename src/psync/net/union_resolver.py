@@ -76,53 +76,11 @@ class UnionClusterResolver(ClusterResolver):
         except ConfigurationError as exc:
             raise ConfigurationError(f"{self.source}: {exc.message}", hint=exc.hint) from None
 
-    @property
-    def task_type(self) -> str | None:
-        """Job of this process. May be assigned."""
-        return self._resolvers[0].task_type if self._task_type is None else self._task_type
+    def _said(self, answer: str) -> Any:
+        return getattr(self._resolvers[0], answer)
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """Index of this process in its job. May be assigned."""
-        return self._resolvers[0].task_id if self._task_id is None else self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """What ``master`` puts before an address. May be assigned."""
-        return self._resolvers[0].rpc_layer if self._rpc_layer is None else self._rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Return the address of the given task; with either missing, the first resolver's master.
-
-        Raises:
-            ConfigurationError: If the cluster has no such task.
-        """
-        rpc_layer = rpc_layer or self.rpc_layer
-        if task_type is None or task_id is None:
-            return self._resolvers[0].master(rpc_layer=rpc_layer)
-        return super().master(task_type, task_id, rpc_layer)
-
-    @property
-    def environment(self) -> str:
-        """What the first resolver says."""
-        return self._resolvers[0].environment
+    def _known_master(self, is_task_given: bool, rpc_layer: str | None) -> str | None:
+        return None if is_task_given else self._resolvers[0].master(rpc_layer=rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from psync.closures.closure import Closure
@@ -21,16 +22,15 @@ INLINE_BYTES = 16 << 10
 whose step computes on its loop does not read, and must not have more than 64 KiB unread."""
 
 
+@dataclass(slots=True, eq=False)
 class ScheduledCall:
     """What the coordinator keeps of a closure until it is final: the closure's payload."""
 
-    __slots__ = ("arguments", "function", "sent_at", "value")
-
-    def __init__(self, function: Function, arguments: Payload) -> None:
-        self.function = function
-        self.arguments = arguments  # keeps the RemoteValues and iterators among them alive
-        self.sent_at: float | None = None  # loop time; None: to nobody so far
-        self.value: weakref.ref[RemoteValue]  # the user may have dropped it
+    function: Function
+    arguments: Payload  # keeps the RemoteValues and iterators among them alive
+    replica: tuple[int, int] | None = None  # which one of how many, if it is of a gang
+    sent_at: float | None = None  # loop time; None: to nobody so far
+    value: weakref.ref[RemoteValue] = field(init=False)  # the user may have dropped it
 
     @property
     def inline_bytes(self) -> int:
@@ -106,29 +106,11 @@ def run_closures(closures: Sequence[Closure]) -> tuple[RunClosures, list[Any]]:
     return RunClosures(items), segments
 
 
-class ReplicaCall(ScheduledCall):
-    """That of one replica of a gang."""
-
-    __slots__ = ("num_replicas", "replica_id")
-
-    def __init__(
-        self, function: Function, arguments: Payload, replica_id: int, num_replicas: int
-    ) -> None:
-        super().__init__(function, arguments)
-        self.replica_id = replica_id
-        self.num_replicas = num_replicas
-
-
-def run_replica(closure: Closure) -> tuple[RunReplica, list[Any]]:
-    """Return the message that starts a replica, and its segments."""
-    call: ReplicaCall = closure.payload
-    message, segments = run_closures([closure])
-    return RunReplica(message.closures[0], call.replica_id, call.num_replicas), segments
-
-
 def starting(closures: Sequence[Closure]) -> tuple[Message, list[Any]]:
     """Return the message that starts closures, or one replica of a gang, and its segments."""
-    return run_replica(closures[0]) if closures[0].is_replica else run_closures(closures)
+    message, segments = run_closures(closures)
+    replica = closures[0].payload.replica
+    return message if replica is None else RunReplica(message.closures[0], *replica), segments
 
 
 def arguments_reply(call: ScheduledCall) -> Reply:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from psync.client.context import current_closure, forbid_in_step
+from psync.client.context import ClosureContext, forbid_in_step, here
 from psync.client.scopes import open_scope
 from psync.errors import ContextError
 from psync.numerics.replica_sums import ReduceOp, as_reduce_op
@@ -34,7 +34,6 @@ from psync.replicas.gang_member import GangMember
 from psync.replicas.states import (
     CrossReplica,
     Enter,
-    Merging,
     Updating,
     enter_for_good,
     entered,
@@ -159,8 +158,8 @@ def _state() -> _State:
     state: _State | None = entered()
     if state is not None:
         return state
-    closure = current_closure()
-    if closure is None:
+    closure = here.get()
+    if type(closure) is not ClosureContext:
         return _OUTSIDE
     return ReplicaContext(_IN_STEP, closure.gang) if closure.gang is not None else _ALONE
 
@@ -176,7 +175,7 @@ def cross_replica(
         merging: Whether a gang waits for what is done inside.
     """
     count = replicas_in_sync() if num_replicas is None else num_replicas
-    return Enter((Merging if merging else CrossReplica)(strategy, count), strategy)
+    return Enter(CrossReplica(strategy, count, merging=merging), strategy)
 
 
 def update_context(strategy: Any) -> Enter:
@@ -245,11 +244,11 @@ def has_strategy() -> bool:
 
 def current_gang() -> GangMember | None:
     """Return the gang's member that runs here, if it has others to merge updates with."""
-    closure = current_closure()
-    if closure is None or closure.gang is None or not isinstance(_state(), ReplicaContext):
+    closure = here.get()
+    if type(closure) is not ClosureContext or closure.gang is None:
         return None
     member: GangMember = closure.gang
-    return member if member.num_replicas > 1 else None
+    return member if member.num_replicas > 1 and isinstance(_state(), ReplicaContext) else None
 
 
 def replicas_in_sync() -> int:
@@ -264,7 +263,8 @@ def forbid_in_merge(operation: str) -> None:
     Raises:
         ContextError: In the function of a collective.
     """
-    if isinstance(_state(), Merging):
+    state = _state()
+    if isinstance(state, CrossReplica) and state.merging:
         raise ContextError(
             f"{operation} in a merge function: it would wait for the replicas, who wait for it",
             hint="do it when strategy.run has returned",

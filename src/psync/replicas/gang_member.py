@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from psync.client.context import ClosureContext
@@ -18,34 +19,17 @@ from psync.wire.limits import Limits
 from psync.wire.worker_messages import Merged, ReachCollective
 
 
+@dataclass(slots=True, eq=False)
 class GangMember:
-    """One replica of a gang, as the step on its worker sees it.
+    """One replica of a gang, as the step on its worker sees it."""
 
-    Args:
-        replica_id: Which one it is.
-        num_replicas: How many there are.
-        closure: That runs it.
-        call: Sends a request with its segments to the coordinator and waits for the reply.
-        limits: For what it sends.
-        main_by_name: Whether classes of ``__main__`` travel by name.
-    """
-
-    def __init__(
-        self,
-        replica_id: int,
-        num_replicas: int,
-        closure: ClosureContext,
-        call: Callable[[Message, Sequence[Segment]], Awaitable[Received]],
-        limits: Limits,
-        *,
-        main_by_name: bool,
-    ) -> None:
-        self.replica_id = replica_id
-        self.num_replicas = num_replicas
-        self._closure = closure
-        self._call = call
-        self._limits = limits
-        self._main_by_name = main_by_name
+    replica_id: int  # which one it is
+    num_replicas: int  # how many there are
+    closure: ClosureContext  # that runs it
+    call: Callable[[Message, Sequence[Segment]], Awaitable[Received]]
+    """Sends a request with its segments to the coordinator and waits for the reply."""
+    limits: Limits  # for what it sends
+    main_by_name: bool  # whether classes of ``__main__`` travel by name
 
     async def collective(self, what: str, function: Collective, value: Any) -> Any:
         """Wait until all replicas are here; return what ``function`` makes of all the values.
@@ -66,18 +50,16 @@ class GangMember:
 
         Cancellation: The gang is over: no replica may be left out.
         """
-        self._closure.check_open(what)
+        self.closure.check_open(what)
         subject = f"what replica {self.replica_id} brings to {what}"
         payload = pack(
             (function, value),
             subject=subject,
             receiver="the coordinator",
-            main_by_name=self._main_by_name,
+            main_by_name=self.main_by_name,
         )
-        check_size(payload, subject, self._limits)
-        received = await self._ask(
-            ReachCollective(self._closure.closure_id, what), payload.segments
-        )
+        check_size(payload, subject, self.limits)
+        received = await self._ask(ReachCollective(self.closure.closure_id, what), payload.segments)
         answer, result = received.message, Payload.from_segments(received.segments)
         if not isinstance(answer, Merged):
             raise RemoteProtocolError(f"{what}: expected Merged, got {type(answer).__name__}")
@@ -93,11 +75,11 @@ class GangMember:
         A step that is stopped has not given up: the coordinator knows of it, or of the end of this
         worker, which is what the others should hear.
         """
-        call = asyncio.ensure_future(self._call(message, segments))
+        call = asyncio.ensure_future(self.call(message, segments))
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
-            if self._closure.cancelled:
+            if self.closure.cancelled:
                 call.add_done_callback(_look)
             else:
                 call.cancel()

@@ -10,6 +10,7 @@ import asyncio
 import contextvars
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from psync.closures.closure import Replica
@@ -34,33 +35,34 @@ class Arrival(NamedTuple):
     answer: asyncio.Future[Reply]
 
 
+@dataclass(slots=True, eq=False)
 class GangRun:
-    """One call of ``run``.
+    """One call of ``run``."""
 
-    Args:
-        strategy: Whose ``run`` was called.
-        function: What each replica runs.
-        arguments: For each replica, or one for all.
-        barrier: Its place in the queue.
-    """
+    strategy: Any  # whose ``run`` was called
+    function: Function  # what each replica runs
+    arguments: list[Payload]  # for each replica, or one for all
+    barrier: Barrier  # its place in the queue
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """Of the caller: merge functions run in it."""
+    ended: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    # Once it has begun:
+    gang: Gang | None = None
+    closures: list[Replica] = field(default_factory=list)
+    values: list[RemoteValue] = field(default_factory=list)
+    arrivals: list[dict[int, Arrival]] = field(default_factory=list)
+    """Of each replica, by number, those not answered."""
+    num_arrived: list[int] = field(default_factory=list)  # collectives that each has come to
+    replies: dict[int, list[Reply]] = field(default_factory=dict)  # by number; for each replica
+    merges: dict[int, asyncio.Task[list[Reply]]] = field(default_factory=dict)
 
-    def __init__(
-        self, strategy: Any, function: Function, arguments: list[Payload], barrier: Barrier
-    ) -> None:
-        self.strategy = strategy
-        self.function = function
-        self.arguments = arguments
-        self.barrier = barrier
-        self.context = contextvars.copy_context()  # of the caller: merge functions run in it
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Once it has begun:
-        self.gang: Gang | None = None
-        self.closures: list[Replica] = []
-        self.values: list[RemoteValue] = []
-        self.arrivals: list[dict[int, Arrival]] = []  # of each replica, those not answered
-        self.num_arrived: list[int] = []  # collectives that each replica has come to
-        self.replies: dict[int, list[Reply]] = {}  # by number; for each replica
-        self.merges: dict[int, asyncio.Task[None]] = {}
+    @property
+    def begun(self) -> Gang:
+        """The gang, which has begun."""
+        assert self.gang is not None, f'run of "{self.function.name}" has not begun'
+        return self.gang
 
     def replica_of(self, closure_id: int) -> int | None:
         """Return which of its replicas a closure is; None: it is none of them."""

@@ -17,6 +17,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from psync.closures.closure import Closure, Replica
@@ -40,7 +41,7 @@ from psync.errors import (
 )
 from psync.net.peer import Peer, Reply
 from psync.numerics.replica_values import local_results, regroup
-from psync.replicas.closure_messages import ReplicaCall, ScheduledClosures
+from psync.replicas.closure_messages import ScheduledCall, ScheduledClosures
 from psync.replicas.context import forbid_in_merge
 from psync.replicas.gang_run import Arrival, GangRun, fail, merge
 from psync.serialization.failures import text_of
@@ -55,49 +56,24 @@ REPORT_EVERY_S = 10.0
 """A run that takes so long says on whom it waits."""
 
 
+@dataclass(slots=True, eq=False)
 class GangRunner:
-    """The gangs of one coordinator. True while there is one.
+    """The gangs of one coordinator. True while there is one."""
 
-    Args:
-        queue: In which they have their places.
-        functions: Pickles what they run.
-        closures: Those of the coordinator that are not final; replicas are among them.
-        limits: For what is sent.
-        main_by_name: Whether classes of ``__main__`` travel by name.
-        ready: Returns the workers that are ready for closures, by index.
-        is_current: Whether a peer is a connection of a worker that was not given up.
-        prepare: Creates what is declared; the queue is paused meanwhile.
-        perform: Does what the queue decided.
-        waits_for: Says what runs where, and what else is waited for.
-    """
-
-    def __init__(
-        self,
-        queue: ClosureQueue,
-        functions: FunctionTable,
-        closures: ScheduledClosures,
-        limits: Limits,
-        *,
-        main_by_name: bool,
-        ready: Callable[[], list[str]],
-        is_current: Callable[[Peer], bool],
-        prepare: Callable[[], None],
-        perform: Callable[[Sequence[Action]], None],
-        waits_for: Callable[[], str],
-    ) -> None:
-        self._queue = queue
-        self._functions = functions
-        self._closures = closures
-        self._limits = limits
-        self._main_by_name = main_by_name
-        self._ready = ready
-        self._is_current = is_current
-        self._prepare = prepare
-        self._perform_queued = perform
-        self._waits_for = waits_for
-        self.runs: deque[GangRun] = deque()  # the first may run
-        self._looking = False
-        self._closed = False
+    queue: ClosureQueue  # in which they have their places
+    functions: FunctionTable  # pickles what they run
+    closures: ScheduledClosures  # that are not final; replicas are among them
+    limits: Limits  # for what is sent
+    main_by_name: bool  # whether classes of ``__main__`` travel by name
+    ready: Callable[[], list[str]]  # returns the workers that are ready for closures, by index
+    is_current: Callable[[Peer], bool]
+    """Whether a peer is a connection of a worker that was not given up."""
+    prepare: Callable[[], None]  # creates what is declared; the queue is paused meanwhile
+    perform: Callable[[Sequence[Action]], None]  # does what the queue decided
+    waits_for: Callable[[], str]  # says what runs where, and what else is waited for
+    runs: deque[GangRun] = field(default_factory=deque, init=False)  # the first may run
+    _looking: bool = field(default=False, init=False)
+    _closed: bool = field(default=False, init=False)
 
     def __bool__(self) -> bool:
         return bool(self.runs)
@@ -113,12 +89,12 @@ class GangRunner:
         if self._closed:
             raise ClosedError("run on a closed coordinator")
         forbid_in_merge("run")
-        function = self._functions.register(fn, stacklevel=4)
+        function = self.functions.register(fn, stacklevel=4)
         arguments = self._packed(function.name, args, kwargs)
-        if self._queue.ending is not None:
+        if self.queue.ending is not None:
             raise self._cancelled()
-        self._prepare()
-        run = GangRun(strategy, function, arguments, self._queue.add_barrier())
+        self.prepare()
+        run = GangRun(strategy, function, arguments, self.queue.add_barrier())
         self.runs.append(run)
         self.look(())
         try:
@@ -135,7 +111,7 @@ class GangRunner:
         while not run.ended.done():
             await asyncio.wait((run.ended,), timeout=REPORT_EVERY_S)
             if not run.ended.done():
-                logger.warning('run of "%s" waits: %s', run.function.name, self._waits_for())
+                logger.warning('run of "%s" waits: %s', run.function.name, self.waits_for())
 
     def describe(self) -> list[str]:
         """Say what the first gang waits for."""
@@ -156,9 +132,9 @@ class GangRunner:
         try:
             while self.runs and self.runs[0].gang is None:
                 run = self.runs[0]
-                if self._queue.ending is not None:
+                if self.queue.ending is not None:
                     self._end(run, self._cancelled())
-                elif self._queue.may_begin(run.barrier) and (workers := self._ready()):
+                elif self.queue.may_begin(run.barrier) and (workers := self.ready()):
                     self._begin(run, workers)
                 else:
                     break
@@ -196,8 +172,8 @@ class GangRunner:
         """Return the arguments of each replica, or one payload if they are the same for all."""
         payloads = []
         for own_args, own_kwargs in local_results((args, kwargs)):
-            payload = pack_arguments(name, own_args, own_kwargs, main_by_name=self._main_by_name)
-            check_size(payload, f'the arguments of "{name}"', self._limits)
+            payload = pack_arguments(name, own_args, own_kwargs, main_by_name=self.main_by_name)
+            check_size(payload, f'the arguments of "{name}"', self.limits)
             payloads.append(payload)
         return payloads
 
@@ -209,20 +185,20 @@ class GangRunner:
             return
         run.gang = Gang(workers)
         for replica_id, payload in enumerate(arguments):
-            call = ReplicaCall(run.function, payload, replica_id, len(workers))
+            call = ScheduledCall(run.function, payload, (replica_id, len(workers)))
             name = f"{run.function.name}, replica {replica_id}"
-            closure = Replica(self._queue.next_id + replica_id, call, name=name)
+            closure = Replica(self.queue.next_id + replica_id, call, name=name)
             run.closures.append(closure)
-            run.values.append(self._closures.adopt(closure))
+            run.values.append(self.closures.adopt(closure))
             run.arrivals.append({})
             run.num_arrived.append(0)
-        self._perform_queued(self._queue.begin_gang(list(zip(workers, run.closures, strict=True))))
+        self.perform(self.queue.begin_gang(list(zip(workers, run.closures, strict=True))))
 
     def _end(self, run: GangRun, error: BaseException | None) -> None:
         """Nothing of a gang is left; ``error`` is what its caller is told."""
         self.runs.remove(run)
         run.tell(error)
-        self._perform_queued(self._queue.open_barrier(run.barrier))
+        self.perform(self.queue.open_barrier(run.barrier))
         self.look(())
 
     def _abandon(self, run: GangRun, error: Exception) -> None:
@@ -236,7 +212,7 @@ class GangRunner:
 
     def _cancelled(self) -> ClosureCancelled:
         return ClosureCancelled(
-            f"run was cancelled: {self._queue.ending}",
+            f"run was cancelled: {self.queue.ending}",
             hint="run it again after join has raised the error",
         )
 
@@ -244,12 +220,11 @@ class GangRunner:
         """A replica is final."""
         run = self.runs[0]
         replica = run.replica_of(closure.id)
-        assert run.gang is not None, f"{closure} is of no gang that has begun"
         assert replica is not None, f"{closure} is of another gang"
         if closure.error is None:
-            actions = run.gang.finished(replica)
+            actions = run.begun.finished(replica)
         else:
-            actions = run.gang.failed(replica, closure.error)
+            actions = run.begun.failed(replica, closure.error)
         for arrival in run.arrivals[replica].values():
             arrival.answer.cancel()  # nobody waits there any more
         self._perform(run, actions)
@@ -265,7 +240,7 @@ class GangRunner:
         if run is None or run.gang is None or replica is None:
             raise UsageError(f"{message.what}: closure {message.closure} has ended")
         closure = run.closures[replica]
-        if not self._is_current(peer) or closure.worker != peer.task or closure.is_final:
+        if not self.is_current(peer) or closure.worker != peer.task or closure.is_final:
             raise FencedError(f"{message.what}: {peer.task} does not run {closure}")
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         arrival = Arrival(Payload.from_segments(segments), answer)
@@ -280,18 +255,18 @@ class GangRunner:
         except asyncio.CancelledError:
             if answer.cancelled():
                 raise ClosureCancelled("the replica has ended") from None
-            assert run.gang is not None, "somebody has come to its collective"
             if not answer.done() and not run.closures[replica].is_final:
-                self._perform(run, run.gang.gave_up(replica))
+                self._perform(run, run.begun.gave_up(replica))
             raise
 
     def _perform(self, run: GangRun, actions: Sequence[GangAction]) -> None:
-        gang = run.gang
-        assert gang is not None, "a gang acts when it has begun"
+        gang = run.begun
         for action in actions:
             if isinstance(action, Merge):
+                brought = [arrived[action.number].payload for arrived in run.arrivals]
                 task = asyncio.get_running_loop().create_task(
-                    self._merge(run, action.number), context=run.context.copy()
+                    merge(run.strategy, brought, self.limits, main_by_name=self.main_by_name),
+                    context=run.context.copy(),
                 )
                 run.merges[action.number] = task
                 task.add_done_callback(functools.partial(self._merged, run, action.number))
@@ -310,36 +285,22 @@ class GangRunner:
                     task.cancel()
             elif isinstance(action, Stop):
                 for replica in action.replicas:
-                    self._perform_queued(self._queue.cancel(run.closures[replica].id))
+                    self.perform(self.queue.cancel(run.closures[replica].id))
         changed = False
         for replica, closure in enumerate(run.closures):
             changed = changed or closure.in_collective is not gang.waits(replica)
             closure.in_collective = gang.waits(replica)
         if changed:
-            self._perform_queued(())  # ps 0 has to know who may still push
+            self.perform(())  # ps 0 has to know who may still push
         if gang.state is GangState.ENDED and self.runs and self.runs[0] is run:
             self._end(run, gang.error)
 
-    async def _merge(self, run: GangRun, number: int) -> None:
-        """Call the function of a collective, and let its result be answered."""
-        assert run.gang is not None, "a gang has begun whose replicas are all there"
-        try:
-            brought = [arrived[number].payload for arrived in run.arrivals]
-            run.replies[number] = await merge(
-                run.strategy, brought, self._limits, main_by_name=self._main_by_name
-            )
-        except BaseException:  # it was cancelled, or has cancelled itself
-            self._stopped_merging(run)
-            raise
-
-    def _merged(self, run: GangRun, number: int, task: asyncio.Task[None]) -> None:
-        """The function of a collective has ended; one that was cancelled perhaps never began."""
-        assert run.gang is not None, "a gang has begun whose replicas are all there"
-        if task.cancelled():
-            self._stopped_merging(run)
+    def _merged(self, run: GangRun, number: int, task: asyncio.Task[list[Reply]]) -> None:
+        """The function of a collective has ended, was cancelled, or has cancelled itself."""
         del run.merges[number]
-        self._perform(run, run.gang.merged(number))
-
-    def _stopped_merging(self, run: GangRun) -> None:
-        assert run.gang is not None, "a gang has begun whose replicas are all there"
-        self._perform(run, run.gang.cancel(ClosureCancelled("a merge function was stopped")))
+        if task.cancelled() or task.exception() is not None:
+            stopped = ClosureCancelled("a merge function was stopped")
+            self._perform(run, run.begun.cancel(stopped))
+        else:
+            run.replies[number] = task.result()
+        self._perform(run, run.begun.merged(number))

@@ -7,49 +7,30 @@ context; but only in the step, or outside of steps, in which it was entered.
 from __future__ import annotations
 
 import contextvars
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from psync.client.context import Running, running
+from psync.client.context import Running, here
 from psync.errors import ContextError
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class CrossReplica:
-    """All replicas are meant.
+    """All replicas are meant."""
 
-    Args:
-        strategy: Whose replicas.
-        num_replicas: How many there are.
-        is_default: It was set for all that follows; no block ends it.
-    """
-
-    __slots__ = ("is_default", "num_replicas", "strategy")
-
-    def __init__(self, strategy: Any, num_replicas: int, *, is_default: bool = False) -> None:
-        self.strategy = strategy
-        self.num_replicas = num_replicas
-        self.is_default = is_default
+    strategy: Any  # whose replicas
+    num_replicas: int  # how many there are
+    is_default: bool = False  # it was set for all that follows; no block ends it
+    merging: bool = False  # a gang waits for what is done here: the function of a collective
 
 
-class Merging(CrossReplica):
-    """The function of a collective of a gang is running."""
-
-    __slots__ = ()
-
-
+@dataclass(frozen=True, slots=True, eq=False)
 class Updating:
-    """A variable is being updated where it lives.
+    """A variable is being updated where it lives."""
 
-    Args:
-        strategy: Whose variable.
-        num_replicas: How many there are.
-    """
-
-    __slots__ = ("num_replicas", "strategy")
-
-    def __init__(self, strategy: Any, num_replicas: int) -> None:
-        self.strategy = strategy
-        self.num_replicas = num_replicas
+    strategy: Any  # whose variable
+    num_replicas: int
 
 
 REPLICAS_ONLY = ("merge_call", "all_reduce", "all_gather", "replica_id_in_sync_group")
@@ -74,12 +55,12 @@ _entered: contextvars.ContextVar[tuple[Running, Any] | None] = contextvars.Conte
 def entered() -> Any:
     """Return what was entered last and holds here; None: nothing."""
     entry = _entered.get()
-    return entry[1] if entry is not None and entry[0] is running() else None
+    return entry[1] if entry is not None and entry[0] is here.get() else None
 
 
 def enter_for_good(state: Any) -> None:
     """Enter a state that no block ends; None: nothing is entered any more."""
-    _entered.set(None if state is None else (running(), state))
+    _entered.set(None if state is None else (here.get(), state))
 
 
 class Enter:
@@ -97,7 +78,7 @@ class Enter:
     __slots__ = ("_entry", "_token", "_value")
 
     def __init__(self, state: Any, value: Any = None) -> None:
-        self._entry = (running(), state)
+        self._entry = (here.get(), state)
         self._value = value
         self._token: contextvars.Token[Any]
 

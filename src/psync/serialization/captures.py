@@ -182,21 +182,17 @@ class CaptureWatch:
 class _Bindings:
     """What the names of one function were bound to."""
 
-    __slots__ = ("_atoms", "_cells", "_fn", "_globals")
+    __slots__ = ("_atoms", "_fn", "_was")
 
     def __init__(self, fn: FunctionType) -> None:
         self._fn = weakref.ref(fn)
         free = fn.__code__.co_freevars
-        self._globals: dict[str, int] = {}  # name → id of what it was bound to
-        self._cells: dict[str, tuple[int, int]] = {}  # name → (index of the cell, id)
+        self._was: dict[str, tuple[int, int]] = {}  # name → (its id, index of its cell or -1)
         self._atoms: dict[str, object] = {}  # name → value, where equal will do
         for name, value in captures_of(fn).items():
             if isinstance(value, ModuleType):
                 continue  # nobody rebinds np, and it is in every step
-            if name in free:
-                self._cells[name] = (free.index(name), id(value))
-            else:
-                self._globals[name] = id(value)
+            self._was[name] = id(value), free.index(name) if name in free else -1
             if type(value) in _ATOMS:
                 self._atoms[name] = value
 
@@ -204,19 +200,14 @@ class _Bindings:
         fn = self._fn()
         if fn is None:  # then the name that led to it was rebound, and that is reported
             return True
-        names = fn.__globals__
-        for name, was in self._globals.items():
-            if id(names.get(name, _EMPTY)) != was:
+        names, cells = fn.__globals__, fn.__closure__ or ()
+        for name, (was, cell) in self._was.items():
+            try:
+                now = names.get(name, _EMPTY) if cell < 0 else cells[cell].cell_contents
+            except ValueError:  # not assigned
+                now = _EMPTY
+            if id(now) != was:
                 return False
-        if self._cells:
-            cells = fn.__closure__ or ()
-            for index, was in self._cells.values():
-                try:
-                    now = cells[index].cell_contents
-                except ValueError:  # not assigned
-                    now = _EMPTY
-                if id(now) != was:
-                    return False
         return True
 
     def take_rebound(self) -> list[str]:
@@ -224,28 +215,15 @@ class _Bindings:
         fn = self._fn()
         if fn is None:
             return []
-        now = captures_of(fn)
-        rebound = []
-        for name in [
-            name for name, was in self._globals.items() if id(now.get(name, _EMPTY)) != was
-        ]:
-            if self._is_equal(name, now.get(name, _EMPTY)):
-                self._globals[name] = id(now[name])
-            else:
-                del self._globals[name]
-                rebound.append(name)
-        for name in [name for name, (_, was) in self._cells.items() if id(now[name]) != was]:
-            if self._is_equal(name, now[name]):
-                self._cells[name] = (self._cells[name][0], id(now[name]))
-            else:
-                del self._cells[name]
+        now, rebound = captures_of(fn), []
+        for name, (was, cell) in list(self._was.items()):
+            value, atom = now.get(name, _EMPTY), self._atoms.get(name, _EMPTY)
+            if type(value) is type(atom) and atom is not _EMPTY and atom == value:
+                self._was[name] = id(value), cell  # does as well: workers' results do not change
+            elif id(value) != was:
+                del self._was[name]
                 rebound.append(name)
         return rebound
-
-    def _is_equal(self, name: str, value: object) -> bool:
-        """Return whether the captured value does as well: workers' results do not change."""
-        atom = self._atoms.get(name, _EMPTY)
-        return type(value) is type(atom) and atom is not _EMPTY and atom == value
 
 
 def _by_value_functions(fn: FunctionType) -> list[FunctionType]:

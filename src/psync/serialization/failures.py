@@ -19,6 +19,7 @@ from psync.errors import (
     TaskLost,
     TransportError,
 )
+from psync.serialization.captures import type_name
 from psync.serialization.payloads import Payload, pack, unpack
 
 MAX_MESSAGE_CHARS = 4096  # these texts travel in message headers, which are limited to 1 MiB
@@ -44,12 +45,7 @@ def describe_exception(exc: BaseException, *, main_by_name: bool = True) -> Desc
     # How psync found that a task is lost or the network failed is no news to the user.
     chain = not isinstance(exc, (TaskLost, TransportError))
     lines = format_exception(type(exc), exc, frames, chain=chain)
-    cls = type(exc)
-    name = (
-        cls.__qualname__
-        if cls.__module__ in ("builtins", "__main__")
-        else (f"{cls.__module__}.{cls.__qualname__}")
-    )
+    name = type_name(exc).removeprefix("__main__.")
     return Described(
         _clip(name, 256),
         _clip(text_of(exc), MAX_MESSAGE_CHARS),

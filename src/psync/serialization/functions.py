@@ -16,11 +16,10 @@ import hashlib
 import inspect
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from psync.errors import CaptureError
 from psync.serialization.captures import (
@@ -31,15 +30,6 @@ from psync.serialization.captures import (
     type_name,
 )
 from psync.serialization.payloads import Payload, Segment, check_size, pack, unpack
-
-__all__ = [
-    "Function",
-    "FunctionCache",
-    "FunctionTable",
-    "StaleCaptureWarning",
-    "is_coroutine_step",
-    "load_function",
-]
 
 KEY_BYTES = 16  # 128 bits: no two functions share a key by accident
 
@@ -209,28 +199,3 @@ def load_function(
     if not callable(fn):
         raise CaptureError(f'step "{name}": expected a callable, got {type_name(fn)}')
     return fn  # type: ignore[no-any-return]
-
-
-class FunctionCache(Generic[T]):
-    """The loaded functions of one worker; the one used longest ago goes first."""
-
-    def __init__(self, max_functions: int = 256) -> None:
-        self._max_functions = max_functions
-        self._functions: OrderedDict[bytes, T] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._functions)
-
-    def get(self, key: bytes) -> T | None:
-        """Return the function, or None: it has to be fetched."""
-        fn = self._functions.get(key)
-        if fn is not None:
-            self._functions.move_to_end(key)
-        return fn
-
-    def put(self, key: bytes, fn: T) -> None:
-        """Keep ``fn``."""
-        self._functions[key] = fn
-        self._functions.move_to_end(key)
-        if len(self._functions) > self._max_functions:
-            self._functions.popitem(last=False)

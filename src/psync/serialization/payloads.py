@@ -344,10 +344,7 @@ def unpack_arguments(
     data: Segment, buffers: Sequence[Segment] = (), remote_values: Sequence[Any] = ()
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return args and kwargs as `pack_arguments` pickled them; see `unpack`."""
-    if not len(data):
-        return (), {}
-    args, kwargs = _Unpickler(data, buffers, remote_values).load()
-    return args, kwargs
+    return unpack(data, buffers, remote_values) or ((), {})
 
 
 def _restore_array(

@@ -46,7 +46,7 @@ class RemoteValue:
 
     __psync_remote_value__ = True
     __slots__ = (
-        "__weakref__", "_cancel", "_error", "_payload", "_unpacked", "_value", "_waiters",
+        "__weakref__", "_cancel", "_ended", "_error", "_payload", "_unpacked", "_value",
         "closure", "status",
     )  # fmt: skip
 
@@ -58,7 +58,7 @@ class RemoteValue:
         self._unpacked = False
         self._value: Any = None
         self._error: BaseException | None = None
-        self._waiters: list[asyncio.Future[None]] | None = None
+        self._ended: asyncio.Event | None = None  # made for the first who waits
 
     def __repr__(self) -> str:
         return f"<RemoteValue of {self.closure}, {self.status.value}>"
@@ -100,15 +100,9 @@ class RemoteValue:
         Cancellation: Safe; the closure goes on.
         """
         if self.status is RemoteValueStatus.NOT_READY:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            if self._waiters is None:
-                self._waiters = []
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            finally:
-                if self._waiters is not None:  # cancelled: leave nothing behind
-                    self._waiters.remove(waiter)
+            if self._ended is None:
+                self._ended = asyncio.Event()
+            await self._ended.wait()
         return self.result()
 
     get = fetch
@@ -158,10 +152,8 @@ class RemoteValue:
         self._wake()
 
     def _wake(self) -> None:
-        for waiter in self._waiters or ():
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters = None
+        if self._ended is not None:
+            self._ended.set()
 
 
 class AwaitFirst:
@@ -189,24 +181,6 @@ class AwaitFirst:
     def __array_function__(self, function: Any, *arguments: Any) -> NoReturn:
         self._refuse(f"numpy.{function.__name__}")
 
-    def __bool__(self) -> bool:
-        self._refuse("truth")
-
-    def __int__(self) -> int:
-        self._refuse("int()")
-
-    def __float__(self) -> float:
-        self._refuse("float()")
-
-    def __complex__(self) -> complex:
-        self._refuse("complex()")
-
-    def __iter__(self) -> NoReturn:
-        self._refuse("iteration")
-
-    def __contains__(self, item: object) -> bool:
-        self._refuse("`in`")
-
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
@@ -224,9 +198,9 @@ class AwaitFirst:
         return compare(self, other)
 
 
-def _operator(sign: str) -> Any:
+def _refusal(used: str) -> Any:
     def refuse(self: AwaitFirst, *_: object) -> NoReturn:
-        self._refuse(f"operator {sign}")
+        self._refuse(used)
 
     return refuse
 
@@ -240,11 +214,17 @@ _OTHERS = {
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "neg": "-", "pos": "+", "invert": "~",
     "abs": "abs", "round": "round",
 }  # fmt: skip
+_CONVERSIONS = {
+    "bool": "truth", "int": "int()", "float": "float()", "complex": "complex()",
+    "iter": "iteration", "contains": "`in`",
+}  # fmt: skip
 for _name, _sign in _BINARY.items():
     for _prefix in ("", "r", "i"):
-        setattr(AwaitFirst, f"__{_prefix}{_name}__", _operator(_sign))
+        setattr(AwaitFirst, f"__{_prefix}{_name}__", _refusal(f"operator {_sign}"))
 for _name, _sign in _OTHERS.items():
-    setattr(AwaitFirst, f"__{_name}__", _operator(_sign))
+    setattr(AwaitFirst, f"__{_name}__", _refusal(f"operator {_sign}"))
+for _name, _used in _CONVERSIONS.items():
+    setattr(AwaitFirst, f"__{_name}__", _refusal(_used))
 
 
 async def fetch_all(structure: Any) -> Any:

@@ -27,7 +27,7 @@ Listed = list[tuple[int, float]] | None
 
 
 @dataclass(slots=True)
-class Outgoing:
+class OutgoingStep:
     """On ps 0, a step that is decided: what the ps tasks are told until all have applied it."""
 
     close: Close
@@ -46,7 +46,7 @@ class KnownGroup:
     touched: Sequence[Key] = ()  # by its last step, which is perhaps being applied
     averages: list[Average] | None = None  # that are kept here; None: not looked up yet
     spread: bool = False  # on ps 0: whether a variable of a push lies on several ps tasks
-    outgoing: Outgoing | None = None  # likewise
+    outgoing: OutgoingStep | None = None  # likewise
 
 
 class GroupTable:

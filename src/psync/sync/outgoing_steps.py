@@ -1,6 +1,6 @@
 """Steps that are decided, on ps 0: carried to every ps, until all have applied them.
 
-    decided         the step is *outgoing* (``groups.Outgoing``), a part of the state of ps 0
+    decided         the step is *outgoing* (``groups.OutgoingStep``), a part of the state of ps 0
     norms measured  NormsMeasured, an entry: from now on a ps may have closed the step
     all applied it  StepApplied, an entry: the rule gives the tokens of the next step
 
@@ -29,7 +29,7 @@ from psync.net.platform import Parts
 from psync.ps.executor import Answer
 from psync.store.ledger import Client
 from psync.sync.cross_ps_sets import Values
-from psync.sync.groups import CLOSER, KnownGroup, Listed, Outgoing
+from psync.sync.groups import CLOSER, KnownGroup, Listed, OutgoingStep
 from psync.sync.log_entries import FROM_CLOSER
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
@@ -98,7 +98,7 @@ class OutgoingSteps:
     def decide(self, close: Close) -> None:
         """A step is decided: it is outgoing from now on."""
         known = self._sync.known(close.group, None)
-        known.outgoing = Outgoing(close, self._sync.along(close))
+        known.outgoing = OutgoingStep(close, self._sync.along(close))
         if not self.pauses:
             self._carry(known)
 
@@ -111,7 +111,7 @@ class OutgoingSteps:
         self._rounds.carry(outgoing, self._waits.wanted_shares, ended)
 
     def _log_factors(
-        self, outgoing: Outgoing, scales: Listed, ratios: Listed, then: Callable[[], None]
+        self, outgoing: OutgoingStep, scales: Listed, ratios: Listed, then: Callable[[], None]
     ) -> None:
         def act(message: NormsMeasured) -> None:
             self.note_factors(message)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from psync.store.step_norms import Factors, ShardSums, StepNorms
 from psync.sync.cross_ps_sets import Share, Values
-from psync.sync.groups import Listed, Outgoing
+from psync.sync.groups import Listed, OutgoingStep
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
 from psync.wire.sync_messages import CloseStep, MeasureStep
@@ -30,7 +30,7 @@ Ended = Callable[[Values, Exception | None], None]
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    outgoing: Outgoing
+    outgoing: OutgoingStep
     norms: StepNorms
     passes: list[str]  # that are still to be made
     wanted: Callable[[], Collection[Share]]
@@ -50,14 +50,14 @@ class StepRounds:
         self,
         all_ps: AllPs,
         sync: PsSync,
-        measured: Callable[[Outgoing, Listed, Listed, Callable[[], None]], None],
+        measured: Callable[[OutgoingStep, Listed, Listed, Callable[[], None]], None],
     ) -> None:
         self._all_ps = all_ps
         self._sync = sync
         self._log_factors = measured
 
     def carry(
-        self, outgoing: Outgoing, wanted: Callable[[], Collection[Share]], ended: Ended
+        self, outgoing: OutgoingStep, wanted: Callable[[], Collection[Share]], ended: Ended
     ) -> None:
         """Let every ps that has not done so apply a step.
 

@@ -287,7 +287,7 @@ class Trainer:
             ended: EndOfData | None = None
             closure = current_closure()
             assert closure is not None, "steps run in closures"
-            began, calls = closure.next_ordinal(), 0
+            began, calls = next(closure.ordinals), 0
             for step in range(count):
                 try:
                     batch = next(batches)
@@ -296,7 +296,7 @@ class Trainer:
                     # Where the closure runs again there may be more data, or less; what is added to
                     # the metrics must be the same call in each run.
                     for _ in range((count - step) * calls):
-                        closure.next_ordinal()
+                        next(closure.ordinals)
                     break
                 made = await awaited(value_and_grad(await pull(variables), batch))
                 loss, gradients, *predictions = parts_of(made)
@@ -305,7 +305,7 @@ class Trainer:
                     [(gradient, variable) for variable, gradient in pushed], global_step
                 )
                 if step == 0:
-                    calls = closure.next_ordinal() - began - 1
+                    calls = next(closure.ordinals) - began - 1
                 counts.note(batch, loss, predictions)
             if counts.batches:
                 for metric, total in zip(metrics.values(), counts.sums, strict=True):

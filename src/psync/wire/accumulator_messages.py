@@ -5,13 +5,10 @@ Accumulators are known by their names.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from psync.wire.codec import Message, message
 
 
 @message(62)
-@dataclass(frozen=True, slots=True)
 class DefineAccumulator(Message):
     """Make an accumulator known; idempotent, and refused if it is another than at first.
 
@@ -29,7 +26,6 @@ class DefineAccumulator(Message):
 
 
 @message(63)
-@dataclass(frozen=True, slots=True)
 class ApplyGradient(Message):
     """Add a gradient to an accumulator. Answered by GradientApplied.
 
@@ -48,7 +44,6 @@ class ApplyGradient(Message):
 
 
 @message(64)
-@dataclass(frozen=True, slots=True)
 class SetAccumulatorStep(Message):
     """Set the step of an accumulator. Answered by GradientApplied."""
 
@@ -61,7 +56,6 @@ class SetAccumulatorStep(Message):
 
 
 @message(65)
-@dataclass(frozen=True, slots=True)
 class GradientApplied(Message):
     """What became of a gradient, or of a new step."""
 
@@ -71,7 +65,6 @@ class GradientApplied(Message):
 
 
 @message(66)
-@dataclass(frozen=True, slots=True)
 class TakeGradient(Message):
     """Wait for gradients and take what they amount to. Answered by GradientTaken.
 
@@ -85,7 +78,6 @@ class TakeGradient(Message):
 
 
 @message(67)
-@dataclass(frozen=True, slots=True)
 class GradientTaken(Message):
     """Segments: the values; of a sparse gradient the indices (int64) before them."""
 
@@ -96,7 +88,6 @@ class GradientTaken(Message):
 
 
 @message(68)
-@dataclass(frozen=True, slots=True)
 class ForgetTakes(Message):
     """This client has the answers to all takes with smaller numbers, or wants them no more."""
 
@@ -105,7 +96,6 @@ class ForgetTakes(Message):
 
 
 @message(69)
-@dataclass(frozen=True, slots=True)
 class AskAccumulator(Message):
     """How far is an accumulator? Answered by AccumulatorState."""
 
@@ -113,7 +103,6 @@ class AskAccumulator(Message):
 
 
 @message(70)
-@dataclass(frozen=True, slots=True)
 class AccumulatorState(Message):
     """As of now."""
 

@@ -6,7 +6,7 @@ not serve names the message, whatever else the process has imported.
 
 from __future__ import annotations
 
-from psync.wire import (
+from psync.wire import (  # noqa: F401
     accumulator_messages,
     lock_messages,
     log_messages,
@@ -17,24 +17,3 @@ from psync.wire import (
     sync_messages,
     worker_messages,
 )
-from psync.wire.codec import Message
-
-MODULES = (
-    messages,
-    worker_messages,
-    ps_messages,
-    lock_messages,
-    sync_messages,
-    session_messages,
-    accumulator_messages,
-    recovery_messages,
-    log_messages,
-)
-
-CLASSES: tuple[type[Message], ...] = tuple(
-    kind
-    for module in MODULES
-    for kind in vars(module).values()
-    if isinstance(kind, type) and issubclass(kind, Message) and kind.__module__ == module.__name__
-)
-"""Every class of messages."""

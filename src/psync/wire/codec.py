@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import reprlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
-from operator import attrgetter
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 import msgpack
@@ -25,7 +25,7 @@ import msgpack
 from psync.errors import LocalProtocolError, RemoteProtocolError
 
 Check = Callable[[Any], bool]
-M = TypeVar("M", bound="type[Message]")
+M = TypeVar("M", bound="Message")
 
 MAX_ARRAY_ITEMS = 65_536
 
@@ -47,7 +47,7 @@ _packer = msgpack.Packer()  # one for all: it runs no Python code between its st
 class Message:
     """Base of all messages."""
 
-    __slots__ = ()
+    __slots__: tuple[str, ...] = ()
     code: ClassVar[int]
 
 
@@ -64,7 +64,7 @@ class _Form:
         self.checks = tuple(map(_check_of, self.types))
         self.check = _row_check(self.checks)  # of all fields at once
         # attrgetter of one name returns the value and not a tuple.
-        self.getter = attrgetter("code", *self.names)
+        self.getter = operator.attrgetter("code", *self.names)
 
 
 _BY_CODE: dict[int, _Form] = {}
@@ -73,12 +73,14 @@ _HEADER_OF: dict[type[Message], bytes] = {}  # of classes without fields
 _BY_HEADER: dict[bytes, Message] = {}  # the same, the other way round
 
 
-def message(code: int) -> Callable[[M], M]:
-    """Class decorator: register a dataclass as a message under ``code``, from 1."""
+@typing.dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def message(code: int) -> Callable[[type[M]], type[M]]:
+    """Class decorator: make a frozen dataclass, a message under ``code``, from 1."""
 
-    def register(cls: M) -> M:
+    def register(made: type[M]) -> type[M]:
         if code in _BY_CODE:
             raise TypeError(f"message code {code} is taken by {_BY_CODE[code].cls.__name__}")
+        cls = dataclass(frozen=True, slots=True)(made)
         cls.code = code
         form = _BY_CODE[code] = _BY_CLASS[cls] = _Form(cls)
         if not form.names:
@@ -199,7 +201,7 @@ def _row_check(checks: Sequence[Check]) -> Check:
                 if not check(row[index]):
                     return False
             return True
-        if len(row) != len(checks) or not all(map(_apply, checks, row)):
+        if len(row) != len(checks) or not all(map(operator.call, checks, row)):
             return False
         known[kinds] = tuple(
             (index, check)
@@ -209,10 +211,6 @@ def _row_check(checks: Sequence[Check]) -> Check:
         return True
 
     return fits
-
-
-def _apply(check: Callable[[Any], bool], value: Any) -> bool:
-    return check(value)
 
 
 def _check_of(annotation: Any) -> Check:
@@ -273,7 +271,7 @@ def _all_check(annotation: Any) -> Callable[[Iterable[Any]], bool]:
             rows = list(values)
             if not _ONLY_LIST.issuperset(map(type, rows)) or not widths.issuperset(map(len, rows)):
                 return False
-            return all(map(_apply, columns, zip(*rows, strict=True)))
+            return all(map(operator.call, columns, zip(*rows, strict=True)))
 
         return rows_fit
     if origin is types.UnionType:

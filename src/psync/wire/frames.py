@@ -20,6 +20,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -35,6 +36,10 @@ from psync.wire.limits import DEFAULT_LIMITS, Limits
 MAGIC = b"PSYN"
 TLS_HELLO = b"\x16\x03"
 """How TLS begins: a record of its handshake."""
+
+SAME_TLS = (
+    "set PSYNC_TLS_CA_FILE, PSYNC_TLS_CERT_FILE and PSYNC_TLS_KEY_FILE for all tasks, or none"
+)
 
 VERSION = 1
 PREFIX = struct.Struct("<4sBBHQIIQ")
@@ -73,21 +78,17 @@ Segment = Buffer | Sequence[memoryview]
 """What may be sent as one segment: one buffer of bytes, or several that are sent as one."""
 
 
+@dataclass(slots=True, eq=False)
 class Frame:
     """One received frame; its segments are complete once the decoder returns it."""
 
-    __slots__ = ("header", "kind", "lengths", "nbytes", "request_id", "segments", "token")
-
-    def __init__(
-        self, kind: int, request_id: int, header: bytes, lengths: tuple[int, ...], nbytes: int
-    ) -> None:
-        self.kind = kind  # a value of Kind
-        self.request_id = request_id  # 0 where there is none
-        self.header = header  # msgpack
-        self.lengths = lengths  # bytes of each segment
-        self.nbytes = nbytes  # of all segments
-        self.segments: list[memoryview] = []  # the sink's to fill
-        self.token: object = None  # the sink's own business; see ``FrameDecoder.redirect``
+    kind: int  # a value of Kind
+    request_id: int  # 0 where there is none
+    header: bytes  # msgpack
+    lengths: tuple[int, ...]  # bytes of each segment
+    nbytes: int  # of all segments
+    segments: list[memoryview] = field(default_factory=list)  # the sink's to fill
+    token: object = None  # the sink's own business; see ``FrameDecoder.redirect``
 
 
 Sink = Callable[[Frame], "Sequence[memoryview] | None"]
@@ -162,8 +163,8 @@ class FrameDecoder:
         self._discard = 0  # bytes of a body still to be thrown away
         self._error: Exception | None = None  # set once broken
 
-    def get_buffer(self) -> memoryview:
-        """Return memory for the next bytes of the stream; never empty."""
+    def get_buffer(self, sizehint: int = -1) -> memoryview:
+        """Return memory for the next bytes of the stream, however many; never empty."""
         if self._targets:
             return self._targets[self._target][self._filled :]
         if self._discard:
@@ -317,8 +318,7 @@ def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemotePro
     if magic.startswith(TLS_HELLO):
         return RemoteProtocolError(
             "the peer uses TLS, this task does not",
-            hint="set PSYNC_TLS_CA_FILE, PSYNC_TLS_CERT_FILE and PSYNC_TLS_KEY_FILE for all tasks, "
-            "or none",
+            hint=SAME_TLS,
         )
     if magic != MAGIC:
         return RemoteProtocolError(

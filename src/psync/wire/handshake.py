@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
 from dataclasses import replace
 
 from psync.errors import (
@@ -35,7 +36,7 @@ from psync.errors import (
     VersionMismatch,
 )
 from psync.wire.codec import encode
-from psync.wire.frames import VERSION
+from psync.wire.frames import SAME_TLS, VERSION
 from psync.wire.messages import Challenge, Hello, Proof, Refused
 
 RELEASE = "0.1.0"
@@ -49,9 +50,6 @@ LANES = ("control", "bulk", "lock", "cut")
 
 _SAME_VERSION = "install the same version of psync for all tasks"
 _SAME_SECRET = "give all tasks of the cluster the same PSYNC_SECRET"
-_SAME_TLS = (
-    "set PSYNC_TLS_CA_FILE, PSYNC_TLS_CERT_FILE and PSYNC_TLS_KEY_FILE for all tasks, or none"
-)
 
 
 def _is_greeting(task: str, nonce: bytes) -> bool:
@@ -151,6 +149,7 @@ class ServerHandshake:
         task: Own task name.
         incarnation: Own incarnation.
         nonce: 32 fresh random bytes.
+        admit: Last word on a peer that has proved itself, such as on a fenced incarnation.
 
     Attributes:
         binding: Hash of the certificate that this task has shown; b"" without TLS. Set before
@@ -159,8 +158,16 @@ class ServerHandshake:
 
     binding = b""
 
-    def __init__(self, secret: bytes | None, task: str, incarnation: int, nonce: bytes) -> None:
+    def __init__(
+        self,
+        secret: bytes | None,
+        task: str,
+        incarnation: int,
+        nonce: bytes,
+        admit: Callable[[Hello], Refused | None] | None = None,
+    ) -> None:
         self._secret = secret
+        self._admit = admit
         self._task = task
         self._incarnation = incarnation
         self._nonce = nonce
@@ -189,13 +196,12 @@ class ServerHandshake:
         return self._challenge
 
     def verify(self, proof: Proof) -> Refused | None:
-        """Return None if the client proved that it holds the secret. Call after ``challenge``."""
-        if self._secret is None:
-            return None
-        expected = _mac(self._secret, b"client", self.hello, self._challenge, self.binding)
-        if not hmac.compare_digest(expected, proof.mac):
-            return Refused("authentication", "the proof does not match")
-        return None
+        """Return None if the client holds the secret and may come in. Call after ``challenge``."""
+        if self._secret is not None:
+            expected = _mac(self._secret, b"client", self.hello, self._challenge, self.binding)
+            if not hmac.compare_digest(expected, proof.mac):
+                return Refused("authentication", "the proof does not match")
+        return None if self._admit is None else self._admit(self.hello)
 
 
 def refusal(refused: Refused, task: str) -> PsyncError:
@@ -208,7 +214,7 @@ def refusal(refused: Refused, task: str) -> PsyncError:
         case "authentication":
             return AuthenticationError(text, hint=_SAME_SECRET)
         case "tls":
-            return AuthenticationError(text, hint=_SAME_TLS)
+            return AuthenticationError(text, hint=SAME_TLS)
         case "fenced":
             return FencedError(text)
         case "full" | "early":  # it may have room, or serve somebody, later

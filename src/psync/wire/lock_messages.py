@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from psync.wire.codec import Message, message
 from psync.wire.ps_messages import Assign, Pull
 
 
 @message(115)
-@dataclass(frozen=True, slots=True)
 class LockShards(Message):
     """Lock shards, all of them or none; who changes them waits. Answered by Done, once it is so.
 
@@ -23,7 +20,6 @@ class LockShards(Message):
 
 
 @message(116)
-@dataclass(frozen=True, slots=True)
 class UnlockShards(Message):
     """Give a lock up, held or not; idempotent. Answered by Done."""
 
@@ -31,7 +27,6 @@ class UnlockShards(Message):
 
 
 @message(117)
-@dataclass(frozen=True, slots=True)
 class RenewLock(Message):
     """Let the lease of a lock begin anew. Answered by Done, or LockLost."""
 
@@ -39,7 +34,6 @@ class RenewLock(Message):
 
 
 @message(118)
-@dataclass(frozen=True, slots=True)
 class PullLocked(Pull):
     """A pull of shards that are locked by the one who asks. Answered by Pulled, or LockLost."""
 
@@ -47,7 +41,6 @@ class PullLocked(Pull):
 
 
 @message(119)
-@dataclass(frozen=True, slots=True)
 class AssignLocked(Assign):
     """An assign to shards that are locked by the one who asks. Answered by Pushed, or LockLost."""
 

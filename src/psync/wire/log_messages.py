@@ -6,14 +6,12 @@ a peer that sends one is refused, as no handler takes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from psync.wire.codec import Message, message
 
 
 @message(135)
-@dataclass(frozen=True, slots=True)
 class CheckState(Message):
     """Take a digest of the state that judging has made; and this is what the last one was."""
 
@@ -25,7 +23,6 @@ class CheckState(Message):
 
 
 @message(30)
-@dataclass(frozen=True, slots=True)
 class BeginGroup(Message):
     """A group begins at this step, the value of its global step; again changes nothing."""
 
@@ -35,7 +32,6 @@ class BeginGroup(Message):
 
 
 @message(31)
-@dataclass(frozen=True, slots=True)
 class CountPush(Message):
     """A Contribute, with a set of the log's own. Segments: what came along with it, if anything.
 
@@ -58,7 +54,6 @@ class CountPush(Message):
 
 
 @message(128)
-@dataclass(frozen=True, slots=True)
 class ForgetPush(Message):
     """No request of this client waits for the answer to a push any more."""
 
@@ -67,7 +62,6 @@ class ForgetPush(Message):
 
 
 @message(129)
-@dataclass(frozen=True, slots=True)
 class SetMembers(Message):
     """Who takes part, and what is left to do: a ReportSchedule, and when it came."""
 
@@ -79,7 +73,6 @@ class SetMembers(Message):
 
 
 @message(130)
-@dataclass(frozen=True, slots=True)
 class Tick(Message):
     """It is so late: what was to be done at a time is done."""
 
@@ -87,7 +80,6 @@ class Tick(Message):
 
 
 @message(131)
-@dataclass(frozen=True, slots=True)
 class NormsMeasured(Message):
     """The factors with which a step that is decided is closed; see CloseStep."""
 
@@ -98,7 +90,6 @@ class NormsMeasured(Message):
 
 
 @message(132)
-@dataclass(frozen=True, slots=True)
 class StepApplied(Message):
     """Every ps has applied a step, or one could not."""
 
@@ -108,7 +99,6 @@ class StepApplied(Message):
 
 
 @message(133)
-@dataclass(frozen=True, slots=True)
 class EndSteps(Message):
     """Training has ended."""
 
@@ -116,7 +106,6 @@ class EndSteps(Message):
 
 
 @message(96)
-@dataclass(frozen=True, slots=True)
 class SetGroups(Message):
     """How far the groups are, of a snapshot that comes with a log.
 
@@ -128,7 +117,6 @@ class SetGroups(Message):
 
 
 @message(134)
-@dataclass(frozen=True, slots=True)
 class HoldPush(Message):
     """A part that is staged, of a snapshot that comes with a log. Segments: that."""
 
@@ -146,7 +134,6 @@ class HoldPush(Message):
 
 
 @message(121)
-@dataclass(frozen=True, slots=True)
 class EndTakes(Message):
     """No request of this client waits for these takes: those that wait wait no longer."""
 
@@ -154,7 +141,6 @@ class EndTakes(Message):
 
 
 @message(122)
-@dataclass(frozen=True, slots=True)
 class HoldGradients(Message):
     """What is in an accumulator, of a snapshot that comes with a log.
 
@@ -172,7 +158,6 @@ class HoldGradients(Message):
 
 
 @message(123)
-@dataclass(frozen=True, slots=True)
 class KeepAnswers(Message):
     """What was answered of accumulators and may be asked again.
 

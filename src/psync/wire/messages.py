@@ -7,7 +7,6 @@ array.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from psync.wire.codec import Message, message
@@ -16,7 +15,6 @@ from psync.wire.codec import Message, message
 
 
 @message(1)
-@dataclass(frozen=True, slots=True)
 class Hello(Message):
     """Client's first word."""
 
@@ -30,7 +28,6 @@ class Hello(Message):
 
 
 @message(2)
-@dataclass(frozen=True, slots=True)
 class Challenge(Message):
     """Server's answer: proves first, so that a client never proves itself to a stranger."""
 
@@ -43,7 +40,6 @@ class Challenge(Message):
 
 
 @message(3)
-@dataclass(frozen=True, slots=True)
 class Proof(Message):
     """Client's proof."""
 
@@ -51,13 +47,11 @@ class Proof(Message):
 
 
 @message(4)
-@dataclass(frozen=True, slots=True)
 class Welcome(Message):
     """The connection is open."""
 
 
 @message(5)
-@dataclass(frozen=True, slots=True)
 class Refused(Message):
     """The connection ends here."""
 
@@ -69,13 +63,11 @@ class Refused(Message):
 
 
 @message(8)
-@dataclass(frozen=True, slots=True)
 class Done(Message):
     """The request was carried out; there is nothing more to say."""
 
 
 @message(9)
-@dataclass(frozen=True, slots=True)
 class Failure(Message):
     """Header of an ERROR frame."""
 
@@ -91,7 +83,6 @@ class Failure(Message):
 
 
 @message(27)
-@dataclass(frozen=True, slots=True)
 class Shutdown(Message):
     """Finish and exit; answered by Done."""
 
@@ -99,13 +90,11 @@ class Shutdown(Message):
 
 
 @message(28)
-@dataclass(frozen=True, slots=True)
 class AskStatistics(Message):
     """Answered by Statistics."""
 
 
 @message(29)
-@dataclass(frozen=True, slots=True)
 class Statistics(Message):
     """Counters of a task."""
 

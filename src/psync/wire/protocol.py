@@ -1,8 +1,8 @@
-"""The state machine of one connection, without I/O: handshake first, then frames.
+"""The state machine of a handshake, without I/O: bytes in, bytes out.
 
-Bytes in; frames and bytes out. The shell's contract: ``get_buffer``, fill it, ``received`` (a
-frame for the shell, or None), ``next_frame`` until there is none; ``data_to_send`` (bytes to
-write) and ``close_expected`` after each step of the handshake.
+The shell's contract: fill ``decoder.get_buffer``, then ``received``; after it write what
+``data_to_send`` returns, and look at the ``state``. Once that is OPEN the shell asks the
+``decoder`` itself for frames.
 
     server                             client
     AWAIT_HELLO  --HELLO-->            AWAIT_CHALLENGE --CHALLENGE-->
@@ -10,14 +10,13 @@ write) and ``close_expected`` after each step of the handshake.
     OPEN                               OPEN
     any state --REFUSED, fault--> CLOSED; once closed, stays closed.
 
-The ``received`` that opens the connection returns no frame even if some are there
+The ``received`` that opens the connection takes no frame even if some are there
 already: the shell says first that it is open, then asks for them.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 
 import psync.wire.catalogue  # noqa: F401  # so that every message can be decoded
 from psync.errors import LocalProtocolError, RemoteProtocolError
@@ -39,42 +38,28 @@ class State(enum.Enum):
     CLOSED = "closed"
 
 
-TRANSITIONS: dict[State, dict[Kind, State]] = {
-    State.AWAIT_HELLO: {Kind.HELLO: State.AWAIT_PROOF},
-    State.AWAIT_PROOF: {Kind.PROOF: State.OPEN},
-    State.AWAIT_CHALLENGE: {Kind.CHALLENGE: State.AWAIT_WELCOME, Kind.REFUSED: State.CLOSED},
-    State.AWAIT_WELCOME: {Kind.WELCOME: State.OPEN, Kind.REFUSED: State.CLOSED},
-    State.OPEN: {
-        kind: State.OPEN
-        for kind in (
-            Kind.REQUEST, Kind.REPLY, Kind.ERROR, Kind.NOTIFY, Kind.CANCEL, Kind.PING, Kind.PONG,
-        )
+TRANSITIONS: dict[State, dict[Kind, tuple[type[Message], State]]] = {
+    State.AWAIT_HELLO: {Kind.HELLO: (Hello, State.AWAIT_PROOF)},
+    State.AWAIT_PROOF: {Kind.PROOF: (Proof, State.OPEN)},
+    State.AWAIT_CHALLENGE: {
+        Kind.CHALLENGE: (Challenge, State.AWAIT_WELCOME),
+        Kind.REFUSED: (Refused, State.CLOSED),
     },
-    State.CLOSED: {},
-}  # fmt: skip
-
-MESSAGE_OF: dict[Kind, type[Message]] = {
-    Kind.HELLO: Hello,
-    Kind.CHALLENGE: Challenge,
-    Kind.PROOF: Proof,
-    Kind.WELCOME: Welcome,
-    Kind.REFUSED: Refused,
+    State.AWAIT_WELCOME: {
+        Kind.WELCOME: (Welcome, State.OPEN),
+        Kind.REFUSED: (Refused, State.CLOSED),
+    },
 }
-"""What a frame of the handshake carries; anything else could skip a step of it."""
-
-Admit = Callable[[Hello], Refused | None]
-"""Last word on a peer that has proved itself, such as on a fenced incarnation."""
+"""What a frame of the handshake carries (anything else could skip a step of it) and leads to."""
 
 
 class Protocol:
-    """The state of one connection; single owner, no I/O.
+    """The state of one connection until it is open; single owner, no I/O.
 
     Args:
         handshake: This side's half.
         limits: In force once the connection is open.
         sink: Where the bodies of frames go, see ``frames.Sink``.
-        admit: Server side: refuse a proven peer, or None.
-        refused: Server side: turn the peer away before it has said anything.
     """
 
     def __init__(
@@ -82,35 +67,28 @@ class Protocol:
         handshake: ClientHandshake | ServerHandshake,
         limits: Limits,
         sink: Sink,
-        admit: Admit | None = None,
-        refused: Refused | None = None,
     ) -> None:
         self._handshake = handshake
         self.limits = limits
-        self._admit = admit
         self.decoder = FrameDecoder(HANDSHAKE_LIMITS, sink)
         self._out: list[Buffer] = []
         self.peer_task = ""  # name of the peer's task; proven once the state is OPEN
         self.peer_incarnation = 0
         self.lane = ""  # one of handshake.LANES
         self.refused: Refused | None = None  # what this side answered to a peer it turned away
-        self.get_buffer = self.decoder.get_buffer  # memory for the next bytes from the peer
-        self.redirect = self.decoder.redirect  # throw away the rest of a body
         if isinstance(handshake, ClientHandshake):
             self.state = State.AWAIT_CHALLENGE
             self.lane = handshake.hello.lane
             self._send(Kind.HELLO, handshake.hello)
         else:
             self.state = State.AWAIT_HELLO
-            if refused is not None:
-                self.refuse(refused)
 
     def bind(self, binding: bytes) -> None:
         """Say over which TLS connection the handshake goes; see ``handshake``."""
         self._handshake.binding = binding
 
-    def received(self, nbytes: int) -> Frame | None:
-        """Account for ``nbytes`` in the last buffer; return a frame of the open connection.
+    def received(self, nbytes: int) -> None:
+        """Account for ``nbytes`` in the last buffer, and take the steps that they complete.
 
         Raises:
             RemoteProtocolError: The peer broke the protocol. The connection is CLOSED.
@@ -121,34 +99,22 @@ class Protocol:
             raise LocalProtocolError("bytes were received on a closed connection")
         try:
             frame = self.decoder.buffer_updated(nbytes)
-            if self.state is not State.OPEN:
-                self._shake_hands(frame)
-                return None
-            return frame
+            while frame is not None:
+                self._step(frame)
+                if self.state in (State.OPEN, State.CLOSED):
+                    return
+                frame = self.decoder.next_frame()
         except Exception:
-            self._fault()
-            raise
-
-    def next_frame(self) -> Frame | None:
-        """Return the next frame if all of it has arrived already.
-
-        Raises:
-            RemoteProtocolError: As ``received``.
-        """
-        try:
-            return self.decoder.next_frame()
-        except Exception:
-            self._fault()
+            if isinstance(self._handshake, ServerHandshake):
+                self._out = []
+                self._send(Kind.REFUSED, Refused("protocol", "malformed greeting"))
+            self.state = State.CLOSED
             raise
 
     def data_to_send(self) -> list[Buffer]:
         """Return what the handshake has to say, once."""
         out, self._out = self._out, []
         return out
-
-    def close_expected(self) -> bool:
-        """Whether the shell should close the connection once its bytes are written."""
-        return self.state is State.CLOSED
 
     def refuse(self, refused: Refused) -> None:
         """Server side: turn the peer away before it is in."""
@@ -158,23 +124,16 @@ class Protocol:
 
     # Handshake.
 
-    def _shake_hands(self, frame: Frame | None) -> None:
-        while frame is not None:
-            self._step(frame)
-            if self.state in (State.OPEN, State.CLOSED):
-                return
-            frame = self.decoder.next_frame()
-
     def _step(self, frame: Frame) -> None:
         kind = Kind(frame.kind)
-        following = TRANSITIONS[self.state].get(kind)
-        if following is None:
+        if kind not in TRANSITIONS[self.state]:
             raise RemoteProtocolError(
                 f"got a frame {kind.name} while {self.state.value}",
                 hint="the peer must finish the handshake first",
             )
+        expected, following = TRANSITIONS[self.state][kind]
         message = decode(frame.header)
-        if type(message) is not MESSAGE_OF[kind]:
+        if type(message) is not expected:
             raise RemoteProtocolError(f"got {type(message).__name__} in a frame {kind.name}")
         if isinstance(message, Refused):
             raise refusal(message, self.peer_task or "the peer")
@@ -200,19 +159,11 @@ class Protocol:
             self.lane = message.lane
             self._send(Kind.CHALLENGE, answer)
             return None
-        assert isinstance(message, Proof)  # a server awaits nothing else, see MESSAGE_OF
+        assert isinstance(message, Proof)  # a server awaits nothing else, see TRANSITIONS
         refused = handshake.verify(message)
-        if refused is None and self._admit is not None:
-            refused = self._admit(handshake.hello)
         if refused is None:
             self._send(Kind.WELCOME, Welcome())
         return refused
-
-    def _fault(self) -> None:
-        if isinstance(self._handshake, ServerHandshake) and self.state is not State.OPEN:
-            self._out = []
-            self._send(Kind.REFUSED, Refused("protocol", "malformed greeting"))
-        self.state = State.CLOSED
 
     def _send(self, kind: Kind, message: Message) -> None:
         self._out += encode_frame(kind, 0, encode(message))

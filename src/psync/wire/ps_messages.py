@@ -5,7 +5,6 @@ Values under a lock are in ``lock_messages``, synchronous training in ``sync_mes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from psync.wire.codec import Message, message
@@ -14,7 +13,6 @@ from psync.wire.codec import Message, message
 
 
 @message(32)
-@dataclass(frozen=True, slots=True)
 class AttachPs(Message):
     """The coordinator takes a ps into its cluster; answered by Done.
 
@@ -31,7 +29,6 @@ class AttachPs(Message):
 
 
 @message(33)
-@dataclass(frozen=True, slots=True)
 class CreateShards(Message):
     """Declared shards and their first values; idempotent. Segments: those that are sent."""
 
@@ -43,7 +40,6 @@ class CreateShards(Message):
 
 
 @message(39)
-@dataclass(frozen=True, slots=True)
 class Fence(Message):
     """Refuse incarnations of a task below this one; answered by Done."""
 
@@ -52,7 +48,6 @@ class Fence(Message):
 
 
 @message(40)
-@dataclass(frozen=True, slots=True)
 class FinalBelow(Message):
     """All closures with smaller ids are final."""
 
@@ -63,7 +58,6 @@ class FinalBelow(Message):
 
 
 @message(34)
-@dataclass(frozen=True, slots=True)
 class Pull(Message):
     """Values of a set of shards, or of one slot of each. Answered by Pulled.
 
@@ -77,7 +71,6 @@ class Pull(Message):
 
 
 @message(35)
-@dataclass(frozen=True, slots=True)
 class Pulled(Message):
     """Segments: one per member of the set, in its order.
 
@@ -89,7 +82,6 @@ class Pulled(Message):
 
 
 @message(72)
-@dataclass(frozen=True, slots=True)
 class PullRows(Message):
     """Some rows of shards, or of one slot of each. Answered by RowsPulled.
 
@@ -104,7 +96,6 @@ class PullRows(Message):
 
 
 @message(73)
-@dataclass(frozen=True, slots=True)
 class RowsPulled(Message):
     """Segments: the rows of each part, in the order in which it names them."""
 
@@ -112,7 +103,6 @@ class RowsPulled(Message):
 
 
 @message(36)
-@dataclass(frozen=True, slots=True)
 class Push(Message):
     """Gradients for a set of shards. Segments: one per member. Answered by Pushed."""
 
@@ -136,7 +126,6 @@ class Push(Message):
 
 
 @message(80)
-@dataclass(frozen=True, slots=True)
 class MeasurePush(Message):
     """What would this push do? Changes nothing. Segments: one per member. Answered by Measured."""
 
@@ -148,7 +137,6 @@ class MeasurePush(Message):
 
 
 @message(81)
-@dataclass(frozen=True, slots=True)
 class Measured(Message):
     """For each member the sums of squares of the parameter and of its update."""
 
@@ -156,7 +144,6 @@ class Measured(Message):
 
 
 @message(37)
-@dataclass(frozen=True, slots=True)
 class Assign(Message):
     """Values for a set of shards. Segments: one per member. Answered by Pushed."""
 
@@ -172,7 +159,6 @@ class Assign(Message):
 
 
 @message(38)
-@dataclass(frozen=True, slots=True)
 class Pushed(Message):
     """What became of a push or assign."""
 
@@ -181,7 +167,6 @@ class Pushed(Message):
 
 
 @message(61)
-@dataclass(frozen=True, slots=True)
 class AverageShards(Message):
     """Move averages towards the present values of shards on the same ps. Answered by Pushed."""
 
@@ -199,7 +184,6 @@ class AverageShards(Message):
 
 
 @message(41)
-@dataclass(frozen=True, slots=True)
 class DefineOptimizer(Message):
     """Make an optimizer known before its first push; answered by Done."""
 
@@ -208,7 +192,6 @@ class DefineOptimizer(Message):
 
 
 @message(127)
-@dataclass(frozen=True, slots=True)
 class AskOptimizer(Message):
     """How far is an optimizer? Answered by OptimizerState."""
 
@@ -217,7 +200,6 @@ class AskOptimizer(Message):
 
 
 @message(124)
-@dataclass(frozen=True, slots=True)
 class OptimizerState(Message):
     """As of now."""
 
@@ -225,7 +207,6 @@ class OptimizerState(Message):
 
 
 @message(125)
-@dataclass(frozen=True, slots=True)
 class SetSlots(Message):
     """Values for slots of shards; idempotent. Segments: one per member. Answered by Done."""
 
@@ -235,7 +216,6 @@ class SetSlots(Message):
 
 
 @message(126)
-@dataclass(frozen=True, slots=True)
 class SetOptimizer(Message):
     """Let an optimizer go on otherwise; idempotent. Answered by Done."""
 

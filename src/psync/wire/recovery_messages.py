@@ -7,15 +7,12 @@ docs/design.md, "A save" and "Recovery".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from psync.wire.codec import Message, message
 
 # Coordinator → ps: a cut.
 
 
 @message(74)
-@dataclass(frozen=True, slots=True)
 class Gate(Message):
     """Begin no update that has not been begun, and close no step; answered by Gated."""
 
@@ -23,7 +20,6 @@ class Gate(Message):
 
 
 @message(75)
-@dataclass(frozen=True, slots=True)
 class Gated(Message):
     """No step is being closed here, and these messages belong to updates that have begun here."""
 
@@ -32,7 +28,6 @@ class Gated(Message):
 
 
 @message(76)
-@dataclass(frozen=True, slots=True)
 class Admit(Message):
     """Let these messages through the gate; answered by Done once all of them are settled."""
 
@@ -41,7 +36,6 @@ class Admit(Message):
 
 
 @message(77)
-@dataclass(frozen=True, slots=True)
 class Freeze(Message):
     """Hold the present contents until DropFrozen; answered by Frozen."""
 
@@ -49,7 +43,6 @@ class Freeze(Message):
 
 
 @message(78)
-@dataclass(frozen=True, slots=True)
 class Frozen(Message):
     """Segment: the state of the snapshot."""
 
@@ -58,7 +51,6 @@ class Frozen(Message):
 
 
 @message(79)
-@dataclass(frozen=True, slots=True)
 class OpenGate(Message):
     """Go on with updates; answered by Done, also if there is no such gate."""
 
@@ -66,7 +58,6 @@ class OpenGate(Message):
 
 
 @message(84)
-@dataclass(frozen=True, slots=True)
 class DropFrozen(Message):
     """Hold the contents no longer; answered by Done, also if they are not held."""
 
@@ -74,7 +65,6 @@ class DropFrozen(Message):
 
 
 @message(85)
-@dataclass(frozen=True, slots=True)
 class AskShared(Message):
     """Is there a file of this path with this text? Answered by Shared."""
 
@@ -83,7 +73,6 @@ class AskShared(Message):
 
 
 @message(86)
-@dataclass(frozen=True, slots=True)
 class Shared(Message):
     """Whether there is."""
 
@@ -91,7 +80,6 @@ class Shared(Message):
 
 
 @message(87)
-@dataclass(frozen=True, slots=True)
 class WriteFrozen(Message):
     """Write items of a snapshot to a new file. Answered by Written.
 
@@ -103,7 +91,6 @@ class WriteFrozen(Message):
 
 
 @message(88)
-@dataclass(frozen=True, slots=True)
 class Written(Message):
     """The file is on the disk. Segment: a JSON list of [first byte, bytes, crc32], one an item."""
 
@@ -111,7 +98,6 @@ class Written(Message):
 
 
 @message(89)
-@dataclass(frozen=True, slots=True)
 class ReadFrozen(Message):
     """Bytes of an item of a snapshot; answered by FrozenBytes."""
 
@@ -122,7 +108,6 @@ class ReadFrozen(Message):
 
 
 @message(92)
-@dataclass(frozen=True, slots=True)
 class FrozenBytes(Message):
     """Segment: the bytes."""
 
@@ -131,7 +116,6 @@ class FrozenBytes(Message):
 
 
 @message(93)
-@dataclass(frozen=True, slots=True)
 class PrepareSnapshot(Message):
     """Make ready to hold another snapshot; what is held now stays. Answered by Done when ready.
 
@@ -144,7 +128,6 @@ class PrepareSnapshot(Message):
 
 
 @message(94)
-@dataclass(frozen=True, slots=True)
 class FillSnapshot(Message):
     """Bytes of an item of the snapshot that is being prepared; answered by Done. Segment: they."""
 
@@ -154,7 +137,6 @@ class FillSnapshot(Message):
 
 
 @message(95)
-@dataclass(frozen=True, slots=True)
 class RestoreSnapshot(Message):
     """Hold the prepared snapshot from now on, under a new timeline; answered by Done.
 
@@ -170,7 +152,6 @@ class RestoreSnapshot(Message):
 
 
 @message(97)
-@dataclass(frozen=True, slots=True)
 class BackUp(Message):
     """Coordinator → ps: have a backup in the process of another ps; answered by Done.
 
@@ -185,7 +166,6 @@ class BackUp(Message):
 
 
 @message(98)
-@dataclass(frozen=True, slots=True)
 class BeginBackup(Message):
     """Ps → the process of its backup: a snapshot of me comes; answered by BackupBegun.
 
@@ -204,7 +184,6 @@ class BeginBackup(Message):
 
 
 @message(136)
-@dataclass(frozen=True, slots=True)
 class BackupBegun(Message):
     """This process runs the same version of psync, and awaits the snapshot."""
 
@@ -212,7 +191,6 @@ class BackupBegun(Message):
 
 
 @message(99)
-@dataclass(frozen=True, slots=True)
 class FillBackup(Message):
     """Bytes of an item of such a snapshot; answered by Done. Segment: they."""
 
@@ -223,7 +201,6 @@ class FillBackup(Message):
 
 
 @message(102)
-@dataclass(frozen=True, slots=True)
 class LogEntries(Message):
     """What a ps is about to do, in order; answered by LogTaken. Segments: those of all entries.
 
@@ -237,7 +214,6 @@ class LogEntries(Message):
 
 
 @message(103)
-@dataclass(frozen=True, slots=True)
 class LogTaken(Message):
     """The backup has all entries up to this one, and will do them in order."""
 
@@ -245,7 +221,6 @@ class LogTaken(Message):
 
 
 @message(104)
-@dataclass(frozen=True, slots=True)
 class Promote(Message):
     """Coordinator → the process of a backup: let it serve. Answered by Promoted."""
 
@@ -256,7 +231,6 @@ class Promote(Message):
 
 
 @message(114)
-@dataclass(frozen=True, slots=True)
 class Promoted(Message):
     """It serves."""
 
@@ -267,7 +241,6 @@ class Promoted(Message):
 
 
 @message(112)
-@dataclass(frozen=True, slots=True)
 class LeaveCluster(Message):
     """Worker → coordinator: send nothing more; answered by Done, after which nothing more comes.
 
@@ -278,7 +251,6 @@ class LeaveCluster(Message):
 
 
 @message(113)
-@dataclass(frozen=True, slots=True)
 class EndSession(Message):
     """Worker → coordinator: this session ends; answered by Done, once all before it is heard.
 
@@ -293,7 +265,6 @@ class EndSession(Message):
 
 
 @message(108)
-@dataclass(frozen=True, slots=True)
 class GrantCoordinator(Message):
     """Under which incarnation may I be the coordinator? Answered by CoordinatorGranted.
 
@@ -305,7 +276,6 @@ class GrantCoordinator(Message):
 
 
 @message(109)
-@dataclass(frozen=True, slots=True)
 class CoordinatorGranted(Message):
     """See GrantCoordinator."""
 
@@ -313,7 +283,6 @@ class CoordinatorGranted(Message):
 
 
 @message(6)
-@dataclass(frozen=True, slots=True)
 class AskServed(Message):
     """Which ps tasks are served in this process? Answered by ServedHere.
 
@@ -322,7 +291,6 @@ class AskServed(Message):
 
 
 @message(7)
-@dataclass(frozen=True, slots=True)
 class ServedHere(Message):
     """See AskServed, and ``locate_ps``."""
 
@@ -332,7 +300,6 @@ class ServedHere(Message):
 
 
 @message(14)
-@dataclass(frozen=True, slots=True)
 class EndFormer(Message):
     """All ps tasks are attached: end what earlier coordinators have left in this process.
 
@@ -341,19 +308,16 @@ class EndFormer(Message):
 
 
 @message(110)
-@dataclass(frozen=True, slots=True)
 class DescribeShards(Message):
     """What do you hold of earlier programs that nobody has adopted? Answered by ShardsDescribed."""
 
 
 @message(111)
-@dataclass(frozen=True, slots=True)
 class ShardsDescribed(Message):
     """Segment: ``reattach.Holding`` as JSON."""
 
 
 @message(120)
-@dataclass(frozen=True, slots=True)
 class AdoptShards(Message):
     """Let the present program have what an earlier one has left; idempotent. Answered by Done.
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from psync.wire.codec import Message, message
 
 # Who takes part.
 
 
 @message(54)
-@dataclass(frozen=True, slots=True)
 class Declared(Message):
     """Chief of a session → ps 0: the variables are there, workers may enter.
 
@@ -22,7 +19,6 @@ class Declared(Message):
 
 
 @message(52)
-@dataclass(frozen=True, slots=True)
 class EnterSession(Message):
     """Worker → ps 0: one that no coordinator has attached takes part. Answered by SessionEntered.
 
@@ -34,7 +30,6 @@ class EnterSession(Message):
 
 
 @message(53)
-@dataclass(frozen=True, slots=True)
 class SessionEntered(Message):
     """The worker is a replica, under this incarnation, which is above the chief's."""
 
@@ -42,7 +37,6 @@ class SessionEntered(Message):
 
 
 @message(58)
-@dataclass(frozen=True, slots=True)
 class CheckShards(Message):
     """Worker of a session → ps: do you hold these? Answered by Done."""
 
@@ -51,7 +45,6 @@ class CheckShards(Message):
 
 
 @message(55)
-@dataclass(frozen=True, slots=True)
 class LeaveSession(Message):
     """A worker that entered has ended its loop; answered by Done.
 
@@ -63,7 +56,6 @@ class LeaveSession(Message):
 
 
 @message(51)
-@dataclass(frozen=True, slots=True)
 class EndTraining(Message):
     """Close the token channel: who waits, or pushes later, is told. Answered by Done."""
 
@@ -72,13 +64,11 @@ class EndTraining(Message):
 
 
 @message(59)
-@dataclass(frozen=True, slots=True)
 class AwaitEnd(Message):
     """Answered by TrainingOver, once training has ended."""
 
 
 @message(60)
-@dataclass(frozen=True, slots=True)
 class TrainingOver(Message):
     """Why training has ended, as EndTraining said it."""
 

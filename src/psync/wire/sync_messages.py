@@ -6,7 +6,7 @@ A *group* is one SyncReplicasOptimizer, by its number. A *push* is one call of i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from psync.wire.codec import Message, message
@@ -15,7 +15,6 @@ from psync.wire.codec import Message, message
 
 
 @message(42)
-@dataclass(frozen=True, slots=True)
 class StagePush(Message):
     """Worker → ps: keep this part of a push until ps 0 has decided. Answered by Staged.
 
@@ -33,7 +32,6 @@ class StagePush(Message):
 
 
 @message(43)
-@dataclass(frozen=True, slots=True)
 class Staged(Message):
     """``stale``: the step is over here, nothing was kept."""
 
@@ -41,7 +39,6 @@ class Staged(Message):
 
 
 @message(44)
-@dataclass(frozen=True, slots=True)
 class Contribute(Message):
     """Worker → ps 0: all parts of a push are staged; decide, and answer when there is a token.
 
@@ -68,7 +65,6 @@ class Contribute(Message):
 
 
 @message(45)
-@dataclass(frozen=True, slots=True)
 class Contributed(Message):
     """What became of a push, and the token: the worker's next local step.
 
@@ -83,7 +79,6 @@ class Contributed(Message):
 
 
 @message(46)
-@dataclass(frozen=True, slots=True)
 class AskStep(Message):
     """Worker → ps 0, before many bytes travel: is this step still open? Answered by SyncStep."""
 
@@ -91,7 +86,6 @@ class AskStep(Message):
 
 
 @message(47)
-@dataclass(frozen=True, slots=True)
 class SyncStep(Message):
     """The group's present step, and its first one; both -1 if nobody has pushed yet."""
 
@@ -100,7 +94,6 @@ class SyncStep(Message):
 
 
 @message(50)
-@dataclass(frozen=True, slots=True)
 class InitTokens(Message):
     """Put the initial tokens of a group, once; answered by SyncStep. ``count`` -1: the default."""
 
@@ -113,7 +106,6 @@ class InitTokens(Message):
 
 
 @message(90)
-@dataclass(frozen=True, slots=True)
 class DescribeSet(Message):
     """ps 0 → ps: are these shards there, and may a group push to them? Answered by SetSizes.
 
@@ -127,7 +119,6 @@ class DescribeSet(Message):
 
 
 @message(91)
-@dataclass(frozen=True, slots=True)
 class SetSizes(Message):
     """Bytes of each shard of a set."""
 
@@ -135,7 +126,6 @@ class SetSizes(Message):
 
 
 @message(48)
-@dataclass(frozen=True, slots=True)
 class CloseStep(Message):
     """ps 0 → every ps: apply the mean of these pushes; idempotent by ``step``. Answered by Done.
 
@@ -159,7 +149,6 @@ class CloseStep(Message):
 
 
 @message(82)
-@dataclass(frozen=True, slots=True)
 class MeasureStep(CloseStep):
     """ps 0 → every ps: what would closing this step do? Changes nothing. Answered by StepMeasured.
 
@@ -170,7 +159,6 @@ class MeasureStep(CloseStep):
 
 
 @message(83)
-@dataclass(frozen=True, slots=True)
 class StepMeasured(Message):
     """Sums of squares of each shard that the step changes on this ps; see ``step_norms``."""
 
@@ -181,7 +169,6 @@ class StepMeasured(Message):
 
 
 @message(15)
-@dataclass(frozen=True, slots=True)
 class AwaitWaiters(Message):
     """Coordinator → ps 0: say when workers wait for each other, or are about to.
 
@@ -190,7 +177,6 @@ class AwaitWaiters(Message):
 
 
 @message(49)
-@dataclass(frozen=True, slots=True)
 class ReportSchedule(Message):
     """Coordinator → ps 0: who takes part and what is left to do; the newest version counts.
 
@@ -205,7 +191,6 @@ class ReportSchedule(Message):
 
 
 @message(71)
-@dataclass(frozen=True, slots=True)
 class FinishSteps(Message):
     """Coordinator → ps 0: nothing is left to do, so nobody will complete what was counted.
 
@@ -217,7 +202,6 @@ class FinishSteps(Message):
 
 
 @message(56)
-@dataclass(frozen=True, slots=True)
 class TickClock(Message):
     """Worker → ps 0: one more round is done. Answered by ClockTicked when it may go on."""
 
@@ -227,7 +211,6 @@ class TickClock(Message):
 
 
 @message(57)
-@dataclass(frozen=True, slots=True)
 class ClockTicked(Message):
     """How far ahead of the slowest the worker's clock is, in rounds."""
 

@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from psync.wire.codec import Message, message
 
 
 @message(16)
-@dataclass(frozen=True, slots=True)
 class AttachWorker(Message):
     """The coordinator takes a worker into its cluster; answered by Done."""
 
@@ -29,7 +26,6 @@ class AttachWorker(Message):
 
 
 @message(17)
-@dataclass(frozen=True, slots=True)
 class RunClosures(Message):
     """Closures for a worker, in order. Segments: each closure's pickled arguments.
 
@@ -41,7 +37,6 @@ class RunClosures(Message):
 
 
 @message(18)
-@dataclass(frozen=True, slots=True)
 class GiveBack(Message):
     """Return those of these closures that have not started."""
 
@@ -49,7 +44,6 @@ class GiveBack(Message):
 
 
 @message(19)
-@dataclass(frozen=True, slots=True)
 class GivenBack(Message):
     """Worker's answer to GiveBack: these have not started and never will, here."""
 
@@ -57,7 +51,6 @@ class GivenBack(Message):
 
 
 @message(20)
-@dataclass(frozen=True, slots=True)
 class CancelClosures(Message):
     """Stop these closures; each still ends with a result."""
 
@@ -65,7 +58,6 @@ class CancelClosures(Message):
 
 
 @message(21)
-@dataclass(frozen=True, slots=True)
 class ClosureResults(Message):
     """Closures that ended. Segments: each one's pickled result or exception.
 
@@ -80,7 +72,6 @@ class ClosureResults(Message):
 
 
 @message(22)
-@dataclass(frozen=True, slots=True)
 class FetchFunction(Message):
     """Worker → coordinator: send a step function. Answered by Function."""
 
@@ -88,7 +79,6 @@ class FetchFunction(Message):
 
 
 @message(23)
-@dataclass(frozen=True, slots=True)
 class Function(Message):
     """A pickled function. Segments: the pickle, then its buffers."""
 
@@ -96,7 +86,6 @@ class Function(Message):
 
 
 @message(24)
-@dataclass(frozen=True, slots=True)
 class FetchArguments(Message):
     """Worker → coordinator: send the arguments of a closure. Answered by Arguments."""
 
@@ -104,7 +93,6 @@ class FetchArguments(Message):
 
 
 @message(25)
-@dataclass(frozen=True, slots=True)
 class Arguments(Message):
     """Segments as in RunClosures."""
 
@@ -116,7 +104,6 @@ class Arguments(Message):
 
 
 @message(26)
-@dataclass(frozen=True, slots=True)
 class ReleaseIterators(Message):
     """Per-worker iterators that nobody on the coordinator refers to any more."""
 
@@ -124,7 +111,6 @@ class ReleaseIterators(Message):
 
 
 @message(100)
-@dataclass(frozen=True, slots=True)
 class AskPosition(Message):
     """Coordinator → worker: how far is an iterator? Answered by IteratorPosition."""
 
@@ -132,7 +118,6 @@ class AskPosition(Message):
 
 
 @message(101)
-@dataclass(frozen=True, slots=True)
 class IteratorPosition(Message):
     """As of now."""
 
@@ -143,7 +128,6 @@ class IteratorPosition(Message):
 
 
 @message(105)
-@dataclass(frozen=True, slots=True)
 class RunReplica(Message):
     """Coordinator → worker: run this closure as one of a gang. Segments: as in RunClosures."""
 
@@ -153,7 +137,6 @@ class RunReplica(Message):
 
 
 @message(106)
-@dataclass(frozen=True, slots=True)
 class ReachCollective(Message):
     """Worker → coordinator: a replica has come to its next collective. Answered by Merged.
 
@@ -166,7 +149,6 @@ class ReachCollective(Message):
 
 
 @message(107)
-@dataclass(frozen=True, slots=True)
 class Merged(Message):
     """What the function of a collective returned or raised. Segments: that, pickled."""
 

@@ -17,7 +17,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,10 +70,10 @@ class ArrayDataset(Dataset):
     ) -> None:
         self._arrays = _stacked(arrays)
         self.num_rows = _common_length(leaves_of(self._arrays))
-        self.batch_size = None if batch_size is None else positive("batch_size", batch_size)
+        self.batch_size = None if batch_size is None else integer("batch_size", batch_size, 1)
         self.shuffle_seed = _seed(shuffle_seed)
         self.drop_remainder = drop_remainder
-        self.num_epochs = None if num_epochs is None else positive("num_epochs", num_epochs)
+        self.num_epochs = _epochs(num_epochs)
         if drop_remainder and self.num_rows < (self.batch_size or 1):
             raise ConfigurationError(
                 f"batch_size: expected at most {self.num_rows}, the number of rows, as "
@@ -144,7 +144,7 @@ class FileDataset(Dataset):
         self.files = tuple(files)
         self.reader = reader
         self.shuffle_seed = _seed(shuffle_seed)
-        self.num_epochs = None if num_epochs is None else positive("num_epochs", num_epochs)
+        self.num_epochs = _epochs(num_epochs)
 
     def __repr__(self) -> str:
         return f"<dataset of {len(self.files)} files, read by {name_of(self.reader)}>"
@@ -244,26 +244,26 @@ def dataset_of(source: Any) -> Callable[..., Any]:
     """
     if isinstance(source, Dataset | Sharded):
         return source
-    if isinstance(source, type | functools.partial) or inspect.isroutine(source):
-        return _function(source)
-    if hasattr(source, "__iter__") or (
-        hasattr(source, "__getitem__") and not isinstance(source, str | bytes)
-    ):
+    is_function = isinstance(source, type | functools.partial) or inspect.isroutine(source)
+    if not is_function and _is_iterable(source):
         return iterable_of(source)
+    if callable(source):
+        takes_context(source)  # what is no dataset function is refused here, not on a worker
+        return cast(Callable[..., Any], source)
+    asynchronous_too = inspect.iscoroutine(source) or hasattr(source, "__aiter__")
     if inspect.iscoroutine(source):
         source.close()  # one clear error, not also "was never awaited"
-    if callable(source):
-        return _function(source)
     raise ConfigurationError(
         f"dataset: expected a dataset function or an iterable of batches, got {type_name(source)}"
-        + (", which is asynchronous" if _is_asynchronous(source) else ""),
+        + (", which is asynchronous" if asynchronous_too else ""),
         hint="batches are loaded by plain code, in a thread, ahead of the steps",
     )
 
 
-def _function(source: Callable[..., Any]) -> Callable[..., Any]:
-    takes_context(source)  # what is no dataset function is refused here, not on a worker
-    return source
+def _is_iterable(source: Any) -> bool:
+    return hasattr(source, "__iter__") or (
+        hasattr(source, "__getitem__") and not isinstance(source, str | bytes)
+    )
 
 
 def iterable_of(source: Any) -> Dataset:
@@ -288,17 +288,11 @@ def iterable_of(source: Any) -> Dataset:
             f"dataset: expected an iterable of batches, got {what}",
             hint="psync.data.from_arrays(arrays, batch_size=…) cuts arrays into batches",
         )
-    if isinstance(source, str | bytes | Mapping) or not (
-        hasattr(source, "__iter__") or hasattr(source, "__getitem__")
-    ):
+    if isinstance(source, str | bytes | Mapping) or not _is_iterable(source):
         raise ConfigurationError(
             f"dataset: expected an iterable of batches, got {type_name(source)}"
         )
     return IterableDataset(source)
-
-
-def _is_asynchronous(source: Any) -> bool:
-    return inspect.iscoroutine(source) or hasattr(source, "__aiter__")
 
 
 def _arrays_in(source: Any) -> str:
@@ -315,25 +309,25 @@ def _arrays_in(source: Any) -> str:
 # Checks.
 
 
-def positive(name: str, value: Any) -> int:
-    """Return ``value`` if it is an integer of at least 1.
+def integer(name: str, value: Any, least: int, also: str = "") -> int:
+    """Return ``value`` if it is an integer of at least ``least``.
 
     Raises:
         ConfigurationError: If not.
     """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ConfigurationError(f"{name}: expected an integer of at least 1, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ConfigurationError(
+            f"{name}: expected an integer of at least {least}{also}, got {value!r}"
+        )
     return int(value)
 
 
 def _seed(value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-        raise ConfigurationError(
-            f"shuffle_seed: expected an integer of at least 0, or None, got {value!r}"
-        )
-    return int(value)
+    return None if value is None else integer("shuffle_seed", value, 0, ", or None")
+
+
+def _epochs(value: Any) -> int | None:
+    return None if value is None else integer("num_epochs", value, 1)
 
 
 def _stacked(arrays: Any) -> Any:

@@ -32,11 +32,7 @@ class InputContext:
     num_replicas_in_sync: int = 1  # whose gradients are aggregated in one step
 
     def __post_init__(self) -> None:
-        if not 0 <= self.input_pipeline_id < self.num_input_pipelines:
-            raise ConfigurationError(
-                f"input_pipeline_id: expected 0 to {self.num_input_pipelines - 1}, "
-                f"got {self.input_pipeline_id}"
-            )
+        _check_id("input_pipeline_id", self.input_pipeline_id, self.num_input_pipelines)
         _check_replicas(self.num_replicas_in_sync)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
@@ -78,17 +74,20 @@ class ValueContext:
 
     def __post_init__(self) -> None:
         _check_replicas(self.num_replicas_in_sync)
-        if not 0 <= self.replica_id_in_sync_group < self.num_replicas_in_sync:
-            raise ConfigurationError(
-                f"replica_id_in_sync_group: expected 0 to {self.num_replicas_in_sync - 1}, "
-                f"got {self.replica_id_in_sync_group}"
-            )
+        _check_id(
+            "replica_id_in_sync_group", self.replica_id_in_sync_group, self.num_replicas_in_sync
+        )
 
     def __str__(self) -> str:  # as of InputContext
         return (
             f"tf.distribute.ValueContext(replica id {self.replica_id_in_sync_group}, "
             f"total replicas in sync: {self.num_replicas_in_sync})"
         )
+
+
+def _check_id(name: str, number: int, count: int) -> None:
+    if not 0 <= number < count:
+        raise ConfigurationError(f"{name}: expected 0 to {count - 1}, got {number}")
 
 
 def _check_replicas(count: int) -> None:

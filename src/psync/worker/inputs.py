@@ -6,111 +6,81 @@ fetched when its turn has come. A per-worker iterator is built where it is first
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from psync.client.context import ClosureContext
 from psync.client.prefetch import NEVER
 from psync.errors import CaptureError, ClosureInputError, RemoteProtocolError
 from psync.net.peer import Received
-from psync.serialization.functions import FunctionCache, is_coroutine_step, load_function
+from psync.serialization.functions import is_coroutine_step, load_function
 from psync.serialization.payloads import Payload, unpack_arguments
 from psync.wire.codec import Message
 from psync.wire.worker_messages import Arguments, FetchArguments, FetchFunction, Function
 from psync.worker.dataset_functions import InputContext
 from psync.worker.iterators import (
-    BATCHES_AHEAD,
     IteratorHandle,
     IteratorTable,
     WorkerIterator,
     arriving,
 )
 
+MAX_STEPS = 256
+"""Loaded functions that a worker keeps; the one loaded longest ago goes first."""
 
+
+@dataclass(slots=True, eq=False)
 class HeldClosure:
     """A closure that this worker holds."""
 
-    __slots__ = (
-        "arrival", "began", "context", "counts", "id", "key", "name", "num_segments", "replica",
-        "segments",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        closure_id: int,
-        key: bytes,
-        num_segments: int,
-        counts: Sequence[int],
-        segments: Sequence[memoryview],
-        replica: tuple[int, int] | None = None,
-        *,
-        arrival: int = NEVER,
-    ) -> None:
-        self.arrival = arrival  # see ``prefetch``; NEVER: of a gang, whose replicas meet
-        self.id = closure_id
-        self.key = key  # of its function
-        self.num_segments = num_segments  # of its arguments; -1: they have to be fetched
-        self.counts = counts  # segments of each RemoteValue input
-        self.segments = segments
-        self.replica = replica  # which one of how many, if it is of a gang
-        self.context: ClosureContext | None = None  # once it runs
-        self.began = 0.0  # loop time at which it did
-        self.name = ""  # of its step, once that is here
+    id: int
+    key: bytes  # of its function
+    num_segments: int  # of its arguments; -1: they have to be fetched
+    counts: Sequence[int]  # segments of each RemoteValue input
+    segments: Sequence[memoryview]
+    replica: tuple[int, int] | None = None  # which one of how many, if it is of a gang
+    arrival: int = NEVER  # see ``prefetch``; NEVER: of a gang, whose replicas meet
+    context: ClosureContext | None = None  # once it runs
+    began: float = 0.0  # loop time at which it did
+    name: str = ""  # of its step, once that is here
 
 
+@dataclass(slots=True, eq=False)
 class LoadedStep:
     """A step function on this worker."""
 
-    __slots__ = ("fn", "handles", "is_coroutine", "name", "seconds")
-
-    def __init__(
-        self, fn: Callable[..., Any], name: str, handles: Sequence[IteratorHandle]
-    ) -> None:
-        self.fn = fn
-        self.name = name
-        self.is_coroutine = is_coroutine_step(fn)
-        self.handles = handles  # per-worker iterators that it captured
-        self.seconds = float("inf")  # that its last run took
+    fn: Callable[..., Any]
+    name: str
+    handles: Sequence[IteratorHandle]  # per-worker iterators that it captured
+    is_coroutine: bool
+    seconds: float = math.inf  # that its last run took
 
 
+@dataclass(slots=True, eq=False)
 class ClosureInputs:
-    """Fetches, unpickles and builds inputs for the closures of one session.
+    """Fetches, unpickles and builds inputs for the closures of one session."""
 
-    Args:
-        fetch: Sends a request to the coordinator and waits for the reply.
-        iterators: This worker's iterators; new ones are added.
-        worker_index: Of this worker.
-        threads: Whether datasets may load ahead in threads.
-    """
+    fetch: Callable[[Message], Awaitable[Received]]  # a request to the coordinator
+    iterators: IteratorTable  # this worker's; new ones are added
+    worker_index: int
+    ahead: int  # batches that datasets load ahead in threads
+    steps: dict[bytes, LoadedStep] = field(default_factory=dict)  # by key, as they were loaded
 
-    def __init__(
-        self,
-        fetch: Callable[[Message], Awaitable[Received]],
-        iterators: IteratorTable,
-        worker_index: int,
-        *,
-        threads: bool,
-    ) -> None:
-        self._fetch = fetch
-        self._iterators = iterators
-        self._worker_index = worker_index
-        self._ahead = BATCHES_AHEAD if threads else 0
-        self._steps: FunctionCache[LoadedStep] = FunctionCache()
-
-    async def step(self, key: bytes) -> LoadedStep:
-        """Return the step function of that key.
+    async def load(self, key: bytes) -> LoadedStep:
+        """Fetch the step function of that key, which is not among ``steps``.
 
         Raises:
             CaptureError: It cannot be loaded here.
 
         Cancellation: Safe.
         """
-        step = self._steps.get(key)
-        if step is None:
-            handles: list[IteratorHandle] = []
-            fn, name = await self._load(key, handles)
-            step = LoadedStep(fn, name, handles)
-            self._steps.put(key, step)
+        handles: list[IteratorHandle] = []
+        fn, name = await self._load(key, handles)
+        if len(self.steps) >= MAX_STEPS:
+            del self.steps[next(iter(self.steps))]
+        step = self.steps[key] = LoadedStep(fn, name, handles, is_coroutine_step(fn))
         return step
 
     async def arguments(
@@ -142,7 +112,7 @@ class ClosureInputs:
     async def _fetch_arguments(
         self, closure_id: int
     ) -> tuple[Sequence[memoryview], Sequence[int], int]:
-        received = await self._fetch(FetchArguments(closure_id))
+        received = await self.fetch(FetchArguments(closure_id))
         message = received.message
         if not isinstance(message, Arguments):
             raise RemoteProtocolError(
@@ -154,7 +124,7 @@ class ClosureInputs:
         self, key: bytes, handles: list[IteratorHandle]
     ) -> tuple[Callable[..., Any], str]:
         """Return a function and its name; iterators that it captured are added to ``handles``."""
-        received = await self._fetch(FetchFunction(key))
+        received = await self.fetch(FetchFunction(key))
         message = received.message
         if not isinstance(message, Function) or not received.segments:
             raise RemoteProtocolError(f"expected a function, got {type(message).__name__}")
@@ -167,7 +137,7 @@ class ClosureInputs:
 
     async def _prepare(self, handle: IteratorHandle) -> None:
         """Build a per-worker iterator where it is first needed, and wait for its next batch."""
-        iterator = self._iterators.get(handle.uid)
+        iterator = self.iterators.get(handle.uid)
         if iterator is None:
             try:
                 dataset_fn, _ = await self._load(handle.key, [])
@@ -175,15 +145,15 @@ class ClosureInputs:
                 error = ClosureInputError(f"a dataset could not be built: {exc.message}")
                 raise error from exc
             # A worker that was added after the dataset was made reads the share of another one.
-            share = self._worker_index % handle.num_pipelines
+            share = self.worker_index % handle.num_pipelines
             iterator = WorkerIterator(
                 dataset_fn,
                 InputContext(handle.num_pipelines, share, 1),
-                ahead=self._ahead,
-                position=handle.starts.get(self._worker_index, 0),
-                worker_index=self._worker_index,
+                ahead=self.ahead,
+                position=handle.starts.get(self.worker_index, 0),
+                worker_index=self.worker_index,
             )
-            self._iterators.add(handle.uid, iterator)
+            self.iterators.add(handle.uid, iterator)
         await iterator.ready()
 
 

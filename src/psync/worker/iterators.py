@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
-from psync.client.context import enter_dataset
+from psync.client.context import DatasetContext, inside
 from psync.client.runtime import current_runtime
 from psync.errors import ClosedError, ClosureInputError, EndOfData, UnsupportedError, UsageError
 from psync.serialization.captures import name_of
@@ -73,12 +73,12 @@ class WorkerIterator:
         self._end_traceback: TracebackType | None = None
         self._closed = False
         self._waiters: list[asyncio.Future[None]] = []  # of `ready`
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None  # in which dataset code runs
         if ahead > 0:
-            self._thread = threading.Thread(
+            self.thread = threading.Thread(
                 target=self._run, name=f"psync dataset {self.name}", daemon=True
             )
-            self._thread.start()
+            self.thread.start()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._end is None else "ended"
@@ -111,7 +111,7 @@ class WorkerIterator:
                     return self._batches.popleft()
                 if self._end is not None:
                     raise self._error(self._end)
-                if self._thread is None:
+                if self.thread is None:
                     self._load()
                 else:
                     self._changed.wait()
@@ -125,7 +125,7 @@ class WorkerIterator:
 
         Cancellation: safe; no batch is lost.
         """
-        if self._thread is None:
+        if self.thread is None:
             with self._changed:
                 if not self._is_settled():
                     self._load()
@@ -181,7 +181,7 @@ class WorkerIterator:
 
     def _load(self) -> None:
         """Load one batch, or find the end. Runs user code."""
-        with enter_dataset(self._worker_index):
+        with inside(DatasetContext(self._worker_index)):
             try:
                 if self._source is None:
                     self._source = open_dataset(self._dataset_fn, self._context)
@@ -211,7 +211,7 @@ class WorkerIterator:
             self._end_traceback = end.__traceback__ if end is not None else None
             self._build_error = None if built else end
             self._wake()
-        if end is not None and self._thread is None:
+        if end is not None and self.thread is None:
             self._close_source()
 
     def _wake(self) -> None:
@@ -228,33 +228,22 @@ class WorkerIterator:
     def close(self) -> None:
         """End the iterator: drop what was loaded, stop the thread. Does not block; idempotent.
 
-        A thread that is inside dataset code ends when that returns; see `join`.
+        A thread that is inside dataset code ends when that returns; it is a daemon, so the process
+        can exit all the same.
         """
         with self._changed:
             self._closed = True
             self._batches.clear()
             self._wake()
-        if self._thread is None:
+        if self.thread is None:
             self._close_source()
-
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the thread of a closed iterator has ended. Blocks.
-
-        Returns:
-            Whether it has. If not, dataset code does not return; the thread is a daemon, so the
-            process can exit all the same.
-        """
-        if self._thread is None:
-            return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def _close_source(self) -> None:
         """Let the dataset clean up, in the thread that has used it."""
         source, self._source = self._source, None
         close = getattr(source, "close", None)
         if callable(close):
-            with enter_dataset(self._worker_index):
+            with inside(DatasetContext(self._worker_index)):
                 try:
                     close()
                 except Exception:  # of user code, where nobody asks for anything any more
@@ -271,55 +260,34 @@ class IteratorTable:
 
     def __init__(self) -> None:
         self._iterators: dict[str, WorkerIterator] = {}
-        self._closing: list[WorkerIterator] = []  # their threads may still be running
         self._closed = False
-
-    def __len__(self) -> int:
-        return len(self._iterators)
 
     def get(self, uid: str) -> WorkerIterator | None:
         """Return the iterator, or None: it has to be built."""
         return self._iterators.get(uid)
 
     def add(self, uid: str, iterator: WorkerIterator) -> None:
-        """Take over ``iterator``.
+        """Take over ``iterator``; there is none of that uid.
 
         Raises:
             ClosedError: If the table is closed; the iterator is closed too.
-            UsageError: If there is one of that uid; the new one is closed.
         """
-        if self._closed or uid in self._iterators:
-            self._close_one(iterator)
-            if self._closed:
-                raise ClosedError("this worker's iterators are closed")
-            raise UsageError(f"iterator {uid} exists already")
+        if self._closed:
+            iterator.close()
+            raise ClosedError("this worker's iterators are closed")
         self._iterators[uid] = iterator
 
     def release(self, uid: str) -> None:
         """Close the iterator, if there is one: nobody refers to it any more."""
         iterator = self._iterators.pop(uid, None)
         if iterator is not None:
-            self._close_one(iterator)
+            iterator.close()
 
     def close(self) -> None:
         """Close all iterators. Does not block; idempotent."""
         self._closed = True
         for uid in list(self._iterators):
             self.release(uid)
-
-    def join(self, timeout_s: float | None = None) -> list[WorkerIterator]:
-        """Wait for the threads of closed iterators, up to ``timeout_s`` each. Blocks.
-
-        Returns:
-            Those whose dataset code does not return.
-        """
-        self._closing = [each for each in self._closing if not each.join(timeout_s)]
-        return list(self._closing)
-
-    def _close_one(self, iterator: WorkerIterator) -> None:
-        iterator.close()
-        self._closing = [each for each in self._closing if not each.join(0)]
-        self._closing.append(iterator)
 
 
 NOWHERE: Mapping[int, int] = {}

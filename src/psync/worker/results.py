@@ -56,48 +56,45 @@ class ResultsToSend:
         self._loop = asyncio.get_running_loop()
         self._results: list[tuple[int, str, int, tuple[str, str, str] | None]] = []
         self._segments: list[Any] = []
-        self._nbytes = 0  # of the segments
+        self.nbytes = 0  # of the segments
         self._seconds: list[float] = []  # of the closures in ``_results`` that succeeded
         self._updates: list[tuple[int, int]] = []  # of these: (id, calls) where there are any
+        self._soon: asyncio.Handle | None = None  # flushes, while there are results
 
     def __len__(self) -> int:
         return len(self._results)
 
-    @property
-    def is_large(self) -> bool:
-        """Whether what has gathered leaves by the bulk connection."""
-        return self._nbytes > SMALL_BODY_BYTES
-
-    def note_success(self, closure_id: int, seconds: float, calls: int) -> None:
-        """The closure whose end is added next has succeeded.
+    def add(self, closure_id: int, end: ClosureEnd, seconds: float = 0.0, calls: int = 0) -> None:
+        """Gather a result; it leaves with the next turn of the loop at the latest.
 
         Args:
-            closure_id: Its id.
-            seconds: That it took.
-            calls: Updates that it has made.
+            closure_id: Of the closure.
+            end: How it ended.
+            seconds: That it took, if it succeeded.
+            calls: Updates that it has made then.
         """
-        self._seconds.append(seconds)
-        if calls:
-            self._updates.append((closure_id, calls))
-
-    def add(self, closure_id: int, end: ClosureEnd) -> None:
-        """Gather a result; it leaves with the next turn of the loop at the latest."""
-        if not self._results:
-            self._loop.call_soon(self.flush)
+        if self._soon is None:
+            self._soon = self._loop.call_soon(self.flush)
         segments = end.payload.segments
         self._results.append((closure_id, end.kind, len(segments), end.error))
         if segments:
             self._segments += segments
-            self._nbytes += end.payload.nbytes
+            self.nbytes += end.payload.nbytes
+        if end.kind == "ok":
+            self._seconds.append(seconds)
+            if calls:
+                self._updates.append((closure_id, calls))
         if end.error is not None:  # texts add up in the header, whose size is limited
             self.flush()
 
     def flush(self) -> None:
         """Send the results that have gathered."""
-        if not self._results:
+        if self._soon is None:
             return
+        self._soon.cancel()
+        self._soon = None
         mean = sum(self._seconds) / len(self._seconds) if self._seconds else 0.0
-        lane = self._bulk if self.is_large else self._control
+        lane = self._bulk if self.nbytes > SMALL_BODY_BYTES else self._control
         lane.notify(ClosureResults(self._results, mean, self._updates or None), self._segments)
-        self._results, self._segments, self._nbytes = [], [], 0
+        self._results, self._segments, self.nbytes = [], [], 0
         self._seconds, self._updates = [], []

@@ -1,7 +1,7 @@
 """The session of a worker with one coordinator: runs closures, one after the other.
 
     coordinator → RunClosures, RunReplica, GiveBack, CancelClosures, ReleaseIterators, AskPosition
-    worker      → ClosureResults, GivenBack, FetchFunction, FetchArguments, ReachCollective
+    worker      → ClosureResults, GivenBack, Fetch…, ReachCollective, LeaveCluster, EndSession
 
 A closure is queued here until its turn; from its turn on it is running, and its end is
 reported, whatever it is, once the updates that it began have ended too. A session ends with its
@@ -22,9 +22,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from psync.client.context import ClosureContext, enter_closure
+from psync.client.context import ClosureContext, here
 from psync.client.runtime import Runtime
-from psync.errors import ClosureCancelled, EndOfData, TransportError
+from psync.errors import ClosureCancelled, DeadlineExceeded, EndOfData, TransportError
 from psync.net.peer import Peer, Received
 from psync.net.platform import Platform
 from psync.net.task_reports import stack_of_task
@@ -32,7 +32,7 @@ from psync.replicas.gang_member import GangMember
 from psync.serialization.payloads import check_size, pack
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.recovery_messages import EndSession
+from psync.wire.recovery_messages import EndSession, LeaveCluster
 from psync.wire.worker_messages import (
     AskPosition,
     AttachWorker,
@@ -45,7 +45,7 @@ from psync.wire.worker_messages import (
     RunReplica,
 )
 from psync.worker.inputs import ClosureInputs, HeldClosure, LoadedStep
-from psync.worker.iterators import IteratorTable
+from psync.worker.iterators import BATCHES_AHEAD, IteratorTable
 from psync.worker.results import CANCELLED, ClosureEnd, ResultsToSend, failed
 from psync.worker.step_thread import StepThread
 
@@ -57,6 +57,12 @@ before the next one may compute for minutes."""
 
 TURN_S = 0.002
 """Short steps that never await give the loop a turn after this long."""
+
+ANSWER_S = 5.0
+"""How long a coordinator may take for each answer while we leave: it may be merging for a gang."""
+
+SILENCE_S = 1.0
+"""A closure that runs on for longer than this while we leave is named in the log."""
 
 CLOSE_TIMEOUT_S = 3.0
 """How long the end of a session waits for a step that does not stop when it is cancelled."""
@@ -95,7 +101,7 @@ class Session:
         self.bulk = bulk
         self._iterators = iterators
         self._inputs = ClosureInputs(
-            self._fetch, iterators, attach.worker_index, threads=platform.threads
+            self._fetch, iterators, attach.worker_index, BATCHES_AHEAD if platform.threads else 0
         )
         self._thread = StepThread() if platform.threads else None
         self._limits = platform.limits
@@ -104,11 +110,12 @@ class Session:
         self._running: HeldClosure | None = None
         self._wake = asyncio.Event()
         self._results = ResultsToSend(control, bulk)
+        self._failed = functools.partial(failed, main_by_name=main_by_name)
         self._loop = asyncio.get_running_loop()
         self._now = 0.0  # loop time when the last step ended
         self._last_turn = 0.0  # loop time when other callbacks had their turn
         self._ended = False
-        self._leaving = False  # begins nothing any more that another worker could run
+        self._leaving = False  # begins nothing but replicas, which nobody else can run
         self._told = False  # and the coordinator knows
         self._idle = asyncio.Event()  # set when nothing runs that leaving waits for
         self._runner = self._loop.create_task(self._run())
@@ -129,7 +136,7 @@ class Session:
             at = end
         self._wake.set()
         if self._told:  # and has not waited for its answer
-            self.give_back_all()
+            self._give_back_all()
 
     def run_replica(self, message: RunReplica, segments: Sequence[memoryview]) -> None:
         """Queue a closure that is one of a gang."""
@@ -137,36 +144,67 @@ class Session:
         self._queue.append(HeldClosure(*message.closure, segments, replica))
         self._wake.set()
 
-    def give_back(self, message: GiveBack) -> None:
+    def give_back(self, message: GiveBack, _: Sequence[memoryview] = ()) -> None:
         """Return closures that have not started; the answer comes in any case."""
         returned = [closure.id for closure in self._take_queued(message.closures)]
         self.control.notify(GivenBack(returned))
 
     # Leaving.
 
-    def retire(self) -> None:
-        """Begin nothing any more but replicas of a gang, which nobody else can run."""
+    async def leave(self, reason: str, *, hint: str = "") -> None:
+        """Give back what has not begun, end what runs, and tell the coordinator.
+
+        LeaveCluster, after which nothing more is sent here; GivenBack; ClosureResults of what ran,
+        whose updates are all answered; EndSession on both connections, by which we have left. So
+        no closure that has finished here runs again.
+
+        Args:
+            reason: Why, for its log.
+            hint: How it can be had sooner, for our own.
+
+        Raises:
+            TransportError: The session ended before: the coordinator knows that, too.
+
+        Cancellation: Safe; the coordinator goes on waiting for what runs.
+        """
         self._leaving = True
-
-    def give_back_all(self) -> None:
-        """Return all closures that have not started; also those that may still come."""
+        try:
+            deadline = self._loop.time() + ANSWER_S
+            await self.control.call(LeaveCluster(reason), deadline=deadline)
+        except DeadlineExceeded:
+            logger.info("the coordinator is busy; leaving it all the same")
         self._told = True
+        self._give_back_all()
+        waiting = asyncio.ensure_future(self._wait_idle())
+        try:
+            await asyncio.wait((waiting,), timeout=SILENCE_S)
+            running = self._running
+            if not waiting.done() and running is not None:
+                name = f" ({running.name})" if running.name else ""
+                logger.info(
+                    "worker %d leaves when closure %d%s has ended%s",
+                    self.attach.worker_index, running.id, name, hint,
+                )  # fmt: skip
+            await waiting
+        finally:
+            waiting.cancel()
+        await self.runtime.ps.outgoing.drain()
+        for lane in (self.bulk, self.control):
+            await lane.call(EndSession(reason, True), deadline=self._loop.time() + ANSWER_S)
+
+    def _give_back_all(self) -> None:
+        """Return all closures that have not started, but replicas: nobody else can run them."""
         ids = [closure.id for closure in self._queue if closure.replica is None]
-        self.control.notify(GivenBack([closure.id for closure in self._take_queued(ids)]))
+        self.give_back(GiveBack(ids))
 
-    @property
-    def running(self) -> HeldClosure | None:
-        """The closure that runs, or that has run and whose updates have not all been answered."""
-        return self._running
-
-    async def wait_idle(self) -> None:
+    async def _wait_idle(self) -> None:
         """Wait until nothing runs, and all that ran is told. Cancellation: safe."""
         while not self._ended and (self._running is not None or self._queue):
             self._idle.clear()
             await self._idle.wait()
         self._results.flush()
 
-    def cancel_closures(self, message: CancelClosures) -> None:
+    def cancel_closures(self, message: CancelClosures, _: Sequence[memoryview]) -> None:
         """Stop closures; those that have not started end at once."""
         for closure in self._take_queued(message.closures):
             self._results.add(closure.id, CANCELLED)
@@ -178,7 +216,7 @@ class Session:
                 self._runner.cancel()
         self._results.flush()
 
-    def release_iterators(self, message: ReleaseIterators) -> None:
+    def release_iterators(self, message: ReleaseIterators, _: Sequence[memoryview]) -> None:
         """Close iterators that nobody refers to any more."""
         for uid in message.uids:
             self._iterators.release(uid)
@@ -274,7 +312,7 @@ class Session:
                 await self._run_one(self._running)
             finally:
                 self._running = None
-            if self._results.is_large:
+            if self._results.nbytes > SMALL_BODY_BYTES:
                 self._results.flush()
                 if self.bulk.connection is not None:
                     await self.bulk.connection.wait_writable()
@@ -297,31 +335,34 @@ class Session:
         )
         if closure.replica is not None:
             context.gang = GangMember(
-                *closure.replica, context, self.bulk.call, self._limits,
-                main_by_name=self._main_by_name,
+                *closure.replica, context, self.bulk.call, self._limits, self._main_by_name
             )  # fmt: skip
         began = closure.began = self._loop.time()
         try:
             end = await self._end(closure, context)
         finally:
-            context.close()
-        await self._drain_pushes()
+            context.closed = True
+        if self.runtime.ps.outgoing.begun:
+            await self._drain_pushes()
         if self._runner.cancelling():
             self._uncancel()
         self._running = None  # from here on there is nothing to cancel
         self._now = self._loop.time()
-        if end.kind == "ok":
-            calls = context.next_ordinal() - context.dropped  # its number: those before it
-            self._results.note_success(closure.id, self._now - began, calls)
-        self._results.add(closure.id, end)
+        calls = next(context.ordinals) - context.dropped  # its number: those before it
+        self._results.add(closure.id, end, self._now - began, calls)
 
     async def _end(self, closure: HeldClosure, context: ClosureContext) -> ClosureEnd:
         """Run a closure to its end; whatever user code raises is one."""
         name = "the step"
         try:
-            step = await self._inputs.step(closure.key)
+            step = self._inputs.steps.get(closure.key)
+            if step is None:
+                step = await self._inputs.load(closure.key)
             name = closure.name = step.name
-            args, kwargs = await self._inputs.arguments(closure, step)
+            args: tuple[Any, ...] = ()
+            kwargs: dict[str, Any] = {}
+            if closure.num_segments or step.handles:
+                args, kwargs = await self._inputs.arguments(closure, step)
             if step.seconds > SHORT_S:
                 await self._turn()
             value = await self._call(step, args, kwargs, context)
@@ -359,8 +400,11 @@ class Session:
         self, step: LoadedStep, args: Any, kwargs: dict[str, Any], context: ClosureContext
     ) -> Any:
         began = self._loop.time()
-        self.runtime.ahead.begin_closure()
-        with enter_closure(context):
+        ahead = self.runtime.ahead
+        if ahead.is_used:
+            ahead.begin_closure()
+        token = here.set(context)
+        try:
             if step.is_coroutine:
                 value = await step.fn(*args, **kwargs)
             else:
@@ -371,7 +415,10 @@ class Session:
                     value = await self._thread.call(function, lambda: self._ended)
                 if inspect.isawaitable(value):
                     value = await value
-        self.runtime.ahead.end_closure()
+        finally:
+            here.reset(token)
+        if ahead.is_used:
+            ahead.end_closure()
         step.seconds = self._loop.time() - began
         return value
 
@@ -379,7 +426,7 @@ class Session:
         """Wait for updates that the step has begun and not waited for, as when it is cancelled."""
         while True:
             try:
-                return await self.runtime.ps.drain()
+                return await self.runtime.ps.outgoing.drain()
             except asyncio.CancelledError:
                 if self._ended:
                     raise
@@ -388,16 +435,11 @@ class Session:
         while self._runner.uncancel() > 0:
             pass
 
-    # The coordinator.
-
     async def _fetch(self, message: Message) -> Received:
         try:
             return await self.bulk.call(message)
         except TransportError as exc:
             raise _CoordinatorGone from exc
-
-    def _failed(self, kind: str, exc: BaseException) -> ClosureEnd:
-        return failed(kind, exc, main_by_name=self._main_by_name)
 
 
 def _is_signal(error: KeyboardInterrupt) -> bool:

@@ -7,39 +7,37 @@ them; and a step that is decided ends with the error that a failpoint raises.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from psync.client.outgoing import Outgoing
 from psync.client.plans import Plan
-from psync.client.ps_client import PsClient
+from psync.client.ps_link import Call
 from psync.client.sync_client import SyncClient
 from psync.errors import PsyncError
-from psync.sync.groups import Outgoing
+from psync.sync.groups import OutgoingStep
 from psync.sync.step_rounds import Ended, StepRounds
 from psync.testing.sabotage.failpoints import Failpoints
 from psync.testing.sabotage.places import BETWEEN_PS, STEP_DECIDED
+from psync.wire.codec import Message
 
-T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 
-class SteppedClient(PsClient):
-    """A client that a test may stop between two messages of an update."""
+class SteppedOutgoing(Outgoing):
+    """Deliveries that a test may stop between two messages of an update."""
 
     failpoints: Failpoints
 
-    async def together(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Make all calls at once; or one by one, if it is armed what happens between them."""
+    async def together(self, calls: Sequence[Call[M]]) -> list[M]:
+        """Send all at once; or one by one, if it is armed what happens between them."""
         if not self.failpoints.armed(BETWEEN_PS):
             return await super().together(calls)
-        answers: list[T] = []
-        try:
-            for call in calls:
-                if answers:
-                    self.failpoints.hit(BETWEEN_PS)
-                answers.append(await call)
-        finally:
-            for call in calls:
-                call.close()
+        answers: list[M] = []
+        for call in calls:
+            if answers:
+                self.failpoints.hit(BETWEEN_PS)
+            answers += await super().together([call])
         return answers
 
 
@@ -69,7 +67,7 @@ class SteppedRounds(StepRounds):
 
     failpoints: Failpoints
 
-    def carry(self, outgoing: Outgoing, wanted: Any, ended: Ended) -> None:
+    def carry(self, outgoing: OutgoingStep, wanted: Any, ended: Ended) -> None:
         """Let every ps apply a step, unless a failpoint says that it cannot be closed."""
         try:
             self.failpoints.hit(STEP_DECIDED)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TypeVar, cast
 
 from psync.checkpoints.writer import Writer
-from psync.client.ps_client import PsClient
+from psync.client.outgoing import Outgoing
 from psync.client.sync_client import SyncClient
 from psync.net.platform import Parts, Platform
 from psync.net.serving import RequestServer
@@ -23,7 +23,7 @@ from psync.testing.sabotage import apply_log as apply_logs
 from psync.testing.sabotage.apply_log import LoggedServices, LoggedStore, LoggedUpdates
 from psync.testing.sabotage.early_writer import EarlyWriter
 from psync.testing.sabotage.failpoints import Failpoints
-from psync.testing.sabotage.interrupted import SteppedClient, SteppedRounds, SteppedSyncClient
+from psync.testing.sabotage.interrupted import SteppedOutgoing, SteppedRounds, SteppedSyncClient
 from psync.testing.sabotage.message_loss import LossyServer, MessageLosses
 from psync.testing.sabotage.places import PLACES, with_places
 from psync.testing.sabotage.ps import SabotagedPs
@@ -71,7 +71,7 @@ class SabotagedParts(Parts):
         self._apply_log = apply_log
         self._made: dict[type, type] = {}
         self._instead: dict[type, type] = {
-            PsTask: SabotagedPs, PsClient: SteppedClient, SyncClient: SteppedSyncClient,
+            PsTask: SabotagedPs, Outgoing: SteppedOutgoing, SyncClient: SteppedSyncClient,
             StepRounds: SteppedRounds,
         }  # fmt: skip
         self._instead.update(WITHOUT[name] for name in without & WITHOUT.keys())

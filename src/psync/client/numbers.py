@@ -1,0 +1,34 @@
+"""Numbers of what a task sends to one place, and which of them have their answers.
+
+A ps answers a repetition from memory; it forgets an answer when the task says that it has it.
+"""
+
+from __future__ import annotations
+
+
+class Numbers:
+    """What one task sends to one place, numbered from 1. True while something is under way.
+
+    Invariant: ``acked_below`` never falls, and no number below it is under way.
+    """
+
+    __slots__ = ("_next", "_under_way", "acked_below")
+
+    def __init__(self) -> None:
+        self.acked_below = 1  # all smaller numbers are answered, or given up
+        self._next = 1
+        self._under_way: dict[int, None] = {}  # in order
+
+    def __bool__(self) -> bool:
+        return bool(self._under_way)
+
+    def draw(self) -> int:
+        """Return the number of a new one; give it back with ``answered``."""
+        number, self._next = self._next, self._next + 1
+        self._under_way[number] = None
+        return number
+
+    def answered(self, number: int) -> None:
+        """The answer to ``number`` is here, or is not wanted any more."""
+        self._under_way.pop(number, None)
+        self.acked_below = next(iter(self._under_way), self._next)
