@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from psync.sync.group_phases import Phase
 
 from inside import begins, closer_of, points_of, sync_of, work_of
 from ps_cluster import CHIEF, RATE, hold, pull, until
