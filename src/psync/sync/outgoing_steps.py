@@ -102,6 +102,11 @@ class OutgoingSteps:
         if not self.pauses:
             self._carry(known)
 
+    def restore(self) -> None:
+        """Be where the rule is, which was restored: what it has decided is outgoing."""
+        for close in self._steps.closing():
+            self.decide(close)
+
     def _carry(self, known: KnownGroup) -> None:
         outgoing = known.outgoing
         assert outgoing is not None, "the caller has looked"
