@@ -202,8 +202,7 @@ class StepCloser:
         """Be where the rule is of the one whose backup this is."""
         reply = self._sync.set_groups(peer, message, body)
         configs = {group: self._sync.define(group, None) for group, *_ in message.groups}
-        state = msgpack.unpackb(body[0])
-        self.steps.restore(state, configs)
+        self.steps.restore(state := msgpack.unpackb(body[0]), configs)
         self._clock.note(state["now"])
         self.outgoing.restore()
         return reply
