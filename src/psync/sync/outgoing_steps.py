@@ -102,6 +102,11 @@ class OutgoingSteps:
         if not self.pauses:
             self._carry(known)
 
+    def restore(self) -> None:
+        """Be where the rule is, which was restored: what it has decided is outgoing."""
+        for close in self._steps.closing():
+            self.decide(close)
+
     def _carry(self, known: KnownGroup) -> None:
         outgoing = known.outgoing
         assert outgoing is not None, "the caller has looked"
@@ -221,7 +226,8 @@ class OutgoingSteps:
         self.pauses.discard(why)
         if not self.pauses and not self._is_over:
             for known in self._sync.outgoing():
-                self._carry(known)
+                if known.outgoing is not None and known.outgoing.close.group not in self._carried:
+                    self._carry(known)
         self.wake()
 
     async def drain(self) -> None:
