@@ -11,6 +11,7 @@ import asyncio
 from typing import Any
 
 import psync
+from psync.backups.host import BackupHost
 from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink
 from psync.coordinator import Coordinator
@@ -19,7 +20,6 @@ from psync.net.peer import Handler, Peer
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.accumulators import AccumulatorService
-from psync.ps.backup_host import BackupHost
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Executor
 from psync.ps.life import Life

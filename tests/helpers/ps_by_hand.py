@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import numpy as np
 
+from psync.backups.host import AsIfFrom
 from psync.cluster import task_name
 from psync.errors import UsageError
 from psync.net.peer import Later, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.numerics.update_rule import SGD
-from psync.ps.backup_host import AsIfFrom
 from psync.ps.cooperative_work import LongWork
 from psync.ps.life import Life
 from psync.ps.snapshots import Contents
