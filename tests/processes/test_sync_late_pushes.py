@@ -100,8 +100,8 @@ def test_a_late_push_leaves_no_trace(tmp_path: Path) -> None:
             assert is_about(step, 2 * 40, 2 * 10)  # they go whole to ps 0, which hands on shares
             assert is_about(late, 40, 0)
             assert found_late == [2, 0]
-            step, late, found_late = await rounds(cluster, tmp_path, 384)
-            assert is_about(step, 2 * 384, 2 * 128)
+            step, late, found_late = await rounds(cluster, tmp_path, 960)  # above a MiB
+            assert is_about(step, 2 * 960, 2 * 320)
             assert is_about(late, 0, 0)  # its worker has asked before it sent anything
             assert found_late == [0, 0]  # not even that of the first round
 

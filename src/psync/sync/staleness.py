@@ -65,11 +65,12 @@ class ClockStatistics:
 class _Clock:
     """Of one replica."""
 
-    __slots__ = ("counts", "has_work", "start", "ticks")
+    __slots__ = ("counts", "has_work", "released", "start", "ticks")
 
     def __init__(self, start: int) -> None:
         self.start = start  # what the clock would show at tick 0
         self.ticks = 0  # highest number of a tick
+        self.released = 0  # highest number of one that was released
         self.has_work = False
         self.counts = False  # it has work and does not wait elsewhere: others wait for it
 
@@ -114,6 +115,8 @@ class RoundClocks:
         if clock is None:
             clock = self._clocks[(task, incarnation)] = _Clock(self._slowest - number + 1)
             clock.ticks = number - 1  # nobody has heard of these
+        if number <= clock.released:
+            return [Release(tick, max(0, clock.start + number - self._slowest))]
         is_new = number > clock.ticks
         if is_new:
             self._advance(clock, number)
@@ -212,8 +215,11 @@ class RoundClocks:
         """Let go who waits with a clock that the slowest one allows."""
         allowed = self._slowest + self.max_staleness
         free = sorted(clock for clock in self._waiting if clock <= allowed or self._ended)
-        return [
-            Release(tick, max(0, clock - self._slowest))
-            for clock in free
-            for tick in self._waiting.pop(clock)
-        ]
+        releases = []
+        for clock in free:
+            for tick in self._waiting.pop(clock):
+                releases.append(Release(tick, max(0, clock - self._slowest)))
+                known = self._clocks.get((tick.task, tick.incarnation))
+                if known is not None:
+                    known.released = max(known.released, tick.number)
+        return releases
