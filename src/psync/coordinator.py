@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from psync.chief import closure_timeout, watchdog
+from psync.chief import watchdog
 from psync.chief.closure_service import ClosureService
 from psync.chief.cluster_links import ClusterLinks
 from psync.chief.consistent_cut import Cuts
@@ -25,7 +25,6 @@ from psync.chief.events import Events
 from psync.chief.joins import Joins, describe_waiting
 from psync.chief.reattachment import OwnOptimizers, reattach
 from psync.chief.recovery import ClusterRecovery
-from psync.chief.recovery_state import RecoveryState
 from psync.chief.schedule_reporter import FinalClosures, ScheduleReporter
 from psync.client.runtime import Runtime
 from psync.closures.closure import Closure
@@ -34,7 +33,7 @@ from psync.closures.open import Cancel, Settle
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue
 from psync.closures.schedule_report import ScheduleReports
-from psync.cluster import ClusterSpec, task_name
+from psync.cluster import ClusterSpec
 from psync.errors import ClosedError, DeadlineExceeded, UsageError
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
@@ -129,16 +128,13 @@ class Coordinator:
             is_current=self.workers.is_current, prepare=self._prepare, perform=self.perform,
             waits_for=self.waits_for,
         )  # fmt: skip
-        workers = [task_name("worker", index) for index in cluster.task_indices("worker")]
-        self._reports = ScheduleReports(workers, self._queue)
+        self._reports = ScheduleReports(self.links.workers.names(), self._queue)
         self._creation = Creation(declared, self.links.ps)
         self.events = Events()
         self.cuts = Cuts(self.links.ps, functools.partial(self._creation.ensure, last=True))
-        self._state = RecoveryState(
-            self.links, self._queue, self.gangs, self._reports, self.perform, self._tell_again
-        )
         self.recovery = ClusterRecovery(
-            self._state, self.links, self._queue, self._creation, self.events,
+            self.links, self._queue, self.gangs, self._reports, self._creation, self.events,
+            perform=self.perform, tell_again=self._tell_again,
             ps_timeout_s=options.ps_timeout_s, has_backups=has_backups,
         )  # fmt: skip
         service = self.parts.of(ClosureService)(
@@ -157,7 +153,7 @@ class Coordinator:
         self._final = FinalClosures(self._queue, self.links.final_below)
         self._dispatch_due = False  # ``_dispatch`` comes in this turn of the loop
         self._creating: asyncio.Task[None] | None = None  # meanwhile the queue is paused
-        self._watches: list[asyncio.Task[None]] = []  # that run until the coordinator is closed
+        self._tasks: set[asyncio.Task[None]] = set()  # that end with the coordinator
         self._closed = False
         self._loop = asyncio.get_running_loop()
 
@@ -168,29 +164,35 @@ class Coordinator:
         """
         options = self._options
         await self.links.start(options.min_workers, options.connect_timeout_s)
-        self.recovery.links_started()
         if options.attach:
             self._creation.reattachment = await reattach(
-                self.links.ps, self.links.incarnation, self._own
+                self.links.ps, self.links.endpoint.incarnation, self._own
             )
             self.continues_program = self._creation.reattachment is not None
             await self._creation.ensure()  # what does not fit is told here, as far as it is known
         await self.recovery.first_backups(
             options.connect_timeout_s, attached=self.continues_program
         )
-        reporting = self._begin(self._reporter.run())
-        watchdog.log_failure(reporting, "the schedule is not reported any more")
+        self._begin(self._reporter.run(), "the schedule is not reported any more")
         if options.closure_timeout_s is not None:
-            watch = closure_timeout.watch(self._queue, options.closure_timeout_s, self._give_up)
-            watchdog.log_failure(self._begin(watch), "the closure timeout is off")
+            limit_s = options.closure_timeout_s
+            watch = watchdog.watch_closures(self._queue, limit_s, self._give_up)
+            self._begin(watch, "the closure timeout is off")
         if options.watchdog_timeout_s is not None:
             stalled = functools.partial(watchdog.log_stall, self.describe, options.on_stall)
             watch = watchdog.watch(options.watchdog_timeout_s, self._progress, stalled)
-            watchdog.log_failure(self._begin(watch), "the watchdog is off")
+            self._begin(watch, "the watchdog is off")
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do something until ``close``."""
-        self._watches.append(task := self._loop.create_task(work))
+    def _begin(self, work: Coroutine[Any, Any, None], if_it_fails: str) -> asyncio.Task[None]:
+        """Do something until ``close``, that nothing awaits."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.error("%s", if_it_fails, exc_info=error)
+
+        self._tasks.add(task := self._loop.create_task(work))
+        task.add_done_callback(ended)
         return task
 
     async def close(self) -> None:
@@ -206,12 +208,10 @@ class Coordinator:
         self.gangs.fail(error)
         self.perform(actions)
         try:
-            tasks = (*self._watches, self._creating)
-            helpers = [task for task in tasks if task is not None]
-            for task in helpers:
+            for task in self._tasks:
                 task.cancel()
-            if helpers:
-                await asyncio.wait(helpers)
+            if self._tasks:
+                await asyncio.wait(list(self._tasks))
             await self.gangs.close()
             await self.recovery.close()
             await self.cuts.close()
@@ -278,7 +278,7 @@ class Coordinator:
         forbid_in_merge("join")
         deadline = None if timeout_s is None else self._loop.time() + timeout_s
         cutoff = self._queue.next_id
-        self._state.fail_if_gone()
+        self.recovery.fail_if_gone()
         self._prepare()
         if self._creating is not None:
             await self.joins.wait(deadline, timeout_s, self._creating)
@@ -309,11 +309,10 @@ class Coordinator:
 
     def describe(self) -> list[str]:
         """Say what runs where, what waits and for whom; for reports."""
-        missing = self.links.membership.missing()
         return [
-            f"coordinator, incarnation {self.links.incarnation}",
+            f"coordinator, incarnation {self.links.endpoint.incarnation}",
             *watchdog.describe_closures(self._queue, self._closures.values(), self._loop.time()),
-            *watchdog.describe_missing(missing),
+            *(f"not connected: {task} at {at}" for task, at in self.links.membership.missing()),
             *self.recovery.describe(),
             f"everybody waits for: {self.waits_for()}",
         ]
@@ -322,11 +321,15 @@ class Coordinator:
         """Return how many closures have ended; None while there is nothing to do."""
         if self.done() and self._creating is None and not self.gangs:
             return None
-        return watchdog.count_of_ended(self._queue.statistics())
+        counts = self._queue.statistics()
+        return counts.finished + counts.failed + counts.exhausted + counts.cancelled
 
     def statistics(self) -> dict[str, Any]:
         """Return counters of closures and connections."""
-        return {"closures": self._queue.statistics(), "network": self.links.statistics()}
+        return {
+            "closures": self._queue.statistics(),
+            "network": dict(self.links.endpoint.statistics()),
+        }
 
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on the coordinator's loop; may be called in any thread."""
@@ -349,20 +352,20 @@ class Coordinator:
 
     def _prepare(self) -> None:
         """Create what is declared; the queue is paused meanwhile."""
-        if self._state.is_gone:
+        if self.recovery.is_gone:
             self._loop.call_soon(self._dispatch)  # it fails the gang that is prepared now
         self._create_if_declared()
 
     def _create_if_declared(self) -> None:
         if self._creation.pending and self._creating is None:
             self._queue.pause()
-            self._creating = self._loop.create_task(self._create())
+            self._creating = self._begin(self._create(), "variables cannot be created")
 
     async def _create(self) -> None:
         try:
             await self._creation.ensure(last=True)
         except Exception as exc:
-            self._state.fail(exc)
+            self.recovery.fail(exc)
         finally:
             self._creating = None
             self.perform(self._queue.resume())
@@ -423,16 +426,15 @@ class Coordinator:
 
         What ends after a cut was begun may have to be named, though nobody keeps that cut yet.
         """
-        recovery = self.recovery.from_checkpoint
-        if self.cuts.taken or recovery.source is not None:
+        if self.cuts.taken or self.recovery.source is not None:
             for closure_id, calls in updates:
-                recovery.ended.ended(closure_id, calls)
+                self.recovery.ended.ended(closure_id, calls)
         self.joins.heard_at = self._loop.time()
         self._final.look()
 
     def _dispatch(self) -> None:
         self._dispatch_due = False
-        self._state.fail_if_gone()
+        self.recovery.fail_if_gone()
         self.perform(self._queue.dispatch())
 
     def _send(self, action: Dispatch) -> None:

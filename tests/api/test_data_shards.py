@@ -17,10 +17,16 @@ import memory_cluster
 import psync
 from memory_cluster import coordinating, replicated
 from psync.api.data_shards import Visits
+from psync.closures import dispatcher
 from psync.closures.closure import Closure
 from psync.closures.queue import ClosureQueue
 from psync.errors import CaptureError, ClosureError, ConfigurationError, UsageError
 from psync.serialization.functions import FunctionTable
+
+
+@pytest.fixture(autouse=True)
+def one_closure_on_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "MAX_AHEAD", 0)
 
 
 class Value:
@@ -40,7 +46,7 @@ class Desk:
     """
 
     def __init__(self, *workers: str, **options: Any) -> None:
-        self.queue = ClosureQueue(max_ahead=0, **options)
+        self.queue = ClosureQueue(**options)
         for worker in workers or ("a",):
             self.queue.worker_joined(worker)
 

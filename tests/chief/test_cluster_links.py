@@ -13,7 +13,7 @@ from inside import ledger_of
 from links_owner import Owner
 from memory_cluster import MemoryCluster, cluster_of
 from psync.chief.cluster_links import ClusterLinks
-from psync.errors import ConnectFailed, ParameterServerLost, UsageError
+from psync.errors import ConnectFailed, UsageError
 from psync.net.peer import Peer
 from psync.worker_task import WorkerTask
 
@@ -47,7 +47,7 @@ async def test_it_starts_when_all_are_there(links, owner):
     assert sorted(owner.events) == ["+0", "+1"]
     assert links.membership.ready(2)
     assert len(await links.ps_statistics()) == 2
-    assert links.statistics()["connections"] == 6
+    assert links.endpoint.statistics()["connections"] == 6
 
 
 async def test_a_worker_that_goes_is_refused_by_ps_tasks_and_comes_back_as_a_new_incarnation(
@@ -126,25 +126,6 @@ async def test_starting_bears_that_one_of_two_connections_breaks_while_a_worker_
     await links.start(2, 60)
     assert broken
     assert sorted(owner.events) == ["+0", "+1"]
-
-
-async def test_a_ps_that_stays_away_is_lost(links, owner, cluster):
-    await links.start(2, 60)
-    await cluster.stop("ps-1")
-    await asyncio.sleep(40)
-    assert [error.task for error in owner.lost] == ["/job:ps/task:1"]
-    with pytest.raises(ParameterServerLost):
-        await links.ps_statistics()
-
-
-async def test_a_connection_to_a_ps_that_breaks_is_made_again(links, owner, cluster, caplog):
-    await links.start(2, 60)
-    with caplog.at_level(logging.WARNING):
-        cluster.network.cut("ps-0:1")
-        await asyncio.sleep(5)
-    assert "/job:ps/task:0 cannot be reached; waiting for it" in caplog.text
-    assert "/job:ps/task:0 is reachable again" in caplog.text
-    assert owner.lost == []
 
 
 async def test_who_closes_its_links_fences_nobody_and_warns_of_nothing(

@@ -434,11 +434,11 @@ async def test_a_cut_of_the_earlier_program_does_not_take_the_next_ones_closures
                 counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
             await count_up(coordinator, counters[1], 5)
             await keep_snapshots(coordinator, tmp_path)
-            source = chief_of(coordinator).recovery.from_checkpoint.source
+            source = chief_of(coordinator).recovery.source
         async with life(cluster) as (strategy, coordinator):
             with strategy.scope():
                 counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
-            chief_of(coordinator).recovery.from_checkpoint.source = source
+            chief_of(coordinator).recovery.source = source
             await count_up(coordinator, counters[1], 3)
             await cluster.stop("ps-1")
             await cluster.start("ps-1")

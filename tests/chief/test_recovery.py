@@ -17,7 +17,8 @@ from inside import chief_of, clocks_of, handlers_of
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, replicated, shared
 from ps_cluster import hold
 from psync.chief.events import RollbackEvent
-from psync.errors import ConnectFailed, FencedError, ParameterServerLost
+from psync.chief.recovery_rule import Do
+from psync.errors import ConnectFailed, FencedError, ParameterServerLost, WorkerLost
 from psync.net.peer import Handler
 from psync.ps_task import PsTask
 from psync.wire.codec import Message
@@ -167,6 +168,44 @@ async def test_a_gang_ends_with_a_ps_though_it_is_recovered(tmp_path: Path) -> N
         assert int((await variables[1].read())[0]) == 2
 
 
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("is_scheduled", [True, False])
+async def test_what_is_scheduled_ends_where_no_worker_may_come_again(is_scheduled: bool) -> None:
+    async def step() -> None:
+        await asyncio.Event().wait()
+
+    async with coordinating(1, 1) as (cluster, coordinator):
+        if is_scheduled:
+            coordinator.schedule(step)
+        await asyncio.sleep(1)
+        workers = chief_of(coordinator).links.workers
+        await cluster.stop("worker-0")
+        await workers.give_up("/job:worker/task:0", "has ended")
+        chief_of(coordinator).recovery.fail_if_gone()
+        if is_scheduled:
+            with pytest.raises(WorkerLost, match="has ended, and there is no other worker"):
+                await coordinator.join()
+        else:
+            await coordinator.join()
+
+
+@pytest.mark.virtual_time
+async def test_a_report_says_that_closures_stand_still_as_long_as_they_do(tmp_path: Path) -> None:
+    held_back = "closures are held back: a ps is being recovered"
+    async with coordinating(2, 1) as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 1, *variables)
+        await keep_snapshots(coordinator, tmp_path)
+        assert held_back not in chief_of(coordinator).describe()
+        await cluster.stop("ps-1")
+        await asyncio.sleep(5)
+        assert held_back in chief_of(coordinator).describe()
+        await cluster.start("ps-1")
+        await anext(coordinator.events())
+        await run(coordinator, 1, *variables)
+        assert held_back not in chief_of(coordinator).describe()
+
+
 # --- training goes on ------------------------------------------------------------------------
 
 
@@ -206,7 +245,7 @@ async def test_after_a_recovery_ps_0_hears_what_it_knew_though_nothing_has_chang
         await run(coordinator, 3, *declared(coordinator))
         await asyncio.sleep(5)
         with heard_by(cluster.tasks["ps-0"], ReportSchedule, FinalBelow) as heard:
-            chief_of(coordinator).recovery.state.recovered()
+            chief_of(coordinator).recovery.act([Do.RESUME])
             await asyncio.sleep(5)
         (final,) = [message for message in heard if isinstance(message, FinalBelow)]
         (report,) = [message for message in heard if isinstance(message, ReportSchedule)]
@@ -221,7 +260,7 @@ async def test_workers_whose_sessions_a_recovery_ends_are_not_missed() -> None:
         await run(coordinator, 3, *declared(coordinator))
         await asyncio.sleep(5)
         with heard_by(cluster.tasks["ps-0"], ReportSchedule) as heard:
-            chief_of(coordinator).recovery.state.end_sessions()
+            chief_of(coordinator).recovery.act([Do.END_SESSIONS])
             await asyncio.sleep(5)
         assert heard
         assert [report.missing for report in heard] == [[]] * len(heard)
@@ -279,10 +318,10 @@ async def test_what_is_lost_while_it_is_closed_is_noted_and_nothing_is_recovered
     assert not recovery.will_recover(error)
     with caplog.at_level(logging.ERROR):
         recovery.ps_lost(error)
-        recovery.state.replaced(FencedError("another one came"))
+        recovery.replaced(FencedError("another one came"))
     assert "went as well" in caplog.text
     assert "another one came" not in caplog.text
-    assert not recovery.from_checkpoint.is_on
+    assert not recovery.is_rolling_back
 
 
 # --- backups ---------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ async def test_a_ps_that_dies_while_it_is_recovered_is_recovered(tmp_path: Path)
 async def test_what_ends_while_the_first_snapshot_is_written_is_undone_too(tmp_path: Path) -> None:
     async with coordinating(1, 2) as (cluster, coordinator):
         variables = declared(coordinator)
-        recovery = chief_of(coordinator).recovery.from_checkpoint
+        recovery = chief_of(coordinator).recovery
         await keep_snapshots(coordinator, tmp_path)
         source, recovery.source = recovery.source, None  # it is not complete yet
         undone = await run(coordinator, 3, *variables)

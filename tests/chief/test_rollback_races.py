@@ -107,7 +107,7 @@ async def test_who_closes_during_a_recovery_does_not_wait_for_it(tmp_path: Path)
             await cluster.stop("ps-1")
             adding = asyncio.ensure_future(v.assign_add([1, 1]))
             await asyncio.sleep(5)
-            assert chief_of(coordinator).recovery.from_checkpoint.is_on
+            assert chief_of(coordinator).recovery.is_rolling_back
             began = loop.time()
         assert loop.time() - began < 1
         with pytest.raises(PsyncError):

@@ -134,7 +134,7 @@ class TestReading:
         async with PsCluster(2) as cluster:
             v = await cluster.create("v", table(), shards=2)
             for task, step in zip(cluster.ps, (5, 4), strict=True):
-                sync_of(task).staging.closed(7, step - 1)
+                sync_of(task).staging.applied(7, step - 1)
             seen = PulledSteps()
             await cluster.chief.read_rows(v, np.arange(10), seen=seen)
             assert seen.lowest(7) == 4

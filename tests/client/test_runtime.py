@@ -56,7 +56,7 @@ class TestRuntime:
         for operation in (runtime.begin_update, lambda what: runtime_here(what, None)):
             with in_step(runtime) as closure:
                 operation("push")
-                closure.close()
+                closure.closed = True
                 with pytest.raises(UsageError) as caught:
                     operation('assign to "w"')
                 assert caught.value.message == (

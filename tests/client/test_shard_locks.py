@@ -293,7 +293,8 @@ async def test_a_synchronous_step_waits_for_a_lock_and_is_closed_then(locked: st
             await optimizer.apply_gradients([(np.ones(4, np.float32), w)], step_variable)
 
         value = coordinator.schedule(step)
-        while not value.done() and (await w.read())[0] == 0:  # until ps 0 has done its part
+        elsewhere = 0 if ps else -1  # an element of w on the ps without the lock
+        while not value.done() and (await w.read())[elsewhere] == 0:  # until it has done its part
             pass
         for _ in range(100):  # longer than all else would take
             assert (await waiting.read()).reshape(-1)[-1] == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from psync.closures.closure import Closure
-from psync.closures.open import QueueErrors, error_of, input_error, loss_error, root_of
+from psync.closures.open import QueueErrors, error_of, loss_error, root_of, without_input
 from psync.errors import ClosureError, ClosureInputError, EndOfData, WorkerLost
 
 
@@ -55,14 +55,14 @@ def test_a_cancelled_closure_says_why_and_whether_it_is_of_use_to_schedule_it_ag
 def test_an_input_error_has_the_first_error_of_the_chain_as_its_cause() -> None:
     cause = ValueError("bad batch")
     source = ended(0, cause)
-    between = ended(1, input_error(Closure(1, name="step"), source))
-    error = input_error(Closure(2, name="step"), between)
+    between = ended(1, without_input(Closure(1, name="step"), source)[1])
+    _, error = without_input(Closure(2, name="step"), between)
     assert error.__cause__ is cause
     assert "its input, closure 1 (step), ended with ValueError: bad batch" in str(error)
 
 
 def test_an_error_without_arguments_is_named_all_the_same() -> None:
-    error = input_error(Closure(1), ended(0, ValueError()))
+    _, error = without_input(Closure(1), ended(0, ValueError()))
     assert str(error).endswith("ended with ValueError: ")
 
 

@@ -21,7 +21,7 @@ def order_of(fresh: list[int], late: list[int]) -> ClosureOrder:
     for closure_id in fresh:
         order.add(Closure(closure_id))
     for closure_id in late:
-        order.add_late(Closure(closure_id))
+        order.add(Closure(closure_id))
     return order
 
 
@@ -43,7 +43,7 @@ def test_what_was_taken_out_is_passed_over_wherever_it_stood() -> None:
     fresh, late = Closure(1), Closure(0)
     order.add(fresh)
     order.add(Closure(2))
-    order.add_late(late)
+    order.add(late)
     order.discard(fresh)
     order.discard(late)
     assert order.first().id == 2
@@ -55,5 +55,5 @@ def test_a_closure_may_come_back_after_it_was_taken_out() -> None:
     order.add(closure)
     order.add(Closure(2))
     order.discard(closure)
-    order.add_late(closure)
+    order.add(closure)
     assert taken(order) == [1, 2]

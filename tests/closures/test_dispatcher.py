@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from psync.closures import dispatcher
 from psync.closures.closure import Closure, Event, State, move
 from psync.closures.dispatcher import (
     Dispatch,
@@ -32,8 +33,8 @@ def asked(actions: list[DispatchAction]) -> dict[str, list[int]]:
 class Bench:
     """A dispatcher whose closures are called by their ids."""
 
-    def __init__(self, *workers: str, **options: float) -> None:
-        self.dispatcher = Dispatcher(**options)  # type: ignore[arg-type]
+    def __init__(self, *workers: str) -> None:
+        self.dispatcher = Dispatcher()
         self.closures: dict[int, Closure] = {}
         for worker in workers:
             self.dispatcher.join(worker)
@@ -56,13 +57,13 @@ class Bench:
         for closure in self.dispatcher.leave(worker):
             closure.lost_on += (worker,)
             move(closure, Event.LOSE)
-            self.dispatcher.queued.add_late(closure)
+            self.dispatcher.queued.add(closure)
         return self.decide()
 
     def give_back(self, worker: str, *ids: int) -> list[DispatchAction]:
         for closure in self.dispatcher.take_back(worker, ids):
             move(closure, Event.GIVE_BACK)
-            self.dispatcher.queued.add_late(closure)
+            self.dispatcher.queued.add(closure)
         return self.decide()
 
     def run_all(self, worker: str) -> list[int]:
@@ -79,9 +80,9 @@ class Bench:
         return {worker: [c.id for c in closures] for worker, closures in self.dispatcher.held()}
 
 
-def fast_bench(*workers: str, num: int, **options: float) -> Bench:
+def fast_bench(*workers: str, num: int) -> Bench:
     """Workers known to be fast, which hold nothing yet, and closures 100 to 100 + num queued."""
-    bench = Bench(*workers, **options)
+    bench = Bench(*workers)
     for index, worker in enumerate(workers):
         bench.add(index)
         bench.decide()
@@ -213,8 +214,9 @@ def test_only_the_worker_that_reports_is_filled_up() -> None:
     assert list(sent(bench.finish("a", *held["a"][:5], mean_s=FAST))) == ["a"]
 
 
-def test_bytes_ahead_of_the_running_closure_are_limited() -> None:
-    bench = fast_bench("a", num=0, max_ahead_bytes=100)
+def test_bytes_ahead_of_the_running_closure_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "MAX_AHEAD_BYTES", 100)
+    bench = fast_bench("a", num=0)
     bench.add(1, inline_bytes=1000)
     bench.add(*range(2, 10), inline_bytes=30)
     assert sent(bench.decide()) == {"a": [1, 2, 3, 4]}
@@ -283,7 +285,7 @@ def test_closure_whose_input_was_late_goes_between_those_scheduled_before_and_af
     late = Closure(2)
     bench.add(3)
     move(late, Event.QUEUE)
-    bench.dispatcher.queued.add_late(late)
+    bench.dispatcher.queued.add(late)
     bench.dispatcher.join("a")
     assert bench.run_all("a") == [1, 2, 3]
 
@@ -296,7 +298,7 @@ def test_discarded_closure_is_skipped_wherever_it_stands() -> None:
     late = [Closure(5), Closure(6)]
     for closure in late:
         move(closure, Event.QUEUE)
-        bench.dispatcher.queued.add_late(closure)
+        bench.dispatcher.queued.add(closure)
     bench.dispatcher.queued.discard(late[0])
     assert bench.dispatcher.num_queued == 3
     bench.dispatcher.join("a")

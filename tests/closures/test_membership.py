@@ -8,17 +8,11 @@ from hypothesis import strategies as st
 
 from psync.closures.membership import (
     MOVES,
-    Action,
-    Assign,
     Fence,
     Membership,
-    ParameterServerBack,
-    ParameterServerIsLost,
-    ParameterServerUnreachable,
     SessionEnd,
     TaskEvent,
     TaskState,
-    WorkerIsLost,
     backoff,
 )
 from psync.errors import LocalProtocolError
@@ -28,11 +22,9 @@ P0, P1 = "/job:ps/task:0", "/job:ps/task:1"
 ADDRESSES = {W0: "w0:1", W1: "w1:1", P0: "p0:1", P1: "p1:1"}
 
 
-def cluster(*, alive: tuple[str, ...] = (), ps_timeout_s: float = 30.0) -> Membership:
+def cluster(*, alive: tuple[str, ...] = ()) -> Membership:
     """A membership of two workers and two ps, of which some connected under incarnation 0."""
-    membership = Membership(
-        {W0: "w0:1", W1: "w1:1"}, {P0: "p0:1", P1: "p1:1"}, ps_timeout_s=ps_timeout_s
-    )
+    membership = Membership({W0: "w0:1", W1: "w1:1"}, {P0: "p0:1", P1: "p1:1"})
     for task in alive:
         membership.connected(task, 0)
     return membership
@@ -43,9 +35,9 @@ def cluster(*, alive: tuple[str, ...] = (), ps_timeout_s: float = 30.0) -> Membe
 
 def test_first_connection_is_assigned_the_boot_incarnation() -> None:
     membership = cluster()
-    assert membership.connected(W0, 7) == [Assign(W0, 7)]
-    assert membership.state(W0) is TaskState.ALIVE
+    assert membership.connected(W0, 7) == []
     assert membership.incarnation(W0) == 7
+    assert membership.state(W0) is TaskState.ALIVE
 
 
 def test_task_that_never_connected_has_no_incarnation() -> None:
@@ -54,23 +46,27 @@ def test_task_that_never_connected_has_no_incarnation() -> None:
 
 def test_same_life_that_connects_again_gets_a_higher_incarnation() -> None:
     membership = cluster(alive=(W0,))
-    membership.disconnected(W0, 0.0)
-    assert membership.connected(W0, 0) == [Assign(W0, 1)]
-    membership.disconnected(W0, 0.0)
-    assert membership.connected(W0, 0) == [Assign(W0, 2)]
+    membership.disconnected(W0)
+    assert membership.connected(W0, 0) == []
+    assert membership.incarnation(W0) == 1
+    membership.disconnected(W0)
+    assert membership.connected(W0, 0) == []
+    assert membership.incarnation(W0) == 2
 
 
 def test_restarted_task_gets_its_boot_incarnation_if_that_is_higher() -> None:
     membership = cluster(alive=(W0,))
-    membership.disconnected(W0, 0.0)
-    assert membership.connected(W0, 5) == [Assign(W0, 5)]
+    membership.disconnected(W0)
+    assert membership.connected(W0, 5) == []
+    assert membership.incarnation(W0) == 5
 
 
 def test_restarted_task_never_gets_an_incarnation_that_was_used() -> None:
     membership = cluster()
     membership.connected(W0, 5)
-    membership.disconnected(W0, 0.0)
-    assert membership.connected(W0, 3) == [Assign(W0, 6)]
+    membership.disconnected(W0)
+    assert membership.connected(W0, 3) == []
+    assert membership.incarnation(W0) == 6
 
 
 # --- workers ---------------------------------------------------------------------------------
@@ -78,25 +74,24 @@ def test_restarted_task_never_gets_an_incarnation_that_was_used() -> None:
 
 def test_lost_worker_is_fenced_at_every_living_ps_before_its_loss_is_acted_on() -> None:
     membership = cluster(alive=(P0, P1, W0))
-    assert membership.disconnected(W0, 0.0) == [
+    assert membership.disconnected(W0) == [
         Fence(P0, W0, below=1),
         Fence(P1, W0, below=1),
-        WorkerIsLost(W0, 0),
     ]
     assert membership.state(W0) is TaskState.LOST
 
 
 def test_ps_that_was_not_there_hears_of_the_lost_workers_when_it_connects() -> None:
     membership = cluster(alive=(P0, W0, W1))
-    assert membership.disconnected(W0, 0.0) == [Fence(P0, W0, below=1), WorkerIsLost(W0, 0)]
-    assert membership.connected(P1, 0) == [Assign(P1, 0), Fence(P1, W0, below=1)]
+    assert membership.disconnected(W0) == [Fence(P0, W0, below=1)]
+    assert membership.connected(P1, 0) == [Fence(P1, W0, below=1)]
 
 
 def test_worker_that_returned_is_served_although_its_earlier_life_is_fenced() -> None:
     membership = cluster(alive=(W0,))
-    membership.disconnected(W0, 0.0)
+    membership.disconnected(W0)
     membership.connected(W0, 0)
-    fences = [a for a in membership.connected(P0, 0) if isinstance(a, Fence)]
+    fences = membership.connected(P0, 0)
     assert fences == [Fence(P0, W0, below=1)]
     assert membership.incarnation(W0) >= fences[0].below
 
@@ -109,7 +104,6 @@ def test_worker_that_leaves_is_fenced_and_not_waited_for() -> None:
     assert membership.left(W0) == [
         Fence(P0, W0, below=1),
         Fence(P1, W0, below=1),
-        WorkerIsLost(W0, 0),
     ]
     assert membership.state(W0) is TaskState.LEFT
     assert membership.missing() == [(W1, "w1:1")]
@@ -120,7 +114,8 @@ def test_worker_that_leaves_is_fenced_and_not_waited_for() -> None:
 def test_worker_that_left_may_return_under_a_higher_incarnation() -> None:
     membership = cluster(alive=(W0,))
     membership.left(W0)
-    assert membership.connected(W0, 0) == [Assign(W0, 1)]
+    assert membership.connected(W0, 0) == []
+    assert membership.incarnation(W0) == 1
     assert membership.gone() == []
 
 
@@ -128,7 +123,7 @@ def test_worker_that_left_may_return_under_a_higher_incarnation() -> None:
 def test_worker_that_is_not_there_may_be_given_up_and_that_is_nobodys_loss(lost: bool) -> None:
     membership = cluster(alive=(P0, W0))
     if lost:
-        membership.disconnected(W0, 0.0)
+        membership.disconnected(W0)
     worker = W0 if lost else W1
     assert membership.left(worker) == []
     assert membership.left(worker) == [], "again"
@@ -151,7 +146,8 @@ def test_name_of_a_worker_that_left_is_given_to_another_one_whose_incarnation_is
     membership.left(W1)
     membership.add_worker(W1, "elsewhere:1")
     assert (W1, "elsewhere:1") in membership.missing()
-    assert membership.connected(W1, 0) == [Assign(W1, 1)]
+    assert membership.connected(W1, 0) == []
+    assert membership.incarnation(W1) == 1
 
 
 def test_a_ps_cannot_leave() -> None:
@@ -162,71 +158,13 @@ def test_a_ps_cannot_leave() -> None:
 # --- ps --------------------------------------------------------------------------------------
 
 
-def test_ps_that_returns_in_the_same_life_is_back() -> None:
-    membership = cluster(alive=(P0,))
-    assert membership.disconnected(P0, 10.0) == [ParameterServerUnreachable(P0)]
-    assert membership.state(P0) is TaskState.UNREACHABLE
-    assert membership.connected(P0, 0) == [Assign(P0, 1), ParameterServerBack(P0)]
-    assert membership.state(P0) is TaskState.ALIVE
-
-
-def test_ps_that_returns_in_another_life_has_lost_its_shards() -> None:
-    membership = cluster(alive=(P0,))
-    membership.disconnected(P0, 10.0)
-    assert membership.connected(P0, 1) == [Assign(P0, 1), ParameterServerIsLost(P0)]
-
-
-def test_ps_that_returns_hears_of_workers_lost_meanwhile_before_it_is_used_again() -> None:
+def test_ps_that_returns_hears_of_workers_lost_meanwhile() -> None:
     membership = cluster(alive=(P0, W0))
-    membership.disconnected(P0, 0.0)
-    assert membership.disconnected(W0, 0.0) == [WorkerIsLost(W0, 0)]
-    assert membership.connected(P0, 0) == [
-        Assign(P0, 1),
-        Fence(P0, W0, below=1),
-        ParameterServerBack(P0),
-    ]
-
-
-def test_ps_is_given_up_when_it_stays_away_too_long_and_only_once() -> None:
-    membership = cluster(alive=(P0, P1), ps_timeout_s=5.0)
-    membership.disconnected(P0, 10.0)
-    assert membership.tick(14.9) == []
-    assert membership.tick(15.0) == [ParameterServerIsLost(P0)]
+    assert membership.disconnected(P0) == []
     assert membership.state(P0) is TaskState.LOST
-    assert membership.tick(99.0) == []
-
-
-def test_ps_given_up_that_returns_empty_is_not_reported_lost_again() -> None:
-    membership = cluster(alive=(P0,), ps_timeout_s=5.0)
-    membership.disconnected(P0, 0.0)
-    membership.tick(5.0)
-    assert membership.connected(P0, 9) == [Assign(P0, 9)]
-
-
-def test_ps_given_up_that_returns_with_its_memory_is_back() -> None:
-    membership = cluster(alive=(P0,), ps_timeout_s=5.0)
-    membership.disconnected(P0, 0.0)
-    membership.tick(5.0)
-    assert membership.connected(P0, 0) == [Assign(P0, 1), ParameterServerBack(P0)]
-
-
-def test_next_deadline_is_that_of_the_ps_unreachable_for_longest() -> None:
-    membership = cluster(alive=(P0, P1), ps_timeout_s=5.0)
-    assert membership.next_deadline() is None
-    membership.disconnected(P1, 1.0)
-    membership.disconnected(P0, 2.0)
-    assert membership.next_deadline() == 6.0
-    membership.connected(P1, 0)
-    assert membership.next_deadline() == 7.0
-    membership.tick(7.0)
-    assert membership.next_deadline() is None
-
-
-def test_lost_worker_has_no_deadline() -> None:
-    membership = cluster(alive=(W0,))
-    membership.disconnected(W0, 1.0)
-    assert membership.next_deadline() is None
-    assert membership.tick(1e9) == []
+    assert membership.disconnected(W0) == []
+    assert membership.connected(P0, 0) == [Fence(P0, W0, below=1)]
+    assert membership.state(P0) is TaskState.ALIVE
 
 
 # --- who is there ----------------------------------------------------------------------------
@@ -245,14 +183,14 @@ def test_cluster_is_ready_with_every_ps_and_enough_workers() -> None:
 def test_missing_names_the_tasks_awaited_with_their_addresses() -> None:
     membership = cluster(alive=(P0, W0))
     assert membership.missing() == [(P1, "p1:1"), (W1, "w1:1")]
-    membership.disconnected(P0, 0.0)
+    membership.disconnected(P0)
     assert membership.missing() == [(P0, "p0:1"), (P1, "p1:1"), (W1, "w1:1")]
 
 
 def test_alive_workers_are_those_connected_now() -> None:
     membership = cluster(alive=(P0, W1, W0))
     assert membership.alive_workers() == [W0, W1]
-    membership.disconnected(W0, 0.0)
+    membership.disconnected(W0)
     assert membership.alive_workers() == [W1]
 
 
@@ -272,16 +210,11 @@ def test_second_connection_of_a_task_that_is_alive_is_refused() -> None:
     assert membership.incarnation(W0) == 0
 
 
-@pytest.mark.parametrize(
-    ("task", "text"),
-    [
-        (W0, r"cannot lose its connection \(worker\): it is connecting"),
-        (P0, r"cannot lose its connection \(ps\): it is connecting"),
-    ],
-)
-def test_task_that_is_not_connected_cannot_disconnect(task: str, text: str) -> None:
-    with pytest.raises(LocalProtocolError, match=f"^{task} {text}$"):
-        cluster().disconnected(task, 0.0)
+@pytest.mark.parametrize("task", [W0, P0])
+def test_task_that_is_not_connected_cannot_disconnect(task: str) -> None:
+    text = f"^{task} cannot lose its connection: it is connecting$"
+    with pytest.raises(LocalProtocolError, match=text):
+        cluster().disconnected(task)
 
 
 def test_task_outside_the_cluster_is_refused() -> None:
@@ -298,38 +231,26 @@ def test_every_state_has_moves_and_a_way_back_to_alive() -> None:
 # --- laws ------------------------------------------------------------------------------------
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(sorted(ADDRESSES)), st.integers(0, 5), st.floats(0, 40)),
-        max_size=40,
-    )
-)
+@given(st.lists(st.tuples(st.sampled_from(sorted(ADDRESSES)), st.integers(0, 5)), max_size=40))
 def test_incarnations_grow_and_each_ps_has_heard_of_every_loss(
-    events: list[tuple[str, int, float]],
+    events: list[tuple[str, int]],
 ) -> None:
     """Whatever comes and goes: no incarnation is used twice, and a lost one is refused by every ps
     that is connected, while a living one is refused by none."""
-    membership = cluster(ps_timeout_s=20.0)
-    assigned: dict[str, list[int]] = {task: [] for task in ADDRESSES}
+    membership = cluster()
     fences: dict[tuple[str, str], int] = {}
     boots = dict.fromkeys(ADDRESSES, 0)
-    now = 0.0
-    for task, restarts, seconds in events:
-        now += seconds
-        actions: list[Action] = membership.tick(now)
+    for task, restarts in events:
+        before = membership.incarnation(task)
         if membership.state(task) is TaskState.ALIVE:
-            actions += membership.disconnected(task, now)
+            actions = membership.disconnected(task)
         else:
             boots[task] += restarts
-            actions += membership.connected(task, boots[task])
-        for action in actions:
-            if isinstance(action, Assign):
-                assigned[action.task].append(action.incarnation)
-            elif isinstance(action, Fence):
-                assert membership.state(action.ps) is TaskState.ALIVE
-                fences[action.ps, action.task] = action.below
-        for numbers in assigned.values():
-            assert numbers == sorted(set(numbers))
+            actions = membership.connected(task, boots[task])
+            assert membership.incarnation(task) > before
+        for fence in actions:
+            assert membership.state(fence.ps) is TaskState.ALIVE
+            fences[fence.ps, fence.task] = fence.below
         for worker in (W0, W1):
             for ps in (P0, P1):
                 below = fences.get((ps, worker), 0)
@@ -341,11 +262,11 @@ def test_incarnations_grow_and_each_ps_has_heard_of_every_loss(
 
 # --- the end of a worker's session -----------------------------------------------------------
 
-LEFT = SessionEnd(in_order=True, blame=False, counts=False)
-ENDED = SessionEnd(in_order=False, blame=False, counts=False)
-TOO_SLOW = SessionEnd(in_order=False, blame=True, counts=False)
-GIVES_UP = SessionEnd(in_order=False, blame=False, counts=True)
-LOST = SessionEnd(in_order=False, blame=True, counts=True)
+LEFT = SessionEnd("w has left (preempted)", in_order=True)
+ENDED = SessionEnd("the session of w was ended (e)")
+TOO_SLOW = SessionEnd("w is lost (e)", blame=True)
+GIVES_UP = SessionEnd("w cannot go on (no memory)", counts=True)
+LOST = SessionEnd("w is lost (e)", blame=True, counts=True)
 
 
 @pytest.mark.parametrize("misses_ps", [False, True])
@@ -359,20 +280,19 @@ LOST = SessionEnd(in_order=False, blame=True, counts=True)
         (False, True, "no memory", TOO_SLOW),
         (True, None, "preempted", LEFT),
         (True, False, "preempted", LEFT),
-        (True, True, "", LEFT),
+        (True, True, "preempted", LEFT),
     ],
 )
 def test_the_end_of_a_session_means(
     leaving: bool, sent_away: bool | None, reason: str, end: SessionEnd, misses_ps: bool
 ) -> None:
-    assert SessionEnd.of(leaving, sent_away, reason, misses_ps=misses_ps) == end
+    assert SessionEnd.of("w", leaving, sent_away, reason, "e", misses_ps=misses_ps) == end
 
 
-@pytest.mark.parametrize(("misses_ps", "end"), [(False, GIVES_UP), (True, ENDED)])
-def test_a_worker_that_cannot_go_on_counts_as_lost_unless_a_ps_is_missing(
-    misses_ps: bool, end: SessionEnd
-) -> None:
-    assert SessionEnd.of(False, None, "no memory", misses_ps=misses_ps) == end
+@pytest.mark.parametrize("misses_ps", [False, True])
+def test_a_worker_that_cannot_go_on_counts_as_lost_unless_a_ps_is_missing(misses_ps: bool) -> None:
+    end = SessionEnd.of("w", False, None, "no memory", "e", misses_ps=misses_ps)
+    assert end == (SessionEnd(GIVES_UP.text) if misses_ps else GIVES_UP)
 
 
 # --- back-off --------------------------------------------------------------------------------
@@ -401,7 +321,7 @@ def test_backoff_does_not_shrink_with_the_attempts(attempt: int, uniform: float)
 def test_fences_of_lost_workers_are_told_to_whoever_begins_anew() -> None:
     membership = cluster(alive=(W0, W1))
     assert membership.fences() == []
-    membership.disconnected(W0, 0.0)
+    membership.disconnected(W0)
     assert membership.fences() == [(W0, 1)]
     membership.connected(W0, 0)
     assert membership.fences() == [(W0, 1)]

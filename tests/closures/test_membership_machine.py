@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from psync.closures.flapping import LONGEST_S, Flapping
-from psync.closures.membership import Action, Assign, Fence, Membership, TaskState, WorkerIsLost
+from psync.closures.membership import Fence, Membership, TaskState
 
 PS = ("/job:ps/task:0", "/job:ps/task:1")
 WORKERS = tuple(f"/job:worker/task:{index}" for index in range(4))
@@ -21,9 +21,7 @@ DESCRIBED = WORKERS[:2]
 class MembershipMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.membership = Membership(
-            dict.fromkeys(DESCRIBED, "w:1"), dict.fromkeys(PS, "p:1"), ps_timeout_s=20.0
-        )
+        self.membership = Membership(dict.fromkeys(DESCRIBED, "w:1"), dict.fromkeys(PS, "p:1"))
         self.flapping = Flapping()
         self.now = 0.0
         self.known = set(DESCRIBED)  # belong to the cluster
@@ -34,34 +32,34 @@ class MembershipMachine(RuleBasedStateMachine):
         self.over: dict[str, int] = {}  # the highest incarnation of each worker that is over
         self.refused: dict[tuple[str, str], int] = {}  # (ps, worker) → below
 
-    def perform(self, actions: list[Action]) -> list[Action]:
-        for action in actions:
-            if isinstance(action, Assign):
-                self.assigned[action.task].append(action.incarnation)
-            elif isinstance(action, Fence):
-                assert self.membership.state(action.ps) is TaskState.ALIVE
-                self.refused[action.ps, action.task] = action.below
-            elif isinstance(action, WorkerIsLost):
-                self.over[action.task] = action.incarnation
-        return actions
+    def perform(self, fences: list[Fence]) -> None:
+        for fence in fences:
+            assert self.membership.state(fence.ps) is TaskState.ALIVE
+            self.refused[fence.ps, fence.task] = fence.below
 
-    def is_lost(self, actions: list[Action], worker: str) -> bool:
-        return any(isinstance(a, WorkerIsLost) and a.task == worker for a in self.perform(actions))
+    def connect(self, task: str) -> None:
+        self.perform(self.membership.connected(task, self.boots[task]))
+        self.assigned[task].append(self.membership.incarnation(task))
+
+    def end(self, worker: str, fences: list[Fence]) -> None:
+        """A worker that was there has gone."""
+        self.perform(fences)
+        self.over[worker] = self.membership.incarnation(worker)
+        self.attached.discard(worker)
 
     # --- ps tasks --------------------------------------------------------------------------------
 
     @rule(ps=st.sampled_from(PS), restarts=st.integers(0, 1))
     def ps_changes(self, ps: str, restarts: int) -> None:
         if self.membership.state(ps) is TaskState.ALIVE:
-            self.perform(self.membership.disconnected(ps, self.now))
+            self.perform(self.membership.disconnected(ps))
         else:
             self.boots[ps] += restarts
-            self.perform(self.membership.connected(ps, self.boots[ps]))
+            self.connect(ps)
 
     @rule(seconds=st.sampled_from((0.1, 1.0, 30.0, 200.0)))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.perform(self.membership.tick(self.now))
 
     # --- workers ---------------------------------------------------------------------------------
 
@@ -72,7 +70,7 @@ class MembershipMachine(RuleBasedStateMachine):
         if self.flapping.remaining(worker, self.now) > 0:
             return  # as the supervisor, which sleeps until then
         self.boots[worker] += restarts
-        self.perform(self.membership.connected(worker, self.boots[worker]))
+        self.connect(worker)
         self.attached.add(worker)
         self.left.discard(worker)
 
@@ -81,8 +79,7 @@ class MembershipMachine(RuleBasedStateMachine):
     def flap(self, data: st.DataObject, times: int) -> None:
         worker = data.draw(st.sampled_from(sorted(self.attached)))
         for _ in range(times):
-            assert self.is_lost(self.membership.disconnected(worker, self.now), worker)
-            self.attached.discard(worker)
+            self.end(worker, self.membership.disconnected(worker))
             pause = self.flapping.lost(worker, self.now)
             assert pause <= LONGEST_S
             if pause:
@@ -90,7 +87,7 @@ class MembershipMachine(RuleBasedStateMachine):
                     (name, round(left, 6)) for name, left in self.flapping.set_aside(self.now)
                 ]
                 return
-            self.perform(self.membership.connected(worker, self.boots[worker]))
+            self.connect(worker)
             self.attached.add(worker)
 
     @precondition(lambda self: self.attached)
@@ -98,23 +95,24 @@ class MembershipMachine(RuleBasedStateMachine):
     def session_is_ended(self, data: st.DataObject) -> None:
         """By the coordinator: no loss that counts."""
         worker = data.draw(st.sampled_from(sorted(self.attached)))
-        assert self.is_lost(self.membership.disconnected(worker, self.now), worker)
-        self.attached.discard(worker)
+        self.end(worker, self.membership.disconnected(worker))
         assert self.flapping.remaining(worker, self.now) == 0
 
     @precondition(lambda self: self.attached)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         worker = data.draw(st.sampled_from(sorted(self.attached)))
-        assert self.is_lost(self.membership.left(worker), worker)
-        self.attached.discard(worker)
+        self.end(worker, self.membership.left(worker))
         self.left.add(worker)
 
     @rule(worker=st.sampled_from(WORKERS))
     def remove(self, worker: str) -> None:
         if worker in self.known:
-            lost = self.is_lost(self.membership.left(worker), worker)
-            assert lost is (worker in self.attached)
+            fences = self.membership.left(worker)
+            if worker in self.attached:
+                self.end(worker, fences)
+            else:
+                assert not fences
             self.flapping.forget(worker)
             for names in (self.known, self.attached, self.left):
                 names.discard(worker)
@@ -133,7 +131,6 @@ class MembershipMachine(RuleBasedStateMachine):
         if waiting:
             worker, seconds = waiting[0]
             self.now += seconds
-            self.perform(self.membership.tick(self.now))
             assert self.flapping.remaining(worker, self.now) < 1e-6
             self.now += 1e-6
             self.attach(worker, 0)

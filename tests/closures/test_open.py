@@ -6,7 +6,7 @@ import pytest
 
 from psync.closures.closure import Closure, Event, Replica, State
 from psync.closures.dispatcher import Dispatch, Dispatcher
-from psync.closures.open import Cancel, OpenClosures, Settle
+from psync.closures.open import Cancel, OpenClosures, Settle, without_input
 from psync.errors import ClosureCancelled, ClosureInputError, EndOfData
 
 
@@ -127,7 +127,7 @@ def test_the_end_of_data_ends_what_needed_the_value_and_nothing_else(bench: Benc
     assert (needs.state, running.state) == (State.EXHAUSTED, State.HELD)
     assert bench.open.errors.ending is None
     late = Closure(3, dependencies=(source,))
-    bench.open.end_without_input(late, source)
+    bench.open.end(late, *without_input(late, source))
     assert late.state is State.EXHAUSTED
     assert bench.open.errors.collect() == (error, ())
 

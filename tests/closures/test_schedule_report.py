@@ -14,7 +14,7 @@ class World:
     """A queue, its workers and the reports on them; ``news`` looks as the coordinator does."""
 
     def __init__(self, *joined: str) -> None:
-        self.queue = ClosureQueue(max_ahead=1)
+        self.queue = ClosureQueue()
         self.reports = ScheduleReports((A, B, C), self.queue)
         self.now = 100.0
         for worker in joined:

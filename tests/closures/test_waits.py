@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from psync.closures.closure import Closure, Event, State, move
-from psync.closures.waits import Waits
+from psync.closures.open import Waits
 
 
 def closure(closure_id: int, *inputs: Closure) -> Closure:

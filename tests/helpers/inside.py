@@ -21,6 +21,7 @@ from psync.numerics.blocks import BlockPool
 from psync.ps.accumulators import AccumulatorService
 from psync.ps.backup_host import BackupHost
 from psync.ps.cooperative_work import LongWork
+from psync.ps.executor import Executor
 from psync.ps.life import Life
 from psync.ps.locks import PsLocks
 from psync.store.ledger import Ledger
@@ -85,6 +86,10 @@ def ledger_of(ps: Any) -> Ledger:
 def work_of(ps: Any) -> LongWork:
     """The updates that run, and those that wait for their turn."""
     return ps._work
+
+
+def executor_of(ps: Any) -> Executor:
+    return ps.services.executor
 
 
 def is_deposed(ps: Any) -> bool:

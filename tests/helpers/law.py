@@ -57,7 +57,7 @@ PURE = (
     "numerics accumulators store closures net.handshake_limits client.numbers client.pulled_steps "
     "worker.element_specs checkpoints.manifest checkpoints.layout ps.life ps.pairing "
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
-    "compat.session_members"
+    "chief.recovery_rule compat.session_members"
 ).split()
 
 # What is pure is given these as a value.

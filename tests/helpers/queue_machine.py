@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from psync.closures import dispatcher
 from psync.closures.closure import Closure, State
 from psync.closures.dispatcher import Dispatch, GiveBack
 from psync.closures.open import Cancel, Settle
@@ -28,7 +30,6 @@ from psync.errors import ClosureCancelled, ClosureInputError, EndOfData
 MAX_AHEAD = 8
 MAX_AHEAD_BYTES = 100
 MAX_LOSSES = 3
-TARGET_AHEAD_S = 0.002
 
 
 @dataclass(frozen=True)
@@ -133,12 +134,10 @@ def cancellation(worker: str, closure_id: int) -> Report:
 class ClosureQueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.queue = ClosureQueue(
-            target_ahead_s=TARGET_AHEAD_S,
-            max_ahead=MAX_AHEAD,
-            max_ahead_bytes=MAX_AHEAD_BYTES,
-            max_losses=MAX_LOSSES,
-        )
+        self.limits = pytest.MonkeyPatch()
+        self.limits.setattr(dispatcher, "MAX_AHEAD", MAX_AHEAD)
+        self.limits.setattr(dispatcher, "MAX_AHEAD_BYTES", MAX_AHEAD_BYTES)
+        self.queue = ClosureQueue(max_losses=MAX_LOSSES)
         self.workers: dict[str, Worker] = {}
         self.closures: list[Closure] = []
         self.inputs: list[list[Closure]] = []  # of each closure
@@ -149,6 +148,9 @@ class ClosureQueueMachine(RuleBasedStateMachine):
         self.ends: list[BaseException | None] = []  # of exhausted ones, until collected
         self.pauses = 0
         self.low_water = 0
+
+    def teardown(self) -> None:
+        self.limits.undo()
 
     # --- performing actions ---
 

@@ -24,7 +24,7 @@ async def keep_snapshots(coordinator: psync.ClusterCoordinator, folder: Path) ->
     async with inner.cuts.take() as cut:
         kept = [await _kept(cut, ps, folder) for ps in range(len(cut.snapshots))]
         cut.check_present()
-    inner.recovery.from_checkpoint.source = lambda: kept
+    inner.recovery.source = lambda: kept
     return kept
 
 

@@ -34,7 +34,7 @@ def _own_process() -> Iterator[None]:
 
 
 def incarnation(coordinator: psync.ClusterCoordinator) -> int:
-    return chief_of(coordinator).links.incarnation
+    return chief_of(coordinator).links.endpoint.incarnation
 
 
 def served(cluster: MemoryCluster, name: str) -> list[str]:
@@ -345,9 +345,7 @@ class Counts:
 
 async def noticed(coordinator: psync.ClusterCoordinator, victim: str) -> None:
     """Wait until the chief has done what there was to do since a process died."""
-    replicas = chief_of(coordinator).recovery.replicas
-    assert replicas is not None
-    if int(victim[-1]) in replicas._home:
+    if int(victim[-1]) in chief_of(coordinator).recovery.rule.homes:
         await anext(coordinator.events())
     else:
         await asyncio.sleep(2)  # it had backups only

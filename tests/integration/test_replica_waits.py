@@ -71,12 +71,11 @@ def held_up(task: PsTask, kind: type[Message]) -> Iterator[Held]:
 
 def order_anew(coordinator: psync.ClusterCoordinator) -> None:
     """Let all backups be made anew, as after a fail-over: what was being made is given up."""
-    replicas = chief_of(coordinator).recovery.replicas
-    assert replicas is not None
-    replicas._pause()
-    for ps in range(len(replicas._links)):
-        replicas._note(ps, None, None)
-    replicas.resume()
+    recovery = chief_of(coordinator).recovery
+    recovery.backups.pause()
+    for ps in range(len(recovery.rule.hosts)):
+        recovery.rule.backed_up(ps, None)
+    recovery.backups.keep()
 
 
 async def test_a_copy_that_is_given_up_while_a_step_is_closed_lets_steps_go_on() -> None:
@@ -262,7 +261,7 @@ async def test_news_of_where_ps_tasks_are_may_come_late() -> None:
         training.schedule(4)
         await coordinator.join()
         links = chief_of(coordinator).links
-        before = links._ps_attachment(0)
+        before = links.served.attachment(links.ps.links[0])
         await cluster.kill("ps-1")
         training.schedule(4)
         await coordinator.join()

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from backups import W, alone, back_up, create, promote, take_over
-from inside import is_deposed
+from backups import W, alone, back_up, create, promote, say, take_over
+from inside import backup_of, executor_of, is_deposed, settled
 from ps_by_hand import A, PsByHand
 from ps_cluster import CHIEF, CONFIG, PsCluster, assign, pull, push, until
 from psync.client.shard_locks import assign_at_once
-from psync.errors import ParameterServerLost, UsageError
-from psync.wire.ps_messages import Push
+from psync.errors import ConnectionLost, ParameterServerLost, PsyncError, UsageError
+from psync.net.peer import Reply
+from psync.testing.simulation.ps_oracle import faults_of_pairs
+from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator, TakeGradient
+from psync.wire.messages import Done
+from psync.wire.ps_messages import Fence, Push
 from psync.wire.recovery_messages import BackUp
+from psync.wire.tensors import to_bytes_view
 from snapshot_tools import freeze, prepare, take, write
+
+MANY = (3 << 20) // 4  # elements of float32: work in pieces
 
 
 def test_before_the_first_order_there_is_nothing_to_wait_for() -> None:
     ps = PsByHand()
     w = ps.create("w", np.zeros(3, np.float32))
     ps.ask(A, Push(1, 0, -1, 0, 9, [w], 1, CONFIG, 0), bytes(12))  # answered at once
-    assert ps.services.statistics()["backup"] == {}
+    told = ps.services.statistics()["backup"]
+    assert (told["state"], told["taken"], told["waiting"]) == ("alone", 0, 0)
 
 
 async def test_a_backup_has_what_was_before_and_what_comes_after() -> None:
@@ -132,3 +143,134 @@ async def test_an_assign_under_locks_is_followed_though_locks_are_not() -> None:
         await take_over(cluster)
         (value,) = await pull(cluster.chief, v)
         assert np.array_equal(value, 2 * values)
+
+
+async def test_what_comes_while_a_snapshot_waits_for_its_turn_is_kept_for_the_backup() -> None:
+    async with PsCluster(2) as cluster:
+        w = await create(cluster)
+        executor, go_on = executor_of(cluster.ps[0]), asyncio.Event()
+
+        async def slow() -> Reply:
+            await go_on.wait()
+            return Reply(Done())
+
+        executor.submit((CHIEF, 100), Fence(CHIEF, 1), (), slow)
+        copying = asyncio.create_task(back_up(cluster))
+        await until(lambda: executor.waiting == 2)  # the snapshot is the second
+        one = np.ones(6, np.float32)
+        adding = asyncio.create_task(assign(cluster.client(), w, one, "add"))
+        await until(lambda: executor.waiting == 3)
+        go_on.set()
+        await asyncio.gather(copying, adding)
+        await take_over(cluster)
+        (value,) = await pull(cluster.chief, w)
+        assert np.array_equal(value, W + 1)
+
+
+class Traffic:
+    """Whatever clients may ask of ps 0, in an order that a seed gives, much of it at once."""
+
+    def __init__(self, cluster: PsCluster, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+        self.cluster = cluster
+        self.clients = [cluster.client(f"/job:worker/task:{i}", 1000, host="w") for i in range(3)]
+        self.sequences = [1000, 1000, 1000]  # above those that the clients give themselves
+        self.variables: list[Any] = []
+        self.under_way: set[asyncio.Task[Any]] = set()
+        self.refused = 0
+
+    def draw(self, below: int) -> int:
+        return int(self.random.integers(below))
+
+    def go(self, count: int) -> None:
+        for _ in range(count):
+            self.under_way.add(asyncio.create_task(self.something()))
+
+    async def something(self) -> None:
+        kinds = [self.push, self.push, self.assign, self.create, self.fence, self.accumulate,
+                 self.accumulate, self.take]  # fmt: skip
+        with contextlib.suppress(ConnectionLost):
+            try:
+                await kinds[self.draw(len(kinds))]()
+            except PsyncError:
+                self.refused += 1
+
+    def some(self) -> list[Any]:
+        """Some of the variables, in an order of their own."""
+        count = 1 + self.draw(len(self.variables))
+        return [self.variables[i] for i in self.random.permutation(len(self.variables))[:count]]
+
+    async def push(self) -> None:
+        variables = self.some()
+        closure = self.draw(60) - 30
+        await push(
+            self.clients[self.draw(3)], variables, [self.draw(9)] * len(variables),
+            closure=max(closure, -1), ordinal=len(variables),
+        )  # fmt: skip
+
+    async def assign(self) -> None:
+        variable = self.variables[self.draw(len(self.variables))]
+        value = np.full(variable.shape, self.draw(9), np.float32)
+        await assign(self.clients[self.draw(3)], variable, value, ("add", "assign")[self.draw(2)])
+
+    async def create(self) -> None:
+        if len(self.variables) < 12:
+            size = (5, MANY)[self.draw(2)]
+            made = await self.cluster.create(f"v{len(self.cluster.declared)}", np.ones(size, "f4"))
+            self.variables.append(made)
+
+    async def fence(self) -> None:
+        if not self.draw(4):  # by one, whose next incarnation nobody plays
+            await say(self.cluster, 0, Fence("/job:worker/task:2", 1000 + self.draw(2)))
+
+    async def accumulate(self) -> None:
+        which, values = self.draw(3), np.ones((1, MANY)[self.draw(2)], np.float32)
+        self.sequences[which] += 1
+        name = str(values.size)
+        message = ApplyGradient(
+            self.sequences[which], 0, -1, 0, name, [values.size], None, 1 << 40, 1.0
+        )
+        link = self.clients[which].links[0]
+        await link.call(lambda _: message, [to_bytes_view(values)], bulk=True)
+
+    async def take(self) -> None:
+        which = self.draw(3)
+        self.sequences[which] += 1
+        message = TakeGradient(str((1, MANY)[self.draw(2)]), self.sequences[which], 0, 2)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.draw(20) / 1000):
+                await self.clients[which].links[0].call(lambda _: message)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_is_asked_a_backup_is_what_its_primary_is(seed: int) -> None:
+    async with PsCluster(2, chunk=(1 << 18, 1 << 20)) as cluster:
+        traffic = Traffic(cluster, seed)
+        traffic.variables = [await create(cluster), await cluster.create("x", np.ones(MANY, "f4"))]
+        cluster.places = itertools.repeat(0)
+        for size in (1, MANY):
+            await say(cluster, 0, DefineAccumulator(str(size), "dense", "float32", None, "MEAN", "",
+                                                    False, 0))  # fmt: skip
+        traffic.go(20)
+        for _ in range(traffic.draw(30)):
+            await asyncio.sleep(0)
+        copying, epoch = asyncio.create_task(back_up(cluster)), 1
+        for _ in range(8):
+            traffic.go(10)
+            for _ in range(traffic.draw(30)):
+                await asyncio.sleep(0)
+            if not traffic.draw(3):
+                cluster.network.cut(("w", "ps1:1")[traffic.draw(2)])
+            if not traffic.draw(4):  # another one in its place
+                await copying
+                epoch += 1
+                copying = asyncio.create_task(back_up(cluster, epoch))
+        await copying
+        await asyncio.gather(*traffic.under_way)
+        await until(lambda: cluster.ps[0].statistics()["backup"]["waiting"] == 0)
+        await settled(cluster.ps[1])
+        compared, faults = faults_of_pairs({"ps-0": cluster.ps[0], "ps-1": cluster.ps[1]})
+        assert (compared, faults) == (1, [])
+        primary, backup = cluster.ps[0].services, backup_of(cluster.ps[1], 0).services
+        assert primary.digest() == backup.digest()
+        assert traffic.refused < len(traffic.under_way) / 2

@@ -8,17 +8,27 @@ import numpy as np
 import pytest
 
 from backups import W, alone, back_up, create, promote, say, take_over
-from inside import backup_of, backups_of, handlers_of, host_of, settled
-from ps_cluster import CHIEF, PsCluster, assign, heard, pull, push
+from inside import (
+    accumulators_of,
+    backup_of,
+    backups_of,
+    handlers_of,
+    host_of,
+    settled,
+    store_of,
+)
+from ps_cluster import CHIEF, CONFIG, PsCluster, assign, heard, pull, push
 from psync.errors import FencedError, PsyncError, UsageError
 from psync.net.peer import Handler, Reply
 from psync.numerics.fingerprint import fingerprint
 from psync.ps.backup_host import AsIfFrom
 from psync.ps_task import PsTask
-from psync.wire.codec import encode
+from psync.wire import log_messages
+from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator
+from psync.wire.codec import Message, encode
 from psync.wire.handshake import RELEASE
 from psync.wire.messages import Done
-from psync.wire.ps_messages import Fence, Push
+from psync.wire.ps_messages import CreateShards, DefineOptimizer, Fence, Push
 from psync.wire.recovery_messages import (
     BackupBegun,
     BeginBackup,
@@ -27,6 +37,7 @@ from psync.wire.recovery_messages import (
     LogTaken,
     Promote,
 )
+from wire_tools import kinds_of
 
 
 async def test_a_backup_that_serves_answers_repetitions_and_fences_as_the_lost_one_did() -> None:
@@ -145,3 +156,44 @@ async def test_an_order_that_is_heard_again_later_empties_no_backup() -> None:
         await take_over(cluster)
         (value,) = await pull(cluster.chief, w)
         assert np.array_equal(value, W - np.float32(0.5))
+
+
+async def test_entries_that_come_together_are_executed_one_after_the_other() -> None:
+    """Those after one that is awaited are judged after it, whatever they are about."""
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        backup = backup_of(cluster.ps[1], 0)
+        chief, worker = ("/job:chief/task:0", 100), ("/job:worker/task:0", 1000)
+        accumulator = DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False, 0)
+        entries: list[tuple[tuple[str, int], Message]] = [
+            (chief, DefineOptimizer(7, CONFIG)),
+            (chief, accumulator),
+            (chief, CreateShards([("x", 9, 0, 0, [6], "float32")], [None])),
+            (worker, Push(1, 0, -1, 0, 500, [(9, 0)], 7, None, 0)),
+            (chief, Fence(worker[0], 2000)),
+            (worker, ApplyGradient(2, 1, -1, 0, "g", [6], None, 0, 1.0)),
+        ]
+        with_body = CreateShards | Push | ApplyGradient
+        message = LogEntries(
+            0, 1, backups_of(cluster.ps[1])[0].taken + 1,
+            [(*client, encode(each), isinstance(each, with_body)) for client, each in entries],
+        )  # fmt: skip
+        body = [memoryview(W.tobytes()) for _, each in entries if isinstance(each, with_body)]
+        sender = AsIfFrom("/job:ps/task:0", 100, {})
+        host_of(cluster.ps[1]).handlers()[LogEntries].run(sender, message, body)  # type: ignore[arg-type]
+        await settled(cluster.ps[1])
+        value = np.frombuffer(b"".join(store_of(backup).read((9, 0))), np.float32)
+        assert np.array_equal(value, W - np.float32(0.5) * W)
+        # Its sender had been replaced.
+        assert accumulators_of(backup).hosted["g"].rule.num_accumulated() == 0
+
+
+async def test_no_connection_may_say_what_only_logs_do() -> None:
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        await take_over(cluster)
+        served = backup_of(cluster.ps[1], 0)
+        for task in (*cluster.ps, served):
+            assert kinds_of(log_messages).isdisjoint(handlers_of(task))

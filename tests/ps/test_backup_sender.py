@@ -6,12 +6,13 @@ import asyncio
 
 import numpy as np
 import pytest
-from psync.ps.committer import Entry
 
 from backups import W, back_up, create, say, take_over
 from ps_cluster import PsCluster, assign, heard, pull, until
+from psync.client.ps_client import PsClient
 from psync.errors import DeadlineExceeded, FencedError
 from psync.ps.backup_sender import BackupSender, Served
+from psync.ps.executor import Entry
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog
 from psync.wire.ps_messages import AttachPs, Fence
@@ -135,3 +136,33 @@ async def test_one_that_is_ended_is_ended_in_the_same_turn_and_deposes_nobody() 
     sender._fail(FencedError("there is a newer backup"))
     assert not deposed
     await closing
+
+
+async def test_small_entries_do_not_overtake_large_ones_on_their_way() -> None:
+    async with PsCluster(2, chunk=(1 << 16, 1 << 18)) as cluster:
+        w = await create(cluster)
+        cluster.places = iter([0])
+        size = 2 << 20
+        x = await cluster.create("x", np.zeros(size, np.float32))
+        await back_up(cluster)
+        clients = [cluster.client(f"/job:worker/task:{number}") for number in range(12)]
+        large, small = np.ones(size, np.float32), np.ones(6, np.float32)
+        count = 0
+
+        async def add_to_x(client: PsClient) -> None:
+            for _ in range(4):
+                await assign(client, x, large, "add")
+
+        adding = [asyncio.create_task(add_to_x(client)) for client in clients[:6]]
+
+        async def add_to_w(client: PsClient) -> None:
+            nonlocal count
+            while not all(task.done() for task in adding):
+                await assign(client, w, small, "add")
+                count += 1
+
+        await asyncio.gather(*adding, *map(add_to_w, clients[6:]))
+        assert cluster.ps[0].statistics()["backup"]["state"] == "paired"
+        await take_over(cluster)
+        (value,) = await pull(cluster.chief, w)
+        assert np.array_equal(value, W + count)

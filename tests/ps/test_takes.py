@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.errors import ConfigurationError, PsyncError, UsageError
+from psync.errors import ConfigurationError, UsageError
 from psync.numerics.sums import at_once
 from psync.ps.cooperative_work import LongWork
 from psync.ps.takes import GradientTakes, HostedAccumulator, TakeWaits
 from psync.wire.accumulator_messages import DefineAccumulator, ForgetTakes, TakeGradient
-from psync.wire.recovery_messages import EndTakes
+from psync.wire.log_messages import EndTakes
 
 A, B = ("/job:worker/task:0", 7), ("/job:worker/task:1", 7)
 LARGE = (6 << 20) // 4
@@ -23,9 +23,7 @@ class Scene:
         self.torn = False
         self.work = LongWork("ps", self._tear)
         self.waits = TakeWaits("ps", lambda *_: None)
-        self.takes = GradientTakes(
-            "ps", self.work, self.waits, lambda error: not isinstance(error, PsyncError)
-        )
+        self.takes = GradientTakes("ps", self.work, self.waits)
         self.held = HostedAccumulator(
             DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False, 9)
         )

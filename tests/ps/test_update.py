@@ -8,9 +8,11 @@ from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.update_rule import SGD
 from psync.ps.update import ShardSet, Update
 from psync.specs import ShardSpec
+from psync.store.commit_log import LogNames
 from psync.store.ledger import Duplicate, Fresh, Ledger
 from psync.store.store import ShardStore
-from psync.wire.ps_messages import Assign, Push
+from psync.wire.lock_messages import AssignLocked
+from psync.wire.ps_messages import Assign, AverageShards, Push
 from psync.wire.tensors import to_bytes_view
 
 CLIENT = ("/job:worker/task:0", 5)
@@ -27,11 +29,14 @@ def store() -> ShardStore:
 
 
 def update(
-    store: ShardStore, message: Push | Assign, value: float = 1, ledger: Ledger | None = None
+    store: ShardStore,
+    message: Push | Assign | AverageShards,
+    value: float = 1,
+    ledger: Ledger | None = None,
 ) -> Update:
     known = ShardSet(((0, 0), (1, 0), (2, 0))).look_up(store)
     body = to_bytes_view(np.full(known.nbytes // 4, value, np.float32))
-    return Update(CLIENT, message, known, body, store, ledger or Ledger())
+    return Update(CLIENT, message, known, body, store, ledger or Ledger(), known.keys)
 
 
 def a_push(**changes: object) -> Push:
@@ -87,7 +92,7 @@ def test_a_push_is_judged_checked_and_applied(store: ShardStore) -> None:
         for _ in made.work(position):
             pass
     assert values(store) == [[0, 0], [], [0, 0, 0]]
-    made.ledger.finish(verdict.ticket, "accepted")
+    made.ledger.record(verdict.ticket, "accepted")
     assert made.judge() == Duplicate("accepted")
 
 
@@ -113,7 +118,7 @@ def test_a_fenced_client_is_refused(store: ShardStore) -> None:
 def test_nothing_has_begun_where_a_part_does_not_fit(store: ShardStore) -> None:
     store.create(ShardSpec("n", 3, 0, 0, (2,), "int32", 0))
     known = ShardSet(((0, 0), (3, 0))).look_up(store)
-    made = Update(CLIENT, a_push(), known, memoryview(bytes(16)), store, Ledger())
+    made = Update(CLIENT, a_push(), known, memoryview(bytes(16)), store, Ledger(), known.keys)
     with pytest.raises(GradientError, match="only floating-point variables can be optimized"):
         made.begin()
     assert store.begin_push(1, 0) == 0  # no step was drawn
@@ -145,3 +150,13 @@ def test_ratios_that_fit_nothing_are_refused_before_anything_changes(
     with pytest.raises(UsageError, match="trust ratios for 3 shards and optimizer"):
         update(store, a_push(**changes)).begin()
     assert store.optimizer_step(2) == 0
+
+
+def test_the_log_names_sets_by_numbers_of_its_own_and_no_locks(store: ShardStore) -> None:
+    names, keys = LogNames(), [(0, 0), (1, 0), (2, 0)]
+    locked = AssignLocked(1, 0, -1, 0, 33, None, "add", None, None, 5)
+    assert update(store, locked).entry(names) == Assign(1, 0, -1, 0, 0, keys, "add")
+    again = update(store, a_push(set_id=7)).entry(names)
+    assert again == a_push(set_id=0)
+    average = AverageShards(1, 0, -1, 0, [(0, 2, 0)], 0.5)
+    assert update(store, average).entry(names) is average

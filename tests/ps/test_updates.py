@@ -29,7 +29,7 @@ from psync.errors import (
     UsageError,
 )
 from psync.specs import VariableSpec
-from psync.store.ledger import Client, Fresh
+from psync.store.ledger import Client
 from psync.store.store import Key
 from psync.testing.sabotage import Failpoints
 from psync.wire.codec import Message
@@ -160,27 +160,11 @@ class TestIdentity:
             pushing = asyncio.create_task(push(cluster.client(host="w"), (v,), (2.0,)))
             await until(lambda: ledger.statistics().fresh)
             cluster.network.cut("w")
-            await until(lambda: ledger.statistics().in_progress)
+            await until(lambda: ledger.statistics().duplicate)
+            assert not pushing.done()
             release()
             assert outcomes(await pushing) == ["accepted"]
             assert await self.value(cluster, v) == -1
-
-    async def test_a_retry_that_finds_a_log_begun_meanwhile_does_not_wait_for_itself(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.zeros(3, np.float32))
-            ps = cluster.ps[0]
-            release = hold(ps, v)
-            pushing = asyncio.create_task(push(cluster.client(host="w"), (v,), (2.0,)))
-            await until(lambda: ledger_of(ps).statistics().fresh)
-            committer = ps.services.backup.committer
-            committer.is_begun = True
-            cluster.network.cut("w")
-            await until(lambda: ledger_of(ps).statistics().in_progress)
-            assert committer.waiting == 1
-            release()
-            assert outcomes(await pushing) == ["accepted"]
-            assert await self.value(cluster, v) == -1
-            committer.end()
 
     async def test_where_the_first_run_has_not_come_the_second_counts(self) -> None:
         async with PsCluster(2) as cluster:
@@ -227,27 +211,11 @@ class TestIdentity:
             pushing = asyncio.create_task(push(first, (v,), (2.0,), closure=5))
             await until(lambda: ledger.statistics().fresh)
             again = asyncio.create_task(push(second, (v,), (8.0,), closure=5))
-            await until(lambda: ledger.statistics().in_progress)
+            await until(lambda: ledger.statistics().already_applied)
             assert not again.done()
             release()
             assert outcomes(await again) == ["duplicate"]
             assert outcomes(await pushing) == ["accepted"]
-            assert await self.value(cluster, v) == -1
-
-    async def test_the_second_run_counts_if_the_first_ends_in_an_error(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.zeros(3, np.float32))
-            task = cluster.ps[0]
-            call = ((WORKER, 5000), 1, 1, 5, 0, hash(((v.variable_id, 0),)))
-            judged = ledger_of(task).begin(*call)
-            assert isinstance(judged, Fresh)
-            again = asyncio.create_task(push(cluster.client(OTHER), (v,), (2.0,), closure=5))
-            await until(lambda: work_of(task).waiting)
-            work_of(task).wake()  # something else has ended
-            await until(lambda: work_of(task).waiting)
-            ledger_of(task).fail(judged.ticket)
-            work_of(task).wake()
-            assert outcomes(await again) == ["accepted"]
             assert await self.value(cluster, v) == -1
 
 

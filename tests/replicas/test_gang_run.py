@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from psync.closures.closure import Replica
-from psync.closures.waits import Barrier
+from psync.closures.open import Barrier
 from psync.errors import ReplicaValueError
 from psync.replicas.gang_run import GangRun, fail
 from psync.serialization.functions import Function

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from psync.errors import FencedError, LocalProtocolError, UsageError
-from psync.store.ledger import AlreadyApplied, Duplicate, Fresh, InProgress, Ledger, Ticket, Verdict
+from psync.errors import FencedError, UsageError
+from psync.store.ledger import AlreadyApplied, Duplicate, Fresh, Ledger, Ticket, Verdict
 
 W0, W1 = ("/job:worker/task:0", 1), ("/job:worker/task:1", 1)
 SET = 77
@@ -25,7 +25,7 @@ def push(
     ordinal: int = 0,
     variable_set: int = SET,
 ) -> Verdict:
-    return ledger.begin(client, sequence, acked, closure, ordinal, variable_set)
+    return ledger.judge(client, sequence, acked, closure, ordinal, variable_set)
 
 
 def fresh(verdict: Verdict) -> Ticket:
@@ -40,31 +40,36 @@ def ledger() -> Ledger:
 
 class TestMessages:
     def test_retry_gets_the_first_answer(self, ledger: Ledger) -> None:
-        answer = ledger.finish(fresh(push(ledger)), "accepted")
+        answer = ledger.record(fresh(push(ledger)), "accepted")
         assert answer == "accepted"
         for _ in range(2):
             assert push(ledger) == Duplicate("accepted")
 
-    def test_retry_during_the_update_waits_for_it(self, ledger: Ledger) -> None:
-        ticket = fresh(push(ledger))
-        assert push(ledger) == InProgress(ticket)
-        ledger.finish(ticket, "accepted")
+    def test_a_retry_gets_the_answer_from_the_turn_on_in_which_it_was_judged(
+        self, ledger: Ledger
+    ) -> None:
+        """Whatever the update is still to do to arrays."""
+        verdict = push(ledger)
+        ledger.record(fresh(verdict), "accepted")
         assert push(ledger) == Duplicate("accepted")
+        assert ledger.statistics().fresh == 1
 
     def test_retry_of_a_refused_update_is_judged_anew(self, ledger: Ledger) -> None:
-        ledger.fail(fresh(push(ledger)))
+        fresh(push(ledger))
+        ledger.refuse(W0, 0)
         assert ledger.statistics().answers == 0
         assert ledger.statistics().calls == 0
         fresh(push(ledger))
 
     def test_updates_outside_of_closures_are_known_by_sequence_alone(self, ledger: Ledger) -> None:
         for sequence in (3, 1, 2):  # in any order
-            ledger.finish(fresh(push(ledger, sequence=sequence, closure=None)), sequence)
+            ledger.record(fresh(push(ledger, sequence=sequence, closure=None)), sequence)
         assert push(ledger, sequence=1, closure=None) == Duplicate(1)
         assert ledger.statistics().calls == 0
 
     def test_refused_update_outside_of_a_closure(self, ledger: Ledger) -> None:
-        ledger.fail(fresh(push(ledger, closure=None)))
+        fresh(push(ledger, closure=None))
+        ledger.refuse(W0, 0)
         fresh(push(ledger, closure=None))
 
     def test_clients_have_their_own_sequences(self, ledger: Ledger) -> None:
@@ -73,91 +78,68 @@ class TestMessages:
 
     def test_acknowledged_answers_are_forgotten(self, ledger: Ledger) -> None:
         for sequence in range(3):
-            ledger.finish(fresh(push(ledger, sequence=sequence, closure=sequence)), "accepted")
-        fresh(push(ledger, sequence=3, acked=2, closure=3))
+            ledger.record(fresh(push(ledger, sequence=sequence, closure=sequence)), "accepted")
+        ledger.record(fresh(push(ledger, sequence=3, acked=2, closure=3)), "accepted")
         assert ledger.statistics().answers == 2
         assert push(ledger, sequence=2, acked=1, closure=2) == Duplicate("accepted")
 
     def test_late_copy_of_an_acknowledged_update_is_refused(self, ledger: Ledger) -> None:
-        ledger.finish(fresh(push(ledger, closure=None)), "accepted")
+        ledger.record(fresh(push(ledger, closure=None)), "accepted")
         with pytest.raises(
             UsageError,
             match=r"^/job:worker/task:0 sent update 0 again, whose answer it has acknowledged$",
         ):
             push(ledger, acked=1, closure=None)
 
-    def test_answer_is_not_kept_if_its_client_has_stopped_waiting(self, ledger: Ledger) -> None:
-        ticket = fresh(push(ledger))
-        ledger.acknowledge(W0, 1)
-        assert ledger.statistics().answers == 1  # under way: it must not be begun again
-        ledger.finish(ticket, "accepted")
-        assert ledger.statistics().answers == 0
-
     def test_sequence_used_for_two_calls_is_an_error(self, ledger: Ledger) -> None:
-        ledger.finish(fresh(push(ledger, closure=5, ordinal=1)), "accepted")
+        ledger.record(fresh(push(ledger, closure=5, ordinal=1)), "accepted")
         with pytest.raises(
             UsageError, match="sent update 0 for closure 5, call 1 and again for no closure"
         ):
             push(ledger, closure=None)
 
-    def test_settling_twice_is_an_error(self, ledger: Ledger) -> None:
-        ticket = fresh(push(ledger))
-        ledger.finish(ticket, "accepted")
-        for settle in (ledger.fail, lambda t: ledger.finish(t, "again")):
-            with pytest.raises(
-                LocalProtocolError, match=r"^update 0 of /job:worker/task:0 was settled before$"
-            ):
-                settle(ticket)
-
 
 class TestCalls:
     def test_second_run_is_not_applied(self, ledger: Ledger) -> None:
-        ledger.finish(fresh(push(ledger, W0)), "accepted")
+        ledger.record(fresh(push(ledger, W0)), "accepted")
         verdict = push(ledger, W1, 9)
         assert isinstance(verdict, AlreadyApplied)
-        ledger.finish(verdict.ticket, "duplicate")
+        ledger.record(verdict.ticket, "duplicate")
         assert push(ledger, W1, 9) == Duplicate("duplicate")
         assert push(ledger, W0) == Duplicate("accepted")
 
     def test_second_run_on_the_same_worker_is_not_applied(self, ledger: Ledger) -> None:
-        ledger.finish(fresh(push(ledger, W0, 0)), "accepted")
+        ledger.record(fresh(push(ledger, W0, 0)), "accepted")
         assert isinstance(push(ledger, W0, 1), AlreadyApplied)
 
-    def test_second_run_waits_for_the_first(self, ledger: Ledger) -> None:
-        ticket = fresh(push(ledger, W0))
-        assert push(ledger, W1, 9) == InProgress(ticket)
-        ledger.finish(ticket, "accepted")
-        assert isinstance(push(ledger, W1, 9), AlreadyApplied)
-
     def test_second_run_is_applied_if_the_first_is_refused(self, ledger: Ledger) -> None:
-        ticket = fresh(push(ledger, W0))
-        assert push(ledger, W1, 9) == InProgress(ticket)
-        ledger.fail(ticket)
+        fresh(push(ledger, W0))
+        ledger.refuse(W0, 0)
         fresh(push(ledger, W1, 9))
 
     def test_refusing_one_call_keeps_the_others_of_its_closure(self, ledger: Ledger) -> None:
-        ledger.finish(fresh(push(ledger, W0, 0, ordinal=0)), "accepted")
-        ledger.fail(fresh(push(ledger, W0, 1, ordinal=1)))
+        ledger.record(fresh(push(ledger, W0, 0, ordinal=0)), "accepted")
+        fresh(push(ledger, W0, 1, ordinal=1))
+        ledger.refuse(W0, 1)
         assert isinstance(push(ledger, W1, 0, ordinal=0), AlreadyApplied)
         fresh(push(ledger, W1, 1, ordinal=1))
 
-    def test_failed_answer_to_a_second_run_leaves_the_first_one_counted(
+    def test_a_second_run_that_gets_no_answer_leaves_the_first_one_counted(
         self, ledger: Ledger
     ) -> None:
-        ledger.finish(fresh(push(ledger, W0)), "accepted")
-        verdict = push(ledger, W1)
-        assert isinstance(verdict, AlreadyApplied)
-        ledger.fail(verdict.ticket)
+        ledger.record(fresh(push(ledger, W0)), "accepted")
+        assert isinstance(push(ledger, W1), AlreadyApplied)
+        ledger.refuse(W1, 0)
         assert isinstance(push(ledger, W1), AlreadyApplied)
 
     def test_calls_of_a_closure_are_told_apart_by_their_ordinal(self, ledger: Ledger) -> None:
-        fresh(push(ledger, W0, 0, ordinal=0))
+        ledger.record(fresh(push(ledger, W0, 0, ordinal=0)), "accepted")
         fresh(push(ledger, W0, 1, ordinal=1))
 
     def test_other_variables_in_a_second_run_are_an_error(self, ledger: Ledger) -> None:
-        ledger.begin(W0, 0, 0, 5, 1, 77, ["w", "b"])
+        ledger.record(fresh(ledger.judge(W0, 0, 0, 5, 1, 77, ["w", "b"])), "accepted")
         with pytest.raises(UsageError) as caught:
-            ledger.begin(W1, 0, 0, 5, 1, 78, ["w"])
+            ledger.judge(W1, 0, 0, 5, 1, 78, ["w"])
         assert str(caught.value) == (
             "closure 5, call 1 updates other variables (w) than in its first run (w, b)\n"
             "hint: a closure may run more than once, and every run must update the same variables "
@@ -166,12 +148,12 @@ class TestCalls:
         with pytest.raises(
             UsageError, match="updates other variables than in its first run \\(w, b"
         ):
-            ledger.begin(W1, 0, 0, 5, 1, 78)
+            ledger.judge(W1, 0, 0, 5, 1, 78)
         assert ledger.statistics().answers == 1
 
     def test_final_closures_are_forgotten_and_never_applied_again(self, ledger: Ledger) -> None:
         for sequence, closure in enumerate((3, 4, 5)):
-            ledger.finish(fresh(push(ledger, W0, sequence, closure=closure)), "accepted")
+            ledger.record(fresh(push(ledger, W0, sequence, closure=closure)), "accepted")
         ledger.final_below(5)
         ledger.final_below(4)  # an old notice
         assert ledger.statistics().calls == 1
@@ -179,14 +161,6 @@ class TestCalls:
         assert isinstance(push(ledger, W1, 1, closure=2), AlreadyApplied)
         assert isinstance(push(ledger, W1, 2, closure=5), AlreadyApplied)
         fresh(push(ledger, W1, 3, closure=6))
-
-    def test_closure_may_become_final_while_a_call_is_under_way(self, ledger: Ledger) -> None:
-        first, second = fresh(push(ledger, W0, 0)), fresh(push(ledger, W0, 1, ordinal=1))
-        ledger.final_below(6)
-        ledger.finish(first, "accepted")
-        ledger.fail(second)
-        assert ledger.statistics().calls == 0
-        assert isinstance(push(ledger, W0, 1, ordinal=1), AlreadyApplied)
 
 
 class TestFences:
@@ -211,44 +185,45 @@ class TestFences:
             push(ledger, (W0[0], 2))
 
     def test_newer_incarnation_fences_the_older(self, ledger: Ledger) -> None:
-        ledger.finish(fresh(push(ledger)), "accepted")
+        ledger.record(fresh(push(ledger)), "accepted")
         assert isinstance(push(ledger, (W0[0], 2)), AlreadyApplied)  # its sequences start again
         with pytest.raises(FencedError):
             push(ledger)
 
     def test_fence_at_the_present_incarnation_forgets_nothing(self, ledger: Ledger) -> None:
-        ledger.finish(fresh(push(ledger)), "accepted")
+        ledger.record(fresh(push(ledger)), "accepted")
         ledger.fence(*W0)
         assert push(ledger) == Duplicate("accepted")
 
-    def test_update_under_way_of_a_fenced_client_counts(self, ledger: Ledger) -> None:
-        """What has begun is finished: its closure's next run must not be applied."""
-        ticket = fresh(push(ledger))
+    def test_an_update_of_a_client_that_is_fenced_later_counts(self, ledger: Ledger) -> None:
+        """Its closure's next run must not be applied, though its answer is forgotten."""
+        ledger.record(fresh(push(ledger)), "accepted")
         ledger.fence(W0[0], 2)
-        assert push(ledger, W1) == InProgress(ticket)
-        ledger.finish(ticket, "accepted")
+        assert ledger.statistics().answers == 0
         assert isinstance(push(ledger, W1), AlreadyApplied)
 
-    def test_refused_update_of_a_fenced_client_does_not_count(self, ledger: Ledger) -> None:
-        ticket = fresh(push(ledger))
+    def test_a_refused_update_of_a_fenced_client_does_not_count(self, ledger: Ledger) -> None:
+        fresh(push(ledger))
+        ledger.refuse(W0, 0)
         ledger.fence(W0[0], 2)
-        ledger.fail(ticket)
         fresh(push(ledger, W1))
 
 
 def test_statistics_count_verdicts_and_sizes(ledger: Ledger) -> None:
-    ticket = fresh(push(ledger))
+    ledger.record(fresh(push(ledger)), "accepted")
     push(ledger)
-    ledger.finish(ticket, "accepted")
-    push(ledger)
-    push(ledger, W1)
-    ledger.fail(fresh(push(ledger, W1, 1, closure=None)))
+    verdict = push(ledger, W1)
+    assert isinstance(verdict, AlreadyApplied)
+    ledger.record(verdict.ticket, "duplicate")
+    fresh(push(ledger, W1, 1, closure=None))
+    ledger.refuse(W1, 1)
     ledger.fence(W1[0], 2)
     with pytest.raises(FencedError):
         push(ledger, W1)
+    ledger.refuse(W1, 2)  # of who was replaced: it was counted as such
     statistics = ledger.statistics()
-    assert (statistics.fresh, statistics.duplicate, statistics.already_applied) == (2, 1, 1)
-    assert (statistics.in_progress, statistics.fenced, statistics.failed) == (1, 1, 1)
+    assert (statistics.fresh, statistics.duplicate, statistics.already_applied) == (1, 1, 1)
+    assert (statistics.fenced, statistics.refused) == (1, 1)
     assert (statistics.clients, statistics.answers, statistics.calls) == (2, 1, 1)
 
 
@@ -269,7 +244,6 @@ class Updates(RuleBasedStateMachine):
         self.sequences: Counter[tuple[str, int]] = Counter()
         self.sent: list[Sent] = []
         self.answered: set[Sent] = set()
-        self.under_way: list[tuple[Sent, Ticket]] = []
         self.calls_applied: Counter[tuple[int, int]] = Counter()
         self.messages_applied: Counter[Sent] = Counter()
         self.final_below = 0
@@ -286,59 +260,57 @@ class Updates(RuleBasedStateMachine):
         worker=st.integers(0, 1),
         closure=st.none() | st.integers(0, 3),
         ordinal=st.integers(0, 1),
+        refused=st.booleans(),
+        heard=st.booleans(),
     )
-    def run_a_call(self, worker: int, closure: int | None, ordinal: int) -> None:
+    def run_a_call(
+        self, worker: int, closure: int | None, ordinal: int, refused: bool, heard: bool
+    ) -> None:
         client = self.client(worker)
         self.sent.append(Sent(client, self.sequences[client], closure, ordinal))
         self.sequences[client] += 1
-        self.deliver(len(self.sent) - 1)
+        self.deliver(len(self.sent) - 1, refused, heard)
 
     @precondition(lambda self: self.sent)
-    @rule(which=st.integers(0, 1000))
-    def deliver(self, which: int) -> None:
+    @rule(which=st.integers(0, 1000), refused=st.booleans(), heard=st.booleans())
+    def deliver(self, which: int, refused: bool, heard: bool) -> None:
+        """A message comes; it may be refused for what it says, or its answer be lost."""
         message = self.sent[which % len(self.sent)]
         client, sequence, closure, ordinal = message
         acked_below = self.acked_below(client)
         try:
-            verdict = self.ledger.begin(client, sequence, acked_below, closure, ordinal, SET)
+            verdict = self.ledger.judge(client, sequence, acked_below, closure, ordinal, SET)
         except FencedError:
             assert client[1] < self.incarnations[client[0]]
+            return
         except UsageError:
             assert sequence < acked_below
+            return
+        assert client[1] == self.incarnations[client[0]]
+        if isinstance(verdict, Duplicate):
+            assert verdict.answer[1] == message  # type: ignore[index]
+        elif isinstance(verdict, AlreadyApplied):
+            assert closure is not None
+            assert closure < self.final_below or self.calls_applied[closure, ordinal] == 1
+            self.ledger.record(verdict.ticket, ("duplicate", message))
+        elif refused:
+            self.ledger.refuse(client, sequence)
+            assert self.ledger.is_settled(client, sequence)
+            return
         else:
-            assert client[1] == self.incarnations[client[0]]
-            if isinstance(verdict, Fresh):
-                assert closure is None or closure >= self.final_below
-                self.under_way.append((message, verdict.ticket))
-            elif isinstance(verdict, AlreadyApplied):
-                assert closure is not None
-                assert closure < self.final_below or self.calls_applied[closure, ordinal] == 1
-                self.ledger.finish(verdict.ticket, ("duplicate", message))
-                self.answered.add(message)
-            elif isinstance(verdict, Duplicate):
-                assert verdict.answer[1] == message  # type: ignore[index]
-                self.answered.add(message)
-            else:
-                assert verdict.ticket in [ticket for _, ticket in self.under_way]
+            self.apply(message, verdict.ticket)
+        assert self.ledger.is_settled(client, sequence)
+        if heard:  # else the client sends again
+            self.answered.add(message)
 
-    @precondition(lambda self: self.under_way)
-    @rule(which=st.integers(0, 1000), heard=st.booleans())
-    def finish(self, which: int, heard: bool) -> None:
-        message, ticket = self.under_way.pop(which % len(self.under_way))
+    def apply(self, message: Sent, ticket: Ticket) -> None:
         self.messages_applied[message] += 1
         assert self.messages_applied[message] == 1
         if message.closure is not None:
+            assert message.closure >= self.final_below
             self.calls_applied[message.closure, message.ordinal] += 1
             assert self.calls_applied[message.closure, message.ordinal] == 1
-        self.ledger.finish(ticket, ("accepted", message))
-        if heard:  # else the answer is lost, and the client sends again
-            self.answered.add(message)
-
-    @precondition(lambda self: self.under_way)
-    @rule(which=st.integers(0, 1000))
-    def refuse(self, which: int) -> None:
-        _, ticket = self.under_way.pop(which % len(self.under_way))
-        self.ledger.fail(ticket)
+        self.ledger.record(ticket, ("accepted", message))
 
     @rule(worker=st.integers(0, 1), told=st.booleans())
     def restart(self, worker: int, told: bool) -> None:
@@ -347,7 +319,7 @@ class Updates(RuleBasedStateMachine):
         if told:
             self.ledger.fence(task, incarnation + 1)
         else:  # the new incarnation speaks before the coordinator does
-            self.run_a_call(worker, None, 0)
+            self.run_a_call(worker, None, 0, refused=False, heard=True)
 
     @rule(closure=st.integers(0, 4))
     def make_final(self, closure: int) -> None:
@@ -355,8 +327,6 @@ class Updates(RuleBasedStateMachine):
         self.ledger.final_below(closure)
 
     def teardown(self) -> None:
-        while self.under_way:
-            self.finish(0, True)
         for task, incarnation in self.incarnations.items():
             self.ledger.acknowledge((task, incarnation), self.sequences[task, incarnation])
         self.ledger.final_below(10)
@@ -373,38 +343,31 @@ def test_a_message_is_settled_once_it_can_change_nothing_any_more() -> None:
     client = ("/job:worker/task:0", 5)
     assert not ledger.is_settled(client, 1)  # nobody has heard of it
     assert ledger.is_settled(("/job:worker/task:0", 2), 1)  # below the floor
-    verdict = ledger.begin(client, 1, 0, None, 0, 1)
-    assert isinstance(verdict, Fresh)
-    assert not ledger.is_settled(client, 1)
-    assert not ledger.is_settled((client[0], 6), 1)  # a newer incarnation that is yet to come
-    ledger.finish(verdict.ticket, "accepted")
+    ledger.record(fresh(ledger.judge(client, 1, 0, None, 0, 1)), "accepted")
+    assert ledger.knows(client, 1)
     assert ledger.is_settled(client, 1)
+    assert not ledger.is_settled((client[0], 6), 1)  # a newer incarnation that is yet to come
     ledger.acknowledge(client, 2)
     assert ledger.is_settled(client, 1)  # forgotten, since its client has the answer
     assert not ledger.knows(client, 1)
     assert ledger.is_settled((client[0], 4), 9)  # of an incarnation that was replaced
 
 
-def test_a_refused_message_is_settled_until_it_is_acknowledged_or_begun_anew() -> None:
+def test_a_refused_message_is_settled_until_it_is_acknowledged() -> None:
     ledger = Ledger(floor=3)
     client = ("/job:worker/task:0", 5)
     ledger.refuse((client[0], 2), 1)  # below the floor: nothing to remember
     ledger.refuse(client, 1)  # before it was judged
     assert ledger.is_settled(client, 1)
-    again = ledger.begin(client, 1, 0, None, 0, 1)
-    assert isinstance(again, Fresh)
-    assert not ledger.is_settled(client, 1)
-    ledger.refuse(client, 1)  # it is being applied: nothing to note
-    ledger.fail(again.ticket)
+    assert not ledger.knows(client, 1)
+    fresh(ledger.judge(client, 1, 0, None, 0, 1))
+    ledger.refuse(client, 1)  # in vain
     assert ledger.is_settled(client, 1)
     ledger.acknowledge(client, 1)
     assert ledger.is_settled(client, 1)
     ledger.acknowledge(client, 2)
-    late = ledger.begin(client, 2, 2, None, 0, 1)
-    assert isinstance(late, Fresh)
-    ledger.acknowledge(client, 3)
-    ledger.fail(late.ticket)  # its client has given up waiting
-    assert ledger.is_settled(client, 2)
+    assert ledger.is_settled(client, 1)  # as all that its client has heard of
+    assert not ledger.is_settled(client, 2)
 
 
 def test_once_its_floor_is_raised_it_serves_nobody_below() -> None:
@@ -421,19 +384,9 @@ def test_once_its_floor_is_raised_it_serves_nobody_below() -> None:
 def test_what_belongs_to_updates_elsewhere_is_listed_until_it_is_acknowledged() -> None:
     ledger = Ledger()
     client = ("/job:worker/task:0", 5)
-    verdict = ledger.begin(client, 1, 0, None, 0, 1, spread=[(1, 7), (2, 4)])
-    assert isinstance(verdict, Fresh)
+    verdict = ledger.judge(client, 1, 0, None, 0, 1, spread=[(1, 7), (2, 4)])
+    assert ledger.others() == []
+    ledger.record(fresh(verdict), "accepted")
     assert ledger.others() == [(1, *client, 7), (2, *client, 4)]
-    ledger.finish(verdict.ticket, "accepted")
-    assert len(ledger.others()) == 2
     ledger.acknowledge(client, 2)
     assert ledger.others() == []
-
-
-def test_it_serves_the_present_incarnation_of_whoever_it_has_heard_of() -> None:
-    ledger = Ledger()
-    assert not ledger.serves(("/job:worker/task:0", 2))
-    ledger.acknowledge(("/job:worker/task:0", 2), 1)
-    assert ledger.serves(("/job:worker/task:0", 2))
-    assert not ledger.serves(("/job:worker/task:0", 1))
-    assert not ledger.serves(("/job:worker/task:0", 3))

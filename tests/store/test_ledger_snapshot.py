@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.errors import BusyError, FencedError, UsageError
+from psync.errors import FencedError, UsageError
 from psync.store.ledger import AlreadyApplied, Duplicate, Fresh, Ledger, Verdict
 from psync.store.ledger_snapshot import (
     GradientStates,
     LedgerState,
     SenderState,
+    control_of,
     gradients_of,
     note_gradients,
     restore_ledger,
@@ -31,6 +34,10 @@ def unpack(data: bytes) -> object:
     return data.decode()
 
 
+def bytes_of(answer: object) -> bytes:
+    return str(answer).encode()
+
+
 def again(ledger: Ledger) -> Ledger:
     made = Ledger(FLOOR)
     restore_ledger(made, state_of(ledger, pack), unpack)
@@ -41,13 +48,13 @@ def push(
     ledger: Ledger, client: tuple[str, int] = W0, sequence: int = 0, *,
     acked: int = 0, closure: int | None = 5, ordinal: int = 0, variable_set: Any = SET,
 ) -> Verdict:  # fmt: skip
-    return ledger.begin(client, sequence, acked, closure, ordinal, variable_set, ("w", "b"))
+    return ledger.judge(client, sequence, acked, closure, ordinal, variable_set, ("w", "b"))
 
 
 def apply(ledger: Ledger, *args: Any, answer: object = "accepted", **kwargs: Any) -> None:
     verdict = push(ledger, *args, **kwargs)
     assert isinstance(verdict, Fresh | AlreadyApplied)
-    ledger.finish(verdict.ticket, answer)
+    ledger.record(verdict.ticket, answer)
 
 
 @pytest.fixture
@@ -139,12 +146,13 @@ def test_updates_of_accumulators_are_had_apart_from_the_others(ledger: Ledger) -
 
 
 @pytest.mark.parametrize("closure", [5, None])
-def test_there_is_no_state_while_an_update_is_applied(ledger: Ledger, closure: int | None) -> None:
+def test_what_is_judged_is_in_the_state_once_it_is_recorded(
+    ledger: Ledger, closure: int | None
+) -> None:
     verdict = push(ledger, closure=closure)
-    with pytest.raises(BusyError, match="update 0 of /job:worker/task:0 is being applied"):
-        state_of(ledger, pack)
+    assert state_of(ledger, pack).senders == (SenderState(W0[0], 21, 0, ()),)
     assert isinstance(verdict, Fresh)
-    ledger.finish(verdict.ticket, "accepted")
+    ledger.record(verdict.ticket, "accepted")
     assert state_of(ledger, pack) == LedgerState(
         (SenderState(W0[0], 21, 0, ((0, None if closure is None else (5, 0), b"accepted"),)),),
         () if closure is None else ((5, 0, SET, ("w", "b")),),
@@ -154,18 +162,53 @@ def test_there_is_no_state_while_an_update_is_applied(ledger: Ledger, closure: i
 
 def test_it_is_known_of_how_many_parts_an_update_is(ledger: Ledger) -> None:
     apply(ledger, closure=4)
-    verdict = ledger.begin(W0, 1, 0, 5, 0, SET, ("w",), spread=[(1, 3), (2, 9)])
+    verdict = ledger.judge(W0, 1, 0, 5, 0, SET, ("w",), spread=[(1, 3), (2, 9)])
     assert isinstance(verdict, Fresh)
-    ledger.finish(verdict.ticket, "accepted")
+    ledger.record(verdict.ticket, "accepted")
     assert state_of(ledger, pack).parts == ((5, 0, 3),)
     assert state_of(again(ledger), pack).parts == ((5, 0, 3),)
 
 
-def test_an_update_of_a_client_that_was_fenced_meanwhile_counts_too(ledger: Ledger) -> None:
+def test_what_was_refused_is_no_part_of_the_state(ledger: Ledger) -> None:
     push(ledger)
-    ledger.fence(W0[0], 22)
-    with pytest.raises(BusyError):
-        state_of(ledger, pack)
+    ledger.refuse(W0, 0)
+    assert state_of(ledger, pack).senders == (SenderState(W0[0], 21, 0, ()),)
+    assert isinstance(push(again(ledger)), Fresh)
+
+
+def test_what_is_compared_does_not_depend_on_the_order_in_which_it_was_learnt() -> None:
+    one, other = Ledger(FLOOR), Ledger(FLOOR)
+    pushes = [(W0, 0, 5), (W1, 0, 6), (W0, 1, None)]
+    for ledger, order in ((one, pushes), (other, pushes[::-1])):
+        for client, sequence, closure in order:
+            apply(ledger, client, sequence, closure=closure)
+    assert control_of(one, bytes_of) == control_of(other, bytes_of)
+    msgpack.packb(control_of(one, bytes_of))  # plain data
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ledger: apply(ledger, W0, 7, closure=None),
+        lambda ledger: apply(ledger, W0, 7, closure=6, variable_set=b"ApplyGradient a"),
+        lambda ledger: ledger.acknowledge(W0, 1),
+        lambda ledger: ledger.fence(W1[0], 30),
+        lambda ledger: ledger.final_below(3),
+    ],
+)
+def test_whatever_it_learns_is_compared(ledger: Ledger, change: Callable[[Ledger], object]) -> None:
+    apply(ledger)
+    before = control_of(ledger, bytes_of)
+    change(ledger)
+    assert control_of(ledger, bytes_of) != before
+
+
+def test_what_was_refused_or_asked_again_is_not_compared(ledger: Ledger) -> None:
+    apply(ledger)
+    before = control_of(ledger, bytes_of)
+    push(ledger)
+    ledger.refuse(W0, 3)
+    assert control_of(ledger, bytes_of) == before
 
 
 @given(
@@ -187,10 +230,11 @@ def test_a_copy_judges_as_the_original(
         except UsageError:
             continue
         if isinstance(verdict, Fresh | AlreadyApplied):
-            original.finish(verdict.ticket, f"{type(verdict)} {sequence}")
+            original.record(verdict.ticket, f"{type(verdict)} {sequence}")
     original.final_below(final_below)
     copy = again(original)
     assert state_of(copy, pack) == state_of(original, pack)
+    assert control_of(copy, bytes_of) == control_of(original, bytes_of)
     for client, sequence, closure, ordinal in updates:
         one, other = (
             push(ledger, client, sequence, closure=closure, ordinal=ordinal)
@@ -203,4 +247,4 @@ def test_a_copy_judges_as_the_original(
 
 def is_known(ledger: Ledger, client: Any, sequence: int, closure: Any, ordinal: int) -> bool:
     call = None if closure is None else (closure, ordinal)
-    return ledger._senders[client[0]].messages[sequence].ticket.call == call
+    return ledger._senders[client[0]].messages[sequence].call == call

@@ -175,11 +175,11 @@ class TestWhatIsKept:
 
     def test_the_ledger(self, store: ShardStore) -> None:
         ledger = Ledger(20)
-        verdict = ledger.begin(W0, 0, 0, 5, 0, 77, ("w",))
+        verdict = ledger.judge(W0, 0, 0, 5, 0, 77, ("w",))
         assert isinstance(verdict, Fresh)
-        ledger.finish(verdict.ticket, "accepted")
+        ledger.record(verdict.ticket, "accepted")
         made = again(store, ledger)
-        assert made.ledger.begin(W0, 0, 0, 5, 0, 77).answer == "accepted"  # type: ignore[union-attr]
+        assert made.ledger.judge(W0, 0, 0, 5, 0, 77).answer == "accepted"  # type: ignore[union-attr]
         assert made.state.calls == {5: 1}
 
     def test_iterations_count_updates(self, store: ShardStore) -> None:
@@ -273,12 +273,6 @@ class TestFrozen:
         for _ in work:
             pass
         frozen(store)
-
-    def test_an_update_that_is_under_way_is_to_be_waited_for(self, store: ShardStore) -> None:
-        ledger = Ledger()
-        ledger.begin(W0, 0, 0, 5, 0, 77)
-        with pytest.raises(BusyError, match="is being applied"):
-            frozen(store, ledger)
 
     def test_a_table_that_was_never_touched_is_one_element(self) -> None:
         store = ShardStore(PS)

@@ -9,10 +9,10 @@ W0, W1 = ("/job:worker/task:0", 5), ("/job:worker/task:1", 5)
 CLOSER = ("/job:ps/task:0", 9)
 
 
-def begun(ledger: Ledger, client: tuple[str, int], sequence: int, **options: object) -> Fresh:
-    verdict = ledger.begin(client, sequence, 0, None, 0, 1, **options)  # type: ignore[arg-type]
+def judged(ledger: Ledger, client: tuple[str, int], sequence: int) -> None:
+    verdict = ledger.judge(client, sequence, 0, None, 0, 1)
     assert isinstance(verdict, Fresh)
-    return verdict
+    ledger.record(verdict.ticket, "accepted")
 
 
 def test_an_open_gate_holds_nobody() -> None:
@@ -21,10 +21,10 @@ def test_an_open_gate_holds_nobody() -> None:
     assert not gate.open(0)
 
 
-def test_a_shut_gate_holds_what_is_new_and_lets_pass_what_has_begun_and_ps_0() -> None:
+def test_a_shut_gate_holds_what_is_new_and_lets_pass_what_was_judged_and_ps_0() -> None:
     ledger = Ledger()
     gate = UpdateGate(ledger, CLOSER[0])
-    begun(ledger, W0, 1)
+    judged(ledger, W0, 1)
     gate.shut(3)
     assert gate.cut == 3
     assert not gate.holds(W0, 1)  # a repetition
@@ -71,11 +71,10 @@ def test_a_cut_that_is_over_shuts_nothing() -> None:
 def test_what_is_settled_is_not_waited_for() -> None:
     ledger = Ledger()
     gate = UpdateGate(ledger, CLOSER[0])
-    answered, under_way = begun(ledger, W0, 1), begun(ledger, W0, 2)
-    ledger.finish(answered.ticket, "accepted")
+    judged(ledger, W0, 1)
     wanted = [(W0, 1), (W0, 2), (W0, 3)]
     assert gate.unsettled(wanted) == [(W0, 2), (W0, 3)]
-    ledger.finish(under_way.ticket, "accepted")
+    ledger.refuse(W0, 2)
     assert gate.unsettled(wanted) == [(W0, 3)]
     ledger.fence(W0[0], 6)
     assert gate.unsettled(wanted) == []

@@ -15,7 +15,7 @@ import pytest
 import memory_cluster
 import psync
 from memory_cluster import cluster_of, coordinating, event_of
-from psync.chief import closure_timeout, watchdog
+from psync.chief import watchdog
 from psync.chief.schedule_reporter import ScheduleReporter
 from psync.errors import (
     ClosureError,
@@ -134,7 +134,7 @@ async def test_a_worker_whose_step_computes_has_little_unread():
 @pytest.mark.parametrize(
     ("where", "name", "ended"),
     [
-        (closure_timeout, "watch", "the closure timeout is off"),
+        (watchdog, "watch_closures", "the closure timeout is off"),
         (watchdog, "watch", "the watchdog is off"),
         (ScheduleReporter, "run", "the schedule is not reported any more"),
     ],

@@ -231,7 +231,8 @@ class TestNobodySeesHalfAnUpdate:
             assert (await pull(cluster.chief, v))[0].tolist() == [-1, -1]
             second = asyncio.create_task(push(cluster.chief, (w,), (2.0,)))
             reading = asyncio.create_task(pull(cluster.chief, w))
-            await until(lambda: len(work_of(cluster.ps[0]).waiting) == 3)
+            await until(lambda: cluster.ps[0].statistics()["pushes"] == 2)
+            await until(lambda: len(work_of(cluster.ps[0]).waiting) == 2)  # the read, too
             assert not reading.done()
             release()
             await asyncio.gather(first, second)

@@ -151,7 +151,7 @@ def source_of(strategy: psync.ParameterServerStrategy) -> Any:
     """Where a lost ps would be recovered from."""
     coordinator = coordinator_of(strategy.origin)
     assert coordinator is not None
-    return coordinator.recovery.from_checkpoint.source
+    return coordinator.recovery.source
 
 
 def handed(strategy: psync.ParameterServerStrategy) -> Path | None:

@@ -34,7 +34,7 @@ def test_who_reads_frames_can_decode_every_message() -> None:
         "import sys, psync.wire.protocol\n"
         "from psync.wire.codec import decode\n"
         "for code in sys.argv[1:]:\n"
-        "    try: decode(bytes((0x91, int(code))))\n"
+        "    try: decode(bytes((0x91, 0xCC, int(code))))\n"
         "    except Exception as exc:\n"
         "        if 'unknown message' in str(exc): print(exc)\n"
     )

@@ -100,7 +100,7 @@ async def add_worker(
     try:
         name = await workers.add(address, index, timeout)
     finally:
-        coordinator.recovery.state.fail_if_gone()  # it may have been the last hope
+        coordinator.recovery.fail_if_gone()  # it may have been the last hope
     added = added_workers.get()
     if added is not None:
         added[name] = address
@@ -140,7 +140,7 @@ async def remove_worker(self: ClusterCoordinator, task: str, timeout: float | No
             f"{task} has not left within {timeout:g} s: what it runs has not ended",
             hint="it leaves when that has; wait again, or give it up by stopping its process",
         ) from exc
-    coordinator.recovery.state.fail_if_gone()
+    coordinator.recovery.fail_if_gone()
     added = added_workers.get()
     if added is not None:
         added.pop(task, None)

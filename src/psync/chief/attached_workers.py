@@ -1,12 +1,13 @@
-"""The workers that take part: over which connections they are reached, and who is about to leave.
+"""The workers of a coordinator, and those of them that take part: how these are reached.
 
-``WorkerLinks`` says who comes and goes; the coordinator and what belongs to it speak to them.
+``WorkerLinks`` keeps the records; the coordinator and what belongs to it speak to workers here.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from psync.cluster import parse_task_name
 from psync.errors import TransportError, UsageError
@@ -15,45 +16,79 @@ from psync.wire.codec import Message
 from psync.wire.frames import Segment
 
 
-class AttachedWorkers:
-    """The workers of one coordinator that take part, by name. Its length is their number."""
+@dataclass(slots=True, eq=False)
+class WorkerRecord:
+    """One worker of the cluster, whether it is there or not. Its states:
 
-    def __init__(self) -> None:
-        self._peers: dict[str, tuple[Peer, Peer]] = {}  # control and bulk, of each worker
-        self._leaving: set[str] = set()  # of these, who is about to leave
+    - away: ``peers`` is None, ``gone`` is set;
+    - takes part: ``peers`` are its connections;
+    - leaving (``leaving``): it begins nothing new, and is away next;
+    - not kept (``is_kept`` is False): its supervisor ends with the next ``gone``.
+    """
+
+    name: str
+    address: str
+    place: int  # what steps call its index
+    supervisor: asyncio.Task[None] | None = None
+    is_kept: bool = True  # it is connected to again; False: it is not wanted any more
+    joined: asyncio.Future[None] | None = None  # whoever added it waits for that
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # set while it does not take part
+    # Of its session:
+    peers: tuple[Peer, Peer] | None = None  # control and bulk, while it takes part
+    leaving: bool = False  # it has said that it leaves
+    reason: str = ""  # what it gave as its reason for leaving, or for not going on
+    sent_away: bool | None = None  # ended by us; True: what it runs is to blame
+
+    def __post_init__(self) -> None:
+        self.gone.set()
+
+    def begin(self, peers: tuple[Peer, Peer]) -> None:
+        """It takes part: nothing is known of the end of this session."""
+        self.peers = peers
+        self.leaving, self.reason, self.sent_away = False, "", None
+        self.gone.clear()
+
+
+class AttachedWorkers:
+    """The workers of one coordinator that take part.
+
+    Args:
+        workers: All of the cluster, by name; changed by ``WorkerLinks``.
+    """
+
+    def __init__(self, workers: Mapping[str, WorkerRecord]) -> None:
+        self._workers = workers
 
     def __len__(self) -> int:
-        return len(self._peers)
+        return len(self._controls())
 
-    def joined(self, worker: str, control: Peer, bulk: Peer) -> None:
-        """A worker takes part from now on."""
-        self._peers[worker] = (control, bulk)
+    def _controls(self) -> dict[str, Peer]:
+        """Return their control connections."""
+        return {name: each.peers[0] for name, each in self._workers.items() if each.peers}
 
-    def leaves(self, worker: str) -> None:
-        """A worker that takes part begins nothing new."""
-        self._leaving.add(worker)
-
-    def gone(self, worker: str) -> None:
-        """A worker does not take part any more."""
-        del self._peers[worker]
-        self._leaving.discard(worker)
+    def current(self, peer: Peer) -> WorkerRecord | None:
+        """Return whose connection this is, unless that was given up."""
+        worker = self._workers.get(peer.task)
+        return worker if worker is not None and peer in (worker.peers or ()) else None
 
     def is_current(self, peer: Peer) -> bool:
         """Return whether this is a connection of a worker that was not given up."""
-        return peer in self._peers.get(peer.task, ())
+        return self.current(peer) is not None
 
     def ready(self) -> list[str]:
         """Return the workers that are ready for closures, by index."""
-        ready = self._peers.keys() - self._leaving
-        return sorted(ready, key=lambda worker: parse_task_name(worker)[1])
+        ready = [name for name in self._controls() if not self._workers[name].leaving]
+        return sorted(ready, key=lambda name: parse_task_name(name)[1])
 
     def notify(self, worker: str, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Notify one worker, which takes part."""
-        self._peers[worker][0].notify(message, segments)
+        peers = self._workers[worker].peers
+        assert peers is not None, "whoever notifies it was told when it went"
+        peers[0].notify(message, segments)
 
     def notify_all(self, message: Message) -> None:
         """Notify all workers."""
-        for control, _ in self._peers.values():
+        for control in self._controls().values():
             control.notify(message)
 
     async def ask_all(self, message: Message) -> dict[str, Message]:
@@ -70,7 +105,7 @@ class AttachedWorkers:
             except (TransportError, UsageError):  # lost, or no worker of ours any more
                 return None
 
-        asked = {worker: control for worker, (control, _) in self._peers.items()}
+        asked = self._controls()
         answers = await asyncio.gather(*map(ask, asked.values()))
         pairs = zip(asked, answers, strict=True)
         return {worker: answer for worker, answer in pairs if answer is not None}

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from psync.chief.attached_workers import AttachedWorkers
 from psync.closures.closure import Closure, State
@@ -21,42 +22,22 @@ from psync.wire.codec import Message
 from psync.wire.worker_messages import ClosureResults, FetchArguments, FetchFunction, GivenBack
 
 
+@dataclass(eq=False)
 class ClosureService:
-    """Serves the workers of one coordinator.
+    """Serves the workers of one coordinator."""
 
-    Args:
-        queue: Is told how closures end.
-        closures: All that are not final, by id.
-        functions: That workers fetch.
-        reports: Is told whose data has ended, and whose has not.
-        workers: Those that take part; what others say is not heard.
-        perform: Does what the queue decided.
-        will_recover: A worker was told, by ps 0, that a ps is lost; says whether its closure runs
-            again.
-        results_came: Called when a worker has reported, and what followed was performed, with the
-            id of each closure that has ended and the number of its calls that update something.
-    """
-
-    def __init__(
-        self,
-        queue: ClosureQueue,
-        closures: dict[int, Closure],
-        functions: FunctionTable,
-        reports: ScheduleReports,
-        workers: AttachedWorkers,
-        *,
-        perform: Callable[[Sequence[Action]], None],
-        will_recover: Callable[[ParameterServerLost], bool],
-        results_came: Callable[[Sequence[tuple[int, int]]], None],
-    ) -> None:
-        self._queue = queue
-        self._closures = closures
-        self._functions = functions
-        self._reports = reports
-        self._workers = workers
-        self._perform = perform
-        self._will_recover = will_recover
-        self._results_came = results_came
+    queue: ClosureQueue  # is told how closures end
+    closures: Mapping[int, Closure]  # all that are not final, by id
+    functions: FunctionTable  # that workers fetch
+    reports: ScheduleReports  # is told whose data has ended, and whose has not
+    workers: AttachedWorkers  # what others say is not heard
+    _: KW_ONLY
+    perform: Callable[[Sequence[Action]], None]  # does what the queue decided
+    will_recover: Callable[[ParameterServerLost], bool]
+    """A worker was told, by ps 0, that a ps is lost; returns whether its closure runs again."""
+    results_came: Callable[[Sequence[tuple[int, int]]], None]
+    """Called when a worker has reported, and what followed was performed, with the id of each
+    closure that has ended and the number of its calls that update something."""
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -68,7 +49,7 @@ class ClosureService:
         }
 
     def _results(self, peer: Peer, message: ClosureResults, segments: list[memoryview]) -> None:
-        if not self._workers.is_current(peer):
+        if not self.workers.is_current(peer):
             return  # of a worker that was given up: its closures run elsewhere
         finished: list[tuple[int, Payload]] = []
         at = 0
@@ -82,7 +63,7 @@ class ClosureService:
             finished = []
             self._ended(peer.task, closure_id, outcome, error, payload if count else None)
         self._finished(peer.task, finished, message.mean_seconds)
-        self._results_came(message.updates or ())
+        self.results_came(message.updates or ())
 
     def _finished(
         self, worker: str, results: Sequence[tuple[int, Payload]], mean_seconds: float
@@ -91,14 +72,14 @@ class ClosureService:
         if not results:
             return
         ids = [closure_id for closure_id, _ in results]
-        actions = self._queue.finished(worker, ids, mean_seconds)  # raises if one is not its own
-        self._reports.has_data(worker)
+        actions = self.queue.finished(worker, ids, mean_seconds)  # raises if one is not its own
+        self.reports.has_data(worker)
         for closure_id, payload in results:
-            closure = self._closures[closure_id]
+            closure = self.closures[closure_id]
             value = closure.payload.value()
             if value is not None and closure.state is State.FINISHED:
                 value.set_payload(payload)
-        self._perform(actions)
+        self.perform(actions)
 
     def _ended(
         self,
@@ -109,31 +90,31 @@ class ClosureService:
         payload: Payload | None,
     ) -> None:
         if outcome == "cancelled":
-            self._perform(self._queue.cancelled(worker, closure_id))
+            self.perform(self.queue.cancelled(worker, closure_id))
             return
         if error is None or outcome not in ("error", "end_of_data"):
             raise RemoteProtocolError(f"{worker}: closure {closure_id} ended as {outcome!r}")
         type_name, text, traceback_text = error
         exc = rebuild_exception(worker, type_name, text, traceback_text, payload)
         if outcome == "end_of_data":
-            actions = self._queue.end_of_data(worker, closure_id, exc)
-            self._reports.out_of_data(worker)
-            self._perform(actions)
-        elif not (isinstance(exc, ParameterServerLost) and self._will_recover(exc)):
-            self._perform(self._queue.failed(worker, closure_id, exc))
+            actions = self.queue.end_of_data(worker, closure_id, exc)
+            self.reports.out_of_data(worker)
+            self.perform(actions)
+        elif not (isinstance(exc, ParameterServerLost) and self.will_recover(exc)):
+            self.perform(self.queue.failed(worker, closure_id, exc))
 
     def _given_back(self, peer: Peer, message: GivenBack, _: list[memoryview]) -> None:
-        if self._workers.is_current(peer):
-            self._perform(self._queue.given_back(peer.task, message.closures))
+        if self.workers.is_current(peer):
+            self.perform(self.queue.given_back(peer.task, message.closures))
 
     def _fetch_function(self, peer: Peer, message: FetchFunction, _: list[memoryview]) -> Reply:
-        function = self._functions.lookup(message.key)
+        function = self.functions.lookup(message.key)
         if function is None:
             raise UsageError(f"{peer.task} asked for a function that nobody needs any more")
         return function_reply(function)
 
     def _fetch_arguments(self, peer: Peer, message: FetchArguments, _: list[memoryview]) -> Reply:
-        closure = self._closures.get(message.closure)
+        closure = self.closures.get(message.closure)
         if closure is None:
             raise UsageError(f"{peer.task} asked for closure {message.closure}, which has ended")
         return arguments_reply(closure.payload)

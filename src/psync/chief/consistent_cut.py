@@ -37,14 +37,12 @@ import numpy as np
 
 from psync.client.calls import all_of
 from psync.client.ps_client import PsClient
-from psync.client.ps_link import PsLink, always
+from psync.client.ps_link import PsLink, always, ask
 from psync.closures.membership import backoff
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
-from psync.net.peer import Received
 from psync.specs import dtype_of
 from psync.store.snapshot import SnapshotState
 from psync.wire.codec import Message
-from psync.wire.frames import Segment
 from psync.wire.recovery_messages import (
     Admit,
     AskShared,
@@ -87,30 +85,16 @@ class WrittenSnapshot:
     places: Sequence[tuple[int, int, int]]  # first byte, bytes, crc32 of each item
 
 
+@dataclass(eq=False)
 class Cut:
-    """What all ps tasks held at one instant; they hold it until the cut is over.
+    """What all ps tasks held at one instant; they hold it until the cut is over."""
 
-    Attributes:
-        number: Of the cut, from 1.
-        snapshots: The state of each ps.
-        held_s: Seconds for which updates were held up.
-        is_over: Whether it has ended.
-    """
-
-    def __init__(
-        self,
-        links: Sequence[PsLink],
-        number: int,
-        snapshots: Sequence[SnapshotState],
-        held_s: float,
-        is_present: Callable[[], bool],
-    ) -> None:
-        self.number = number
-        self.snapshots = snapshots
-        self.held_s = held_s
-        self.is_over = False
-        self._links = links
-        self._is_present = is_present
+    links: Sequence[PsLink]
+    number: int  # of the cut, from 1
+    snapshots: Sequence[SnapshotState]  # the state of each ps
+    held_s: float  # seconds for which updates were held up
+    is_present: Callable[[], bool]  # whether no ps has gone back to an earlier instant
+    is_over: bool = False
 
     async def shared(self, path: str, nonce: str) -> list[bool]:
         """Return for each ps whether it finds a file of this path that has this text.
@@ -120,7 +104,7 @@ class Cut:
 
         Cancellation: Safe.
         """
-        answers = await _ask_all(self._links, AskShared(path, nonce), Shared)
+        answers = await _ask_all(self.links, AskShared(path, nonce), Shared)
         return [message.same for message, _ in answers]
 
     async def write(self, ps: int, path: str, items: Sequence[tuple[int, str]]) -> WrittenSnapshot:
@@ -135,13 +119,12 @@ class Cut:
         """
         self._check_held()
         listed = json.dumps([list(item) for item in items]).encode()
-        message, segments = await _ask(
-            self._links[ps], WriteFrozen(self.number, path), Written, [listed]
-        )
+        order = WriteFrozen(self.number, path)
+        message, segments = await ask(self.links[ps], order, Written, [listed], cut=True)
         places = json.loads(bytes(segments[0])) if segments else []
         if len(places) != len(items):
             raise RemoteProtocolError(
-                f"{self._links[ps].task} wrote {len(places)} items, expected {len(items)}"
+                f"{self.links[ps].task} wrote {len(places)} items, expected {len(items)}"
             )
         return WrittenSnapshot(message.size, [(at, nbytes, crc) for at, nbytes, crc in places])
 
@@ -156,12 +139,12 @@ class Cut:
         nbytes = self.snapshots[ps].items[item].nbytes
         for start in range(0, nbytes, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, nbytes)
-            received = await self._links[ps].call(
+            received = await self.links[ps].call(
                 always(ReadFrozen(self.number, item, start, stop)), cut=True
             )
             if sum(map(len, received.segments)) != stop - start:
                 raise RemoteProtocolError(
-                    f"{self._links[ps].task}: expected {stop - start} bytes of item {item}, got "
+                    f"{self.links[ps].task}: expected {stop - start} bytes of item {item}, got "
                     f"{sum(map(len, received.segments))}"
                 )
             for segment in received.segments:
@@ -173,7 +156,7 @@ class Cut:
         Raises:
             CutLost: What the cut holds is undone, and has been told so.
         """
-        if not self._is_present():
+        if not self.is_present():
             raise CutLost(f"ps tasks have gone back to an earlier instant than cut {self.number}")
 
     def _check_held(self) -> None:
@@ -251,47 +234,42 @@ class Cuts:
     async def _try(self, number: int, at_instant: Callable[[], None] | None) -> Cut:
         loop = asyncio.get_running_loop()
         began, doing = loop.time(), "updates under way have not ended"
-        timeline = self._ps.timeline
+        timeline, links = self._ps.timeline, self._links
 
         def is_present() -> bool:
-            held = any(link.is_held for link in self._links)
-            return self._ps.timeline == timeline and not held
+            return self._ps.timeline == timeline and not any(link.is_held for link in links)
 
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                gated = await _ask_all(self._links, Gate(number), Gated)
-                wanted: dict[int, list[tuple[str, int, int]]] = {}
-                for message, _ in gated:
-                    for ps, task, incarnation, sequence in message.others:
-                        wanted.setdefault(ps, []).append((task, incarnation, sequence))
-                doing = _described(wanted)
-                await self._admit(number, wanted)
-                frozen = await _ask_all(self._links, Freeze(number), Frozen)
-            if at_instant is not None:
-                at_instant()
-        except TimeoutError as exc:
-            self._tell_all(DropFrozen(number))
-            raise CutLost(
-                f"no cut over all ps tasks within {PATIENCE_S:g} s: {doing}",
-                hint="save again; is a worker cut off from a ps?",
-            ) from exc
-        except BaseException:
-            self._tell_all(DropFrozen(number))
-            raise
-        finally:
-            opened = self._tell_all(OpenGate(number))
-        try:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    gated = await _ask_all(links, Gate(number), Gated)
+                    wanted: dict[int, list[tuple[str, int, int]]] = {}
+                    for message, _ in gated:
+                        for ps, task, incarnation, sequence in message.others:
+                            wanted.setdefault(ps, []).append((task, incarnation, sequence))
+                    doing = _described(wanted)
+                    await self._admit(number, wanted)
+                    frozen = await _ask_all(links, Freeze(number), Frozen)
+                if at_instant is not None:
+                    at_instant()
+            finally:
+                opened = self._tell_all(OpenGate(number))
             await asyncio.wait((opened,))
             held_s = loop.time() - began
             snapshots = [  # read only now: that holds nobody up
                 SnapshotState.from_bytes(b"".join(segments), link.task)
-                for link, (_, segments) in zip(self._links, frozen, strict=True)
+                for link, (_, segments) in zip(links, frozen, strict=True)
             ]
-        except BaseException:
+        except BaseException as exc:
             self._tell_all(DropFrozen(number))
-            raise
+            if not isinstance(exc, TimeoutError):
+                raise
+            raise CutLost(
+                f"no cut over all ps tasks within {PATIENCE_S:g} s: {doing}",
+                hint="save again; is a worker cut off from a ps?",
+            ) from exc
         logger.debug("cut %d held updates up for %.1f ms", number, held_s * 1e3)
-        return Cut(self._links, number, snapshots, held_s, is_present)
+        return Cut(links, number, snapshots, held_s, is_present)
 
     async def _admit(self, number: int, wanted: dict[int, list[tuple[str, int, int]]]) -> None:
         """Let through what belongs to updates that have begun somewhere; wait for its end."""
@@ -322,21 +300,10 @@ class Cuts:
         await asyncio.gather(*self._ending, return_exceptions=True)
 
 
-async def _ask(
-    link: PsLink, message: Message, answer: type[M], segments: Sequence[Segment] = ()
-) -> tuple[M, Sequence[memoryview]]:
-    received: Received = await link.call(always(message), segments, cut=True)
-    if not isinstance(received.message, answer):
-        raise RemoteProtocolError(
-            f"{link.task} answered {type(message).__name__} with {type(received.message).__name__}"
-        )
-    return received.message, received.segments
-
-
 async def _ask_all(
     links: Sequence[PsLink], message: Message, answer: type[M]
 ) -> list[tuple[M, Sequence[memoryview]]]:
-    return await all_of([_ask(link, message, answer) for link in links])
+    return await all_of([ask(link, message, answer, cut=True) for link in links])
 
 
 def _described(wanted: dict[int, list[tuple[str, int, int]]]) -> str:

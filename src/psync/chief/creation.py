@@ -11,13 +11,14 @@ is idempotent, so a lost connection repeats it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from psync.chief.declarations import Declaration, initial_shards, is_constant
 from psync.chief.reattachment import Reattachment
+from psync.client.calls import all_of
 from psync.client.ps_client import PsClient
 from psync.specs import ShardSpec
 from psync.wire.ps_messages import CreateShards
@@ -79,7 +80,11 @@ class Creation:
                     raise self._error.with_traceback(None)  # it is raised many times
                 batch = list(self._declared)
                 try:
-                    await self._create_all(await self._adopt(batch, last=last))
+                    missing = await self._adopt(batch, last=last)
+                    timeline = -1
+                    while self._ps.timeline != timeline:  # a snapshot gone back to has it not
+                        timeline = self._ps.timeline
+                        await self._create(missing)
                 except Exception as exc:
                     self._error = exc
                     raise
@@ -98,29 +103,17 @@ class Creation:
             self.on_adopted()
         return [each for each in batch if each.spec.name in missing]
 
-    async def _create_all(self, batch: list[Declaration]) -> None:
-        """Create it, again if ps tasks rolled back meanwhile: the snapshot does not have it."""
-        timeline = -1
-        while self._ps.timeline != timeline:
-            timeline = self._ps.timeline
-            await self._create(batch)
-
     async def _create(self, batch: list[Declaration]) -> None:
         """Make and send the shards; at most one message for each ps is held at a time."""
         messages: dict[int, _Batch] = {}
         for declaration in batch:
-            for shard, value in _first_values(declaration):
+            for shard, value in initial_shards(declaration):
                 message = messages.setdefault(shard.ps, _Batch())
                 message.add(shard, value)
                 if message.nbytes >= MESSAGE_BYTES or len(message.shards) >= MESSAGE_SHARDS:
                     await self._send(shard.ps, messages.pop(shard.ps))
-        results = await asyncio.gather(
-            *(self._send(ps, message) for ps, message in messages.items()),
-            return_exceptions=True,  # one alone is raised, when all have ended
-        )
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        if messages:
+            await all_of([self._send(ps, message) for ps, message in messages.items()])
 
     async def _send(self, ps: int, batch: _Batch) -> None:
         message = CreateShards(
@@ -154,12 +147,3 @@ class _Batch:
             self.sources.append(None)
             self.values.append(to_bytes_view(value))
             self.nbytes += value.nbytes
-
-
-def _first_values(
-    declaration: Declaration,
-) -> Iterator[tuple[ShardSpec, np.ndarray | ShardSpec]]:
-    """Yield each shard with its value, or with the shard that it copies."""
-    if declaration.original is None:
-        return initial_shards(declaration)
-    return zip(declaration.spec.shards, declaration.original.shards, strict=True)

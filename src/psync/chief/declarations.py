@@ -247,8 +247,12 @@ def _check_sizes(shards: Sequence[ShardSpec], where: str) -> None:
             )
 
 
-def initial_shards(declaration: Declaration) -> Iterator[tuple[ShardSpec, np.ndarray]]:
+def initial_shards(
+    declaration: Declaration,
+) -> Iterator[tuple[ShardSpec, np.ndarray | ShardSpec]]:
     """Yield each shard of a variable with its first value, made when it is asked for.
+
+    Of a copy each shard comes with that which it copies.
 
     A callable that needs two arguments (shape, offset) is called for each shard alone; one
     that needs none is called once for the whole variable, and its value cut.
@@ -258,6 +262,9 @@ def initial_shards(declaration: Declaration) -> Iterator[tuple[ShardSpec, np.nda
         Exception: What the callable raises, with a note that names the line.
     """
     spec, value = declaration.spec, declaration.initial_value
+    if declaration.original is not None:
+        yield from zip(spec.shards, declaration.original.shards, strict=True)
+        return
     subject = _subject(spec.name, spec.declared_at)
     by_shard = callable(value) and takes_shard(value)
     if callable(value) and not by_shard:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from psync.client.calls import all_of
 from psync.closures.membership import backoff
@@ -42,6 +44,8 @@ from psync.wire.recovery_messages import (
 
 logger = logging.getLogger(__name__)
 
+M = TypeVar("M", bound=Message)
+
 ANSWER_WITHIN_S = 1.0
 """A task that is there accepts a connection sooner."""
 
@@ -67,24 +71,32 @@ async def enquire(
     Cancellation: Safe.
     """
     endpoint = Endpoint(platform, CHIEF, ENQUIRER, {})
-    losses = 0
     try:
-        while True:
-            peer = await endpoint.connect_retrying(address, task)
-            try:
-                received = await peer.call(GrantCoordinator(previous, seen))
-            except ConnectionLost as exc:
-                logger.info("%s is asked again for an incarnation: %s", task, exc.message)
-                await asyncio.sleep(backoff(losses, platform.uniform()))
-                losses += 1
-                continue
-            if not isinstance(received.message, CoordinatorGranted):
-                raise RemoteProtocolError(
-                    f"{task} answered GrantCoordinator with {type(received.message).__name__}"
-                )
-            return received.message.incarnation
+        grant = GrantCoordinator(previous, seen)
+        return (await _ask(endpoint, task, address, grant, CoordinatorGranted)).incarnation
     finally:
         await endpoint.close()
+
+
+async def _ask(endpoint: Endpoint, task: str, address: str, message: Message, answer: type[M]) -> M:
+    """Return an answer, however often connections are lost."""
+    losses = 0
+    while True:
+        peer = await endpoint.connect_retrying(address, task)
+        try:
+            received = (await peer.call(message)).message
+            break
+        except ConnectionLost as exc:
+            logger.info("%s is asked again: %s", task, exc.message)
+            await asyncio.sleep(backoff(losses, endpoint.platform.uniform()))
+            losses += 1
+        finally:
+            peer.close()
+    if not isinstance(received, answer):
+        raise RemoteProtocolError(
+            f"{task} answered {type(message).__name__} with {type(received).__name__}"
+        )
+    return received
 
 
 async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[str]:
@@ -116,31 +128,19 @@ async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[str]:
     return [f"{task} at {address}" for (task, address), gone in missing if gone]
 
 
+@dataclass(eq=False)
 class ServedSearch:
-    """What one coordinator asks of all ps processes when it comes.
+    """What one coordinator asks of all ps processes when it comes."""
 
-    Args:
-        endpoint: The coordinator's, under the incarnation that it was granted.
-        processes: Address of each process, by the name of the ps that was there at first.
-        ask_again: Lets a higher incarnation be granted, since a task has refused this one:
-            (incarnation, task, address).
-        may_move: Whether a ps may be served elsewhere than at its own address.
-    """
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        processes: Mapping[str, str],
-        ask_again: Callable[[int, str, str], Awaitable[None]],
-        *,
-        may_move: bool,
-    ) -> None:
-        self._may_move = may_move
-        self._endpoint = endpoint
-        self._processes = processes
-        self._ask_again = ask_again
-        self._answers: dict[str, tuple[int, Found]] = {}  # and to which incarnation
-        self._asked: set[str] = set()  # who has not answered
+    endpoint: Endpoint  # the coordinator's, under the incarnation that it was granted
+    processes: Mapping[str, str]
+    """Address of each process, by the name of the ps that was there at first."""
+    ask_again: Callable[[int, str, str], Awaitable[None]]
+    """Lets a higher incarnation be granted, since a task has refused this one: (incarnation, task,
+    address)."""
+    may_move: bool  # whether a ps may be served elsewhere than at its own address
+    _answers: dict[str, tuple[int, Found]] = field(default_factory=dict)  # to which incarnation
+    _asked: set[str] = field(default_factory=set)  # who has not answered
 
     async def run(self) -> list[Place]:
         """Return where each ps is served; from then on no other one begins to serve it.
@@ -154,28 +154,27 @@ class ServedSearch:
 
         Cancellation: Safe.
         """
-        while late := [item for item in self._processes.items() if not self._has_answered(item[0])]:
+        while late := [item for item in self.processes.items() if not self._has_answered(item[0])]:
             await all_of([self._find(*item) for item in late])
-        found = places([self._answers[task][1] for task in self._processes])
+        found = places([self._answers[task][1] for task in self.processes])
         for ps, place in enumerate(found):
-            if place.address:
-                self._note_moved(f"/job:ps/task:{ps}", place)
+            if not place.address:
+                continue
+            task, where = f"/job:ps/task:{ps}", list(self.processes)[place.process]
+            if not self.may_move:
+                raise AttachError(
+                    f"{task} has been replaced by its backup, in the process of {where}",
+                    hint='go on with ParameterServerStrategy(..., ps_recovery="replica"); or '
+                    f"{BACK}",
+                )
+            logger.info("%s is served in the process of %s, at %s", task, where, place.address)
         return found
-
-    def _note_moved(self, task: str, place: Place) -> None:
-        where = list(self._processes)[place.process]
-        if not self._may_move:
-            raise AttachError(
-                f"{task} has been replaced by its backup, in the process of {where}",
-                hint=f'go on with ParameterServerStrategy(..., ps_recovery="replica"); or {BACK}',
-            )
-        logger.info("%s is served in the process of %s, at %s", task, where, place.address)
 
     def missing(self) -> str:
         """Say who has not answered."""
         return ", ".join(
             f"{task} at {address}"
-            for task, address in self._processes.items()
+            for task, address in self.processes.items()
             if task in self._asked
         )
 
@@ -187,43 +186,26 @@ class ServedSearch:
 
         Cancellation: Some may have done it.
         """
-        await all_of([self._end(*item) for item in self._processes.items()])
+        each = self.processes.items()
+        await all_of([self._ask(task, at, EndFormer(), Done) for task, at in each])
 
     def _has_answered(self, task: str) -> bool:
         """What was asked under a lower incarnation does not bind those in between."""
-        answer = self._answers.get(task)
-        return answer is not None and answer[0] == self._endpoint.incarnation
+        return self._answers.get(task, (None,))[0] == self.endpoint.incarnation
 
     async def _find(self, task: str, address: str) -> None:
-        mine = self._endpoint.incarnation
+        mine = self.endpoint.incarnation
         try:
-            answer = await self._ask(task, address, AskServed())
+            answer = await self._ask(task, address, AskServed(), ServedHere)
         except FencedError:
-            await self._ask_again(mine, task, address)
+            await self.ask_again(mine, task, address)
             return
-        if not isinstance(answer, ServedHere):
-            raise RemoteProtocolError(f"{task} answered AskServed with {type(answer).__name__}")
         primaries = tuple(Primary(*each) for each in answer.primaries)
         copies = frozenset((ps, coordinator, epoch) for ps, coordinator, epoch in answer.copies)
         self._answers[task] = mine, Found(primaries, copies)
 
-    async def _end(self, task: str, address: str) -> None:
-        answer = await self._ask(task, address, EndFormer())
-        if not isinstance(answer, Done):
-            raise RemoteProtocolError(f"{task} answered EndFormer with {type(answer).__name__}")
-
-    async def _ask(self, task: str, address: str, message: Message) -> Message:
-        """Return an answer, however often connections are lost."""
+    async def _ask(self, task: str, address: str, message: Message, answer: type[M]) -> M:
         self._asked.add(task)
-        losses = 0
-        while True:
-            peer = await self._endpoint.connect_retrying(address, task)
-            try:
-                answer = (await peer.call(message)).message
-                self._asked.discard(task)
-                return answer
-            except ConnectionLost:
-                await asyncio.sleep(backoff(losses, self._endpoint.platform.uniform()))
-                losses += 1
-            finally:
-                peer.close()
+        answered = await _ask(self.endpoint, task, address, message, answer)
+        self._asked.discard(task)
+        return answered

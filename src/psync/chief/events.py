@@ -53,7 +53,7 @@ class Events:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
-        self._waiting: list[asyncio.Future[None]] = []
+        self._news = asyncio.Event()  # another one for each event
         self._closed = False
 
     def emit(self, event: Event) -> None:
@@ -75,12 +75,8 @@ class Events:
                 yield self._events[at - 1]
             if self._closed:
                 return
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            await turn
+            await self._news.wait()
 
     def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for turn in waiting:
-            if not turn.done():
-                turn.set_result(None)
+        self._news.set()
+        self._news = asyncio.Event()

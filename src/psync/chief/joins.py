@@ -9,9 +9,10 @@ that it waits for is done.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from psync.closures.closure import Closure, State
@@ -28,17 +29,6 @@ REPORT_EVERY_S = 10.0
 """A join that has heard of nothing for so long says on whom it waits."""
 
 
-class _Join:
-    """Somebody who waits."""
-
-    __slots__ = ("cutoff", "end_of_data", "future")
-
-    def __init__(self, cutoff: int, future: asyncio.Future[None]) -> None:
-        self.cutoff = cutoff  # ids below it are waited for
-        self.future = future
-        self.end_of_data: BaseException | None = None  # raised when it is over
-
-
 class Joins:
     """All joins of one coordinator.
 
@@ -52,7 +42,8 @@ class Joins:
         self._waits_for = waits_for
         self._loop = asyncio.get_running_loop()
         self.heard_at = self._loop.time()  # when a worker last reported
-        self.waiting: dict[asyncio.Future[None], _Join] = {}
+        self.waiting: dict[asyncio.Future[None], int] = {}  # and the ids below which each waits for
+        self._ends_of_data: dict[asyncio.Future[None], BaseException | None] = {}  # to be raised
         self._exhausted_at: int | None = None  # lowest closure that met an end of data, not told
 
     def __len__(self) -> int:
@@ -64,14 +55,24 @@ class Joins:
         Whoever waits for it gives it back with ``discard``.
         """
         future: asyncio.Future[None] = self._loop.create_future()
-        self.waiting[future] = _Join(cutoff, future)
+        self.waiting[future] = cutoff
         return future
 
     def discard(self, future: asyncio.Future[None]) -> None:
         """Nobody waits any more."""
         self.waiting.pop(future, None)
+        self._ends_of_data.pop(future, None)
         if future.done():
             future.exception()  # seen, also where whoever waited was cancelled just now
+
+    @contextlib.contextmanager
+    def _joining(self, cutoff: int) -> Iterator[asyncio.Future[None]]:
+        future = self.add(cutoff)
+        self.settle()
+        try:
+            yield future
+        finally:
+            self.discard(future)
 
     async def wait(
         self,
@@ -119,12 +120,8 @@ class Joins:
 
         Cancellation: Safe; the next one that waits has the error.
         """
-        future = self.add(cutoff)
-        self.settle()
-        try:
+        with self._joining(cutoff) as future:
             await self.wait(deadline, timeout_s, future)
-        finally:
-            self.discard(future)
         return future
 
     async def run(
@@ -137,12 +134,10 @@ class Joins:
                 lost for good without which ``work`` has no end.
         """
         task = self._loop.create_task(work)
-        failed = self.add(NEVER)
-        self.settle()
         try:
-            await self.wait(deadline, timeout_s, task, failed)
+            with self._joining(NEVER) as failed:
+                await self.wait(deadline, timeout_s, task, failed)
         finally:
-            self.discard(failed)
             if not task.done():
                 task.cancel()
                 await asyncio.wait((task,))
@@ -175,27 +170,22 @@ class Joins:
 
     def settle(self) -> None:
         """End the joins that are over."""
-        ready = [join for join in self.waiting.values() if self._queue.is_settled(join.cutoff)]
-        if not ready:
-            return
-        if self._queue.has_failed:
-            error = self._collect()
-            for join in list(self.waiting.values()):
-                self._end(join, error)
+        ready = {f: cutoff for f, cutoff in self.waiting.items() if self._queue.is_settled(cutoff)}
+        if ready and self._queue.has_failed:
+            self.fail(self._collect())
             return
         exhausted = self._exhausted_at
-        if exhausted is not None and any(join.cutoff > exhausted for join in ready):
+        if exhausted is not None and any(cutoff > exhausted for cutoff in ready.values()):
             error = self._collect()
-            for join in self.waiting.values():
-                if join.cutoff > exhausted:
-                    join.end_of_data = error
-        for join in ready:
-            self._end(join, join.end_of_data)
+            concerned = [f for f, cutoff in self.waiting.items() if cutoff > exhausted]
+            self._ends_of_data |= dict.fromkeys(concerned, error)
+        for future in ready:
+            self._end(future, self._ends_of_data.pop(future, None))
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException | None) -> None:
         """End all joins with an error."""
-        for join in list(self.waiting.values()):
-            self._end(join, error)
+        for future in list(self.waiting):
+            self._end(future, error)
 
     def warn_of_leftovers(self) -> None:
         """Say what closing now throws away: who forgets ``join`` would take it for done."""
@@ -221,14 +211,14 @@ class Joins:
             first.add_note(f"also failed{times}: {text}")
         return first
 
-    def _end(self, join: _Join, error: BaseException | None) -> None:
-        del self.waiting[join.future]
-        if join.future.done():  # whoever waited was cancelled
+    def _end(self, future: asyncio.Future[None], error: BaseException | None) -> None:
+        del self.waiting[future]
+        if future.done():  # whoever waited was cancelled
             return
         if error is None:
-            join.future.set_result(None)
+            future.set_result(None)
         else:
-            join.future.set_exception(error)
+            future.set_exception(error)
 
 
 def _line(error: BaseException) -> str:

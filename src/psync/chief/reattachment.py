@@ -23,13 +23,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from psync.client.calls import all_of
 from psync.client.ps_client import PsClient
-from psync.client.ps_link import PsLink
-from psync.errors import RemoteProtocolError
+from psync.client.ps_link import PsLink, ask
 from psync.specs import VariableSpec
 from psync.store.reattach import Adoption, Decision, Holding, NewOptimizer, Orders
 from psync.wire.messages import Done
@@ -47,20 +46,14 @@ class OwnOptimizers:
     """Told by its number of each one that goes on, and with which learning rate."""
 
 
+@dataclass(eq=False)
 class Reattachment:
-    """What was left, as long as it is not adopted or dropped.
+    """What was left, as long as it is not adopted or dropped."""
 
-    Args:
-        ps: Links to all ps tasks.
-        adoption: What was left.
-        optimizers: Those of this program.
-    """
-
-    def __init__(self, ps: PsClient, adoption: Adoption, optimizers: OwnOptimizers) -> None:
-        self._ps = ps
-        self._adoption = adoption
-        self._optimizers = optimizers
-        self._taken: set[int] = set()  # numbers of optimizers that go on
+    _ps: PsClient
+    _adoption: Adoption  # what was left
+    _optimizers: OwnOptimizers  # those of this program
+    _taken: set[int] = field(default_factory=set)  # numbers of optimizers that go on
 
     async def adopt(self, declared: Sequence[VariableSpec], *, last: bool) -> Collection[str]:
         """Let the present program have what it declares; return the names of what was not there.
@@ -113,26 +106,14 @@ async def reattach(ps: PsClient, lineage: int, optimizers: OwnOptimizers) -> Rea
 
 
 async def _ask(link: PsLink) -> Holding:
-    received = await link.call(lambda _: DescribeShards())
-    if not isinstance(received.message, ShardsDescribed):
-        raise RemoteProtocolError(
-            f"{link.task} described what it holds with {type(received.message).__name__}"
-        )
-    return Holding.from_bytes(b"".join(received.segments))
+    _, segments = await ask(link, DescribeShards(), ShardsDescribed)
+    return Holding.from_bytes(b"".join(segments))
 
 
 async def _order(ps: PsClient, orders: Sequence[Orders], *, lineage: int, last: bool) -> None:
     """Let each ps do what was decided."""
-    message = AdoptShards(lineage, last)
-
-    async def one(link: PsLink, what: Orders) -> None:
-        received = await link.call(lambda _: message, [what.to_bytes()])
-        if not isinstance(received.message, Done):
-            raise RemoteProtocolError(
-                f"{link.task} adopted shards with {type(received.message).__name__}"
-            )
-
-    await all_of([one(link, what) for link, what in zip(ps.links, orders, strict=True)])
+    message, each = AdoptShards(lineage, last), zip(ps.links, orders, strict=True)
+    await all_of([ask(link, message, Done, [what.to_bytes()]) for link, what in each])
 
 
 def _say(decision: Decision) -> None:

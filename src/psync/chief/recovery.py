@@ -1,23 +1,31 @@
-"""Recovery from the loss of a ps: failover, rollback, or the end of the program.
+"""Recovery from the loss of a ps: performs what ``recovery_rule`` decides.
 
-A ps with a backup fails over to it (``failover``), another one goes back to a checkpoint
-(``rollback``); what that means for all else is in ``recovery_state``. This is the coordinator's
-half: a worker that loses a ps ends its session, see ``worker_task``.
+Closures are paused while it recovers, and what is scheduled when all is gone has the same end. This
+is the coordinator's half: a worker that loses a ps ends its session, see ``worker_task``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 
+from psync.chief import recovery_rule as rules
+from psync.chief.backups import Backups
 from psync.chief.cluster_links import ClusterLinks
 from psync.chief.creation import Creation
-from psync.chief.events import Events
-from psync.chief.failover import ReplicaRecovery
-from psync.chief.recovery_state import RecoveryState
-from psync.chief.rollback import PsRecovery
+from psync.chief.events import Events, FailoverEvent, RollbackEvent
+from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
+from psync.chief.rollback import RollbackSteps, Source
+from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue
-from psync.errors import ConnectFailed, ParameterServerLost
+from psync.closures.rollback import CutCalls, EndedClosures
+from psync.closures.schedule_report import ScheduleReports
+from psync.cluster import parse_task_name
+from psync.errors import ConnectFailed, ConnectionLost, FencedError, ParameterServerLost
+from psync.replicas.gang_runner import GangRunner
+from psync.store.snapshot_state import SnapshotState
 
 logger = logging.getLogger(__name__)
 
@@ -25,54 +33,48 @@ RESTART_S = 60.0
 """A ps that was lost has at least this many seconds to be there again, if it can be recovered."""
 
 
+@dataclass(eq=False)
 class ClusterRecovery:
     """Whether the ps tasks of one coordinator are there, are being brought back, or are gone.
 
-    Args:
-        state: Whether training runs.
-        links: To all tasks.
-        queue: Knows which closures have ended.
-        creation: Knows what was created, and what is adopted.
-        events: Where a recovery is told.
-        ps_timeout_s: A ps that cannot be reached for this many seconds is lost.
-        has_backups: Whether each ps has a backup.
-
     Attributes:
-        state: As it was given.
-        from_checkpoint: Goes back to the newest checkpoint, if it has a source of them.
-        replicas: Lets backups take over; None: there are none.
+        rule: Decides.
+        backups: Of ps tasks, if they have any.
+        source: Of checkpoints; None: nothing was saved yet. Set by whoever keeps them.
+        ended: The closures that a rollback may undo.
     """
 
-    def __init__(
-        self,
-        state: RecoveryState,
-        links: ClusterLinks,
-        queue: ClosureQueue,
-        creation: Creation,
-        events: Events,
-        *,
-        ps_timeout_s: float,
-        has_backups: bool,
-    ) -> None:
-        self.state = state
-        self._links = links
-        self._creation = creation
-        self.from_checkpoint = PsRecovery(
-            state, links, queue, creation, events, max(ps_timeout_s, RESTART_S)
-        )
-        self.replicas = (
-            ReplicaRecovery(state, links, events, self.from_checkpoint) if has_backups else None
-        )
-        if self.replicas is not None:
-            state.on_recovered = self.replicas.resume
-        links.on_ps_lost = self.ps_lost
+    links: ClusterLinks
+    queue: ClosureQueue  # is paused during a recovery; knows which closures have ended
+    gangs: GangRunner  # those that run are ended by one
+    reports: ScheduleReports  # are told again to ps 0 after one
+    creation: Creation  # knows what was created, and what is adopted
+    events: Events  # where a recovery is told
+    _: KW_ONLY
+    perform: Callable[[Sequence[QueueAction]], None]  # does what the queue decided
+    tell_again: Callable[[], None]  # tells ps tasks how far closures are: they do not know
+    ps_timeout_s: float  # a ps that cannot be reached for so long is lost
+    has_backups: bool  # whether each ps has a backup
+
+    def __post_init__(self) -> None:
+        links, wait_s = self.links, max(self.ps_timeout_s, RESTART_S)
+        self.source: Source | None = None
+        self.ended = EndedClosures()
+        self.rule = RecoveryRule(links.served.homes, lambda: self.source is not None)
+        self.backups = Backups(self.rule, links)
+        self._steps = RollbackSteps(links, self.creation, wait_s)
+        links.served.on_lost, links.supervision.on_replaced = self.ps_lost, self.replaced
+        links.on_worker_given_up = self.fail_if_gone
+        self._task: asyncio.Task[None] | None = None  # takes steps
+        self._began: float | None = None  # when the queue was paused; None: it is not
+
+    # Checkpoints.
+
+    def saved(self, snapshots: Sequence[SnapshotState]) -> None:
+        """There is a new checkpoint: what it has cannot be undone any more."""
+        self.ended.saved(CutCalls(snapshots), self.queue.is_open)
 
     # Backups.
-
-    def links_started(self) -> None:
-        """Backups begin where each ps is served; before anything is done with them."""
-        if self.replicas is not None:
-            self.replicas.served_in(self._links.homes)
 
     async def first_backups(self, timeout_s: float, *, attached: bool) -> None:
         """Make backups, if there are any; see ``backed_up`` for those that are made later.
@@ -87,59 +89,222 @@ class ClusterRecovery:
 
         Cancellation: Safe.
         """
-        if self.replicas is None:
+        if not self.has_backups:
             return
         if attached:
-            self._creation.on_adopted = self.replicas.resume
+            self.creation.on_adopted = self.backups.keep
             return
+        self.backups.keep()
         try:
             async with asyncio.timeout(timeout_s):
-                await self.replicas.start()
+                await self.backups.complete()
         except TimeoutError as exc:
-            where = "; ".join(self.replicas.describe())
+            where = "; ".join(self.backups.describe())
             raise ConnectFailed(
                 f"no backups of all ps tasks within {timeout_s:g} s: {where}"
             ) from exc
 
     async def backed_up(self) -> None:
         """Wait until every ps has a backup; see ``ClusterCoordinator.backed_up``."""
-        if self.replicas is not None:
-            if self._creation.reattachment is not None:
-                await self._creation.ensure(last=True)
-            while not self.replicas.complete:
-                await self.replicas.changed()
-
-    def describe(self) -> list[str]:
-        """Say where each ps and its backup are, and what a lost ps would mean; for reports."""
-        return [*self.state.describe(), *(self.replicas or self.from_checkpoint).describe()]
+        if self.has_backups:
+            if self.creation.reattachment is not None:
+                await self.creation.ensure(last=True)
+            await self.backups.complete()
 
     # What is lost.
 
+    def describe(self) -> list[str]:
+        """Say where each ps and its backup are, and what a lost ps would mean; for reports."""
+        lines = (
+            ["closures are held back: a ps is being recovered"] if self._began is not None else []
+        )
+        if self.has_backups:
+            lines += self.backups.describe()
+        elif self.source is None:
+            lines.append(f"{rules.UNSAVED}: a ps that is lost ends the program")
+        return lines
+
+    @property
+    def is_rolling_back(self) -> bool:
+        """Whether all ps tasks go back to a checkpoint."""
+        return self.rule.state is State.ROLLBACK
+
     def ps_lost(self, error: ParameterServerLost) -> None:
-        """Go back to a checkpoint; or, if that cannot be, end everything: variables are gone."""
-        if self.state.is_closed:
+        """A ps is lost."""
+        if self.rule.state in (State.GONE, State.CLOSED):
             logger.error("%s", error)
-        elif not (self.replicas or self.from_checkpoint).takes_over(error):
-            self.state.failed(error)
+        self.act(self.rule.lost(parse_task_name(error.task)[1], error))
 
     def will_recover(self, error: ParameterServerLost) -> bool:
         """A ps is lost, says ps 0, before it was noticed here; return whether it is recovered."""
-        if self.from_checkpoint.source is None or self.state.is_closed:
+        if self.source is None or self.rule.state in (State.GONE, State.CLOSED):
             return False
-        if all(link.task != error.task for link in self._links.ps.links):
+        if all(link.task != error.task for link in self.links.ps.links):
             return False  # a gang has ended because some ps was lost, which we know
         # Once the worker's other results are noted.
         asyncio.get_running_loop().call_soon(self.ps_lost, error)
         return True
 
+    def replaced(self, error: FencedError) -> None:
+        """End everything, now and at every join: workers and ps tasks serve another one."""
+        self.act(self.rule.replaced(error))
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing can be done any more, or perhaps so: workers were given up."""
+        return self.rule.gone is not None or bool(self.links.workers.given_up)
+
+    def fail_if_gone(self) -> None:
+        """End what is scheduled where nobody is left who could do it."""
+        if not self.is_gone or self.queue.has_failed:
+            return
+        if self.rule.gone is not None:
+            self.fail(self.rule.gone)
+            return
+        workers_gone = self.links.workers.all_given_up()
+        if workers_gone is not None and (self.gangs or self.queue.low_water() < self.queue.next_id):
+            self.fail(workers_gone)
+
+    def fail(self, error: Exception) -> None:
+        """End all that is scheduled or runs with an error that is no closure's own."""
+        actions = self.queue.fail(error)
+        self.gangs.fail(error)
+        self.perform(actions)
+
+    # What is done about it.
+
+    def act(self, actions: Sequence[Action]) -> None:
+        """Do what was decided, a step in the background."""
+        step = self._do(actions)
+        if step is not None:
+            self._task = asyncio.get_running_loop().create_task(self._run(step))
+
+    async def _run(self, step: Step | None) -> None:
+        while step is not None:
+            try:
+                await self._take(step)
+            except Exception as exc:
+                actions = self.rule.failed(exc)
+            else:
+                actions = self.rule.done()
+            step = self._do(actions)
+
+    async def _take(self, step: Step) -> None:
+        if isinstance(step, RollbackStep):
+            await self._steps.take(step, self.source)
+        elif isinstance(step, rules.Attach):
+            await self.links.served.attach(self.links.ps.links[step.ps])
+        elif isinstance(step, rules.Promote):
+            await self.backups.promote(step.ps, step.host)
+        else:
+            await self.backups.let_alone(step.ps, urgent=True)
+
+    def _do(self, actions: Sequence[Action]) -> Step | None:
+        """Do what takes no time; return the step."""
+        self.backups.look()
+        for action in actions:
+            if isinstance(action, rules.Warn):
+                logger.warning("%s", action.text)
+            elif action is Do.HOLD:
+                self._hold()
+            elif action is Do.END_SESSIONS:
+                self.reports.sessions_end()
+                self.links.workers.end_sessions(ConnectionLost("a ps was lost"))
+            elif action is Do.RESUME:
+                self._resume()
+            elif isinstance(action, rules.GoHome):
+                self.links.served.go_home(self.links.ps.links[action.ps])
+            elif isinstance(action, rules.FailedOver):
+                self.events.emit(self._failed_over(action.served))
+            elif isinstance(action, rules.RolledBack):
+                self.events.emit(self._rolled_back(action.lost))
+            elif isinstance(action, rules.End):
+                self._end(action.error, all_lost=action.all_lost)
+            else:
+                return action
+        return None
+
+    def _hold(self) -> None:
+        for link in self.links.ps.links:
+            link.hold()
+        self.backups.pause()
+        if self._began is None:
+            self._began = asyncio.get_running_loop().time()
+            self.queue.pause()
+        self.gangs.fail(ParameterServerLost("/job:ps", "was lost while replicas ran"))
+
+    def _resume(self) -> None:
+        for link in self.links.ps.links:
+            link.release()
+        self.reports.tell_all()
+        self.tell_again()
+        if self.has_backups:
+            self.backups.keep()
+        self._resume_queue()
+
+    def _resume_queue(self) -> None:
+        if self._began is not None:
+            self._began = None
+            self.perform(self.queue.resume())
+
+    def _end(self, error: FencedError | ParameterServerLost, *, all_lost: bool) -> None:
+        for link in self.links.ps.links:
+            if all_lost and isinstance(error, ParameterServerLost):
+                link.lost = link.lost or error
+            link.release()
+        if self.rule.state is State.CLOSED:
+            return
+        is_lost = isinstance(error, ParameterServerLost)
+        logger.error("%s%s", "" if is_lost else "a newer coordinator has taken over: ", error)
+        self.fail(error)
+        self._resume_queue()
+        if is_lost:
+            # Pushes that were begun wait for an answer that cannot come.
+            self.links.workers.end_sessions(error)
+            if self.has_backups and not all_lost:
+                self.backups.give_up()
+
+    def _failed_over(self, served: Mapping[int, int]) -> FailoverEvent:
+        names = [link.task for link in self.links.ps.links]
+        event = FailoverEvent(
+            tuple(names[ps] for ps in served), tuple(names[host] for host in served.values()),
+            self._seconds(),
+        )  # fmt: skip
+        logger.warning(
+            "%s served by backups after %.2f s; nothing is undone", ", ".join(event.lost),
+            event.seconds,
+        )  # fmt: skip
+        return event
+
+    def _rolled_back(self, lost: Sequence[int]) -> RollbackEvent:
+        links, steps = self.links.ps.links, self._steps
+        to_step = max(state.iterations for state in steps.states)
+        event = RollbackEvent(
+            tuple(links[ps].task for ps in lost), self.links.ps.timeline,
+            max(steps.from_step, to_step), to_step, self.ended.undone(CutCalls(steps.states)),
+            self._seconds(),
+        )  # fmt: skip
+        logger.warning(
+            "%s recovered in %.2f s: from step %d back to %d, timeline %d; closures undone: %d",
+            ", ".join(event.lost), event.seconds, event.from_step, event.to_step, event.timeline,
+            len(event.closures),
+        )  # fmt: skip
+        return event
+
+    def _seconds(self) -> float:
+        """Return since when it recovers."""
+        now = asyncio.get_running_loop().time()
+        return now - (now if self._began is None else self._began)
+
     # The end.
 
     def stop(self) -> None:
         """The coordinator is being closed: what is lost from now on is at most noted."""
-        self.state.is_closed = True
+        self._do(self.rule.close())
 
     async def close(self) -> None:
         """Bring back nothing more; after ``stop``. Cancellation: safe."""
-        if self.replicas is not None:
-            await self.replicas.close()
-        await self.from_checkpoint.close()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.backups.close()

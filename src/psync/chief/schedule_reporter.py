@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from psync.client.ps_link import PsLink, always
 from psync.closures.queue import ClosureQueue
@@ -76,39 +77,31 @@ class ScheduleReporter:
         await self._link.call(always(message))
 
 
+@dataclass(eq=False)
 class FinalClosures:
-    """Tells ps tasks which closures are final: late updates of these are refused.
+    """Tells ps tasks which closures are final: late updates of these are refused."""
 
-    Args:
-        queue: Knows it.
-        tell: Tells all ps tasks that closures with smaller ids are final.
-
-    Attributes:
-        refused: Whether ps tasks refuse all that was scheduled before an error.
-    """
-
-    def __init__(self, queue: ClosureQueue, tell: Callable[[int], None]) -> None:
-        self._queue = queue
-        self._tell = tell
-        self._told = 0
-        self.refused = False
+    queue: ClosureQueue
+    tell: Callable[[int], None]  # tells all ps tasks that closures with smaller ids are final
+    told: int = 0
+    refused: bool = False  # whether ps tasks refuse all that was scheduled before an error
 
     def look(self, at_least: int = FINAL_EVERY) -> None:
         """Tell them if so many more closures are final than they know."""
-        if self._queue.low_water() - self._told >= at_least:
-            self._told = self._queue.low_water()
-            self._tell(self._told)
+        if self.queue.low_water() - self.told >= at_least:
+            self.told = self.queue.low_water()
+            self.tell(self.told)
 
     def look_for_errors(self) -> None:
         """Let steps be refused that compute on their loop and have not heard of an error yet."""
-        if self._queue.has_failed != self.refused:
+        if self.queue.has_failed != self.refused:
             self.refused = not self.refused
             if self.refused:
-                self._tell(self._queue.next_id)
+                self.tell(self.queue.next_id)
 
     def tell_again(self) -> None:
         """They know nothing of what they were told."""
-        self._tell(self._told)
+        self.tell(self.told)
 
 
 def _index(worker: str) -> int:

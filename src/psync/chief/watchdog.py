@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from psync.closures.closure import Closure, State
-from psync.closures.queue import ClosureQueue, QueueStatistics
+from psync.closures.queue import ClosureQueue
 from psync.net.task_reports import report_text
 from psync.serialization.failures import text_of
 
@@ -27,18 +27,11 @@ logger = logging.getLogger(__name__)
 LOOKS = 10
 """How often it is looked within the timeout; a report is that much late at most."""
 
+CLOSURE_LOOKS = 8
+"""The same of a closure's own timeout."""
+
 MAX_LISTED = 20
 """Workers, and names of steps, that a report lists."""
-
-
-def log_failure(task: asyncio.Task[None], ended: str) -> None:
-    """Log ``ended`` at ERROR if a task fails that nothing awaits."""
-
-    def look(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s", ended, exc_info=error)
-
-    task.add_done_callback(look)
 
 
 async def watch(
@@ -73,9 +66,34 @@ async def watch(
             since = now
 
 
-def count_of_ended(counts: QueueStatistics) -> int:
-    """Return how many closures have come to an end so far, whichever."""
-    return counts.finished + counts.failed + counts.exhausted + counts.cancelled
+async def watch_closures(
+    queue: ClosureQueue, timeout_s: float, give_up: Callable[[str, Closure], None]
+) -> None:
+    """Call ``give_up(worker, closure)`` where the same closure is the oldest for ``timeout_s``.
+
+    A step may compute for minutes on its worker's loop, which then answers nothing: a silent worker
+    is not taken for dead. Only the program knows how long its steps may take.
+
+    Args:
+        queue: Knows what each worker holds; the oldest is the one that runs.
+        timeout_s: Seconds that a closure may take.
+        give_up: Ends the connection to the worker.
+
+    Cancellation: Safe; it ends in no other way.
+    """
+    loop = asyncio.get_running_loop()
+    since: dict[tuple[str, Closure], float] = {}  # when each was seen first as the oldest
+    while True:
+        await asyncio.sleep(timeout_s / CLOSURE_LOOKS)
+        oldest: dict[str, Closure] = {}
+        for worker, closure in queue.in_flight():
+            if not closure.in_collective:  # or it would be given up for another one that is slow
+                oldest.setdefault(worker, closure)
+        now = loop.time()
+        since = {held: since.get(held, now) for held in oldest.items()}
+        for held in [held for held, start in since.items() if now - start >= timeout_s]:
+            del since[held]
+            give_up(*held)
 
 
 def log_stall(
@@ -126,15 +144,6 @@ def describe_closures(queue: ClosureQueue, unfinished: Iterable[Closure], now: f
         for error in queue.pending_errors[:MAX_LISTED]
     ]
     return lines
-
-
-def describe_missing(missing: Sequence[tuple[str, str]]) -> list[str]:
-    """Say which tasks are not connected.
-
-    Args:
-        missing: (name, address) of each.
-    """
-    return [f"not connected: {task} at {address}" for task, address in missing]
 
 
 def _since(closure: Closure, now: float) -> str:

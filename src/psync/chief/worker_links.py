@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass
 
-from psync.chief.attached_workers import AttachedWorkers
+from psync.chief.attached_workers import AttachedWorkers, WorkerRecord
+from psync.chief.ps_links import PsLinks
+from psync.chief.supervision import Supervision
 from psync.closures.flapping import Flapping
-from psync.closures.membership import Assign, Membership, SessionEnd, TaskState, backoff
+from psync.closures.membership import Membership, SessionEnd, TaskState, backoff
 from psync.cluster import parse_task_name, task_name
-from psync.errors import ConnectFailed, FencedError, PsyncError, TransportError, WorkerLost
-from psync.net.endpoint import Endpoint
+from psync.errors import (
+    ConnectFailed,
+    FencedError,
+    PsyncError,
+    TransportError,
+    WorkerLost,
+)
 from psync.net.peer import Peer
 from psync.wire.recovery_messages import EndSession, LeaveCluster
-
-if TYPE_CHECKING:
-    from psync.chief.cluster_links import ClusterLinks
+from psync.wire.worker_messages import AttachWorker
 
 logger = logging.getLogger(__name__)
 
@@ -30,82 +35,42 @@ STRANGER_PAUSE_S = 5.0
 """Pause before an address is tried again at which something else than our task answered."""
 
 
-class _Worker:
-    """One worker of the cluster, whether it is there or not. Its states:
-
-    - away: ``peers`` is None, ``gone`` is set;
-    - takes part: ``peers`` are its connections;
-    - leaving (``leaving``): it begins nothing new, and is away next;
-    - not kept (``is_kept`` is False): its supervisor ends with the next ``gone``.
-    """
-
-    __slots__ = (
-        "address", "gone", "is_kept", "joined", "leaving", "name", "peers", "place", "reason",
-        "sent_away", "supervisor",
-    )  # fmt: skip
-
-    def __init__(self, name: str, address: str, place: int) -> None:
-        self.name = name
-        self.address = address
-        self.place = place  # what steps call its index
-        self.supervisor: asyncio.Task[None] | None = None
-        self.is_kept = True  # it is connected to again; False: it is not wanted any more
-        self.joined: asyncio.Future[None] | None = None  # whoever added it waits for that
-        self.gone = asyncio.Event()  # set while it does not take part
-        self.gone.set()
-        self.begin()
-
-    def begin(self) -> None:
-        """A new session: nothing is known of its end."""
-        self.peers: tuple[Peer, Peer] | None = None  # control and bulk, once it takes part
-        self.leaving = False  # it has said that it leaves
-        self.reason = ""  # what it gave as its reason for leaving, or for not going on
-        self.sent_away: bool | None = None  # ended by us; True: what it runs is to blame
-
-
+@dataclass(eq=False)
 class WorkerLinks:
     """All connections of one coordinator to workers.
-
-    Args:
-        endpoint: Makes them.
-        membership: Of the cluster.
-        owner: The cluster's links.
-        workers: Address of every worker, by name.
-        flapping: Decides who is set aside.
 
     Attributes:
         attached: Those that take part.
         on_joined: Called with the name of one that is ready for closures.
         on_lost: Called with the name of one that is not there any more, and whether what it held
             may be the cause.
+        given_up: By name, what became of those that will not return.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        membership: Membership,
-        owner: ClusterLinks,
-        workers: dict[str, str],
-        flapping: Flapping,
-    ) -> None:
-        self._endpoint = endpoint
-        self._membership = membership
-        self._owner = owner
-        self._flapping = flapping
-        self.attached = AttachedWorkers()
-        self.on_joined: Callable[[str], None] = lambda _: None
-        self.on_lost: Callable[[str, bool], None] = lambda _, __: None
-        self.given_up: dict[str, str] = {}  # by name, what became of those that will not return
+    supervision: Supervision
+    membership: Membership
+    ps: PsLinks  # workers are told of them, and they are told to refuse workers
+    workers: InitVar[Mapping[str, str]]  # address of every worker, by name
+    flapping: Flapping  # decides who is set aside
+    tokens: tuple[str, str]  # of the strategy, and of this process
+
+    def __post_init__(self, workers: Mapping[str, str]) -> None:
+        self._endpoint = self.supervision.endpoint
         self._loop = asyncio.get_running_loop()
         self._places = {name: place for place, name in enumerate(workers)}  # also of those gone
         self._workers = {
-            name: _Worker(name, address, self._places[name]) for name, address in workers.items()
+            name: WorkerRecord(name, address, self._places[name])
+            for name, address in workers.items()
         }
+        self.attached = AttachedWorkers(self._workers)
+        self.on_joined: Callable[[str], None] = lambda _: None
+        self.on_lost: Callable[[str, bool], None] = lambda _, __: None
+        self.given_up: dict[str, str] = {}
 
     def start(self) -> None:
         """Connect to all of them, from now on."""
         for worker in self._workers.values():
-            worker.supervisor = self._owner.supervise(self._keep(worker))
+            worker.supervisor = self.supervision.supervise(self._keep(worker))
 
     def names(self) -> list[str]:
         """Return the name of each worker there ever was, by what steps call its index."""
@@ -117,12 +82,10 @@ class WorkerLinks:
 
     def describe(self) -> list[str]:
         """Say who is set aside and who is about to leave."""
+        aside = "is set aside for %.0f s, for it was lost again and again"
         now = self._loop.time()
         return (
-            [
-                f"{name} is set aside for {seconds:.0f} s, for it was lost again and again"
-                for name, seconds in self._flapping.set_aside(now)
-            ]
+            [f"{name} {aside % seconds}" for name, seconds in self.flapping.set_aside(now)]
             + [
                 f"{worker.name} leaves when its closure has ended"
                 for worker in self._workers.values()
@@ -150,11 +113,11 @@ class WorkerLinks:
         name = task_name("worker", index)
         assert name not in self._workers, "add_worker has looked"
         place = self._places.setdefault(name, len(self._places))
-        worker = self._workers[name] = _Worker(name, address, place)
+        worker = self._workers[name] = WorkerRecord(name, address, place)
         self.given_up.pop(name, None)
-        self._membership.add_worker(name, address)
+        self.membership.add_worker(name, address)
         worker.joined = self._loop.create_future()
-        worker.supervisor = self._owner.supervise(self._keep(worker))
+        worker.supervisor = self.supervision.supervise(self._keep(worker))
         try:
             async with asyncio.timeout(timeout_s):
                 await worker.joined
@@ -176,32 +139,33 @@ class WorkerLinks:
         Cancellation: It leaves all the same, and is not connected to again.
         """
         worker = self._workers[name]
-        worker.is_kept = False
         if worker.peers is not None:
             try:
+                worker.is_kept = False
                 await worker.peers[0].call(LeaveCluster(reason))
             except TransportError as exc:
                 logger.info("%s was not told to leave: %s", name, exc)
-            await worker.gone.wait()
-        await self._forget(worker)
+        await self._forget_gone(worker)
 
     async def give_up(self, name: str, reason: str) -> None:
         """Forget a worker whose process has ended, and is not started again.
 
         Args:
-            name: Of the worker.
+            name: Of the worker; one that was removed meanwhile is forgotten already.
             reason: What became of it.
 
         Cancellation: It is not connected to again.
         """
         worker = self._workers.get(name)
-        if worker is None:
-            return  # it was removed meanwhile
+        if worker is not None:
+            await self._forget_gone(worker)  # its connections end as it did: it is lost, or left
+            if name not in self._workers:
+                self.given_up[name] = reason
+
+    async def _forget_gone(self, worker: WorkerRecord) -> None:
         worker.is_kept = False
-        await worker.gone.wait()  # its connections end as it did: it is lost, or has left
+        await worker.gone.wait()
         await self._forget(worker)
-        if name not in self._workers:
-            self.given_up[name] = reason
 
     def all_given_up(self) -> WorkerLost | None:
         """Return who is gone, if there is no worker that might come again."""
@@ -238,17 +202,16 @@ class WorkerLinks:
 
     def leaves(self, peer: Peer, message: LeaveCluster) -> bool:
         """A worker is about to leave; return whether that is news."""
-        worker = self._current(peer)
+        worker = self.attached.current(peer)
         if worker is None or worker.leaving:
             return False
         worker.leaving, worker.reason = True, message.reason
-        self.attached.leaves(worker.name)
         logger.info("%s is about to leave (%s)", worker.name, message.reason)
         return True
 
     def session_ends(self, peer: Peer, message: EndSession) -> None:
         """A worker has nothing more to say."""
-        worker = self._current(peer)
+        worker = self.attached.current(peer)
         if worker is None or peer.lane != "control":
             return
         worker.reason = message.reason
@@ -256,19 +219,16 @@ class WorkerLinks:
         if worker.leaving:
             self._end(worker)
 
-    def _current(self, peer: Peer) -> _Worker | None:
-        return self._workers.get(peer.task) if self.attached.is_current(peer) else None
-
     # Supervision.
 
-    async def _keep(self, worker: _Worker) -> None:
-        failures, returns = 0, False
+    async def _keep(self, worker: WorkerRecord) -> None:
+        supervision, failures, returns = self.supervision, 0, False
         while worker.is_kept:
-            pause = self._flapping.remaining(worker.name, self._loop.time())
+            pause = self.flapping.remaining(worker.name, self._loop.time())
             if failures:
                 pause = max(pause, backoff(failures, self._endpoint.platform.uniform()))
             await asyncio.sleep(pause)
-            mine = self._owner.incarnation
+            mine = self._endpoint.incarnation
             try:
                 lanes = await self._attach(worker)
             except WorkerLost as exc:
@@ -276,13 +236,13 @@ class WorkerLinks:
                 failures += 1
                 continue
             except PsyncError as exc:
-                if not self._owner.is_up and isinstance(exc, FencedError):
-                    await self._owner.ask_again(mine, worker.name, worker.address)
+                if not supervision.is_up and isinstance(exc, FencedError):
+                    await supervision.ask_again(mine, worker.name, worker.address)
                     continue
                 if worker.joined is not None and not worker.joined.done():
                     worker.joined.set_exception(exc)
                     return
-                if not self._owner.is_up or isinstance(exc, FencedError):
+                if not supervision.is_up or isinstance(exc, FencedError):
                     raise
                 logger.error("%s cannot take part: %s", worker.name, exc)
                 await asyncio.sleep(STRANGER_PAUSE_S)
@@ -294,12 +254,9 @@ class WorkerLinks:
             if returns:
                 logger.warning("%s takes part again", worker.name)
             failures, returns = 0, True
-            worker.begin()
-            worker.peers = lanes
-            worker.gone.clear()
-            self.attached.joined(worker.name, *lanes)
+            worker.begin(lanes)
             self.on_joined(worker.name)
-            self._owner.worker_joined()
+            supervision.changed.set()
             if worker.joined is not None and not worker.joined.done():
                 worker.joined.set_result(None)
             await wait_any_closed(*lanes)
@@ -307,43 +264,36 @@ class WorkerLinks:
             for peer in lanes:
                 peer.abort()
 
-    def _end(self, worker: _Worker) -> None:
+    def _end(self, worker: WorkerRecord) -> None:
         """A worker does not take part any more."""
         if worker.peers is None:
             return  # it had left before its connections ended
-        control, bulk = worker.peers
+        error = worker.peers[0].error or worker.peers[1].error or "it closed the connection"
         worker.peers = None
+        misses_ps = any(parse_task_name(task)[0] == "ps" for task, _ in self.membership.missing())
         end = SessionEnd.of(
-            worker.leaving, worker.sent_away, worker.reason, misses_ps=self._misses_ps()
+            worker.name, worker.leaving, worker.sent_away, worker.reason, error, misses_ps=misses_ps
         )
         if end.in_order:
-            logger.info("%s has left (%s)", worker.name, worker.reason)
-            self._owner.perform(self._membership.left(worker.name))
+            logger.info("%s", end.text)
+            self.ps.fence(self.membership.left(worker.name))
         else:
             self._lost(worker.name)
-            error = control.error or bulk.error or "it closed the connection"
-            if end.blame:
-                what = f"{worker.name} is lost ({error})"
-            elif worker.sent_away is not None:
-                what = f"the session of {worker.name} was ended ({error})"
-            else:
-                what = f"{worker.name} cannot go on ({worker.reason})"
-            logger.warning("%s; its closures run again", what)
-            if end.counts:
-                self._count_loss(worker)
+            logger.warning("%s; its closures run again", end.text)
+        if end.counts:
+            self._count_loss(worker)
         worker.leaving = False
-        self.attached.gone(worker.name)
         self.on_lost(worker.name, end.blame)
         worker.gone.set()
 
-    def _count_loss(self, worker: _Worker) -> None:
-        pause = self._flapping.lost(worker.name, self._loop.time())
+    def _count_loss(self, worker: WorkerRecord) -> None:
+        pause = self.flapping.lost(worker.name, self._loop.time())
         if pause:
             logger.warning(
                 "%s is lost again and again; it is set aside for %g s", worker.name, pause
             )
 
-    async def _attach(self, worker: _Worker) -> tuple[Peer, Peer] | None:
+    async def _attach(self, worker: WorkerRecord) -> tuple[Peer, Peer] | None:
         """Return its control and bulk connection; None if one is gone already.
 
         Raises:
@@ -351,24 +301,24 @@ class WorkerLinks:
             PsyncError: The worker refuses, or something else answers.
         """
         # Nobody waits for one that has left, so nobody wants to read of it.
-        has_left = self._membership.state(worker.name) is TaskState.LEFT
+        has_left = self.membership.state(worker.name) is TaskState.LEFT
         level = logging.DEBUG if has_left else logging.WARNING
         connect = self._endpoint.connect_retrying
-        control = await connect(worker.address, worker.name, level=level)
-        try:
-            bulk = await connect(worker.address, worker.name, "bulk", level=level)
-        except BaseException:
-            control.abort()
-            raise
+        lanes = [await connect(worker.address, worker.name, level=level)]
         attached = False
         try:
+            lanes.append(await connect(worker.address, worker.name, "bulk", level=level))
+            control, bulk = lanes
             if control.is_open and bulk.is_open and bulk.incarnation == control.incarnation:
-                incarnation = self._connected(worker.name)
-                message = self._owner.attachment(worker.place, len(self._places), incarnation)
+                # In our own range, whatever the worker's clock says: ps tasks refuse whoever worked
+                # for an earlier coordinator, and nobody who works for the next one. See
+                # ``ps.succession.CoordinatorGrants``.
+                self.membership.connected(worker.name, self._endpoint.incarnation)
+                message = self._attachment(worker)
                 try:
                     await control.call(message)
                     # A ps may have moved meanwhile: then it is attached anew.
-                    attached = self._owner.ps_addresses() == message.ps_addresses
+                    attached = list(self.ps.addresses.values()) == message.ps_addresses
                 except TransportError as exc:
                     logger.info("%s: attaching it failed: %s", worker.name, exc)
                 finally:
@@ -376,25 +326,22 @@ class WorkerLinks:
                         self._lost(worker.name)
         finally:
             if not attached:  # also if it refuses: it has room for so many connections only
-                control.abort()
-                bulk.abort()
+                for lane in lanes:
+                    lane.abort()
         return (control, bulk) if attached else None
 
-    def _connected(self, worker: str) -> int:
-        # In our own range, whatever the worker's clock says: ps tasks refuse whoever worked for an
-        # earlier coordinator, and nobody who works for the next one. See
-        # ``ps.succession.CoordinatorGrants``.
-        actions = self._membership.connected(worker, self._owner.incarnation)
-        self._owner.perform(actions)
-        return next(action.incarnation for action in actions if isinstance(action, Assign))
+    def _attachment(self, worker: WorkerRecord) -> AttachWorker:
+        """Return what a worker is told."""
+        return AttachWorker(
+            worker.place, len(self._places), self.membership.incarnation(worker.name),
+            self._endpoint.incarnation, *self.tokens, list(self.ps.addresses.values()),
+            self.ps.ps_timeout_s,
+        )  # fmt: skip
 
     def _lost(self, worker: str) -> None:
-        self._owner.perform(self._membership.disconnected(worker, self._loop.time()))
+        self.ps.fence(self.membership.disconnected(worker))
 
-    def _misses_ps(self) -> bool:
-        return any(parse_task_name(task)[0] == "ps" for task, _ in self._membership.missing())
-
-    async def _forget(self, worker: _Worker) -> None:
+    async def _forget(self, worker: WorkerRecord) -> None:
         """Let go of a worker, whatever it does."""
         worker.is_kept = False
         supervisor = worker.supervisor
@@ -409,8 +356,8 @@ class WorkerLinks:
             worker.leaving = True
             worker.reason = worker.reason or "it was removed"
             self._end(worker)
-        self._owner.perform(self._membership.left(worker.name))
-        self._flapping.forget(worker.name)
+        self.ps.fence(self.membership.left(worker.name))
+        self.flapping.forget(worker.name)
         self._workers.pop(worker.name, None)
 
 

@@ -8,8 +8,9 @@ more than that the worker has it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from psync.errors import LocalProtocolError
 
@@ -47,20 +48,17 @@ class Event(Enum):
     __hash__ = object.__hash__
 
 
+_IN_VAIN = {Event.FAIL: State.FAILED, Event.END_OF_DATA: State.EXHAUSTED}
+_RUN = {Event.FINISH: State.FINISHED, **_IN_VAIN}
+
 MOVES: dict[State, dict[Event, State]] = {
     State.NEW: {
         Event.WAIT: State.WAITING,
         Event.QUEUE: State.QUEUED,
-        Event.FAIL: State.FAILED,
-        Event.END_OF_DATA: State.EXHAUSTED,
         Event.CANCEL: State.CANCELLED,
+        **_IN_VAIN,
     },
-    State.WAITING: {
-        Event.QUEUE: State.QUEUED,
-        Event.FAIL: State.FAILED,
-        Event.END_OF_DATA: State.EXHAUSTED,
-        Event.CANCEL: State.CANCELLED,
-    },
+    State.WAITING: {Event.QUEUE: State.QUEUED, Event.CANCEL: State.CANCELLED, **_IN_VAIN},
     State.QUEUED: {
         Event.DISPATCH: State.HELD,
         Event.FAIL: State.FAILED,  # only one that was lost with too many workers
@@ -70,17 +68,13 @@ MOVES: dict[State, dict[Event, State]] = {
         Event.GIVE_BACK: State.QUEUED,
         Event.LOSE: State.QUEUED,
         Event.ASK_TO_STOP: State.CANCELLING,
-        Event.FINISH: State.FINISHED,
-        Event.FAIL: State.FAILED,
-        Event.END_OF_DATA: State.EXHAUSTED,
+        **_RUN,
     },
     State.CANCELLING: {
         Event.GIVE_BACK: State.CANCELLED,
         Event.LOSE: State.CANCELLED,
-        Event.FINISH: State.FINISHED,
-        Event.FAIL: State.FAILED,
-        Event.END_OF_DATA: State.EXHAUSTED,
         Event.CANCEL: State.CANCELLED,
+        **_RUN,
     },
     State.FINISHED: {},
     State.FAILED: {},
@@ -89,60 +83,26 @@ MOVES: dict[State, dict[Event, State]] = {
 }
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Closure:
-    """One scheduled call of a step function. Only the queue changes it; others read it.
+    """One scheduled call of a step function. Only the queue changes it; others read it."""
 
-    ``is_replica``: whether it is one of a gang, see ``Replica``. ``in_collective``: whether it
-    runs and waits for other closures of its gang.
-
-    Args:
-        id: Number of the closure; grows in the order of ``schedule``.
-        payload: Whatever the coordinator needs to send it and to settle it. The queue never looks.
-        name: Name of the step function, for messages.
-        inline_bytes: Size of what is sent with it, in bytes.
-        dependencies: The closures whose values it takes as arguments, all scheduled before it.
-    """
-
-    __slots__ = (
-        "dependencies",
-        "dependents",
-        "error",
-        "id",
-        "inline_bytes",
-        "known_started",
-        "lost_on",
-        "name",
-        "num_missing",
-        "payload",
-        "state",
-        "times_back",
-        "worker",
-    )
-    is_replica = False
-    in_collective = False
-
-    def __init__(
-        self,
-        id: int,
-        payload: Any = None,
-        *,
-        name: str = "",
-        inline_bytes: int = 0,
-        dependencies: Sequence[Closure] = (),
-    ) -> None:
-        self.id = id
-        self.payload = payload
-        self.name = name
-        self.inline_bytes = inline_bytes
-        self.dependencies = dependencies  # emptied once it waits for them no more
-        self.state = State.NEW
-        self.error: BaseException | None = None  # how it ended, if not FINISHED
-        self.worker = ""  # holds it now, or held it last; "" before the first
-        self.lost_on: tuple[str, ...] = ()  # workers that were lost while they held it, in order
-        self.times_back = 0  # how often a worker was gone that held it, for whatever reason
-        self.num_missing = 0  # dependencies that have no value yet
-        self.dependents: list[Closure] | None = None  # those that wait for the value of this one
-        self.known_started = False  # its worker was asked to give it back and did not
+    id: int  # grows in the order of ``schedule``
+    payload: Any = None  # what is needed to send it and to settle it; the queue never looks
+    _: KW_ONLY
+    name: str = ""  # of the step function, for messages
+    inline_bytes: int = 0  # sent with it
+    dependencies: Sequence[Closure] = ()  # it takes their values; emptied once it waits no more
+    state: State = State.NEW
+    error: BaseException | None = None  # how it ended, if not FINISHED
+    worker: str = ""  # holds it now, or held it last; "" before the first
+    lost_on: tuple[str, ...] = ()  # workers that were lost while they held it, in order
+    times_back: int = 0  # how often a worker was gone that held it, for whatever reason
+    num_missing: int = 0  # dependencies that have no value yet
+    dependents: list[Closure] | None = None  # those that wait for the value of this one
+    known_started: bool = False  # its worker was asked to give it back and did not
+    in_collective: bool = False  # it runs, and waits for other closures of its gang
+    is_replica: ClassVar[bool] = False  # one of a gang, see ``Replica``
 
     @property
     def attempts(self) -> int:
@@ -168,12 +128,7 @@ class Replica(Closure):
     Its error is not one of the queue: it does not end what else is scheduled.
     """
 
-    __slots__ = ("in_collective",)
     is_replica = True
-
-    def __init__(self, id: int, payload: Any = None, *, name: str = "") -> None:
-        super().__init__(id, payload, name=name)
-        self.in_collective = False
 
 
 def move(closure: Closure, event: Event) -> None:

@@ -5,8 +5,8 @@ has them and knows what each living worker holds. It decides where closures run,
 how they end; that is ``queue``.
 
 **Prefetch.** An idle worker gets one closure, always. Further ones are sent ahead to a worker only
-while more are queued than there are workers: as many as take ``target_ahead_s`` to run at the pace
-that the worker measured, at least 1 and at most ``max_ahead``, with at most ``max_ahead_bytes`` of
+while more are queued than there are workers: as many as take ``TARGET_AHEAD_S`` to run at the pace
+that the worker measured, at least 1 and at most ``MAX_AHEAD``, with at most ``MAX_AHEAD_BYTES`` of
 inline arguments (a worker whose step computes on its event loop does not read). A worker is filled
 up again when half of that is gone, so that messages carry many. It runs what it holds one by
 one, in the order sent, and it alone knows which one has started.
@@ -42,7 +42,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeAlias
 
@@ -55,41 +55,29 @@ class ClosureOrder:
 
     def __init__(self) -> None:
         self._queued: dict[int, Closure] = {}  # by id, in no order
-        # The order. An id that is not queued any more is dropped when it comes to the head.
-        self._fresh: deque[int] = deque()  # of closures that were queued when scheduled
-        self._late: list[int] = []  # a heap: of those queued again, or late because of an input
+        self._ids: list[int] = []  # a heap; what is not queued any more goes when it is the first
 
     def __len__(self) -> int:
         return len(self._queued)
 
     def add(self, closure: Closure) -> None:
-        """Queue a closure whose id is above all that were added before."""
-        self._queued[closure.id] = closure
-        self._fresh.append(closure.id)
-
-    def add_late(self, closure: Closure) -> None:
         """Queue a closure at its place, before those with higher ids."""
         self._queued[closure.id] = closure
-        heapq.heappush(self._late, closure.id)
+        heapq.heappush(self._ids, closure.id)
 
     def discard(self, closure: Closure) -> None:
         """Take a queued closure out, wherever it stands."""
         del self._queued[closure.id]
         if not self._queued:
             self._queued.clear()  # of its table, too, which is as large as the longest queue was
-            self._fresh.clear()
-            self._late.clear()
+            self._ids.clear()
 
     def first(self) -> Closure:
         """Return the queued closure with the lowest id; there is one."""
-        queued, fresh, late = self._queued, self._fresh, self._late
-        while fresh and fresh[0] not in queued:
-            fresh.popleft()
-        while late and late[0] not in queued:
-            heapq.heappop(late)
-        if late and (not fresh or late[0] < fresh[0]):
-            return queued[late[0]]
-        return queued[fresh[0]]
+        queued, ids = self._queued, self._ids
+        while ids[0] not in queued:
+            heapq.heappop(ids)
+        return queued[ids[0]]
 
 
 TARGET_AHEAD_S = 0.002  # some round trips on a local network, and soon done by another worker
@@ -128,23 +116,19 @@ class WorkerStatistics:
     mean_s: float | None  # seconds per closure; None before its first result
 
 
+@dataclass(slots=True, eq=False)
 class _Worker:
     """What is known of one living worker."""
 
-    __slots__ = (
-        "ahead", "asked", "finished", "held", "held_bytes", "leaving", "mean_s", "name", "sated",
-    )  # fmt: skip
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.held: dict[int, Closure] = {}  # by id, in the order sent
-        self.held_bytes = 0  # inline bytes of all of them
-        self.ahead = 1  # closures it may hold beyond the running one
-        self.mean_s: float | None = None
-        self.asked: tuple[int, ...] = ()  # ids asked back and not answered for
-        self.sated = False  # gave back and has reported no end since: gets nothing ahead
-        self.leaving = False  # gets nothing any more
-        self.finished = 0
+    name: str
+    held: dict[int, Closure] = field(default_factory=dict)  # by id, in the order sent
+    held_bytes: int = 0  # inline bytes of all of them
+    ahead: int = 1  # closures it may hold beyond the running one
+    mean_s: float | None = None
+    asked: tuple[int, ...] = ()  # ids asked back and not answered for
+    sated: bool = False  # gave back and has reported no end since: gets nothing ahead
+    leaving: bool = False  # gets nothing any more
+    finished: int = 0
 
     def take(self, ids: Iterable[int], verb: str) -> list[Closure]:
         """Remove and return the closures with these ids: all, or none and raise."""
@@ -171,25 +155,9 @@ class _Worker:
 
 
 class Dispatcher:
-    """The queued closures, the living workers and what they hold.
+    """The queued closures, the living workers and what they hold."""
 
-    Args:
-        target_ahead_s: Seconds of work to keep on a worker beyond the running closure.
-        max_ahead: Most closures to keep there.
-        max_ahead_bytes: Most inline bytes to keep there.
-    """
-
-    def __init__(
-        self,
-        *,
-        target_ahead_s: float = TARGET_AHEAD_S,
-        max_ahead: int = MAX_AHEAD,
-        max_ahead_bytes: int = MAX_AHEAD_BYTES,
-    ) -> None:
-        self._target_ahead_s = target_ahead_s
-        self._max_ahead = max_ahead
-        self._max_ahead_bytes = max_ahead_bytes
-
+    def __init__(self) -> None:
         self.queued = ClosureOrder()
         self._workers: dict[str, _Worker] = {}
         self._idle: deque[_Worker] = deque()  # hold nothing; idle for longest first
@@ -251,11 +219,7 @@ class Dispatcher:
         if record.held or record.leaving:
             raise LocalProtocolError(f"{closure} cannot be sent to {worker}, which is not idle")
         self._idle.remove(record)
-        move(closure, Event.DISPATCH)
-        closure.worker = worker
-        record.held[closure.id] = closure
-        record.held_bytes += closure.inline_bytes
-        self.num_in_flight += 1
+        self._hold(record, closure)
         self._classify(record)
         return Dispatch(worker, (closure,))
 
@@ -285,17 +249,16 @@ class Dispatcher:
             raise RemoteProtocolError(
                 f"{worker} reported {mean_s} s per closure, expected a finite duration"
             )
-        closures = record.take(ids, "finished")
-        record.sated = False
+        closures = self.take(worker, ids, "finished")
         record.finished += len(closures)
         if closures:
             if record.mean_s is not None:
                 mean_s = record.mean_s + (mean_s - record.mean_s) * PACE_WEIGHT
             record.mean_s = mean_s
             # Compared before it is divided by: it may be 0.
-            many = mean_s * self._max_ahead <= self._target_ahead_s
-            record.ahead = self._max_ahead if many else max(1, int(self._target_ahead_s / mean_s))
-        self._released(record, len(closures))
+            many = mean_s * MAX_AHEAD <= TARGET_AHEAD_S
+            record.ahead = MAX_AHEAD if many else max(1, int(TARGET_AHEAD_S / mean_s))
+            self._classify(record)
         return closures
 
     def take_back(self, worker: str, ids: Sequence[int]) -> list[Closure]:
@@ -375,7 +338,7 @@ class Dispatcher:
         first = next(iter(record.held.values()))
         if not first.lost_on:  # or it runs alone
             room = record.ahead + 1 - len(record.held)
-            budget = self._max_ahead_bytes - (record.held_bytes - first.inline_bytes)
+            budget = MAX_AHEAD_BYTES - (record.held_bytes - first.inline_bytes)
             self._send(record, min(share, room), budget, batch, ahead=True)
 
     def _send(
@@ -388,22 +351,24 @@ class Dispatcher:
         ahead: bool = False,
     ) -> None:
         """Move up to ``most`` closures from the head of the queue to a worker and ``batch``."""
-        queued, held, name = self.queued, record.held, record.name
         while most:
-            closure = queued.first()
+            closure = self.queued.first()
             if (ahead and closure.lost_on) or closure.inline_bytes > max_bytes:
                 break
-            queued.discard(closure)
-            move(closure, Event.DISPATCH)
-            closure.worker = name
-            closure.known_started = False
-            held[closure.id] = closure
-            record.held_bytes += closure.inline_bytes
+            self.queued.discard(closure)
+            self._hold(record, closure)
             max_bytes -= closure.inline_bytes
-            self.num_in_flight += 1
             batch.append(closure)
             most -= 1
         self._classify(record)
+
+    def _hold(self, record: _Worker, closure: Closure) -> None:
+        move(closure, Event.DISPATCH)
+        closure.worker = record.name
+        closure.known_started = False
+        record.held[closure.id] = closure
+        record.held_bytes += closure.inline_bytes
+        self.num_in_flight += 1
 
     def _released(self, record: _Worker, num: int) -> None:
         """Note that a worker, which held them just now, holds ``num`` closures less."""

@@ -14,6 +14,7 @@ Source: Kubernetes' CrashLoopBackOff, whose pauses double up to five minutes.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 
 from psync.errors import ConfigurationError
 
@@ -23,16 +24,14 @@ FIRST_S = 30.0
 LONGEST_S = 300.0
 
 
+@dataclass(slots=True)
 class _Record:
     """What is known of one worker."""
 
-    __slots__ = ("last_lost", "losses", "pause_s", "until")
-
-    def __init__(self) -> None:
-        self.losses: deque[float] = deque()  # times of those within the window, oldest first
-        self.last_lost = 0.0
-        self.pause_s = 0.0  # how long it was set aside last; 0: it never was, or is forgiven
-        self.until = 0.0  # time until which it is set aside
+    losses: deque[float] = field(default_factory=deque)  # those within the window, oldest first
+    last_lost: float = 0.0
+    pause_s: float = 0.0  # how long it was set aside last; 0: it never was, or is forgiven
+    until: float = 0.0  # time until which it is set aside
 
 
 class Flapping:
@@ -41,28 +40,15 @@ class Flapping:
     Args:
         limit: Losses within the window that are borne; the next one sets the worker aside. None:
             none is ever set aside.
-        window_s: Length of the window.
-        first_s: For how long a worker is set aside first.
-        longest_s: For how long at most.
 
     Raises:
         ConfigurationError: If the limit is below 0.
     """
 
-    def __init__(
-        self,
-        limit: int | None = LIMIT,
-        *,
-        window_s: float = WINDOW_S,
-        first_s: float = FIRST_S,
-        longest_s: float = LONGEST_S,
-    ) -> None:
+    def __init__(self, limit: int | None = LIMIT) -> None:
         if limit is not None and limit < 0:
             raise ConfigurationError(f"max_flaps: expected at least 0 or None, got {limit}")
         self._limit = limit
-        self._window_s = window_s
-        self._first_s = first_s
-        self._longest_s = longest_s
         self._records: dict[str, _Record] = {}
 
     def lost(self, worker: str, now: float) -> float:
@@ -71,17 +57,17 @@ class Flapping:
             return 0.0
         record = self._records.setdefault(worker, _Record())
         well_since = max(record.until, record.last_lost)
-        if now - well_since >= record.pause_s + self._window_s:
+        if now - well_since >= record.pause_s + WINDOW_S:
             record.pause_s = 0.0
         record.last_lost = now
         losses = record.losses
         losses.append(now)
-        while now - losses[0] >= self._window_s:
+        while now - losses[0] >= WINDOW_S:
             losses.popleft()
         if len(losses) <= self._limit:
             return 0.0
         losses.clear()
-        record.pause_s = min(2 * record.pause_s or self._first_s, self._longest_s)
+        record.pause_s = min(2 * record.pause_s or FIRST_S, LONGEST_S)
         record.until = now + record.pause_s
         return record.pause_s
 

@@ -175,9 +175,10 @@ class Gang:
                 hint="every replica must call the same ones in the same order",
             )
             return self._fail(error, error)
-        if left := self._who_left(number):
-            error = self._different_numbers(left[0], replica, number)
-            return self._fail(error, error)
+        for left, other in enumerate(self._replicas):
+            if other.ended and other.arrived <= number:  # it has returned before it came here
+                error = self._different_numbers(left, replica, number)
+                return self._fail(error, error)
         if len(collective.here) < len(self._replicas):
             return []
         self._merging.add(number)
@@ -263,14 +264,6 @@ class Gang:
         for replica in replicas:
             self._replicas[replica].answered = self._replicas[replica].arrived
         return Refuse(tuple(replicas), cause)
-
-    def _who_left(self, number: int) -> list[int]:
-        """Return the replicas that have returned before they came to this collective."""
-        return [
-            replica
-            for replica, record in enumerate(self._replicas)
-            if record.ended and record.arrived <= number
-        ]
 
     def _different_numbers(self, left: int, waits: int, number: int) -> ContextError:
         return ContextError(

@@ -1,7 +1,7 @@
-"""Membership: liveness and incarnations of tasks, and the consequences of a loss.
+"""Membership: connections and incarnations of tasks, and the fences that a loss leads to.
 
-``Membership`` is the coordinator's view. Its inputs are connections made and ended, and the time;
-it returns what follows from that.
+``Membership`` is the coordinator's view. Its inputs are connections made and ended; it returns the
+fences that follow from that.
 
 **Incarnations** distinguish a task from its earlier runs. A task says at the handshake which one it
 was started under (its boot incarnation); on every connection it is assigned
@@ -17,11 +17,8 @@ if it returns. Its incarnation is fenced like a lost one's, since messages may b
 **Workers may be added** while training goes on. A name is never forgotten, so that the
 next worker of that name gets incarnations above all earlier ones.
 
-**A ps** holds state, so a broken connection says little. It is unreachable at first. If it returns
-under the same boot incarnation, its memory is as it was; under another one it is empty, and so its
-shards are lost; if it stays away for ``ps_timeout_s`` they are given up. One that was given up and
-returns with its memory is reported as back, too; the coordinator decides whether that still helps.
-A ps that connects is sent the fences of all workers that were lost before.
+**A ps** holds state, so a broken connection says little: whether it is lost, finds its link
+(``client.ps_link``). A ps that connects is sent the fences of all workers that were lost before.
 
 Source: TensorFlow's ``ClusterCoordinator`` and its ``WorkerPreemptionHandler``. Different: every
 task recovers by itself, a lost task is known by its connection and incarnation and not by the text
@@ -33,11 +30,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
 
 from psync.errors import LocalProtocolError
 
-PS_TIMEOUT_S = 30.0
 BACKOFF_MIN_S = 0.02
 BACKOFF_MAX_S = 5.0
 BACKOFF_FACTOR = 1.6
@@ -46,8 +41,7 @@ BACKOFF_FACTOR = 1.6
 class TaskState(Enum):
     CONNECTING = "connecting"  # was never here
     ALIVE = "alive"
-    UNREACHABLE = "unreachable"  # a ps that may return with its memory
-    LOST = "lost"  # may return; what it held is given up
+    LOST = "lost"  # its connection; it may return, a ps with its memory
     LEFT = "left"  # a worker that went in order, or is not wanted any more: nobody waits for it
 
 
@@ -65,51 +59,45 @@ class SessionEnd:
     A worker whose losses count is set aside if there are too many; see ``Flapping``.
     """
 
-    in_order: bool  # the worker has left
-    blame: bool  # what it ran may be the cause
-    counts: bool  # as a loss of the worker
+    text: str  # for the log
+    in_order: bool = False  # the worker has left
+    blame: bool = False  # what it ran may be the cause
+    counts: bool = False  # as a loss of the worker
 
     @classmethod
     def of(
-        cls, leaving: bool, sent_away: bool | None, reason: str, *, misses_ps: bool
-    ) -> SessionEnd:
+        cls, worker: str, leaving: bool, sent_away: bool | None, reason: str, error: object,
+        *, misses_ps: bool,
+    ) -> SessionEnd:  # fmt: skip
         """Return what an end means.
 
         Args:
+            worker: Its name.
             leaving: Whether the worker has said that it leaves.
             sent_away: None unless the coordinator ends it; then whether what runs is to blame.
             reason: What the worker gave as its reason for not going on, or "".
+            error: What its connections ended with.
             misses_ps: Whether a ps cannot be reached, which is a reason not to go on.
         """
         if leaving:
-            return cls(in_order=True, blame=False, counts=False)
-        if sent_away is not None:
-            return cls(in_order=False, blame=sent_away, counts=False)
-        if reason:
-            return cls(in_order=False, blame=False, counts=not misses_ps)
-        return cls(in_order=False, blame=True, counts=True)
+            return cls(f"{worker} has left ({reason})", in_order=True)
+        if sent_away is False:
+            return cls(f"the session of {worker} was ended ({error})")
+        if reason and sent_away is None:
+            return cls(f"{worker} cannot go on ({reason})", counts=not misses_ps)
+        return cls(f"{worker} is lost ({error})", blame=True, counts=sent_away is None)
 
 
 class TaskEvent(Enum):
     CONNECT = "connect"
-    LOSE_WORKER = "lose its connection (worker)"
+    LOSE = "lose its connection"
     LEAVE = "leave"
     ADD = "be added"
-    LOSE_PS = "lose its connection (ps)"
-    TIME_OUT = "time out"
 
 
 MOVES: dict[TaskState, dict[TaskEvent, TaskState]] = {
     TaskState.CONNECTING: {TaskEvent.CONNECT: TaskState.ALIVE, TaskEvent.LEAVE: TaskState.LEFT},
-    TaskState.ALIVE: {
-        TaskEvent.LOSE_WORKER: TaskState.LOST,
-        TaskEvent.LEAVE: TaskState.LEFT,
-        TaskEvent.LOSE_PS: TaskState.UNREACHABLE,
-    },
-    TaskState.UNREACHABLE: {
-        TaskEvent.CONNECT: TaskState.ALIVE,
-        TaskEvent.TIME_OUT: TaskState.LOST,
-    },
+    TaskState.ALIVE: {TaskEvent.LOSE: TaskState.LOST, TaskEvent.LEAVE: TaskState.LEFT},
     TaskState.LOST: {TaskEvent.CONNECT: TaskState.ALIVE, TaskEvent.LEAVE: TaskState.LEFT},
     TaskState.LEFT: {
         TaskEvent.CONNECT: TaskState.ALIVE,
@@ -117,17 +105,6 @@ MOVES: dict[TaskState, dict[TaskEvent, TaskState]] = {
         TaskEvent.LEAVE: TaskState.LEFT,
     },
 }
-
-
-# --- actions ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Assign:
-    """Tell the task, which has just connected, that it is this incarnation from now on."""
-
-    task: str
-    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,61 +116,15 @@ class Fence:
     below: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerIsLost:
-    """The worker is gone, lost or because it left: put back what it held."""
-
-    task: str
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterServerUnreachable:
-    """Nothing is lost yet: connect again, and let what needs this ps wait."""
-
-    task: str
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterServerBack:
-    """The ps is reachable again, with the memory that it had."""
-
-    task: str
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterServerIsLost:
-    """What the ps held is gone. If it is alive, it is empty and can be restored to."""
-
-    task: str
-
-
-Action: TypeAlias = (
-    Assign
-    | Fence
-    | WorkerIsLost
-    | ParameterServerUnreachable
-    | ParameterServerBack
-    | ParameterServerIsLost
-)
-
-
-# --- the rule --------------------------------------------------------------------------------
-
-
+@dataclass(slots=True)
 class _Task:
     """What is known of one task."""
 
-    __slots__ = ("address", "boot", "deadline", "fenced_below", "incarnation", "is_ps", "state")
-
-    def __init__(self, address: str, *, is_ps: bool) -> None:
-        self.address = address
-        self.is_ps = is_ps
-        self.state = TaskState.CONNECTING
-        self.boot: int | None = None  # boot incarnation of the latest connection
-        self.incarnation = -1  # last assigned; -1 before the first
-        self.fenced_below = 0  # incarnations of a worker that are refused; 0: none was lost
-        self.deadline = 0.0  # of an unreachable ps: the time at which it is given up
+    address: str
+    is_ps: bool
+    state: TaskState = TaskState.CONNECTING
+    incarnation: int = -1  # last assigned; -1 before the first
+    fenced_below: int = 0  # incarnations of a worker that are refused; 0: none was lost
 
 
 class Membership:
@@ -202,17 +133,9 @@ class Membership:
     Args:
         workers: Address of every worker, by its name.
         ps: Address of every ps, by its name.
-        ps_timeout_s: Seconds that a ps may be unreachable before its shards are given up.
     """
 
-    def __init__(
-        self,
-        workers: Mapping[str, str],
-        ps: Mapping[str, str],
-        *,
-        ps_timeout_s: float = PS_TIMEOUT_S,
-    ) -> None:
-        self._ps_timeout_s = ps_timeout_s
+    def __init__(self, workers: Mapping[str, str], ps: Mapping[str, str]) -> None:
         self._tasks = {name: _Task(address, is_ps=True) for name, address in ps.items()}
         self._tasks |= {name: _Task(address, is_ps=False) for name, address in workers.items()}
 
@@ -233,50 +156,30 @@ class Membership:
         self._move(task, record, TaskEvent.ADD)
         record.address = address
 
-    def connected(self, task: str, boot_incarnation: int) -> list[Action]:
+    def connected(self, task: str, boot_incarnation: int) -> list[Fence]:
         """A connection to the task was made, whose handshake gave its boot incarnation.
+
+        Its ``incarnation`` is another one from now on.
 
         Raises:
             LocalProtocolError: If the task is unknown or already connected.
         """
         record = self._record(task)
-        was = record.state
         self._move(task, record, TaskEvent.CONNECT)
-        same_life = record.boot == boot_incarnation
-        record.boot = boot_incarnation
         record.incarnation = max(boot_incarnation, record.incarnation + 1)
-        actions: list[Action] = [Assign(task, record.incarnation)]
-        if record.is_ps:
-            actions += [
-                Fence(task, name, other.fenced_below)
-                for name, other in self._tasks.items()
-                if other.fenced_below
-            ]
-            if was is not TaskState.CONNECTING and same_life:
-                actions.append(ParameterServerBack(task))
-            elif was is TaskState.UNREACHABLE:
-                actions.append(ParameterServerIsLost(task))
-        return actions
+        return [Fence(task, *fence) for fence in self.fences()] if record.is_ps else []
 
-    def disconnected(self, task: str, now: float) -> list[Action]:
-        """The connection to the task ended.
-
-        Args:
-            task: Name of the task.
-            now: The time, in seconds, on the clock that ``tick`` is given.
+    def disconnected(self, task: str) -> list[Fence]:
+        """The connection to the task ended: a worker is lost.
 
         Raises:
             LocalProtocolError: If the task is unknown or not connected.
         """
         record = self._record(task)
-        if record.is_ps:
-            self._move(task, record, TaskEvent.LOSE_PS)
-            record.deadline = now + self._ps_timeout_s
-            return [ParameterServerUnreachable(task)]
-        self._move(task, record, TaskEvent.LOSE_WORKER)
-        return self._gone(task, record)
+        self._move(task, record, TaskEvent.LOSE)
+        return [] if record.is_ps else self._gone(task, record)
 
-    def left(self, worker: str) -> list[Action]:
+    def left(self, worker: str) -> list[Fence]:
         """A worker has left in order, or is not wanted any more.
 
         Raises:
@@ -289,32 +192,14 @@ class Membership:
         self._move(worker, record, TaskEvent.LEAVE)
         return self._gone(worker, record) if was_alive else []
 
-    def _gone(self, worker: str, record: _Task) -> list[Action]:
+    def _gone(self, worker: str, record: _Task) -> list[Fence]:
         """Fence a worker whose connection has ended."""
         record.fenced_below = record.incarnation + 1
-        actions: list[Action] = [
+        return [
             Fence(name, worker, record.fenced_below)
             for name, other in self._tasks.items()
             if other.is_ps and other.state is TaskState.ALIVE
         ]
-        actions.append(WorkerIsLost(worker, record.incarnation))
-        return actions
-
-    def tick(self, now: float) -> list[Action]:
-        """Give up each ps that has been unreachable for too long by the time ``now``."""
-        actions: list[Action] = []
-        for name, record in self._tasks.items():
-            if record.state is TaskState.UNREACHABLE and now >= record.deadline:
-                self._move(name, record, TaskEvent.TIME_OUT)
-                actions.append(ParameterServerIsLost(name))
-        return actions
-
-    def next_deadline(self) -> float | None:
-        """Return the time at which ``tick`` has something to do, or None."""
-        return min(
-            (r.deadline for r in self._tasks.values() if r.state is TaskState.UNREACHABLE),
-            default=None,
-        )
 
     def state(self, task: str) -> TaskState:
         """Return the state of a task of the cluster."""

@@ -5,19 +5,91 @@ consequences for the rest are collected until ``news`` is called: ``Settle`` and
 
 A closure that ends without a value fails those that needed the value. If it ends with an error,
 that ends everything: what no worker holds is cancelled, the rest is asked to stop. ``QueueErrors``
-keeps the errors that a join raises.
+keeps the errors that a join raises. ``Waits`` knows who waits for values of inputs, and for gangs.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from psync.closures.closure import Closure, Event, State, move
 from psync.closures.dispatcher import Dispatcher
-from psync.closures.waits import Waits
 from psync.errors import ClosureCancelled, ClosureError, ClosureInputError, WorkerLost
+
+
+@dataclass(slots=True, eq=False)
+class Barrier:
+    """What keeps closures that come before a gang from those that come after it."""
+
+    cutoff: int  # closures with ids below it come before
+    behind: list[Closure] = field(default_factory=list)  # they wait until it is opened
+
+
+class Waits:
+    """Who waits for whom. A closure counts what it misses itself; a barrier counts as one input."""
+
+    def __init__(self) -> None:
+        self.barriers: list[Barrier] = []  # that are not open, in order
+
+    def add_barrier(self, cutoff: int) -> Barrier:
+        """Let closures wait that begin to from now on, until the barrier is opened."""
+        barrier = Barrier(cutoff)
+        self.barriers.append(barrier)
+        return barrier
+
+    def begin(self, closure: Closure) -> bool:
+        """Return whether this closure, which is new, has to wait; if so, it begins to.
+
+        None of its inputs has ended without a value.
+        """
+        inputs = dict.fromkeys(closure.dependencies)
+        unfinished = [c for c in inputs if c.state is not State.FINISHED]
+        for dependency in unfinished:
+            if dependency.dependents is None:
+                dependency.dependents = []
+            dependency.dependents.append(closure)
+        closure.num_missing = len(unfinished)
+        if self.barriers:
+            self.barriers[-1].behind.append(closure)
+            closure.num_missing += 1
+        if not closure.num_missing:
+            closure.dependencies = ()
+        return closure.num_missing > 0
+
+    def has_value(self, closure: Closure) -> list[Closure]:
+        """A closure has its value. Return those that waited for nothing else."""
+        dependents, closure.dependents = closure.dependents, None
+        return _less_one(dependents or ())
+
+    def has_no_value(self, closure: Closure) -> list[Closure]:
+        """A closure ended without a value. Return those that waited for it, in vain."""
+        dependents, closure.dependents = closure.dependents, None
+        return [c for c in dependents or () if c.state is State.WAITING]
+
+    def open(self, barrier: Barrier) -> list[Closure]:
+        """Take a barrier away. Return those that waited for nothing else.
+
+        What is behind it waits for the barrier before it, if there is one.
+        """
+        at = self.barriers.index(barrier)
+        del self.barriers[at]
+        if at:
+            self.barriers[at - 1].behind += barrier.behind
+            return []
+        return _less_one(barrier.behind)
+
+
+def _less_one(closures: Iterable[Closure]) -> list[Closure]:
+    """Each of these misses one thing less. Return those that miss nothing now."""
+    ready: list[Closure] = []
+    for closure in closures:
+        closure.num_missing -= 1
+        if closure.num_missing == 0 and closure.state is State.WAITING:  # or it was cancelled
+            closure.dependencies = ()
+            ready.append(closure)
+    return ready
 
 
 class QueueErrors:
@@ -54,15 +126,15 @@ class QueueErrors:
         )
 
 
-def input_error(closure: Closure, source: Closure) -> ClosureInputError:
-    """Return the error of a closure whose input ``source`` ended without a value."""
+def without_input(closure: Closure, source: Closure) -> tuple[Event, ClosureInputError]:
+    """Return how a closure ends whose input ``source`` ended without a value."""
     cause = root_of(source)
     error = ClosureInputError(
         f"{closure} was not run: its input, {source}, ended with "
         f"{type(cause).__name__}: {cause.args[0] if cause.args else cause}"
     )
     error.__cause__ = cause
-    return error
+    return (Event.END_OF_DATA if source.state is State.EXHAUSTED else Event.FAIL), error
 
 
 def loss_error(closure: Closure) -> ClosureError:
@@ -167,7 +239,7 @@ class OpenClosures:
         """Queue, at their places, those that wait for nothing any more."""
         for closure in closures:
             move(closure, Event.QUEUE)
-            self._dispatcher.queued.add_late(closure)
+            self._dispatcher.queued.add(closure)
 
     def come_back(self, closures: list[Closure], event: Event) -> int:
         """Queue again what no worker holds any more, or end it cancelled; return how many queued.
@@ -178,7 +250,7 @@ class OpenClosures:
         for closure in closures:
             if closure.state is State.HELD:
                 move(closure, event)
-                self._dispatcher.queued.add_late(closure)
+                self._dispatcher.queued.add(closure)
         for closure in stopped:
             self.end(closure, event, self.errors.cancelled(closure))
         return len(closures) - len(stopped)
@@ -205,11 +277,6 @@ class OpenClosures:
         self._settle(closure, event, error)
         if not closure.is_replica:
             self._ended_without_value(closure)
-
-    def end_without_input(self, closure: Closure, source: Closure) -> None:
-        """The same of a closure whose input ``source`` has ended without a value."""
-        self._settle_without_input(closure, source)
-        self._ended_without_value(closure)
 
     def ask_to_stop(self, closure: Closure) -> None:
         """Let the worker that holds a closure be asked to stop it."""
@@ -265,7 +332,7 @@ class OpenClosures:
         chain = [closure]
         for source in chain:  # which grows
             for dependent in self.waits.has_no_value(source):
-                self._settle_without_input(dependent, source)
+                self._settle(dependent, *without_input(dependent, source))
                 chain.append(dependent)
         # One error for the whole chain: the others have the same cause.
         failed = next((c for c in chain if c.state is State.FAILED), None)
@@ -274,9 +341,3 @@ class OpenClosures:
             self.end_all(f"{failed} failed{f' on {failed.worker}' if failed.worker else ''}")
         if closure.state is State.EXHAUSTED:
             self.errors.note_end_of_data(closure)
-
-    def _settle_without_input(self, closure: Closure, source: Closure) -> None:
-        """End a closure because its input ``source`` ended without a value."""
-        at_end = source.state is State.EXHAUSTED
-        event = Event.END_OF_DATA if at_end else Event.FAIL
-        self._settle(closure, event, input_error(closure, source))

@@ -1,8 +1,8 @@
 """The closure queue: the state of every closure, and the actions that each event leads to.
 
 ``ClosureQueue`` gets events and returns what to do, as a list of actions. It knows no clock, no
-network and no function to call. ``dispatcher`` decides which worker runs a closure; ``waits`` what
-it waits for before that; ``open`` what its end means for others, and which errors a join raises.
+network and no function to call. ``dispatcher`` decides which worker runs a closure; ``open`` what
+it waits for before that, what its end means for others, and which errors a join raises.
 
 **An error ends everything**, at once: what is queued is cancelled, what is in flight is asked to
 stop, and what is scheduled from then on is cancelled too. Nothing is dispatched. What cannot be
@@ -21,17 +21,15 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from psync.closures.closure import Closure, Event, Replica, State, move
-from psync.closures.dispatcher import (
-    MAX_AHEAD,
-    MAX_AHEAD_BYTES,
-    TARGET_AHEAD_S,
-    Dispatch,
-    Dispatcher,
-    GiveBack,
-    WorkerStatistics,
+from psync.closures.dispatcher import Dispatch, Dispatcher, GiveBack, WorkerStatistics
+from psync.closures.open import (
+    Barrier,
+    Cancel,
+    OpenClosures,
+    Settle,
+    loss_error,
+    without_input,
 )
-from psync.closures.open import Cancel, OpenClosures, Settle, loss_error
-from psync.closures.waits import Barrier
 from psync.errors import LocalProtocolError, RemoteProtocolError, WorkerLost
 
 MAX_LOSSES = 3  # as Dask, which gives a task up when it has taken three workers with it
@@ -68,26 +66,14 @@ class ClosureQueue:
     of a later one) drops its payload, if that is large.
 
     Args:
-        target_ahead_s: Seconds of work to keep on a worker beyond the running closure.
-        max_ahead: Most closures to keep there.
-        max_ahead_bytes: Most inline bytes to keep there.
         max_losses: A closure fails when this many workers were lost while they held it.
 
     Attributes:
         dispatcher: Which closures are queued, and what each worker holds.
     """
 
-    def __init__(
-        self,
-        *,
-        target_ahead_s: float = TARGET_AHEAD_S,
-        max_ahead: int = MAX_AHEAD,
-        max_ahead_bytes: int = MAX_AHEAD_BYTES,
-        max_losses: int = MAX_LOSSES,
-    ) -> None:
-        self.dispatcher = Dispatcher(
-            target_ahead_s=target_ahead_s, max_ahead=max_ahead, max_ahead_bytes=max_ahead_bytes
-        )
+    def __init__(self, *, max_losses: int = MAX_LOSSES) -> None:
+        self.dispatcher = Dispatcher()
         self._max_losses = max_losses
         self._open = OpenClosures(self.dispatcher)
         self._errors = self._open.errors
@@ -134,7 +120,7 @@ class ClosureQueue:
         if self._errors.ending is not None:
             self._open.end(closure, Event.CANCEL, self._errors.cancelled(closure))
         elif failed := [c for c in inputs if c.is_final and c.state is not State.FINISHED]:
-            self._open.end_without_input(closure, failed[0])
+            self._open.end(closure, *without_input(closure, failed[0]))
         else:
             self._open.wait_or_queue(closure)
         self._open.last_id = closure.id

@@ -35,26 +35,6 @@ class Mark(Enum):
     DONE = "done"
 
 
-class Event(Enum):
-    """What happens to it."""
-
-    HAND_OUT = "be handed out"
-    LOSE = "lose its worker"
-    FINISH = "finish"
-    PUT_BACK = "be put back"
-
-
-MOVES: dict[Mark, dict[Event, Mark]] = {
-    Mark.PENDING: {Event.HAND_OUT: Mark.HANDED_OUT},
-    Mark.HANDED_OUT: {
-        Event.LOSE: Mark.HANDED_OUT,
-        Event.FINISH: Mark.DONE,
-        Event.PUT_BACK: Mark.PENDING,
-    },
-    Mark.DONE: {},
-}
-
-
 @dataclass(frozen=True, slots=True)
 class EpochAccount:
     """What became of the shards of one epoch. Shards are named by their index."""
@@ -111,9 +91,7 @@ class Visitation:
         self.epoch = 0  # whose shards are handed out; num_epochs when all is done
         self._seed = None if shuffle_seed is None else _at_least("shuffle_seed", shuffle_seed, 0)
         self._past: list[dict[int, int]] = []  # of each complete epoch, runs of restarted shards
-        self._marks = [Mark.PENDING] * num_shards
-        self._unfinished = [0] * num_shards  # runs that ended without finishing their shard
-        self._num_undone = num_shards
+        self._begin_epoch()
         if state is not None:
             self._restore(state)
 
@@ -143,11 +121,11 @@ class Visitation:
 
     def hand_out(self, shard: int) -> None:
         """A worker is to run ``shard``. Raises LocalProtocolError unless it is pending."""
-        self._move(shard, Event.HAND_OUT)
+        self._move(shard, Mark.PENDING, Mark.HANDED_OUT, "be handed out")
 
     def lose(self, shard: int) -> None:
         """Its worker was lost: it runs again. Raises LocalProtocolError unless handed out."""
-        self._move(shard, Event.LOSE)
+        self._move(shard, Mark.HANDED_OUT, Mark.HANDED_OUT, "lose its worker")
         self._unfinished[shard] += 1
 
     def put_back(self, shard: int, *, begun: bool) -> None:
@@ -157,21 +135,24 @@ class Visitation:
             shard: Index of the shard.
             begun: Whether a run may have seen a part of it.
         """
-        self._move(shard, Event.PUT_BACK)
+        self._move(shard, Mark.HANDED_OUT, Mark.PENDING, "be put back")
         self._unfinished[shard] += begun
 
     def finish(self, shard: int) -> None:
         """It is done; with the last one the next epoch begins. Raises LocalProtocolError
         unless it was handed out."""
-        self._move(shard, Event.FINISH)
+        self._move(shard, Mark.HANDED_OUT, Mark.DONE, "finish")
         self._num_undone -= 1
         if self._num_undone == 0:
             self._past.append(self._runs())
             self.epoch += 1
             if not self.is_over:
-                self._marks = [Mark.PENDING] * self.num_shards
-                self._unfinished = [0] * self.num_shards
-                self._num_undone = self.num_shards
+                self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self._marks = [Mark.PENDING] * self.num_shards
+        self._unfinished = [0] * self.num_shards  # runs that ended without finishing their shard
+        self._num_undone = self.num_shards
 
     def account(self) -> list[EpochAccount]:
         """Return what became of every shard, for each epoch that has begun."""
@@ -192,12 +173,11 @@ class Visitation:
             if count
         }
 
-    def _move(self, shard: int, event: Event) -> None:
-        mark = self._marks[shard]
-        moved = MOVES[mark].get(event)
-        if moved is None:
-            raise LocalProtocolError(f"shard {shard} cannot {event.value}: it is {mark.value}")
-        self._marks[shard] = moved
+    def _move(self, shard: int, before: Mark, after: Mark, verb: str) -> None:
+        if self._marks[shard] is not before:
+            mark = self._marks[shard].value
+            raise LocalProtocolError(f"shard {shard} cannot {verb}: it is {mark}")
+        self._marks[shard] = after
 
     # To be kept, and gone on from.
 

@@ -236,15 +236,14 @@ class BackupService:
         began = asyncio.get_running_loop().time()
         why = f"backup {sender.order.epoch}"
 
-        def begin() -> Awaitable[tuple[Frozen, int, list[Entry]]]:
-            # Entries from now on are kept for the backup; all before them are in the snapshot.
-            return self._frozen(executor, sender, executor.begin_copy(self._steps.groups()) + 1)
-
         try:
             try:
                 # A step that is being closed is wholly in the snapshot, or in the log.
                 await self._steps.pause(why)
-                snapshot = await executor.in_turn(begin)
+                # Entries from now on are kept for the backup, though the snapshot may have to wait
+                # for its turn; all before them are in it.
+                first = executor.begin_copy(self._steps.groups()) + 1
+                snapshot = await executor.in_turn(lambda: self._frozen(executor, sender, first))
             finally:
                 self._steps.resume(why)
             await sender.copy(*snapshot)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from psync.errors import BusyError
+from psync.errors import BusyError, PsyncError
 from psync.net.peer import Reply
 from psync.ps.cooperative_work import LongWork
 from psync.store.store import Key, ShardStore
@@ -106,6 +106,8 @@ class Computes:
         failed: Exception | None = None
         compute = job.compute
         try:
+            if self._work.is_torn:  # perhaps in the very shards that this one changes
+                raise PsyncError(f"{self._store.task} ends: an update failed half-way")
             if compute.in_pieces is not None:
                 await compute.in_pieces()
         except Exception as exc:

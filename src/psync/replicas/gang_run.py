@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from psync.closures.closure import Replica
 from psync.closures.gang import Gang
-from psync.closures.waits import Barrier
+from psync.closures.open import Barrier
 from psync.errors import ClosureInputError, ReplicaValueError
 from psync.net.peer import Reply
 from psync.numerics.replica_values import local_results

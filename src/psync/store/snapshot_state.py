@@ -239,8 +239,7 @@ class _StateReader:
         groups = dict(map(self._group, listed))
         self._once(groups, listed, "a group")
         counted = tuple(map(self._counted, take.sequence(top.get("counted"), "counted")))
-        listed = take.sequence(top.get("pending", []), "pending closures")
-        pending = tuple(take.number(number, "a pending closure") for number in listed)
+        pending = tuple(take.numbers(top.get("pending", []), "pending closures"))
         return SnapshotState(
             tuple(shards), tuple(items), versions,
             {key: counts for key, counts in pushes.items() if counts}, optimizers,
@@ -266,14 +265,11 @@ class _StateReader:
     def _spec(self, shard: Mapping[str, Any]) -> ShardSpec:
         take = self._take
         name = take.text(shard.get("variable"), "name of a variable")
-        numbers = {
-            field: take.number(shard.get(field), f"{field} of a shard of {name!r}")
+        number, index, offset, ps = (
+            take.number(shard.get(field), f"{field} of a shard of {name!r}")
             for field in ("id", "index", "offset", "ps")
-        }
-        shape = tuple(
-            take.number(extent, f"shape of a shard of {name!r}")
-            for extent in take.sequence(shard.get("shape"), f"shape of a shard of {name!r}")
         )
+        shape = tuple(take.numbers(shard.get("shape"), f"shape of a shard of {name!r}"))
         dtype = take.text(shard.get("dtype"), f"dtype of {name!r}")
         try:
             size = dtype_of(dtype).itemsize * math.prod(shape)
@@ -281,9 +277,7 @@ class _StateReader:
             raise take.wrong(f"dtype of {name!r}", exc.message, dtype) from exc
         if size > MAX_ITEM_BYTES:
             raise take.wrong(f"shape of a shard of {name!r}", "what fits a machine", shape)
-        return ShardSpec(
-            name, numbers["id"], numbers["index"], numbers["offset"], shape, dtype, numbers["ps"]
-        )
+        return ShardSpec(name, number, index, offset, shape, dtype, ps)
 
     def _items(self, spec: ShardSpec, shard: Mapping[str, Any]) -> list[SnapshotItem]:
         take = self._take
@@ -314,10 +308,10 @@ class _StateReader:
     def _pushes(self, spec: ShardSpec, shard: Mapping[str, Any]) -> dict[int, int]:
         take, counts = self._take, dict[int, int]()
         for entry in take.sequence(shard.get("pushes"), f"pushes to {spec}"):
-            number, count = take.sequence(entry, f"pushes to {spec}", 2)
-            if take.number(number, f"pushes to {spec}") not in self._rules:
+            number, count = take.numbers(entry, f"pushes to {spec}", 2)
+            if number not in self._rules:
                 raise take.wrong(f"pushes to {spec}", "of an optimizer that is there", entry)
-            counts[number] = take.number(count, f"pushes to {spec}")
+            counts[number] = count
         return counts
 
     def _ledger(self, top: Mapping[str, Any]) -> LedgerState:
@@ -327,9 +321,7 @@ class _StateReader:
         sets = list(map(self._set, take.sequence(top.get("variable_sets"), "variable_sets")))
         calls = []
         for entry in take.sequence(top.get("calls"), "calls"):
-            closure, ordinal, place = (
-                take.number(number, "a call") for number in take.sequence(entry, "a call", 3)
-            )
+            closure, ordinal, place = take.numbers(entry, "a call", 3)
             if place >= len(sets):
                 raise take.wrong("a call", "the place of a variable set", entry)
             calls.append((closure, ordinal, *sets[place]))
@@ -343,12 +335,10 @@ class _StateReader:
         )
 
     def _parts(self, top: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]:
-        take, what, parts = self._take, "parts of a call", []
+        take, parts = self._take, []
         for entry in take.sequence(top.get("parts", []), "parts of calls"):
-            closure, ordinal, count = take.sequence(entry, what, 3)
-            parts.append(
-                (take.number(closure, what), take.number(ordinal, what), take.number(count, what))
-            )
+            closure, ordinal, count = take.numbers(entry, "parts of a call", 3)
+            parts.append((closure, ordinal, count))
         return tuple(parts)
 
     def _sender(self, entry: Any) -> SenderState:
@@ -360,11 +350,8 @@ class _StateReader:
             sequence, call, data = take.sequence(answer, f"an answer to {task}", 3)
             sequence = take.number(sequence, f"an answer to {task}")
             if call is not None:
-                closure, ordinal = take.sequence(call, f"a call of {task}", 2)
-                call = (
-                    take.number(closure, f"a call of {task}"),
-                    take.number(ordinal, f"a call of {task}"),
-                )
+                closure, ordinal = take.numbers(call, f"a call of {task}", 2)
+                call = closure, ordinal
             answers[sequence] = (sequence, call, take.hex(data, f"an answer to {task}"))
         self._once(answers, listed, f"an answer to {task}")
         return SenderState(
@@ -401,8 +388,6 @@ class _StateReader:
 
     def _counted(self, entry: Any) -> tuple[int, int, int, bytes]:
         take, what = self._take, "a call that was counted"
-        group, closure, ordinal, digest = take.sequence(entry, what, 4)
-        return (
-            take.number(group, what), take.number(closure, what), take.number(ordinal, what),
-            take.hex(digest, what),
-        )  # fmt: skip
+        *numbers, digest = take.sequence(entry, what, 4)
+        group, closure, ordinal = take.numbers(numbers, what)
+        return group, closure, ordinal, take.hex(digest, what)

@@ -63,6 +63,13 @@ class UntrustedJson:
             raise self.wrong(what, "a whole number from 0", value)
         return int(value)
 
+    def numbers(self, value: Any, what: str, length: int | None = None) -> list[int]:
+        """Return a list of such numbers, of ``length`` entries if that is given."""
+        listed = self.sequence(value, what, length)
+        if not all(type(each) is int and 0 <= each < _MOST for each in listed):
+            raise self.wrong(what, "whole numbers from 0", value)
+        return list(listed)
+
     def integer(self, value: Any, what: str) -> int:
         """Return a whole number that fits 64 bits."""
         if isinstance(value, bool) or not isinstance(value, int) or not -_MOST <= value < _MOST:

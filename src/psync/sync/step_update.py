@@ -91,6 +91,7 @@ class StepUpdate:
     _gradients: Sequence[Sequence[Gradient]] = ()  # of each shard, in the order of the sum
     _weights: Sequence[Sequence[float]] = ()  # of each shard
     _decay: float = 0.0
+    _one: np.ndarray | None = None  # by which the global step is raised
     _pushes: Sequence[Sequence[np.ndarray]] = field(default=())  # if all carry the same shards
 
     def __post_init__(self) -> None:
@@ -100,7 +101,8 @@ class StepUpdate:
         """Take the parts of the step's pushes, in the order in which they are summed.
 
         Raises:
-            GradientError: A weight is none.
+            GradientError: A weight is none, or the global step is no integer.
+            UnknownVariableError: The global step is not here.
             RemoteProtocolError: Some factors of a shard are known, and others are not.
         """
         for weight in weights:
@@ -123,6 +125,8 @@ class StepUpdate:
             pairs = ((average.shadow, average.value) for average in self.averages)
             self.touched = [*self.keys, *(key for pair in pairs for key in pair)]
         if self.global_step is not None:
+            one = np.ones(self.store.spec(self.global_step).shape, dtype_of(GLOBAL_STEP_DTYPE))
+            self._one = self.store.check_assign(self.global_step, "add", one)
             self.costs = [*self.costs, 0]
             self.touched = [*self.touched, self.global_step]
 
@@ -228,9 +232,8 @@ class StepUpdate:
 
     def _raise_global_step(self) -> Work:
         assert self.global_step is not None, "it is among what is touched"
-        one = np.ones(self.store.spec(self.global_step).shape, dtype_of(GLOBAL_STEP_DTYPE))
-        operand = self.store.check_assign(self.global_step, "add", one)
-        return self.store.assign_checked(self.global_step, "add", operand)
+        assert self._one is not None, "it was checked"
+        return self.store.assign_checked(self.global_step, "add", self._one)
 
     def _mean(self, key: Key, position: int) -> Work:
         common = self._weights[position], self.optimizer_step

@@ -159,7 +159,7 @@ class Checkpoint:
             try:
                 return await self._save_cut(coordinator, contents, directory, number)
             except (CutLost, FencedError, RemoteError, TransportError) as exc:
-                recovering = coordinator.recovery.from_checkpoint.is_on
+                recovering = coordinator.recovery.is_rolling_back
                 if tries_left and (isinstance(exc, CutLost) or recovering):
                     logger.warning("a checkpoint is begun anew: %s", exc.message)
                     continue  # a ps was cut off, or was lost and has been recovered

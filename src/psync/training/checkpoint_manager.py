@@ -112,7 +112,7 @@ class CheckpointManager:
             self._under_way -= 1
         if coordinator is not None:
             self._offer(path, coordinator)
-            coordinator.recovery.from_checkpoint.saved(snapshots)
+            coordinator.recovery.saved(snapshots)
         # Not after an await: a recovery that asks from now on is given ``path``, which stays.
         in_use = self._snapshots.handed_since(asked)
         if self._max_to_keep is not None:
@@ -167,7 +167,7 @@ class CheckpointManager:
         if self._snapshots.origin != coordinator.runtime.origin:
             self._snapshots = SavedSnapshots(coordinator.runtime.origin)
         self._snapshots.add(path)
-        coordinator.recovery.from_checkpoint.source = self._snapshots
+        coordinator.recovery.source = self._snapshots
 
     async def _offer_restored(self, path: Path) -> None:
         """As ``_offer``, if the snapshots of an earlier program fit this one."""

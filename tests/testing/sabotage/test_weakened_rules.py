@@ -20,9 +20,9 @@ def ledger_without(*names: str) -> Ledger:
 def begin(
     ledger: Ledger, incarnation: int, sequence: int, closure: int | None = None, acked: int = 1
 ) -> Verdict:
-    verdict = ledger.begin((WORKER, incarnation), sequence, acked, closure, 0, 1)
+    verdict = ledger.judge((WORKER, incarnation), sequence, acked, closure, 0, 1)
     if isinstance(verdict, Fresh | AlreadyApplied):
-        ledger.finish(verdict.ticket, "answer")
+        ledger.record(verdict.ticket, "answer")
     return verdict
 
 

@@ -53,7 +53,7 @@ def _is_no_push(_: PsUpdates, update: Update, *__: Any) -> bool:
 
 
 def _is_current(service: ClosureService, peer: Any, *_: Any) -> bool:
-    return service._workers.is_current(peer)  # not one of a worker that was given up
+    return service.workers.is_current(peer)  # not one of a worker that was given up
 
 
 BEGIN, END = False, True

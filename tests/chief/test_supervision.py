@@ -33,7 +33,7 @@ def coordinator_of(
 
 
 def incarnation(coordinator: psync.ClusterCoordinator) -> int:
-    return chief_of(coordinator).links.incarnation
+    return chief_of(coordinator).links.endpoint.incarnation
 
 
 async def start_again(cluster: MemoryCluster, name: str, clock: int) -> None:

@@ -1,0 +1,250 @@
+"""What takes the place of a rule in a mutant: functions that do it wrong.
+
+Each makes, of the function that is there, the one that takes its place; see ``mutants``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from psync.accumulators import Accumulator, ArrayAccumulator
+from psync.client.runtime import Runtime
+from psync.errors import TaskLost
+from psync.ps.backup_host import _Backup
+from psync.ps.computes import Computes
+from psync.ps_task import PsTask
+from psync.store.commit_log import CommitLog, LogState
+from psync.store.ledger import AlreadyApplied, Fresh, Ledger
+from psync.store.locks import LockTable
+from psync.store.shards import ShardTable
+from psync.sync.group import Group
+from psync.sync.staging import Staging
+from psync.sync.staleness_service import ClockService
+from psync.sync.steps import SyncSteps
+from psync.wire.codec import decode, encode
+from psync.wire.ps_messages import FinalBelow
+
+Make = Callable[[Callable[..., Any]], Any]
+"""Given what is there, returns what takes its place."""
+
+
+def may_apply_shipped(original: Callable[..., Any]) -> Any:
+    def may_apply(self: CommitLog[Any], number: int) -> bool:
+        shipped = self.state is LogState.PAIRED and number <= self._shipped
+        return shipped or bool(original(self, number))
+
+    return may_apply
+
+
+def is_nearly_complete(original: Any) -> Any:
+    return property(lambda self: len(self._counted) >= max(1, self._target - 1))
+
+
+def fresh_by_one(original: Callable[..., Any]) -> Any:
+    def contribute(self: SyncSteps, group: int, push: Any) -> Any:
+        if 0 <= push.local_step == self.step(group) - 1:
+            push = dataclasses.replace(push, local_step=push.local_step + 1)
+        return original(self, group, push)
+
+    return contribute
+
+
+def done_if(holds: Callable[[Any, int], Any]) -> Make:
+    def make(original: Callable[..., Any]) -> Any:
+        def add(self: _Backup, number: int, entry: Any, body: Any) -> None:
+            if holds(self, number):
+                original(self, number, entry, body)
+            self.taken = number
+
+        return add
+
+    return make
+
+
+def drops_calls(original: Callable[..., Any]) -> Any:
+    def restore_ledger(ledger: Ledger, state: Any, unpack: Any) -> None:
+        fewer = dataclasses.replace(state, calls=state.calls[: len(state.calls) // 2])
+        original(ledger, fewer, unpack)
+
+    return restore_ledger
+
+
+def one_forgets_to_take(original: Callable[..., Any]) -> Any:
+    def take(self: PsTask, loaded: Any, message: Any) -> None:
+        if self._index != 0:
+            original(self, loaded, message)
+
+    return take
+
+
+def all_weigh_one(original: Callable[..., Any]) -> Any:
+    def close(self: Group, *, partial: bool) -> Any:
+        made = original(self, partial=partial)
+        self.closing = dataclasses.replace(
+            made, pushes=tuple((*push[:3], 1.0) for push in made.pushes)
+        )
+        return self.closing
+
+    return close
+
+
+def off_by(number: int) -> Make:
+    return lambda original: lambda self, closure: original(self, closure + number)
+
+
+def does_nothing(result: Any) -> Make:
+    return lambda original: lambda *_: result
+
+
+def messages_not_remembered(original: Callable[..., Any]) -> Any:
+    def record(self: Ledger, ticket: Any, answer: Any) -> Any:
+        original(self, ticket, answer)
+        if ticket.call is None:
+            self._senders[ticket.client[0]].messages.pop(ticket.sequence, None)
+        return answer
+
+    return record
+
+
+def other_runs_are_fresh(original: Callable[..., Any]) -> Any:
+    def judge(self: Ledger, *args: Any, **kwargs: Any) -> Any:
+        verdict = original(self, *args, **kwargs)
+        if not isinstance(verdict, AlreadyApplied):
+            return verdict
+        verdict.ticket.first = True
+        return Fresh(verdict.ticket)
+
+    return judge
+
+
+def writes_are_let_in(original: Callable[..., Any]) -> Any:
+    def claim(self: LockTable, keys: Any, *, exclusive: bool) -> Any:
+        return original(self, keys, exclusive=False)
+
+    return claim
+
+
+def read_at_any_time(self: ShardTable, key: Any) -> Any:
+    return self._shard(key).values.export()
+
+
+def only_values(shard: Any) -> Iterator[Any]:
+    yield -1, "", shard.values
+
+
+def one_is_missing(original: Callable[..., Any]) -> Any:
+    async def merge(strategy: Any, brought: Any, *args: Any, **kwargs: Any) -> Any:
+        return await original(strategy, [*brought[:-1], brought[0]], *args, **kwargs)
+
+    return merge
+
+
+def is_of_now(original: Callable[..., Any]) -> Any:
+    def offer(self: Accumulator[Any, Any], given: Any, local_step: int, weight: float) -> Any:
+        return original(self, given, max(local_step, self._step), weight)
+
+    return offer
+
+
+def takes_leave_it(original: Callable[..., Any]) -> Any:
+    def clear(self: ArrayAccumulator[Any, Any]) -> None:
+        if self._step % 2:
+            original(self)
+
+    return clear
+
+
+def some_twice(original: Callable[..., Any]) -> Any:
+    def add(self: _Backup, number: int, entry: Any, body: Any) -> None:
+        original(self, number, entry, body)
+        if not number % 3:
+            original(self, number, entry, body)
+
+    return add
+
+
+def at_its_own_time(original: Callable[..., Any]) -> Any:
+    def members(self: SyncSteps, alive: Any, missing: Any, now: float) -> Any:
+        return original(self, alive, missing, asyncio.get_running_loop().time())
+
+    return members
+
+
+def done_before(original: Callable[..., Any]) -> Any:
+    def add(self: Computes, compute: Any, done: Callable[[Any], None]) -> None:
+        original(self, compute, lambda _: None)
+        done(None)
+
+    return add
+
+
+def overtakes(original: Callable[..., Any]) -> Any:
+    def done_now(self: Computes, compute: Any) -> bool:
+        if any(map(self._store.busy, compute.keys)):
+            return bool(original(self, compute))
+        compute.at_once()
+        return True
+
+    return done_now
+
+
+def keeps_the_parts(original: Callable[..., Any]) -> Any:
+    def close(self: Staging, group: int, step: int, pushes: Any = ()) -> int:
+        if group not in self._groups:
+            return int(original(self, group, step, pushes))
+        self._groups[group].step = step + 1
+        return 0
+
+    return close
+
+
+def allows_one_more(original: Callable[..., Any]) -> Any:
+    def bound(self: ClockService, message: Any) -> Any:
+        return original(self, dataclasses.replace(message, max_staleness=message.max_staleness + 1))
+
+    return bound
+
+
+def without_the_last(original: Callable[..., Any]) -> Any:
+    return lambda *args: original(*args)[:-1]
+
+
+def passes_over_finality(original: Callable[..., Any]) -> Any:
+    def add(self: _Backup, number: int, entry: Any, body: Any) -> None:
+        message = decode(entry[2])
+        if isinstance(message, FinalBelow):
+            entry = (*entry[:2], encode(dataclasses.replace(message, closure=0)), entry[3])
+        original(self, number, entry, body)
+
+    return add
+
+
+def of_no_closure(original: Callable[..., Any]) -> Any:
+    def begin_update(self: Runtime, operation: str) -> Any:
+        identity = original(self, operation)
+        return (-1, identity[1]) if '/sums"' in operation else identity
+
+    return begin_update
+
+
+def says_no_name(original: Callable[..., Any]) -> Any:
+    def init(self: TaskLost, task: str, message: str = "was lost", *, hint: Any = None) -> None:
+        original(self, "somebody", message, hint=hint)
+        self.task = task
+
+    return init
+
+
+def only_renames(original: Callable[..., Any]) -> Any:
+    return lambda path: path.rename(path.with_name(path.name + ".tmp"))
+
+
+def of_nobody(original: Callable[..., Any]) -> Any:
+    return lambda timeout_s, missing: original(timeout_s, "somebody")
+
+
+async def nothing(*_: Any) -> None:
+    pass

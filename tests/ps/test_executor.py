@@ -1,0 +1,606 @@
+"""What changes a ps is done in the order of its log, when the backup has it, and then answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from local_training import at_once
+from psync.errors import ClosedError, FencedError, PsyncError, UsageError
+from psync.net.peer import Handler, Peer, Reply
+from psync.numerics.blocks import BlockPool
+from psync.numerics.update_rule import SGD
+from psync.ps.backup_host import AsIfFrom
+from psync.ps.computes import Compute
+from psync.ps.cooperative_work import INLINE_BYTES, LongWork
+from psync.ps.executor import AT_ONCE, Answer, Diverged, Entry, Executor
+from psync.specs import ShardSpec
+from psync.store.commit_log import CommitLog
+from psync.store.store import ShardStore
+from psync.wire.codec import decode
+from psync.wire.log_messages import CheckState
+from psync.wire.messages import Done
+from psync.wire.ps_messages import DefineOptimizer, Fence, Pushed
+from turns import Turns
+
+PS = "/job:ps/task:0"
+CLIENT = ("/job:worker/task:0", 7)
+DONE = Reply(Done())
+NOTE = Fence("/job:worker/task:1", 5)
+KEY = (0, 0)
+
+
+class Ps:
+    """An executor with one shard; ``done``: what its entries did, in order."""
+
+    def __init__(self, *, paired: bool = False) -> None:
+        self.stopped = False
+        self.done: list[Any] = []
+        self.store = ShardStore(PS, BlockPool())
+        self.store.create(ShardSpec("w", *KEY, 0, (2,), "float32", 0), fill=np.float32(0))
+        self.work = LongWork(PS, self._stop)
+        self.log: CommitLog[Entry] = CommitLog(PS, 1 << 20)
+        self.executor = Executor(PS, 100, self.store, self.work, self.log)
+        if paired:
+            self.executor.begin_copy()
+            self.log.pair()
+
+    def _stop(self) -> None:
+        self.stopped = True
+
+    def submit(self, act: Callable[[], Any], **options: Any) -> Reply | Answer | None:
+        return self.executor.submit(CLIENT, NOTE, (), act, **options)
+
+    def note(self, what: Any) -> Reply | Answer | None:
+        """An entry that is noted when it is executed, and answered at once."""
+        return self.submit(lambda: self.done.append(what))
+
+    def shipped(self) -> list[Any]:
+        """The messages of entries that the backup is to have."""
+        return [decode(each.entry.header) for each in self.log.to_ship(9999, 1 << 20)]
+
+    def taken(self, number: int) -> None:
+        """The backup has all entries up to this one."""
+        self.log.to_ship(9999, 1 << 20)
+        self.log.note_taken(number)
+        self.executor.advance()
+
+
+def outcome(answer: Reply | Answer | None) -> Reply | Exception | None:
+    """What was answered; None: nothing yet."""
+    return answer.outcome if isinstance(answer, Answer) else answer
+
+
+def refuses() -> Reply:
+    raise UsageError("no")
+
+
+# Alone.
+
+
+def test_alone_an_entry_is_executed_and_answered_in_the_turn_in_which_it_comes() -> None:
+    ps = Ps()
+    assert ps.submit(lambda: DONE) is DONE
+    assert ps.log.last == 1
+    assert ps.executor.waiting == 0
+
+
+def test_alone_no_message_of_an_entry_is_made() -> None:
+    def nobody_reads_it(_: object) -> Any:
+        raise AssertionError("there is no backup that will read it")
+
+    assert Ps().executor.submit(CLIENT, nobody_reads_it, (), lambda: DONE) is DONE
+
+
+def test_alone_small_work_on_arrays_is_done_before_the_answer_is_returned() -> None:
+    ps = Ps()
+    claimed: list[str] = []
+
+    def apply() -> None:
+        ps.done.append("applied")
+
+    compute = Compute([KEY], lambda: DONE, 8, apply)
+    assert ps.submit(lambda: compute, claim=lambda: claimed.append("began")) is DONE
+    assert ps.done == ["applied"]
+    assert claimed == []  # it is over already
+
+
+def test_alone_a_refusal_is_raised_and_the_next_entry_is_executed() -> None:
+    ps = Ps()
+    with pytest.raises(UsageError, match="no"):
+        ps.submit(refuses)
+    assert ps.submit(lambda: DONE) is DONE
+    assert ps.log.last == 2
+    assert not ps.stopped
+
+
+# With a backup.
+
+
+def test_nothing_is_executed_before_the_backup_has_it() -> None:
+    ps = Ps(paired=True)
+    answers = [ps.note(number) for number in (1, 2, 3)]
+    assert ps.shipped() == [NOTE] * 3
+    assert ps.done == []
+    assert ps.executor.waiting == 3
+    ps.taken(2)
+    assert ps.done == [1, 2]
+    assert outcome(answers[2]) is None
+    ps.taken(3)
+    assert ps.done == [1, 2, 3]
+    assert [outcome(answer) for answer in answers] == [DONE] * 3
+
+
+def test_once_its_backup_is_given_up_all_is_executed() -> None:
+    ps = Ps(paired=True)
+    answer = ps.note(1)
+    ps.log.give_up()
+    ps.executor.advance()
+    assert outcome(answer) == DONE
+    assert ps.note(2) is None  # at once, from now on
+    assert ps.done == [1, 2]
+
+
+def test_while_a_backup_is_being_made_nothing_waits_for_it() -> None:
+    ps = Ps()
+    ps.executor.begin_copy()
+    assert ps.submit(lambda: DONE) is DONE
+    assert ps.shipped() == [NOTE]  # it gets what comes after the copy
+
+
+def test_something_may_be_shipped_as_soon_as_there_is_an_entry() -> None:
+    ps = Ps(paired=True)
+    seen: list[int] = []
+    ps.executor.on_entry = lambda: seen.append(ps.log.last)
+    ps.note(1)
+    ps.note(2)
+    assert seen == [1, 2]
+
+
+@pytest.mark.usefixtures("turns")
+def test_a_refusal_is_the_answer_and_the_next_entry_is_executed() -> None:
+    ps = Ps(paired=True)
+    refused, after = ps.submit(refuses), ps.note("next")
+    ps.taken(2)
+    assert isinstance(outcome(refused), UsageError)
+    assert outcome(after) == DONE
+    assert not ps.stopped
+
+
+def test_what_waits_is_claimed_from_its_number_to_its_answer(turns: Turns) -> None:
+    ps = Ps(paired=True)
+    claims: list[str] = []
+
+    def claim(name: str) -> Callable[[], Callable[[], None]]:
+        def begun() -> Callable[[], None]:
+            claims.append(f"{name} began")
+            return lambda: claims.append(f"{name} ended")
+
+        return begun
+
+    ps.submit(lambda: DONE, claim=claim("one"))
+    ps.submit(refuses, claim=claim("two"))
+    ps.submit(lambda: DONE, claim=claim("three"))
+    assert claims == ["one began", "two began", "three began"]
+    ps.taken(2)
+    assert claims[3:] == ["one ended", "two ended"]
+    ps.executor.end()
+    assert claims[5:] == ["three ended"]
+    turns.settle()
+
+
+def test_a_caller_that_has_gone_does_not_stop_it() -> None:
+    ps = Ps(paired=True)
+    answer = ps.note(1)
+    assert isinstance(answer, Answer)
+    answer.give_up()
+    ps.taken(1)
+    assert ps.done == [1]
+
+
+def test_many_at_once_leave_the_loop_its_turn(turns: Turns) -> None:
+    ps = Ps(paired=True)
+    for number in range(2 * AT_ONCE):
+        ps.note(number)
+    ps.taken(2 * AT_ONCE)
+    assert len(ps.done) == AT_ONCE
+    ps.executor.advance()  # it has more: nothing comes sooner for that
+    assert len(ps.done) == AT_ONCE
+    turns.turn()
+    assert ps.done == list(range(2 * AT_ONCE))
+
+
+# Entries that bring others with them.
+
+
+def test_alone_what_an_entry_brings_with_it_is_executed_after_it() -> None:
+    ps = Ps()
+
+    def fence() -> Reply:
+        assert ps.note("brought") is not None  # it has to wait
+        ps.done.append("fenced")
+        return DONE
+
+    assert ps.submit(fence) is DONE
+    assert ps.done == ["fenced", "brought"]
+
+
+def test_what_an_entry_brings_with_it_has_its_own_number() -> None:
+    ps = Ps(paired=True)
+
+    def fence() -> None:
+        ps.note("brought")
+        ps.done.append("fenced")
+
+    ps.submit(fence)
+    ps.note("next")
+    ps.taken(2)
+    assert ps.done == ["fenced", "next"]
+    assert ps.log.last == 3
+    ps.taken(3)
+    assert ps.done == ["fenced", "next", "brought"]
+
+
+def test_a_refused_entry_does_not_leave_what_it_has_brought_with_it(turns: Turns) -> None:
+    ps = Ps()
+
+    def wrong() -> Reply:
+        ps.note("brought")
+        raise UsageError("no")
+
+    with pytest.raises(UsageError):
+        ps.submit(wrong)
+    turns.settle()
+    assert ps.done == ["brought"]
+
+
+# What is awaited, and what is done between two entries.
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_an_entry_that_is_awaited_holds_up_what_comes_after_it(fails: bool) -> None:
+    ps = Ps()
+    going_on = asyncio.Event()
+    ended: list[str] = []
+
+    async def slow() -> Reply:
+        await going_on.wait()
+        if fails:
+            raise UsageError("later")
+        ps.done.append("slow")
+        return DONE
+
+    first = ps.submit(slow, claim=lambda: lambda: ended.append("slow"))
+    second = ps.note("second")
+    between = ps.executor.in_turn(lambda: ps.done.append("between"))
+    third = ps.note("third")
+    await asyncio.sleep(0)
+    assert ps.done == []
+    assert ps.executor.waiting == 4
+    going_on.set()
+    assert isinstance(first, Answer)
+    if fails:
+        with pytest.raises(UsageError, match="later"):
+            await first
+    else:
+        assert await first is DONE
+    await ps.executor.drain()
+    assert ended == ["slow"]
+    assert ps.done[-3:] == ["second", "between", "third"]
+    assert [outcome(each) for each in (second, between, third)] == [DONE] * 3
+    assert not ps.stopped
+
+
+def test_between_two_entries_all_before_are_executed_and_none_after() -> None:
+    ps = Ps(paired=True)
+    ps.note(1)
+    between = ps.executor.in_turn(lambda: ps.done.append("between"))
+    ps.note(2)
+    assert ps.log.last == 2  # it is no entry
+    ps.taken(1)
+    assert ps.done == [1, "between"]
+    assert outcome(between) == DONE
+    assert ps.executor.waiting == 1
+
+
+def test_where_nothing_waits_what_comes_between_is_done_at_once() -> None:
+    ps = Ps(paired=True)
+    assert ps.executor.in_turn(lambda: DONE) is DONE
+    with pytest.raises(UsageError):
+        ps.executor.in_turn(refuses)
+
+
+async def test_an_answer_may_be_awaited_and_who_waits_be_cancelled() -> None:
+    ps = Ps(paired=True)
+    answer = ps.note(1)
+    assert isinstance(answer, Answer)
+
+    async def wait() -> Reply:
+        return cast(Reply, await answer)
+
+    waiting, other = asyncio.create_task(wait()), ps.note(2)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    ps.taken(2)
+    assert ps.done == [1, 2]
+    assert isinstance(other, Answer)
+    assert await other == DONE
+
+
+# Work on arrays.
+
+
+async def test_the_answer_leaves_when_the_arrays_are_as_it_says() -> None:
+    ps = Ps()
+    going_on = asyncio.Event()
+    claims: list[str] = []
+
+    async def in_pieces() -> None:
+        await going_on.wait()
+        ps.done.append("applied")
+
+    def claim() -> Callable[[], None]:
+        claims.append("began")
+        return lambda: claims.append("ended")
+
+    answer = Reply(Pushed("accepted", 1))
+    large = Compute([KEY], lambda: answer, INLINE_BYTES + 1, in_pieces=in_pieces)
+    first = ps.submit(lambda: large, claim=claim)
+    again = ps.submit(lambda: Compute([KEY], lambda: answer))  # a repetition
+    ps.note("judged")  # later entries are: only arrays wait for arrays
+    assert ps.done == ["judged"]
+    assert ps.executor.waiting == 0
+    assert outcome(first) is outcome(again) is None
+    assert claims == ["began"]
+    going_on.set()
+    assert isinstance(first, Answer)
+    assert isinstance(again, Answer)
+    assert [await first, await again] == [answer, answer]
+    assert ps.done == ["judged", "applied"]
+    assert claims == ["began", "ended"]
+    ps.executor.computes.check_idle()
+
+
+async def test_with_a_backup_arrays_are_changed_when_that_has_the_entry() -> None:
+    ps = Ps(paired=True)
+
+    async def in_pieces() -> None:
+        ps.done.append("applied")
+
+    compute = Compute([KEY], lambda: DONE, INLINE_BYTES + 1, in_pieces=in_pieces)
+    answer = ps.submit(lambda: compute)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert ps.done == []
+    ps.taken(1)
+    assert isinstance(answer, Answer)
+    assert await answer is DONE
+    assert ps.done == ["applied"]
+
+
+def test_work_that_fails_ends_the_task_and_its_sender_hears_of_it() -> None:
+    def fails() -> None:
+        raise MemoryError("no memory")
+
+    compute = Compute([KEY], lambda: DONE, 8, fails)
+    ps = Ps()
+    with pytest.raises(MemoryError):
+        ps.submit(lambda: compute)
+    assert ps.stopped
+    ps = Ps(paired=True)
+    answer = ps.submit(lambda: compute)
+    ps.taken(1)
+    assert isinstance(outcome(answer), MemoryError)
+    assert ps.stopped
+
+
+# Errors that no entry may have.
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_an_unexpected_error_in_judging_ends_the_task(paired: bool) -> None:
+    def wrong() -> Reply:
+        raise ValueError("a bug")
+
+    ps = Ps(paired=paired)
+    if paired:
+        answer = ps.submit(wrong)
+        ps.taken(1)
+        assert isinstance(outcome(answer), ValueError)
+    else:
+        with pytest.raises(ValueError, match="a bug"):
+            ps.submit(wrong)
+    assert ps.stopped
+
+
+# What the backup is told.
+
+
+def test_an_optimizer_that_was_defined_in_passing_is_known_to_the_backup_first() -> None:
+    ps = Ps(paired=True)
+    ps.store.define_optimizer(4, SGD(0.5).to_config())
+    ps.note(1)
+    ps.note(2)
+    first, *others = ps.shipped()
+    assert isinstance(first, DefineOptimizer)
+    assert first.optimizer == 4
+    assert others == [NOTE, NOTE]  # once
+    ps.taken(2)  # the definition, and the first one
+    assert ps.done == [1]
+
+
+def test_a_new_backup_knows_the_optimizers_that_are_in_its_snapshot() -> None:
+    ps = Ps()
+    ps.store.define_optimizer(4, SGD(0.5).to_config())
+    ps.executor.begin_copy()
+    ps.note(1)
+    assert ps.shipped() == [NOTE]
+
+
+def test_a_logged_handler_gets_its_message_in_its_turn() -> None:
+    ps = Ps(paired=True)
+    got: list[Any] = []
+
+    def run(peer: Peer, message: Any, body: list[memoryview]) -> Reply:
+        got.append((peer.task, message, body))
+        return DONE
+
+    peer = cast(Peer, AsIfFrom(*CLIENT, {}))
+    answer = cast(Answer, ps.executor.logged(Handler(run)).run(peer, NOTE, []))
+    assert got == []
+    ps.taken(1)
+    assert got == [(CLIENT[0], NOTE, [])]
+    assert outcome(answer) is DONE
+
+
+# A backup that is not what it should be.
+
+
+@pytest.mark.parametrize("diverges", [False, True])
+def test_a_primary_and_its_backup_compare_what_judging_has_made(
+    diverges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psync.ps.executor.CHECK_EVERY", 2)
+    primary, backup = Ps(paired=True), Ps()
+    for ps in (primary, backup):
+        ps.executor.digest = lambda ps=ps: repr(ps.done).encode()  # type: ignore[misc]
+    checks: list[CheckState] = []
+
+    def step(number: int) -> None:
+        primary.note(number)
+        for message in primary.shipped():
+            if isinstance(message, CheckState):
+                checks.append(message)
+                backup.executor.compare(message)
+            else:
+                backup.note(number)
+        primary.log.note_taken(primary.log.last)
+        primary.executor.advance()
+
+    for number in range(2):
+        step(number)
+    assert [check.number for check in checks] == [1]
+    if diverges:
+        backup.done[0] = "something else"
+    for number in range(2, 4):
+        step(number)
+    assert [check.last for check in checks] == [b"", b"[0]"]
+    if diverges:
+        step(4)
+        with pytest.raises(Diverged, match="its backup has diverged before check 3"):
+            step(5)
+    else:
+        for number in range(4, 9):
+            step(number)
+        assert len(checks) > 3
+
+
+# Ends.
+
+
+@pytest.mark.parametrize("deposed", [True, False])
+def test_in_the_end_whoever_waits_is_told(deposed: bool) -> None:
+    ps = Ps(paired=True)
+    waiting = ps.note(1)
+    between = ps.executor.in_turn(lambda: DONE)
+    if deposed:
+        ps.executor.depose()
+    else:
+        ps.executor.end()
+    error = FencedError if deposed else ClosedError
+    assert isinstance(outcome(waiting), error)
+    assert isinstance(outcome(between), error)
+    with pytest.raises(error):
+        ps.note(2)
+    with pytest.raises(error):
+        ps.executor.in_turn(lambda: DONE)
+    at_once(ps.executor.drain())
+    assert ps.done == []
+
+
+def test_a_log_that_finds_itself_deposed_executes_nothing_more() -> None:
+    ps = Ps(paired=True)
+    waiting = ps.note(1)
+    ps.log.depose()
+    ps.executor.advance()
+    assert isinstance(outcome(waiting), FencedError)
+    with pytest.raises(FencedError):
+        ps.note(2)
+
+
+# All of it, in any order.
+
+STEPS = st.one_of(
+    st.tuples(st.sampled_from(["entry", "refused", "brings", "between"]), st.just(0)),
+    st.tuples(st.just("taken"), st.integers(1, 5)),
+)
+
+
+@given(st.booleans(), st.lists(STEPS, max_size=40))
+def test_entries_are_executed_in_their_order_and_not_before_the_backup_has_them(
+    paired: bool, steps: list[tuple[str, int]]
+) -> None:
+    ps = Ps(paired=paired)
+    executed: list[int] = []
+    answered: list[int] = []
+    refused: list[int] = []
+    turns = Turns()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "get_running_loop", lambda: turns)
+
+        def submit(step: str) -> None:
+            number = ps.log.last + 1
+
+            def act() -> Reply:
+                assert not paired or number <= ps.log.taken
+                executed.append(number)
+                if step == "brings":
+                    submit("entry")
+                if step == "refused":
+                    raise UsageError("no")
+                return DONE
+
+            def got(outcome: Reply | Exception | None) -> None:
+                assert number in executed
+                (answered if isinstance(outcome, Reply) else refused).append(number)
+
+            try:
+                answer = ps.submit(act)
+            except PsyncError as exc:
+                got(exc)
+            else:
+                if isinstance(answer, Answer):
+                    answer.deliver_to(got)
+                else:
+                    got(answer)
+
+        def between() -> None:
+            last = ps.log.last
+
+            def look() -> None:
+                assert executed == list(range(1, last + 1))
+
+            ps.executor.in_turn(look)
+
+        for step, count in steps:
+            if step == "between":
+                between()
+            elif step == "taken":
+                if paired:
+                    ps.taken(min(ps.log.taken + count, ps.log.last))
+            else:
+                submit(step)
+            turns.settle()
+            assert executed == list(range(1, (ps.log.taken if paired else ps.log.last) + 1))
+        while paired and ps.log.taken < ps.log.last:
+            ps.taken(ps.log.last)
+            turns.settle()
+    assert executed == list(range(1, ps.log.last + 1))
+    assert sorted(answered + refused) == executed
+    assert ps.executor.waiting == 0
