@@ -24,6 +24,8 @@ from collections.abc import Awaitable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from psync.backups.host import BackupHost
+from psync.backups.sender import Served
 from psync.cluster_roles import CHIEF, ENQUIRER
 from psync.errors import ConnectionLost, FencedError, UsageError
 from psync.net.chief_presence import ChiefPresence
@@ -32,8 +34,6 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
-from psync.ps.backup_host import BackupHost
-from psync.ps.backup_sender import Served
 from psync.ps.cooperative_work import LongWork
 from psync.ps.life import Life, LifeEvent
 from psync.ps.report import describe_ps
@@ -316,7 +316,7 @@ class PsTask:
         if self.life is Life.SERVING and self.floor < coordinator:
             self._depose()
 
-    # Backups of other ps tasks in this process; and being one, see ``backup_host.BackupTask``.
+    # Backups of other ps tasks in this process; and being one, see ``backups.host``.
 
     def _make_backup(self, index: int) -> PsTask:
         host, _, _ = self._address.rpartition(":")

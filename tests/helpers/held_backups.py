@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from inside import backups_of, handlers_of
+from psync.backups.host import AsIfFrom
+from psync.backups.sender import Served
 from psync.errors import FencedError, PsyncError
 from psync.net.peer import Peer
 from psync.net.platform import Platform
-from psync.ps.backup_host import AsIfFrom
-from psync.ps.backup_sender import Served
 from psync.ps.executor import Entry
 from psync.store.commit_log import CommitLog
 from psync.wire.codec import Message, decode, encode

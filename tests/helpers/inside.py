@@ -11,6 +11,7 @@ import asyncio
 from typing import Any
 
 import psync
+from psync.backups.host import BackupHost
 from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink
 from psync.coordinator import Coordinator
@@ -19,15 +20,16 @@ from psync.net.peer import Handler, Peer
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.accumulators import AccumulatorService
-from psync.ps.backup_host import BackupHost
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Executor
 from psync.ps.life import Life
 from psync.ps.locks import PsLocks
 from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
+from psync.sync.ps_services import PsServices
 from psync.sync.ps_sync import PsSync
 from psync.sync.staleness_service import ClockService
+from psync.sync.steps import SyncSteps
 from psync.testing.sabotage import Failpoints, failpoints_of
 from psync.wire.codec import Message
 
@@ -115,24 +117,32 @@ def sync_of(ps: Any) -> PsSync:
     return ps.services.sync
 
 
-def groups_of(ps: Any) -> dict[int, Any]:
-    """The groups that it knows, and their steps that are under way."""
-    return sync_of(ps)._groups
+def begins(ps: Any, group: int) -> bool:
+    """Whether ps 0 reads the global step, with which a group begins."""
+    return group in closer_of(ps)._beginning
 
 
-def steps_from(ps: Any, group: int, *, closing: int) -> None:
-    """Let a step of a group be under way there."""
-    groups_of(ps)[group].closing = closing
+def rule_of(ps: Any) -> SyncSteps:
+    """What decides synchronous steps; on ps 0, and on a backup of it."""
+    steps: SyncSteps = closer_of(ps).steps
+    return steps
 
 
-def is_closing(ps: Any, group: int) -> bool:
-    """Whether a step of a group is under way there."""
-    groups = groups_of(ps)
-    return group in groups and groups[group].closing is not None
+def staged_on(services: PsServices) -> list[tuple[int, Any, int, int, bytes]]:
+    """(group, replica, push, local step, bytes) of all parts that are staged, in order."""
+    return sorted(
+        (group, replica, push, local_step, bytes(part.body))
+        for group, replica, push, local_step, part in services.sync.staging.held()
+    )
+
+
+def outgoing_of(ps: Any) -> list[int]:
+    """The groups that have a step that is decided, and not known to be applied everywhere."""
+    return [known.outgoing.close.group for known in sync_of(ps).outgoing()]
 
 
 def closer_of(ps: Any) -> Any:
-    """What closes synchronous steps; None but on ps 0."""
+    """What closes synchronous steps; None but on ps 0, and on a backup of it."""
     return ps.services.closer
 
 
@@ -160,11 +170,6 @@ def backups_of(ps: Any) -> dict[int, Any]:
 def backup_of(ps: Any, index: int) -> Any:
     """The task that is the backup of another ps, in the process of this one."""
     return backups_of(ps)[index].task
-
-
-def follower_of(backup: Any) -> Any:
-    """What replays the log of steps on a backup; None once it serves."""
-    return backup.services.follower
 
 
 async def settled(ps: Any) -> None:

@@ -33,6 +33,7 @@ LAW = (
     "worker",
     "checkpoints",
     "ps",
+    "backups",
     "sync",
     "chief",
     "ps_task",
@@ -55,7 +56,7 @@ LAW = (
 PURE = (
     "errors specs cluster cluster_roles wire partitioners schedules "
     "numerics accumulators store closures net.handshake_limits client.numbers client.pulled_steps "
-    "worker.element_specs checkpoints.manifest checkpoints.layout ps.life ps.pairing "
+    "worker.element_specs checkpoints.manifest checkpoints.layout ps.life backups.pairing "
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
     "chief.recovery_rule compat.session_members"
 ).split()

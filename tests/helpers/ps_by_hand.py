@@ -6,17 +6,19 @@ request that would have to wait fails the test; it needs a ``PsCluster``.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
 
+from psync.backups.host import AsIfFrom
+from psync.cluster import task_name
 from psync.errors import UsageError
-from psync.net.peer import Peer, Reply
+from psync.net.peer import Later, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.numerics.update_rule import SGD
-from psync.ps.backup_host import AsIfFrom
 from psync.ps.cooperative_work import LongWork
 from psync.ps.life import Life
 from psync.ps.snapshots import Contents
@@ -33,28 +35,49 @@ PS = "/job:ps/task:1"
 COORDINATOR = ("/job:chief/task:0", 100)
 PS_0 = ("/job:ps/task:0", 100)
 A, B = ("/job:worker/task:0", 1000), ("/job:worker/task:1", 1000)
+READER = ("/job:worker/task:99", 1000)
 
 
 class PsByHand:
     """A ps beside ps 0: it applies synchronous steps and decides none.
 
+    Or another one: ps 0, alone, decides steps as well. Its test needs the fixture ``turns``.
+
     Args:
         limits: Of its process.
         serves: False: no coordinator has attached it.
+        index: 0: it is ps 0.
+        num_ps: Number of ps tasks.
+        contents: What it begins with; given to a backup.
     """
 
-    def __init__(self, *, limits: Limits = DEFAULT_LIMITS, serves: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        limits: Limits = DEFAULT_LIMITS,
+        serves: bool = True,
+        index: int = 1,
+        num_ps: int = 2,
+        contents: Contents | None = None,
+    ) -> None:
         self.stopped = False  # it is to end, since an update failed half-way
-        platform, pool = Platform(cast(Any, None), limits=limits), BlockPool()
-        self.work = LongWork(PS, self._stop)
+        self.task = task_name("ps", index)
+        platform, self.pool = Platform(cast(Any, None), limits=limits), BlockPool()
+        self.work = LongWork(self.task, self._stop)
         process = PsProcess(
-            PS, 1, platform, pool, self.work, _check_coordinator, lambda: None, lambda: None
-        )
-        attach = AttachPs(COORDINATOR[1], 1, ["ps0:1", "ps1:1"], 15.0) if serves else None
+            self.task, index, platform, self.pool, self.work, _check_coordinator, lambda: None,
+            lambda: None,
+        )  # fmt: skip
+        addresses = [f"ps{number}:1" for number in range(num_ps)]
+        attach = AttachPs(COORDINATOR[1], index, addresses, 15.0) if serves else None
         life = Life.SERVING if serves else Life.EMPTY
-        contents = Contents.empty(platform.parts, PS, pool)
+        if contents is None:
+            contents = Contents.empty(platform.parts, self.task, self.pool)
+        else:
+            life = Life.HOSTED
         self.services = PsServices(process, life, attach, 0, contents)
         self.store, self.sync = self.services.store, self.services.sync
+        self.index, self.num_ps = index, num_ps
         self._handlers = self.services.handlers()
         self._peers: dict[tuple[str, int], AsIfFrom] = {}
 
@@ -65,7 +88,7 @@ class PsByHand:
         """Create a variable of one shard; return its key."""
         array = np.asarray(value)
         key = (len(self.store.keys()), 0)
-        spec = ShardSpec(name, *key, 0, array.shape, dtype_name(array.dtype), 1)
+        spec = ShardSpec(name, *key, 0, array.shape, dtype_name(array.dtype), self.index)
         self.store.create(spec, to_bytes_view(array))
         return key
 
@@ -110,9 +133,20 @@ class PsByHand:
         """Send a message that has no answer."""
         assert self._handlers[type(message)].run(self.peer(client), message, []) is None
 
+    def begin(
+        self, client: tuple[str, int], message: Message, *segments: Any
+    ) -> Reply | Later | asyncio.Task[Reply] | None:
+        """Send a message; return its answer, or what will be that; None: it has none."""
+        sent = decode(encode(message))
+        body = self.arrives(client, sent, *segments)
+        outcome = self._handlers[type(message)].run(self.peer(client), sent, body)
+        if outcome is None or isinstance(outcome, Reply | Later):
+            return outcome
+        return asyncio.get_running_loop().create_task(cast(Any, outcome))
+
     def pull(self, key: Key) -> tuple[np.ndarray, list[Any]]:
         """The value of a shard, and the steps of groups that it is at least of."""
-        reply = self.call(A, Pull(77, [key], -1, ""))
+        reply = self.call(READER, Pull(77, [key], -1, ""))
         assert isinstance(reply.message, Pulled)
         spec = self.store.spec(key)
         value = np.frombuffer(joined(reply.segments), dtype_of(spec.dtype)).reshape(spec.shape)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgpack
+
+from psync.errors import PsyncError
 from psync.store.sync_config import SyncConfig
 from psync.sync.steps import Action, Answer, Close, Contribution, Refuse, Replica, SyncSteps
 
@@ -26,6 +29,72 @@ def replica(index: int, incarnation: int = 1) -> Replica:
     return (f"/job:worker/task:{index}", incarnation)
 
 
+class Pair:
+    """The rule on ps 0, and on its backup: both are told the same, and must answer alike.
+
+    The rule is that of ps 0; ``copy`` gives it a backup, in place of the one that it has.
+    """
+
+    def __init__(self) -> None:
+        self.rule = SyncSteps()
+        self.configs: dict[int, SyncConfig] = {}
+        self._backup: SyncSteps | None = None
+
+    def copy(self) -> None:
+        """Send a snapshot to a new backup."""
+        state = msgpack.unpackb(msgpack.packb(self.rule.snapshot()))
+        self._backup = SyncSteps()
+        self._backup.restore(state, self.configs)
+        self._compare([], [])
+
+    def promote(self) -> None:
+        """Let the backup, if there is one, be the rule from now on."""
+        if self._backup is not None:
+            self.rule, self._backup = self._backup, None
+
+    def define(self, group: int, config: SyncConfig, step: int) -> None:
+        """Make a group known."""
+        self.configs[group] = config
+        self.tell("define", group, config, step)
+
+    def tell(self, what: str, *args: Any) -> list[Action]:
+        """Call a method of the rule, on the backup, too; return what it has decided."""
+        outcomes = [_outcome(rule, what, args) for rule in (self.rule, self._backup) if rule]
+        self._compare(outcomes[0], outcomes[-1])
+        if isinstance(outcomes[0], PsyncError):
+            raise outcomes[0]
+        return outcomes[0] or []
+
+    def _compare(self, one: Any, other: Any) -> None:
+        if self._backup is None:
+            return
+        assert plain(one) == plain(other)
+        assert self.rule.snapshot() == self._backup.snapshot()
+        assert self.rule.waiting == self._backup.waiting
+        assert self.rule.next_deadline() == self._backup.next_deadline()
+        assert self.rule.is_settled == self._backup.is_settled
+        assert self.rule.pending() == self._backup.pending()
+        assert sorted(self.rule.calls()) == sorted(self._backup.calls())
+        assert self.rule.statistics() == self._backup.statistics()
+
+
+def _outcome(rule: SyncSteps, what: str, args: Sequence[Any]) -> Any:
+    try:
+        return getattr(rule, what)(*args)
+    except PsyncError as exc:
+        return exc
+
+
+def plain(outcome: Any) -> Any:
+    """What a rule has decided, or refused, such that it can be compared."""
+    if isinstance(outcome, PsyncError):
+        return type(outcome), str(outcome)
+    return [
+        (act.group, act.replica, act.number, plain(act.error)) if isinstance(act, Refuse) else act
+        for act in outcome or ()
+    ]
+
+
 class Steps(SyncSteps):
     """One group, and its replicas' pushes, numbered as they come."""
 
@@ -35,14 +104,13 @@ class Steps(SyncSteps):
         total: int | None = None,
         *,
         begin: int = 0,
-        goes_on: bool = False,
         noted: Sequence[tuple[int, int, int, bytes]] = (),
         final_below: int = 0,
         **more: Any,
     ) -> None:
         super().__init__()
         self.note_calls(noted, final_below)
-        self.define(GROUP, config(needed, total, **more), begin, goes_on=goes_on)
+        self.define(GROUP, config(needed, total, **more), begin)
         self.numbers: dict[Replica, int] = {}
         self.living: dict[str, int] = {}
 

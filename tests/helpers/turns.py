@@ -61,6 +61,9 @@ class Turns:
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=cast(Any, self))
 
+    def create_task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return asyncio.Task(work, loop=cast(Any, self))
+
     def get_debug(self) -> bool:  # asked by futures
         return False
 

@@ -10,10 +10,10 @@ import pytest
 
 import psync
 from memory_cluster import MemoryCluster, running
+from psync.backups.pairing import Computation
 from psync.errors import ConfigurationError, VersionMismatch
 from psync.net.platform import Parts, Platform
 from psync.net.secret import Secret
-from psync.ps.pairing import Computation
 from replica_training import SMALL, ColumnsTraining, check, declared, run
 
 pytestmark = pytest.mark.virtual_time

@@ -43,7 +43,7 @@ def test_everything_together(seed: int) -> None:
     ("mutant", "oracle"),
     [
         # Once in 225 real runs ps 0 died, and the step after that was closed with nothing in it.
-        ("lost_step", "lost"),
+        ("promoted_counts_nothing", "twin"),
         ("low_water", "twice"),
     ],
 )

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from local_training import at_once
+from psync.backups.host import AsIfFrom
 from psync.errors import ClosedError, FencedError, PsyncError, UsageError
 from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.blocks import BlockPool
 from psync.numerics.update_rule import SGD
-from psync.ps.backup_host import AsIfFrom
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.ps.executor import AT_ONCE, Answer, Diverged, Entry, Executor

@@ -150,7 +150,7 @@ DAMAGE = [
     (at(*SHARD, "variable", value=""), "name of a variable: expected text"),
     (at(*SHARD, "id", value=-1), "id of a shard of 'h': expected a whole number from 0"),
     (at(*SHARD, "offset", value=None), "offset of a shard of 'h'"),
-    (at(*SHARD, "shape", value=[2, -3]), "shape of a shard of 'h': expected a whole number from"),
+    (at(*SHARD, "shape", value=[2, -3]), "shape of a shard of 'h': expected whole numbers from"),
     (at(*SHARD, "shape", value=[2**40, 2**40]), "shape of a shard of 'h': expected what fits"),
     (at(*SHARD, "dtype", value="object"), "dtype of 'h': expected dtype 'object' is not supp"),
     (at(*SHARD, "version", value=1.5), r'version of "h/part_1": expected a whole number'),
@@ -166,7 +166,7 @@ DAMAGE = [
     (at("shards", 1, "slots", value=[[1, "m", None]]), r'a slot of "flags/part_0": expected none'),
     (at(*SHARD, "pushes", value=[[8, 1]]), r'pushes to "h/part_1": expected of an optimizer'),
     (at(*SHARD, "pushes", value=[[2]]), r'pushes to "h/part_1": expected a list of 2'),
-    (at(*SHARD, "pushes", 0, 1, value=-1), r'pushes to "h/part_1": expected a whole number'),
+    (at(*SHARD, "pushes", 0, 1, value=-1), r'pushes to "h/part_1": expected whole numbers'),
     (at("optimizers", value=twice), "an optimizer: expected each once, got '3 of 2'"),
     (at("optimizers", 0, 1, value={"rule": "magic"}), "optimizer 1: expected what fits: unknown"),
     (at("optimizers", 0, 1, "beta_1", value=7), "optimizer 1: expected what fits: adam"),
@@ -192,7 +192,7 @@ DAMAGE = [
     (at("groups", 0, 1, value=7), "group 5: expected an object"),
     (at("counted", 0, 3, value=""), "a call that was counted: expected text"),
     (at("counted", 0, value=[1]), "a call that was counted: expected a list of 4"),
-    (at("pending", value=[-1]), "a pending closure: expected a whole number"),
+    (at("pending", value=[-1]), "pending closures: expected whole numbers"),
     (at("optimizers", 0, 1, "beta_1", value=10**400), "optimizer 1: expected what fits"),
 ]
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import msgpack
+
+from psync.ps.executor import Listed
 from psync.ps.update import ShardSet
 from psync.store.commit_log import LogNames
+from psync.store.ledger import Client
 from psync.sync.cross_ps_sets import ShareNumbers, WholeSet
-from psync.sync.group import Contribution
 from psync.sync.log_entries import (
     FROM_CLOSER,
+    body_of,
     closing_entry,
     counted_entry,
     entries_of_snapshot,
+    push_of,
     staged_entry,
 )
 from psync.sync.step_update import Part
-from psync.wire.recovery_messages import CountPush, SetSteps
-from psync.wire.sync_messages import CloseStep, StagePush
+from psync.sync.steps import SyncSteps
+from psync.wire.codec import Message
+from psync.wire.log_messages import CountPush, HoldPush, NormsMeasured, SetGroups
+from psync.wire.sync_messages import CloseStep, Contribute, StagePush
 
 GROUP = 9
 RAW = {"name": "sync"}
@@ -37,8 +46,10 @@ def whole() -> Part:
     return Part(known.own, (), BODY, None, known)
 
 
-def push(number: int = 1, closure: int | None = 7) -> Contribution:
-    return Contribution(REPLICA, number, 0, closure, 2, b"set", 3, 0.5)
+def contribute(**more: Any) -> Contribute:
+    """A message of a worker, whose set has the number 77 over its connection."""
+    message = Contribute(GROUP, None, 1, 1, 7, 2, b"set", 3, 0.5, 77, None, -1, None)
+    return replace(message, **more)
 
 
 def test_a_part_names_its_set_and_its_group_in_full_once() -> None:
@@ -51,20 +62,31 @@ def test_a_part_names_its_set_and_its_group_in_full_once() -> None:
 
 
 def test_a_push_that_came_whole_is_in_its_entry() -> None:
-    build, segments = counted_entry(GROUP, 3, push(), whole(), RAW, spread=True)
+    part = whole()
+    build = counted_entry(contribute(spread=True), part)
     assert build(LogNames()) == CountPush(
-        GROUP, RAW, 3, 1, 7, 2, b"set", 3, 0.5, 0, MEMBERS, [4, 4], None, True
+        GROUP, 1, 1, 7, 2, b"set", 3, 0.5, 0, MEMBERS, [4, 4], None, True
     )
-    assert segments == (BODY,)
+    assert body_of(part) == (BODY,)
 
 
-def test_of_one_whose_parts_were_staged_it_says_only_that_it_counts() -> None:
+def test_of_one_whose_parts_were_staged_it_says_only_that_it_is_judged() -> None:
     for part in (None, staged()):
-        build, segments = counted_entry(GROUP, 3, push(1, None), part, RAW, spread=False)
+        build = counted_entry(contribute(closure=-1), part)
         assert build(LogNames()) == CountPush(
-            GROUP, RAW, 3, 1, -1, 2, b"set", 3, 0.5, -1, None, [], None, False
+            GROUP, 1, 1, -1, 2, b"set", 3, 0.5, -1, None, [], None, False
         )
-        assert segments == ()
+    assert body_of(None) == body_of(staged(memoryview(b""))) == ()
+
+
+def test_the_rule_is_told_the_same_of_a_push_and_of_its_entry() -> None:
+    for closure in (7, -1):
+        message = contribute(closure=closure)
+        entry = counted_entry(message, None)(LogNames())
+        assert isinstance(entry, CountPush)
+        push = push_of(message, REPLICA)
+        assert push_of(entry, REPLICA) == push
+        assert push.closure == (None if closure < 0 else closure)
 
 
 def test_a_closing_has_the_parts_that_ps_0_handed_on_and_no_values_are_wanted() -> None:
@@ -81,25 +103,33 @@ def test_a_closing_has_the_parts_that_ps_0_handed_on_and_no_values_are_wanted() 
     assert again(names) == replace(entry, config=None, along=[-1, 0], sets=[])
 
 
-def test_an_snapshot_is_followed_by_what_it_does_not_have() -> None:
-    entries = entries_of_snapshot(
-        {GROUP: RAW, 10: RAW}, {GROUP: 4}, {GROUP: 3}.get,  # type: ignore[arg-type]
-        [
-            (GROUP, REPLICA, 1, 4, staged()), (GROUP, REPLICA, 2, 4, whole()),
-            (GROUP, REPLICA, 3, 4, whole()),  # refused: it came, and counts nowhere
-        ],
-        [(GROUP, 4, push(1)), (GROUP, 4, push(2))], {GROUP},
-    )  # fmt: skip
+def read(entries: list[Listed]) -> list[tuple[Client, Message, Sequence[memoryview]]]:
+    """Entries with their messages, which name everything in full."""
     names = LogNames()
-    clients = [client for client, _, _ in entries]
-    messages = [build(names) for _, build, _ in entries]
-    assert clients == [FROM_CLOSER, REPLICA, REPLICA, REPLICA]
-    state, part, first, second = messages
-    assert isinstance(state, SetSteps)
-    assert [(group, step) for group, _, step, _ in state.groups] == [(GROUP, 4), (10, -1)]
-    assert isinstance(part, StagePush)
-    assert isinstance(first, CountPush)
-    assert isinstance(second, CountPush)
-    assert (first.push, first.set_id) == (1, -1)
-    assert (second.push, second.members, second.spread) == (2, MEMBERS, True)
-    assert [segments for *_, segments in entries] == [(), (BODY,), (), (BODY,)]
+    return [
+        (client, each if isinstance(each, Message) else each(names), segments)
+        for client, each, segments in entries
+    ]
+
+
+def test_a_snapshot_is_followed_by_what_it_does_not_have() -> None:
+    rule = SyncSteps().snapshot()
+    held = [(GROUP, REPLICA, 1, 4, staged()), (GROUP, REPLICA, 2, 4, whole())]
+    measured = NormsMeasured(GROUP, 3, [(3, 0.5)], None)
+    entries = read(
+        entries_of_snapshot({GROUP: RAW, 10: RAW}, {GROUP: 4}, [10], held, rule, [measured])
+    )
+    assert [client for client, _, _ in entries] == [REPLICA, REPLICA, FROM_CLOSER, FROM_CLOSER]
+    assert [message for _, message, _ in entries] == [
+        HoldPush(GROUP, 1, 4, 0, [(0, *key) for key in KEYS], False, [], None),
+        HoldPush(GROUP, 2, 4, 0, MEMBERS, True, [4, 4], None),
+        SetGroups([(GROUP, RAW, 4), (10, RAW, -1)], [10]),
+        measured,
+    ]
+    *bodies, (state,), nothing = (segments for *_, segments in entries)
+    assert msgpack.unpackb(state) == rule
+    assert (bodies, nothing) == ([(BODY,), (BODY,)], ())
+
+
+def test_one_that_decides_no_steps_has_no_rule_in_its_snapshot() -> None:
+    assert read(entries_of_snapshot({}, {}, [], [], None)) == [(FROM_CLOSER, SetGroups([], []), ())]

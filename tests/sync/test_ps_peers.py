@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from ps_cluster import CHIEF, hold, pull, until
 from psync.client.ps_link import PsLink
 from psync.errors import (
     ClosedError,
+    ConfigurationError,
     FencedError,
     ParameterServerLost,
     PsyncError,
@@ -40,7 +40,7 @@ async def all_ps_of(cluster: SyncCluster, coordinator: int = 100) -> AsyncIterat
     task = cluster.ps[0]
     addresses = [link.address for link in cluster.chief.links]
     attach = AttachPs(coordinator, 0, addresses, 15.0)
-    all_ps = AllPs(platform_of(task), attach, sync_of(task), pool_of(task))
+    all_ps = AllPs(platform_of(task), attach, sync_of(task), pool_of(task), work_of(task))
     try:
         yield all_ps
     finally:
@@ -80,25 +80,27 @@ async def test_all_others_are_asked_at_once() -> None:
         assert all_ps.ask_others(AskStatistics()) == []
 
 
-async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_others_are_told_while_ps_0_waits_to_do_its_own_part() -> None:
     async with SyncCluster(2) as cluster, all_ps_of(cluster) as all_ps:
-        await closed(all_ps, close_step(cluster, 0))  # now there is a connection
-        connection = (await link_of(all_ps).peer("control")).connection
-        sent = [connection.bytes_sent]
-        apply = sync_of(cluster.ps[0]).applier._apply
-
-        def noting(*args: Any) -> Awaitable[None] | None:
-            sent.append(connection.bytes_sent)
-            return apply(*args)
-
-        monkeypatch.setattr(sync_of(cluster.ps[0]).applier, "_apply", noting)
-        await closed(all_ps, close_step(cluster, 1))
-        assert sent[1] > sent[0]
+        release = hold(cluster.ps[0], cluster.step)
+        closing = asyncio.create_task(closed(all_ps, close_step(cluster, 0)))
+        await until(lambda: sync_of(cluster.ps[1]).steps())
+        assert sync_of(cluster.ps[0]).steps() == []
+        assert not closing.done()
+        release()
+        await closing
+        assert [sync_of(task).steps() for task in cluster.ps] == [[(GROUP, 1)]] * 2
 
 
-@pytest.mark.parametrize("broken", [0, 1, 2])
+async def test_what_ps_0_refuses_at_once_no_other_is_told() -> None:
+    async with SyncCluster(2) as cluster, all_ps_of(cluster) as all_ps:
+        cluster.configure(decay=0.5, averages=((99, 98), (cluster.step.variable_id, 98)))
+        with pytest.raises(ConfigurationError, match="must be on the same ps tasks"):
+            await closed(all_ps, close_step(cluster, 0))
+        assert [sync_of(task).steps() for task in cluster.ps] == [[], []]
+
+
+@pytest.mark.parametrize("broken", [1, 2])
 async def test_a_step_that_one_ps_cannot_apply_is_applied_by_the_others(broken: int) -> None:
     async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
         points_of(cluster.ps[broken]).fail("ps.step.applied")
@@ -117,7 +119,8 @@ async def test_the_global_step_is_read_and_raised_where_it_is(
         cluster.configure(global_step=(step_ps, *step.shards[0].key))
         config = SyncConfig.from_config(cluster.config)
         assert await all_ps.read_global_step(config) == 2**40
-        await all_ps.raise_global_step(config, GROUP, 0)
+        for _ in range(2):  # the second time nothing is done
+            await closed(all_ps, close_step(cluster, 0))
         assert await all_ps.read_global_step(config) == 2**40 + 1
         (value,) = await pull(cluster.chief, step)
         assert value == 2**40 + 1
@@ -125,20 +128,19 @@ async def test_the_global_step_is_read_and_raised_where_it_is(
 
 async def test_a_global_step_elsewhere_is_raised_once_although_the_answer_is_lost() -> None:
     async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
-        config = SyncConfig.from_config(cluster.config)
-        points_of(cluster.ps[1]).arm("ps.assign.applied", lambda: cluster.network.cut("ps1:1"))
-        await all_ps.raise_global_step(config, GROUP, 0)
+        points_of(cluster.ps[1]).arm("ps.step.applied", lambda: cluster.network.cut("ps1:1"))
+        await closed(all_ps, close_step(cluster, 0))
         assert await cluster.global_step() == 1
 
 
-async def test_a_global_step_that_is_busy_is_raised_afterwards() -> None:
-    async with SyncCluster() as cluster, all_ps_of(cluster) as all_ps:
-        config = SyncConfig.from_config(cluster.config)
-        release = hold(cluster.ps[0], cluster.step)
-        raising = asyncio.create_task(all_ps.raise_global_step(config, GROUP, 0))
-        await until(lambda: work_of(cluster.ps[0]).waiting)
+@pytest.mark.parametrize("step_ps", [0, 1])
+async def test_a_global_step_that_is_busy_is_raised_afterwards(step_ps: int) -> None:
+    async with SyncCluster(2, step_ps=step_ps) as cluster, all_ps_of(cluster) as all_ps:
+        release = hold(cluster.ps[step_ps], cluster.step)
+        closing = asyncio.create_task(closed(all_ps, close_step(cluster, 0)))
+        await until(lambda: work_of(cluster.ps[step_ps]).waiting)
         release()
-        await raising
+        await closing
         assert await cluster.global_step() == 1
 
 
@@ -178,7 +180,7 @@ async def test_where_a_ps_is_served_may_be_heard_before_it_says_that_it_was_repl
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It has said so already, and whoever has asked has not seen that yet."""
-    async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
+    async with SyncCluster(2, step_ps=1, first=4) as cluster, all_ps_of(cluster) as all_ps:
         config = SyncConfig.from_config(cluster.config)
         all_ps.expect_moves()
         link = link_of(all_ps)
@@ -190,23 +192,21 @@ async def test_where_a_ps_is_served_may_be_heard_before_it_says_that_it_was_repl
 
         monkeypatch.setattr(link, "call", replaced)
         async with asyncio.timeout(5):
-            await all_ps.raise_global_step(config, GROUP, 0)
-        assert await cluster.global_step() == 1
+            assert await all_ps.read_global_step(config) == 4
 
 
 async def test_who_looks_for_a_ps_that_is_served_nowhere_ends_with_the_links() -> None:
     async with SyncCluster(2, step_ps=1) as cluster:
-        config = SyncConfig.from_config(cluster.config)
         async with all_ps_of(cluster) as all_ps:
             all_ps.expect_moves()
-            await all_ps.raise_global_step(config, GROUP, 0)
+            await closed(all_ps, close_step(cluster, 0))
             cluster.network.refuse("ps1:1")
             cluster.network.cut("ps1:1")
-            raising = asyncio.create_task(all_ps.raise_global_step(config, GROUP, 1))
+            closing = asyncio.create_task(closed(all_ps, close_step(cluster, 1)))
             await until(lambda: link_of(all_ps)._attempts)
         with pytest.raises(ClosedError):
             async with asyncio.timeout(5):
-                await raising
+                await closing
 
 
 async def test_what_one_refuses_that_was_replaced_is_said_to_its_backup() -> None:
@@ -218,12 +218,12 @@ async def test_what_one_refuses_that_was_replaced_is_said_to_its_backup() -> Non
         depose(cluster.ps[1])
         closing = asyncio.create_task(closed(all_ps, close_step(cluster, 0)))
         config = SyncConfig.from_config(cluster.config)
-        raising = asyncio.create_task(all_ps.raise_global_step(config, GROUP, 0))
-        await asyncio.wait((closing, raising), timeout=0.1)
+        reading = asyncio.create_task(all_ps.read_global_step(config))
+        await asyncio.wait((closing, reading), timeout=0.1)
         assert not closing.done()
-        assert not raising.done()
+        assert not reading.done()
         all_ps.move(["ps0:1", promoted.address])
-        await asyncio.gather(closing, raising)
+        await asyncio.gather(closing, reading)
         link = cluster.chief.links[1]
         link.revive()
         link.address = promoted.address
@@ -239,7 +239,5 @@ async def test_one_that_came_back_empty_before_it_was_ever_asked_is_lost() -> No
         with pytest.raises(ParameterServerLost, match="not, or no longer, served"):
             await closed(all_ps, close_step(cluster, 0))
         config = SyncConfig.from_config(cluster.config)
-        with pytest.raises(ParameterServerLost):
-            await all_ps.raise_global_step(config, GROUP, 0)
         with pytest.raises(ParameterServerLost):
             await all_ps.read_global_step(config)

@@ -15,7 +15,7 @@ from ps_by_hand import PsByHand
 from ps_cluster import CHIEF, SECRET, PsCluster, assign, until
 from psync.client.ps_client import PsClient
 from psync.errors import FencedError, NotServedError
-from psync.net.peer import Handler
+from psync.net.peer import Handler, Reply
 from psync.net.platform import Platform
 from psync.ps.life import Life
 from psync.ps_task import PsTask
@@ -23,7 +23,8 @@ from psync.store.commit_log import LogState
 from psync.testing import MemoryNetwork
 from psync.wire.accumulator_messages import DefineAccumulator, TakeGradient
 from psync.wire.lock_messages import LockShards
-from psync.wire.ps_messages import AttachPs
+from psync.wire.messages import Done
+from psync.wire.ps_messages import AttachPs, Fence
 from psync.wire.recovery_messages import Gate, LogEntries
 from sync_cluster import ask
 
@@ -75,7 +76,7 @@ async def test_a_newer_coordinator_gets_others_and_nothing_of_the_earlier_ones_i
 
 
 async def test_a_former_backup_deposes_nobody_who_serves_a_newer_coordinator() -> None:
-    """Its log goes on while a step of the earlier coordinator is brought to its end."""
+    """Its log goes on while what the earlier coordinator began is brought to its end."""
     async with PsCluster(2) as cluster:
         w = await create(cluster)
         await back_up(cluster)
@@ -86,21 +87,23 @@ async def test_a_former_backup_deposes_nobody_who_serves_a_newer_coordinator() -
             await said.wait()
             raise FencedError("there is a newer backup")
 
-        async def step() -> None:
+        async def fence(*_: object) -> Reply:
             await ended.wait()
+            return Reply(Done())
 
         handlers_of(cluster.ps[1])[LogEntries] = Handler(refuse)
         adding = asyncio.create_task(assign(cluster.client(), w, np.ones(6, np.float32), "add"))
         await asked.wait()
         former = cluster.ps[0].services
         assert former.closer is not None
-        former.closer.phases.carry(step())
+        handlers_of(cluster.ps[1])[Fence] = Handler(fence)
+        former.closer.outgoing.fence("/job:worker/task:7", 5)
         link = cluster.client(CHIEF, 200, host="chief-2").links[0]
         order = AttachPs(200, 0, ["ps0:1", "ps1:1"], 15.0, keep=True)
         attaching = asyncio.create_task(link.call(lambda _: order))
         await until(lambda: cluster.ps[0].services is not former)
         said.set()
-        await until(lambda: former.backup.committer.log.state is LogState.DEPOSED)
+        await until(lambda: former.executor.log.state is LogState.DEPOSED)
         assert cluster.ps[0].life is Life.SERVING
         ended.set()
         await attaching

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from psync.errors import ConfigurationError, FencedError, RemoteProtocolError
+from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.numerics.update_rule import SGD
 from psync.store.sync_config import SyncConfig
 from psync.sync.staging import BUDGET_VARIABLE, Staging
@@ -40,8 +40,21 @@ def put(
     staging: Staging, replica: Replica, push: int, local_step: int = -1, nbytes: int = 10
 ) -> bool:
     """Announce a part of group 7 and let it arrive; the part is its own name."""
-    return staging.check(7, replica, push, local_step, nbytes, config_of()) and staging.stage(
-        7, replica, push, local_step, (replica, push)
+    reserve(staging, replica, push, local_step, nbytes)
+    return arrive(staging, replica, push, local_step, nbytes)
+
+
+def reserve(
+    staging: Staging, replica: Replica, push: int, local_step: int = -1, nbytes: int = 10
+) -> None:
+    staging.reserve(7, replica, push, local_step, nbytes, config_of())
+
+
+def arrive(
+    staging: Staging, replica: Replica, push: int, local_step: int = -1, nbytes: int = 10
+) -> bool:
+    return staging.is_expected(7, replica, push) and staging.stage(
+        7, replica, push, local_step, nbytes, (replica, push)
     )
 
 
@@ -50,9 +63,14 @@ def named(*pushes: tuple[Replica, int]) -> list[tuple[str, int, int, float]]:
     return [(task, incarnation, push, 1.0) for (task, incarnation), push in pushes]
 
 
-def taken(staging: Staging, *pushes: tuple[Replica, int]) -> list[object]:
-    """The parts of group 7 that a closing gets which names these."""
-    return [part for part, _ in staging.take(7, 0, named(*pushes))]
+def of_step(staging: Staging, *pushes: tuple[Replica, int]) -> list[object]:
+    """The parts of group 7 that a step has which names these."""
+    return [part for part, _ in staging.parts(7, named(*pushes))]
+
+
+def end(staging: Staging, step: int, *pushes: tuple[Replica, int], group: int = 7) -> None:
+    """Close a step, and apply it."""
+    staging.applied(group, step, staging.close(group, step, named(*pushes)))
 
 
 class TestAStep:
@@ -62,14 +80,15 @@ class TestAStep:
         assert put(staging, A, 1)
         assert put(staging, B, 4)
         pushes = [(*B, 4, 0.5), (*A, 1, 2.0)]
-        assert staging.take(7, 0, pushes) == [((B, 4), 0.5), ((A, 1), 2.0)]
+        assert staging.parts(7, pushes) == [((B, 4), 0.5), ((A, 1), 2.0)]
 
-    def test_parts_count_until_the_step_is_closed(self, staging: Staging) -> None:
+    def test_parts_count_until_the_step_is_applied(self, staging: Staging) -> None:
         put(staging, A, 1)
         put(staging, B, 1)
-        staging.take(7, 0, named((A, 1)))
-        assert staging.statistics().bytes == 20
-        staging.closed(7, 0)
+        assert staging.close(7, 0, named((A, 1))) == 20
+        statistics = staging.statistics()
+        assert (statistics.parts, statistics.bytes) == (0, 20)
+        staging.applied(7, 0, 20)
         statistics = staging.statistics()
         assert (statistics.parts, statistics.bytes, statistics.peak_bytes) == (0, 0, 20)
         assert (statistics.staged, statistics.stale, statistics.budget_bytes) == (2, 0, BUDGET)
@@ -83,86 +102,88 @@ class TestAStep:
     def test_parts_that_come_with_the_closing_need_no_staging(self, staging: Staging) -> None:
         put(staging, B, 4)
         pushes = [(*A, 1, 2.0), (*B, 4, 0.5)]
-        assert staging.take(7, 0, pushes, ["came along", None]) == [
+        assert staging.parts(7, pushes, ["came along", None]) == [
             ("came along", 2.0), ((B, 4), 0.5),
         ]  # fmt: skip
 
     def test_what_belongs_to_a_later_step_stays(self, staging: Staging) -> None:
         put(staging, A, 1, local_step=5)  # its values are of a ps that has closed step 4
-        staging.closed(7, 4)
-        assert taken(staging, (A, 1)) == [(A, 1)]
+        end(staging, 4)
+        assert of_step(staging, (A, 1)) == [(A, 1)]
 
     def test_what_was_counted_goes_with_the_step_whatever_its_local_step(
         self, staging: Staging
     ) -> None:
         put(staging, A, 1, local_step=5)
-        staging.take(7, 4, named((A, 1)))
-        staging.closed(7, 4)
-        assert staging.statistics().parts == 0
+        end(staging, 4, (A, 1))
+        assert staging.statistics().parts == staging.statistics().bytes == 0
 
     def test_groups_are_apart(self, staging: Staging) -> None:
         put(staging, A, 1)
-        staging.closed(8, 3)
-        assert taken(staging, (A, 1)) == [(A, 1)]
+        end(staging, 3, group=8)
+        assert of_step(staging, (A, 1)) == [(A, 1)]
         assert (staging.step(7), staging.step(8)) == (None, 4)
 
     def test_a_push_without_variables_here_has_no_part(self, staging: Staging) -> None:
-        assert taken(staging, (A, 1), (B, 1)) == []
+        assert of_step(staging, (A, 1), (B, 1)) == []
         put(staging, B, 1)
-        assert taken(staging, (A, 1), (B, 1)) == [(B, 1)]
+        assert of_step(staging, (A, 1), (B, 1)) == [(B, 1)]
 
     def test_a_group_without_variables_here_has_its_steps(self, staging: Staging) -> None:
         assert staging.step(7) is None
-        staging.closed(7, 0)
+        staging.close(7, 0)
         assert staging.step(7) == 1
 
     def test_a_closing_with_a_part_that_is_still_coming_in_is_an_error(
         self, staging: Staging
     ) -> None:
         put(staging, A, 1, local_step=9)
-        staging.check(7, B, 2, -1, 10, config_of())
+        staging.check_here(7, 3, named((A, 1), (B, 2)))  # of which no part was sent here
+        reserve(staging, B, 2)
         with pytest.raises(RemoteProtocolError) as caught:
-            staging.take(7, 3, named((A, 1), (B, 2)))
+            staging.check_here(7, 3, named((A, 1), (B, 2)))
         assert str(caught.value) == (
             "/job:ps/task:1: step 3 of group 7 is to be closed with push 2 of /job:worker/task:1 "
             "(incarnation 1), which has not come in yet"
         )
-        staging.closed(7, 3)
-        assert taken(staging, (A, 1)) == [(A, 1)]  # nothing was taken
+        arrive(staging, B, 2)
+        staging.check_here(7, 3, named((A, 1), (B, 2)))
 
 
 class TestSteps:
-    def test_name_the_groups_that_have_closed_one(self, staging: Staging) -> None:
+    def test_name_the_groups_of_which_a_step_is_applied(self, staging: Staging) -> None:
         assert staging.steps() == []
         put(staging, A, 1)
+        staging.close(7, 0)
         assert staging.steps() == []
-        staging.closed(7, 0)
-        staging.closed(3, 9)
+        staging.applied(7, 0)
+        end(staging, 9, group=3)
         assert sorted(staging.steps()) == [(3, 10), (7, 1)]
 
-    def test_are_the_same_list_until_one_is_closed(self, staging: Staging) -> None:
-        staging.closed(7, 0)
+    def test_are_the_same_list_until_one_is_applied(self, staging: Staging) -> None:
+        end(staging, 0)
         before = staging.steps()
         put(staging, A, 1, local_step=1)
+        nbytes = staging.close(7, 1)
         assert staging.steps() is before
-        staging.closed(7, 1)
+        staging.applied(7, 1, nbytes)
         assert (before, staging.steps()) == ([(7, 1)], [(7, 2)])  # who holds it sees no change
 
     def test_never_go_back(self, staging: Staging) -> None:
-        staging.closed(7, 5)
-        put(staging, A, 1, local_step=6)
-        staging.closed(7, 5)
-        staging.closed(7, 2)
-        assert staging.step(7) == 6
-        assert staging.statistics().parts == 1
+        """Steps without a shard in common are applied in any order, on a backup."""
+        for step in (0, 1):
+            staging.close(7, step)
+        staging.applied(7, 1)
+        staging.applied(7, 0)
+        assert staging.steps() == [(7, 2)]
 
 
 class TestStale:
     @pytest.mark.parametrize("local_step", [-1, 0, 4])
     def test_a_late_part_leaves_no_trace(self, staging: Staging, local_step: int) -> None:
-        staging.closed(7, 4)
-        assert not staging.check(7, A, 1, local_step, 10, config_of())
-        assert not staging.stage(7, A, 1, local_step, "late")  # it was under way all the same
+        end(staging, 4)
+        reserve(staging, A, 1, local_step)
+        assert not arrive(staging, A, 1, local_step)
         statistics = staging.statistics()
         assert (statistics.parts, statistics.bytes, statistics.stale) == (0, 0, 1)
 
@@ -173,13 +194,23 @@ class TestStale:
     def test_a_part_whose_step_is_closed_while_it_comes_in_is_not_kept(
         self, staging: Staging
     ) -> None:
-        staging.check(7, A, 1, 0, 10, config_of())
-        staging.closed(7, 0)
-        assert not staging.stage(7, A, 1, 0, "late")
+        reserve(staging, A, 1, 0)
+        end(staging, 0)
+        assert not arrive(staging, A, 1, 0)
         assert staging.statistics().bytes == 0
 
+    def test_nor_one_whose_step_is_closed_before_its_entry_is_judged(
+        self, staging: Staging
+    ) -> None:
+        reserve(staging, A, 1, 0)
+        assert staging.is_expected(7, A, 1)
+        end(staging, 0)
+        assert not staging.stage(7, A, 1, 0, 10, "late")
+        statistics = staging.statistics()
+        assert (statistics.parts, statistics.bytes, statistics.stale) == (0, 0, 1)
+
     def test_nor_one_that_comes_in_while_the_ps_is_emptied(self) -> None:
-        assert not Staging(BUDGET).stage(7, A, 1, 0, "of an earlier coordinator")
+        assert not Staging(BUDGET).is_expected(7, A, 1)
 
 
 class TestRepetition:
@@ -187,64 +218,49 @@ class TestRepetition:
         for _ in range(20):
             assert put(staging, A, 1)
         assert staging.statistics().bytes == 10
-        assert taken(staging, (A, 1)) == [(A, 1)]
+        assert of_step(staging, (A, 1)) == [(A, 1)]
 
     def test_of_another_size_replaces_a_part_that_has_not_come(self, staging: Staging) -> None:
         for nbytes in (10, 30, 20):
-            assert staging.check(7, A, 1, -1, nbytes, config_of())
+            reserve(staging, A, 1, nbytes=nbytes)
             assert staging.statistics().bytes == nbytes
 
     def test_of_another_size_is_refused_once_the_part_is_here(self, staging: Staging) -> None:
         put(staging, A, 1, nbytes=10)  # it may be counted by now
         with pytest.raises(RemoteProtocolError, match="has come with 10 bytes"):
-            put(staging, A, 1, nbytes=30)
-        assert staging.take(7, 0, [(*A, 1, 1.0)]) != []
+            reserve(staging, A, 1, nbytes=30)
+        assert of_step(staging, (A, 1)) == [(A, 1)]
 
     def test_of_a_step_far_ahead_is_refused(self, staging: Staging) -> None:
-        staging.closed(7, 4)
+        end(staging, 4)
         assert put(staging, A, 1, local_step=6)
         with pytest.raises(RemoteProtocolError, match="of step 7, and the step is 5"):
             put(staging, A, 2, local_step=7)
 
-    @pytest.mark.parametrize("nbytes", [10, 99])
-    def test_changes_nothing_once_the_part_is_being_applied(
-        self, staging: Staging, nbytes: int
-    ) -> None:
+    def test_is_late_once_the_part_is_being_applied(self, staging: Staging) -> None:
         put(staging, A, 1)
-        staging.take(7, 0, named((A, 1)))
-        assert staging.check(7, A, 1, -1, nbytes, config_of())
-        assert staging.stage(7, A, 1, -1, "again")
-        assert taken(staging, (A, 1)) == [(A, 1)]
-        assert staging.statistics().bytes == 10
+        nbytes = staging.close(7, 0, named((A, 1)))
+        assert not put(staging, A, 1)
+        assert staging.statistics().bytes == nbytes
 
 
 class TestFence:
     def test_what_a_lost_worker_has_staged_may_have_been_counted(self, staging: Staging) -> None:
         put(staging, A, 1)
         staging.fence(A[0], 2)
-        assert taken(staging, (A, 1)) == [(A, 1)]
-        staging.closed(7, 0)
+        assert of_step(staging, (A, 1)) == [(A, 1)]
+        end(staging, 0)
         assert staging.statistics().bytes == 0
 
     def test_what_was_still_coming_in_goes(self, staging: Staging) -> None:
-        staging.check(7, A, 1, -1, 10, config_of())
-        staging.check(7, B, 1, -1, 10, config_of())
-        staging.check(7, (A[0], 2), 1, -1, 10, config_of())
+        reserve(staging, A, 1)
+        reserve(staging, B, 1)
+        reserve(staging, (A[0], 2), 1)
         staging.fence(A[0], 2)
         assert staging.statistics().parts == 2
-        with pytest.raises(FencedError, match="incarnation 1 of /job:worker/task:0 has been repl"):
-            staging.stage(7, A, 1, -1, "late")
-        assert staging.stage(7, (A[0], 2), 1, -1, "new")
-        assert staging.stage(7, B, 1, -1, "another's")
-
-    def test_an_older_incarnation_is_refused(self, staging: Staging) -> None:
-        staging.fence(A[0], 3)
-        staging.fence(A[0], 2)  # does not go back
-        with pytest.raises(FencedError) as caught:
-            put(staging, (A[0], 2), 1)
-        assert str(caught.value) == "incarnation 2 of /job:worker/task:0 has been replaced by 3"
-        assert staging.statistics().parts == 0
-        assert put(staging, (A[0], 3), 1)
+        assert not arrive(staging, A, 1)
+        assert arrive(staging, (A[0], 2), 1)
+        assert arrive(staging, B, 1)
 
 
 class TestBudget:
@@ -253,9 +269,9 @@ class TestBudget:
         assert BUDGET_VARIABLE in limits
 
     def test_a_step_that_cannot_fit_is_refused_at_its_first_push(self, staging: Staging) -> None:
-        assert staging.check(7, A, 1, -1, 33, config_of())  # and two more: 99 bytes
+        reserve(staging, A, 1, nbytes=33)  # and two more: 99 bytes
         with pytest.raises(ConfigurationError) as caught:
-            staging.check(7, A, 2, -1, 34, config_of())
+            reserve(staging, A, 2, nbytes=34)
         assert str(caught.value) == (
             "sync on /job:ps/task:1: a step may need 3 pushes of 34 bytes (102 bytes) at once, and "
             "the budget is 100 bytes\n"
@@ -268,30 +284,30 @@ class TestBudget:
     def test_a_step_needs_a_part_for_each_token_and_one_more(
         self, staging: Staging, needed: int, total: int
     ) -> None:
-        assert staging.check(7, A, 1, -1, 20, config_of(needed, total))
+        staging.reserve(7, A, 1, -1, 20, config_of(needed, total))
         with pytest.raises(ConfigurationError, match=r"5 pushes of 21 bytes \(105 bytes\)"):
-            staging.check(7, B, 1, -1, 21, config_of(needed, total))
+            staging.reserve(7, B, 1, -1, 21, config_of(needed, total))
 
     def test_parts_that_are_coming_in_count(self, staging: Staging) -> None:
         for push in (1, 2, 3):
-            staging.check(7, A, push, -1, 33, config_of())
+            reserve(staging, A, push, nbytes=33)
         with pytest.raises(ConfigurationError) as caught:
-            staging.check(7, B, 1, -1, 2, config_of())
+            reserve(staging, B, 1, nbytes=2)
         assert str(caught.value) == (
             "sync on /job:ps/task:1: 99 of 100 bytes for pushes of steps that are not closed yet "
             "are taken, and 2 more are needed\n"
             "hint: set PSYNC_LIMIT_STAGING_BYTES=101 or more on the ps tasks"
         )
-        assert staging.check(7, B, 1, -1, 1, config_of())
+        reserve(staging, B, 1, nbytes=1)
 
     def test_a_part_that_grows_needs_the_difference(self, staging: Staging) -> None:
         for push in (1, 2):
             put(staging, A, push, nbytes=30)
         for nbytes in (30, 32):
-            assert staging.check(7, A, 3, -1, nbytes, config_of())
+            reserve(staging, A, 3, nbytes=nbytes)
         put(staging, A, 4, nbytes=8)
         with pytest.raises(ConfigurationError, match="100 of 100 bytes"):
-            staging.check(7, A, 3, -1, 33, config_of())
+            reserve(staging, A, 3, nbytes=33)
         assert put(staging, A, 3, nbytes=32)  # what it had stays
 
 
@@ -316,6 +332,8 @@ class Steps(RuleBasedStateMachine):
         self.staging = Staging(BUDGET, TASK)
         self.parts: list[Held] = []
         self.steps = {0: -1, 1: -1}  # -1: none was closed yet
+        self.being_applied: list[tuple[int, int, int]] = []  # (group, step, bytes)
+        self.applied = {0: -1, 1: -1}
         self.incarnations = [1, 1]
         self.pushes = 0
 
@@ -330,16 +348,16 @@ class Steps(RuleBasedStateMachine):
         self.pushes += 1
         part = Held(group, replica, self.pushes, max(self.steps[group] - age, -1), nbytes)
         expected = part.local_step >= self.steps[group]
-        total = sum(held.nbytes for held in self.parts)
+        total = self.staging.statistics().bytes
         try:
-            wanted = self.check(part)
+            self.reserve(part)
         except ConfigurationError:
             assert total + nbytes > BUDGET
             assert expected
         else:
-            assert wanted == expected
-            assert not wanted or total + nbytes <= BUDGET
-            if wanted:
+            assert self.is_expected(part) == expected
+            assert not expected or total + nbytes <= BUDGET
+            if expected:
                 self.parts.append(part)
 
     @precondition(lambda self: self.parts)
@@ -347,17 +365,13 @@ class Steps(RuleBasedStateMachine):
     def arrive(self, which: int, announce: bool) -> None:
         """For the first time, or again after a lost connection."""
         part = self.parts[which % len(self.parts)]
-        try:
-            if announce:
-                assert self.check(part)
-            kept = self.staging.stage(
-                part.group, part.replica, part.push, part.local_step, part.push
-            )
-        except FencedError:
-            assert part.replica[1] < self.incarnations[int(part.replica[0][-1])]
-        else:
-            assert kept
-            part.complete = True
+        if announce:
+            self.reserve(part)
+        assert self.is_expected(part)
+        assert self.staging.stage(
+            part.group, part.replica, part.push, part.local_step, part.nbytes, part.push
+        )
+        part.complete = True
 
     @precondition(lambda self: any(part.complete for part in self.parts))
     @rule(which=st.integers(0, 1000))
@@ -375,14 +389,21 @@ class Steps(RuleBasedStateMachine):
             if part.group == group and part.counted and (early or part.local_step <= step)
         ]
         pushes = named(*((part.replica, part.push) for part in counted))
-        assert self.staging.take(group, step, pushes) == [(part.push, 1.0) for part in counted]
-        self.staging.closed(group, step)
+        assert self.staging.parts(group, pushes) == [(part.push, 1.0) for part in counted]
+        self.being_applied.append((group, step, self.staging.close(group, step, pushes)))
         self.steps[group] = step + 1
         self.parts = [
             part
             for part in self.parts
             if part.group != group or (part.local_step > step and part not in counted)
         ]
+
+    @precondition(lambda self: self.being_applied)
+    @rule(which=st.integers(0, 1000))
+    def apply(self, which: int) -> None:
+        group, step, nbytes = self.being_applied.pop(which % len(self.being_applied))
+        self.staging.applied(group, step, nbytes)
+        self.applied[group] = max(self.applied[group], step + 1)
 
     @rule(worker=st.integers(0, 1))
     def die(self, worker: int) -> None:
@@ -395,14 +416,20 @@ class Steps(RuleBasedStateMachine):
     def every_byte_is_accounted_for(self) -> None:
         statistics = self.staging.statistics()
         assert statistics.parts == len(self.parts)
-        assert statistics.bytes == sum(part.nbytes for part in self.parts) <= BUDGET
-        closed = {group: step for group, step in self.steps.items() if step >= 0}
-        assert dict(self.staging.steps()) == closed
+        held = sum(part.nbytes for part in self.parts)
+        assert statistics.bytes == held + sum(nbytes for *_, nbytes in self.being_applied) <= BUDGET
+        for group, step in self.steps.items():
+            assert self.staging.step(group) == (step if step >= 0 else None)
+        applied = {group: step for group, step in self.applied.items() if step >= 0}
+        assert dict(self.staging.steps()) == applied
 
-    def check(self, part: Held) -> bool:
-        return self.staging.check(
+    def reserve(self, part: Held) -> None:
+        self.staging.reserve(
             part.group, part.replica, part.push, part.local_step, part.nbytes, config_of()
         )
+
+    def is_expected(self, part: Held) -> bool:
+        return self.staging.is_expected(part.group, part.replica, part.push)
 
 
 TestAnyOrder = Steps.TestCase
@@ -412,26 +439,16 @@ TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadli
 class TestABackup:
     def test_what_another_one_has_kept_is_kept_without_a_question(self, staging: Staging) -> None:
         staging.fence(A[0], A[1] + 1)
-        staging.keep(7, A, 1, 3, BUDGET + 1, "part")
+        assert staging.stage(7, A, 1, 3, BUDGET + 1, "part")
         assert staging.held() == [(7, A, 1, 3, "part")]
         assert staging.statistics().bytes == BUDGET + 1
-        staging.keep(7, A, 1, 3, 10, "again")
+        assert staging.stage(7, A, 1, 3, 10, "again")
         assert staging.statistics().bytes == 10
-        assert taken(staging, (A, 1)) == ["again"]
-        staging.closed(7, 3)
+        assert of_step(staging, (A, 1)) == ["again"]
+        end(staging, 3)
         assert (staging.held(), staging.statistics().bytes) == ([], 0)
 
     def test_what_is_still_coming_in_is_not_held(self, staging: Staging) -> None:
-        staging.check(7, A, 1, -1, 10, config_of())
+        reserve(staging, A, 1)
         put(staging, B, 1)
         assert staging.held() == [(7, B, 1, -1, (B, 1))]
-
-
-def test_a_backup_keeps_no_part_that_its_ps_refused():
-    staging = Staging(BUDGET)
-    staging.closed(7, 3)
-    staging.keep(7, A, 1, 3, 10, "late")
-    staging.keep(7, A, 2, -1, 10, "of a session that knows no step")
-    assert staging.statistics().parts == 0
-    staging.keep(7, A, 3, 4, 10, "part")
-    assert staging.staged(7, A, 3) == "part"

@@ -2,96 +2,128 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
+import numpy as np
 import pytest
-from psync.ps.committer import Committer
 
-from inside import sync_of
-from ps_by_hand import PsByHand, group_config
-from ps_cluster import until
+from backup_by_hand import BackupByHand
+from inside import staged_on
+from ps_by_hand import PS_0, A, PsByHand, group_config
 from psync.errors import FencedError
-from psync.wire.sync_messages import CloseStep
-from sync_cluster import GROUP, SyncCluster
+from psync.net.peer import Later, Reply
+from psync.store.store import Key
+from psync.wire.messages import Done
+from psync.wire.sync_messages import CloseStep, Staged, StagePush
+from turns import Turns
+
+GROUP = 9
+RATE = 0.5
+ONES = np.ones(3, np.float32).tobytes()
 
 
-def closing(cluster: SyncCluster, step: int = 0) -> CloseStep:
-    return CloseStep(GROUP, cluster.config, step, [])
+class Group(PsByHand):
+    """A ps beside ps 0, with a variable, the global step of a group, and a part of a push."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = self.create("w", np.ones(3, np.float32))
+        self.other = self.create("other", np.ones(3, np.float32))
+        self.step = self.create("step", np.array(5))
+        self.config = group_config(global_step=(1, *self.step))
+        part = StagePush(GROUP, self.config, 1, -1, 1, [self.w])
+        assert self.ask(A, part, ONES) == Staged(False)
+
+    def close(self, step: int = 0, push: int = 1) -> Reply | Later:
+        answer = self.begin(PS_0, CloseStep(GROUP, self.config, step, [(*A, push, 1.0)]))
+        assert isinstance(answer, Reply | Later)
+        return answer
 
 
-@asynccontextmanager
-async def with_backup() -> AsyncIterator[tuple[SyncCluster, Committer]]:
-    """A ps whose log is read by a backup that has nothing yet; a test says what it has."""
-    async with SyncCluster() as cluster:
-        committer = sync_of(cluster.ps[0]).committer
-        committer.is_begun = True
-        committer.begin_copy()
-        committer.log.pair()
-        yield cluster, committer
-        committer.end()
+def value_of(ps: PsByHand, key: Key) -> list[float]:
+    return np.frombuffer(b"".join(map(bytes, ps.store.read(key))), np.float32).tolist()
 
 
-def test_without_a_backup_a_small_step_is_applied_at_once() -> None:
-    ps = PsByHand()
-    told: list[int] = []
-    message = CloseStep(GROUP, group_config(), 0, [])
-    assert ps.sync.applier.close(message, (), lambda: told.append(1)) is None
-    assert (told, ps.sync.steps()) == ([1], [(GROUP, 1)])
+def test_the_global_step_is_raised_once_for_each_step_however_often_it_is_closed() -> None:
+    ps = Group()
+    for _ in range(3):
+        assert ps.close() == Reply(Done(), [])
+    assert (ps.value(ps.step), ps.value(ps.w).tolist()) == (6, [1 - RATE] * 3)
+    for step in (1, 1, 0, 2):
+        ps.close(step, 2)
+    assert (ps.value(ps.step), ps.sync.steps()) == (8, [(GROUP, 3)])
 
 
-async def test_with_a_backup_nobody_hears_of_a_step_before_the_backup_has_it() -> None:
-    async with with_backup() as (cluster, committer):
-        told: list[int] = []
-        sync = sync_of(cluster.ps[0])
-        under_way = sync.applier.close(closing(cluster), (), lambda: told.append(1))
-        assert under_way is not None
-        await until(lambda: len(committer.log.to_ship(9, 1 << 20)))
-        assert (told, sync.steps()) == ([], [])
-        committer.log.note_taken(committer.log.last)
-        committer.advance()
-        await under_way
-        assert (told, sync.steps()) == ([1], [(GROUP, 1)])
+def test_a_closing_of_nothing_here_raises_the_global_step_that_is_here() -> None:
+    ps = Group()
+    ps.close(0, 99)
+    assert (ps.value(ps.step), ps.value(ps.w).tolist()) == (6, [1] * 3)
 
 
-async def test_a_repetition_waits_for_the_same_end() -> None:
-    async with with_backup() as (cluster, committer):
-        applier = sync_of(cluster.ps[0]).applier
-        first = applier.close(closing(cluster))
-        again = applier.close(closing(cluster))
-        assert first is not None
-        assert again is not None
-        await until(lambda: len(committer.log.to_ship(9, 1 << 20)))
-        assert committer.log.last == 2  # the optimizer, and the step
-        committer.log.note_taken(committer.log.last)
-        committer.advance()
-        await first
-        await again
-        assert applier.close(closing(cluster)) is None
+@pytest.mark.usefixtures("turns")
+def test_a_pull_names_a_step_once_it_is_computed(turns: Turns) -> None:
+    ps = Group()
+    busy = ps.store.assign(ps.w, "add", np.zeros(3, np.float32))
+    answer = ps.close()
+    turns.settle()
+    assert isinstance(answer, Later)
+    assert answer.outcome is None
+    assert ps.pull(ps.other)[1] == []
+    assert ps.sync.staging.step(GROUP) == 1  # judged
+    assert ps.sync.statistics()["bytes"] == 12
+    again = ps.close()
+    for _ in busy:  # it is done
+        pass
+    ps.work.wake()
+    turns.settle()
+    for each in (answer, again):
+        assert isinstance(each, Later)
+        assert isinstance(each.outcome, Reply)
+    value, steps = ps.pull(ps.w)
+    assert (value.tolist(), steps) == ([1 - RATE] * 3, [(GROUP, 1)])
+    assert (ps.value(ps.step), ps.sync.statistics()["bytes"]) == (6, 0)
 
 
-async def test_whoever_was_replaced_closes_no_step_and_tells_nobody() -> None:
-    async with with_backup() as (cluster, committer):
-        told: list[int] = []
-        sync = sync_of(cluster.ps[0])
-        under_way = sync.applier.close(closing(cluster), (), lambda: told.append(1))
-        assert under_way is not None
-        committer.depose()
-        with pytest.raises(FencedError, match="replaced by its backup"):
-            await under_way
-        assert (told, sync.steps()) == ([], [])
+@pytest.mark.usefixtures("turns")
+def test_nobody_hears_of_a_step_before_the_backup_has_it_and_a_repetition_waits_as_well() -> None:
+    ps = Group()
+    backup = BackupByHand(ps)
+    first, again = ps.close(), ps.close()
+    assert isinstance(first, Later)
+    assert isinstance(again, Later)
+    assert (first.outcome, again.outcome, ps.sync.steps()) == (None, None, [])
+    backup.catch_up()
+    assert isinstance(first.outcome, Reply)
+    assert isinstance(again.outcome, Reply)
+    assert (ps.value(ps.step), ps.sync.steps()) == (6, [(GROUP, 1)])
 
 
-async def test_a_repetition_hears_as_well_that_whoever_was_replaced_closed_nothing() -> None:
+@pytest.mark.usefixtures("turns")
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_promoted_backup_closes_a_step_once_which_ps_0_closes_again(*, has_it: bool) -> None:
+    ps = Group()
+    backup = BackupByHand(ps)
+    assert staged_on(backup.services) == staged_on(ps.services)
+    ps.close()
+    if has_it:
+        backup.read_ahead(1)
+    backup.promote()
+    message = CloseStep(GROUP, ps.config, 0, [(*A, 1, 1.0)])
+    for _ in range(2):
+        assert backup.ask(PS_0, message) == Done()
+    assert backup.value(ps.w).tolist() == [1 - RATE] * 3
+    assert (backup.value(ps.step), backup.sync.steps()) == (6, [(GROUP, 1)])
+
+
+@pytest.mark.usefixtures("turns")
+def test_whoever_was_replaced_closes_no_step_and_tells_nobody() -> None:
     """Else ps 0 would take the step for closed, of which the one that serves has not heard."""
-    async with with_backup() as (cluster, committer):
-        applier = sync_of(cluster.ps[0]).applier
-        first = applier.close(closing(cluster))
-        again = applier.close(closing(cluster))
-        assert first is not None
-        assert again is not None
-        waiting = asyncio.gather(first, again, return_exceptions=True)
-        await until(lambda: len(committer.log.to_ship(9, 1 << 20)))
-        committer.depose()
-        assert [type(outcome) for outcome in await waiting] == [FencedError, FencedError]
+    ps = Group()
+    BackupByHand(ps)
+    answers = [ps.close(), ps.close()]
+    ps.services.executor.depose()
+    for answer in answers:
+        assert isinstance(answer, Later)
+        assert isinstance(answer.outcome, FencedError)
+        assert "replaced by its backup" in str(answer.outcome)
+    assert (ps.sync.steps(), value_of(ps, ps.w)) == ([], [1] * 3)
+    with pytest.raises(FencedError, match="replaced by its backup"):
+        ps.close()

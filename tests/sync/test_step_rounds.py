@@ -318,7 +318,8 @@ class TestLosses:
             pushes = [cluster.replica(index).push((w,), (5.0,)) for index in range(2)]
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
                 assert isinstance(answer, ParameterServerLost)
-            assert await cluster.global_step() == 0
+            # Ps 0 has closed the step that it has said to close; the coordinator rolls that back.
+            assert await cluster.global_step() == (at == "ps0.step.measured")
             cluster.network.heal("ps1:1")
 
     @pytest.mark.parametrize("at", ["ps0.step.decided", "ps0.step.measured"])

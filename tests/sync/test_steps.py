@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from psync.errors import (
@@ -11,7 +13,7 @@ from psync.errors import (
     ParameterServerLost,
 )
 from psync.sync.steps import Answer, Close, Contribution, Refuse, SyncSteps
-from sync_tools import GROUP, Steps, answers, closes, config, refusals, replica
+from sync_tools import GROUP, Pair, Steps, answers, closes, config, refusals, replica
 
 
 def accepted(index: int, token: int) -> tuple[int, str, int]:
@@ -146,26 +148,12 @@ def test_a_gradient_from_the_future_counts() -> None:
 
 def test_values_of_before_the_first_step_are_those_of_where_the_group_began() -> None:
     steps = Steps(1, 2, begin=40)
-    assert steps.step(GROUP) == steps.first_step(GROUP) == 40
+    assert steps.present_and_first(GROUP) == (40, 40)
     assert closes(steps.push(0, -1)) == [(40, [0], False)]
     steps.closed(GROUP, 40)
     (answer,) = steps.push(1, -1)
     assert isinstance(answer, Answer)
     assert (answer.outcome, answer.staleness) == ("stale", 1)
-
-
-def test_values_of_before_the_first_step_are_stale_where_a_backup_goes_on_with_the_steps() -> None:
-    """It begins at a later one, and no ps keeps a part of a push of before the steps it closed."""
-    steps = Steps(1, 2, begin=40, goes_on=True)
-    assert steps.first_step(GROUP) < steps.step(GROUP) == 40
-    assert steps.push(0, -1) == []  # it waits for a token
-    assert closes(steps.push(1, 40)) == [(40, [1], False)]
-    assert answers(steps.closed(GROUP, 40)) == [(0, "stale", 41), accepted(1, 41)]
-
-
-def test_a_backup_that_goes_on_puts_initial_tokens_of_its_first_step() -> None:
-    steps = Steps(3, 1, begin=40, goes_on=True)
-    assert answers(steps.push(0, 40)) == [accepted(0, 40)]
 
 
 # Who lives.
@@ -404,7 +392,7 @@ def test_what_does_not_exist_is_a_bug() -> None:
     steps = SyncSteps()
     assert not steps.knows(GROUP)
     assert steps.step(GROUP) == -1
-    assert steps.first_step(GROUP) == -1
+    assert steps.present_and_first(GROUP) == (-1, -1)
     with pytest.raises(LocalProtocolError):
         steps.closed(GROUP, 0)
     with pytest.raises(LocalProtocolError, match="not being closed"):
@@ -480,61 +468,54 @@ def test_calls_that_were_counted_before_are_duplicates() -> None:
     assert [outcome for _, outcome, _ in answers(after.closed(GROUP, 0))] == ["duplicate"]
 
 
-# A backup that goes on with what another one has counted.
+# What a backup is told.
 
 
-def counted(index: int, number: int, closure: int | None = None) -> Contribution:
-    return Contribution(replica(index), number, 0, closure, 1, b"", 0, 1.0)
+def pair_of(needed: int, total: int, **more: Any) -> Pair:
+    pair = Pair()
+    pair.define(GROUP, config(needed, total, **more), 0)
+    return pair
 
 
-def test_what_another_one_has_counted_counts_and_closes_the_step() -> None:
-    steps = Steps(2)
-    assert steps.recount(GROUP, [(0, counted(0, 1, 10))]) == []
-    assert steps.is_counted(GROUP, replica(0), 1)
-    assert not steps.is_counted(GROUP, replica(0), 2)
-    assert not steps.is_counted(GROUP + 1, replica(0), 1)
-    assert closes(steps.recount(GROUP, [(0, counted(1, 1, 11))])) == [(0, [0, 1], False)]
-    assert steps.closed(GROUP, 0) == []  # nobody waits
-    assert steps.calls() == [(GROUP, 10, 1, b""), (GROUP, 11, 1, b"")]
+def pushed(index: int, number: int, *, acked_below: int = 0) -> Contribution:
+    closure = 10 * index + number
+    return Contribution(replica(index), number, acked_below or number, closure, 0, b"w", 0, 1.0)
 
 
-def test_a_push_that_is_sent_again_after_that_waits_for_its_token() -> None:
-    steps = Steps(2)
-    steps.recount(GROUP, [(0, counted(0, 1))])
-    assert steps.push(0, 0, number=1) == []
-    assert closes(steps.push(1, 0)) == [(0, [0, 1], False)]
-    assert answers(steps.closed(GROUP, 0)) == [accepted(0, 1), accepted(1, 1)]
+def test_a_backup_knows_who_has_had_its_share_of_a_step() -> None:
+    pair = pair_of(2, 3, strict=True)
+    pair.tell("contribute", GROUP, pushed(0, 1))
+    pair.copy()
+    refused = pair.tell("contribute", GROUP, pushed(0, 2, acked_below=1))
+    assert refusals(refused) == [(0, "UsageError")]
 
 
-def test_a_step_that_another_one_had_decided_is_decided() -> None:
-    """Only one of two had come, and the next push counted in the step after that."""
-    steps = Steps(2)
-    steps.recount(GROUP, [(0, counted(0, 1))])
-    assert closes(steps.recount(GROUP, [(1, counted(0, 2))])) == [(0, [0], True)]
-    assert steps.pending() == [(GROUP, 0, counted(0, 1)), (GROUP, 1, counted(0, 2))]
-    steps.closed(GROUP, 0)
-    assert closes(steps.recount(GROUP, [(1, counted(1, 1))])) == [(1, [0, 1], False)]
+def test_a_backup_is_at_the_step_that_is_being_applied_and_goes_on_with_it() -> None:
+    pair = pair_of(2, 3)
+    pair.tell("contribute", GROUP, pushed(0, 1))
+    (close,) = pair.tell("contribute", GROUP, pushed(1, 1))
+    pair.copy()
+    pair.tell("contribute", GROUP, pushed(2, 1))
+    pair.promote()
+    assert isinstance(close, Close)
+    assert pair.rule.step(GROUP) == 1
+    assert answers(pair.tell("closed", GROUP, close.step)) == [
+        accepted(0, 1), accepted(1, 1), (2, "stale", 1),
+    ]  # fmt: skip
 
 
-def test_a_step_that_another_one_had_decided_is_decided_however_few_live_now() -> None:
-    """A worker has died with its ps: what was counted after its step is not in that step."""
-    steps = Steps(2, min_replicas=2)
-    steps.live(0)
-    left = [(0, counted(0, 1)), (0, counted(1, 1))]
-    assert steps.recount(GROUP, left) == []
-    assert closes(steps.recount(GROUP, [(1, counted(0, 2))])) == [(0, [0, 1], False)]
+def test_a_backup_gives_the_answer_that_was_given_before() -> None:
+    pair = pair_of(1, 1)
+    pair.tell("contribute", GROUP, pushed(0, 1))
+    (answer,) = pair.tell("closed", GROUP, 0)
+    pair.copy()
+    pair.promote()
+    assert pair.tell("contribute", GROUP, pushed(0, 1)) == [answer]
 
 
-def test_all_that_another_one_has_counted_in_a_step_is_in_it_though_fewer_live_now() -> None:
-    """The step is complete with two, since the third replica has died with its ps."""
-    steps = Steps(3)
-    steps.live(0, 1)
-    left = [(0, counted(index, 1)) for index in range(3)]
-    assert closes(steps.recount(GROUP, left)) == [(0, [0, 1, 2], False)]
-
-
-def test_more_calls_that_were_counted_before_are_duplicates_unless_final() -> None:
-    steps = SyncSteps()
-    steps.note_calls([(GROUP, 4, 1, b"")], 3)
-    steps.add_calls([(GROUP, 2, 1, b""), (GROUP, 5, 1, b"")])
-    assert steps.calls() == [(GROUP, 4, 1, b""), (GROUP, 5, 1, b"")]
+def test_a_backup_says_why_a_group_is_broken() -> None:
+    pair = pair_of(1, 2)
+    pair.tell("contribute", GROUP, pushed(0, 1))
+    pair.tell("close_failed", GROUP, ParameterServerLost("/job:ps/task:1"))
+    pair.copy()
+    assert refusals(pair.tell("contribute", GROUP, pushed(1, 1))) == [(1, "ParameterServerLost")]

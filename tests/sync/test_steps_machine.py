@@ -2,7 +2,8 @@
 
 The machine plays workers that pull, push and wait, die and come back, a coordinator that says who
 lives and what is left to do, and ps tasks that apply what is closed. A plain model beside it knows
-which pushes were counted.
+which pushes were counted. At any time the rule gets a backup, which is told the same and must
+answer alike, and at any time that is promoted. The second machine says anything in any order.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from hypothesis.stateful import (
     rule,
 )
 
+from psync.errors import PsyncError, TransportError
 from psync.store.sync_config import SyncConfig
 from psync.sync.steps import Action, Answer, Close, Contribution, Refuse, SyncSteps
-from sync_tools import GROUP, config
+from sync_tools import GROUP, Pair, config
 
 WORKERS = 3
 
@@ -53,8 +55,8 @@ class SyncMachine(RuleBasedStateMachine):
         if mode == "deterministic":
             needed = total
         self.config: SyncConfig = config(needed, total, **options)
-        self.steps = SyncSteps()
-        self.steps.define(GROUP, self.config, 0)
+        self.pair = Pair()
+        self.pair.define(GROUP, self.config, 0)
         self.workers = [Worker() for _ in range(total)]
         self.closing: Close | None = None
         self.global_step = 0  # raised when a step has been applied
@@ -65,6 +67,10 @@ class SyncMachine(RuleBasedStateMachine):
         self.queue: list[int] = []  # closures that lost their worker
         self.calls: set[int] = set()  # closures that were counted
         self.report()
+
+    @property
+    def steps(self) -> SyncSteps:
+        return self.pair.rule
 
     def task(self, index: int) -> str:
         return f"/job:worker/task:{index}"
@@ -109,8 +115,8 @@ class SyncMachine(RuleBasedStateMachine):
             for i, w in enumerate(self.workers)
             if w.alive and w.has_data
         }
-        self.perform(self.steps.members(alive, [], 0.0))
-        self.perform(self.steps.schedule(bool(self.queue) or self.more, list(self.open)))
+        self.perform(self.pair.tell("members", alive, [], 0.0))
+        self.perform(self.pair.tell("schedule", bool(self.queue) or self.more, list(self.open)))
 
     more = True  # closures that nobody has begun are queued
 
@@ -142,7 +148,7 @@ class SyncMachine(RuleBasedStateMachine):
         if worker.pulled >= self.steps.step(GROUP) and closure not in self.calls:
             self.calls.add(closure)
             self.counted.add((self.task(index), worker.incarnation, worker.number))
-        self.perform(self.steps.contribute(GROUP, contribution))
+        self.perform(self.pair.tell("contribute", GROUP, contribution))
 
     @precondition(lambda self: self.closing is not None)
     @rule()
@@ -151,7 +157,7 @@ class SyncMachine(RuleBasedStateMachine):
         close, self.closing = self.closing, None
         self.applied.append(close.pushes)
         self.global_step += 1
-        self.perform(self.steps.closed(GROUP, close.step))
+        self.perform(self.pair.tell("closed", GROUP, close.step))
 
     @precondition(lambda self: sum(w.alive for w in self.workers) > 1)
     @rule(data=st.data())
@@ -163,7 +169,7 @@ class SyncMachine(RuleBasedStateMachine):
             del self.open[worker.closure]
             self.queue.append(worker.closure)
             worker.closure = None
-        self.perform(self.steps.fence(self.task(index), worker.incarnation + 1))
+        self.perform(self.pair.tell("fence", self.task(index), worker.incarnation + 1))
         self.report()
 
     @precondition(lambda self: sum(w.alive and w.has_data for w in self.workers) > 1)
@@ -193,9 +199,10 @@ class SyncMachine(RuleBasedStateMachine):
         index = data.draw(st.sampled_from(waiting))
         worker = self.workers[index]
         replica = (self.task(index), worker.incarnation)
-        self.steps.forget(GROUP, replica, worker.number)
+        self.pair.tell("forget", GROUP, replica, worker.number)
         self.perform(
-            self.steps.contribute(
+            self.pair.tell(
+                "contribute",
                 GROUP,
                 Contribution(
                     replica, worker.number, worker.number, worker.closure, 0, b"w", worker.pulled,
@@ -214,11 +221,19 @@ class SyncMachine(RuleBasedStateMachine):
         self.more = True
         self.report()
 
+    @rule()
+    def back_up(self) -> None:
+        self.pair.copy()
+
+    @rule()
+    def promote(self) -> None:
+        self.pair.promote()
+
     # What always holds.
 
     @invariant()
     def tokens_are_conserved(self) -> None:
-        if not hasattr(self, "steps"):
+        if not hasattr(self, "pair"):
             return
         (group,) = self.steps.statistics().values()
         tokens = group["tokens"]
@@ -226,7 +241,7 @@ class SyncMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_push_is_counted_once(self) -> None:
-        if not hasattr(self, "steps"):
+        if not hasattr(self, "pair"):
             return
         closed = [push[:3] for pushes in self.applied for push in pushes]
         closing = [push[:3] for push in self.closing.pushes] if self.closing else []
@@ -238,14 +253,14 @@ class SyncMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_global_step_is_the_number_of_applied_updates(self) -> None:
-        if not hasattr(self, "steps"):
+        if not hasattr(self, "pair"):
             return
         assert self.global_step == len(self.applied)
         assert self.steps.step(GROUP) == self.global_step + (self.closing is not None)
 
     @invariant()
     def never_do_all_wait(self) -> None:
-        if not hasattr(self, "steps") or self.closing is not None:
+        if not hasattr(self, "pair") or self.closing is not None:
             return
         taking_part = [worker for worker in self.workers if worker.alive and worker.has_data]
         assert not taking_part or not all(worker.waiting for worker in taking_part)
@@ -254,7 +269,7 @@ class SyncMachine(RuleBasedStateMachine):
 
     @invariant()
     def bound_tokens_let_nobody_contribute_twice(self) -> None:
-        if not hasattr(self, "steps") or not self.config.bound:
+        if not hasattr(self, "pair") or not self.config.bound:
             return
         for pushes in self.applied:
             replicas = [push[:2] for push in pushes]
@@ -263,7 +278,7 @@ class SyncMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_deterministic_sum_is_in_order(self) -> None:
-        if not hasattr(self, "steps") or not self.config.deterministic:
+        if not hasattr(self, "pair") or not self.config.deterministic:
             return
         for pushes in self.applied:
             assert list(pushes) == sorted(pushes)
@@ -271,3 +286,123 @@ class SyncMachine(RuleBasedStateMachine):
 
 TestSyncMachine = SyncMachine.TestCase
 TestSyncMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+TASKS = st.sampled_from([f"/job:worker/task:{index}" for index in range(2)])
+BORN = st.integers(1, 2)
+GROUPS = st.integers(0, 1)
+CLOSURES = st.integers(0, 3)
+
+
+class AnythingMachine(RuleBasedStateMachine):
+    """Inputs as no cluster sends them: rule and backup decide, or refuse, the same."""
+
+    @initialize(
+        needed=st.integers(1, 2),
+        fewest=st.integers(1, 2),
+        mode=st.sampled_from(["free", "strict", "tensorflow_compat"]),
+        noted=st.booleans(),
+    )
+    def begin(self, needed: int, fewest: int, mode: str, noted: bool) -> None:
+        more: dict[str, Any] = {} if mode == "free" else {mode: True}
+        self.group_config = config(needed, 2, min_replicas=fewest, patience_s=5.0, **more)
+        self.pair = Pair()
+        self.closing: dict[int, int] = {}  # group: the step that is being closed
+        self.now = 0.0
+        if noted:
+            self.pair.tell("note_calls", [(0, 1, 0, b"w"), (1, 2, 0, b"w")], 1)
+        self.pair.define(0, self.group_config, 0)
+        self.pair.copy()
+
+    def tell(self, what: str, *args: Any) -> None:
+        try:
+            actions = self.pair.tell(what, *args)
+        except PsyncError:
+            return
+        self.closing |= {act.group: act.step for act in actions if isinstance(act, Close)}
+
+    @rule(group=GROUPS, step=st.integers(0, 3))
+    def define(self, group: int, step: int) -> None:
+        self.pair.define(group, self.group_config, step)
+
+    @rule(
+        group=GROUPS,
+        task=TASKS,
+        born=BORN,
+        number=st.integers(1, 6),
+        unheard=st.integers(0, 2),
+        closure=st.none() | CLOSURES,
+        ordinal=st.integers(0, 1),
+        variables=st.sampled_from([b"w", b"w", b"v"]),
+        age=st.sampled_from([0, 0, 0, 1, 2, -1]),
+    )
+    def contribute(
+        self, group: int, task: str, born: int, number: int, unheard: int, closure: int | None,
+        ordinal: int, variables: bytes, age: int,
+    ) -> None:  # fmt: skip
+        local_step = max(-1, self.pair.rule.step(group) - age)
+        push = Contribution(
+            (task, born), number, number - unheard, closure, ordinal, variables, local_step, 1.0
+        )
+        self.tell("contribute", group, push)
+
+    @rule(group=GROUPS, task=TASKS, born=BORN, number=st.integers(1, 4))
+    def forget(self, group: int, task: str, born: int, number: int) -> None:
+        self.tell("forget", group, (task, born), number)
+
+    @precondition(lambda self: self.closing)
+    @rule(data=st.data(), failed=st.sampled_from([False, False, False, True]))
+    def end_step(self, data: st.DataObject, failed: bool) -> None:
+        group = data.draw(st.sampled_from(sorted(self.closing)))
+        step = self.closing.pop(group)
+        if failed:
+            self.tell("close_failed", group, TransportError("a ps is lost"))
+        else:
+            self.tell("closed", group, step)
+
+    @rule(alive=st.dictionaries(TASKS, BORN), seconds=st.integers(0, 4))
+    def members(self, alive: dict[str, int], seconds: int) -> None:
+        self.now += seconds
+        self.tell("members", alive, ["/job:worker/task:1"], self.now)
+
+    @rule(seconds=st.integers(0, 6))
+    def tick(self, seconds: int) -> None:
+        self.now += seconds
+        self.tell("tick", self.now)
+
+    @rule(queued=st.booleans(), in_flight=st.lists(CLOSURES))
+    def schedule(self, queued: bool, in_flight: list[int]) -> None:
+        self.tell("schedule", queued, in_flight)
+
+    @rule(task=TASKS, below=st.integers(1, 3))
+    def fence(self, task: str, below: int) -> None:
+        self.tell("fence", task, below)
+
+    @rule(group=GROUPS, count=st.integers(-1, 3))
+    def init_tokens(self, group: int, count: int) -> None:
+        self.tell("init_tokens", group, count)
+
+    @rule(closure=CLOSURES)
+    def final_below(self, closure: int) -> None:
+        self.tell("final_below", closure)
+
+    @rule()
+    def finish(self) -> None:
+        self.tell("finish")
+
+    @rule(sure=st.integers(0, 9))
+    def end(self, sure: int) -> None:
+        if not sure:
+            self.tell("end", "done")
+
+    @rule()
+    def back_up(self) -> None:
+        self.pair.copy()
+
+    @rule()
+    def promote(self) -> None:
+        self.pair.promote()
+
+
+TestAnythingMachine = AnythingMachine.TestCase
+TestAnythingMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

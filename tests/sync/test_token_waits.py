@@ -10,13 +10,12 @@ from ps_by_hand import PsByHand, group_config
 from psync.errors import TrainingEnded
 from psync.net.peer import Reply
 from psync.sync.cross_ps_sets import ShareNumbers, WholeSet
-from psync.sync.group import Answer, Refuse
+from psync.sync.pushes import Answer, Refuse
 from psync.sync.token_waits import PushKey, TokenWaits
 from psync.wire.sync_messages import Contributed
 from sync_cluster import GROUP
 
-STEP = (9, 0)
-CONFIG = group_config(global_step=(1, *STEP))
+CONFIG = group_config()
 REPLICA = ("/job:worker/task:0", 5)
 KEY: PushKey = (GROUP, REPLICA, 1)
 CONTRIBUTED = Contributed("accepted", 0, 1, False, 2)
@@ -69,14 +68,13 @@ def test_at_the_end_all_are_told_why() -> None:
 def test_values_go_with_the_tokens_of_a_new_step_only() -> None:
     ps, waiting, _ = waits()
     w = ps.create("w", np.arange(3, dtype=np.float32))
-    elsewhere, step = (1, 7, 0), (1, *STEP)
+    elsewhere = (1, 7, 0)
     numbers = ShareNumbers(2, "/job:ps/task:0")
     wanted = WholeSet([(0, *w), elsewhere], numbers)
-    with_step = WholeSet([(0, *w), step], numbers)
 
     def values_with(known: WholeSet) -> Any:
         waiter = waiting.add(KEY, known)
-        shares = waiting.wanted_shares(GROUP)
+        shares = waiting.wanted_shares()
         theirs = memoryview(b"theirs")
         waiting.bring({share.number: [theirs for _ in share.members] for share in shares})
         waiting.answer(answer())
@@ -87,7 +85,6 @@ def test_values_go_with_the_tokens_of_a_new_step_only() -> None:
     mine, theirs = values_with(wanted)
     assert np.frombuffer(b"".join(mine), np.float32).tolist() == [0, 1, 2]
     assert bytes(theirs) == b"theirs"
-    assert list(values_with(with_step)) == []  # the step is raised later, and elsewhere
     busy = ps.store.assign(w, "add", np.zeros(3, np.float32))
     assert list(values_with(wanted)) == []
     for _ in busy:  # it is done
@@ -95,7 +92,7 @@ def test_values_go_with_the_tokens_of_a_new_step_only() -> None:
     waiter = waiting.add(KEY, wanted)
     waiting.answer(answer())  # a token that was left
     assert waiter.outcome == Reply(CONTRIBUTED, ())
-    assert waiting.wanted_shares(GROUP) == ()
+    assert waiting.wanted_shares() == ()
     waiting.add(KEY, wanted)
     ps.sync.define(GROUP + 1, CONFIG)
-    assert waiting.wanted_shares(GROUP) == ()  # each pull says how far all groups are
+    assert waiting.wanted_shares() == ()  # each pull says how far all groups are

@@ -31,10 +31,10 @@ def test_no_number_is_there_twice() -> None:
 
 def test_who_reads_frames_can_decode_every_message() -> None:
     program = (
-        "import sys, psync.wire.protocol\n"
+        "import sys, msgpack, psync.wire.protocol\n"
         "from psync.wire.codec import decode\n"
         "for code in sys.argv[1:]:\n"
-        "    try: decode(bytes((0x91, 0xCC, int(code))))\n"
+        "    try: decode(msgpack.packb([int(code)]))\n"
         "    except Exception as exc:\n"
         "        if 'unknown message' in str(exc): print(exc)\n"
     )

@@ -7,7 +7,7 @@ asyncio tasks and threads, then an end marker. No error of any part leaves it.
     the token of a synchronous step       ps 0                   ``ps.report``
     a staleness bound                     ps 0                   ``sync.staleness_service``
     a lock, the gate of a cut, a backup   the ps                 ``ps.locks``, ``ps.cut_gate``,
-                                                                 ``ps.backup``
+                                                                 ``backups.service``
     a ps that is away, or is recovered    worker, coordinator    ``worker.session``, ``recovery``
     closures are held back, or none left  coordinator            ``coordinator``, ``watchdog``
     its own step                          the worker             ``worker.session``

@@ -1,9 +1,8 @@
-"""The services of a ps task: updates, pulls, locks, accumulators, snapshots, backups.
+"""The services of a ps task: updates, pulls, locks, accumulators, snapshots.
 
 Knows ``store``, ``net`` and ``client``. Each service answers the requests of one kind. All that
 changes the ps goes through ``executor``: an entry of one log, judged in its order; ``computes`` has
-the work on arrays that follows. ``update`` is one decoded update, ``updates`` admits and judges it;
-``backup_host`` executes the logs of other ps tasks.
+the work on arrays that follows. ``update`` is one decoded update, ``updates`` admits and judges it.
 
 A service with state serves one coordinator and timeline; the next one gets new services, and what
 was begun for an earlier one ends where it began. Begin with ``executor``, then ``updates``.

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from psync.errors import BusyError, PsyncError
+from psync.errors import BusyError
 from psync.net.peer import Reply
 from psync.ps.cooperative_work import LongWork
 from psync.store.store import Key, ShardStore
@@ -77,6 +77,7 @@ class Computes:
         Raises:
             Exception: It failed, and the task ends.
         """
+        self._work.check_whole()
         keys, queues = compute.keys, self._queues
         if queues and any(key in queues for key in keys):
             return False
@@ -106,8 +107,7 @@ class Computes:
         failed: Exception | None = None
         compute = job.compute
         try:
-            if self._work.is_torn:  # perhaps in the very shards that this one changes
-                raise PsyncError(f"{self._store.task} ends: an update failed half-way")
+            self._work.check_whole()
             if compute.in_pieces is not None:
                 await compute.in_pieces()
         except Exception as exc:

@@ -134,6 +134,10 @@ class LongWork:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.waiting.append(turn)
             await turn
+        self.check_whole()
+
+    def check_whole(self) -> None:
+        """Raise PsyncError if the task is about to end."""
         if self.is_torn:
             raise PsyncError(f"{self._task} ends: an update failed half-way")
 

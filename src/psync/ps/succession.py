@@ -20,10 +20,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from psync.errors import FencedError, UsageError
 from psync.net.peer import Handler, Peer, Reply
-from psync.ps.backup_host import BackupHost
 from psync.ps.cooperative_work import LongWork
 from psync.store.locate_ps import Primary
 from psync.store.previous_store import FormerStore
@@ -41,6 +41,9 @@ from psync.wire.recovery_messages import (
     ServedHere,
     ShardsDescribed,
 )
+
+if TYPE_CHECKING:
+    from psync.backups.host import BackupHost
 
 
 def check_chief(peer: Peer) -> None:

@@ -26,7 +26,7 @@ from psync.sync.pushes import Contribution
 from psync.sync.step_update import Part
 from psync.sync.tokens import Replica
 from psync.wire.codec import Message
-from psync.wire.log_messages import CountPush, HoldPush, SetGroups
+from psync.wire.log_messages import CountPush, HoldPush, NormsMeasured, SetGroups
 from psync.wire.sync_messages import CloseStep, Contribute, StagePush
 from psync.wire.tensors import to_bytes_view
 
@@ -113,23 +113,29 @@ def entries_of_snapshot(
     spread: Iterable[int],
     held: Iterable[tuple[int, Replica, int, int, Part]],
     rule: Mapping[str, Any] | None,
+    measured: Iterable[NormsMeasured] = (),
 ) -> list[Listed]:
-    """Return the entries that give a backup what a snapshot does not have.
+    """Return the entries that give a backup what a snapshot does not have; groups it has.
 
     Args:
         groups: All groups that the ps knows.
         steps: Present step of each that has closed one.
         spread: Groups that have a variable on several ps tasks.
         held: (group, replica, push, local step, part) of all parts that are there.
-        rule: On ps 0, ``SyncSteps.snapshot``; no step is being closed.
+        rule: On ps 0, ``SyncSteps.snapshot``. No step is on its way, but some may be decided: of
+            what belongs to others of their pushes the parts are there before this.
+        measured: On ps 0, of steps that are decided.
     """
     state = SetGroups(
         [(group, dict(raw), steps.get(group, -1)) for group, raw in groups.items()], list(spread)
     )
     packed = () if rule is None else (to_bytes_view(bytes_of(msgpack.packb(rule))),)
-    entries: list[Listed] = [(FROM_CLOSER, state, packed)]
-    for group, replica, push, local_step, part in held:
-        entries.append((replica, _holding(group, push, local_step, part), body_of(part)))
+    entries: list[Listed] = [
+        (replica, _holding(group, push, local_step, part), body_of(part))
+        for group, replica, push, local_step, part in held
+    ]
+    entries.append((FROM_CLOSER, state, packed))
+    entries += [(FROM_CLOSER, message, ()) for message in measured]
     return entries
 
 

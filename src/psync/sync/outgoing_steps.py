@@ -102,6 +102,11 @@ class OutgoingSteps:
         if not self.pauses:
             self._carry(known)
 
+    def restore(self) -> None:
+        """Be where the rule is, which was restored: what it has decided is outgoing."""
+        for close in self._steps.closing():
+            self.decide(close)
+
     def _carry(self, known: KnownGroup) -> None:
         outgoing = known.outgoing
         assert outgoing is not None, "the caller has looked"
@@ -175,15 +180,20 @@ class OutgoingSteps:
 
         Cancellation: Safe.
         """
-        while not self._is_over and not self._steps.is_settled:
+        asked = False  # after what is in the log by now
+        while not self._is_over:
             if not self._carried and not self.pauses:
                 answer = self._sync.executor.submit(
                     client, message, (), lambda: self.close_all(message)
                 )
                 if isinstance(answer, Answer):
                     await answer
-            if not self._is_over and not self._steps.is_settled:
-                await self.changed()
+                asked = True
+            if asked and self._steps.is_settled:
+                return
+            await self.changed()
+            if asked and self._steps.is_settled:
+                return
 
     def close_all(self, _: FinishSteps) -> None:
         """Execute an entry: close the steps in which something was counted."""
@@ -210,8 +220,13 @@ class OutgoingSteps:
     async def pause(self, why: str) -> None:
         """Carry no step from now on, and wait for those that are on their way.
 
-        Cancellation: Safe; it is paused.
+        On what was a backup that begins when it serves: until then a step may be outgoing whose
+        parts are applied here, and nowhere else.
+
+        Cancellation: Safe; it may be paused.
         """
+        while HOSTED in self.pauses and not self._is_over:
+            await self.changed()
         self.pauses.add(why)
         while self._carried or self._told:
             await self.changed()
@@ -221,7 +236,8 @@ class OutgoingSteps:
         self.pauses.discard(why)
         if not self.pauses and not self._is_over:
             for known in self._sync.outgoing():
-                self._carry(known)
+                if known.outgoing is not None and known.outgoing.close.group not in self._carried:
+                    self._carry(known)
         self.wake()
 
     async def drain(self) -> None:

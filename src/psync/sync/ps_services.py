@@ -24,14 +24,14 @@ from typing import Any
 
 import msgpack
 
+from psync.backups.accumulators import AccumulatorSection
+from psync.backups.sender import Served
+from psync.backups.service import BackupService, Section
 from psync.errors import ConnectionLost, FencedError, PsyncError
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.accumulators import AccumulatorService
-from psync.ps.backup import BackupService, Section
-from psync.ps.backup_accumulators import AccumulatorSection
-from psync.ps.backup_sender import Served
 from psync.ps.cooperative_work import LongWork
 from psync.ps.creation import ShardCreation
 from psync.ps.cut_gate import GateService

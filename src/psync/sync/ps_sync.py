@@ -39,7 +39,7 @@ from psync.sync.step_applier import StepApplier
 from psync.sync.step_update import Part
 from psync.sync.tokens import Replica
 from psync.wire.codec import Message
-from psync.wire.log_messages import CountPush, HoldPush, SetGroups
+from psync.wire.log_messages import CountPush, HoldPush, NormsMeasured, SetGroups
 from psync.wire.messages import Done
 from psync.wire.sync_messages import (
     CloseStep,
@@ -266,8 +266,14 @@ class PsSync(GroupTable):
     async def entries(self, rule: Mapping[str, Any] | None = None) -> list[Listed]:
         """Return entries that give a backup what no snapshot has; see ``entries_of_snapshot``."""
         spread = [group for group, known in self._groups.items() if known.spread]
+        decided = (known.outgoing for known in self.outgoing() if known.outgoing is not None)
+        measured = [
+            NormsMeasured(each.close.group, each.close.step, each.scales, each.ratios)
+            for each in decided
+            if each.is_measured
+        ]
         return entries_of_snapshot(
-            self.raw_configs(), dict(self.steps()), spread, self.staging.held(), rule
+            self.raw_configs(), dict(self.steps()), spread, self.staging.held(), rule, measured
         )
 
     def along(self, close: Close) -> list[Sequence[Along]]:

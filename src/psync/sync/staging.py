@@ -257,7 +257,9 @@ class Staging:
     def applied(self, group: int, step: int, nbytes: int = 0) -> None:
         """A step that was closed is applied: pulls say so, and the memory of its parts is free."""
         self._count(-nbytes)
-        self._steps = [*(each for each in self._steps if each[0] != group), (group, step + 1)]
+        former = dict(self._steps).get(group, 0)  # computes without a shard in common meet nowhere
+        others = (each for each in self._steps if each[0] != group)
+        self._steps = [*others, (group, max(former, step + 1))]
 
     def fence(self, task: str, below: int) -> None:
         """Take no parts any more of incarnations of ``task`` below ``below``.

@@ -202,7 +202,9 @@ class StepCloser:
         """Be where the rule is of the one whose backup this is."""
         reply = self._sync.set_groups(peer, message, body)
         configs = {group: self._sync.define(group, None) for group, *_ in message.groups}
-        self.steps.restore(msgpack.unpackb(body[0]), configs)
+        self.steps.restore(state := msgpack.unpackb(body[0]), configs)
+        self._clock.note(state["now"])
+        self.outgoing.restore()
         return reply
 
     # Pushes.
@@ -211,7 +213,7 @@ class StepCloser:
         self, peer: Peer, message: Contribute, lengths: tuple[int, ...]
     ) -> Sequence[memoryview]:
         self._check(peer)
-        known = self._set_of(peer, message.set_id, message.members)
+        known = whole_set_of(peer, message.set_id, message.members, self._sync.shares, CLOSER)
         known.fit(self._sync.store, lengths, CLOSER, message.rows)
         return self._sync.reserve(peer, message, sum(lengths))
 
@@ -223,9 +225,10 @@ class StepCloser:
         if message.set_id >= 0:
             if not body:
                 raise GradientError(f"{CLOSER}: no arrays come with a push that should bring them")
-            brought = self._set_of(peer, message.set_id, None)
+            brought = whole_set_of(peer, message.set_id, None, self._sync.shares, CLOSER)
         if message.ahead >= 0:
-            wanted = self._set_of(peer, message.ahead, message.ahead_members)
+            members = message.ahead_members
+            wanted = whole_set_of(peer, message.ahead, members, self._sync.shares, CLOSER)
         ready = self._is_ready(message.group, message.config)
         if (
             ready
@@ -253,9 +256,6 @@ class StepCloser:
             await self.all_ps.describe(wanted, FOR_VALUES, None)
         self._check(peer)
         return self._take(peer, message, brought, body, wanted)
-
-    def _set_of(self, peer: Peer, number: int, members: Sequence[Sequence[int]] | None) -> WholeSet:
-        return whole_set_of(peer, number, members, self._sync.shares, CLOSER)
 
     def _take(
         self,

@@ -210,6 +210,10 @@ class SyncSteps:
             for known in self._groups.values():
                 known.final_below(closure)
 
+    def closing(self) -> list[Close]:
+        """Return the steps that are decided, and not applied by every ps."""
+        return [known.closing for known in self._groups.values() if known.closing is not None]
+
     def pending(self) -> list[tuple[int, int, Contribution]]:
         """Return (group, step, push) of all that was counted in steps that are not applied."""
         return [

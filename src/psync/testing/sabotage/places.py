@@ -11,12 +11,12 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from psync.backups.sender import BackupSender
 from psync.checkpoints.writer import Writer
 from psync.chief.closure_service import ClosureService
 from psync.client.ps_client import PsClient
 from psync.client.sync_client import SyncClient
 from psync.coordinator import Coordinator
-from psync.ps.backup_sender import BackupSender
 from psync.ps.creation import ShardCreation
 from psync.ps.frozen_snapshots import FrozenSnapshots
 from psync.ps.update import Update

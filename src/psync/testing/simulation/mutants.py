@@ -18,6 +18,7 @@ from typing import Any
 
 from psync.accumulators import Accumulator, ArrayAccumulator
 from psync.api.data_shards import Visits
+from psync.backups.host import _Backup
 from psync.checkpoints import files
 from psync.chief import cluster_links
 from psync.chief.backups import Backups
@@ -27,7 +28,6 @@ from psync.closures.rollback import EndedClosures
 from psync.closures.shard_epochs import Visitation
 from psync.coordinator import Coordinator
 from psync.errors import TaskLost
-from psync.ps.backup_host import _Backup
 from psync.ps.computes import Computes
 from psync.ps_task import PsTask
 from psync.replicas import gang_run

@@ -61,7 +61,7 @@ ALIKE = (
 backup is compared with its primary after each entry.
 """
 
-ENDS = ("psync.ps.backup_host", "psync.ps.cooperative_work")
+ENDS = ("psync.backups.host", "psync.ps.cooperative_work")
 """Loggers that say nothing else at ERROR than that a backup is not what its primary is, or that a
 ps could not go on: which nothing that is done here may cause.
 """

@@ -16,13 +16,14 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from psync.backups import accumulators, host, sender
+from psync.backups.host import BackupHost
 from psync.chief import consistent_cut, creation, rollback
 from psync.chief.cluster_links import ClusterLinks
 from psync.client.outgoing import Outgoing
 from psync.closures import dispatcher
 from psync.numerics import blocks
-from psync.ps import backup_accumulators, backup_host, backup_sender, cooperative_work, executor
-from psync.ps.backup_host import BackupHost
+from psync.ps import cooperative_work, executor
 from psync.replicas import closure_messages
 from psync.wire import frames
 
@@ -63,12 +64,10 @@ SIZES: Mapping[str, Size] = {
     "closures ahead": Size(((dispatcher, "MAX_AHEAD"),), (1,)),
     "values in results": Size(((closure_messages, "INLINE_BYTES"),), (0,)),
     "entries at once": Size(((executor, "AT_ONCE"),), (1, 2)),
-    "entries shipped": Size(
-        ((backup_sender, "MAX_ENTRIES"), (backup_sender, "MAX_UNDER_WAY")), (1,)
-    ),
-    "entries pending": Size(((backup_host, "MAX_PENDING_BYTES"),), (1,)),
-    "copies": Size(((backup_sender, "PIECE_BYTES"), (backup_accumulators, "PIECE_BYTES")), (8, 64)),
-    "answers in copies": Size(((backup_accumulators, "MAX_LISTED"),), (1,)),
+    "entries shipped": Size(((sender, "MAX_ENTRIES"), (sender, "MAX_UNDER_WAY")), (1,)),
+    "entries pending": Size(((host, "MAX_PENDING_BYTES"),), (1,)),
+    "copies": Size(((sender, "PIECE_BYTES"), (accumulators, "PIECE_BYTES")), (8, 64)),
+    "answers in copies": Size(((accumulators, "MAX_LISTED"),), (1,)),
     "snapshots": Size(((consistent_cut, "PIECE_BYTES"), (rollback, "PIECE_BYTES")), (8, 64)),
     "acknowledged by a backup": Size(((BackupHost, "_log"),), LATE_S, _answered_late),
     "acknowledged by clients": Size(((Outgoing, "answered"),), LATE_S, _done_late),

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from psync.accumulators import Accumulator, ArrayAccumulator
+from psync.backups.host import _Backup
 from psync.client.runtime import Runtime
 from psync.errors import TaskLost
-from psync.ps.backup_host import _Backup
 from psync.ps.computes import Computes
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog, LogState

@@ -29,13 +29,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
+from psync.backups.pairing import Computation, check_release
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
 from psync.net.peer import Handler, Later, Peer, Reply
 from psync.net.platform import Parts
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
 from psync.ps.executor import Diverged
-from psync.ps.pairing import Computation, check_release
 from psync.ps.snapshots import unpack_answer
 from psync.ps.update import NO_BYTES
 from psync.store.ledger import Ledger
@@ -86,11 +86,7 @@ class BackupTask(Protocol):
         """Wait until all entries are executed; they may still be computed."""
 
     async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
-        """Serve: all entries are done, and none comes any more.
-
-        Args:
-            fences: (task, incarnation): lower ones are not served.
-        """
+        """Serve: no entries come any more. Of ``fences`` no lower incarnations are served."""
 
     async def close(self) -> None:
         """End."""

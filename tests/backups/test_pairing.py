@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import psync
+from psync.backups.pairing import Computation, check_deterministic, check_release
 from psync.errors import ConfigurationError, VersionMismatch
 from psync.numerics.fingerprint import fingerprint
-from psync.ps.pairing import Computation, check_deterministic, check_release
 from psync.wire.handshake import RELEASE
 
 

@@ -44,7 +44,7 @@ MAX_LISTED = 256
 
 
 class AccumulatorSection:
-    """The accumulators of one ps, as a section of its state: see ``backup.Section``.
+    """The accumulators of one ps, as a section of its state: see ``service.Section``.
 
     Args:
         service: Its accumulators.

@@ -18,10 +18,10 @@ from inside import (
     store_of,
 )
 from ps_cluster import CHIEF, CONFIG, PsCluster, assign, heard, pull, push
+from psync.backups.host import AsIfFrom
 from psync.errors import FencedError, PsyncError, UsageError
 from psync.net.peer import Handler, Reply
 from psync.numerics.fingerprint import fingerprint
-from psync.ps.backup_host import AsIfFrom
 from psync.ps_task import PsTask
 from psync.wire import log_messages
 from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator

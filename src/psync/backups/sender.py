@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from psync.backups.pairing import Computation
 from psync.errors import (
     ConnectFailed,
     ConnectionLost,
@@ -28,7 +29,6 @@ from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer, Received
 from psync.net.platform import Platform
 from psync.ps.executor import Entry
-from psync.ps.pairing import Computation
 from psync.store.commit_log import CommitLog, LogState, Numbered
 from psync.store.snapshot import Frozen
 from psync.wire.codec import Message

@@ -20,6 +20,8 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from psync.backups.pairing import Computation, check_deterministic
+from psync.backups.sender import BackupSender, Served
 from psync.cluster import parse_task_name
 from psync.errors import (
     BusyError,
@@ -31,10 +33,8 @@ from psync.errors import (
 )
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
-from psync.ps.backup_sender import BackupSender, Served
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Entry, Executor, Listed
-from psync.ps.pairing import Computation, check_deterministic
 from psync.store.commit_log import LogState
 from psync.store.snapshot import Frozen
 from psync.store.store import ShardStore

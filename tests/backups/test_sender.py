@@ -9,9 +9,9 @@ import pytest
 
 from backups import W, back_up, create, say, take_over
 from ps_cluster import PsCluster, assign, heard, pull, until
+from psync.backups.sender import BackupSender, Served
 from psync.client.ps_client import PsClient
 from psync.errors import DeadlineExceeded, FencedError
-from psync.ps.backup_sender import BackupSender, Served
 from psync.ps.executor import Entry
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog

@@ -1,0 +1,69 @@
+"""The times in a log: they go on where a backup serves, and one timer rings by them."""
+
+from __future__ import annotations
+
+import pytest
+
+from psync.sync.log_clock import LogClock
+from turns import Turns
+
+
+@pytest.fixture
+def rung(turns: Turns) -> list[float]:
+    return []
+
+
+@pytest.fixture
+def clock(turns: Turns, rung: list[float]) -> LogClock:
+    turns.advance(1000.0)
+    return LogClock(lambda: rung.append(turns.time()))
+
+
+def test_it_is_that_of_the_loop_where_nobody_was_before(turns: Turns, clock: LogClock) -> None:
+    assert clock.now() == 1000
+    turns.advance(1.5)
+    assert clock.now() == 1001.5
+
+
+def test_a_backup_that_serves_goes_on_from_the_latest_time_in_the_log(
+    turns: Turns, clock: LogClock
+) -> None:
+    for now in (7.0, 9.0):
+        clock.note(now)
+    clock.go_on()
+    assert clock.now() == 9
+    turns.advance(2.0)
+    assert clock.now() == 11
+
+
+def test_it_does_not_run_backwards(clock: LogClock) -> None:
+    clock.note(1000.5)  # this process is slower than the one before
+    assert clock.now() == 1000.5
+
+
+def test_it_rings_at_the_deadline_and_once(
+    turns: Turns, clock: LogClock, rung: list[float]
+) -> None:
+    clock.note(9.0)
+    clock.go_on()
+    clock.set_deadline(12.0)
+    clock.set_deadline(12.0)
+    turns.advance(2.9)
+    assert rung == []
+    turns.advance(10.0)
+    assert rung == [1003]
+    clock.set_deadline(30.0)  # it may be set again
+    turns.advance(10.0)
+    assert rung == [1003, 1021]
+
+
+def test_only_the_last_deadline_counts(turns: Turns, clock: LogClock, rung: list[float]) -> None:
+    clock.set_deadline(1001.0)
+    clock.set_deadline(1003.0)
+    turns.advance(2.0)
+    clock.set_deadline(None)
+    turns.advance(5.0)
+    clock.set_deadline(1009.0)
+    clock.cancel()
+    turns.advance(5.0)
+    assert rung == []

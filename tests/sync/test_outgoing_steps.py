@@ -1,0 +1,85 @@
+"""Steps that are decided: closed once, whoever dies and whatever is paused."""
+
+from __future__ import annotations
+
+import pytest
+
+from step_world import World, pair
+from turns import Turns
+
+
+@pytest.mark.parametrize("had", range(5))
+@pytest.mark.parametrize("executed", [True, False])
+def test_a_step_that_was_closing_when_ps_0_died_is_closed_once(
+    turns: Turns, had: int, *, executed: bool
+) -> None:
+    """Whichever of its entries the backup had, and whether ps 0 knew that."""
+    world = pair(turns)
+    one, two = world.workers[:2]
+    world.push(one)
+    world.push(two)  # then: CountPush, CountPush, CloseStep, StepApplied
+    if executed:
+        world.ship(had)
+        world.die()
+    else:
+        world.ship(max(had - 2, 0))
+        world.die(ahead=min(had, 2))
+    for worker in (one, two):
+        if worker.request is not None:
+            world.send(worker)
+    assert (world.accepted, one.token, two.token) == (2, 1, 1)
+    assert (world.counted(), world.ps.value(world.step)) == (2, 1)
+    world.push(one)
+    world.push(two)
+    assert (world.counted(), world.ps.value(world.step)) == (4, 2)
+    world.end()
+
+
+def test_a_step_that_was_decided_in_a_pause_is_outgoing_on_a_backup_made_then(
+    turns: Turns,
+) -> None:
+    world = World(turns)
+    world.cut()
+    for worker in world.workers[:2]:
+        world.push(worker)
+    world.back_up()
+    world.die()
+    assert (world.counted(), world.ps.value(world.step)) == (2, 1)
+    for worker in world.workers[:2]:
+        world.send(worker)
+    assert world.accepted == 2
+    world.end()
+
+
+def test_a_pause_that_ends_while_a_step_is_on_its_way_carries_it_no_second_time(
+    turns: Turns,
+) -> None:
+    world = pair(turns)
+    for worker in world.workers[:2]:
+        world.push(worker)
+    world.ship(2)  # the closing is in the log, and no further
+    world.cut()
+    world.resume()
+    world.ship()
+    assert world.accepted == 2
+    assert (world.counted(), world.ps.value(world.step)) == (2, 1)
+    world.end()
+
+
+def test_who_waits_for_others_waits_no_longer_because_ps_0_died(turns: Turns) -> None:
+    """The promoted backup's clock goes on from where that of ps 0 was."""
+    turns.advance(1000.0)
+    world = World(turns, min_replicas=2, patience_s=5.0)
+    world.report([0])
+    world.push(world.workers[0])
+    turns.advance(2.0)
+    world.back_up()
+    world.die()
+    world.send(world.workers[0])
+    turns.advance(2.9)
+    world.hear()
+    assert not world.unknown
+    turns.advance(2.2)  # of the two seconds before the last entry the log does not know
+    world.hear()
+    assert world.unknown == 1
+    world.end()
