@@ -106,7 +106,9 @@ class Owner:
 def new_connection(refused: Refused | None = None) -> tuple[Connection, Owner]:
     owner = Owner()
     handshake = ServerHandshake(None, PS, 1, bytes(32))
-    wire = Protocol(handshake, DEFAULT_LIMITS, lambda frame: None, None, refused)
+    wire = Protocol(handshake, DEFAULT_LIMITS, lambda frame: None)
+    if refused is not None:
+        wire.refuse(refused)
     return Connection(wire, owner.opened, owner.received, owner.closed), owner
 
 

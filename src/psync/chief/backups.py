@@ -74,8 +74,11 @@ class Backups:
             for link, home, host in zip(self._links, rule.homes, rule.hosts, strict=True)
         ]
 
-    async def complete(self) -> None:
+    async def complete(self, *, at_first: bool = False) -> None:
         """Wait until each ps has a backup, and could die.
+
+        Args:
+            at_first: Whether a process that refuses for good is an error.
 
         Raises:
             VersionMismatch: Ps tasks run several versions of psync.
@@ -84,7 +87,7 @@ class Backups:
         Cancellation: Safe.
         """
         while None in self._rule.hosts:
-            for refusal in self._refusals.values():
+            for refusal in self._refusals.values() if at_first else ():
                 raise refusal
             self._changed.clear()
             await self._changed.wait()

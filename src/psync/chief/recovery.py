@@ -97,7 +97,7 @@ class ClusterRecovery:
         self.backups.keep()
         try:
             async with asyncio.timeout(timeout_s):
-                await self.backups.complete()
+                await self.backups.complete(at_first=True)
         except TimeoutError as exc:
             where = "; ".join(self.backups.describe())
             raise ConnectFailed(
