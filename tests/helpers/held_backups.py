@@ -14,7 +14,7 @@ from psync.errors import FencedError, PsyncError
 from psync.net.peer import Peer
 from psync.net.platform import Platform
 from psync.ps.executor import Entry
-from psync.store.commit_log import CommitLog
+from psync.store.commit_log import CommitLog, LogState
 from psync.wire.codec import Message, decode, encode
 from psync.wire.handshake import RELEASE
 from psync.wire.recovery_messages import (
@@ -111,8 +111,8 @@ class HeldSender:
             count: At most so many.
             heard: Whether its primary hears that it has them.
         """
-        batch = self.log.to_ship(count, MANY)
-        if not batch:
+        batch = self.log.to_ship(count, MANY) if self.log.state is LogState.PAIRED else ()
+        if not batch:  # or its snapshot is on its way
             return 0
         try:
             upto = await self._entries(batch[0].number, [each.entry for each in batch])

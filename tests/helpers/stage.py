@@ -291,6 +291,10 @@ class Stage:
             return None
         return cast(PsTask, known.task)
 
+    def is_paired(self, index: int) -> bool:
+        """Return whether a ps has a complete backup."""
+        return self.serving[index].services.executor.log.state is LogState.PAIRED
+
     def is_even(self, index: int) -> bool:
         """Return whether a ps and its backup have executed the same entries."""
         served, backup = self.serving[index], backups_of(self.host(index))[index]
