@@ -390,3 +390,12 @@ def test_what_belongs_to_updates_elsewhere_is_listed_until_it_is_acknowledged() 
     assert ledger.others() == [(1, *client, 7), (2, *client, 4)]
     ledger.acknowledge(client, 2)
     assert ledger.others() == []
+
+
+def test_what_is_recorded_is_not_noted_as_refused(ledger: Ledger) -> None:
+    verdict = ledger.judge(W0, 0, 0, None, 0, 1)
+    assert isinstance(verdict, Fresh)
+    ledger.record(verdict.ticket, "answer")
+    ledger.refuse(W0, 0)
+    assert ledger.is_settled(W0, 0)
+    assert ledger.statistics().refused == 1

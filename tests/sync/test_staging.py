@@ -452,3 +452,9 @@ class TestABackup:
         reserve(staging, A, 1)
         put(staging, B, 1)
         assert staging.held() == [(7, B, 1, -1, (B, 1))]
+
+
+def test_what_is_coming_in_and_belongs_to_another_step_is_in_nobodys_way(staging: Staging) -> None:
+    put(staging, A, 1)
+    reserve(staging, B, 2)
+    staging.check_here(7, 0, named((A, 1)))

@@ -519,3 +519,20 @@ def test_a_backup_says_why_a_group_is_broken() -> None:
     pair.tell("close_failed", GROUP, ParameterServerLost("/job:ps/task:1"))
     pair.copy()
     assert refusals(pair.tell("contribute", GROUP, pushed(1, 1))) == [(1, "ParameterServerLost")]
+
+
+def test_a_group_that_begins_while_too_few_live_waits_for_them() -> None:
+    steps = SyncSteps()
+    steps.members({"/job:worker/task:0": 1000}, ["/job:worker/task:1"], 5.0)
+    steps.define(GROUP, config(2, min_replicas=2, patience_s=3.0), 0)
+    steps.contribute(GROUP, Contribution(replica(0), 1, 0, 7, 1, b"", 0, 1.0))
+    assert steps.next_deadline() == 8.0
+
+
+def test_the_steps_that_are_decided_and_not_applied_are_listed() -> None:
+    steps = Steps(1)
+    assert steps.closing() == []
+    steps.push(0, 0)
+    assert [close.step for close in steps.closing()] == [0]
+    steps.closed(GROUP, 0)
+    assert steps.closing() == []

@@ -8,13 +8,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psync.errors import PartitionError
+from psync.errors import ConfigurationError, PartitionError
 from psync.specs import (
     DTYPE_NAMES,
     Outcome,
     ShardSpec,
     VariableSpec,
     as_integer,
+    checked_kind,
     dtype_name,
     dtype_of,
 )
@@ -97,3 +98,9 @@ def test_integers_of_all_kinds_are_integers(value: object) -> None:
 )
 def test_nothing_else_is_an_integer(value: object) -> None:
     assert as_integer(value) is None
+
+
+def test_what_is_of_another_class_is_named() -> None:
+    assert checked_kind("expected a text", "x", str) == "x"
+    with pytest.raises(ConfigurationError, match="expected a text, got int"):
+        checked_kind("expected a text", 1, str)
