@@ -25,6 +25,9 @@ INLINE_BYTES = 2 << 20
 SHARD_BYTES = 16 << 10
 """What a shard costs beyond its bytes, expressed in bytes."""
 
+PIECE_S = 0.0
+"""Pause between two pieces, in seconds: the loop runs once. The simulator has slow ones."""
+
 
 class LongWork:
     """Updates under way on one ps, whatever they belong to.
@@ -106,7 +109,7 @@ class LongWork:
         """Do the work on one shard, with the loop running between blocks."""
         try:
             for _ in work:
-                await asyncio.sleep(0)
+                await asyncio.sleep(PIECE_S)
         except Exception as exc:
             self.give_up(exc)
             raise

@@ -153,10 +153,6 @@ MUTANTS: Mapping[str, Mutant] = {
     "answered_early": Mutant(
         "an answer waits for its computes", ("any",), ((Computes, "add", wrong.done_before),)
     ),
-    "overtaken": Mutant(
-        "computes of a shard are done in the order of entries", ("any",),
-        ((Computes, "done_now", wrong.overtakes),),
-    ),
     "join_too_early": Mutant(
         "join waits for the last closure", ("any",),
         ((ClosureQueue, "is_settled", wrong.off_by(-1)),),

@@ -59,6 +59,7 @@ class Size(NamedTuple):
 SIZES: Mapping[str, Size] = {
     "blocks": Size(((blocks, "BLOCK_BYTES"),), (8, 64, 128)),
     "turns": Size(((cooperative_work, "INLINE_BYTES"),), (0, 40_000)),
+    "slow pieces": Size(((cooperative_work, "PIECE_S"),), (0.0005, 0.01)),
     "whole pushes": Size(((frames, "SMALL_BODY_BYTES"),), (0, 100)),
     "creation": Size(((creation, "MESSAGE_BYTES"),), (1,)),
     "closures ahead": Size(((dispatcher, "MAX_AHEAD"),), (1,)),

@@ -181,16 +181,6 @@ def done_before(original: Callable[..., Any]) -> Any:
     return add
 
 
-def overtakes(original: Callable[..., Any]) -> Any:
-    def done_now(self: Computes, compute: Any) -> bool:
-        if any(map(self._store.busy, compute.keys)):
-            return bool(original(self, compute))
-        compute.at_once()
-        return True
-
-    return done_now
-
-
 def keeps_the_parts(original: Callable[..., Any]) -> Any:
     def close(self: Staging, group: int, step: int, pushes: Any = ()) -> int:
         if group not in self._groups:
