@@ -47,7 +47,12 @@ logger = logging.getLogger(__name__)
 
 
 class Section(Protocol):
-    """A part of the state of a ps, which is its sections: entries are judged by them."""
+    """A part of the state of a ps, which is its sections: entries are judged by them.
+
+    To add one: a class with these three, in ``PsServices.sections``; its changes through
+    ``Executor.submit``; the messages of ``entries`` in ``wire.log_messages``. What checkpoints are
+    to have of it is a field of ``SnapshotState`` besides, with a default for older ones.
+    """
 
     def control(self) -> Any:
         """Return the state that judging has made, as plain data in an order of its own."""

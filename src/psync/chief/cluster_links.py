@@ -149,7 +149,7 @@ class ClusterLinks:
     def final_below(self, closure: int) -> None:
         """Tell ps tasks that closures with smaller ids are final: late updates of them are refused.
 
-        One that is not connected just now hears it the next time.
+        One that is not connected just now is told by the next, higher number.
         """
         for link in self.ps.links:
             link.notify(FinalBelow(closure))

@@ -1,11 +1,11 @@
-"""The commit log of a ps with a backup: numbered entries, and how far the backup has them.
+"""The commit log of a ps: numbered entries, and how far its backup has them, if there is one.
 
-    ALONE    --a copy begins-->  COPYING   what is committed from then on is kept for the backup
-    COPYING  --it is sent-->     PAIRED    from here on nothing is applied that the backup lacks
+    ALONE    --a copy begins-->  COPYING   what is submitted from then on is kept for the backup
+    COPYING  --it is sent-->     PAIRED    from here on nothing is judged that the backup lacks
     COPYING, PAIRED --the backup is given up--> ALONE
     any      --a newer primary is known-->      DEPOSED, for ever
 
-Entries are numbered from 1 without a gap. A primary applies them in that order, one after the
+Entries are numbered from 1 without a gap. A primary judges them in that order, one after the
 other, and so does its backup. Entries name sets of shards and synchronous groups by numbers of the
 log's own (``LogNames``), which do not depend on connections.
 """

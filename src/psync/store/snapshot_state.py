@@ -14,9 +14,12 @@ An array to which nothing was ever written, such as a large table that was decla
     synchronous groups            configurations; on ps 0 the calls in steps that were applied. A
                                   step that is open is not there: its pushes are *pending*, and
                                   count again when their closures run again
-    conditional accumulators      definitions and steps; contents only for a backup
-    locks, staged parts, clocks,
-    waiting requests              nothing
+    conditional accumulators      definitions and steps
+    locks, clocks, requests
+    that wait                     nothing
+
+What a backup gets beside a snapshot, as entries: staged parts, the state of the rule of synchronous
+steps, contents and takes of accumulators (``backups.service``, ``Section.entries``).
 """
 
 from __future__ import annotations

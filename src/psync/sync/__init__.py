@@ -1,6 +1,7 @@
 """Synchronous steps and staleness bounds: rules on ps 0, staging and application on every ps.
 
 Knows ``ps`` and ``client``. ``steps`` decides which contributions count and when a step is
-complete, ``staging`` keeps gradients until it is, ``step_closer`` closes it on all ps tasks. The
-rules (see ``PURE`` in tests/helpers/law.py) are pure. Begin with ``steps``.
+complete, ``staging`` keeps gradients until it is, ``step_closer`` puts what the rule is told into
+the log, ``outgoing_steps`` carries what it decides to all ps tasks, ``step_applier`` applies it.
+The rules (see ``PURE`` in tests/helpers/law.py) are pure. Begin with ``steps``.
 """

@@ -8,6 +8,7 @@ Who dies:
 
     ps 0, with a step outgoing   the promoted backup, which has the same entries, carries it again;
                                  each ps that has applied it ignores that
+    ps 0, without a backup       rollback, or the end of the program (``chief.recovery_rule``)
     another ps                   its link waits until it is served elsewhere, or the coordinator
                                  rolls all back
 

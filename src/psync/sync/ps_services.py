@@ -290,7 +290,7 @@ class PsServices:
         optimizers, groups = self.store.optimizers(), self.sync.raw_configs()
         return Contents.restored(loaded, optimizers, self.accumulators.definitions(), groups)
 
-    # Synchronous steps, see ``backup.SyncState``.
+    # Synchronous steps, see ``backups.service.Steps``.
 
     async def pause(self, why: str) -> None:
         """Close no step from now on; wait for what is being closed."""

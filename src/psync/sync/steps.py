@@ -16,8 +16,9 @@ One staleness decision for a whole push, over all variables and all ps tasks: Te
 accumulators decide one by one.
 
 A step is closed when its target is reached, or as a partial one when no other worker will or can
-come; see ``_close_what_is_due``. Between Close and ``closed`` the step is being applied: the
-group is at the next step already, and no other Close of it is under way.
+come; see ``_close_what_is_due``. Close means that it is decided, and ``outgoing_steps`` carries it
+to all ps tasks; ``closed`` says that they have applied it. In between the group is at the next step
+already, and no other Close of it is under way.
 
 Source: TensorFlow's ``SyncReplicasOptimizer``; Chen et al. 2016 for backup replicas.
 """

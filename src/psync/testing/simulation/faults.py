@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from psync.testing.simulation.plan import Fault, Trigger
 
 MESSAGES = (
-    "Push", "Assign", "Pull", "Contribute", "StagePush", "CloseStep", "RaiseStep", "AskStep",
-    "CountPush", "LogEntries", "BackUp", "BeginBackup", "FillBackup", "Promote", "Freeze", "Gate",
+    "Push", "Assign", "Pull", "Contribute", "StagePush", "CloseStep", "AskStep",
+    "LogEntries", "BackUp", "BeginBackup", "FillBackup", "Promote", "Freeze", "Gate",
     "WriteFrozen", "PrepareSnapshot", "FillSnapshot", "RestoreSnapshot", "AttachPs", "AdoptShards",
     "Fence", "AttachWorker", "RunClosures", "ClosureResults", "AwaitWaiters", "ReportSchedule",
     "FinalBelow",
@@ -22,7 +22,7 @@ MESSAGES = (
 RECOVERY = (
     "AttachPs", "CreateShards", "AttachWorker", "BeginBackup", "FillBackup", "BackUp", "LogEntries",
     "Promote", "Fence", "PrepareSnapshot", "FillSnapshot", "RestoreSnapshot", "AskServed",
-    "AdoptShards", "GrantCoordinator", "EndFormer", "EndSession", "RaiseStep", "AskStep",
+    "AdoptShards", "GrantCoordinator", "EndFormer", "EndSession", "AskStep",
 )  # fmt: skip
 """Those of a task that comes, or goes on for another one."""
 
@@ -53,7 +53,7 @@ THEMES = {
     "steps": (
         "place ps0.step.decided", "place ps0.step.decided", "place ps0.step.measured",
         "place ps.step.measured", "place ps.step.applied", "place ps0.step.applied",
-        "message CloseStep", "message MeasureStep", "message RaiseStep", "message CountPush",
+        "message CloseStep", "message MeasureStep", "message Contribute",
     ),
     "pushes": (
         "place worker.push.begun", "place worker.push.between_ps", "place worker.push.between_ps",
