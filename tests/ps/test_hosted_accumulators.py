@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from accumulator_tools import take_grad
+from psync.errors import GradientError
 from psync.numerics.sums import at_once
 from psync.ps.cooperative_work import INLINE_BYTES
 from psync.ps.takes import (
@@ -81,3 +82,8 @@ def test_bytes_of_an_array_are_those_of_the_gradient() -> None:
     array = np.arange(4, dtype=np.float32).reshape(2, 2)
     values: Any = gradient_of(applying([2, 2]), [to_bytes_view(array)], rule_of(DENSE))
     assert (values == array).all()
+
+
+def test_a_gradient_of_a_shape_that_no_array_has_is_refused() -> None:
+    with pytest.raises(GradientError, match="no array has the shape"):
+        gradient_of(applying([1] * 70), [to_bytes_view(np.ones(1, np.float32))], rule_of(DENSE))

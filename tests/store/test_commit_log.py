@@ -49,6 +49,18 @@ def test_what_was_on_its_way_over_a_lost_connection_is_shipped_again() -> None:
     assert [each.number for each in log.to_ship(9, 99)] == [2, 3]
 
 
+def test_what_a_backup_had_before_a_connection_was_lost_is_not_shipped_again() -> None:
+    """It answers the first message that comes again with all that it has."""
+    log = paired()
+    for entry in ("a", "b", "c"):
+        log.append(entry, 1)
+    log.to_ship(9, 99)
+    log.ship_again()
+    log.to_ship(1, 99)
+    log.note_taken(2)
+    assert [each.number for each in log.to_ship(9, 99)] == [3]
+
+
 def test_while_a_copy_is_made_training_goes_on_and_what_it_does_is_kept() -> None:
     log: CommitLog[str] = CommitLog(PS, 100)
     log.append("before", 1)
@@ -103,7 +115,7 @@ def test_moves_that_are_not_in_the_table_are_refused() -> None:
     log.begin_copy()
     with pytest.raises(LocalProtocolError):
         log.begin_copy()
-    with pytest.raises(LocalProtocolError, match="has entry 1, and 0 were sent"):
+    with pytest.raises(LocalProtocolError, match="has entry 1, and there are 0"):
         log.note_taken(1)
 
 

@@ -180,15 +180,14 @@ class Executor:
             What ``act`` has returned, if it is done; else what will be the answer.
 
         Raises:
-            FencedError: Another ps has taken this one's place.
-            ClosedError: The ps ends.
+            FencedError, ClosedError: Another ps has taken this one's place; or this one ends.
             PsyncError: It was refused.
         """
         if self._over is not None:
             raise self._over.with_traceback(None)
         number = self._append(client, message, body)
         if self._is_free and self._may_execute(number):
-            return self._execute_now(act, claim)
+            return self._execute_now(number, act, claim)
         return self._enqueue(number, act, None if claim is None else claim())
 
     def in_turn(self, act: Callable[[], Any]) -> Any:
@@ -201,7 +200,7 @@ class Executor:
         if self._over is not None:
             raise self._over.with_traceback(None)
         if self._is_free:
-            return self._execute_now(act, None)
+            return self._execute_now(0, act, None)
         return self._enqueue(0, act, None)
 
     def logged(self, handler: Handler, *, settled: bool = False) -> Handler:
@@ -306,7 +305,7 @@ class Executor:
         self.advance()
         return answer
 
-    def _execute_now(self, act: Act, claim: Claim | None) -> Reply | Answer | None:
+    def _execute_now(self, number: int, act: Act, claim: Claim | None) -> Reply | Answer | None:
         outcome = self._judge(act)
         if isinstance(outcome, Compute):
             if self.computes.done_now(outcome):
@@ -318,7 +317,7 @@ class Executor:
                 self.computes.add(compute, done)
         elif outcome is not None and not isinstance(outcome, Reply):
             answer = Answer()
-            self._await(_Queued(0, act, answer, None if claim is None else claim()), outcome)
+            self._await(_Queued(number, act, answer, None if claim is None else claim()), outcome)
             outcome = answer
         if self._queue:  # what it has brought with it
             self.advance()
@@ -404,6 +403,8 @@ class Executor:
             outcome = await under_way
         except Exception as exc:
             outcome = exc
+            if queued.number and not isinstance(exc, PsyncError):
+                self._work.give_up(exc)
         self._busy = None
         _settle(queued.answer, queued.ended, outcome)
         self.advance()

@@ -183,7 +183,10 @@ def gradient_of(
             f"{rule}: expected {expected} bytes for shape {tuple(message.shape)} {rule.dtype}, "
             f"got {len(segments[-1])}"
         )
-    values = bytes_of(segments[-1]).view(rule.dtype).reshape(message.shape)
+    try:
+        values = bytes_of(segments[-1]).view(rule.dtype).reshape(message.shape)
+    except (ValueError, OverflowError) as exc:
+        raise GradientError(f"{rule}: no array has the shape {message.shape!r:.80}") from exc
     if not sparse:
         return values
     if len(segments[0]) % 8:

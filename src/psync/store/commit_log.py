@@ -136,10 +136,11 @@ class CommitLog(Generic[E]):
         Raises:
             LocalProtocolError: It cannot have them.
         """
-        if number > self._shipped:
+        if number > self._last:
             raise LocalProtocolError(
-                f"{self._task}: its backup has entry {number}, and {self._shipped} were sent"
+                f"{self._task}: its backup has entry {number}, and there are {self._last}"
             )
+        self._shipped = max(self._shipped, number)  # it came over a connection that was lost
         self.taken = max(self.taken, number)
         while self._kept and self._kept[0].number <= number:
             self._kept_bytes -= self._kept.popleft().nbytes

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from psync.errors import PsyncError
-from psync.net.peer import Received
+from psync.net.peer import Received, Reply
 from psync.net.platform import Parts
 from psync.ps.executor import Answer
 from psync.store.ledger import Client
@@ -38,7 +38,7 @@ from psync.sync.pushes import Close
 from psync.sync.step_rounds import StepRounds
 from psync.sync.steps import Action, SyncSteps
 from psync.sync.token_waits import TokenWaits
-from psync.wire.codec import decode, encode
+from psync.wire.codec import Message, decode, encode
 from psync.wire.log_messages import NormsMeasured, StepApplied
 from psync.wire.messages import Failure
 from psync.wire.ps_messages import Fence
@@ -79,6 +79,7 @@ class OutgoingSteps:
         is_hosted: bool,
     ) -> None:
         self.pauses = {HOSTED} if is_hosted else set()
+        self._wanted: set[str] = set()  # pauses that are wanted, also before they begin
         self._is_over = False  # nothing is decided here any more
         self._sync = sync
         self._all_ps = all_ps
@@ -124,10 +125,23 @@ class OutgoingSteps:
             then()
 
         message = NormsMeasured(outgoing.close.group, outgoing.close.step, scales, ratios)
+        self._submit(outgoing.close, message, lambda: act(message))
+
+    def _submit(self, close: Close, message: Message, act: Callable[[], None]) -> None:
+        """Put into the log how far a step is; once that has ended, another one carries it again."""
+
+        def dropped(outcome: Reply | Exception) -> None:
+            if isinstance(outcome, PsyncError):
+                self._carried.discard(close.group)
+                self.wake()
+
         try:
-            self._sync.executor.submit(FROM_CLOSER, message, (), lambda: act(message))
+            answer = self._sync.executor.submit(FROM_CLOSER, message, (), act)
         except PsyncError as exc:
-            self._ended(outgoing.close, {}, exc)
+            dropped(exc)
+        else:
+            if isinstance(answer, Answer):
+                answer.deliver_to(dropped)
 
     def note_factors(self, message: NormsMeasured) -> None:
         """Execute an entry: a step that is outgoing is to be closed with these factors."""
@@ -153,11 +167,7 @@ class OutgoingSteps:
             self._waits.done()
             self.wake()
 
-        try:
-            self._sync.executor.submit(FROM_CLOSER, message, (), act)
-        except PsyncError:  # the log has ended: who serves now carries it again
-            self._carried.discard(close.group)
-            self.wake()
+        self._submit(close, message, act)
 
     def note_applied(self, message: StepApplied) -> None:
         """Execute an entry: a step is outgoing no more."""
@@ -192,9 +202,11 @@ class OutgoingSteps:
                 asked = True
             if asked and self._steps.is_settled:
                 return
-            await self.changed()
-            if asked and self._steps.is_settled:
-                return
+            if self._carried or self.pauses or self._steps.closing():
+                await self.changed()
+                if asked and self._steps.is_settled:
+                    return
+            # Else something was counted behind what was asked.
 
     def close_all(self, _: FinishSteps) -> None:
         """Execute an entry: close the steps in which something was counted."""
@@ -226,8 +238,11 @@ class OutgoingSteps:
 
         Cancellation: Safe; it may be paused.
         """
+        self._wanted.add(why)
         while HOSTED in self.pauses and not self._is_over:
             await self.changed()
+        if why not in self._wanted:  # it has ended meanwhile
+            return
         self.pauses.add(why)
         while self._carried or self._told:
             await self.changed()
@@ -235,6 +250,7 @@ class OutgoingSteps:
     def resume(self, why: str) -> None:
         """End a pause; carry what was decided meanwhile if it was the last."""
         self.pauses.discard(why)
+        self._wanted.discard(why)
         if not self.pauses and not self._is_over:
             for known in self._sync.outgoing():
                 if known.outgoing is not None and known.outgoing.close.group not in self._carried:

@@ -203,6 +203,13 @@ class PsServices:
             # What arrays are copied to, and how updates are computed, is set between computes.
             settled = kind in (CreateShards, SetSlots, SetOptimizer)
             handlers[kind] = self.executor.logged(handlers[kind], settled=settled)
+        final = handlers[FinalBelow].run
+
+        def note_final(peer: Peer, message: FinalBelow, body: list[memoryview]) -> None:
+            with contextlib.suppress(PsyncError):  # a notification: nobody hears of an error
+                final(peer, message, body)
+
+        handlers[FinalBelow] = Handler(note_final)
         return {
             **handlers,
             AwaitWaiters: Handler(self._await_waiters),

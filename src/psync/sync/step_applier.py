@@ -107,7 +107,7 @@ class StepApplier:
         keys = self._keys_of(message, known, along)
         if self._locks.table.blocks(keys):
             return self._when_unlocked(message, known, along, reply, keys)
-        return self._submit(message, known, along, reply)
+        return self._submit(message, known, along, reply, keys)
 
     async def _when_unlocked(
         self,
@@ -120,7 +120,7 @@ class StepApplier:
         claim = self._locks.claim(keys)
         try:
             await self._locks.turn(claim)
-            answer = self._submit(message, known, along, reply)
+            answer = self._submit(message, known, along, reply, keys)
             return answer if isinstance(answer, Reply) else await answer
         finally:
             self._locks.end(claim)
@@ -131,9 +131,10 @@ class StepApplier:
         known: KnownGroup,
         along: Sequence[Part | None],
         reply: Callable[[], Reply],
+        keys: Sequence[Key],
     ) -> Reply | Answer:
         def claim() -> Callable[[], None]:
-            claimed = self._locks.table.begin(self._keys_of(message, known, along))
+            claimed = self._locks.table.begin(keys)
             return lambda: self._locks.end(claimed)
 
         def act() -> Compute:

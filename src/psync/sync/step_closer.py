@@ -289,6 +289,7 @@ class StepCloser:
     ) -> Reply | Answer | None:
         def act() -> None:
             self._perform(self._judge(replica, message, part))
+            self.outgoing.wake()  # a join waits
 
         return self._sync.executor.submit(replica, entry, body_of(part), act)
 
@@ -412,8 +413,7 @@ class StepCloser:
 
     def _set_members(self, message: SetMembers) -> None:
         self._clock.note(message.now)
-        alive = {task: incarnation for task, incarnation in message.alive}
-        actions = self.steps.members(alive, message.missing, message.now)
+        actions = self.steps.members(dict(message.alive), message.missing, message.now)
         self._perform([*actions, *self.steps.schedule(message.queued, message.in_flight)])
 
     def lost(self, task: str, below: int) -> None:
