@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import numpy as np
 import pytest
 
+from ps_by_hand import COORDINATOR, A, B, PsByHand, group_config
+from psync.wire.sync_messages import Contribute, FinishSteps, InitTokens, StagePush
 from step_world import World, pair
 from turns import Turns
+
+GROUP = 9
 
 
 @pytest.mark.parametrize("had", range(5))
@@ -83,3 +90,25 @@ def test_who_waits_for_others_waits_no_longer_because_ps_0_died(turns: Turns) ->
     world.hear()
     assert world.unknown == 1
     world.end()
+
+
+@pytest.mark.virtual_time
+async def test_a_join_applies_what_is_counted_just_behind_it_in_the_log() -> None:
+    ps = PsByHand(index=0, num_ps=1)
+    w, step = ps.create("w", np.ones(3, np.float32)), ps.create("step", np.array(0))
+    config = group_config(global_step=(0, *step))
+    ps.services.closer.set_members({A[0]: A[1], B[0]: B[1]}, [])
+    ps.ask(A, StagePush(GROUP, config, 1, -1, 1, [w]), np.ones(3, np.float32).tobytes())
+    await ps.begin(A, InitTokens(GROUP, config, -1))
+    executor = ps.services.executor
+    executor.begin_copy([GROUP])
+    executor.log.pair()  # what follows waits for a backup
+    joined = ps.begin(COORDINATOR, FinishSteps())
+    await asyncio.sleep(0)
+    ps.begin(A, Contribute(GROUP, None, 1, 0, -1, 0, b"", -1, 1.0, -1, None, -1, None))
+    while not joined.done():
+        executor.log.to_ship(99, 1 << 20)
+        executor.log.note_taken(executor.log.last)
+        executor.advance()
+        await asyncio.sleep(0.01)
+    assert ps.value(step) == 1
