@@ -211,12 +211,11 @@ class _Backup:
     def _done(self, entry: _Entry, outcome: object) -> None:
         self.waiting -= 1
         self.pending_bytes -= entry.nbytes
-        if isinstance(outcome, PsyncError) and not isinstance(
-            outcome, Diverged
-        ):  # as the one that is backed up has refused it
-            logger.debug("entry %d: %s", entry.number, outcome.message)
+        has_diverged = isinstance(outcome, Diverged)
+        self.diverged |= has_diverged
+        if isinstance(outcome, PsyncError) and not has_diverged:
+            logger.debug("entry %d is refused, as by its primary: %s", entry.number, outcome)
         elif isinstance(outcome, Exception):  # such as no memory here, where the other had enough
-            self.diverged = isinstance(outcome, Diverged)
             logger.error("%s: its backup failed at %d", self.sender, entry.number, exc_info=outcome)
             self._failed = True
         self._changed.set()
