@@ -43,7 +43,7 @@ from psync.checkpoints.manifest import (
 from psync.errors import CheckpointError, ConfigurationError
 
 NONCE = "nonce"
-"""A file that is there for a moment: who can read it shares the directory."""
+"""A file that is there until the checkpoint is complete: who can read it shares the directory."""
 
 STREAM_VARIABLE = "PSYNC_CHECKPOINT_STREAM"
 
@@ -97,8 +97,8 @@ class Writer:
         """The directory in which files are written."""
         return self.directory / f"{self.name}.tmp"
 
-    def put_nonce(self, nonce: str) -> Path:
-        """Write a file by which others see whether they share the directory; return its path.
+    def put_nonce(self, nonce: str) -> None:
+        """Write a file by which others see whether they share the directory.
 
         Raises:
             CheckpointError: The disk is full, or fails.
@@ -106,7 +106,6 @@ class Writer:
         path = self.temporary / NONCE
         with disk_errors(f"writing {path}"):
             write_synced(path, nonce.encode())
-        return path
 
     def remove_nonce(self) -> None:
         """Remove that file."""

@@ -3,7 +3,8 @@
     message       then
     Freeze        once no update is under way: holds references to all blocks
     ReadFrozen    answers with them, uncopied
-    WriteFrozen   writes a file in a thread, and lets go of each block that is written
+    WriteFrozen   if this ps sees the directory, writes a file in a thread, and lets go of each
+                  block that is written
     DropFrozen    holds them no longer; nor when the connection is lost over which they were frozen
 
 A message that is repeated after a lost connection gets the answer of the first one.
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from psync.checkpoints.writer import NONCE
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
 from psync.net.peer import Handler, Peer, Reply
 from psync.ps.cooperative_work import LongWork
@@ -28,12 +30,10 @@ from psync.store.untrusted_json import UntrustedJson
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import (
-    AskShared,
     DropFrozen,
     Freeze,
     FrozenBytes,
     ReadFrozen,
-    Shared,
     WriteFrozen,
     Written,
 )
@@ -104,7 +104,6 @@ class FrozenSnapshots:
         return {
             Freeze: Handler(self._freeze),
             DropFrozen: Handler(self._drop),
-            AskShared: Handler(self._ask_shared),
             WriteFrozen: Handler(self._write),
             ReadFrozen: Handler(self._read),
         }
@@ -164,10 +163,6 @@ class FrozenSnapshots:
             self.let_go()
         return Reply(Done())
 
-    async def _ask_shared(self, peer: Peer, message: AskShared, _: list[memoryview]) -> Reply:
-        self._check_coordinator(peer)
-        return Reply(Shared(await asyncio.to_thread(has_text, Path(message.path), message.nonce)))
-
     def _read(self, peer: Peer, message: ReadFrozen, _: list[memoryview]) -> Reply:
         cut = self._held(peer, message.cut)
         if message.stop - message.start > MAX_READ_BYTES:
@@ -182,11 +177,16 @@ class FrozenSnapshots:
         under_way = cut.writes.get(message.path)
         if under_way is None:
             items = listed(body, f"{self._task}: items to be written", _item_and_name)
-            under_way = self._work.to_the_end(self._written(cut, Path(message.path), items))
+            under_way = self._work.to_the_end(self._written(cut, message, items))
             cut.writes[message.path] = under_way
         return again(under_way)
 
-    async def _written(self, cut: _Cut, path: Path, items: list[tuple[int, str]]) -> Reply:
+    async def _written(
+        self, cut: _Cut, message: WriteFrozen, items: list[tuple[int, str]]
+    ) -> Reply:
+        path = Path(message.path)
+        if not await asyncio.to_thread(has_text, path.with_name(NONCE), message.nonce):
+            return Reply(Written(None))
         size, places = await asyncio.to_thread(write_items, path, cut.frozen, items)
         self._written_bytes += size
         return Reply(Written(size), [json.dumps(places).encode()])
