@@ -168,7 +168,10 @@ class TestWriting:
             with pytest.raises(CheckpointError, match="File exists"):
                 await write(cluster, state, tmp_path / "a")
             order = WriteFrozen(1, str(tmp_path / "b"), "12")
-            for items, named in (("{}", "expected a list"), ('[[0, ""]]', "a name: expected text")):
+            for items, named in (
+                ("{}", "expected a list"),
+                ('[[0, ""]]', r"\[0\]\[1\]: expected text"),
+            ):
                 with pytest.raises(CheckpointCorrupt, match=named):
                     await call(cluster.chief, order, [items.encode()])
             with pytest.raises(CheckpointCorrupt, match="is not JSON"):

@@ -228,7 +228,7 @@ class TestGoingBack:
                 (good, "the value of shard 0 of variable 0: expected checksum"),
                 ([(item, start, nbytes - 4, crc)], "expected 3145728 bytes, got 3145724"),
                 ([], "variable 0 is not in the file"),
-                ([(item, -1, nbytes, crc)], "a place: expected a whole number from 0"),
+                ([(item, -1, nbytes, crc)], r"\[0\].start: expected a whole number from 0"),
                 ([(item, start)], "a list of 4 entries"),
             ):
                 with pytest.raises(CheckpointCorrupt, match=named):

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -42,6 +41,7 @@ from psync.closures.membership import backoff
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
 from psync.specs import dtype_of
 from psync.store.snapshot import SnapshotState
+from psync.store.untrusted_json import read_json, to_json
 from psync.wire.codec import Message
 from psync.wire.recovery_messages import (
     Admit,
@@ -116,17 +116,16 @@ class Cut:
         Cancellation: The file may be written.
         """
         self._check_held()
-        listed = json.dumps([list(item) for item in items]).encode()
         order = WriteFrozen(self.number, path, nonce)
-        message, segments = await ask(self.links[ps], order, Written, [listed], cut=True)
+        message, segments = await ask(self.links[ps], order, Written, [to_json(items)], cut=True)
         if message.size is None:
             return None
-        places = json.loads(bytes(segments[0])) if segments else []
+        places = read_json(b"".join(segments), list[tuple[int, int, int]], self.links[ps].task)
         if len(places) != len(items):
             raise RemoteProtocolError(
                 f"{self.links[ps].task} wrote {len(places)} items, expected {len(items)}"
             )
-        return WrittenSnapshot(message.size, [(at, nbytes, crc) for at, nbytes, crc in places])
+        return WrittenSnapshot(message.size, places)
 
     async def pieces(self, ps: int, item: int) -> AsyncIterator[memoryview]:
         """Yield the bytes of an item, at most 16 MiB at once.

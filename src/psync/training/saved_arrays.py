@@ -24,7 +24,6 @@ from psync.checkpoints.manifest import Planned
 from psync.checkpoints.writer import Writer
 from psync.chief.consistent_cut import Cut, WrittenSnapshot
 from psync.errors import CheckpointError
-from psync.net.platform import random_hex
 from psync.numerics.blocks import BLOCK_ELEMENTS
 from psync.specs import dtype_of
 from psync.training.saved_objects import Contents, Part
@@ -54,14 +53,13 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     raise cancelled
 
 
-async def write_cut(cut: Cut, contents: Contents, writer: Writer, *, streamed: bool) -> None:
+async def write_cut(cut: Cut, contents: Contents, writer: Writer) -> None:
     """Write what ps tasks held at a cut.
 
     Args:
         cut: Held meanwhile.
         contents: What is wanted by name.
         writer: Of the checkpoint.
-        streamed: Whether ps tasks are not asked to write, even if they could.
 
     Raises:
         CheckpointError: The disk is full, or fails.
@@ -71,11 +69,8 @@ async def write_cut(cut: Cut, contents: Contents, writer: Writer, *, streamed: b
     """
     parts = contents.parts
     layout = Layout(cut.snapshots, [part for part in parts if part.compute is None])
-    nonce = None if streamed else random_hex(16)
-    if nonce is not None:
-        await in_thread(writer.put_nonce, nonce)
     own = await _own(cut, parts, layout)  # first: a ps lets go of what it has written
-    theirs = [_write_snapshot(cut, ps, layout, writer, nonce) for ps in range(len(cut.snapshots))]
+    theirs = [_write_snapshot(cut, ps, layout, writer) for ps in range(len(cut.snapshots))]
     await _together([*theirs, _write_parts(writer, own)])
 
 
@@ -91,13 +86,13 @@ async def write_by_reading(contents: Contents, writer: Writer) -> None:
     await _write_parts(writer, contents.parts)
 
 
-async def _write_snapshot(
-    cut: Cut, ps: int, layout: Layout, writer: Writer, nonce: str | None
-) -> None:
+async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: Writer) -> None:
     """Have all arrays of a ps written, and note what is where."""
     name = f"ps-{ps:05d}-of-{len(cut.snapshots):05d}"
     path = writer.temporary.absolute() / f"{name}.safetensors"
-    made = None if nonce is None else await cut.write(ps, str(path), nonce, layout.arrays[ps])
+    made = None
+    if writer.nonce:
+        made = await cut.write(ps, str(path), writer.nonce, layout.arrays[ps])
     if made is None:
         made = await _write_streamed(cut, ps, layout, path)
 
