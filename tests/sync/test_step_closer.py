@@ -179,6 +179,7 @@ class TestFirstStep:
             release()
             assert await pushing == accepted(4, 1)
 
+    @pytest.mark.virtual_time
     async def test_who_gives_up_while_the_global_step_is_read_takes_nobody_along(self) -> None:
         async with SyncCluster(2, step_ps=1, first=3) as cluster:
             w = await cluster.create("w", np.ones(3, np.float32))  # on ps 0
@@ -186,9 +187,8 @@ class TestFirstStep:
             pushes = [
                 asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(3)
             ]
-            await until(lambda: begins(cluster.ps[0], GROUP))
-            for _ in range(10):
-                await asyncio.sleep(0)
+            await settle()
+            assert begins(cluster.ps[0], GROUP)
             pushes[0].cancel()
             await asyncio.wait(pushes[:1])
             cluster.network.heal("ps1:1")
