@@ -13,9 +13,10 @@ import pytest
 
 import memory_cluster
 import psync
+from inside import work_of
 from local_training import at_once, strategy_of, training
 from memory_cluster import cluster_of, coordinating, event_of
-from ps_cluster import until
+from ps_cluster import hold, until
 from psync.api.datasets import PerWorkerDataset, capture_dataset
 from psync.closures.closure import Closure
 from psync.errors import (
@@ -528,21 +529,26 @@ async def test_a_push_begun_before_the_error_has_ended_when_join_raises():
                 w = psync.Variable(np.zeros(4, np.float32), name="w")
 
             async def push():
-                while True:
-                    await w.assign_add(np.ones(4, np.float32))
-                    event_of("pushed").set()
+                await w.assign_add(np.ones(4, np.float32))
 
             async def bad():
-                await event_of("pushed").wait()
+                await event_of("go on").wait()
                 raise Custom(1)
 
+            await w.read()
+            ps = cluster.ps("ps-0")
+            release = hold(ps, w.spec)
             coordinator.schedule(push)
             coordinator.schedule(bad)
-            with pytest.raises(Custom):
-                await coordinator.join()
-            before = await w.read()
+            await until(lambda: work_of(ps).waiting)
+            event_of("go on").set()
+            join = asyncio.create_task(coordinator.join())
             await settle()
-            assert (await w.read() == before).all()
+            assert not join.done()
+            release()
+            with pytest.raises(Custom):
+                await join
+            assert (await w.read() == 1).all()
 
 
 # --- cancelling one value ---------------------------------------------------------------------

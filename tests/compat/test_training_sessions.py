@@ -17,6 +17,7 @@ import pytest
 
 import psync
 from memory_cluster import session_cluster
+from ps_cluster import until
 from psync.client.ps_link import MAX_LOSSES
 from psync.compat.session_hooks import SessionHook
 from psync.compat.session_members import GRACE_S
@@ -257,8 +258,7 @@ async def test_an_error_of_a_hook_of_the_chief_reaches_those_who_wait_for_it() -
         async def after_create_session(self, session: Any) -> None:
             if session.is_chief:
                 waiting = cluster.ps("ps-0").statistics
-                while waiting()["session"].get("asking") != ["/job:worker/task:1"]:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
+                await until(lambda: waiting()["session"].get("asking") == ["/job:worker/task:1"])
                 raise ValueError("no luck")
 
     async def main(strategy: Strategy) -> None:
