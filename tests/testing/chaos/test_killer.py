@@ -16,6 +16,7 @@ import pytest
 from psync.testing.chaos import killer as killer_module
 from psync.testing.chaos.journal import Journal
 from psync.testing.chaos.killer import Killer, KillPlan
+from psync.testing.chaos.marks import PushMarks
 from psync.testing.chaos.victims import Victim, victims_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -89,12 +90,17 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
     return looks
 
 
-async def look_in_vain(looks: Looks) -> None:
-    """Wait until the killer has seen all tasks, and looked some more times."""
+async def look_in_vain(looks: Looks, directory: Path) -> None:
+    """Wait until the killer has looked some more times since all tasks take part."""
     while not looks.empty():
         looks.get_nowait()
-    while len(await looks.get()) < sum(TASKS.values()):
-        continue
+    with contextlib.closing(PushMarks(directory / "marks")) as marks:
+        take_part = False
+        while not take_part:
+            there = await looks.get()
+            pushing = {pid for pid, *_ in marks.snapshot(TASKS["worker"]).values()}
+            workers = {victim.pid for victim in there.values() if victim.job == "worker"}
+            take_part = len(there) == sum(TASKS.values()) and workers == pushing
     for _ in range(5):
         await looks.get()
 
@@ -107,7 +113,7 @@ async def test_workers_are_killed_again_and_again_once_they_take_part(
     with launched(tmp_path) as launcher:
         killer = killer_of(launcher, tmp_path, only("worker", "SIGKILL"))
         running = asyncio.create_task(killer.run(50.0))
-        await look_in_vain(looks)
+        await look_in_vain(looks, tmp_path)
         assert not killer.kills, "training has not begun"
         journal.say("done", closures=[])
         while len(killer.kills) < 6:
@@ -140,7 +146,7 @@ async def test_a_ps_is_killed_once_and_again_when_training_has_gone_on(
         running = asyncio.create_task(killer.run(20.0))
         while len(killer.kills) < 1:
             await looks.get()
-        await look_in_vain(looks)
+        await look_in_vain(looks, tmp_path)
         assert len(killer.kills) == 1
         journal.say("done", closures=[])
         while len(killer.kills) < 2:
