@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import psync
-from inside import accumulators_of, chief_of
+from inside import chief_of
 from memory_cluster import cluster_of, coordinating, event_of
 from ps_cluster import until
 from psync.chief.consistent_cut import Cut
@@ -223,10 +223,10 @@ async def test_a_take_of_the_program_under_way_waits_on_where_its_ps_goes_back_a
             held = psync.ConditionalAccumulator(np.float64, (2,), name="held")
         await held.apply_grad(np.zeros(2))
         await keep_snapshots(coordinator, tmp_path)
-        here, other = held.place.ps, 1 - held.place.ps
+        here, other = f"ps-{held.place.ps}", f"ps-{1 - held.place.ps}"
         taking = asyncio.ensure_future(held.take_grad(2))
-        await until(lambda: accumulators_of(cluster.ps(f"ps-{here}")).hosted["held"].waiting)
-        await lose(cluster, f"ps-{other}")
+        await until(lambda: cluster.ps(here).statistics()["accumulators"]["waiting"])
+        await lose(cluster, other)
         await anext(coordinator.events())
         assert not taking.done()
         for _ in range(2):

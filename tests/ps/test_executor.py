@@ -23,6 +23,7 @@ from psync.ps.executor import AT_ONCE, Answer, Diverged, Entry, Executor
 from psync.specs import ShardSpec
 from psync.store.commit_log import CommitLog
 from psync.store.store import ShardStore
+from psync.testing import settle
 from psync.wire.codec import decode
 from psync.wire.log_messages import CheckState
 from psync.wire.messages import Done
@@ -367,6 +368,7 @@ async def test_the_answer_leaves_when_the_arrays_are_as_it_says() -> None:
     ps.executor.computes.check_idle()
 
 
+@pytest.mark.virtual_time
 async def test_with_a_backup_arrays_are_changed_when_that_has_the_entry() -> None:
     ps = Ps(paired=True)
 
@@ -375,8 +377,7 @@ async def test_with_a_backup_arrays_are_changed_when_that_has_the_entry() -> Non
 
     compute = Compute([KEY], lambda: DONE, INLINE_BYTES + 1, in_pieces=in_pieces)
     answer = ps.submit(lambda: compute)
-    for _ in range(3):
-        await asyncio.sleep(0)
+    await settle()
     assert ps.done == []
     ps.taken(1)
     assert isinstance(answer, Answer)
