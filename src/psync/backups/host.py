@@ -1,13 +1,15 @@
 """The host of backups: backups of other ps tasks in this process, fed by logs and promoted.
 
 A backup is a ps task that does not listen: it gets a snapshot first, then every entry of its
-primary's log, and executes each as if it had come over a connection. When it is promoted it
-listens, at an address of its own, and is a ps like any other.
+primary's log, and executes each: ``Section.replayed`` says who does that, for all other messages it
+is the handler that a ps has for them. When it is promoted it listens, at an address of its own, and
+is a ps like any other.
 
     state      BeginBackup  FillBackup  LogEntries                     Promote
     filling    restart      taken       complete, if all is there      refused
     following  restart      -           acknowledged; then executed    executes the rest, serves
     serving    restart      FencedError FencedError                    the same answer again
+    damaged    restart      refused     refused                        refused
 
 ``restart`` needs an epoch that is not older, and for one that serves a newer one: the coordinator
 has rolled back to a checkpoint since, and does not know that it serves. A newer coordinator ends
