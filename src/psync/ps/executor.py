@@ -3,7 +3,7 @@
     submit    the entry gets its number, and is kept for the backup, if there is one
     execute   when the backup has it, and all before it were executed: it is judged, in a turn of
               the loop. Alone, that is at once
-    compute   what it does to arrays, in the order of entries for each shard (``computes``)
+    compute   what it does to arrays: first in, first out for each of them (``computes``)
     answer    when its computes are done
 
 This is the only rule of release: nothing is judged that the backup does not have, so whatever is
@@ -12,8 +12,8 @@ backup executes the same entries by the same code, so it gets the same bits and 
 synchronous push is answered later, when its token comes (``sync.token_waits``).
 
 Gates, and locks of variables, are passed before a message gets its number. From then on it waits
-only for the backup, for the entries before it, and for computes of its shards. An entry whose act
-returns something to be awaited holds up the entries after it until that has ended. What judging
+only for the backup, for the entries before it, and for computes of what it touches. An entry whose
+act returns something to be awaited holds up the entries after it until that has ended. What judging
 refuses is a PsyncError, on the backup as here, and has changed nothing. Any other error ends the
 task: nobody knows what is half done.
 """

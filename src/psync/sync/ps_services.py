@@ -24,7 +24,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.accumulators import AccumulatorService
+from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.creation import ShardCreation
 from psync.ps.cut_gate import GateService
@@ -340,14 +341,13 @@ class PsServices:
             self.closer.serve()
         self.replayed = {}
 
-    def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Reply | Awaitable[Reply]:
+    def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Any:
         if peer.task != CLOSER or peer.incarnation != self.closer_incarnation:
             self._process.check_coordinator(peer)
-        rest = self.refuse_below(message.task, message.below)
-        return Reply(Done()) if rest is None else _done_after(rest)
+        return self.refuse_below(message.task, message.below) or Reply(Done())
 
-    def refuse_below(self, task: str, below: int) -> Awaitable[None] | None:
-        """Serve no lower incarnation of a task; return what large work follows from that."""
+    def refuse_below(self, task: str, below: int) -> Compute | None:
+        """Serve no lower incarnation of a task; in its turn, as takes may be completed by that."""
         self.ledger.fence(task, below)
         self.sync.staging.fence(task, below)
         self.gate.look_again()
@@ -439,8 +439,3 @@ class PsServices:
                 torn()
             self.backup.end(why)
         await closer.close()
-
-
-async def _done_after(rest: Awaitable[None]) -> Reply:
-    await rest
-    return Reply(Done())
