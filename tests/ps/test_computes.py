@@ -153,6 +153,22 @@ def test_it_is_settled_when_all_are_done() -> None:
     bench.computes.check_idle()
 
 
+@pytest.mark.usefixtures("turns")
+def test_some_shards_are_settled_before_others() -> None:
+    bench = Bench()
+    bench.entry(0, pieces=9)
+    bench.entry(1, pieces=1)
+    assert bench.computes.waits_at(KEYS[1:])
+    settled = bench.computes.settled(KEYS[1:])
+    settled.send(None)
+    bench.pieces(2)
+    with pytest.raises(StopIteration):
+        settled.send(None)
+    assert bench.answered == [2]
+    assert bench.computes.waits_at(KEYS)
+    assert not bench.computes.waits_at(KEYS[1:])
+
+
 def test_an_accumulator_is_a_place_of_its_own_and_no_shard() -> None:
     bench = Bench()
     large = bench.entry("a", pieces=2)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from psync.errors import BusyError
 from psync.net.peer import Reply
@@ -23,6 +24,9 @@ from psync.store.store import Key, ShardStore
 
 Place = Key | str
 """Key of a shard, or name of an accumulator."""
+
+Touches = Callable[[Any], Sequence[Key]]
+"""Returns the shards, given a message, whose computes have to be done before."""
 
 
 def _nothing() -> None:
@@ -74,9 +78,15 @@ class Computes:
         """Return whether some of these places are not done."""
         return bool(self._queues) and any(place in self._queues for place in places)
 
-    async def settled(self) -> None:
-        """Wait until all are done. Raises PsyncError: the task ends. Cancellation: safe."""
-        while self._queues:
+    async def settled(self, places: Sequence[Place] | None = None) -> None:
+        """Wait until all are done, or those of some places.
+
+        Raises:
+            PsyncError: The task ends.
+
+        Cancellation: Safe.
+        """
+        while self._queues if places is None else self.waits_at(places):
             await self._work.next_turn()
 
     def done_now(self, compute: Compute) -> bool:

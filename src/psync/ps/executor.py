@@ -31,11 +31,11 @@ from typing import Any, cast
 from psync.errors import ClosedError, FencedError, PsyncError
 from psync.net.peer import Handler, Later, Peer, Reply
 from psync.net.serving import fail
-from psync.ps.computes import Compute, Computes
+from psync.ps.computes import Compute, Computes, Touches
 from psync.ps.cooperative_work import LongWork
 from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull
 from psync.store.ledger import Client
-from psync.store.store import ShardStore
+from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, encode
 from psync.wire.log_messages import CheckState
 from psync.wire.messages import Done
@@ -203,28 +203,28 @@ class Executor:
             return self._execute_now(0, act, None)
         return self._enqueue(0, act, None)
 
-    def logged(self, handler: Handler, *, settled: bool = False) -> Handler:
+    def logged(self, handler: Handler, touches: Touches | None = None) -> Handler:
         """Return a handler whose messages are entries, and are acted upon by another one.
 
         Args:
             handler: Acts upon them.
-            settled: Whether all computes before it have to be done.
+            touches: What has to be computed before.
         """
 
         def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
             client = (peer.task, peer.incarnation)
             act = cast(Act, functools.partial(handler.run, peer, message, body))
-            if settled:
-                act = functools.partial(self._settled, act)
-            return self.submit(client, message, body, act)
+            if touches is None:
+                return self.submit(client, message, body, act)
+            return self.submit(client, message, body, lambda: self._settled(act, touches(message)))
 
         return Handler(run, handler.prepare)
 
-    def _settled(self, act: Act) -> Outcome:
-        return act() if self.computes.is_idle else self._when_settled(act)
+    def _settled(self, act: Act, keys: Sequence[Key]) -> Outcome:
+        return self._when_settled(act, keys) if self.computes.waits_at(keys) else act()
 
-    async def _when_settled(self, act: Act) -> Reply | None:
-        await self.computes.settled()
+    async def _when_settled(self, act: Act, keys: Sequence[Key]) -> Reply | None:
+        await self.computes.settled(keys)
         outcome = cast(Reply | Awaitable[Reply | None] | None, act())
         return await outcome if isinstance(outcome, Awaitable) else outcome
 

@@ -38,9 +38,9 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.accumulators import AccumulatorService
-from psync.ps.computes import Compute
+from psync.ps.computes import Compute, Touches
 from psync.ps.cooperative_work import LongWork
-from psync.ps.creation import ShardCreation
+from psync.ps.creation import ShardCreation, copied_by
 from psync.ps.cut_gate import GateService
 from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
@@ -206,10 +206,14 @@ class PsServices:
             handlers.update(service.handlers())
         for kind in NOT_JUDGED & handlers.keys():
             handlers[kind] = self._of_served(handlers[kind])
+        # What is copied, or set as a whole, and how updates are computed: between computes.
+        touches: dict[type[Message], Touches] = {
+            CreateShards: copied_by,
+            SetSlots: lambda message: [(each[0], each[1]) for each in message.members],
+            SetOptimizer: lambda _: self.store.keys(),
+        }
         for kind in LOGGED:
-            # What arrays are copied to, and how updates are computed, is set between computes.
-            settled = kind in (CreateShards, SetSlots, SetOptimizer)
-            handlers[kind] = self.executor.logged(handlers[kind], settled=settled)
+            handlers[kind] = self.executor.logged(handlers[kind], touches.get(kind))
         final = handlers[FinalBelow].run
 
         def note_final(peer: Peer, message: FinalBelow, body: list[memoryview]) -> None:
