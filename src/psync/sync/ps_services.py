@@ -344,7 +344,7 @@ class PsServices:
         """Serve no lower incarnation of a task; return what large work follows from that."""
         self.ledger.fence(task, below)
         self.sync.staging.fence(task, below)
-        self.gate.look_again()
+        self.gate.wake()
         if self.closer is not None:
             self.closer.lost(task, below)
         return self.accumulators.fence(task, below)
