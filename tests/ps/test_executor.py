@@ -459,6 +459,20 @@ def test_a_logged_handler_gets_its_message_in_its_turn() -> None:
     assert outcome(answer) is DONE
 
 
+@pytest.mark.parametrize("paired", [False, True])
+def test_nobody_hears_of_the_error_of_a_notification(paired: bool) -> None:
+    ps = Ps(paired=paired)
+    peer = cast(Peer, AsIfFrom(*CLIENT, {}))
+    notified = ps.executor.logged(Handler(lambda *_: refuses()), notified=True)
+    assert notified.run(peer, NOTE, []) is None
+    if paired:
+        ps.taken(1)
+    assert ps.executor.waiting == 0
+    ps.executor.end()
+    assert notified.run(peer, NOTE, []) is None
+    assert ps.log.last == 1
+
+
 # A backup that is not what it should be.
 
 

@@ -21,6 +21,7 @@ error ends the task: nobody knows what is half done.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections import deque
@@ -135,7 +136,7 @@ class Executor:
     ) -> None:
         self.log = log
         self.computes = Computes(store, work)
-        self.on_entry: Callable[[], None] = _nothing
+        self.on_entry: Callable[[], None] = lambda: None  # there is no backup
         self.digest: Callable[[], bytes] = bytes
         self._task = task
         self._coordinator = ("/job:chief/task:0", coordinator)
@@ -190,6 +191,13 @@ class Executor:
             return self._execute_now(number, act, claim)
         return self._enqueue(number, act, None if claim is None else claim())
 
+    def note(
+        self, client: Client, message: Message | Build, body: Sequence[memoryview], act: Act
+    ) -> None:
+        """Submit an entry for whose answer nobody waits: nobody hears of an error, either."""
+        with contextlib.suppress(PsyncError):  # it is refused, or the log has ended
+            self.submit(client, message, body, act)
+
     def in_turn(self, act: Callable[[], Any]) -> Any:
         """Do something between two entries: all up to now are executed, and none after them.
 
@@ -203,20 +211,22 @@ class Executor:
             return self._execute_now(0, act, None)
         return self._enqueue(0, act, None)
 
-    def logged(self, handler: Handler, *, settled: bool = False) -> Handler:
+    def logged(self, handler: Handler, *, settled: bool = False, notified: bool = False) -> Handler:
         """Return a handler whose messages are entries, and are acted upon by another one.
 
         Args:
             handler: Acts upon them.
             settled: Whether all computes before it have to be done.
+            notified: Whether they are notifications, see ``note``.
         """
+        submit = self.note if notified else self.submit
 
         def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
             client = (peer.task, peer.incarnation)
             act = cast(Act, functools.partial(handler.run, peer, message, body))
             if settled:
                 act = functools.partial(self._settled, act)
-            return self.submit(client, message, body, act)
+            return submit(client, message, body, act)
 
         return Handler(run, handler.prepare)
 
@@ -312,9 +322,7 @@ class Executor:
                 outcome = outcome.reply()
             else:
                 compute, outcome = outcome, Answer()
-                ended = None if claim is None else claim()
-                done = functools.partial(self._computed, compute, outcome, ended)
-                self.computes.add(compute, done)
+                self._compute(compute, outcome, None if claim is None else claim())
         elif outcome is not None and not isinstance(outcome, Reply):
             answer = Answer()
             self._await(_Queued(number, act, answer, None if claim is None else claim()), outcome)
@@ -373,8 +381,7 @@ class Executor:
             outcome = self._judge(queued.act)
             if isinstance(outcome, Compute):
                 if not self.computes.done_now(outcome):
-                    done = functools.partial(self._computed, outcome, queued.answer, queued.ended)
-                    self.computes.add(outcome, done)
+                    self._compute(outcome, queued.answer, queued.ended)
                     return
                 outcome = outcome.reply()
         except Exception as exc:
@@ -385,14 +392,8 @@ class Executor:
         else:
             self._await(queued, outcome)
 
-    def _computed(
-        self,
-        compute: Compute,
-        answer: Answer,
-        ended: Callable[[], None] | None,
-        failed: Exception | None,
-    ) -> None:
-        _settle(answer, ended, failed or compute.reply())
+    def _compute(self, compute: Compute, answer: Answer, ended: Callable[[], None] | None) -> None:
+        self.computes.add(compute, lambda failed: _settle(answer, ended, failed or compute.reply()))
 
     def _await(self, queued: _Queued, under_way: Awaitable[Reply | None]) -> None:
         self._busy = asyncio.get_running_loop().create_task(self._wait(queued, under_way))
@@ -436,10 +437,6 @@ def _settle(
     if ended is not None:
         ended()
     answer.give(Reply(Done()) if outcome is None else outcome)
-
-
-def _nothing() -> None:
-    """There is no backup to which something could be shipped."""
 
 
 def _nobody_waits(_: Later) -> None:

@@ -202,14 +202,10 @@ class PsServices:
         for kind in LOGGED:
             # What arrays are copied to, and how updates are computed, is set between computes.
             settled = kind in (CreateShards, SetSlots, SetOptimizer)
-            handlers[kind] = self.executor.logged(handlers[kind], settled=settled)
-        final = handlers[FinalBelow].run
-
-        def note_final(peer: Peer, message: FinalBelow, body: list[memoryview]) -> None:
-            with contextlib.suppress(PsyncError):  # a notification: nobody hears of an error
-                final(peer, message, body)
-
-        handlers[FinalBelow] = Handler(note_final)
+            notified = kind is FinalBelow
+            handlers[kind] = self.executor.logged(
+                handlers[kind], settled=settled, notified=notified
+            )
         return {
             **handlers,
             AwaitWaiters: Handler(self._await_waiters),
@@ -350,7 +346,7 @@ class PsServices:
         return self.accumulators.fence(task, below)
 
     def _final_below(self, peer: Peer, message: FinalBelow, _: list[memoryview]) -> None:
-        if peer.incarnation == self.coordinator:  # a notification: nobody hears of an error
+        if peer.incarnation == self.coordinator:
             self.ledger.final_below(message.closure)
             if self.closer is not None:
                 self.closer.steps.final_below(message.closure)
