@@ -178,7 +178,7 @@ class PsTask:
             contents: What is served.
             patience_s: See ``PsServices.end``.
         """
-        self.services.end(timeline, patience_s, self._adoption.lost)
+        self.services.end(self.life, timeline, patience_s, self._adoption.lost)
         shares = self.services.shares if self.floor == attach.coordinator else None
         make = self._platform.parts.of(PsServices)
         self.services = make(self._process, self.life, attach, timeline, contents, shares)

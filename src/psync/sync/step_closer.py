@@ -174,9 +174,9 @@ class StepCloser:
 
     # Its end, and the end of its life as a backup.
 
-    def replaced(self, by: str = "a newer coordinator") -> None:
+    def replaced(self, why: str) -> None:
         """Another one decides from now on: pending requests fail, and later ones."""
-        self._over = FencedError(f"{CLOSER} serves {by}")
+        self._over = FencedError(f"{CLOSER} {why}")
         self._waits.refuse_all(self._over)
         self.outgoing.end()
 
