@@ -47,7 +47,7 @@ def served_at(cluster: PsCluster) -> str:
 
 
 async def attach(client: PsClient, ps: int, incarnation: int) -> None:
-    await ask(client, ps, AttachPs(incarnation, ps, ["ps0:1", "ps1:1"], 15.0, keep=True))
+    await ask(client, ps, AttachPs(incarnation, ["ps0:1", "ps1:1"], 15.0, keep=True))
 
 
 async def test_a_process_in_which_no_ps_was_attached_serves_nothing() -> None:

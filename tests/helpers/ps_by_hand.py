@@ -69,7 +69,7 @@ class PsByHand:
             lambda: None,
         )  # fmt: skip
         addresses = [f"ps{number}:1" for number in range(num_ps)]
-        attach = AttachPs(COORDINATOR[1], index, addresses, 15.0) if serves else None
+        attach = AttachPs(COORDINATOR[1], addresses, 15.0) if serves else None
         life = Life.SERVING if serves else Life.EMPTY
         if contents is None:
             contents = Contents.empty(platform.parts, self.task, self.pool)

@@ -34,7 +34,7 @@ async def test_a_process_counts_what_it_hosts_for_the_newest_coordinator() -> No
         assert again.newest == FIRST
         older = cluster.client(CHIEF, FIRST - 1)
         with pytest.raises(FencedError):
-            await ask(older, AttachPs(FIRST - 1, 1, ["ps0:1", "ps1:1"], 15.0), ps=1)
+            await ask(older, AttachPs(FIRST - 1, ["ps0:1", "ps1:1"], 15.0), ps=1)
         with pytest.raises(FencedError):
             await ask(older, Shutdown("it does not know that it was replaced"), ps=1)
         granted: Any = await ask(older, GrantCoordinator(0, 0), ps=1)

@@ -164,7 +164,7 @@ class _Backup:
         self.loaded = None
         order = self.order
         attach = AttachPs(
-            order.coordinator, order.ps, list(order.ps_addresses), order.ps_timeout_s, keep=True
+            order.coordinator, list(order.ps_addresses), order.ps_timeout_s, keep=True
         )
         self.task.take_over(attach, loaded, order.timeline, order.lineage)
 
