@@ -12,10 +12,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from psync.backups.host import AsIfFrom
 from psync.cluster import task_name
 from psync.errors import UsageError
-from psync.net.peer import Later, Peer, Reply
+from psync.net.peer import AsIfFrom, Later, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.numerics.update_rule import SGD

@@ -18,11 +18,10 @@ import numpy as np
 from held_backups import HeldSender
 from held_links import HeldClient, Letters
 from inside import backups_of, handlers_of
-from psync.backups.host import AsIfFrom
 from psync.backups.sender import BackupSender
 from psync.client.ps_client import PsClient
 from psync.errors import PsyncError
-from psync.net.peer import Later, Peer, Reply
+from psync.net.peer import AsIfFrom, Later, Peer, Reply
 from psync.net.platform import Parts, Platform
 from psync.net.secret import Secret
 from psync.ps.life import Life

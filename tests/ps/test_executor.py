@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from local_training import at_once
-from psync.backups.host import AsIfFrom
 from psync.errors import ClosedError, FencedError, PsyncError, UsageError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.peer import AsIfFrom, Handler, Peer, Reply
 from psync.numerics.blocks import BlockPool
 from psync.numerics.update_rule import SGD
 from psync.ps.computes import Compute

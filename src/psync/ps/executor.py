@@ -34,7 +34,7 @@ from psync.net.peer import Handler, Later, Peer, Reply
 from psync.net.serving import fail
 from psync.ps.computes import Compute, Computes
 from psync.ps.cooperative_work import LongWork
-from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull
+from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull, chained
 from psync.store.ledger import Client
 from psync.store.store import ShardStore
 from psync.wire.codec import Message, encode
@@ -151,6 +151,7 @@ class Executor:
         self._check = 0  # number of the last one in the log
         self._digests: dict[int, bytes] = {}  # of checks that were executed, the last two
         self._to_check = CHECK_EVERY  # entries until the next one
+        self._chain = 0  # over the entries that a backup gets
         self._over: PsyncError | None = None
 
     @property
@@ -246,7 +247,7 @@ class Executor:
         """
         self._optimizers = set(self._store.optimizers())
         self._names.begin(groups)
-        self._check, self._digests = 0, {}
+        self._check, self._digests, self._chain = 0, {}, 0
         return self.log.begin_copy()
 
     def in_full(
@@ -263,7 +264,7 @@ class Executor:
         """Let the backup compare its state with this one."""
         self._to_check = CHECK_EVERY
         self._check += 1
-        message = CheckState(self._check, self._digests.get(self._check - 1, b""))
+        message = CheckState(self._check, self._digests.get(self._check - 1, b""), self._chain)
         number = self._keep(self._coordinator, message, ())
         self._enqueue(number, functools.partial(self._take_digest, message), None)
 
@@ -298,9 +299,10 @@ class Executor:
         if not isinstance(message, Message):
             message = message(self._names)
         header = encode(message)
+        nbytes = sum(map(len, body))
+        self._chain = chained(self._chain, client, header, nbytes)
         # Headers weigh more: those of all entries of a message are one frame's header.
-        nbytes = sum(map(len, body)) + HEADER_WEIGHT * len(header)
-        return self.log.append(Entry(client, header, body), nbytes)
+        return self.log.append(Entry(client, header, body), nbytes + HEADER_WEIGHT * len(header))
 
     # Executing them.
 
