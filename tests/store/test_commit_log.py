@@ -24,7 +24,7 @@ def paired() -> CommitLog[str]:
 def test_alone_everything_may_be_applied_and_nothing_is_kept() -> None:
     log: CommitLog[str] = CommitLog(PS, 100)
     assert log.append("a", 10) == 1
-    assert log.may_apply(1)
+    assert log.may_judge(1)
     assert log.kept_bytes == 0
     assert log.to_ship(9, 99) == []
 
@@ -32,12 +32,12 @@ def test_alone_everything_may_be_applied_and_nothing_is_kept() -> None:
 def test_paired_nothing_is_applied_before_the_backup_has_it() -> None:
     log = paired()
     assert [log.append("a", 1), log.append("b", 1)] == [1, 2]
-    assert not log.may_apply(1)
+    assert not log.may_judge(1)
     assert [each.entry for each in log.to_ship(9, 99)] == ["a", "b"]
     assert log.to_ship(9, 99) == []  # they are on their way
     log.note_taken(1)
-    assert log.may_apply(1)
-    assert not log.may_apply(2)
+    assert log.may_judge(1)
+    assert not log.may_judge(2)
     assert log.kept_bytes == 1
 
 
@@ -68,9 +68,9 @@ def test_while_a_copy_is_made_training_goes_on_and_what_it_does_is_kept() -> Non
     log.append("before", 1)
     assert log.begin_copy() == 1
     log.append("during", 1)
-    assert log.may_apply(2)
+    assert log.may_judge(2)
     log.pair()
-    assert not log.may_apply(2)  # if it has not been applied by then
+    assert not log.may_judge(2)  # if it has not been applied by then
     assert [each.number for each in log.to_ship(9, 99)] == [2]
 
 
@@ -94,7 +94,7 @@ def test_without_its_backup_a_primary_goes_on_alone() -> None:
     log = paired()
     log.append("a", 1)
     log.give_up()
-    assert log.may_apply(1)
+    assert log.may_judge(1)
     assert log.begin_copy() == 1
 
 
@@ -103,7 +103,7 @@ def test_a_deposed_primary_commits_nothing() -> None:
     log.append("a", 1)
     log.depose()
     with pytest.raises(FencedError, match="replaced by its backup"):
-        log.may_apply(1)
+        log.may_judge(1)
     with pytest.raises(FencedError):
         log.append("b", 1)
     log.give_up()
@@ -166,4 +166,4 @@ def test_the_backup_gets_every_entry_since_its_copy_once_and_in_order(steps: lis
             log.give_up()
         assert backup == list(range(1, len(backup) + 1))
         if log.state is LogState.PAIRED:
-            assert all(log.may_apply(n) == (n <= len(backup)) for n in range(1, log.last + 1))
+            assert all(log.may_judge(n) == (n <= len(backup)) for n in range(1, log.last + 1))

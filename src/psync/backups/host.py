@@ -1,13 +1,15 @@
 """The host of backups: backups of other ps tasks in this process, fed by logs and promoted.
 
 A backup is a ps task that does not listen: it gets a snapshot first, then every entry of its
-primary's log, and executes each as if it had come over a connection. When it is promoted it
-listens, at an address of its own, and is a ps like any other.
+primary's log, and executes each: ``Section.replayed`` says who does that, for all other messages it
+is the handler that a ps has for them. When it is promoted it listens, at an address of its own, and
+is a ps like any other.
 
     state      BeginBackup  FillBackup  LogEntries                     Promote
     filling    restart      taken       complete, if all is there      refused
     following  restart      -           acknowledged; then executed    executes the rest, serves
     serving    restart      FencedError FencedError                    the same answer again
+    damaged    restart      refused     refused                        refused
 
 ``restart`` needs an epoch that is not older, and for one that serves a newer one: the coordinator
 has rolled back to a checkpoint since, and does not know that it serves. A newer coordinator ends
@@ -120,7 +122,7 @@ class _Backup:
         self._state: dict[str, Any] = {}  # sets, by their numbers in the log
         self._doing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # an entry is done
-        self._chain = 0  # over the entries of the log
+        self.chain = 0  # over the entries of the log
         self.diverged = False  # it was compared, and is another one
         self._failed = False  # an entry has failed as no ps may refuse one
 
@@ -160,10 +162,6 @@ class _Backup:
         )
         self.task.take_over(attach, loaded, order.timeline, order.lineage)
 
-    def begin_log(self) -> None:
-        """What comes from now on is the log; before, it was what no snapshot has."""
-        self._chain = 0
-
     def add(self, number: int, sent: tuple[str, int, bytes, int], body: list[memoryview]) -> None:
         """Take the next entry."""
         task, incarnation, header, _ = sent
@@ -174,9 +172,9 @@ class _Backup:
         self.waiting += 1
         self.pending_bytes += nbytes
         self.taken = number
-        if isinstance(message, CheckState) and message.chain != self._chain:
+        if isinstance(message, CheckState) and message.chain != self.chain:
             self._done(entry, Diverged(f"{self.sender}: its backup was sent other entries"))
-        self._chain = chained(self._chain, (task, incarnation), header, nbytes)
+        self.chain = chained(self.chain, (task, incarnation), header, nbytes)
         self._entries.append(entry)
         if self._doing is None:
             self._doing = asyncio.get_running_loop().create_task(self._do())
@@ -379,7 +377,7 @@ class BackupHost:
                 f"{known.sender}: entry {message.first} comes after {known.taken}"
             )
         if not message.entries and message.first == known.taken + 1:
-            known.begin_log()
+            known.chain = 0  # before came what no snapshot has, and now the log
         at = 0
         for number, entry in enumerate(message.entries, message.first):
             segments = body[at : at + entry[3]]

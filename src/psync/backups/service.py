@@ -49,9 +49,16 @@ logger = logging.getLogger(__name__)
 class Section(Protocol):
     """A part of the state of a ps, which is its sections: entries are judged by them.
 
-    To add one: a class with these three, in ``PsServices.sections``; its changes through
-    ``Executor.submit``; the messages of ``entries`` in ``wire.log_messages``. What checkpoints are
-    to have of it is a field of ``SnapshotState`` besides, with a default for older ones.
+    To add one: a class with these three, in ``PsServices.sections``, which is what digests and
+    backups are made of; its changes through ``Executor.submit``; the messages of ``entries`` in
+    ``wire.log_messages``. A backup executes these when it has the snapshot, in the order of the
+    sections; no two may replay the same message. ``backups.accumulators`` is a small one.
+
+    Its own handlers are listed in ``PsServices.handlers``. If it remembers clients it is told who
+    has been replaced (``PsServices.refuse_below``), if requests wait in it, when it ends (``end``).
+
+    What checkpoints have of it besides: a field of ``SnapshotState`` (``to_bytes``; for older files
+    a default in ``_StateReader``), filled in ``PsServices.freeze`` and taken from ``Contents``.
     """
 
     def control(self) -> Any:

@@ -16,7 +16,8 @@ repetition from memory.
 
     dies, or is lost                    what follows
     a connection, a message, an answer  ``PsLink`` sends the message again, under the same number
-    a ps that has a backup              the link waits for the failover, then sends it to that
+    a ps that has a backup              the coordinator's link waits for the failover, then sends it
+                                        to that. A worker's session ends, see ``client.lanes``
     a ps, before a rollback             the link waits; all messages of an update are sent again
                                         under the same numbers, also those that were answered: what
                                         one ps has undone no other may keep. A worker's session ends

@@ -5,5 +5,6 @@ changes the ps goes through ``executor``: an entry of one log, judged in its ord
 the work on arrays that follows. ``update`` is one decoded update, ``updates`` admits and judges it.
 
 A service with state serves one coordinator and timeline; the next one gets new services, and what
-was begun for an earlier one ends where it began. Begin with ``executor``, then ``updates``.
+was begun for an earlier one ends where it began: ``sync.ps_services`` builds and ends all of them.
+Begin with ``executor``, then ``updates``.
 """

@@ -1,21 +1,21 @@
 """The executor of a ps: everything that changes it, in the order of one log.
 
     submit    the entry gets its number, and is kept for the backup, if there is one
-    execute   when the backup has it, and all before it were executed: it is judged, within a turn
-              of the loop, and its answer is known. Alone, that is at once
+    execute   when the backup has it, and all before it were executed: it is judged, in a turn of
+              the loop. Alone, that is at once
     compute   what it does to arrays, in the order of entries for each shard (``computes``)
     answer    when its computes are done
 
 This is the only rule of release: nothing is judged that the backup does not have, so whatever is
-answered, sent or read afterwards is on the backup, too. A backup executes the same entries by the
-same code, so it gets the same bits and the same answers.
+answered, sent or read afterwards is on the backup, too (it *has* what it has acknowledged). A
+backup executes the same entries by the same code, so it gets the same bits and the same answers. A
+synchronous push is answered later, when its token comes (``sync.token_waits``).
 
 Gates, and locks of variables, are passed before a message gets its number. From then on it waits
 only for the backup, for the entries before it, and for computes of its shards. An entry whose act
-returns something to be awaited holds up the entries after it until that has ended.
-
-What judging refuses is a PsyncError, on the backup as here, and has changed nothing. Any other
-error ends the task: nobody knows what is half done.
+returns something to be awaited holds up the entries after it until that has ended. What judging
+refuses is a PsyncError, on the backup as here, and has changed nothing. Any other error ends the
+task: nobody knows what is half done.
 """
 
 from __future__ import annotations
@@ -365,7 +365,7 @@ class Executor:
 
     def _may_execute(self, number: int) -> bool:
         try:
-            return self.log.may_apply(number)
+            return self.log.may_judge(number)
         except FencedError as exc:
             self.end(exc)
             return False

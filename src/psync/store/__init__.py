@@ -1,7 +1,8 @@
-"""What one ps holds: shards, slots, gradients, the ledger of updates, locks, snapshots.
+"""What one ps holds: shards with their slots, optimizers, the ledger of updates; as data.
 
 Pure: knows ``numerics`` and the partitioners, no messages and no peers. ``store`` has the shards
 and everything that changes them; ``ledger`` judges whether an update is new; ``commit_log`` has the
-order of entries. What is in a snapshot, and what is not, is a table in ``snapshot_state``; the
-sections of a ps's state are listed in ``sync.ps_services``. Begin with ``store``.
+order of entries, ``locks`` who may use a shard. The whole state of a ps is described on top of
+``sync.ps_services``; what of it is in a snapshot is a table in ``snapshot_state``. Begin with
+``store``.
 """

@@ -86,7 +86,7 @@ class CommitLog(Generic[E]):
                 self.give_up()
         return self._last
 
-    def may_apply(self, number: int) -> bool:
+    def may_judge(self, number: int) -> bool:
         """Return whether an entry is where it has to be before it is applied.
 
         Raises:

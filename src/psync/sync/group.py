@@ -375,11 +375,10 @@ class Group:
         replica = contribution.replica
         if self._shares[replica] < self.config.allowance:
             return False
-        mine = [each.contribution for each in self._counted if each.contribution.replica == replica]
-        if any(each.number >= contribution.acked_below for each in mine):
+        if any(owner == replica for owner, _ in self.tokens.waiting):
             raise UsageError(
-                f"{self.config.name}: {replica[0]} has contributed {len(mine)} times to step "
-                f"{self.step}, which is all that bound tokens allow",
+                f"{self.config.name}: {replica[0]} has contributed {self._shares[replica]} times "
+                f"to step {self.step}, which is all that bound tokens allow",
                 hint="await each apply_gradients before the next pull and push",
             )
         return True

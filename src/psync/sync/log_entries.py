@@ -4,6 +4,7 @@
     StagePush  a part of a push is here
     CountPush  on ps 0: a push is to be judged, with what came along
     CloseStep  a step is closed, with the parts that ps 0 has handed on; the others are here
+    others     the table of ``step_closer``
 
 and, of a snapshot that the log goes on from, the parts that are staged and the state of the rule. A
 log names sets, and groups, by numbers of its own (``LogNames``).

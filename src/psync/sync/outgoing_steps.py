@@ -1,13 +1,17 @@
 """Steps that are decided, on ps 0: carried to every ps, until all have applied them.
 
     decided         the step is *outgoing* (``groups.OutgoingStep``), a part of the state of ps 0
-    norms measured  NormsMeasured, an entry: from now on a ps may have closed the step
+    norms measured  NormsMeasured, an entry: it is sent to be closed. Where no norms are needed that
+                    is done at once
     all applied it  StepApplied, an entry: the rule gives the tokens of the next step
 
 Who dies:
 
     ps 0, with a step outgoing   the promoted backup, which has the same entries, carries it again;
                                  each ps that has applied it ignores that
+    ps 0, before it is decided   the promoted backup has all pushes that are in the log. Sessions of
+                                 workers end, and their closures run again: what was counted is
+                                 answered "duplicate"
     ps 0, without a backup       rollback, or the end of the program (``chief.recovery_rule``)
     another ps                   its link waits until it is served elsewhere, or the coordinator
                                  rolls all back

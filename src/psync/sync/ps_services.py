@@ -9,6 +9,12 @@ What a ps task has lives as long as
     a timeline     store, ledger, and all that serves them: ``PsServices``. A newer coordinator, a
                    rollback and a replacement by the backup end it, and build another one
     a connection   the sets of variables that it has named, the requests that wait (``Peer.state``)
+
+The state of a ps, which its backup has as well, is the ``sections`` of ``PsServices``: shards,
+slots, optimizers and the ledger (``updates``); accumulators and their takes; staged parts of pushes
+and, on ps 0, the rule of synchronous steps and the steps it has decided (``closer``, elsewhere
+``sync``). All else, such as locks, staleness clocks, the gate of a cut and requests that wait, ends
+with the process.
 """
 
 from __future__ import annotations

@@ -18,14 +18,11 @@ from psync.ps.executor import Answer, Executor
 from psync.ps.locks import PsLocks
 from psync.store.step_norms import ShardSums, StepNorms
 from psync.store.store import Key
-from psync.sync.groups import CLOSER, GroupTable, KnownGroup
-from psync.sync.log_entries import closing_entry
+from psync.sync.groups import GroupTable, KnownGroup
+from psync.sync.log_entries import FROM_CLOSER, closing_entry
 from psync.sync.staging import Staging
 from psync.sync.step_update import Average, Part, StepUpdate, averages_of
 from psync.wire.sync_messages import CloseStep, MeasureStep
-
-FROM_CLOSER = (CLOSER, 0)
-"""In place of a client: the log says what ps 0 has decided, whoever that is now."""
 
 
 class StepApplier:

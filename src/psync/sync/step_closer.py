@@ -10,10 +10,10 @@ with the time at which it came; so the backup of ps 0 is told the same, and has 
     a deadline       Tick           ─► SyncSteps.tick       to every ps (``outgoing_steps``)
     nobody waits     ForgetPush     ─► SyncSteps.forget
 
-A ps 0 that dies before the backup has an entry has told nobody of it: the worker sends its push
-again. What becomes of a step that is decided: ``outgoing_steps``. One object serves one coordinator
-and timeline. When another one comes, pending requests fail, and a step that is outgoing reaches no
-ps that already serves the newer one.
+A ps 0 that dies before the backup has an entry has told nobody of it: the closure runs again, and
+makes the same push. What becomes of a step that is decided: ``outgoing_steps``. One object serves
+one coordinator and timeline. When another one comes, pending requests fail, and a step that is
+outgoing reaches no ps that already serves the newer one.
 """
 
 from __future__ import annotations

@@ -8,17 +8,21 @@ To add a message: a frozen class in the ``*_messages`` of its pair, with the nex
 (``codec.message`` refuses one that is taken); a line of golden bytes in the test of that module; a
 handler in the service's ``handlers()``, which ``sync.ps_services``, ``ps_task``, ``worker_task``
 and ``coordinator`` gather. What changes a ps and is no update belongs in ``ps_services.LOGGED``, or
-its backup would not have it; what the ledger does not judge, in ``NOT_JUDGED``. Both act on the
-services of the first loop in ``PsServices.handlers``; others guard and submit by themselves. A new
-module has a line in ``catalogue``.
+its backup would not have it; what the ledger does not judge, in ``NOT_JUDGED``. Both are for
+creation, updates, synchronous parts, locks, pulls and the gate; other services guard and submit by
+themselves. A new module has a line in ``catalogue``.
 
 Which of them may be lost: any, with its connection. Then
 
-    a request to a ps, be it a worker's, the        the sender's ``client.ps_link`` repeats it; what
-    coordinator's or ps 0's                         it changes is numbered (``client.outgoing``)
+    a request to a ps that lives                    the sender's ``client.ps_link`` repeats it; what
+                                                    it changes is numbered (``client.outgoing``)
+    one to a ps that has died                       the coordinator's and ps 0's go to its backup; a
+                                                    worker's nobody: its session ends, its closure
+                                                    runs again and makes the same calls
     CloseStep, after ps 0 has died                  the promoted ps 0 (``sync.outgoing_steps``)
     LogEntries, parts of a snapshot for a backup    ``backups.sender``, until the backup has them
-    RunClosures, ClosureResults                     nobody: the session ends, closures run again
+    RunClosures, ClosureResults, all else that      nobody: the session ends, closures run again
+    coordinator and worker tell each other
     FinalBelow, ForgetTakes                         nobody: the next, higher number tells it
 
 Begin with ``messages``.

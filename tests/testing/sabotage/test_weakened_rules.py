@@ -92,6 +92,6 @@ def test_without_the_backup_s_word_entries_are_done_at_once() -> None:
         log = SabotagedParts(without=frozenset({without})).of(CommitLog)("/job:ps/task:0", 100)
         log.begin_copy()
         log.pair()
-        assert log.may_apply(log.append("entry", 1)) is allowed
+        assert log.may_judge(log.append("entry", 1)) is allowed
         log.give_up()
-        assert log.may_apply(1)
+        assert log.may_judge(1)

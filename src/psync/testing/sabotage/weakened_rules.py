@@ -130,6 +130,6 @@ class OpenGate(UpdateGate):
 class WeakCommitLog(CommitLog[Any]):
     """A log whose entries are done at once, whatever the backup has of them."""
 
-    def may_apply(self, number: int) -> bool:
+    def may_judge(self, number: int) -> bool:
         """Return whether it may be done: always."""
-        return self.state is LogState.PAIRED or super().may_apply(number)
+        return self.state is LogState.PAIRED or super().may_judge(number)

@@ -31,12 +31,12 @@ Make = Callable[[Callable[..., Any]], Any]
 """Given what is there, returns what takes its place."""
 
 
-def may_apply_shipped(original: Callable[..., Any]) -> Any:
-    def may_apply(self: CommitLog[Any], number: int) -> bool:
+def may_judge_shipped(original: Callable[..., Any]) -> Any:
+    def may_judge(self: CommitLog[Any], number: int) -> bool:
         shipped = self.state is LogState.PAIRED and number <= self._shipped
         return shipped or bool(original(self, number))
 
-    return may_apply
+    return may_judge
 
 
 def is_nearly_complete(original: Any) -> Any:
