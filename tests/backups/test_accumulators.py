@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from backups import alone, back_up, take_over
-from inside import accumulators_of, backup_of, peers_of, settled
+from inside import accumulators_of, backup_of, peers_of, settled, updates_of
 from ps_cluster import OTHER, WORKER, PsCluster, until
 from psync.client.ps_client import PsClient
 from psync.net.peer import Received
@@ -264,7 +264,7 @@ async def test_a_large_sum_is_followed_in_pieces_and_entries_come_one_after_the_
     await until(lambda: len(hosted.waiting) == 2)
     steps = [scene.apply(g, scene.a, values=large * n) for n in (2, 3)]
     applying = asyncio.gather(*steps)
-    await asyncio.sleep(0)
+    await until(lambda: updates_of(scene.cluster.ps[0]))
     first.cancel()  # while something is added
     await asyncio.gather(first, return_exceptions=True)
     answers = await applying

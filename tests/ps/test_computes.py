@@ -136,49 +136,6 @@ def test_what_is_small_is_done_in_the_turn_in_which_it_is_judged() -> None:
     bench.computes.check_idle()
 
 
-def test_a_small_one_does_not_overtake_a_large_one_of_the_same_shard() -> None:
-    bench = Bench()
-    large, small = bench.entry(0, pieces=3), bench.entry(0)
-    bench.pieces(3)
-    assert bench.answered == []
-    bench.pieces(2)
-    assert bench.answered == [large, small]
-    assert bench.seen[KEYS[0]] == [large, small]
-
-
-def test_shards_that_do_not_meet_do_not_wait_for_each_other() -> None:
-    bench = Bench()
-    large = bench.entry(0, pieces=9)
-    small, other = bench.entry(1), bench.entry(2, pieces=1)
-    assert bench.answered == [small]
-    bench.pieces(2)
-    assert bench.answered == [small, other]
-    assert list(bench.open) == [large]
-
-
-def test_one_that_meets_two_waits_for_both_and_those_after_it_for_it() -> None:
-    bench = Bench()
-    bench.entry(0, pieces=1)
-    bench.entry(1, pieces=5)
-    bench.entry(0, 1)
-    bench.entry(0)
-    bench.pieces(2)
-    assert bench.answered == [1]
-    bench.pieces(8)
-    assert bench.answered == [1, 2, 3, 4]
-
-
-def test_the_answer_to_a_repetition_leaves_after_the_first_one_s() -> None:
-    bench = Bench()
-    bench.entry(0, 2, pieces=2)
-    bench.repetition(0, 2)
-    bench.pieces(2)
-    assert bench.answered == []
-    bench.pieces(2)
-    assert bench.answered == [1, 2]
-    assert bench.seen[KEYS[0]] == [1]
-
-
 @pytest.mark.usefixtures("turns")
 def test_it_is_settled_when_all_are_done() -> None:
     bench = Bench()
