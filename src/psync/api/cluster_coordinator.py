@@ -22,7 +22,7 @@ from psync.api.datasets import (
     capture_dataset,
 )
 from psync.api.optimizers.registry import optimizers_here
-from psync.api.scheduling import fetch, schedule, submit
+from psync.api.scheduling import Scheduling
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.events import Event
 from psync.chief.reattachment import OwnOptimizers
@@ -44,7 +44,7 @@ _of_origin: PerProcess[weakref.WeakValueDictionary[str, ClusterCoordinator]] = P
 """The coordinator of each strategy, by the strategy's token, as long as somebody holds it."""
 
 
-class ClusterCoordinator:
+class ClusterCoordinator(Scheduling):
     """Schedules step functions onto the workers of a strategy's cluster.
 
     An async context manager: entering it connects to the cluster, leaving it cancels what is
@@ -223,9 +223,6 @@ class ClusterCoordinator:
         if coordinator is not None:
             await coordinator.close()
 
-    schedule = schedule
-    submit = submit
-
     async def join(self, timeout: float | None = None) -> None:
         """Wait for everything that was scheduled before this call.
 
@@ -258,8 +255,6 @@ class ClusterCoordinator:
         """Return whether nothing is queued or running; never blocks, never raises an error
         of a step."""
         return self._running("done").done()
-
-    fetch = fetch
 
     def create_per_worker_dataset(
         self, dataset_fn: DatasetFunction[T] | Iterable[T]
