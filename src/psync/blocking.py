@@ -31,7 +31,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from psync.api.cluster_coordinator import ClusterCoordinator as AsyncCoordinator
 from psync.api.datasets import PerWorkerDataset
@@ -47,6 +47,7 @@ from psync.net.resolvers import ClusterResolver
 from psync.serialization.remote_value import RemoteValue
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 __all__ = ["ClusterCoordinator", "LocalCluster", "run", "wait"]
 
@@ -257,11 +258,23 @@ class ClusterCoordinator(_Blocking):
         fn: Callable[..., Any],
         args: tuple[Any, ...] | list[Any] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> RemoteValue:
+    ) -> RemoteValue[Any]:
         """Queue ``fn(*args, **kwargs)``, see ``psync.ClusterCoordinator.schedule``."""
         return _on_loop(self.coordinator.schedule, fn, args, kwargs)
 
-    def schedule_all(self, fn: Callable[..., Any], calls: Sequence[Any]) -> list[RemoteValue]:
+    @overload
+    def submit(
+        self, step: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RemoteValue[T]: ...
+    @overload
+    def submit(
+        self, step: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RemoteValue[T]: ...
+    def submit(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RemoteValue[Any]:
+        """Queue ``step(*args, **kwargs)``, see ``psync.ClusterCoordinator.submit``."""
+        return self.schedule(step, args, kwargs)
+
+    def schedule_all(self, fn: Callable[..., Any], calls: Sequence[Any]) -> list[RemoteValue[Any]]:
         """Queue ``fn(*args)`` for each ``args`` of ``calls``: much faster than one by one."""
         schedule = self.coordinator.schedule
         return _on_loop(lambda: [schedule(fn, args) for args in calls])
@@ -278,7 +291,7 @@ class ClusterCoordinator(_Blocking):
         """Return values, see ``psync.ClusterCoordinator.fetch``."""
         return wait(self.coordinator.fetch(structure))
 
-    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset[Any]:
         """Return a dataset, see ``psync.ClusterCoordinator.create_per_worker_dataset``."""
         return _on_loop(self.coordinator.create_per_worker_dataset, dataset_fn)
 

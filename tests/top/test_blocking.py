@@ -45,7 +45,8 @@ def test_steps_are_scheduled_joined_and_fetched(coordinator: blocking.ClusterCoo
     assert coordinator.fetch(coordinator.schedule_all(square, [(i,) for i in range(50)])) == [
         i * i for i in range(50)
     ]
-    assert coordinator.statistics()["closures"].finished == 52
+    assert coordinator.fetch(coordinator.submit(square, number=4)) == 16
+    assert coordinator.statistics()["closures"].finished == 53
     assert len(coordinator.ps_statistics()) == 1
 
 
@@ -90,13 +91,13 @@ async def test_it_works_beside_a_loop_that_runs(coordinator: blocking.ClusterCoo
 
 
 def test_the_loop_ends_with_the_last_context_manager() -> None:
-    before = threading.active_count()
     for _ in range(2):
         with blocking.LocalCluster(1, 1, processes=False) as cluster:
+            assert "psync.blocking" in {thread.name for thread in threading.enumerate()}
             with pytest.raises(UsageError, match="was started before"):
                 cluster.start()
         cluster.close()
-        assert threading.active_count() == before
+        assert "psync.blocking" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(UsageError, match="wait outside a step"):
         psync.wait(asyncio.sleep(0))
 
