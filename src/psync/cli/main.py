@@ -88,6 +88,12 @@ def psync(context: click.Context) -> int:
     "neither 0 nor 2. It goes on from its newest checkpoint if the script restores that.",
 )
 @click.option("--quiet", is_flag=True, help="Show the chief's output only.")
+@click.option(
+    "--gpus-per-worker",
+    type=click.IntRange(min=0),
+    help="GPUs that each worker sees and no other one does, of those in CUDA_VISIBLE_DEVICES or of "
+    "this machine; ps tasks see none. Without it all tasks see what psync run does.",
+)
 @tls_options
 @log_level_option
 def run(
@@ -99,6 +105,7 @@ def run(
     max_restarts: int,
     chief_restarts: int,
     quiet: bool,
+    gpus_per_worker: int | None,
     log_level: str,
     **tls: Any,
 ) -> int:
@@ -124,6 +131,7 @@ def run(
         max_restarts=max_restarts,
         chief_restarts=chief_restarts,
         quiet=quiet,
+        gpus_per_worker=gpus_per_worker,
         environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **tls_environ(**tls)},
     )
 

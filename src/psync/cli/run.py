@@ -20,6 +20,7 @@ from io import FileIO
 from pathlib import Path
 
 from psync.errors import ConfigurationError
+from psync.launch.gpus import GpuShares
 from psync.launch.processes import SERVE_COMMAND, Output, ProcessGroup, RestartPolicy
 from psync.launch.task_output import also_release_blocked_output, write_stderr
 from psync.launch.task_process import TaskProcess, describe_exit
@@ -60,6 +61,7 @@ def launch(
     max_restarts: int = 3,
     chief_restarts: int = 0,
     quiet: bool = False,
+    gpus_per_worker: int | None = None,
     environ: Mapping[str, str] = os.environ,
     ps_command: Sequence[str] = SERVE_COMMAND,
 ) -> int:
@@ -87,6 +89,8 @@ def launch(
         chief_restarts: How often, in all, a chief may be started again that a signal has killed or
             that has ended with another code than 0 and 2.
         quiet: Drop what ps tasks and workers print.
+        gpus_per_worker: GPUs that each worker sees, and no other worker does; ps tasks see none.
+            None: all tasks see what this process does.
         environ: What tasks inherit. A secret is minted unless there is one.
         ps_command: What a ps runs.
 
@@ -95,7 +99,8 @@ def launch(
         stopped the run, 1 if a worker died too often.
 
     Raises:
-        ConfigurationError: If the script is missing or not one, or the secret cannot be used.
+        ConfigurationError: If the script is missing or not one, the secret cannot be used, or
+            there are fewer GPUs.
     """
     command = script_command(script, args)
     commands = {"chief": command, "ps": ps_command, "worker": command, "evaluator": command}
@@ -104,8 +109,10 @@ def launch(
         jobs["evaluator"] = 1
     # Checked here, where it is one error, and not one on each task.
     secret = mint_secret() if load_secret(environ) is None else None
+    gpus = GpuShares(gpus_per_worker, environ)
+    gpus.check(num_workers)
     return asyncio.run(
-        _Run(commands, jobs, environ, secret, max_restarts, chief_restarts, quiet).run()
+        _Run(commands, jobs, environ, secret, gpus, max_restarts, chief_restarts, quiet).run()
     )
 
 
@@ -117,6 +124,7 @@ class _Run:
     jobs: Mapping[str, int]
     environ: Mapping[str, str]
     secret: str | None
+    gpus: GpuShares
     max_restarts: int
     chief_restarts: int
     quiet: bool
@@ -262,6 +270,7 @@ class _Run:
         output: Output = (
             "inherited" if job == "chief" else "discarded" if self.quiet else "prefixed"
         )
+        env = {**self.gpus.environ_of(job, index), **(env or {})}
         try:
             return self._group.start_task(
                 job, index, self.commands[job], env=env, output=output, pass_fds=pass_fds

@@ -13,6 +13,7 @@ from typing import Self
 
 from psync.cluster import ClusterSpec
 from psync.errors import ConfigurationError, UsageError
+from psync.launch.gpus import GpuShares
 from psync.launch.processes import ProcessGroup, RestartPolicy
 from psync.launch.task_process import TaskProcess, describe_exit
 from psync.launch.tasks import make_task
@@ -62,10 +63,14 @@ class LocalCluster:
         security: Whether connections between the processes have TLS, with certificates that are
             made for this cluster and removed with it (``pip install 'psync[tls]'``). Without, they
             have it if the environment names certificates.
+        gpus_per_worker: GPUs that each worker process sees, out of those that this one does, and
+            none of which another worker sees; ps tasks see none. 0: nor do workers. None: all
+            tasks see what this process does.
 
     Raises:
         ConfigurationError: If a number is too small, processes are given a network, or tasks
-            without processes security. From ``start``: if certificates cannot be made or used.
+            without processes security or GPUs. From ``start``: if certificates cannot be made or
+            used, or there are fewer GPUs.
 
     Example:
         async with psync.LocalCluster(2, 2) as cluster:
@@ -85,6 +90,7 @@ class LocalCluster:
         max_restarts: int = 3,
         network: MemoryNetwork | None = None,
         security: bool = False,
+        gpus_per_worker: int | None = None,
     ) -> None:
         for name, count in (("num_ps", num_ps), ("num_workers", num_workers)):
             if not isinstance(count, int) or count < 1:
@@ -97,7 +103,13 @@ class LocalCluster:
             )
         if security and not processes:
             raise ConfigurationError("security: tasks in one process have nothing to hide")
+        if gpus_per_worker is not None and not processes:
+            raise ConfigurationError(
+                "gpus_per_worker: tasks in one process see the same GPUs",
+                hint="LocalCluster(…, processes=True)",
+            )
         self._security = security
+        self._gpus = GpuShares(gpus_per_worker, os.environ)
         self._processes = processes
         self._network = network
         self._max_restarts = max_restarts
@@ -168,6 +180,7 @@ class LocalCluster:
         self._resolver = LocalClusterResolver({"chief": ["chief-0:1"], **addresses}, platform)
 
     async def _start_processes(self, resources: contextlib.AsyncExitStack) -> None:
+        await asyncio.to_thread(self._gpus.check, self._counts["worker"])
         secret = mint_secret()
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(_own_import_path())}
         if self._security:
@@ -187,7 +200,8 @@ class LocalCluster:
 
     def _watch(self, group: ProcessGroup, job: str, index: int) -> None:
         name = f"{job}-{index}"
-        self.tasks[name] = group.start_task(job, index)
+        visible = self._gpus.environ_of(job, index)
+        self.tasks[name] = group.start_task(job, index, env=visible)
 
         async def watch() -> None:
             policy = RestartPolicy(self._max_restarts)
@@ -203,7 +217,7 @@ class LocalCluster:
                     break
                 logger.warning("%s %s and is started again", name, death)
                 try:
-                    self.tasks[name] = group.start_task(job, index)
+                    self.tasks[name] = group.start_task(job, index, env=visible)
                 except OSError as exc:
                     why = f"{death} and could not be started again: {exc}"
                     break
