@@ -158,7 +158,12 @@ def _start_loop() -> Callable[[], None]:
     runner = asyncio.Runner(loop_factory=loop_factory())
     loop = runner.get_loop()
     over = asyncio.Event()
-    thread = threading.Thread(target=runner.run, args=(over.wait(),), name="psync.blocking")
+
+    def run() -> None:  # to the end: a caller's thread may have a running loop, as in a notebook
+        with runner:
+            runner.run(over.wait())
+
+    thread = threading.Thread(target=run, name="psync.blocking")
     waits = _Waits(loop)
     thread.daemon = True  # a program that does not close what it has opened ends all the same
     thread.start()
@@ -168,7 +173,6 @@ def _start_loop() -> Callable[[], None]:
         program_waits().remove(waits)
         loop.call_soon_threadsafe(over.set)
         thread.join()
-        runner.close()
 
     return end
 
@@ -182,6 +186,10 @@ class _Blocking:
 
     def __repr__(self) -> str:
         return f"<blocking {self._inner!r}>"
+
+    def _repr_html_(self) -> str:
+        show: Callable[[], str] = self._inner._repr_html_
+        return show() if self._opened is None else _on_loop(show)
 
     def __enter__(self) -> Self:
         self.start()

@@ -90,6 +90,14 @@ async def test_it_works_beside_a_loop_that_runs(coordinator: blocking.ClusterCoo
     assert coordinator.fetch(coordinator.schedule(square, (7,))) == 49
 
 
+async def test_its_loop_ends_where_another_one_runs() -> None:
+    """As when a cell closes what an earlier one has opened."""
+    with blocking.LocalCluster(1, 1, processes=False) as cluster:
+        assert "running" in cluster._repr_html_()
+    assert "not running" in cluster._repr_html_()
+    assert "psync.blocking" not in {thread.name for thread in threading.enumerate()}
+
+
 def test_the_loop_ends_with_the_last_context_manager() -> None:
     for _ in range(2):
         with blocking.LocalCluster(1, 1, processes=False) as cluster:

@@ -21,6 +21,7 @@ from psync.api.datasets import (
     PerWorkerDataset,
     capture_dataset,
 )
+from psync.api.html_tables import table, table_of_workers
 from psync.api.optimizers.registry import optimizers_here
 from psync.api.scheduling import Scheduling
 from psync.api.strategy import ParameterServerStrategy
@@ -32,6 +33,7 @@ from psync.closures.queue import MAX_LOSSES
 from psync.coordinator import Coordinator, CoordinatorOptions
 from psync.errors import ClosedError, ConfigurationError, UsageError
 from psync.net.environment import note_training_began, platform_of, script_is_shared
+from psync.net.notebook_cells import of_no_cell
 from psync.net.process_state import PerProcess
 from psync.net.task_reports import add_description
 from psync.specs import checked_kind
@@ -140,6 +142,12 @@ class ClusterCoordinator(Scheduling):
         state = "not running" if self._coordinator is None else "running"
         return f"<ClusterCoordinator of {self.strategy!r}, {state}>"
 
+    def _repr_html_(self) -> str:
+        if self._coordinator is None:
+            return table("ClusterCoordinator, not running", (), ())
+        addresses = self._coordinator.links.workers.addresses()
+        return table_of_workers(addresses, self._coordinator.statistics()["closures"])
+
     async def __aenter__(self) -> Self:
         await self.start()
         return self
@@ -188,7 +196,7 @@ class ClusterCoordinator(Scheduling):
         )
         self._starting = True
         try:
-            await coordinator.start()
+            await of_no_cell(coordinator.start())
         except BaseException:
             await coordinator.close()
             raise

@@ -21,6 +21,7 @@ from typing import Any, Self, cast
 
 import numpy as np
 
+from psync.api.html_tables import table
 from psync.api.on_read import CopyAccess, declare_copies
 from psync.api.value_access import ValueAccess
 from psync.client.context import forbid_in_step
@@ -139,6 +140,14 @@ class Handle(ValueAccess):
             f"<{type(self).__name__} {self.name!r} shape={self.shape} "
             f"dtype={self.spec.dtype}{shards}>"
         )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (shard.index, shard.shape, shard.offset, shard.nbytes, f"ps {shard.ps}")
+            for shard in self.spec.shards
+        ]
+        title = f"{type(self).__name__} {self.name!r}, {self.spec.dtype} of shape {self.shape}"
+        return table(title, ("shard", "shape", "first row", "bytes", "ps"), rows)
 
 
 class Variable(Handle):

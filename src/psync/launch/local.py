@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from typing import Self
 
+from psync.api.html_tables import table
 from psync.cluster import ClusterSpec
 from psync.errors import ConfigurationError, UsageError
 from psync.launch.gpus import GpuShares
@@ -18,6 +19,7 @@ from psync.launch.processes import ProcessGroup, RestartPolicy
 from psync.launch.task_process import TaskProcess, describe_exit
 from psync.launch.tasks import make_task
 from psync.net import certificates
+from psync.net.notebook_cells import of_no_cell
 from psync.net.platform import GivenUp, Platform
 from psync.net.resolvers import SimpleClusterResolver
 from psync.net.secret import Secret, mint_secret
@@ -123,6 +125,17 @@ class LocalCluster:
         state = "not running" if self._resolver is None else "running"
         return f"<LocalCluster, {self._counts['ps']} ps, {self._counts['worker']} workers, {state}>"
 
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, str, str]] = []
+        for job in self._counts if self._resolver is not None else ():
+            spec = self.resolver.cluster_spec()
+            for index in spec.task_indices(job):
+                name = f"{job}-{index}"
+                process = self.tasks.get(name)
+                state = "in this process" if process is None else process.describe()
+                rows.append((name, spec.task_address(job, index), state))
+        return table(repr(self).strip("<>"), ("task", "address", "process"), rows)
+
     @property
     def resolver(self) -> LocalClusterResolver:
         """The chief's resolver, for ``ParameterServerStrategy``.
@@ -149,10 +162,8 @@ class LocalCluster:
         if self._resources is not None:
             raise UsageError("the local cluster was started before")
         async with contextlib.AsyncExitStack() as resources:
-            if self._processes:
-                await self._start_processes(resources)
-            else:
-                await self._start_here(resources)
+            start = self._start_processes if self._processes else self._start_here
+            await of_no_cell(start(resources))
             self._resources = resources.pop_all()
 
     async def stop(self) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from psync.api.cluster_coordinator import coordinator_of
+from psync.api.html_tables import table
 from psync.api.optimizers.state import restore_learning_rate, updates_of
 from psync.api.reads import runtime_of
 from psync.checkpoints.files import Reader, checkpoints_in, disk_errors, remove
@@ -116,6 +117,18 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"Checkpoint({', '.join(self._objects)})"
+
+    def _repr_html_(self) -> str:
+        contents = self._contents(slots=False)
+        rows: list[tuple[object, ...]] = [
+            (name, "variable", each.shape, each.dtype, each.nbytes)
+            for name, each in contents.arrays.items()
+        ]
+        others: dict[str, object] = {**contents.optimizers, **contents.states}
+        rows += [(name, type(thing).__name__, "", "", "") for name, thing in others.items()]
+        slots = ", with the slots of its optimizers" if contents.optimizers else ""
+        title = f"Checkpoint of {', '.join(self._objects)}{slots}"
+        return table(title, ("name", "what", "shape", "dtype", "bytes"), rows)
 
     async def save(self, directory: str | os.PathLike[str], *, number: int | None = None) -> Path:
         """Write a checkpoint and return its path; it is complete or absent.

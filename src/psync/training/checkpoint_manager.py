@@ -13,6 +13,7 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from psync.api.html_tables import table
 from psync.api.reads import scope_of
 from psync.checkpoints.files import (
     checkpoints_in,
@@ -70,6 +71,10 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._checkpoint!r} in {str(self.directory)!r}>"
+
+    def _repr_html_(self) -> str:
+        rows = [(number, str(path)) for number, path in checkpoints_in(self.directory, PREFIX)]
+        return table(f"Checkpoints in {self.directory}", ("number", "path"), rows)
 
     @property
     def checkpoints(self) -> list[Path]:
