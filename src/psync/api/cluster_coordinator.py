@@ -11,6 +11,7 @@ from psync.api.coordinator_options import (
     add_worker,
     check_options,
     remove_worker,
+    status,
     watchdog_timeout_of,
 )
 from psync.api.data_shards import Visits
@@ -29,6 +30,8 @@ from psync.net.process_state import PerProcess
 from psync.net.task_reports import add_description
 from psync.serialization.remote_value import RemoteValue, fetch_all
 from psync.specs import checked_kind
+from psync.status.sampling import StatusSource
+from psync.status.serving import ServedStatus
 
 _of_origin: PerProcess[weakref.WeakValueDictionary[str, ClusterCoordinator]] = PerProcess(
     weakref.WeakValueDictionary
@@ -126,6 +129,7 @@ class ClusterCoordinator:
         self.strategy = strategy
         self._undescribe: Callable[[], None] = lambda: None
         self._coordinator: Coordinator | None = None  # None before start and after close
+        self._seen: ServedStatus | None = None  # like it
         self._starting = False
 
     def __repr__(self) -> str:
@@ -179,15 +183,18 @@ class ClusterCoordinator:
             has_backups=self.strategy.ps_recovery == "replica",
         )
         self._starting = True
+        seen = ServedStatus(StatusSource(coordinator), platform)
         try:
+            await seen.start()
             await coordinator.start()
         except BaseException:
+            await seen.close()
             await coordinator.close()
             raise
         finally:
             self._starting = False
         note_training_began()
-        self._coordinator = coordinator
+        self._coordinator, self._seen = coordinator, seen
         self._undescribe = add_description(coordinator.describe)
         self.strategy.runtime = coordinator.runtime
         self.strategy.gangs = coordinator.gangs
@@ -212,6 +219,9 @@ class ClusterCoordinator:
         coordinator, self._coordinator = self._coordinator, None
         self._undescribe()
         self.strategy.runtime = self.strategy.gangs = None
+        seen, self._seen = self._seen, None
+        if seen is not None:
+            await seen.close()
         if coordinator is not None:
             await coordinator.close()
 
@@ -365,6 +375,8 @@ class ClusterCoordinator:
         """
         self._running("distribute_once")
         return Visits(self.schedule, self.join, shards, num_epochs, shuffle_seed, state)
+
+    status = status
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: closures queued, in flight, finished, put back; bytes on the wire."""

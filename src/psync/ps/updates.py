@@ -15,6 +15,7 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
@@ -33,6 +34,37 @@ from psync.store.store import ShardStore
 from psync.wire.codec import Message, encode
 from psync.wire.lock_messages import AssignLocked
 from psync.wire.ps_messages import Assign, AverageShards, Push, Pushed
+
+MAX_STALENESS = 255
+"""What is staler is counted as this."""
+
+
+class PushStaleness:
+    """Staleness of asynchronous pushes: updates of others since the same task's last push.
+
+    The same as ``PushResult.staleness``, where a task pushes to the same ps tasks each time.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[str, int], int] = {}  # by task and optimizer: step after its last
+        self._newest: dict[str, int] = {}
+        self._counts: Counter[int] = Counter()
+
+    def note(self, task: str, optimizer: int, step: int) -> None:
+        """Note that a push is applied as the optimizer's step ``step``."""
+        key = task, optimizer
+        due = self._next.get(key)
+        self._next[key] = step + 1
+        if due is not None:
+            self._newest[task] = staleness = max(0, step - due)
+            self._counts[min(staleness, MAX_STALENESS)] += 1
+
+    def statistics(self) -> dict[str, Any]:
+        """Return that of each task's newest push, and how often each staleness occurred."""
+        return {
+            "newest": list(self._newest.items()),  # a list: there may be many workers
+            "counts": {str(staleness): count for staleness, count in self._counts.items()},
+        }
 
 
 class PsUpdates:
@@ -61,6 +93,7 @@ class PsUpdates:
         gate: GateService,
     ) -> None:
         self.pushes = self.assigns = 0  # that were applied
+        self.staleness = PushStaleness()
         self._executor = executor
         self._task = task
         self._store = store
@@ -218,6 +251,8 @@ class PsUpdates:
         is_push = isinstance(update.message, Push)
         answer = Pushed("accepted", update.step + 1 if is_push else 0)
         self._ledger.record(ticket, answer)
+        if isinstance(update.message, Push):
+            self.staleness.note(update.client[0], update.message.optimizer, update.step)
         self.pushes += is_push
         self.assigns += not is_push
         return Compute(
