@@ -165,7 +165,7 @@ def _by_trouble(worker: WorkerStatus) -> tuple[bool, float]:
 
 
 def _line(head: str, text: str) -> Text:
-    return Text.assemble((f"{head:>10}  ", "dim"), text)
+    return Text.assemble((f"{head:>10}  ", "dim"), text, no_wrap=True, overflow="ellipsis")
 
 
 def _short(task: str) -> str:

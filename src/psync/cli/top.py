@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from psync.status.serving import StatusReader
 
@@ -39,13 +39,13 @@ def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
     What a script can read, of what happens just now:
         psync top --once --json
     """
-    from psync.errors import ConfigurationError, ProtocolError
+    from psync.errors import ConfigurationError, DeadlineExceeded, ProtocolError
 
     if as_json and not once:
         raise click.UsageError("--json prints one status: give --once with it")
     try:
         asyncio.run(_show(run, once or not sys.stdout.isatty(), as_json, interval))
-    except ProtocolError as exc:
+    except (ProtocolError, DeadlineExceeded) as exc:
         raise ConfigurationError(exc.message, hint=exc.hint) from exc
     return 0
 
@@ -76,20 +76,28 @@ async def _show(path: str | None, once: bool, as_json: bool, interval: float) ->
 
 async def _follow(reader: StatusReader, console: Console, interval: float) -> None:
     """Show the status again and again, until the run ends."""
+    from rich.console import Group
     from rich.live import Live
+    from rich.text import Text
 
     from psync.cli.status_tables import tables_of
-    from psync.errors import ConfigurationError
+    from psync.errors import ConfigurationError, DeadlineExceeded
 
-    ended = ""
+    silent = Text()
+    tables: RenderableType = ""
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        while not ended:
+        while True:
             try:
                 status = await reader.read()
             except ConfigurationError as exc:
-                ended = exc.message
+                ended = Text(exc.message)
                 break
-            live.update(tables_of(status, height=console.height), refresh=True)
+            except DeadlineExceeded as exc:
+                silent = Text(exc.message, "red")
+            else:
+                silent = Text()
+                tables = tables_of(status, height=console.height - 1)
+            live.update(Group(silent, tables) if silent else tables, refresh=True)
             await asyncio.sleep(interval)
-    console.print(tables_of(status))
+    console.print(tables)
     console.print(ended)

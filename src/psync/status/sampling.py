@@ -158,7 +158,8 @@ class StatusSource:
             state = _GONE[membership.state(worker.name)]
         running, error = None, None
         if closure is not None:
-            since = max(getattr(closure.payload, "sent_at", None) or now, worker.heard_at)
+            sent_at = getattr(closure.payload, "sent_at", None)
+            since = max(now if sent_at is None else sent_at, worker.heard_at)
             running = RunningClosure(closure.id, closure.name, now - since)
         if worker.last_error is not None:
             at, text = worker.last_error

@@ -8,6 +8,7 @@ memory is seen by its program only.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -20,6 +21,7 @@ from psync.errors import (
     AuthenticationError,
     ConfigurationError,
     ConnectFailed,
+    DeadlineExceeded,
     PsyncError,
     RemoteProtocolError,
     TransportError,
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
+
+ANSWERS_WITHIN_S = 5.0
+"""The program's own code may keep its loop for a while."""
 
 READER = "/job:status/task:0"
 """What whoever asks calls itself."""
@@ -158,12 +163,19 @@ class StatusReader:
 
         Raises:
             ConfigurationError: The run has ended.
+            DeadlineExceeded: It does not answer, and may later.
             RemoteProtocolError: It uses another version of psync.
 
         Cancellation: Safe.
         """
         try:
-            received = await self._peer.call(AskStatistics())
+            deadline = asyncio.get_running_loop().time() + ANSWERS_WITHIN_S
+            received = await self._peer.call(AskStatistics(), deadline=deadline)
+        except DeadlineExceeded as exc:
+            raise DeadlineExceeded(
+                f"{self._run} has not answered for {ANSWERS_WITHIN_S:g} s",
+                hint="its event loop computes, or the process is stopped",
+            ) from exc
         except TransportError as exc:
             raise ConfigurationError(f"{self._run} has ended") from exc
         except PsyncError as exc:
