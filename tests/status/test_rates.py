@@ -167,9 +167,7 @@ def test_the_staleness_of_a_worker_is_that_of_its_stalest_push_anywhere() -> Non
 
 
 def test_the_step_of_asynchronous_training_is_the_most_updates_of_a_ps() -> None:
-    status = seen(
-        reading(2.0, servers=[ps(0, iterations=4), ps(1, iterations=6)]), began=0.0
-    ).steps
+    status = seen(reading(2.0, servers=[ps(0, iterations=4), ps(1, iterations=6)]), began=0.0).steps
     assert (status.global_step, status.steps_per_s, status.groups) == (6, 3.0, ())
 
 

@@ -168,7 +168,7 @@ def test_the_newest_run_that_is_there_is_found(directory: Path) -> None:
 
 def test_where_only_ended_ones_are_left_the_newest_is_named(directory: Path) -> None:
     with run_file(directory / "x.json", run_of(directory, "train.py")):
-        with pytest.raises(ConfigurationError, match=r"the newest run, train.py \(process 7\), has"):
+        with pytest.raises(ConfigurationError, match=r"the newest run, train.py .*, has ended"):
             newest_run(directory)
 
 

@@ -92,8 +92,9 @@ class StatusSource:
         controls = {peer.task: peer for peer in peers if peer.lane == "control"}
         links = self._coordinator.links.ps.links
         asked = (self._ask(controls[link.task]) for link in links if link.task in controls)
+        began = self._loop.time()
         await asyncio.gather(*asked)
-        status = status_of(self._reading(), self._history)
+        status = status_of(self._reading(began), self._history)
         self._newest = self._loop.time(), status
         return status
 
@@ -107,7 +108,7 @@ class StatusSource:
         assert isinstance(received.message, Statistics), "its only answer"
         self._ps[ps.task] = _LastCounters(self._loop.time(), received.message.counters)
 
-    def _reading(self) -> Reading:
+    def _reading(self, began: float) -> Reading:
         coordinator, now = self._coordinator, self._loop.time()
         queue, links = coordinator.recovery.queue, coordinator.links
         oldest = queue.dispatcher.oldest()
@@ -126,7 +127,7 @@ class StatusSource:
                 *(WorkerReading(task, "", "given up", last_error=SeenError(why, 0.0))
                   for task, why in given_up),
             ],
-            ps=[self._ps_reading(link, now) for link in links.ps.links],
+            ps=[self._ps_reading(link, began, now) for link in links.ps.links],
             has_backups=coordinator.recovery.has_backups,
             notes=[*coordinator.recovery.describe(), *links.workers.describe()],
             events=[
@@ -168,11 +169,11 @@ class StatusSource:
             worker.name, worker.address, state, running, worker.losses, worker.failed, error
         )
 
-    def _ps_reading(self, link: PsLink, now: float) -> PsReading:
+    def _ps_reading(self, link: PsLink, began: float, now: float) -> PsReading:
         known = self._ps.get(link.task)
         if known is None:
             return PsReading(link.task, link.address, link.state)
-        age_s, state = now - known.at, link.state
-        if state == "connected" and age_s >= PS_ANSWERS_WITHIN_S:
+        state = link.state
+        if state == "connected" and known.at < began:
             state = "silent"
-        return PsReading(link.task, link.address, state, age_s, known.counters)
+        return PsReading(link.task, link.address, state, now - known.at, known.counters)
