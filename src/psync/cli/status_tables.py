@@ -67,7 +67,7 @@ def _head(status: Status) -> list[RenderableType]:
     for bound in steps.bounds:
         text = f"rounds {bound.slowest} to {bound.fastest}, at most {bound.max_staleness} apart"
         if bound.waiting:
-            text += f"; {_names(bound.waiting)} wait for {_names(bound.waits_for)}"
+            text += f"; {_names(bound.waiting)} too far ahead of {_names(bound.waits_for)}"
         lines.append(_line("bound", text))
     lines.append(_line("waits for", status.waits_for))
     lines += [_line("note", note) for note in status.notes]
