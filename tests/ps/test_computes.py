@@ -141,8 +141,10 @@ def test_a_small_one_does_not_overtake_a_large_one_of_the_same_shard() -> None:
     large, small = bench.entry(0, pieces=3), bench.entry(0)
     bench.pieces(3)
     assert bench.answered == []
+    assert bench.computes.waiting == 2
     bench.pieces(2)
     assert bench.answered == [large, small]
+    assert bench.computes.waiting == 0
     assert bench.seen[KEYS[0]] == [large, small]
 
 
