@@ -69,6 +69,7 @@ class ClusterCoordinator:
             make the same optimizers, before it schedules anything; what it has not declared then
             is dropped. Slots, steps and learning rates go on, too. Closures are new. Where nothing
             is left anywhere, this is a normal start.
+        metrics: Address for Prometheus, "host:port"; the log has the URL. None: ``PSYNC_METRICS``.
 
     Raises:
         ConfigurationError: If an option is out of range, or the strategy is no
@@ -103,6 +104,7 @@ class ClusterCoordinator:
         on_stall: Callable[[str], object] | None = None,
         insecure: bool = False,
         attach: bool = False,
+        metrics: str | None = None,
     ) -> None:
         if hasattr(self, "strategy"):
             return  # made before for this strategy
@@ -126,10 +128,11 @@ class ClusterCoordinator:
             attach=attach,
         )
         check_options(self._options, num_workers)
+        self._metrics = metrics
         self.strategy = strategy
         self._undescribe: Callable[[], None] = lambda: None
         self._coordinator: Coordinator | None = None  # None before start and after close
-        self._seen: ServedStatus | None = None  # like it
+        self._seen: ServedStatus  # like it
         self._starting = False
 
     def __repr__(self) -> str:
@@ -183,7 +186,7 @@ class ClusterCoordinator:
             has_backups=self.strategy.ps_recovery == "replica",
         )
         self._starting = True
-        seen = ServedStatus(StatusSource(coordinator), platform)
+        seen = ServedStatus(StatusSource(coordinator), platform, self._metrics)
         try:
             await seen.start()
             await coordinator.start()
@@ -219,10 +222,8 @@ class ClusterCoordinator:
         coordinator, self._coordinator = self._coordinator, None
         self._undescribe()
         self.strategy.runtime = self.strategy.gangs = None
-        seen, self._seen = self._seen, None
-        if seen is not None:
-            await seen.close()
         if coordinator is not None:
+            await self._seen.close()
             await coordinator.close()
 
     def schedule(

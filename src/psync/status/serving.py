@@ -32,6 +32,7 @@ from psync.net.platform import Platform, random_hex
 from psync.net.secret import Secret
 from psync.net.tls import TlsNetwork
 from psync.net.transport import SocketNetwork
+from psync.status.http import StatusServer
 from psync.status.model import Status
 from psync.status.run_files import (
     SUFFIX,
@@ -75,14 +76,19 @@ class ServedStatus:
     Args:
         source: Of the status.
         platform: Of the coordinator.
+        metrics: Where to serve it over HTTP, as "host:port"; None: as ``PSYNC_METRICS`` says.
 
     Raises:
-        ConfigurationError: ``PSYNC_STATUS`` is neither 0 nor 1.
+        ConfigurationError: ``PSYNC_STATUS`` is neither 0 nor 1, or an address is none.
     """
 
-    def __init__(self, source: StatusSource, platform: Platform) -> None:
+    def __init__(
+        self, source: StatusSource, platform: Platform, metrics: str | None = None
+    ) -> None:
         self.source = source
         self._is_served = is_served(platform)
+        metrics = os.environ.get("PSYNC_METRICS") if metrics is None else metrics
+        self._http = StatusServer(source, metrics) if metrics else None
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
@@ -91,12 +97,19 @@ class ServedStatus:
         That they cannot, because a directory cannot be written for example, is no more than noted
         in the log.
 
-        Cancellation: ``close`` still has to be called.
+        Raises:
+            ConfigurationError: The address for metrics is in use.
+
+        Cancellation: ``close`` still has to be called; so it is after an error.
         """
+        url = ""
+        if self._http is not None:
+            await self._http.start()
+            url = self._http.url
         if not self._is_served:
             return
         try:
-            await _serve(self.source, "", self._stack)
+            await _serve(self.source, url, self._stack)
         except (OSError, ConfigurationError) as exc:
             logger.info("nobody can ask for the status of this run: %s", exc)
             await self._stack.aclose()
@@ -106,6 +119,8 @@ class ServedStatus:
         try:
             await self._stack.aclose()
         finally:
+            if self._http is not None:
+                await self._http.close()
             await self.source.close()
 
 
