@@ -8,24 +8,15 @@ memory is seen by its program only.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from psync.cluster_roles import CHIEF
-from psync.errors import (
-    AuthenticationError,
-    ConfigurationError,
-    ConnectFailed,
-    DeadlineExceeded,
-    PsyncError,
-    RemoteProtocolError,
-    TransportError,
-)
+from psync.errors import ConfigurationError
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform, random_hex
@@ -33,7 +24,6 @@ from psync.net.secret import Secret
 from psync.net.tls import TlsNetwork
 from psync.net.transport import SocketNetwork
 from psync.status.http import StatusServer
-from psync.status.model import Status
 from psync.status.run_files import (
     SUFFIX,
     Run,
@@ -50,12 +40,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
-
-ANSWERS_WITHIN_S = 5.0
-"""The program's own code may keep its loop for a while."""
-
-READER = "/job:status/task:0"
-"""What whoever asks calls itself."""
 
 
 def is_served(platform: Platform, environ: Mapping[str, str] = os.environ) -> bool:
@@ -141,60 +125,3 @@ async def _serve(source: StatusSource, metrics: str, stack: contextlib.AsyncExit
     await endpoint.listen(address)
     run = Run(os.getpid(), time.time(), source.program, address, token, metrics)
     stack.enter_context(run_file(path, run))
-
-
-@contextlib.asynccontextmanager
-async def reading_status(run: Run) -> AsyncIterator[StatusReader]:
-    """Return a context in which a run can be asked for its status.
-
-    Args:
-        run: As its run file says.
-
-    Raises:
-        ConfigurationError: It has ended; or its run file is not of this run.
-        VersionMismatch: It uses another version of psync.
-    """
-    platform = Platform(SocketNetwork(), Secret(run.token.encode()))
-    endpoint = Endpoint(platform, READER, 0, {})
-    try:
-        try:
-            peer = await endpoint.connect(run.address, CHIEF)
-        except (ConnectFailed, AuthenticationError) as exc:
-            raise ConfigurationError(f"{run} has ended, or cannot be reached: {exc}") from exc
-        yield StatusReader(run, peer)
-    finally:
-        await endpoint.close()
-
-
-class StatusReader:
-    """A connection to a run that is asked for its status again and again."""
-
-    def __init__(self, run: Run, peer: Peer) -> None:
-        self._run = run
-        self._peer = peer
-
-    async def read(self) -> Status:
-        """Return the status as of now.
-
-        Raises:
-            ConfigurationError: The run has ended.
-            DeadlineExceeded: It does not answer, and may later.
-            RemoteProtocolError: It uses another version of psync.
-
-        Cancellation: Safe.
-        """
-        try:
-            deadline = asyncio.get_running_loop().time() + ANSWERS_WITHIN_S
-            received = await self._peer.call(AskStatistics(), deadline=deadline)
-        except DeadlineExceeded as exc:
-            raise DeadlineExceeded(
-                f"{self._run} has not answered for {ANSWERS_WITHIN_S:g} s",
-                hint="its event loop computes, or the process is stopped",
-            ) from exc
-        except TransportError as exc:
-            raise ConfigurationError(f"{self._run} has ended") from exc
-        except PsyncError as exc:
-            raise RemoteProtocolError(f"{self._run} cannot say its status: {exc.message}") from exc
-        if len(received.segments) != 1:
-            raise RemoteProtocolError(f"{self._run}: expected a status, got something else")
-        return Status.from_json(bytes(received.segments[0]))
