@@ -46,6 +46,7 @@ LAW = (
     "training callbacks",
     "testing",
     "launch",
+    "blocking",
     "__init__",
     "bench",
     "cli",
