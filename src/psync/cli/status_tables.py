@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from psync.status.model import GroupStatus, PsStatus, Status, WorkerStatus
+from psync.training.progress import bytes_text
 
 MAX_EVENTS = 8
 MAX_NAMED = 3
@@ -123,8 +124,8 @@ def _ps(tasks: Sequence[PsStatus]) -> Table:
             table.add_row(_short(ps.task), state)
             continue
         cells = [
-            _bytes(ps.bytes), _bytes(ps.slot_bytes), _number(ps.pushes_per_s),
-            _number(ps.pulls_per_s), _bytes(ps.bytes_in_per_s), _bytes(ps.bytes_out_per_s),
+            bytes_text(ps.bytes), bytes_text(ps.slot_bytes), _number(ps.pushes_per_s),
+            _number(ps.pulls_per_s), bytes_text(ps.bytes_in_per_s), bytes_text(ps.bytes_out_per_s),
             str(ps.queue), str(ps.duplicates),
         ]  # fmt: skip
         if ps.backup is not None:
@@ -181,14 +182,6 @@ def _names(tasks: Sequence[str]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def _bytes(value: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 def _seconds(value: float) -> str:
