@@ -15,7 +15,6 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
@@ -46,24 +45,31 @@ class PushStaleness:
     """
 
     def __init__(self) -> None:
-        self._next: dict[tuple[str, int], int] = {}  # by task and optimizer: step after its last
-        self._newest: dict[str, int] = {}
-        self._counts: Counter[int] = Counter()
+        # By task and optimizer: step of its last push, and staleness of that; -1: it is the first.
+        self._last: dict[tuple[str, int], list[int]] = {}
+        self._counts = [0] * (MAX_STALENESS + 1)
 
     def note(self, task: str, optimizer: int, step: int) -> None:
         """Note that a push is applied as the optimizer's step ``step``."""
-        key = task, optimizer
-        due = self._next.get(key)
-        self._next[key] = step + 1
-        if due is not None:
-            self._newest[task] = staleness = max(0, step - due)
-            self._counts[min(staleness, MAX_STALENESS)] += 1
+        last = self._last.get((task, optimizer))
+        if last is None:
+            self._last[task, optimizer] = [step, -1]
+            return
+        staleness = step - last[0] - 1
+        if staleness < 0:  # the program has set the optimizer back
+            staleness = 0
+        last[0], last[1] = step, staleness
+        self._counts[staleness if staleness < MAX_STALENESS else MAX_STALENESS] += 1
 
     def statistics(self) -> dict[str, Any]:
         """Return that of each task's newest push, and how often each staleness occurred."""
+        newest: dict[str, int] = {}
+        for (task, _), (_, staleness) in self._last.items():
+            newest[task] = max(staleness, newest.get(task, -1))
         return {
-            "newest": list(self._newest.items()),  # a list: there may be many workers
-            "counts": {str(staleness): count for staleness, count in self._counts.items()},
+            # A list: there may be many workers.
+            "newest": [(task, steps) for task, steps in newest.items() if steps >= 0],
+            "counts": {str(steps): count for steps, count in enumerate(self._counts) if count},
         }
 
 

@@ -214,6 +214,8 @@ def _staleness(ps: Sequence[PsReading], groups: Mapping[str, Any]) -> dict[str, 
 
 # Tasks.
 
+_NO_PUSHES = {"accepted": 0, "stale": 0, "duplicate": 0}
+
 
 def _workers(
     reading: Reading, groups: Mapping[str, Any], waiting: Collection[str], rate: Rate
@@ -229,9 +231,7 @@ def _workers(
         state, in_flight = worker.state, 0 if statistics is None else statistics.in_flight
         if state == "idle" and in_flight:
             state = "waiting" if worker.task in waiting else "busy"
-        pushes = Counter[str]()
-        for group in groups.values():
-            pushes.update(group["replicas"].get(worker.task, {}))
+        pushes = [group["replicas"].get(worker.task, _NO_PUSHES) for group in groups.values()]
         workers.append(
             WorkerStatus(
                 worker.task,
@@ -245,9 +245,9 @@ def _workers(
                 rate(worker.task) if statistics is not None else 0.0,
                 None if statistics is None else statistics.mean_s,
                 staleness.get(worker.task),
-                pushes["accepted"],
-                pushes["stale"],
-                pushes["duplicate"],
+                sum([each["accepted"] for each in pushes]),
+                sum([each["stale"] for each in pushes]),
+                sum([each["duplicate"] for each in pushes]),
                 worker.last_error,
             )
         )
