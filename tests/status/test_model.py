@@ -44,6 +44,7 @@ FULL = Status(
         PsStatus("/job:ps/task:0", "c:1", "connected", 0.0, backup=BackupStatus("paired", 2)),
         PsStatus("/job:ps/task:1", "d:1", "unconnected"),
     ),
+    reported={"loss": 0.5},
     notes=("a note",),
     events=(EventStatus("joined", "/job:worker/task:0 takes part", 10.0),),
 )  # fmt: skip

@@ -179,6 +179,12 @@ def test_where_there_is_none_the_place_is_named(directory: Path) -> None:
         newest_run(directory / "nowhere")
 
 
+def test_a_directory_that_others_can_enter_is_not_looked_into(directory: Path) -> None:
+    directory.chmod(0o755)
+    with pytest.raises(ConfigurationError, match=f"{directory}: expected a directory of this user"):
+        newest_run(directory)
+
+
 def test_this_user_s_directory_is_where_it_looks(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import memory_cluster
 import psync
 from memory_cluster import cluster_of, coordinating, replicated
-from psync.errors import ClosedError
+from psync.errors import ClosedError, ConfigurationError
 from psync.status.model import Status
 
 pytestmark = pytest.mark.virtual_time
@@ -198,6 +198,15 @@ async def test_a_failover_is_an_event_and_backups_are_shown() -> None:
         status = await coordinator.status()
         assert "failover" in [event.kind for event in status.events]
         assert [ps.state for ps in status.ps] == ["connected"] * 2
+
+
+async def test_what_the_program_reports_is_shown() -> None:
+    async with coordinating() as (_, coordinator):
+        coordinator.report({"loss": np.float32(0.5), "epoch": 1})
+        coordinator.report({"loss": 0.25})
+        assert (await coordinator.status()).reported == {"loss": 0.25, "epoch": 1.0}
+        with pytest.raises(ConfigurationError, match="report: loss: expected a number, got 'low'"):
+            coordinator.report({"loss": "low"})
 
 
 async def test_who_asks_at_once_gets_the_same_status() -> None:

@@ -135,8 +135,17 @@ def test_another_value_is_refused() -> None:
         is_served(Platform(SocketNetwork()), {"PSYNC_STATUS": "no"})
 
 
-def test_a_cluster_in_memory_is_not_seen_from_outside() -> None:
-    assert not is_served(Platform(MemoryNetwork()), {})
+async def test_a_cluster_in_memory_is_not_seen_from_outside(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSYNC_METRICS", "nowhere")
+    source: Any = Source()
+    status = ServedStatus(source, Platform(MemoryNetwork()))
+    await status.start()
+    assert list(runtime.iterdir()) == []
+    await status.close()
+    with pytest.raises(ConfigurationError, match="metrics: expected"):
+        ServedStatus(source, Platform(SocketNetwork()))
 
 
 @pytest.mark.processes

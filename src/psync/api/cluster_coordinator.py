@@ -12,6 +12,7 @@ from psync.api.coordinator_options import (
     add_worker,
     check_options,
     remove_worker,
+    report,
     status,
     watchdog_timeout_of,
 )
@@ -193,8 +194,8 @@ class ClusterCoordinator(Scheduling):
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
             has_backups=self.strategy.ps_recovery == "replica",
         )
-        self._starting = True
         seen = ServedStatus(StatusSource(coordinator), platform, self._metrics)
+        self._starting = True
         try:
             await seen.start()
             await coordinator.start()
@@ -231,8 +232,10 @@ class ClusterCoordinator(Scheduling):
         self._undescribe()
         self.strategy.runtime = self.strategy.gangs = None
         if coordinator is not None:
-            await self._seen.close()
-            await coordinator.close()
+            try:
+                await self._seen.close()
+            finally:
+                await coordinator.close()
 
     async def join(self, timeout: float | None = None) -> None:
         """Wait for everything that was scheduled before this call.
@@ -326,6 +329,7 @@ class ClusterCoordinator(Scheduling):
         return Visits(self.schedule, self.join, shards, num_epochs, shuffle_seed, state)
 
     status = status
+    report = report
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: closures queued, in flight, finished, put back; bytes on the wire."""

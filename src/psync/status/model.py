@@ -198,6 +198,7 @@ class Status:
     steps: StepsStatus = field(default_factory=StepsStatus)
     workers: tuple[WorkerStatus, ...] = ()  # by index
     ps: tuple[PsStatus, ...] = ()  # by index
+    reported: Mapping[str, float] = field(default_factory=dict)  # by the program: loss, epoch, …
     notes: tuple[str, ...] = ()  # on recovery, backups and who is set aside
     events: tuple[EventStatus, ...] = ()  # the newest, newest first
     schema: int = SCHEMA

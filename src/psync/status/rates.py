@@ -108,6 +108,7 @@ class Reading:
     workers: Sequence[WorkerReading]
     ps: Sequence[PsReading]
     has_backups: bool = False
+    reported: Mapping[str, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
     events: Sequence[EventStatus] = ()
 
@@ -153,6 +154,7 @@ def status_of(reading: Reading, history: History) -> Status:
         ),
         workers=_workers(reading, groups, waiting, rate),
         ps=tuple(_ps(each, rate, has_backups=reading.has_backups) for each in reading.ps),
+        reported=reading.reported,
         notes=tuple(reading.notes),
         events=tuple(reading.events),
     )  # fmt: skip

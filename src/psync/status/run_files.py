@@ -63,6 +63,10 @@ def make_directory(path: Path) -> None:
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
+    _check_private(path)
+
+
+def _check_private(path: Path) -> None:
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(
@@ -131,7 +135,13 @@ def newest_run(directory: Path | None = None) -> Run:
         ConfigurationError: There is none; or the newest has ended in a way that left its file.
     """
     directory = directory_of_runs() if directory is None else directory
-    runs = _runs(directory)
+    try:
+        _check_private(directory)  # what somebody else has put there is not this user's run
+        runs = _runs(directory)
+    except FileNotFoundError:
+        runs = []
+    except OSError as exc:
+        raise ConfigurationError(f"{directory}: {exc.strerror}") from exc
     for _, run in runs:
         if not has_ended(run):
             return run

@@ -52,6 +52,9 @@ class StatusSource:
 
     Args:
         coordinator: Running, or starting.
+
+    Attributes:
+        reported: Values of the program's own, the newest by name.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -62,6 +65,7 @@ class StatusSource:
         self._ps: dict[str, _LastCounters] = {}
         self._newest: tuple[float, Status] | None = None
         self._asking: asyncio.Task[Status] | None = None
+        self.reported: dict[str, float] = {}
         self.program = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
 
     async def status(self) -> Status:
@@ -129,6 +133,7 @@ class StatusSource:
             ],
             ps=[self._ps_reading(link, began, now) for link in links.ps.links],
             has_backups=coordinator.recovery.has_backups,
+            reported=dict(self.reported),
             notes=[*coordinator.recovery.describe(), *links.workers.describe()],
             events=[
                 EventStatus(note.kind, note.text, now - note.at)
