@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-import tempfile
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,51 +18,12 @@ from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.net.secret import Secret
 from psync.net.transport import SocketNetwork
-from psync.status.model import Status
 from psync.status.reading import reading_status
 from psync.status.run_files import newest_run
 from psync.status.serving import ServedStatus, is_served
 from psync.testing import MemoryNetwork
 from psync.wire.messages import Shutdown
-
-STATUS = Status(1.0, 7, "train.py", 2.0, 3.0, "running", "nothing")
-
-
-class Source:
-    """A status without a cluster."""
-
-    program = "train.py"
-
-    def __init__(self) -> None:
-        self.answer: Any = STATUS
-
-    async def status(self) -> Status:
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        if self.answer is None:
-            await asyncio.Event().wait()
-        return self.answer
-
-    async def close(self) -> None: ...
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The user's runtime directory, of a path that is short enough for a socket."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as made:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", made)
-        monkeypatch.delenv("PSYNC_STATUS", raising=False)
-        yield Path(made)
-
-
-@contextlib.asynccontextmanager
-async def serving_of(source: Any = None) -> AsyncIterator[ServedStatus]:
-    status = ServedStatus(source or Source(), Platform(SocketNetwork()))
-    await status.start()
-    try:
-        yield status
-    finally:
-        await status.close()
+from status_by_hand import STATUS, Source, serving_of
 
 
 async def test_whoever_finds_the_run_file_gets_the_status(runtime: Path) -> None:
