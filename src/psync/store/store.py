@@ -73,7 +73,7 @@ class ShardStore(GradientTable):
             raise UsageError(f"{spec} on {self._task}: unknown operation {op!r}")
         if spec.dtype == "bool" and op in ("add", "sub"):
             raise GradientError(
-                f"{spec} on {self._task}: bool values can only be assigned, not {op!r}"
+                f"{spec} on {self._task}: bool values cannot be added: not {op!r}"
             )
         return self._typed(shard, data)
 
