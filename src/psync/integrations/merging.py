@@ -17,8 +17,8 @@ is older than the present one, and differences to old values overshoot when they
 variance may become negative. A mean lies between the values that it is made of, however late they
 come. With one worker it is what a single process has, bit for bit.
 
-Merging is elementwise on the ps, in one message to each of them, and comes before the gradients:
-when a synchronous step gives its token, the state of all pushes that it counts is there. It is
+Merging is elementwise on the ps, beside the push of the gradients. In synchronous training it comes
+before it: when a step gives its token, the state of all pushes that it counts is there. It is
 applied at most once for each closure, as gradients are. State that comes with a stale push is
 merged all the same: it describes data, and the gradient is what was too old. Values of workers are
 merged in the order in which they come, also in a ``deterministic`` synchronous group: there
@@ -31,13 +31,14 @@ one's.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from psync.api.reads import runtime_of, scope_of
 from psync.api.variables import ShardedVariable, Variable, VariableAggregation
+from psync.client.calls import all_of
 from psync.client.context import current_closure
 from psync.client.runtime import Runtime
 from psync.errors import ConfigurationError
@@ -131,13 +132,16 @@ class StateMerge:
             chosen = different if _is_first(runtime, next(iter(variables.values()))) else []
             await self.assign(variables, values, chosen, "assign")
             return
+        calls: list[Coroutine[Any, Any, Any]] = []
         if self._rule is not None and floats:
             pairs = [(self._weighted(values[name]), variables[name]) for name in floats]
-            await self._rule.apply_gradients(pairs)
+            calls.append(self._rule.apply_gradients(pairs))
         elif self._floats:
             runtime.begin_update(self._what)
         if self._others:
-            await self.assign(variables, values, others, "max")
+            calls.append(self.assign(variables, values, others, "max"))
+        if calls:
+            await all_of(calls)
 
     async def assign(
         self,

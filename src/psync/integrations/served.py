@@ -23,12 +23,14 @@ from psync.api.optimizers.handles import Optimizer
 from psync.api.optimizers.state import PushResult
 from psync.api.pulls import pull
 from psync.api.variables import Variable, VariableAggregation
+from psync.client.calls import all_of
 from psync.client.context import forbid_in_step
 from psync.client.scopes import Scope, scope_for
 from psync.errors import ConfigurationError, GradientError, UsageError
 from psync.integrations.merging import AnyVariable, StateMerge
 from psync.numerics.casting import fitting
 from psync.numerics.indexed_slices import IndexedSlices
+from psync.replicas.context import current_gang
 from psync.specs import checked_kind
 
 VERSION = "~frozen"
@@ -217,7 +219,7 @@ class ServedVariables(Module):
         before: Mapping[str, np.ndarray],
         now: Mapping[str, np.ndarray],
     ) -> PushResult:
-        """Merge the state that a step has changed, then push its gradients.
+        """Merge the state that a step has changed, and push its gradients.
 
         Args:
             gradients: By name, of trained arrays: arrays, ``IndexedSlices``, or None. Not copied.
@@ -240,9 +242,13 @@ class ServedVariables(Module):
                 f"{self._what} {self.name!r}: no gradient to push",
                 hint="compute them in this step, of a loss that depends on the model it has pulled",
             )
-        await self._state.merge(self._by_name, before, now)
-        if self._global_step is None:
-            return await self.optimizer.apply_gradients(pairs)
+        merging = self._state.merge(self._by_name, before, now)
+        if self._global_step is None and current_gang() is None:
+            pushing = self.optimizer.apply_gradients(pairs)
+            _, result = await all_of([merging, pushing])
+            assert result is not None, "it is that of the push"
+            return result
+        await merging
         return await self.optimizer.apply_gradients(pairs, self._global_step)
 
     def _cast_to(self, key: str, gradient: Any) -> Any:

@@ -23,7 +23,7 @@ import asyncio
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -45,6 +45,9 @@ except ImportError as exc:
         f"psync.integrations.torch needs the package torch, which cannot be imported here: {exc}",
         hint="pip install 'psync[torch]', on the chief and on every worker",
     ) from exc
+
+
+M = TypeVar("M", bound=torch.nn.Module)
 
 
 class _Live:
@@ -70,7 +73,7 @@ _lives: PerProcess[weakref.WeakKeyDictionary[Runtime, dict[Any, _Live]]] = PerPr
 """The modules of each task in this process, which end with its session."""
 
 
-class ServedModule(ServedVariables):
+class ServedModule(ServedVariables, Generic[M]):
     """A ``torch.nn.Module`` whose parameters and buffers are variables on the ps tasks.
 
     Made in ``strategy.scope()``, and captured by steps. The variables are called as in the
@@ -119,7 +122,7 @@ class ServedModule(ServedVariables):
 
     def __init__(
         self,
-        build_module: Callable[[], torch.nn.Module],
+        build_module: Callable[[], M],
         optimizer: Optimizer,
         *,
         name: str | None = None,
@@ -148,7 +151,7 @@ class ServedModule(ServedVariables):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_built": None}
 
-    async def pull(self, *, device: Any = None) -> torch.nn.Module:
+    async def pull(self, *, device: torch.device | str | None = None) -> M:
         """Return this task's module with the present values written into its tensors.
 
         In a step it is the worker's, in the program the chief's: to evaluate, to export. Always the
@@ -187,7 +190,7 @@ class ServedModule(ServedVariables):
         else:
             written.finish()
         live.state = {key: np.array(tensors.array(key)) for key in self._state.names}
-        return tensors.module
+        return cast(M, tensors.module)
 
     async def push(self, *, keep_grad: bool = False) -> PushResult:
         """Push the gradients of this task's module, and merge its buffers.
@@ -219,8 +222,7 @@ class ServedModule(ServedVariables):
                 hint="module = await served.pull(), then loss.backward(), then await served.push()",
             )
         tensors = live.tensors
-        on_cpu = tensors.on_cpu()
-        if on_cpu:
+        if tensors.on_cpu():
             gradients = tensors.gradients(copy=keep_grad)
         else:
             gradients = await asyncio.to_thread(tensors.gradients, copy=keep_grad)

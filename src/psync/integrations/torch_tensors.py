@@ -194,7 +194,7 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         ConfigurationError: It cannot.
     """
     problem = hint = ""
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(tensor):
         problem = "it has no shape yet"
         hint = "run one batch through the lazy module in build_module"
     elif tensor.is_meta:

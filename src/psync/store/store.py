@@ -72,9 +72,7 @@ class ShardStore(GradientTable):
         if op not in get_args(AssignOp):
             raise UsageError(f"{spec} on {self._task}: unknown operation {op!r}")
         if spec.dtype == "bool" and op in ("add", "sub"):
-            raise GradientError(
-                f"{spec} on {self._task}: bool values cannot be added: not {op!r}"
-            )
+            raise GradientError(f"{spec} on {self._task}: bool values cannot be added: not {op!r}")
         return self._typed(shard, data)
 
     def assign(self, key: Key, op: AssignOp, data: object) -> Work:
