@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -87,7 +88,7 @@ class _Draw:
         latency = (low, low + rng.choice((0.0, 0.001, 0.01, 0.1)))
         tightness = rng.choice((0.0, 0.0, 0.0, 0.1, 0.5))
         self.num_shards = rng.choice((1, num_ps, num_ps, 2 * num_ps))
-        return Plan(
+        plan = Plan(
             seed=self.seed,
             num_ps=num_ps,
             num_workers=num_workers,
@@ -117,6 +118,17 @@ class _Draw:
             works=() if races else tuple(name for name in WORKS if rng.random() < 0.15),
             sizes=self._sizes(tightness, has_padding=padding > 0),
             layouts=self._layouts(recovery, num_ps, groups),
+        )
+        if recovery == "replica" and rng.random() < 0.1:
+            plan = self._with_small_budgets(plan)
+        return plan
+
+    def _with_small_budgets(self, plan: Plan) -> Plan:
+        """Let ps tasks have little room for pushes, and less for entries under way to backups."""
+        late_s = self.rng.choice(SIZES["acknowledged by a backup"].values[:2])
+        sizes = {"entries shipped": 1, "acknowledged by a backup": late_s}
+        return dataclasses.replace(
+            plan, limits=plan.limits | {"unfinished_bytes": 1}, sizes=plan.sizes | sizes
         )
 
     def _sizes(self, tightness: float, *, has_padding: bool) -> dict[str, float]:
