@@ -149,7 +149,7 @@ async def main():
 
 def parse_options():
     parser = argparse.ArgumentParser("torch_embeddings.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1500)
     return parser.parse_args()
 
 
