@@ -43,6 +43,7 @@ LAW = (
     "compat",
     "optimizers gradients metrics data",
     "training callbacks",
+    "integrations",
     "testing",
     "launch",
     "blocking",
