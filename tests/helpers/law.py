@@ -44,6 +44,7 @@ LAW = (
     "compat",
     "optimizers gradients metrics data",
     "training callbacks",
+    "integrations",
     "testing",
     "launch",
     "blocking",
