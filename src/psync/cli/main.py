@@ -1,4 +1,4 @@
-"""The command line: ``psync run``, ``serve``, ``bench``, ``checkpoint`` and ``certs``.
+"""The command line: ``psync run``, ``serve``, ``top``, ``bench``, ``checkpoint`` and ``certs``.
 
 Every option also reads an environment variable, ``PSYNC_<COMMAND>_<OPTION>``. Wrong usage is one
 line on stderr and exit code 2. Imports are late: the launcher has its tasks running before it could
@@ -19,6 +19,7 @@ import click
 
 from psync.cli.certs import certs, tls_environ, tls_options
 from psync.cli.checkpoint import checkpoint
+from psync.cli.top import top
 from psync.errors import ConfigurationError, TrainingEnded
 from psync.launch.task_output import configure_logging, fill_standard_streams
 
@@ -94,6 +95,12 @@ def psync(context: click.Context) -> int:
     help="GPUs that each worker sees and no other one does, of those in CUDA_VISIBLE_DEVICES or of "
     "this machine; ps tasks see none. Without it all tasks see what psync run does.",
 )
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    help="Serve metrics for Prometheus on this port of 127.0.0.1, while a coordinator runs. 0: a "
+    "free one; the chief's log has the URL.",
+)
 @tls_options
 @log_level_option
 def run(
@@ -106,6 +113,7 @@ def run(
     chief_restarts: int,
     quiet: bool,
     gpus_per_worker: int | None,
+    metrics_port: int | None,
     log_level: str,
     **tls: Any,
 ) -> int:
@@ -122,6 +130,7 @@ def run(
     """
     from psync.cli.run import launch
 
+    metrics = {} if metrics_port is None else {"PSYNC_METRICS": f"127.0.0.1:{metrics_port}"}
     return launch(
         script,
         args,
@@ -132,7 +141,7 @@ def run(
         chief_restarts=chief_restarts,
         quiet=quiet,
         gpus_per_worker=gpus_per_worker,
-        environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **tls_environ(**tls)},
+        environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **metrics, **tls_environ(**tls)},
     )
 
 
@@ -244,6 +253,7 @@ def serve(insecure: bool, chief_timeout: str | None, log_level: str, **tls: Any)
     return 0
 
 
+psync.add_command(top)
 psync.add_command(checkpoint)
 psync.add_command(certs)
 
