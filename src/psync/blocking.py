@@ -237,6 +237,14 @@ class LocalCluster(_Blocking):
         resolver: LocalClusterResolver = self._inner.resolver
         return resolver
 
+    def scale(self, workers: int) -> None:
+        """Change the number of workers, see ``psync.LocalCluster.scale``."""
+        wait(self._inner.scale(workers))
+
+    def adapt(self, minimum: int = 1, maximum: int = 1, **options: Any) -> None:
+        """Let the number of workers follow the queue, see ``psync.LocalCluster.adapt``."""
+        _on_loop(functools.partial(self._inner.adapt, minimum, maximum, **options))
+
 
 class ClusterCoordinator(_Blocking):
     """A ``psync.ClusterCoordinator``, in plain calls: arguments and errors are the same.

@@ -28,6 +28,7 @@ from psync.api.optimizers.registry import optimizers_here
 from psync.api.scheduling import Scheduling
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.events import Event
+from psync.chief.followed_workers import FollowedWorkers
 from psync.chief.reattachment import OwnOptimizers
 from psync.client.context import forbid_in_step
 from psync.closures.flapping import LIMIT
@@ -142,6 +143,7 @@ class ClusterCoordinator(Scheduling):
         self._metrics = metrics
         self.strategy = strategy
         self._undescribe: Callable[[], None] = lambda: None
+        self._unfollow: Callable[[], object] = lambda: None
         self._coordinator: Coordinator | None = None  # None before start and after close
         self._seen: ServedStatus  # like it
         self._starting = False
@@ -216,6 +218,8 @@ class ClusterCoordinator(Scheduling):
         note_training_began()
         self._coordinator, self._seen = coordinator, seen
         self._undescribe = add_description(coordinator.describe)
+        follower = FollowedWorkers(coordinator.links, coordinator.recovery.queue)
+        self._unfollow = platform.workforce.follow(follower)
         self.strategy.runtime = coordinator.runtime
         self.strategy.gangs = coordinator.gangs
         self.strategy.created = True
@@ -238,6 +242,7 @@ class ClusterCoordinator(Scheduling):
         """
         coordinator, self._coordinator = self._coordinator, None
         self._undescribe()
+        self._unfollow()
         self.strategy.runtime = self.strategy.gangs = None
         if coordinator is not None:
             try:

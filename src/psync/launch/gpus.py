@@ -42,6 +42,11 @@ class GpuShares:
         self._environ = environ
         self._found: tuple[list[str], str] | None = None  # None until they are looked for
 
+    @property
+    def are_shared(self) -> bool:
+        """Whether workers get some."""
+        return bool(self._per_worker)
+
     def check(self, num_workers: int) -> None:
         """Are there enough for so many workers? The first call may start ``nvidia-smi``.
 

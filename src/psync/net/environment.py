@@ -21,6 +21,7 @@ from psync.net.secret import insecure_by_environ, load_secret, require_secret
 from psync.net.tls import TlsNetwork
 from psync.net.tls_config import load_tls
 from psync.net.transport import Network, SocketNetwork
+from psync.net.workforce import workforce_of_launcher
 from psync.wire.limits import Limits
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ def platform_of(
         secret,
         limits=limits_of(environ),
         parts=parts_of(environ),
+        workforce=workforce_of_launcher(),
     )
 
 
