@@ -6,7 +6,10 @@ that do not meet do not wait for each other. A small one, before which there is 
 the turn in which its entry is judged; a large one piece by piece, with the loop running in between.
 
 Nothing can refuse a compute: what could be wrong was judged before. One that fails has torn its
-shards, and the task ends; so does a backup's process, and not the other one of the pair.
+shards, and the task ends; so does a backup's process, and not the other one of the pair. The one
+exception are rules of users (``psync.rules``): their results are swapped in, so a rule that raises
+leaves its shard whole. Such a compute goes to its end, and ``Compute.reply`` raises what the answer
+is.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from psync.errors import BusyError
+from psync.errors import BusyError, PsyncError
 from psync.net.peer import Reply
 from psync.ps.cooperative_work import LongWork
 from psync.store.store import Key, ShardStore
@@ -30,10 +33,17 @@ class Compute:
     """What an entry does to arrays."""
 
     keys: Sequence[Key]  # of the shards that it reads or changes
-    reply: Callable[[], Reply]  # makes the answer, when it is done
+    reply: Callable[[], Reply]  # makes the answer, when it is done; raises a RuleError instead
     nbytes: int = 0  # that it touches
     at_once: Callable[[], None] = _nothing  # does it, if that is little
     in_pieces: Callable[[], Awaitable[None]] | None = None  # or else; None: there is nothing to do
+
+    def outcome(self) -> Reply | PsyncError:
+        """Return the answer, or the error that is the answer."""
+        try:
+            return self.reply()
+        except PsyncError as exc:
+            return exc
 
 
 @dataclass(slots=True, eq=False)

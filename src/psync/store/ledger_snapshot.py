@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from psync.store.ledger import Call, Ledger, _Applied, _Message, _Sender
+from psync.store.ledger import Call, FailureKey, Ledger, _Applied, _Message, _Sender
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class LedgerState:
     coordinator: int = 0  # whose closures these numbers are; 0: it is not known
     parts: tuple[tuple[int, int, int], ...] = ()
     """(closure, ordinal, parts of the update on all ps tasks) of each call that has several."""
+    failures: tuple[tuple[FailureKey, bytes], ...] = ()
+    """Of updates that failed while they were computed, what is answered."""
 
 
 def state_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> LedgerState:
@@ -75,8 +77,9 @@ def state_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> LedgerSt
                 answers.append((sequence, message.call, answer))
         senders.append(SenderState(task, sender.incarnation, sender.acked_below, tuple(answers)))
     return LedgerState(
-        tuple(senders), tuple(calls), ledger._final_below, ledger._floor, tuple(parts)
-    )
+        tuple(senders), tuple(calls), ledger._final_below, ledger._floor, tuple(parts),
+        tuple(ledger._failures.items()),
+    )  # fmt: skip
 
 
 def control_of(ledger: Ledger, pack: Callable[[Any], bytes]) -> list[Any]:
@@ -112,6 +115,7 @@ def restore_ledger(ledger: Ledger, state: LedgerState, unpack: Callable[[bytes],
         count = parts.get((closure, ordinal), 1)
         calls = ledger._closures.setdefault(closure, {})
         calls[ordinal] = _Applied(variable_set, names, count)
+    ledger._failures.update(state.failures)
     ledger.final_below(state.final_below)
 
 

@@ -33,11 +33,11 @@ from typing import Any
 
 from psync import schedules
 from psync.errors import CheckpointError, ConfigurationError, GradientError, PartitionError
-from psync.numerics.rule_configs import rule_from_config
+from psync.numerics.rule_configs import rule_from_config, unknown_in
 from psync.numerics.update_rule import UpdateRule, slot_dtype
-from psync.schedules import Config
+from psync.schedules import OR_OWN, Config
 from psync.specs import ShardSpec, dtype_name, dtype_of
-from psync.store.ledger import Call
+from psync.store.ledger import Call, FailureKey
 from psync.store.ledger_snapshot import LedgerState, SenderState
 from psync.store.shards import Key
 from psync.store.sync_config import SyncConfig
@@ -156,6 +156,7 @@ class SnapshotState:
                 "groups": list(self.groups.items()),
                 "counted": [[*call, digest.hex()] for *call, digest in self.counted],
                 "pending": list(self.pending),
+                **_failures_as_json(self.ledger),
             },
             separators=(",", ":"),
         ).encode()
@@ -190,6 +191,7 @@ class SnapshotState:
         Raises:
             CheckpointCorrupt: It is not the state of a snapshot.
             CheckpointError: It is of a newer version.
+            ConfigurationError: It has an optimizer whose rule or schedule is not known here.
         """
         return _StateReader(UntrustedJson(where)).read(data)
 
@@ -201,6 +203,11 @@ def _hex(fill: bytes | None) -> str | None:
 def _sender_as_json(sender: SenderState) -> list[Any]:
     answers = [[sequence, call, answer.hex()] for sequence, call, answer in sender.answers]
     return [sender.task, sender.incarnation, sender.acked_below, answers]
+
+
+def _failures_as_json(ledger: LedgerState) -> dict[str, Any]:
+    failures = [[key, failure.hex()] for key, failure in ledger.failures]
+    return {"failures": failures} if failures else {}
 
 
 class _StateReader:
@@ -257,6 +264,11 @@ class _StateReader:
         take = self._take
         number, config, rate, step = take.sequence(entry, "an optimizer", 4)
         number = take.number(number, "number of an optimizer")
+        if unknown := unknown_in(config):
+            raise ConfigurationError(
+                f"{take.where}: optimizer {number} has the {unknown}, which is not known here",
+                hint=OR_OWN.removeprefix("or "),
+            )
         try:
             rule = self._rules[number] = rule_from_config(config)
             schedules.from_config(rate)
@@ -335,7 +347,19 @@ class _StateReader:
             take.number(top.get("final_below"), "final_below"),
             take.number(top.get("coordinator", 0), "coordinator"),
             self._parts(top),
+            tuple(map(self._failure, take.sequence(top.get("failures", []), "failed updates"))),
         )
+
+    def _failure(self, entry: Any) -> tuple[FailureKey, bytes]:
+        take, what = self._take, "a failed update"
+        key, data = take.sequence(entry, what, 2)
+        failure = take.hex(data, what)
+        if len(listed := take.sequence(key, what)) == 2:
+            closure, ordinal = take.numbers(listed, what, 2)
+            return (closure, ordinal), failure
+        task, *numbers = take.sequence(listed, what, 3)
+        incarnation, sequence = take.numbers(numbers, what, 2)
+        return (take.text(task, what), incarnation, sequence), failure
 
     def _parts(self, top: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]:
         take, parts = self._take, []
