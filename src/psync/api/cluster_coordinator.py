@@ -151,7 +151,8 @@ class ClusterCoordinator:
             ConnectFailed: They are not there in time; names who is missing, and where.
             AuthenticationError: A task holds another secret.
             ProtocolError: Something else answers at a task's address.
-            ConfigurationError: There is no secret.
+            ConfigurationError: There is no secret; or a ps lacks the update rule or the schedule of
+                an optimizer that this program has made and not used yet.
             ClosedError: The coordinator was started before.
 
         Cancellation: Everything is closed again.
@@ -181,6 +182,7 @@ class ClusterCoordinator:
         self._starting = True
         try:
             await coordinator.start()
+            optimizers.check_unused(coordinator.links.ps.links)
         except BaseException:
             await coordinator.close()
             raise
