@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from backups import W, alone, back_up, create, promote, say, take_over
+from backups import W, alone, back_up, create, promote, take_over
 from inside import (
     accumulators_of,
     backup_of,
@@ -17,7 +17,7 @@ from inside import (
     settled,
     store_of,
 )
-from ps_cluster import CHIEF, CONFIG, PsCluster, assign, heard, pull, push
+from ps_cluster import CHIEF, CONFIG, PsCluster, heard, pull, push
 from psync.backups.host import AsIfFrom
 from psync.errors import FencedError, PsyncError, UsageError
 from psync.net.peer import Handler, Reply
@@ -27,7 +27,6 @@ from psync.wire import log_messages
 from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator
 from psync.wire.codec import Message, encode
 from psync.wire.handshake import RELEASE
-from psync.wire.messages import Done
 from psync.wire.ps_messages import CreateShards, DefineOptimizer, Fence, Push
 from psync.wire.recovery_messages import (
     BackupBegun,
@@ -38,27 +37,6 @@ from psync.wire.recovery_messages import (
     Promote,
 )
 from wire_tools import kinds_of
-
-
-async def test_a_backup_that_serves_answers_repetitions_and_fences_as_the_lost_one_did() -> None:
-    async with PsCluster(2) as cluster:
-        w = await create(cluster)
-        await back_up(cluster)
-        worker = cluster.client(incarnation=1000)
-        one = np.ones(6, np.float32)
-        (answer,) = await assign(worker, w, one, "add", closure=3)
-        assert answer.outcome == "accepted"
-        assert await say(cluster, 0, Fence("/job:worker/task:0", 2000)) == Done()
-        await take_over(cluster)
-        again = cluster.client("/job:worker/task:1")
-        for client in (again, worker):
-            client.links[0].address = cluster.chief.links[0].address
-        (answer,) = await assign(again, w, one, "add", closure=3)
-        assert answer.outcome == "duplicate"
-        with pytest.raises(FencedError):
-            await push(worker, (w,), (1.0,))
-        (value,) = await pull(cluster.chief, w)
-        assert np.array_equal(value, W + 1)
 
 
 async def test_a_newer_order_replaces_even_one_that_serves_and_the_same_or_an_older_none() -> None:

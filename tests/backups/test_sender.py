@@ -29,7 +29,7 @@ async def test_over_connections_that_break_each_entry_is_done_once() -> None:
                 asyncio.create_task(assign(worker, w, np.ones(6, np.float32), "add"))
                 for _ in range(10)
             ]
-            await asyncio.sleep(0)
+            await until(lambda: cluster.ps[0].statistics()["backup"]["waiting"])
             cluster.network.cut("ps1:1")
             await asyncio.gather(*adding)
         await take_over(cluster)

@@ -25,6 +25,7 @@ from psync.errors import PsyncError
 from psync.net.peer import Later, Peer, Reply
 from psync.net.platform import Parts, Platform
 from psync.net.secret import Secret
+from psync.ps.computes import Place
 from psync.ps.life import Life
 from psync.ps_task import PsTask
 from psync.specs import ShardSpec, dtype_name, dtype_of
@@ -92,7 +93,7 @@ class Stage:
         self.lines: list[str] = []
         self.letters = Letters(self)
         self.senders: dict[Any, HeldSender] = {}
-        self.busy: set[Key] = set()  # shards whose computes take long
+        self.busy: set[Place] = set()  # whose computes take long
         self.copies_wait = False
         self.traced = True
         self._executed = (0, 0)  # (ps, number) of the last line about a backup

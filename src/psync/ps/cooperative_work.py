@@ -56,10 +56,15 @@ class LongWork:
         if self._updates:
             await asyncio.wait(list(self._updates))
 
-    def fits_now(self, store: ShardStore, keys: Sequence[Key], nbytes: int) -> bool:
-        """Return whether shards are idle, and their update small enough for one turn."""
+    def fits_now(self, store: ShardStore, keys: Sequence[Key | str], nbytes: int) -> bool:
+        """Return whether shards are idle, and an update small enough for one turn.
+
+        Names of accumulators are not looked up: nothing but computes works on these.
+        """
         cost = nbytes + SHARD_BYTES * len(keys)
-        return cost <= INLINE_BYTES and not any(map(store.busy, keys))
+        return cost <= INLINE_BYTES and not any(
+            store.busy(key) for key in keys if not isinstance(key, str)
+        )
 
     async def when_idle(self, function: Callable[..., T], *arguments: Any) -> T:
         """Read shards or begin work on them when all that it needs are idle.

@@ -3,7 +3,7 @@
     submit    the entry gets its number, and is kept for the backup, if there is one
     execute   when the backup has it, and all before it were executed: it is judged, in a turn of
               the loop. Alone, that is at once
-    compute   what it does to arrays, in the order of entries for each shard (``computes``)
+    compute   what it does to arrays: first in, first out for each of them (``computes``)
     answer    when its computes are done
 
 This is the only rule of release: nothing is judged that the backup does not have, so whatever is
@@ -12,8 +12,8 @@ backup executes the same entries by the same code, so it gets the same bits and 
 synchronous push is answered later, when its token comes (``sync.token_waits``).
 
 Gates, and locks of variables, are passed before a message gets its number. From then on it waits
-only for the backup, for the entries before it, and for computes of its shards. An entry whose act
-returns something to be awaited holds up the entries after it until that has ended. What judging
+only for the backup, for the entries before it, and for computes of what it touches. An entry whose
+act returns something to be awaited holds up the entries after it until that has ended. What judging
 refuses is a PsyncError, on the backup as here, and has changed nothing. Any other error ends the
 task: nobody knows what is half done.
 """
@@ -31,11 +31,11 @@ from typing import Any, cast
 from psync.errors import ClosedError, FencedError, PsyncError
 from psync.net.peer import Handler, Later, Peer, Reply
 from psync.net.serving import fail
-from psync.ps.computes import Compute, Computes
+from psync.ps.computes import Compute, Computes, Touches
 from psync.ps.cooperative_work import LongWork
 from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull
 from psync.store.ledger import Client
-from psync.store.store import ShardStore
+from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, encode
 from psync.wire.log_messages import CheckState
 from psync.wire.messages import Done
@@ -205,28 +205,28 @@ class Executor:
             return self._execute_now(0, act, None)
         return self._enqueue(0, act, None)
 
-    def logged(self, handler: Handler, *, settled: bool = False) -> Handler:
+    def logged(self, handler: Handler, touches: Touches | None = None) -> Handler:
         """Return a handler whose messages are entries, and are acted upon by another one.
 
         Args:
             handler: Acts upon them.
-            settled: Whether all computes before it have to be done.
+            touches: What has to be computed before.
         """
 
         def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
             client = (peer.task, peer.incarnation)
             act = cast(Act, functools.partial(handler.run, peer, message, body))
-            if settled:
-                act = functools.partial(self._settled, act)
-            return self.submit(client, message, body, act)
+            if touches is None:
+                return self.submit(client, message, body, act)
+            return self.submit(client, message, body, lambda: self._settled(act, touches(message)))
 
         return Handler(run, handler.prepare)
 
-    def _settled(self, act: Act) -> Outcome:
-        return act() if self.computes.is_idle else self._when_settled(act)
+    def _settled(self, act: Act, keys: Sequence[Key]) -> Outcome:
+        return self._when_settled(act, keys) if self.computes.waits_at(keys) else act()
 
-    async def _when_settled(self, act: Act) -> Reply | None:
-        await self.computes.settled()
+    async def _when_settled(self, act: Act, keys: Sequence[Key]) -> Reply | None:
+        await self.computes.settled(keys)
         outcome = cast(Reply | Awaitable[Reply | None] | None, act())
         return await outcome if isinstance(outcome, Awaitable) else outcome
 

@@ -24,7 +24,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,9 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.accumulators import AccumulatorService
+from psync.ps.computes import Compute, Touches
 from psync.ps.cooperative_work import LongWork
-from psync.ps.creation import ShardCreation
+from psync.ps.creation import ShardCreation, copied_by
 from psync.ps.cut_gate import GateService
 from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
@@ -205,10 +206,14 @@ class PsServices:
             handlers.update(service.handlers())
         for kind in NOT_JUDGED & handlers.keys():
             handlers[kind] = self._of_served(handlers[kind])
+        # What is copied, or set as a whole, and how updates are computed: between computes.
+        touches: dict[type[Message], Touches] = {
+            CreateShards: copied_by,
+            SetSlots: lambda message: [(each[0], each[1]) for each in message.members],
+            SetOptimizer: lambda _: self.store.keys(),
+        }
         for kind in LOGGED:
-            # What arrays are copied to, and how updates are computed, is set between computes.
-            settled = kind in (CreateShards, SetSlots, SetOptimizer)
-            handlers[kind] = self.executor.logged(handlers[kind], settled=settled)
+            handlers[kind] = self.executor.logged(handlers[kind], touches.get(kind))
         final = handlers[FinalBelow].run
 
         def note_final(peer: Peer, message: FinalBelow, body: list[memoryview]) -> None:
@@ -340,14 +345,13 @@ class PsServices:
             self.closer.serve()
         self.replayed = {}
 
-    def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Reply | Awaitable[Reply]:
+    def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Any:
         if peer.task != CLOSER or peer.incarnation != self.closer_incarnation:
             self._process.check_coordinator(peer)
-        rest = self.refuse_below(message.task, message.below)
-        return Reply(Done()) if rest is None else _done_after(rest)
+        return self.refuse_below(message.task, message.below) or Reply(Done())
 
-    def refuse_below(self, task: str, below: int) -> Awaitable[None] | None:
-        """Serve no lower incarnation of a task; return what large work follows from that."""
+    def refuse_below(self, task: str, below: int) -> Compute | None:
+        """Serve no lower incarnation of a task; in its turn, as takes may be completed by that."""
         self.ledger.fence(task, below)
         self.sync.staging.fence(task, below)
         self.gate.look_again()
@@ -439,8 +443,3 @@ class PsServices:
                 torn()
             self.backup.end(why)
         await closer.close()
-
-
-async def _done_after(rest: Awaitable[None]) -> Reply:
-    await rest
-    return Reply(Done())

@@ -199,7 +199,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "stale_gradient_is_held": Mutant(
         "a gradient of an old step is in no take", ("async",),
-        ((Accumulator, "offer_pieces", wrong.is_of_now),),
+        ((Accumulator, "offer", wrong.is_of_now),),
     ),
     "ahead_by_one_more": Mutant(
         "no worker is further ahead than a bound of staleness allows", ("async",),

@@ -143,8 +143,8 @@ def one_is_missing(original: Callable[..., Any]) -> Any:
 
 
 def is_of_now(original: Callable[..., Any]) -> Any:
-    def offer(self: Accumulator[Any, Any], given: Any, local_step: int, weight: float) -> Any:
-        return original(self, given, max(local_step, self._step), weight)
+    def offer(self: Accumulator[Any, Any], given: Any, local_step: int, *rest: Any) -> Any:
+        return original(self, given, max(local_step, self._step), *rest)
 
     return offer
 
