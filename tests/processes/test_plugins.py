@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,3 +102,58 @@ def test_a_task_that_cannot_import_a_plugin_says_so_and_exits() -> None:
         "psync: error: plugin 'psync_nothing.rules' cannot be imported on /job"
     )
     assert hint.startswith(f"hint: {sys.executable} looks for modules in ''")
+
+
+SCRIPT = """
+import numpy as np
+
+import psync
+from mine import Doubling
+
+
+async def main():
+    strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
+    async with psync.ClusterCoordinator(strategy) as coordinator:
+        with strategy.scope():
+            w = psync.Variable(np.zeros(3, np.float32), name="w")
+        optimizer = psync.optimizers.Optimizer(Doubling(0.5))
+
+        async def step():
+            await optimizer.apply_gradients([(np.ones(3, np.float32), w)])
+
+        for _ in range(4):
+            coordinator.schedule(step)
+        await coordinator.join()
+        print("w", await w.read())
+
+
+psync.run(main)
+"""
+
+RULE = """
+import psync
+
+
+@psync.rules.register
+class Doubling(psync.rules.UpdateRule):
+    name = "tests.doubling"
+
+    def update(self, value, slots, gradient, step):
+        return value - 2 * step.learning_rate * gradient
+"""
+
+
+@pytest.mark.parametrize("beside", ["script", "here"])
+def test_psync_run_finds_a_plugin_beside_the_script_and_where_it_was_started(
+    tmp_path: Path, beside: str
+) -> None:
+    for name in ("script", "here"):
+        (tmp_path / name).mkdir()
+    script = tmp_path / "script" / "train.py"
+    script.write_text(SCRIPT)
+    (tmp_path / beside / "mine.py").write_text(RULE)
+    run = subprocess.run(
+        [sys.executable, "-m", "psync", "run", script, "--ps", "2", "--plugin", "mine"],
+        cwd=tmp_path / "here", capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout) == (0, "w [-4. -4. -4.]\n"), run.stderr

@@ -282,6 +282,8 @@ class ShardTable:
         Raises:
             RuleError: It raises.
         """
+        if not schedules.registered():  # as a rule; each push asks
+            return
         rate = self._optimizers[optimizer_id].rule.learning_rate
         for cls in schedules.registered_in(rate)[:1]:
             try:
