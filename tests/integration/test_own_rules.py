@@ -14,7 +14,6 @@ import psync
 from inside import backups_of, settled, store_of
 from memory_cluster import MemoryCluster, coordinating, event_of, replicated, running, shared
 from own_rules import SHAPE, check_bits, declared, rule, train
-from psync.backups.pairing import Computation
 from psync.chief.events import FailoverEvent
 from psync.errors import ConfigurationError, RuleError
 
@@ -203,11 +202,6 @@ async def test_a_schedule_that_raises_refuses_the_push() -> None:
             assert cluster.ps(name).statistics()["hosted"]["diverged"] == 0
             (backup,) = backups_of(cluster.ps(name)).values()
             assert store_of(backup.task).optimizer_step(optimizer.number) == 2
-
-
-async def test_plugins_of_a_ps_and_of_its_backup_have_to_be_the_same() -> None:
-    plugins = "rule tests.momentum 1, schedule Halving 1"
-    assert Computation().release == f"{psync.__version__}, {plugins}"
 
 
 async def test_a_ps_that_lacks_a_rule_is_named_when_the_optimizer_is_made() -> None:

@@ -328,6 +328,8 @@ class RowTable(RowChecks):
                 rule.apply(param, grad, slots, param, slots, step, self._scratch)
             except RuleRaised as exc:
                 self._note_failure(optimizer_id, step, shard, exc)
+                shard.version -= 1  # the work ends as any other, and counts
+                self._row_updates -= 1
                 return
             apart.append((touched, gathered))
             if not rule.may_raise:  # else all of it at the end
