@@ -49,7 +49,8 @@ class GradientTable(RowTable):
         """
         optimizer = self._optimizer(optimizer_id)
         step = max(optimizer.step, carried_step)
-        self.check_rate(optimizer_id, step)
+        if optimizer.own_schedules:
+            self.check_rate(optimizer_id, step)
         optimizer.step = step + 1
         return step
 

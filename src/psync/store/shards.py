@@ -6,6 +6,7 @@ are worked on piece by piece, see ``shard``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from traceback import format_exception
@@ -26,7 +27,7 @@ from psync.errors import (
 from psync.numerics.blocks import BlockArray, BlockPool, bytes_of
 from psync.numerics.rule_configs import rule_from_config
 from psync.numerics.update_rule import ACCUMULATOR, RuleRaised, UpdateRule, slot_dtype
-from psync.schedules import Config
+from psync.schedules import Config, Schedule
 from psync.specs import ShardSpec, dtype_of
 from psync.store.shard import Shard, Work, started
 
@@ -34,13 +35,18 @@ Key = tuple[int, int]
 """(variable id, shard index): see ``ShardSpec.key``."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Optimizer:
     """One optimizer, as this ps knows it."""
 
     rule: UpdateRule
     config: Config  # with which it was defined
     step: int = 0  # the lowest step that the next push may have
+
+    @functools.cached_property
+    def own_schedules(self) -> list[type[Schedule]]:
+        """The schedules in its learning rate that plugins have registered."""
+        return schedules.registered_in(self.rule.learning_rate)
 
 
 class ShardTable:
@@ -274,7 +280,9 @@ class ShardTable:
             UsageError: If the optimizer is not defined.
             ConfigurationError: If the config is not that of a schedule.
         """
-        self._optimizer(optimizer_id).rule.learning_rate = schedules.from_config(config)
+        optimizer = self._optimizer(optimizer_id)
+        optimizer.rule.learning_rate = schedules.from_config(config)
+        vars(optimizer).pop("own_schedules", None)
 
     def check_rate(self, optimizer_id: int, step: int) -> None:
         """Check that a schedule of a user's has a rate for a step, before anything is changed.
@@ -282,12 +290,10 @@ class ShardTable:
         Raises:
             RuleError: It raises.
         """
-        if not schedules.registered():  # as a rule; each push asks
-            return
-        rate = self._optimizers[optimizer_id].rule.learning_rate
-        for cls in schedules.registered_in(rate)[:1]:
+        optimizer = self._optimizers[optimizer_id]
+        for cls in optimizer.own_schedules[:1]:
             try:
-                rate(step)
+                optimizer.rule.learning_rate(step)
             except Exception as exc:
                 raise rule_error(self._task, f'schedule "{cls.__name__}"', exc) from None
 
@@ -300,8 +306,7 @@ class ShardTable:
 
     def _note_failure(self, optimizer_id: int, step: int, shard: Shard, raised: RuleRaised) -> None:
         """A rule has raised, and the shard is as it was."""
-        name = self._optimizers[optimizer_id].rule.name
-        what = f'update rule "{name}" for {shard.spec}'
+        what = f'update rule "{self._optimizers[optimizer_id].rule.name}" for {shard.spec}'
         error = rule_error(self._task, what, raised.__cause__ or raised)
         self._failures.setdefault((optimizer_id, step), error)
 
