@@ -82,6 +82,8 @@ class UpdateRule(_AnyRule):
         version: Raise it when the results change. Tasks with different versions refuse each other.
         slots: Names of the arrays that are kept beside each value. They begin as 0, or as the
             argument ``initial_<slot>_value`` says.
+
+    Example: that of this module, and ``docs/rules.md``.
     """
 
     may_raise: ClassVar[bool] = True

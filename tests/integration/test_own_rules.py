@@ -99,6 +99,33 @@ async def test_a_rule_that_raises_fails_the_push_and_the_step_may_go_on() -> Non
         await check_bits(w, optimizer, 1)
 
 
+async def test_a_large_push_fails_as_a_small_one_does_and_nothing_waits_behind_it() -> None:
+    async with replicated() as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            w = psync.Variable(np.ones((2, 600_000), np.float32), name="w")
+        optimizer = psync.optimizers.Optimizer(rule())
+        good, bad = np.ones(w.shape, np.float32), np.ones(w.shape, np.float32)
+        bad[:, -1] = 2 * own_rules.TOO_LARGE  # in the last of three blocks
+        pushed = [coordinator.schedule(push, args=(w, optimizer, each)) for each in (bad, good)]
+        pushed.append(coordinator.schedule(push, args=(w, optimizer, bad)))
+        told = await coordinator.fetch(pushed)
+        assert [each == "accepted" for each in told] == [False, True, False]
+        value = await w.read()
+        assert (value == value[0, 0]).all()
+        assert value[0, 0] < 1
+        for name in ("ps-0", "ps-1"):
+            await settled(cluster.ps(name))
+            (backup,) = backups_of(cluster.ps(name)).values()
+            theirs, mine = store_of(backup.task), store_of(cluster.ps(backup_of_whom(name)))
+            for key in mine.keys():
+                assert b"".join(theirs.read(key)) == b"".join(mine.read(key))
+
+
+def backup_of_whom(host: str) -> str:
+    """Of two ps tasks each has the backup of the other one."""
+    return {"ps-0": "ps-1", "ps-1": "ps-0"}[host]
+
+
 async def test_a_push_that_is_sent_again_gets_the_same_error() -> None:
     cluster = MemoryCluster(1, losses={"Push": {"min_each": 2}})
     async with running(cluster), psync.ClusterCoordinator(cluster.strategy()) as coordinator:

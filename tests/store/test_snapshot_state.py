@@ -52,6 +52,7 @@ STATE = SnapshotState(
         ((3, 0, -77, ("h", "flags")), (3, 1, 12, ()), (4, 0, -77, ("h", "flags"))),
         3,
         parts=((3, 1, 2),),
+        failures=(((3, 1), b"failed"), (("/job:worker/task:0", 21, 7), b"too")),
     ),
     ((b"definition", 4),),
     {5: GROUP.to_config() | {"global_step": [0, 3, 0], "averages": [[1, 2]]}},

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 
@@ -18,8 +17,7 @@ import own_rules
 import psync
 from psync import optimizers, rules, schedules
 from psync.errors import ConfigurationError
-from psync.numerics.fingerprint import _fingerprint_with, fingerprint
-from psync.numerics.rule_configs import RULES, registered, registered_in, rule_from_config
+from psync.numerics.rule_configs import RULES, registered
 from psync.numerics.rule_options import RuleOptions
 from psync.numerics.update_rule import SGD, RuleRaised, Scratch, UpdateRule
 from rule_table import run, start
@@ -102,18 +100,6 @@ def test_results_that_are_the_arguments_themselves_are_copied_in_time() -> None:
     assert np.array_equal(param, was - 1)
     assert np.array_equal(slots[0], was)
     assert np.array_equal(slots[1], gradient)
-
-
-def test_survives_the_wire() -> None:
-    rule = own_rules.Momentum(own_rules.Halving(0.5), momentum=0.25)
-    config = msgpack.unpackb(msgpack.packb(rule.to_config()))
-    rebuilt = rule_from_config(config)
-    assert type(rebuilt) is own_rules.Momentum
-    assert rebuilt.to_config() == config
-    assert registered_in(rebuilt) == [
-        ("rule", "tests.momentum", 1),
-        ("schedule", "Halving", 1),
-    ]
 
 
 def test_arguments_have_their_range() -> None:
@@ -229,52 +215,6 @@ def test_an_optimizer_refuses_a_schedule_that_is_not_registered() -> None:
 
     with pytest.raises(ConfigurationError, match="unknown schedule 'Other'"):
         optimizers.SGD(Other(0.1))
-
-
-def test_a_schedule_is_a_frozen_dataclass_with_checked_arguments() -> None:
-    halving = own_rules.Halving(1)
-    assert halving(3) == 0.125
-    assert schedules.from_config(halving.to_config()) == halving
-    with pytest.raises(ConfigurationError, match="Halving: raises_at: expected a number"):
-        own_rules.Halving(1.0, "never")  # type: ignore[arg-type]
-    in_warmup = schedules.Warmup(halving, 10)
-    assert schedules.registered_in(in_warmup) == [own_rules.Halving]
-
-
-def test_a_schedule_of_a_name_that_is_taken_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"'Constant' of .*there is one of this name"):
-        schedules.register(type("Constant", (schedules.Constant,), {}))
-    with pytest.raises(ConfigurationError, match=r"'Halving' of .*, of own_rules"):
-        schedules.register(type("Halving", (schedules.Constant,), {}))
-    with pytest.raises(ConfigurationError, match="expected a subclass of"):
-        schedules.register(int)  # type: ignore[type-var]
-
-
-def test_names_and_versions_are_part_of_the_fingerprint() -> None:
-    marks = {fingerprint()}
-    rules.register(Plain)
-    marks.add(fingerprint())
-    Plain.version = 2
-    try:
-        marks.add(fingerprint())
-    finally:
-        del Plain.version
-    own_rules.Halving.version = 7
-    try:
-        marks.add(fingerprint())
-    finally:
-        del own_rules.Halving.version
-    assert len(marks) == 4
-
-
-def test_results_are_part_of_the_fingerprint() -> None:
-    marks = set()
-    for factor in (1.0, 1.0000001):
-        with own_rules.forgetting():
-            rules.register(returning(lambda v, *_, by=factor: v * v.dtype.type(by)))
-            marks.add(fingerprint())
-            _fingerprint_with.cache_clear()
-    assert len(marks) == 2
 
 
 # The page that tells users.
