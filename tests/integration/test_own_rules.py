@@ -143,40 +143,55 @@ async def test_a_promoted_backup_answers_with_the_same_error() -> None:
         w, optimizer = declared(coordinator.strategy.scope())
         coordinator.schedule(train, args=(w, optimizer, 0))
         await coordinator.join()
-        died = cluster.kill_at("ps-0", "ps.backup.taken")
-        result = coordinator.schedule(push, args=(w, optimizer, REFUSED))
-        assert "raised ValueError" in await result.fetch()
+        died = cluster.kill_at("ps-0", "ps.backup.taken", 2)
+        of_ps_0 = np.zeros(SHAPE, np.float32)
+        of_ps_0[0] = 2 * own_rules.TOO_LARGE
+        result = coordinator.schedule(push, args=(w, optimizer, of_ps_0))
+        assert '"w/part_0" raised ValueError' in await result.fetch()
         assert died.is_set()
         assert isinstance(await anext(coordinator.events()), FailoverEvent)
-        await check_bits(w, optimizer, 1)
+        (promoted,) = backups_of(cluster.ps("ps-1")).values()
+        assert promoted.task.statistics()["ledger"]["already_applied"] == 1  # it had the first run
 
 
 async def push_and_hang(w: Any, optimizer: Any) -> str:
+    """Push; its worker is lost, or its session ended, until the test lets it go on."""
     told = await push(w, optimizer, REFUSED)
     shared.setdefault("told", []).append(told)
-    if len(shared["told"]) == 1:
-        shared["worker"] = f"worker-{psync.get_worker_index()}"
-        event_of("failed").set()
-        await asyncio.Event().wait()  # its worker is killed
+    shared["worker"] = f"worker-{psync.get_worker_index()}"
+    event_of(f"run {len(shared['told'])}").set()
+    await event_of("go on").wait()
     return told
 
 
-@pytest.mark.parametrize("fails_over", [False, True])
-async def test_another_run_of_the_closure_gets_the_same_error(fails_over: bool) -> None:
+async def test_another_run_of_the_closure_gets_the_same_error() -> None:
     async with replicated() as (cluster, coordinator):
         w, optimizer = declared(coordinator.strategy.scope())
         result = coordinator.schedule(push_and_hang, args=(w, optimizer))
-        await event_of("failed").wait()
-        if fails_over:  # first to a new backup, by its snapshot; then that is promoted
-            await cluster.kill("ps-1")
-            await anext(events := coordinator.events())
-            await cluster.revive("ps-1")
-            await coordinator.backed_up()
-            await cluster.kill("ps-0")
-            await anext(events)
+        await event_of("run 1").wait()
         await cluster.stop(shared["worker"])
-        told = await result.fetch()
-        assert told == shared["told"][0]
+        await event_of("run 2").wait()
+        event_of("go on").set()
+        assert "raised ValueError" in await result.fetch()
+        assert shared["told"] == [await result.fetch()] * 2
+        assert np.array_equal(await w.read(), np.ones(SHAPE))
+
+
+async def test_a_backup_that_was_made_after_the_error_knows_it_too() -> None:
+    async with replicated() as (cluster, coordinator):
+        w, optimizer = declared(coordinator.strategy.scope())
+        result = coordinator.schedule(push_and_hang, args=(w, optimizer))
+        await event_of("run 1").wait()
+        events = coordinator.events()
+        for run, name in ((2, "ps-1"), (3, "ps-0")):
+            await cluster.kill(name)
+            assert isinstance(await anext(events), FailoverEvent)
+            await event_of(f"run {run}").wait()
+            await cluster.revive(name)
+            await coordinator.backed_up()  # by a snapshot
+        event_of("go on").set()
+        assert shared["told"] == [await result.fetch()] * 3
+        assert "raised ValueError" in shared["told"][0]
         assert np.array_equal(await w.read(), np.ones(SHAPE))
 
 

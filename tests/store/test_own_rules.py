@@ -14,6 +14,7 @@ from psync.numerics.blocks import BLOCK_ELEMENTS
 from psync.numerics.rule_options import RuleOptions
 from psync.numerics.update_rule import SGD, UpdateRule
 from psync.specs import ShardSpec
+from psync.store.shards import rule_error
 from psync.store.store import ShardStore
 
 TASK = "/job:ps/task:1"
@@ -183,3 +184,13 @@ def test_one_that_is_not_registered_is_refused_by_name() -> None:
     config: Any = own_rules.Momentum(0.1).to_config() | {"rule": "tests.unknown"}
     with pytest.raises(ConfigurationError, match=r"/job:ps/task:1: unknown optimizer 'tests\.unk"):
         ShardStore(TASK).define_optimizer(1, config)
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_error_without_a_text_is_told_all_the_same() -> None:
+    error = rule_error(TASK, "a rule", Mute())
+    assert error.message == f"a rule raised Mute on {TASK}: its text cannot be had"
