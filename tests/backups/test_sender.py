@@ -125,7 +125,7 @@ async def test_a_connection_that_is_lost_while_nothing_is_to_be_sent_is_made_aga
 async def test_one_that_is_ended_is_ended_in_the_same_turn_and_deposes_nobody() -> None:
     """What its ps serves next, from that turn on, is not what was backed up."""
     cluster, deposed = PsCluster(1), []
-    served = Served(0, AttachPs(100, 0, ["ps0:1"], 15.0), 0, 100)
+    served = Served(0, AttachPs(100, ["ps0:1"], 15.0), 0, 100)
     log: CommitLog[Entry] = CommitLog("/job:ps/task:0", 1 << 20)
     sender = BackupSender(
         cluster.platform(), served, BackUp(1, "/job:ps/task:1", "ps1:1", False), log,

@@ -45,6 +45,7 @@ LAW = (
     "training callbacks",
     "testing",
     "launch",
+    "blocking",
     "__init__",
     "bench",
     "cli",

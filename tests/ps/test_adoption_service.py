@@ -43,7 +43,7 @@ async def say(client: PsClient, message: Message, segments: Any = (), ps: int = 
 
 async def attach(client: PsClient, number: int, *, keep: bool = True, ps: int = 0) -> None:
     addresses = [link.address for link in client.links]
-    await say(client, AttachPs(number, ps, addresses, 15.0, keep), ps=ps)
+    await say(client, AttachPs(number, addresses, 15.0, keep), ps=ps)
 
 
 async def held(client: PsClient, ps: int = 0) -> Holding:

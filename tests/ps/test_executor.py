@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from local_training import at_once
-from psync.backups.host import AsIfFrom
 from psync.errors import ClosedError, FencedError, PsyncError, UsageError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.peer import AsIfFrom, Handler, Peer, Reply
 from psync.numerics.blocks import BlockPool
 from psync.numerics.update_rule import SGD
 from psync.ps.computes import Compute
@@ -407,6 +406,20 @@ def test_a_logged_handler_gets_its_message_in_its_turn() -> None:
     ps.taken(1)
     assert got == [(CLIENT[0], NOTE, [])]
     assert outcome(answer) is DONE
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_nobody_hears_of_the_error_of_a_notification(paired: bool) -> None:
+    ps = Ps(paired=paired)
+    peer = cast(Peer, AsIfFrom(*CLIENT, {}))
+    notified = ps.executor.logged(Handler(lambda *_: refuses()), notified=True)
+    assert notified.run(peer, NOTE, []) is None
+    if paired:
+        ps.taken(1)
+    assert ps.executor.waiting == 0
+    ps.executor.end()
+    assert notified.run(peer, NOTE, []) is None
+    assert ps.log.last == 1
 
 
 # A backup that is not what it should be.

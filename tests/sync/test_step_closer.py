@@ -383,7 +383,7 @@ class TestLosses:
             assert u.shards[0].ps == 0
             chief = cluster.client(CHIEF, 200)
             # Only ps 1 has heard of the new coordinator.
-            await ask(chief, AttachPs(200, 1, [link.address for link in chief.links], 15.0), ps=1)
+            await ask(chief, AttachPs(200, [link.address for link in chief.links], 15.0), ps=1)
             pushes = [cluster.replica(index).push((u,), (1.0,)) for index in range(2)]
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
                 assert isinstance(answer, FencedError)

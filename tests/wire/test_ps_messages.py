@@ -50,7 +50,7 @@ GOLDEN: list[tuple[Message, str]] = [
     (Pushed("accepted", 10), "9326a861636365707465640a"),
     (PullRows([(3, 0, 7, 0, 0, 0)], -1, ""), "94489196030007000000ffa0"),
     (RowsPulled([(4, 7)]), "9249919204" + "07"),
-    (AttachPs(1, 0, ["a"], 1.5, moves=3), "9720010091a161cb3ff8000000000000c203"),
+    (AttachPs(1, ["a"], 1.5, moves=3), "96200191a161cb3ff8000000000000c203"),
     (PsAttached([("rule", "a", 3)]), "92cc899193a472756c65a16103"),
     (
         CreateShards([("v", 0, 1, 2, [3], "float32")], [None, b"0", (0, 1)]),

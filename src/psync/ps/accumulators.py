@@ -27,7 +27,6 @@ matters: that is a fact of the message alone.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -202,9 +201,9 @@ class AccumulatorService:
         turn = self._turns[type(message)]
         return self._executor.submit(client, message, body, lambda: turn(client, message, body))
 
-    def _notified(self, peer: Peer, message: Message, _: list[memoryview]) -> None:
-        with contextlib.suppress(PsyncError):  # nobody hears of it
-            self._in_turn((peer.task, peer.incarnation), message)
+    def _notified(self, peer: Peer, message: ForgetTakes, _: list[memoryview]) -> None:
+        client = (peer.task, peer.incarnation)
+        self._executor.note(client, message, (), lambda: self._forget(client, message, ()))
 
     def _define(self, client: Client, message: DefineAccumulator, _: Sequence[memoryview]) -> Reply:
         self.ledger.check_incarnation(*client)
@@ -347,8 +346,7 @@ class AccumulatorService:
 
     def _left(self, client: Client, takes: Sequence[TakeName]) -> None:
         message = EndTakes([(name.accumulator, name.number) for name in takes])
-        with contextlib.suppress(PsyncError):  # the log has ended: nobody waits in it
-            self._in_turn(client, message)
+        self._executor.note(client, message, (), lambda: self._end(client, message, ()))
 
     def _end(self, client: Client, message: EndTakes, _: Sequence[memoryview]) -> Compute | None:
         return self._takes.end(self.hosted, client, message)

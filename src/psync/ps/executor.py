@@ -21,6 +21,7 @@ task: nobody knows what is half done.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections import deque
@@ -33,7 +34,7 @@ from psync.net.peer import Handler, Later, Peer, Reply
 from psync.net.serving import fail
 from psync.ps.computes import Compute, Computes, Touches
 from psync.ps.cooperative_work import LongWork
-from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull
+from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull, chained
 from psync.store.ledger import Client
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, encode
@@ -73,7 +74,6 @@ Act = Callable[[], Outcome]
 """Judges an entry, and does what takes no arrays."""
 
 Ended = Callable[[], None] | None
-
 Claim = Callable[[], Callable[[], None]]
 """Called when an entry takes longer than this turn; returns what to call at its end."""
 
@@ -93,7 +93,7 @@ class Answer(Later):
     __slots__ = ()
 
     def __init__(self) -> None:
-        super().__init__(_nobody_waits)
+        super().__init__(lambda _: None)  # an entry is executed whoever waits
 
     def __await__(self) -> Generator[Any, None, Any]:
         """Wait for it. Cancellation: safe, the entry is executed all the same."""
@@ -137,7 +137,7 @@ class Executor:
     ) -> None:
         self.log = log
         self.computes = Computes(store, work)
-        self.on_entry: Callable[[], None] = _nothing
+        self.on_entry: Callable[[], None] = lambda: None  # there is no backup
         self.digest: Callable[[], bytes] = bytes
         self._task = task
         self._coordinator = ("/job:chief/task:0", coordinator)
@@ -152,6 +152,7 @@ class Executor:
         self._check = 0  # number of the last one in the log
         self._digests: dict[int, bytes] = {}  # of checks that were executed, the last two
         self._to_check = CHECK_EVERY  # entries until the next one
+        self._chain = 0  # over the entries that a backup gets
         self._over: PsyncError | None = None
 
     @property
@@ -192,6 +193,13 @@ class Executor:
             return self._execute_now(number, act, claim)
         return self._enqueue(number, act, None if claim is None else claim())
 
+    def note(
+        self, client: Client, message: Message | Build, body: Sequence[memoryview], act: Act
+    ) -> None:
+        """Submit an entry for whose answer nobody waits: nobody hears of an error, either."""
+        with contextlib.suppress(PsyncError):  # it is refused, or the log has ended
+            self.submit(client, message, body, act)
+
     def in_turn(self, act: Callable[[], Any]) -> Any:
         """Do something between two entries: all up to now are executed, and none after them.
 
@@ -205,20 +213,24 @@ class Executor:
             return self._execute_now(0, act, None)
         return self._enqueue(0, act, None)
 
-    def logged(self, handler: Handler, touches: Touches | None = None) -> Handler:
+    def logged(
+        self, handler: Handler, touches: Touches | None = None, *, notified: bool = False
+    ) -> Handler:
         """Return a handler whose messages are entries, and are acted upon by another one.
 
         Args:
             handler: Acts upon them.
             touches: What has to be computed before.
+            notified: Whether they are notifications, see ``note``.
         """
+        submit = self.note if notified else self.submit
 
         def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
             client = (peer.task, peer.incarnation)
             act = cast(Act, functools.partial(handler.run, peer, message, body))
             if touches is None:
-                return self.submit(client, message, body, act)
-            return self.submit(client, message, body, lambda: self._settled(act, touches(message)))
+                return submit(client, message, body, act)
+            return submit(client, message, body, lambda: self._settled(act, touches(message)))
 
         return Handler(run, handler.prepare)
 
@@ -238,7 +250,7 @@ class Executor:
         """
         self._optimizers = set(self._store.optimizers())
         self._names.begin(groups)
-        self._check, self._digests = 0, {}
+        self._check, self._digests, self._chain = 0, {}, 0
         return self.log.begin_copy()
 
     def in_full(
@@ -255,7 +267,7 @@ class Executor:
         """Let the backup compare its state with this one."""
         self._to_check = CHECK_EVERY
         self._check += 1
-        message = CheckState(self._check, self._digests.get(self._check - 1, b""))
+        message = CheckState(self._check, self._digests.get(self._check - 1, b""), self._chain)
         number = self._keep(self._coordinator, message, ())
         self._enqueue(number, functools.partial(self._take_digest, message), None)
 
@@ -290,9 +302,10 @@ class Executor:
         if not isinstance(message, Message):
             message = message(self._names)
         header = encode(message)
+        nbytes = sum(map(len, body))
+        self._chain = chained(self._chain, client, header, nbytes)
         # Headers weigh more: those of all entries of a message are one frame's header.
-        nbytes = sum(map(len, body)) + HEADER_WEIGHT * len(header)
-        return self.log.append(Entry(client, header, body), nbytes)
+        return self.log.append(Entry(client, header, body), nbytes + HEADER_WEIGHT * len(header))
 
     # Executing them.
 
@@ -318,9 +331,7 @@ class Executor:
                     raise
             else:
                 compute, outcome = outcome, Answer()
-                ended = None if claim is None else claim()
-                done = functools.partial(self._computed, compute, outcome, ended)
-                self.computes.add(compute, done)
+                self._compute(compute, outcome, None if claim is None else claim())
         elif outcome is not None and not isinstance(outcome, Reply):
             answer = Answer()
             self._await(_Queued(number, act, answer, None if claim is None else claim()), outcome)
@@ -379,8 +390,7 @@ class Executor:
             outcome = self._judge(queued.act)
             if isinstance(outcome, Compute):
                 if not self.computes.done_now(outcome):
-                    done = functools.partial(self._computed, outcome, queued.answer, queued.ended)
-                    self.computes.add(outcome, done)
+                    self._compute(outcome, queued.answer, queued.ended)
                     return
                 outcome = outcome.reply()
         except Exception as exc:
@@ -391,10 +401,8 @@ class Executor:
         else:
             self._await(queued, outcome)
 
-    def _computed(
-        self, compute: Compute, answer: Answer, ended: Ended, failed: Exception | None
-    ) -> None:
-        _settle(answer, ended, failed or compute.outcome())
+    def _compute(self, compute: Compute, answer: Answer, ended: Ended) -> None:
+        self.computes.add(compute, lambda exc: _settle(answer, ended, exc or compute.outcome()))
 
     def _await(self, queued: _Queued, under_way: Awaitable[Reply | None]) -> None:
         self._busy = asyncio.get_running_loop().create_task(self._wait(queued, under_way))
@@ -436,14 +444,6 @@ def _settle(answer: Answer, ended: Ended, outcome: Reply | Exception | None) -> 
     if ended is not None:
         ended()
     answer.give(Reply(Done()) if outcome is None else outcome)
-
-
-def _nothing() -> None:
-    """There is no backup to which something could be shipped."""
-
-
-def _nobody_waits(_: Later) -> None:
-    """An entry is executed whoever waits for its answer."""
 
 
 _NOBODY = Entry(("", 0), b"", ())

@@ -50,8 +50,10 @@ Call = tuple[int, int]
 STEP = "a synchronous step"
 """In place of a task, of what was closed: (STEP, number of the group)."""
 
-FailureKey = tuple[str, int, int] | Call
-"""(task, incarnation, sequence) of a message; or a call."""
+CALL = "a call"
+
+FailureKey = tuple[str, int, int]
+"""(task, incarnation, sequence) of a message; (STEP, group, step); (CALL, closure, ordinal)."""
 
 A = TypeVar("A")
 
@@ -247,7 +249,7 @@ class Ledger:
         """
         self._failures[*client, sequence] = failure
         if call is not None:
-            self._failures[call] = failure
+            self._failures[CALL, *call] = failure
         self._forget_failures()
 
     def failure_of(self, client: Client, sequence: int, call: Call | None) -> bytes | None:
@@ -255,7 +257,9 @@ class Ledger:
         if not self._failures:
             return None
         failure = self._failures.get((*client, sequence))
-        return failure if failure is not None or call is None else self._failures.get(call)
+        if failure is None and call is not None:
+            failure = self._failures.get((CALL, *call))
+        return failure
 
     def _forget_failures(self) -> None:
         """Forget those whose messages and calls are forgotten."""
@@ -265,10 +269,10 @@ class Ledger:
             }
 
     def _is_awaited(self, key: FailureKey) -> bool:
-        if len(key) == 2:
-            return key[0] >= self._final_below
-        task, incarnation, sequence = key
-        return task == STEP or self.knows((task, incarnation), sequence)
+        task, number, sequence = key
+        if task == CALL:
+            return number >= self._final_below
+        return task == STEP or self.knows((task, number), sequence)
 
     def refuse(self, client: Client, sequence: int) -> None:
         """Note that a message was refused, or judged in vain: ``is_settled`` knows of it."""

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from psync.store.ledger import Call, FailureKey, Ledger, _Applied, _Message, _Sender
+from psync.store.ledger import Call, Ledger, _Applied, _Message, _Sender
 
 
-@dataclass(frozen=True, slots=True)
-class SenderState:
+class SenderState(NamedTuple):
     """A task that has sent updates, or was fenced."""
 
     task: str
@@ -49,8 +48,8 @@ class LedgerState:
     coordinator: int = 0  # whose closures these numbers are; 0: it is not known
     parts: tuple[tuple[int, int, int], ...] = ()
     """(closure, ordinal, parts of the update on all ps tasks) of each call that has several."""
-    failures: tuple[tuple[FailureKey, bytes], ...] = ()
-    """Of updates that failed while they were computed, what is answered."""
+    failures: tuple[tuple[str, int, int, bytes], ...] = ()
+    """Of updates that failed while they were computed, by ``FailureKey``, what is answered."""
 
 
 def state_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> LedgerState:
@@ -78,7 +77,7 @@ def state_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> LedgerSt
         senders.append(SenderState(task, sender.incarnation, sender.acked_below, tuple(answers)))
     return LedgerState(
         tuple(senders), tuple(calls), ledger._final_below, ledger._floor, tuple(parts),
-        tuple(ledger._failures.items()),
+        tuple((*key, failure) for key, failure in ledger._failures.items()),
     )  # fmt: skip
 
 
@@ -115,7 +114,7 @@ def restore_ledger(ledger: Ledger, state: LedgerState, unpack: Callable[[bytes],
         count = parts.get((closure, ordinal), 1)
         calls = ledger._closures.setdefault(closure, {})
         calls[ordinal] = _Applied(variable_set, names, count)
-    ledger._failures.update(state.failures)
+    ledger._failures.update({(task, a, b): failure for task, a, b, failure in state.failures})
     ledger.final_below(state.final_below)
 
 
