@@ -43,6 +43,7 @@ LAW = (
     "compat",
     "optimizers gradients metrics data rules",
     "training callbacks",
+    "integrations",
     "testing",
     "launch",
     "blocking",

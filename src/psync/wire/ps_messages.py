@@ -160,7 +160,7 @@ class Assign(Message):
     ordinal: int
     set_id: int
     members: list[tuple[int, int]] | None
-    op: str  # "assign", "add" or "sub"; for rows also "mul", "div", "min" or "max"
+    op: str  # "assign", "add", "sub" or "max"; for rows also "mul", "div" or "min"
     rows: list[int] | None = None  # as in Push
     spread: list[tuple[int, int]] | None = None  # as in Push
 
