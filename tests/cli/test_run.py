@@ -58,3 +58,13 @@ def test_too_few_gpus_are_an_error_before_anything_starts(tmp_path: Path) -> Non
     script.touch()
     with pytest.raises(ConfigurationError, match="gpus_per_worker: 2 workers with 1 each need 2"):
         launch(str(script), num_workers=2, gpus_per_worker=1, environ={"CUDA_VISIBLE_DEVICES": "0"})
+
+
+def test_a_plugin_that_is_not_there_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(ConfigurationError, match="no module or package 'psync_nothing'") as caught:
+        launch(str(script), plugins=["psync_nothing.rules"])
+    assert str(caught.value.hint).startswith(f"it was looked for in '{tmp_path}', '{Path.cwd()}'")
+    with pytest.raises(ConfigurationError, match="expected names of modules"):
+        launch(str(script), plugins=["rules.py!"])

@@ -30,7 +30,9 @@ async def test_a_worker_of_the_same_index_is_elsewhere_than_the_one_that_has_lef
 async def test_a_process_leaves_with_code_0_also_if_it_is_still_starting() -> None:
     async with contextlib.AsyncExitStack() as resources:
         counts = {"ps": 1, "worker": 1}
-        host = TasksInProcesses(counts, GpuShares(None, {}), 0, security=False, resources=resources)
+        host = TasksInProcesses(
+            counts, os.environ, GpuShares(None, {}), 0, security=False, resources=resources
+        )
         await host.start("worker", 0)
         first = await host.start("worker", 1)
         process = host.processes["worker-1"]
@@ -47,7 +49,12 @@ async def test_a_process_leaves_with_code_0_also_if_it_is_still_starting() -> No
 async def test_one_that_died_too_often_has_left() -> None:
     async with contextlib.AsyncExitStack() as resources:
         host = TasksInProcesses(
-            {"ps": 1, "worker": 1}, GpuShares(None, {}), 0, security=False, resources=resources
+            {"ps": 1, "worker": 1},
+            os.environ,
+            GpuShares(None, {}),
+            0,
+            security=False,
+            resources=resources,
         )
         address = await host.start("worker", 0)
         given_up = asyncio.Event()

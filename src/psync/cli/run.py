@@ -21,6 +21,7 @@ from pathlib import Path
 
 from psync.errors import ConfigurationError
 from psync.launch.gpus import GpuShares
+from psync.launch.plugins import check_found, plugins_environ
 from psync.launch.processes import SERVE_COMMAND, Output, ProcessGroup, RestartPolicy
 from psync.launch.task_output import also_release_blocked_output, write_stderr
 from psync.launch.task_process import TaskProcess, describe_exit
@@ -62,6 +63,7 @@ def launch(
     chief_restarts: int = 0,
     quiet: bool = False,
     gpus_per_worker: int | None = None,
+    plugins: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
     ps_command: Sequence[str] = SERVE_COMMAND,
 ) -> int:
@@ -91,6 +93,8 @@ def launch(
         quiet: Drop what ps tasks and workers print.
         gpus_per_worker: GPUs that each worker sees, and no other worker does; ps tasks see none.
             None: all tasks see what this process does.
+        plugins: Modules that all tasks load. They are looked for beside the script, too, and where
+            this process is.
         environ: What tasks inherit. A secret is minted unless there is one.
         ps_command: What a ps runs.
 
@@ -99,8 +103,8 @@ def launch(
         stopped the run, 1 if a worker died too often.
 
     Raises:
-        ConfigurationError: If the script is missing or not one, the secret cannot be used, or
-            there are fewer GPUs.
+        ConfigurationError: If the script is missing or not one, the secret cannot be used, a plugin
+            is not found, or there are fewer GPUs.
     """
     command = script_command(script, args)
     commands = {"chief": command, "ps": ps_command, "worker": command, "evaluator": command}
@@ -108,6 +112,13 @@ def launch(
     if evaluator:
         jobs["evaluator"] = 1
     # Checked here, where it is one error, and not one on each task.
+    variables = plugins_environ(plugins, environ)
+    if plugins:
+        directory = script if os.path.isdir(script) else os.path.dirname(script)
+        places = [os.path.abspath(directory), os.getcwd()]
+        check_found(plugins, [*places, *sys.path])
+        python_path = [*places, *filter(None, [environ.get("PYTHONPATH")])]
+        environ = {**environ, **variables, "PYTHONPATH": os.pathsep.join(python_path)}
     secret = mint_secret() if load_secret(environ) is None else None
     gpus = GpuShares(gpus_per_worker, environ)
     gpus.check(num_workers)

@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Self
 
 from psync.api.html_tables import table
 from psync.closures.scaling_rule import AdaptiveRule, changes
-from psync.cluster import ClusterSpec
+from psync.cluster import ClusterSpec, task_name
 from psync.errors import ConfigurationError, PsyncError, UsageError
 from psync.launch.gpus import GpuShares
 from psync.launch.local_tasks import Host, TasksHere, TasksInProcesses
+from psync.launch.plugins import load_plugins, plugins_environ
 from psync.launch.task_process import TaskProcess
 from psync.net.notebook_cells import of_no_cell
 from psync.net.platform import Platform
@@ -61,11 +62,14 @@ class LocalCluster:
         gpus_per_worker: GPUs that each worker process sees, out of those that this one does, and
             none of which another worker sees; ps tasks see none. 0: nor do workers. None: all
             tasks see what this process does.
+        plugins: Modules with rules of your own, which this process and all tasks load; see
+            ``psync.rules``.
 
     Raises:
-        ConfigurationError: If a number is too small, processes are given a network, or tasks
-            without processes security or GPUs. From ``start``: if certificates cannot be made or
-            used, or there are fewer GPUs.
+        ConfigurationError: If a number is too small, processes are given a network, tasks
+            without processes security or GPUs, or plugins are no modules. From ``start``: if
+            certificates cannot be made or used, there are fewer GPUs, or a plugin cannot be
+            imported.
 
     Example:
         async with psync.LocalCluster(2, 2) as cluster:
@@ -86,6 +90,7 @@ class LocalCluster:
         network: MemoryNetwork | None = None,
         security: bool = False,
         gpus_per_worker: int | None = None,
+        plugins: Sequence[str] = (),
     ) -> None:
         for name, count in (("num_ps", num_ps), ("num_workers", num_workers)):
             if not isinstance(count, int) or count < 1:
@@ -105,6 +110,7 @@ class LocalCluster:
             )
         self._security = security
         self._gpus = GpuShares(gpus_per_worker, os.environ)
+        self._plugins = plugins_environ(plugins, os.environ)
         self._processes = processes
         self._network = network
         self._max_restarts = max_restarts
@@ -159,6 +165,7 @@ class LocalCluster:
         """Start all tasks. Cancellation: they are stopped again."""
         if self._resources is not None:
             raise UsageError("the local cluster was started before")
+        load_plugins(task_name("chief", 0), {**os.environ, **self._plugins})
         async with contextlib.AsyncExitStack() as resources:
             await of_no_cell(self._start(resources))
             self._resources = resources.pop_all()
@@ -311,7 +318,7 @@ class LocalCluster:
     async def _start(self, resources: contextlib.AsyncExitStack) -> None:
         if self._processes:
             in_processes = TasksInProcesses(
-                self._counts, self._gpus, self._max_restarts,
+                self._counts, {**os.environ, **self._plugins}, self._gpus, self._max_restarts,
                 security=self._security, resources=resources,
             )  # fmt: skip
             self.tasks = in_processes.processes

@@ -112,6 +112,7 @@ class TasksInProcesses:
 
     Args:
         counts: Number of tasks of each job at the start.
+        environ: What they inherit.
         gpus: Of workers.
         max_restarts: How often a minute each task may be started again.
         security: Whether certificates are made.
@@ -124,6 +125,7 @@ class TasksInProcesses:
     def __init__(
         self,
         counts: Mapping[str, int],
+        environ: Mapping[str, str],
         gpus: GpuShares,
         max_restarts: int,
         *,
@@ -131,7 +133,7 @@ class TasksInProcesses:
         resources: contextlib.AsyncExitStack,
     ) -> None:
         secret = mint_secret()
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(_own_import_path())}
+        environ = {**environ, "PYTHONPATH": os.pathsep.join(_own_import_path())}
         if security:
             for name in TLS_VARIABLES:
                 environ.pop(name, None)
