@@ -1,4 +1,4 @@
-"""The command line: ``psync run``, ``serve``, ``top``, ``bench``, ``checkpoint`` and ``certs``.
+"""The command line: ``psync run``, ``scale``, ``top``, ``serve``, ``bench`` and others.
 
 Every option also reads an environment variable, ``PSYNC_<COMMAND>_<OPTION>``. Wrong usage is one
 line on stderr and exit code 2. Imports are late: the launcher has its tasks running before it could
@@ -19,6 +19,7 @@ import click
 
 from psync.cli.certs import certs, tls_environ, tls_options
 from psync.cli.checkpoint import checkpoint
+from psync.cli.scale import scale
 from psync.cli.top import top
 from psync.errors import ConfigurationError, TrainingEnded
 from psync.launch.task_output import configure_logging, fill_standard_streams
@@ -277,6 +278,7 @@ def serve(
 
 
 psync.add_command(top)
+psync.add_command(scale)
 psync.add_command(checkpoint)
 psync.add_command(certs)
 

@@ -13,9 +13,12 @@ import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from psync.closures.queue import QueueStatistics
 from psync.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from psync.closures.queue import QueueStatistics
 
 
 @dataclass(frozen=True, slots=True)
