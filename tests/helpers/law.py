@@ -42,7 +42,7 @@ LAW = (
     "status",
     "api",
     "compat",
-    "optimizers gradients metrics data",
+    "optimizers gradients metrics data rules",
     "training callbacks",
     "integrations",
     "testing",
