@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,12 @@ from psync.errors import (
     ConfigurationError,
     ConnectionLost,
 )
+from psync.launch.local import LocalClusterResolver
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.net.secret import Secret
 from psync.net.transport import SocketNetwork
+from psync.status.model import Status
 from psync.status.reading import reading_status
 from psync.status.run_files import newest_run
 from psync.status.serving import ServedStatus, is_served
@@ -115,3 +120,33 @@ async def test_the_coordinator_of_a_local_cluster_can_be_asked(runtime: Path) ->
             assert seen == await coordinator.status()
             assert [worker.task for worker in seen.workers] == ["/job:worker/task:0"]
     assert list((runtime / "psync").iterdir()) == []
+
+
+@pytest.mark.processes
+async def test_a_coordinator_that_waits_for_a_worker_says_for_whom(runtime: Path) -> None:
+    async with psync.LocalCluster(1, 1) as cluster:
+        there = cluster.resolver.cluster_spec().as_dict()
+        with socket.create_server(("127.0.0.1", 0)) as nobody:  # who listens, and never answers
+            missing = f"127.0.0.1:{nobody.getsockname()[1]}"
+            resolver = LocalClusterResolver(
+                {**there, "worker": [*there["worker"], missing]}, cluster.resolver.platform
+            )
+            coordinator = psync.ClusterCoordinator(psync.ParameterServerStrategy(resolver))
+            starting = asyncio.ensure_future(coordinator.start())
+            seen = await status_when(lambda seen: seen.workers[0].state == "idle")
+            assert (seen.state, seen.workers[1].state) == ("starting", "connecting")
+            assert seen.workers[1].address == missing
+            starting.cancel()
+            await asyncio.wait((starting,))
+    assert list((runtime / "psync").iterdir()) == []
+
+
+async def status_when(holds: Callable[[Status], bool]) -> Status:
+    """The newest run's status, as soon as something holds."""
+    while True:
+        try:
+            async with reading_status(newest_run()) as reader:
+                if holds(seen := await reader.read()):
+                    return seen
+        except ConfigurationError:  # it has not begun
+            await asyncio.sleep(0)

@@ -29,6 +29,7 @@ from psync.status.run_files import (
     newest_run,
     read_run,
     run_file,
+    socket_of,
     take_away_ended,
 )
 
@@ -77,7 +78,6 @@ async def _listen(
             await writer.drain()
 
     server = await asyncio.start_unix_server(answer, socket, limit=MAX_REQUEST_BYTES)
-    stack.callback(socket.unlink, missing_ok=True)
     stack.callback(server.close)
     run = Run(os.getpid(), time.time(), program, f"unix:{socket}", token)
     stack.enter_context(run_file(path, run))
@@ -125,7 +125,7 @@ def scale(workers: int, run: Path | None) -> int:
 
 async def _ask(run: Run, workers: int) -> dict[str, Any]:
     try:
-        reader, writer = await asyncio.open_unix_connection(run.address.removeprefix("unix:"))
+        reader, writer = await asyncio.open_unix_connection(socket_of(run))
         with contextlib.closing(writer):
             writer.write(json.dumps({"token": run.token, "workers": workers}).encode() + b"\n")
             answer: dict[str, Any] = json.loads(await reader.readline())

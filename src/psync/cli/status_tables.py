@@ -12,6 +12,7 @@ from psync.status.model import GroupStatus, PsStatus, Status, WorkerStatus
 from psync.training.progress import bytes_text
 
 MAX_EVENTS = 8
+MAX_ERRORS = 3
 MAX_NAMED = 3
 
 TROUBLE = ("lost", "set aside", "given up", "silent", "broken", "connecting", "unconnected")
@@ -74,6 +75,7 @@ def _head(status: Status) -> list[RenderableType]:
         values = (f"{name} {value:.4g}" for name, value in status.reported.items())
         lines.append(_line("reported", ", ".join(values)))
     lines.append(_line("waits for", status.waits_for))
+    lines += _errors(status.workers)
     lines += [_line("note", note) for note in status.notes]
     return [*lines]
 
@@ -117,8 +119,8 @@ def _groups(groups: Sequence[GroupStatus]) -> Table:
 def _ps(tasks: Sequence[PsStatus]) -> Table:
     backed_up = any(ps.backup is not None for ps in tasks)
     table = _table(
-        "ps", "state", "variables", "slots", "pushes/s", "pulls/s", "in/s", "out/s", "queue",
-        "duplicate", *(["backup"] if backed_up else []),
+        "ps", "state", "variables", "slots", "push/s", "pull/s", "in/s", "out/s", "queue", "dup.",
+        *(["backup"] if backed_up else []),
         left=("ps", "state", "backup"),
     )  # fmt: skip
     for ps in tasks:
@@ -132,7 +134,7 @@ def _ps(tasks: Sequence[PsStatus]) -> Table:
             str(ps.queue), str(ps.duplicates),
         ]  # fmt: skip
         if ps.backup is not None:
-            behind = f", {ps.backup.behind} behind" if ps.backup.behind else ""
+            behind = f" -{ps.backup.behind}" if ps.backup.behind else ""  # entries that it lacks
             cells.append(f"{ps.backup.state}{behind}")
         table.add_row(_short(ps.task), state, *cells)
     return table
@@ -144,21 +146,36 @@ def _workers(workers: Sequence[WorkerStatus], room: int | None) -> list[Renderab
         more = len(shown) - room + 1
         shown = sorted(shown, key=_by_trouble)[: room - 1]
     table = _table(
-        "worker", "state", "closures/s", "mean", "stale", "dropped", "lost", "runs", "for",
-        "last error", left=("worker", "state", "runs", "last error"),
+        "worker", "state", "/s", "mean", "stale", "dropped", "lost", "for", "runs",
+        left=("worker", "state", "runs"),
     )  # fmt: skip
     for each in shown:
-        closure, error = each.closure, each.last_error
+        closure = each.closure
         table.add_row(
             _short(each.task), Text(each.state, STYLES.get(each.state, "")),
             _number(each.closures_per_s), "" if each.mean_s is None else _seconds(each.mean_s),
             "" if each.staleness is None else str(each.staleness), str(each.dropped),
             str(each.losses),
-            Text("" if closure is None else _plain(f"{closure.name} {closure.id}")),
             "" if closure is None else _seconds(closure.seconds),
-            Text("" if error is None else _plain(error.text.partition("\n")[0])),
+            Text("" if closure is None else _plain(f"{closure.name} {closure.id}")),
         )  # fmt: skip
     return [table, *([f"and {more} more workers"] if more else [])]
+
+
+def _errors(workers: Sequence[WorkerStatus]) -> list[Text]:
+    """Return lines on the newest errors."""
+    seen = [(each.last_error, each.task) for each in workers if each.last_error is not None]
+    newest = sorted(seen, key=lambda each: each[0].seconds)[:MAX_ERRORS]
+    return [
+        _line(
+            "error", f"{_seconds(error.seconds)} ago on {_short(task)}: {_first_line(error.text)}"
+        )
+        for error, task in newest
+    ]
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
 
 
 def _by_trouble(worker: WorkerStatus) -> tuple[bool, float]:

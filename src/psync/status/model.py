@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -204,8 +205,15 @@ class Status:
     schema: int = SCHEMA
 
     def to_json(self) -> str:
-        """Return the JSON form: one object, in one line."""
-        return json.dumps(self, default=_fields, separators=(",", ":"))
+        """Return the JSON form: one object, in one line.
+
+        Reported values that JSON has no numbers for, such as a loss that is NaN, are null.
+        """
+        data = _fields(self)
+        data["reported"] = {
+            name: value if math.isfinite(value) else None for name, value in self.reported.items()
+        }
+        return json.dumps(data, default=_fields, separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -225,6 +233,8 @@ class Status:
                 hint="use the version of psync that the run uses",
             )
         try:
+            for name, value in data.get("reported", {}).items():
+                data["reported"][name] = math.nan if value is None else value
             made: Self = _built(cls, data)
         except (ValueError, TypeError, KeyError, AttributeError) as exc:
             raise RemoteProtocolError(f"expected a status of schema {SCHEMA}: {exc}") from exc

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from psync.closures.membership import TaskState
-from psync.errors import PsyncError
+from psync.errors import ClosedError, PsyncError
 from psync.net.peer import Peer
 from psync.status.model import EventStatus, RunningClosure, SeenError, Status
 from psync.status.rates import History, PsReading, Reading, WorkerReading, status_of
@@ -71,14 +71,24 @@ class StatusSource:
     async def status(self) -> Status:
         """Return the status, at most 0.2 s old.
 
+        Raises:
+            ClosedError: The coordinator is closed meanwhile.
+
         Cancellation: Safe; others who ask get theirs.
         """
         if self._newest is not None and self._loop.time() - self._newest[0] < FRESH_S:
             return self._newest[1]
-        if self._asking is None:
-            self._asking = self._loop.create_task(self._read())
-            self._asking.add_done_callback(self._ended)
-        return await asyncio.shield(self._asking)
+        asking = self._asking
+        if asking is None:
+            asking = self._asking = self._loop.create_task(self._read())
+            asking.add_done_callback(self._ended)
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if asking.cancelled() and (task is None or not task.cancelling()):
+                raise ClosedError("status: the coordinator was closed") from None
+            raise
 
     def _ended(self, asking: asyncio.Task[Status]) -> None:
         self._asking = None
