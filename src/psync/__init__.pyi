@@ -126,6 +126,7 @@ from psync.serialization.captures import StaleCaptureWarning as StaleCaptureWarn
 from psync.serialization.remote_value import RemoteValue as RemoteValue
 from psync.serialization.remote_value import RemoteValueStatus as RemoteValueStatus
 from psync.specs import Outcome as Outcome
+from psync.status.model import Status as Status
 from psync.training.checkpoint import Checkpoint as Checkpoint
 from psync.training.checkpoint_manager import CheckpointManager as CheckpointManager
 from psync.training.checkpoint_manager import latest_checkpoint as latest_checkpoint

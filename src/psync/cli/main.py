@@ -1,4 +1,4 @@
-"""The command line: ``psync run``, ``serve``, ``bench``, ``checkpoint`` and ``certs``.
+"""The command line: ``psync run``, ``serve``, ``top``, ``bench``, ``checkpoint`` and ``certs``.
 
 Every option also reads an environment variable, ``PSYNC_<COMMAND>_<OPTION>``. Wrong usage is one
 line on stderr and exit code 2. Imports are late: the launcher has its tasks running before it could
@@ -19,6 +19,7 @@ import click
 
 from psync.cli.certs import certs, tls_environ, tls_options
 from psync.cli.checkpoint import checkpoint
+from psync.cli.top import top
 from psync.errors import ConfigurationError, TrainingEnded
 from psync.launch.task_output import configure_logging, fill_standard_streams
 
@@ -98,6 +99,12 @@ def psync(context: click.Context) -> int:
     "neither 0 nor 2. It goes on from its newest checkpoint if the script restores that.",
 )
 @click.option("--quiet", is_flag=True, help="Show the chief's output only.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    help="Serve metrics for Prometheus on this port of 127.0.0.1, while a coordinator runs. 0: a "
+    "free one; the chief's log has the URL.",
+)
 @plugin_option
 @tls_options
 @log_level_option
@@ -110,6 +117,7 @@ def run(
     max_restarts: int,
     chief_restarts: int,
     quiet: bool,
+    metrics_port: int | None,
     plugins: tuple[str, ...],
     log_level: str,
     **tls: Any,
@@ -127,6 +135,7 @@ def run(
     """
     from psync.cli.run import launch
 
+    metrics = {} if metrics_port is None else {"PSYNC_METRICS": f"127.0.0.1:{metrics_port}"}
     return launch(
         script,
         args,
@@ -137,7 +146,7 @@ def run(
         chief_restarts=chief_restarts,
         quiet=quiet,
         plugins=plugins,
-        environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **tls_environ(**tls)},
+        environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **metrics, **tls_environ(**tls)},
     )
 
 
@@ -259,6 +268,7 @@ def serve(
     return 0
 
 
+psync.add_command(top)
 psync.add_command(checkpoint)
 psync.add_command(certs)
 

@@ -79,6 +79,11 @@ class Computes:
         """Whether all are done."""
         return not self._queues
 
+    @property
+    def waiting(self) -> int:
+        """How many are not done."""
+        return len({id(job) for queue in self._queues.values() for job in queue})
+
     def check_idle(self) -> None:
         """Raise BusyError unless all of shards are done."""
         if shards := sum(not isinstance(key, str) for key in self._queues):

@@ -38,6 +38,44 @@ from psync.wire.messages import Failure
 from psync.wire.ps_messages import Assign, AverageShards, Push, Pushed
 from psync.wire.remote_errors import exception_of, failure_of
 
+MAX_STALENESS = 255
+"""What is staler is counted as this."""
+
+
+class PushStaleness:
+    """Staleness of asynchronous pushes: updates of others since the same task's last push.
+
+    The same as ``PushResult.staleness``, where a task pushes to the same ps tasks each time.
+    """
+
+    def __init__(self) -> None:
+        # By task and optimizer: step of its last push, and staleness of that; -1: it is the first.
+        self._last: dict[tuple[str, int], list[int]] = {}
+        self._counts = [0] * (MAX_STALENESS + 1)
+
+    def note(self, task: str, optimizer: int, step: int) -> None:
+        """Note that a push is applied as the optimizer's step ``step``."""
+        last = self._last.get((task, optimizer))
+        if last is None:
+            self._last[task, optimizer] = [step, -1]
+            return
+        staleness = step - last[0] - 1
+        if staleness < 0:  # the program has set the optimizer back
+            staleness = 0
+        last[0], last[1] = step, staleness
+        self._counts[staleness if staleness < MAX_STALENESS else MAX_STALENESS] += 1
+
+    def statistics(self) -> dict[str, Any]:
+        """Return that of each task's newest push, and how often each staleness occurred."""
+        newest: dict[str, int] = {}
+        for (task, _), (_, staleness) in self._last.items():
+            newest[task] = max(staleness, newest.get(task, -1))
+        return {
+            # A list: there may be many workers.
+            "newest": [(task, steps) for task, steps in newest.items() if steps >= 0],
+            "counts": {str(steps): count for steps, count in enumerate(self._counts) if count},
+        }
+
 
 class PsUpdates:
     """The pushes and assigns of one ps under one coordinator.
@@ -65,6 +103,7 @@ class PsUpdates:
         gate: GateService,
     ) -> None:
         self.pushes = self.assigns = 0  # that were applied
+        self.staleness = PushStaleness()
         self._executor = executor
         self._task = task
         self._store = store
@@ -222,6 +261,8 @@ class PsUpdates:
         is_push = isinstance(update.message, Push)
         answer = Pushed("accepted", update.step + 1 if is_push else 0)
         self._ledger.record(ticket, answer)
+        if isinstance(update.message, Push):
+            self.staleness.note(update.client[0], update.message.optimizer, update.step)
         self.pushes += is_push
         self.assigns += not is_push
         return Compute(

@@ -1,7 +1,7 @@
 """Trainer: a Keras-like training loop, ``fit`` and ``evaluate``, on a cluster.
 
 Source: ``Model.fit`` of Keras under ``tf.distribute.ParameterServerStrategy``: ``steps_per_epoch``
-is needed, callbacks for batches do not exist, metrics are seen at the end of an epoch.
+is needed. Different: callbacks may be told of batches.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from psync.metrics import Mean, Metric
 from psync.serialization.failures import text_of
 from psync.serialization.remote_value import RemoteValue
 from psync.specs import checked_integer, checked_kind
+from psync.training.batch_callbacks import follow
 from psync.training.checkpoint import Checkpoint
 from psync.training.checkpoint_manager import CheckpointManager
 from psync.training.evaluation import (
@@ -180,7 +181,7 @@ class Trainer:
             validation_data: As ``evaluate`` takes it.
             validation_batch_size: Of validation data that are arrays.
             validation_freq: After each n-th epoch.
-            callbacks: Called between epochs.
+            callbacks: Called between epochs, and after batches if they want that.
             initial_epoch: From 0. Default: where the last checkpoint was saved, else 0.
             verbose: False, "lines", "bar"; "auto" or True: a bar on a terminal, else lines.
 
@@ -220,7 +221,8 @@ class Trainer:
             if self.manager is not None:
                 await self.manager.restore_or_initialize()
             first = max(history.epoch, default=-1) + 1 if initial_epoch is None else initial_epoch
-            self.stop_training, run_steps = False, self._steps()
+            told = [callback for callback in callbacks if callback.wants_batches]
+            self.stop_training, run_steps = False, self._steps(tells=bool(told))
             starts = range(0, steps_per_epoch, steps_per_execution)
             closures = [min(steps_per_execution, steps_per_epoch - start) for start in starts]
             logs: dict[str, float] = {}
@@ -231,7 +233,9 @@ class Trainer:
                     await call_back(self, callbacks, "on_epoch_begin", epoch)
                     began = time.perf_counter()
                     show.begin(epoch, epochs, steps_per_epoch)
-                    logs, ended = await self._epoch(coordinator, run_steps, dataset, closures, show)
+                    logs, ended = await self._epoch(
+                        coordinator, run_steps, dataset, closures, show, told
+                    )
                     validates = validation_data is not None and (epoch + 1) % validation_freq == 0
                     self.validation_skipped = validation_data is not None and not validates
                     if validates:
@@ -240,6 +244,7 @@ class Trainer:
                         logs |= {f"val_{name}": value for name, value in found.items()}
                     show.end(time.perf_counter() - began, logs)
                     history.add(epoch, logs)
+                    coordinator.report({"epoch": epoch, **logs})
                     await call_back(self, callbacks, "on_epoch_end", epoch, logs)
                     if self.manager is not None:
                         await self.manager.save()
@@ -289,13 +294,17 @@ class Trainer:
             checked_integer(f"evaluate: expected {name} above 0", value, 1)
         return shards_of(data, num_shards, batch_size)
 
-    def _steps(self) -> Callable[..., Any]:
-        """Return the step function: some steps, then one message for each metric."""
+    def _steps(self, *, tells: bool) -> Callable[..., Any]:
+        """Return the step function: some steps, then one message for each metric.
+
+        Args:
+            tells: Whether it returns what it has counted, too.
+        """
         variables, value_and_grad = self.variables, self._value_and_grad
         optimizer, global_step = self.optimizer, self._global_step
         metrics = self._counted
 
-        async def run_steps(batches: Any, count: int) -> None:
+        async def run_steps(batches: Any, count: int) -> list[Any] | None:
             counts = Counts(metrics)
             ended: EndOfData | None = None
             closure = current_closure()
@@ -325,6 +334,7 @@ class Trainer:
                     await metric.add(total)
             if ended is not None:
                 raise ended
+            return counts.sums if tells else None
 
         return run_steps
 
@@ -335,20 +345,35 @@ class Trainer:
         dataset: PerWorkerDataset[Any],
         counts: Sequence[int],
         show: Progress,
+        told: Sequence[Callback],
     ) -> tuple[dict[str, float], bool]:
         """Run one epoch; return its values, and whether the data of a worker ended."""
+
+        async def tell(batch: int, sums: Sequence[Any]) -> None:
+            counted = zip(self._counted.items(), sums, strict=True)
+            logs = {name: metric.value_of(total) for (name, metric), total in counted}
+            coordinator.report(logs)
+            await call_back(self, told, "on_train_batch_end", batch, logs)
+
         for metric in self._counted.values():
             await metric.reset_state()
         batches, ended = iter(dataset), False
         closures = [coordinator.schedule(run_steps, args=(batches, count)) for count in counts]
-        shown = asyncio.create_task(_show(closures, counts, show))
+        tasks = [asyncio.create_task(_show(closures, counts, show))]
+        if told:
+            batches_told = follow(closures, counts, tell, lambda: self.stop_training)
+            tasks.append(asyncio.create_task(batches_told))
         try:
-            await coordinator.join()
-        except EndOfData:
-            ended = True
+            try:
+                await coordinator.join()
+            except EndOfData:
+                ended = True
+            for telling in tasks[1:]:
+                await telling
         finally:
-            shown.cancel()
-            await asyncio.wait((shown,))
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
         if ended and not any(await self._counted["loss"].variables[0].read()):
             raise ConfigurationError(
                 "fit: expected at least one batch, got none",
