@@ -36,6 +36,7 @@ from psync.serialization.functions import FunctionTable
 from psync.serialization.remote_value import RemoteValue
 from psync.testing import settle
 from psync.wire.limits import Limits
+from psync.worker import session
 
 
 class Custom(Exception):
@@ -580,7 +581,12 @@ async def test_one_value_can_be_cancelled_queued_or_running():
         await coordinator.join()  # no error
 
 
-async def test_a_step_that_cancels_itself_fails_its_closure_and_the_worker_goes_on():
+@pytest.mark.parametrize("short_s", [session.SHORT_S, -1.0])
+async def test_a_step_that_cancels_itself_fails_its_closure_and_the_worker_goes_on(
+    short_s, monkeypatch
+):
+    """Also where the loop gets a turn before the next step, as after one that took its time."""
+    monkeypatch.setattr(session, "SHORT_S", short_s)
     async with coordinating(num_workers=1) as (_, coordinator):
 
         async def suicidal():

@@ -184,11 +184,12 @@ class ServedModule(ServedVariables, Generic[M]):
             live.puller = puller
             tensors.drop_gradients()
         written = tensors.begin_writing()
-        _, live.version = await self.pull_values(live.version, written.target)
+        _, version = await self.pull_values(live.version, written.target)
         if written.is_costly:
             await asyncio.to_thread(written.finish)
         else:
             written.finish()
+        live.version = version
         live.state = {key: np.array(tensors.array(key)) for key in self._state.names}
         return cast(M, tensors.module)
 

@@ -6,7 +6,6 @@ steps has seen. Not compared: counters of what was done.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -159,7 +158,7 @@ def _contents(task: PsTask) -> dict[str, Any]:
             found[f"optimizer {number}"] = optimizer
     found |= {f"group {number}": state.groups.get(number) for number in steps}
     for sender in state.ledger.senders:
-        found[f"ledger of {sender.task}"] = dataclasses.astuple(sender)
+        found[f"ledger of {sender.task}"] = tuple(sender)
     found["calls"] = sorted(state.ledger.calls), sorted(state.ledger.parts)
     found["final below"] = state.ledger.final_below
     found["steps"] = steps
