@@ -44,7 +44,7 @@ try:
         check_present,
         first_value,
         is_gradient,
-    )  # fmt: skip
+    )
 except ImportError as exc:
     raise ConfigurationError(
         f"psync.integrations.jax needs the package jax, which cannot be imported here: {exc}",
@@ -208,9 +208,9 @@ class ServedPytree(ServedVariables, Generic[T]):
         Cancellation: Safe.
         """
         live = await self._live()
-        if any(array.is_deleted() for array in live.kept.values()):
-            live.version = None  # they were donated
-        values, live.version = await self.pull_values(live.version, self._target)
+        donated = any(array.is_deleted() for array in live.kept.values())
+        seen = None if donated else live.version
+        values, version = await self.pull_values(seen, self._target)
         for array in values.values():
             array.flags.writeable = False
         given = {**live.kept, **values}
@@ -219,7 +219,7 @@ class ServedPytree(ServedVariables, Generic[T]):
             return by_name(given, lambda arrays: jax.device_put(arrays, device))
 
         leaves = await asyncio.to_thread(put) if len(given) > MANY else put()
-        live.kept = {key: leaves[key] for key in self._seldom}
+        live.version, live.kept = version, {key: leaves[key] for key in self._seldom}
         live.state = {key: values[key] for key in self._state.names}
         live.puller = current_run()
         params = self._params.filled(leaves)

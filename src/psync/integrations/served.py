@@ -173,7 +173,7 @@ class ServedVariables(Module):
         models = _kept().setdefault(runtime, {})
         key = variable.origin, variable.spec.variable_id
         if key not in models:
-            models[key] = await asyncio.to_thread(begin)
+            models.setdefault(key, await asyncio.to_thread(begin))
         kept: L = models[key]
         return kept
 
