@@ -140,7 +140,7 @@ def first_value(name: str, leaf: Any, what: str) -> np.ndarray:
         return np.asarray(jax.numpy.asarray(leaf))
     except (TypeError, ValueError, OverflowError) as exc:
         raise ConfigurationError(
-            f'{what}: leaf "{name}" is {type(leaf).__name__}, of which jax makes no array of numbers: {exc}',
+            f'{what}: leaf "{name}" is {type(leaf).__name__}, of which jax makes no array: {exc}',
             hint="serve the arrays alone: nnx.split(model, nnx.Param, …), "
             "eqx.partition(model, eqx.is_inexact_array); keys for random numbers are "
             "psync.integrations.jax.step_key",
