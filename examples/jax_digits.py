@@ -46,11 +46,6 @@ class Net(nnx.Module):
         return self.classes(self.dropout(x, rngs=key))
 
 
-def split():
-    """Return a model, the same each time: its structure, parameters, and running statistics."""
-    return nnx.split(Net(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
-
-
 def load(part):
     """Return images of 8×8×1 pixels from 0 to 1, and labels: 1437 to train, 360 to test."""
     from sklearn.datasets import load_digits
@@ -97,11 +92,10 @@ def accuracy_of(graph, params, stats, *, as_in_training=False):
     return float((net(images).argmax(1) == labels).mean())
 
 
-def train_alone(steps):
+def train_alone(graph, params, stats, steps):
     """Return the accuracy that the same number of steps reaches in this process."""
-    graph, params, stats = split()
     value_and_grad, data = gradients_of(graph), batches()
-    optimizer = optax.adam(RATE)
+    optimizer = optax.adam(optax.cosine_decay_schedule(RATE, steps))
     slots = optimizer.init(params)
 
     @jax.jit
@@ -121,13 +115,13 @@ async def main():
     strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
     async with psync.ClusterCoordinator(strategy) as coordinator:
         began = time.perf_counter()
-        alone = train_alone(options.steps)
+        graph, params, stats = nnx.split(Net(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
+        alone = train_alone(graph, params, stats, options.steps)
         print(f"single process: accuracy {alone:.4f} in {time.perf_counter() - began:.1f} s")
 
-        optimizer = psync.optimizers.Adam(RATE)
+        optimizer = psync.optimizers.Adam(psync.schedules.CosineDecay(RATE, options.steps))
         if options.sync:
             optimizer = psync.SyncReplicasOptimizer(optimizer, replicas_to_aggregate=2)
-        graph, params, stats = split()
         with strategy.scope():
             served = ServedPytree(params, optimizer, name="net", state=stats)
         value_and_grad = gradients_of(graph)

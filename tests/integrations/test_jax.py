@@ -81,6 +81,26 @@ async def test_arrays_of_a_pull_stay_what_they_are() -> None:
         assert first["b"].tolist() == [0, 0]
 
 
+async def test_on_a_cpu_values_are_read_into_the_memory_of_the_arrays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from psync.integrations import jax as module
+
+    read: set[int] = set()
+
+    def recorded(*args: Any) -> Any:
+        array = module_aligned(*args)
+        read.add(array.ctypes.data)
+        return array
+
+    module_aligned = module.aligned
+    monkeypatch.setattr(module, "aligned", recorded)
+    async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, _):
+        served = served_of(strategy, state=STATS, trainable=lambda name: name == "w")
+        pulled = await served.pull()
+        assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(pulled)} == read
+
+
 async def test_pulled_arrays_may_be_donated_frozen_ones_too() -> None:
     async with training(1, 1) as (strategy, _):
         served = served_of(strategy, trainable=lambda name: name == "b")

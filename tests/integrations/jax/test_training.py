@@ -117,13 +117,13 @@ async def test_a_closure_that_runs_again_elsewhere_has_the_same_key() -> None:
         shared["keys"].append(key)
         if len(shared["keys"]) == 1:
             shared["begun"].set()
-            await asyncio.Event().wait()  # until its worker is killed
+            await asyncio.Event().wait()  # until its worker is lost
         return psync.get_worker_index()
 
     async with coordinating(num_workers=2) as (cluster, coordinator):
         value = coordinator.schedule(step)
         await shared["begun"].wait()
-        await cluster.kill("worker-0")
+        await cluster.stop("worker-0")
         assert await value == 1
         await in_step(coordinator, step)
     first, again, another = shared["keys"]
