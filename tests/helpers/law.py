@@ -41,7 +41,7 @@ LAW = (
     "coordinator",
     "api",
     "compat",
-    "optimizers gradients metrics data",
+    "optimizers gradients metrics data rules",
     "training callbacks",
     "integrations",
     "testing",

@@ -159,7 +159,8 @@ class ClusterCoordinator(Scheduling):
             ConnectFailed: They are not there in time; names who is missing, and where.
             AuthenticationError: A task holds another secret.
             ProtocolError: Something else answers at a task's address.
-            ConfigurationError: There is no secret.
+            ConfigurationError: There is no secret; or a ps lacks the update rule or the schedule of
+                an optimizer that this program has made and not used yet.
             ClosedError: The coordinator was started before.
 
         Cancellation: Everything is closed again.
@@ -189,6 +190,7 @@ class ClusterCoordinator(Scheduling):
         self._starting = True
         try:
             await coordinator.start()
+            optimizers.check_unused(coordinator.links.ps.links)
         except BaseException:
             await coordinator.close()
             raise

@@ -9,7 +9,9 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
                same sequence               the recorded answer again, once that is applied
                same call, other run        "duplicate": another run of the closure was first
                old incarnation             FencedError
-    applied    shard by shard (``computes``); then the answer leaves
+    applied    shard by shard (``computes``); then the answer leaves. A rule of a user's may raise
+               here: its shard is as it was, the answer is a RuleError, and is noted for those who
+               ask again (``ledger.note_failure``)
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ from psync.ps.update import NO_BYTES, ShardSet, Update, memory_for, set_of
 from psync.store.ledger import Duplicate, Fresh, Ledger, Ticket
 from psync.store.ledger_snapshot import control_of
 from psync.store.store import ShardStore
-from psync.wire.codec import Message, encode
+from psync.wire.codec import Message, decode, encode
 from psync.wire.lock_messages import AssignLocked
+from psync.wire.messages import Failure
 from psync.wire.ps_messages import Assign, AverageShards, Push, Pushed
+from psync.wire.remote_errors import exception_of, failure_of
 
 
 class PsUpdates:
@@ -204,7 +208,7 @@ class PsUpdates:
         try:
             verdict = update.judge()
             if isinstance(verdict, Duplicate):  # the first one may not be applied yet
-                return _answering(update, cast(Pushed, verdict.answer))
+                return self._answering(update, cast(Pushed, verdict.answer))
             if isinstance(verdict, Fresh):
                 update.begin()
                 return self._accept(update, verdict.ticket)
@@ -212,7 +216,7 @@ class PsUpdates:
             self._ledger.refuse(update.client, update.message.sequence)
             self._gate.wake()
             raise
-        return _answering(update, self._ledger.record(verdict.ticket, Pushed("duplicate", 0)))
+        return self._answering(update, self._ledger.record(verdict.ticket, Pushed("duplicate", 0)))
 
     def _accept(self, update: Update, ticket: Ticket) -> Compute:
         is_push = isinstance(update.message, Push)
@@ -232,9 +236,21 @@ class PsUpdates:
         """All shards have it, and nobody was told yet."""
         if self._gate.is_shut:
             self._gate.wake()
+        if isinstance(update.message, Push):
+            failed = self._store.take_failure(update.message.optimizer, update.step)
+            if failed is not None:
+                client, sequence, call = update.identity
+                self._ledger.note_failure(client, sequence, call, encode(failure_of(failed)))
+                raise failed
         return Reply(answer)
 
+    def _answering(self, update: Update, answer: Pushed) -> Compute:
+        """Return what answers once the shards are as an earlier update has left them."""
 
-def _answering(update: Update, answer: Pushed) -> Compute:
-    """Return what answers once the shards are as an earlier update has left them."""
-    return Compute(update.needed, lambda: Reply(answer))
+        def reply() -> Reply:
+            failure = self._ledger.failure_of(*update.identity)
+            if failure is not None:
+                raise exception_of(cast(Failure, decode(failure)), self._task)
+            return Reply(answer)
+
+        return Compute(update.needed, reply)
