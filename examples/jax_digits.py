@@ -46,6 +46,11 @@ class Net(nnx.Module):
         return self.classes(self.dropout(x, rngs=key))
 
 
+def split(net):
+    """Return the structure of a model, its parameters, and its running statistics."""
+    return nnx.split(net, nnx.Param, nnx.BatchStat)
+
+
 def load(part):
     """Return images of 8×8×1 pixels from 0 to 1, and labels: 1437 to train, 360 to test."""
     from sklearn.datasets import load_digits
@@ -115,13 +120,13 @@ async def main():
     strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
     async with psync.ClusterCoordinator(strategy) as coordinator:
         began = time.perf_counter()
-        graph, params, stats = nnx.split(Net(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
+        graph, params, stats = split(Net(nnx.Rngs(0)))
         alone = train_alone(graph, params, stats, options.steps)
         print(f"single process: accuracy {alone:.4f} in {time.perf_counter() - began:.1f} s")
 
-        optimizer = psync.optimizers.Adam(psync.schedules.CosineDecay(RATE, options.steps))
-        if options.sync:
-            optimizer = psync.SyncReplicasOptimizer(optimizer, replicas_to_aggregate=2)
+        adam = psync.optimizers.Adam(psync.schedules.CosineDecay(RATE, options.steps))
+        mean_of_2 = psync.SyncReplicasOptimizer(adam, replicas_to_aggregate=2)
+        optimizer = mean_of_2 if options.sync else adam
         with strategy.scope():
             served = ServedPytree(params, optimizer, name="net", state=stats)
         value_and_grad = gradients_of(graph)
@@ -157,7 +162,9 @@ async def main():
 
 
 def parse_options():
-    parser = argparse.ArgumentParser("jax_digits.py", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        "jax_digits.py", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--steps", type=int, default=300, help="updates of the model")
     parser.add_argument("--sync", action="store_true", help="mean of two gradients in each step")
     return parser.parse_args()
