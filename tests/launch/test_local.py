@@ -304,8 +304,10 @@ async def test_more_workers_than_gpus_are_an_error(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ConfigurationError, match="3 workers with 1 each need 3 GPUs"):
             cluster.adapt(1, 3)
         await cluster.scale(2)
-        environ = Path(f"/proc/{cluster.tasks['worker-1'].pid}/environ").read_bytes().split(b"\0")
-        assert b"CUDA_VISIBLE_DEVICES=1" in environ
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy):
+            seen = await strategy.run(os.getenv, ("CUDA_VISIBLE_DEVICES",))
+            assert list(strategy.experimental_local_results(seen)) == ["0", "1"]
 
 
 @pytest.mark.virtual_time
