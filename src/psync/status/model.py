@@ -42,6 +42,21 @@ class SeenError:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkShares:
+    """What a worker's time went to, as shares of ``seconds``; the rest is time without work.
+
+    Known while a dashboard or a run log is open; ``psync.client.work_meter`` says what counts.
+    """
+
+    compute: float
+    pull: float
+    push: float
+    wait: float
+    seconds: float  # between the last two answers of the worker
+    age_s: float = 0.0  # of the newest; a step that computes on the loop keeps it from answering
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """One worker. Its states:
 
@@ -70,6 +85,7 @@ class WorkerStatus:
     dropped: int = 0  # that came too late
     duplicates: int = 0  # that another run of their closure had made before
     last_error: SeenError | None = None
+    work: WorkShares | None = None  # None: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +216,8 @@ class Status:
     ps: tuple[PsStatus, ...] = ()  # by index
     notes: tuple[str, ...] = ()  # on recovery, backups and who is set aside
     events: tuple[EventStatus, ...] = ()  # the newest, newest first
+    reported: Mapping[str, float | None] = field(default_factory=dict)
+    """What the program has reported last, such as its loss; None: it was not finite."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:

@@ -24,6 +24,7 @@ from psync.status.model import (
     Status,
     StepsStatus,
     WorkerStatus,
+    WorkShares,
 )
 
 WINDOW_S = 5.0
@@ -80,6 +81,7 @@ class WorkerReading:
     losses: int = 0
     failed: int = 0
     last_error: SeenError | None = None
+    work: WorkShares | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class Reading:
     has_backups: bool = False
     notes: Sequence[str] = ()
     events: Sequence[EventStatus] = ()
+    reported: Mapping[str, float | None] = field(default_factory=dict)
 
 
 def status_of(reading: Reading, history: History) -> Status:
@@ -154,6 +157,7 @@ def status_of(reading: Reading, history: History) -> Status:
         ps=tuple(_ps(each, rate, has_backups=reading.has_backups) for each in reading.ps),
         notes=tuple(reading.notes),
         events=tuple(reading.events),
+        reported=reading.reported,
     )  # fmt: skip
 
 
@@ -248,6 +252,7 @@ def _workers(
                 pushes["stale"],
                 pushes["duplicate"],
                 worker.last_error,
+                worker.work,
             )
         )
     return tuple(workers)
@@ -296,3 +301,12 @@ def _backup(counters: Mapping[str, Any]) -> BackupStatus:
     state = counters["state"]
     has_one = state in ("paired", "copying")
     return BackupStatus(state, counters["entries"] - counters["taken"] if has_one else 0)
+
+
+def shares_of(before: Mapping[str, float], now: Mapping[str, float]) -> WorkShares | None:
+    """Return what a worker's time went to between two readings of its meter; None: unknown."""
+    seconds = now["at"] - before["at"]
+    spent = [now[kind] - before[kind] for kind in ("compute", "pull", "push", "wait")]
+    if seconds <= 0 or min(spent) < 0:  # it has begun anew
+        return None
+    return WorkShares(*(each / seconds for each in spent), seconds)

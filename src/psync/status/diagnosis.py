@@ -1,0 +1,245 @@
+"""What a status means, in sentences: why a run is slow or waits, the gravest first.
+
+Each rule looks at one thing and says nothing where that is fine. Thresholds are where somebody who
+watches a run begins to care, not where something is broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from psync.status.model import PsStatus, Status, WorkerStatus
+from psync.status.units import bytes_text, seconds_text, task_text, tasks_text
+
+STRAGGLER = 1.5
+"""A worker whose closures take so many times the median is one."""
+
+STUCK_S, STUCK = 10.0, 5.0
+"""A closure that has run for so many seconds, and so many times what one takes, is remarkable."""
+
+LARGE_SHARE = 0.4
+"""Of the workers' time: more than that on one thing is worth a word."""
+
+UNEVEN = 1.6
+"""A ps that sends so many times its fair share of all bytes."""
+
+BUSY_BYTES_PER_S = 1 << 20
+"""Below, nobody asks whether the load of ps tasks is even."""
+
+LONG_QUEUE = 32
+"""Updates that wait on a ps; a few for each worker are normal."""
+
+LATE_SHARE = 0.25
+"""Of synchronous gradients: more than that come too late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence.
+
+    Attributes:
+        level: "bad": it stands still or something is lost; "warn": it could be faster; "good".
+        text: A sentence or two: what it is, and what to do.
+    """
+
+    level: str
+    text: str
+
+
+def diagnose(status: Status) -> list[Finding]:
+    """Return why a cluster is slow or waits; if it does neither, what its workers do.
+
+    Example:
+        for finding in diagnose(await coordinator.status()):
+            print(finding.level, finding.text)
+    """
+    findings = [finding for rule in _RULES for finding in rule(status)]
+    findings.sort(key=lambda finding: finding.level != "bad")  # stable
+    return findings or [_all_is_well(status)]
+
+
+# Rules. What stands still comes first.
+
+
+def _states(status: Status) -> Iterator[Finding]:
+    if status.state == "starting":
+        yield Finding("warn", f"The cluster is starting. It waits for: {status.waits_for}.")
+    elif status.state == "recovering":
+        yield Finding("bad", "A ps was lost: closures are held back until its contents are back.")
+    elif status.state == "failed":
+        yield Finding("bad", "A step has raised: nothing new is started until a join raises it.")
+
+
+def _values(status: Status) -> Iterator[Finding]:
+    for name, value in status.reported.items():
+        if value is None:
+            yield Finding("bad", f"The reported {name} is not a finite number.")
+
+
+def _gone(status: Status) -> Iterator[Finding]:
+    for state, text in (
+        ("lost", "gone, and connected to as soon as it is there again"),
+        ("set aside", "lost again and again, and left alone for a while"),
+        ("given up", "gone for good: its process could not be kept alive"),
+    ):
+        tasks = [each.task for each in status.workers if each.state == state]
+        if tasks:
+            yield Finding("bad", f"{_capital(tasks_text(tasks))}: {text}.")
+    for ps in status.ps:
+        if ps.state in ("lost", "broken"):
+            yield Finding("bad", f"{_capital(task_text(ps.task))} is {ps.state}: steps wait for it.")
+        elif ps.state == "silent":
+            text = "has not answered for a second: it computes, swaps, or is stopped"
+            yield Finding("warn", f"{_capital(task_text(ps.task))} {text}.")
+
+
+def _barriers(status: Status) -> Iterator[Finding]:
+    running = {each.task: each for each in status.workers}
+    for group in status.steps.groups:
+        if not group.waiting:
+            continue
+        head = f"Step {group.step} of {group.name} has {group.counted} of {group.target} gradients"
+        held = f"{len(group.waiting)} of {len(status.workers)} workers wait for it"
+        if not group.waits_for:
+            yield Finding("bad", f"{head}; {held}, and no other worker has anything to do.")
+            continue
+        who = tasks_text(group.waits_for)
+        first = running.get(group.waits_for[0])
+        if first is not None and first.closure is not None and len(group.waits_for) == 1:
+            who += f", in {first.closure.name} since {seconds_text(first.closure.seconds)}"
+        yield Finding("warn", f"{head}; {held}. It waits for {who}.")
+    for bound in status.steps.bounds:
+        if bound.waiting:
+            yield Finding(
+                "warn",
+                f"{_capital(tasks_text(bound.waiting))} may be at most {bound.max_staleness} "
+                f"rounds ahead, and wait for {tasks_text(bound.waits_for)}.",
+            )
+
+
+def _work(status: Status) -> Iterator[Finding]:
+    queue, here = status.queue, _here(status)
+    idle = [each for each in here if each.state == "idle"]
+    if status.state not in ("running", "idle") or not idle or queue.queued:
+        return
+    if len(idle) == len(here):
+        yield Finding("warn", "Nothing is scheduled: all workers wait for the program.")
+    elif queue.waiting:
+        text = "closures that are left wait for the value of another one"
+        yield Finding("warn", f"{_of(idle, here)} have nothing to do: {text}.")
+    else:
+        text = "the queue is empty. Schedule further ahead, or join less often"
+        yield Finding("warn", f"{_of(idle, here)} have nothing to do: {text}.")
+
+
+def _stragglers(status: Status) -> Iterator[Finding]:
+    paces = {each.task: each.mean_s for each in status.workers if each.mean_s}
+    usual = median(paces.values()) if len(paces) > 2 else 0.0
+    if usual:
+        slow = sorted((task for task in paces if paces[task] > STRAGGLER * usual),
+                      key=lambda task: -paces[task])  # fmt: skip
+        if slow:
+            times = paces[slow[0]] / usual
+            verb = "takes" if len(slow) == 1 else "take up to"
+            yield Finding(
+                "warn",
+                f"{_capital(tasks_text(slow))} {verb} {seconds_text(paces[slow[0]])} for a closure,"
+                f" {times:.1f} times the median of {seconds_text(usual)}.",
+            )
+    for each in status.workers:
+        closure, pace = each.closure, each.mean_s or 0.0
+        if closure is None or each.state != "busy":
+            continue
+        if closure.seconds > STUCK_S and closure.seconds > STUCK * pace:
+            text = f"has run {closure.name} for {seconds_text(closure.seconds)}"
+            than = f"; its closures take {seconds_text(pace)}" if pace else ""
+            yield Finding("warn", f"{_capital(task_text(each.task))} {text}{than}.")
+            return  # of many stuck ones the first will do
+
+
+def _shares(status: Status) -> Iterator[Finding]:
+    known = [each.work for each in _here(status) if each.work is not None]
+    if not known:
+        return
+    for kind, text in (
+        ("pull", "on pulls: pull less often or fewer bytes, or use more ps tasks"),
+        ("push", "on pushes: push fewer bytes, or use more ps tasks"),
+        ("wait", "waiting for other workers: backup workers or a looser bound make that less"),
+    ):
+        share = sum(getattr(each, kind) for each in known) / len(known)
+        if share > LARGE_SHARE:
+            yield Finding("warn", f"Workers spend {share:.0%} of their time {text}.")
+
+
+def _servers(status: Status) -> Iterator[Finding]:
+    long = [each for each in status.ps if each.queue > LONG_QUEUE]
+    if long:
+        most = max(long, key=lambda each: each.queue)
+        text = f"has {most.queue} updates waiting: the ps tasks are what everybody waits for"
+        yield Finding("warn", f"{_capital(task_text(most.task))} {text}.")
+    yield from _uneven(status.ps)
+    behind = [each for each in status.ps if each.backup is not None and each.backup.behind > 1000]
+    if behind:
+        text = "is far behind its log; updates wait for it"
+        yield Finding("warn", f"The backup of {tasks_text([each.task for each in behind])} {text}.")
+
+
+def _uneven(tasks: Sequence[PsStatus]) -> Iterator[Finding]:
+    loads = {each.task: each.bytes_in_per_s + each.bytes_out_per_s for each in tasks}
+    total = sum(loads.values())
+    if len(loads) < 2 or total < BUSY_BYTES_PER_S:
+        return
+    task = max(loads, key=lambda each: loads[each])
+    if loads[task] * len(loads) > UNEVEN * total:
+        yield Finding(
+            "warn",
+            f"{_capital(task_text(task))} moves {loads[task] / total:.0%} of all bytes "
+            f"({bytes_text(loads[task])}/s); a partitioner would spread the variables.",
+        )
+
+
+def _lost_work(status: Status) -> Iterator[Finding]:
+    for group in status.steps.groups:
+        offered = group.accepted + group.dropped
+        if offered >= 20 and group.dropped > LATE_SHARE * offered:
+            share = group.dropped / offered
+            text = f"{share:.0%} of the gradients for {group.name} came too late, and were dropped"
+            yield Finding("warn", f"{text}: that much computing is for nothing.")
+    if status.queue.put_back:
+        count = status.queue.put_back
+        times = "once" if count == 1 else f"{count} times"
+        yield Finding("warn", f"A closure ran again {times}, because its worker was lost.")
+
+
+def _all_is_well(status: Status) -> Finding:
+    here = _here(status)
+    known = [each.work for each in here if each.work is not None]
+    if status.state == "ended":
+        return Finding("good", "The run has ended.")
+    if known:
+        share = sum(each.compute for each in known) / len(known)
+        return Finding("good", f"Nothing holds it up: workers compute for {share:.0%} of the time.")
+    busy = sum(each.state == "busy" for each in here)
+    return Finding("good", f"Nothing holds it up: {busy} of {len(here)} workers are busy.")
+
+
+_RULES: tuple[Callable[[Status], Iterable[Finding]], ...] = (
+    _states, _values, _gone, _barriers, _work, _stragglers, _shares, _servers, _lost_work,
+)  # fmt: skip
+
+
+# Words.
+
+
+def _here(status: Status) -> list[WorkerStatus]:
+    return [each for each in status.workers if each.state in ("idle", "busy", "waiting", "leaving")]
+
+
+def _of(some: Sequence[object], all_: Sequence[object]) -> str:
+    return f"{len(some)} of {len(all_)} workers"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
