@@ -89,7 +89,9 @@ def _gone(status: Status) -> Iterator[Finding]:
             yield Finding("bad", f"{_capital(tasks_text(tasks))}: {text}.")
     for ps in status.ps:
         if ps.state in ("lost", "broken"):
-            yield Finding("bad", f"{_capital(task_text(ps.task))} is {ps.state}: steps wait for it.")
+            yield Finding(
+                "bad", f"{_capital(task_text(ps.task))} is {ps.state}: steps wait for it."
+            )
         elif ps.state == "silent":
             text = "has not answered for a second: it computes, swaps, or is stopped"
             yield Finding("warn", f"{_capital(task_text(ps.task))} {text}.")

@@ -1,0 +1,89 @@
+"""The recorder: a status a second, for the dashboard and the run log of a run that goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from psync.dashboard.run_log import RunLog
+from psync.dashboard.shows import LiveShow
+from psync.dashboard.view import Placed
+from psync.status.model import Status
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+
+
+class Recorder:
+    """Takes a status a second, from ``start`` to ``close``.
+
+    Args:
+        read: Returns the status.
+        placed: Returns all shards of the variables that have been declared.
+        log: Where statuses are written; None: nowhere. It is closed with this.
+        interval_s: Between two statuses.
+
+    Attributes:
+        show: What the dashboard shows.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Awaitable[Status]],
+        placed: Callable[[], Sequence[Placed]],
+        log: RunLog | None = None,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self.show = LiveShow()
+        self._read = read
+        self._placed = placed
+        self._log = log
+        self._interval_s = interval_s
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        """Take a last status if the cluster is still there, and end. Cancellation: it ends."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait((task,))
+            try:
+                await self._take()
+            except Exception:
+                logger.debug("the last status of the run is missing", exc_info=True)
+        if self._log is not None:
+            log, self._log = self._log, None
+            await self._write(log, log.close)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._take()
+            except Exception:  # the page stands still; training does not
+                logger.exception("the status for the dashboard cannot be taken")
+            await asyncio.sleep(self._interval_s)
+
+    async def _take(self) -> None:
+        status = await self._read()
+        placed = self._placed()
+        is_news = len(placed) != len(self.show.placed)
+        self.show.placed = placed
+        self.show.add(status)
+        log = self._log
+        if log is not None:
+            if is_news:
+                await self._write(log, lambda: log.place(placed))
+            await self._write(log, lambda: log.add(status))
+
+    async def _write(self, log: RunLog, write: Callable[[], None]) -> None:
+        try:
+            await asyncio.to_thread(write)
+        except OSError as exc:
+            logger.warning("run log %s is not written any more: %s", log.path, exc.strerror)
+            self._log = None
