@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.console import Console
 from psync.cli import top
 from psync.cli.main import main
 from psync.errors import ConfigurationError, DeadlineExceeded, RemoteProtocolError
-from psync.status import serving
+from psync.status import reading
 from psync.status.model import Status
 from psync.status.run_files import Run, run_file
 
@@ -53,7 +54,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def answering(monkeypatch: pytest.MonkeyPatch, *answers: Status | Exception) -> Reader:
     reader = Reader(*answers)
-    monkeypatch.setattr(serving, "reading_status", lambda run: contextlib.nullcontext(reader))
+    monkeypatch.setattr(reading, "reading_status", lambda run: contextlib.nullcontext(reader))
     return reader
 
 
@@ -127,3 +128,12 @@ def test_live_it_goes_on_when_the_run_is_silent_and_ends_with_it() -> None:
     assert "not answered for 5 s" in text
     assert text.rstrip().endswith("has ended")
     assert "train.py" in text.rpartition("\x1b[?1049l")[2]  # the last one stays on the screen
+
+
+def test_a_url_at_which_nobody_answers_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port = bound.getsockname()[1]
+    assert main(["top", f"http://127.0.0.1:{port}/status?token=secret", "--once"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"psync: error: http://127.0.0.1:{port}/status does not answer")
+    assert "secret" not in error

@@ -46,6 +46,7 @@ LAW = (
     "training callbacks",
     "testing",
     "launch",
+    "blocking",
     "__init__",
     "bench",
     "cli",
@@ -59,7 +60,7 @@ PURE = (
     "numerics accumulators store closures net.handshake_limits client.numbers client.pulled_steps "
     "worker.element_specs checkpoints.manifest checkpoints.layout ps.life backups.pairing "
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
-    "chief.recovery_rule compat.session_members status.model status.rates"
+    "chief.recovery_rule compat.session_members status.model status.rates status.exposition"
 ).split()
 
 # What is pure is given these as a value.

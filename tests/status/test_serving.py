@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -18,17 +17,15 @@ from psync.cluster_roles import CHIEF
 from psync.errors import (
     ConfigurationError,
     ConnectionLost,
-    DeadlineExceeded,
-    RemoteProtocolError,
 )
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.net.secret import Secret
 from psync.net.transport import SocketNetwork
-from psync.status import serving
 from psync.status.model import Status
-from psync.status.run_files import Run, newest_run
-from psync.status.serving import ServedStatus, is_served, reading_status
+from psync.status.reading import reading_status
+from psync.status.run_files import newest_run
+from psync.status.serving import ServedStatus, is_served
 from psync.testing import MemoryNetwork
 from psync.wire.messages import Shutdown
 
@@ -82,26 +79,6 @@ async def test_whoever_finds_the_run_file_gets_the_status(runtime: Path) -> None
     assert list((runtime / "psync").iterdir()) == []
 
 
-async def test_a_reader_hears_that_the_run_has_ended(runtime: Path) -> None:
-    async with serving_of() as status:
-        run = newest_run()
-        async with reading_status(run) as reader:
-            await status.close()
-            with pytest.raises(ConfigurationError, match=r"train.py \(process \d+\) has ended"):
-                await reader.read()
-        with pytest.raises(ConfigurationError, match=r"\(process \d+\) has ended, or cannot be"):
-            async with reading_status(run):
-                pass
-
-
-async def test_who_has_another_token_gets_nothing(runtime: Path) -> None:
-    async with serving_of():
-        run = dataclasses.replace(newest_run(), token="0" * 64)
-        with pytest.raises(ConfigurationError, match="cannot be reached"):
-            async with reading_status(run):
-                pass
-
-
 async def test_nothing_but_the_status_can_be_asked_for(
     runtime: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,21 +90,6 @@ async def test_nothing_but_the_status_can_be_asked_for(
             await peer.call(Shutdown("please"))
         await endpoint.close()
         assert "this task does not serve Shutdown" in caplog.text
-
-
-async def test_a_run_that_does_not_answer_is_named(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serving, "ANSWERS_WITHIN_S", 0.01)
-    source = Source()
-    async with serving_of(source):
-        async with reading_status(newest_run()) as reader:
-            source.answer = None
-            with pytest.raises(DeadlineExceeded, match=r"\(process \d+\) has not answered"):
-                await reader.read()
-            source.answer = ValueError("a bug")
-            with pytest.raises(RemoteProtocolError, match=r"cannot say its status: .*a bug"):
-                await reader.read()
 
 
 @pytest.mark.parametrize("obstacle", ["a file", "open to all", "too long"])
@@ -187,12 +149,3 @@ async def test_the_coordinator_of_a_local_cluster_can_be_asked(runtime: Path) ->
             assert seen == await coordinator.status()
             assert [worker.task for worker in seen.workers] == ["/job:worker/task:0"]
     assert list((runtime / "psync").iterdir()) == []
-
-
-async def test_what_is_no_status_is_refused(runtime: Path) -> None:
-    async with serving_of() as status:
-        run: Run = newest_run()
-        async with reading_status(run) as reader:
-            status.source.answer = type("Odd", (), {"to_json": lambda self: "[]"})()
-            with pytest.raises(RemoteProtocolError, match="expected the status of a run"):
-                await reader.read()

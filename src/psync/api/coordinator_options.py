@@ -167,5 +167,4 @@ async def status(self: ClusterCoordinator) -> Status:
             print(worker.task, worker.state, worker.closures_per_s)
     """
     self._running("status")
-    assert self._seen is not None, "it comes and goes with the coordinator"
     return await self._seen.source.status()

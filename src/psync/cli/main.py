@@ -89,6 +89,12 @@ def psync(context: click.Context) -> int:
     "neither 0 nor 2. It goes on from its newest checkpoint if the script restores that.",
 )
 @click.option("--quiet", is_flag=True, help="Show the chief's output only.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    help="Serve metrics for Prometheus on this port of 127.0.0.1, while a coordinator runs. 0: a "
+    "free one; the chief's log has the URL.",
+)
 @tls_options
 @log_level_option
 def run(
@@ -100,6 +106,7 @@ def run(
     max_restarts: int,
     chief_restarts: int,
     quiet: bool,
+    metrics_port: int | None,
     log_level: str,
     **tls: Any,
 ) -> int:
@@ -116,6 +123,7 @@ def run(
     """
     from psync.cli.run import launch
 
+    metrics = {} if metrics_port is None else {"PSYNC_METRICS": f"127.0.0.1:{metrics_port}"}
     return launch(
         script,
         args,
@@ -125,7 +133,7 @@ def run(
         max_restarts=max_restarts,
         chief_restarts=chief_restarts,
         quiet=quiet,
-        environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **tls_environ(**tls)},
+        environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **metrics, **tls_environ(**tls)},
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -78,9 +78,9 @@ def _if_any(count: int, what: str) -> list[str]:
     return [f"{count} {what}"] if count else []
 
 
-def _coarse(staleness: Iterable[tuple[str, int]] | dict[str, int]) -> list[tuple[str, int]]:
+def _coarse(staleness: Mapping[str, int]) -> list[tuple[str, int]]:
     """Return the counts of each staleness up to 4, and of all above together."""
-    pairs = staleness.items() if isinstance(staleness, dict) else staleness
+    pairs = staleness.items()
     few = [(name, count) for name, count in pairs if int(name) <= 4]
     many = sum(count for name, count in pairs if int(name) > 4)
     return [*few, *([("5 and more", many)] if many else [])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,9 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from psync.status.serving import StatusReader
+    from psync.status.reading import StatusReader, UrlReader
+
+    Reader = StatusReader | UrlReader
 
 FIRST_WINDOW_S = 1.0
 """Rates of one look are means over so long."""
@@ -32,8 +35,8 @@ FIRST_WINDOW_S = 1.0
 def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
     """Show what a running program does: its workers, ps tasks, steps and events.
 
-    RUN is the path of a run file; without it, your newest program on this machine is shown. Ctrl-C
-    ends it; the program goes on.
+    RUN is the path of a run file, or the URL of a status as a program with --metrics-port logs it;
+    without it, your newest program on this machine is shown. Ctrl-C ends it; the program goes on.
 
     \b
     What a script can read, of what happens just now:
@@ -51,11 +54,14 @@ def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
 
 
 async def _show(path: str | None, once: bool, as_json: bool, interval: float) -> None:
+    from psync.status.reading import UrlReader, reading_status
     from psync.status.run_files import newest_run, read_run
-    from psync.status.serving import reading_status
 
-    run = newest_run() if path is None else read_run(Path(path))
-    async with reading_status(run) as reader:
+    if path is not None and path.startswith(("http://", "https://")):
+        reading: AbstractAsyncContextManager[Reader] = nullcontext(UrlReader(path))
+    else:
+        reading = reading_status(newest_run() if path is None else read_run(Path(path)))
+    async with reading as reader:
         await reader.read()  # rates are counted from here on, if nobody has asked for a while
         if not once:
             from rich.console import Console
@@ -74,7 +80,7 @@ async def _show(path: str | None, once: bool, as_json: bool, interval: float) ->
     Console().print(tables_of(status))
 
 
-async def _follow(reader: StatusReader, console: Console, interval: float) -> None:
+async def _follow(reader: Reader, console: Console, interval: float) -> None:
     """Show the status again and again, until the run ends."""
     from rich.console import Group
     from rich.live import Live

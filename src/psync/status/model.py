@@ -249,7 +249,8 @@ class Status:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in _names(type(value))}
+    kind: type = type(value)
+    return {name: getattr(value, name) for name in _names(kind)}
 
 
 @functools.cache
@@ -265,7 +266,7 @@ def _hints(kind: type) -> dict[str, Any]:
 def _built(kind: Any, data: Any) -> Any:
     """Return a value of a field's type, made of plain data."""
     if dataclasses.is_dataclass(kind):
-        hints = _hints(kind)  # type: ignore[arg-type]  # it is a class, not an instance of one
+        hints = _hints(kind)  # type: ignore[arg-type]  # a class can be hashed
         known = {name: _built(hints[name], value) for name, value in data.items() if name in hints}
         return kind(**known)  # type: ignore[operator]
     origin = get_origin(kind)

@@ -134,7 +134,8 @@ def status_of(reading: Reading, history: History) -> Status:
     busy = [worker.task for worker in reading.workers if worker.closure is not None]
     synchronous = tuple(_group(*each, busy, rate) for each in groups.items())
     bounded = tuple(_bound(each) for each in bounds.values())
-    waiting = {task for each in (*synchronous, *bounded) for task in each.waiting}
+    waiting = {task for each in synchronous for task in each.waiting}
+    waiting.update(task for each in bounded for task in each.waiting)
     closures = reading.closures
     return Status(
         time=reading.time,
@@ -167,7 +168,7 @@ def status_of(reading: Reading, history: History) -> Status:
 def _global_step(counters: Mapping[str, Any]) -> int:
     groups = counters.get("sync") or {}
     if groups:
-        return max(group["step"] for group in groups.values())
+        return max(int(group["step"]) for group in groups.values())
     return int(counters.get("iterations", 0))
 
 

@@ -8,31 +8,22 @@ memory is seen by its program only.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from psync.cluster_roles import CHIEF
-from psync.errors import (
-    AuthenticationError,
-    ConfigurationError,
-    ConnectFailed,
-    DeadlineExceeded,
-    PsyncError,
-    RemoteProtocolError,
-    TransportError,
-)
+from psync.errors import ConfigurationError
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform, random_hex
 from psync.net.secret import Secret
 from psync.net.tls import TlsNetwork
 from psync.net.transport import SocketNetwork
-from psync.status.model import Status
+from psync.status.http import StatusServer
 from psync.status.run_files import (
     SUFFIX,
     Run,
@@ -49,12 +40,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
-
-ANSWERS_WITHIN_S = 5.0
-"""The program's own code may keep its loop for a while."""
-
-READER = "/job:status/task:0"
-"""What whoever asks calls itself."""
 
 
 def is_served(platform: Platform, environ: Mapping[str, str] = os.environ) -> bool:
@@ -75,14 +60,19 @@ class ServedStatus:
     Args:
         source: Of the status.
         platform: Of the coordinator.
+        metrics: Where to serve it over HTTP, as "host:port"; None: as ``PSYNC_METRICS`` says.
 
     Raises:
-        ConfigurationError: ``PSYNC_STATUS`` is neither 0 nor 1.
+        ConfigurationError: ``PSYNC_STATUS`` is neither 0 nor 1, or an address is none.
     """
 
-    def __init__(self, source: StatusSource, platform: Platform) -> None:
+    def __init__(
+        self, source: StatusSource, platform: Platform, metrics: str | None = None
+    ) -> None:
         self.source = source
         self._is_served = is_served(platform)
+        metrics = os.environ.get("PSYNC_METRICS") if metrics is None else metrics
+        self._http = StatusServer(source, metrics) if metrics else None
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
@@ -91,12 +81,19 @@ class ServedStatus:
         That they cannot, because a directory cannot be written for example, is no more than noted
         in the log.
 
-        Cancellation: ``close`` still has to be called.
+        Raises:
+            ConfigurationError: The address for metrics is in use.
+
+        Cancellation: ``close`` still has to be called; so it is after an error.
         """
+        url = ""
+        if self._http is not None:
+            await self._http.start()
+            url = self._http.url
         if not self._is_served:
             return
         try:
-            await _serve(self.source, "", self._stack)
+            await _serve(self.source, url, self._stack)
         except (OSError, ConfigurationError) as exc:
             logger.info("nobody can ask for the status of this run: %s", exc)
             await self._stack.aclose()
@@ -106,6 +103,8 @@ class ServedStatus:
         try:
             await self._stack.aclose()
         finally:
+            if self._http is not None:
+                await self._http.close()
             await self.source.close()
 
 
@@ -126,60 +125,3 @@ async def _serve(source: StatusSource, metrics: str, stack: contextlib.AsyncExit
     await endpoint.listen(address)
     run = Run(os.getpid(), time.time(), source.program, address, token, metrics)
     stack.enter_context(run_file(path, run))
-
-
-@contextlib.asynccontextmanager
-async def reading_status(run: Run) -> AsyncIterator[StatusReader]:
-    """Return a context in which a run can be asked for its status.
-
-    Args:
-        run: As its run file says.
-
-    Raises:
-        ConfigurationError: It has ended; or its run file is not of this run.
-        VersionMismatch: It uses another version of psync.
-    """
-    platform = Platform(SocketNetwork(), Secret(run.token.encode()))
-    endpoint = Endpoint(platform, READER, 0, {})
-    try:
-        try:
-            peer = await endpoint.connect(run.address, CHIEF)
-        except (ConnectFailed, AuthenticationError) as exc:
-            raise ConfigurationError(f"{run} has ended, or cannot be reached: {exc}") from exc
-        yield StatusReader(run, peer)
-    finally:
-        await endpoint.close()
-
-
-class StatusReader:
-    """A connection to a run that is asked for its status again and again."""
-
-    def __init__(self, run: Run, peer: Peer) -> None:
-        self._run = run
-        self._peer = peer
-
-    async def read(self) -> Status:
-        """Return the status as of now.
-
-        Raises:
-            ConfigurationError: The run has ended.
-            DeadlineExceeded: It does not answer, and may later.
-            RemoteProtocolError: It uses another version of psync.
-
-        Cancellation: Safe.
-        """
-        try:
-            deadline = asyncio.get_running_loop().time() + ANSWERS_WITHIN_S
-            received = await self._peer.call(AskStatistics(), deadline=deadline)
-        except DeadlineExceeded as exc:
-            raise DeadlineExceeded(
-                f"{self._run} has not answered for {ANSWERS_WITHIN_S:g} s",
-                hint="its event loop computes, or the process is stopped",
-            ) from exc
-        except TransportError as exc:
-            raise ConfigurationError(f"{self._run} has ended") from exc
-        except PsyncError as exc:
-            raise RemoteProtocolError(f"{self._run} cannot say its status: {exc.message}") from exc
-        if len(received.segments) != 1:
-            raise RemoteProtocolError(f"{self._run}: expected a status, got something else")
-        return Status.from_json(bytes(received.segments[0]))
