@@ -41,13 +41,18 @@ def wanted(
     environ: Mapping[str, str] = os.environ,
 ) -> Wanted:
     """Return what is asked for: as given, else as the environment says; "" is no either way."""
-    hosts = environ.get("PSYNC_DASHBOARD_HOSTS", "").split(",")
     return Wanted(
         environ.get("PSYNC_DASHBOARD", "") if address is None else address,
         environ.get("PSYNC_RUN_LOG", "") if log is None else os.fspath(log),
-        tuple(name.strip() for name in hosts if name.strip()),
+        hosts_of(environ),
         environ.get("PSYNC_RESTART_COUNT", "0") not in ("", "0"),
     )
+
+
+def hosts_of(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names by which a dashboard may be asked for, as ``PSYNC_DASHBOARD_HOSTS`` says."""
+    names = environ.get("PSYNC_DASHBOARD_HOSTS", "").split(",")
+    return tuple(name.strip() for name in names if name.strip())
 
 
 class Attached:
@@ -56,14 +61,17 @@ class Attached:
     Args:
         what: Is asked for.
         source: Of the status.
-        placed: Returns the shards of all variables.
+        placed: Says where shards lie, as for ``Recorder``.
 
     Attributes:
         url: Of the dashboard, with its token; "": there is none.
     """
 
     def __init__(
-        self, what: Wanted, source: StatusSource, placed: Callable[[], Sequence[Placed]]
+        self,
+        what: Wanted,
+        source: StatusSource,
+        placed: Callable[[Sequence[Placed]], Sequence[Placed]],
     ) -> None:
         self._what = what
         self._source = source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from psync.status.model import PsStatus, Status, WorkerStatus
 from psync.status.units import task_text
@@ -19,8 +19,8 @@ RECENT_S = 300.0
 LANE_CELLS = 90
 """Moments in the lane of a worker."""
 
-MAX_PS = 12
-"""Charts show so many ps tasks one by one."""
+MAX_PS = 4
+"""Charts show so many ps tasks one by one; of more, their sums and the busiest one."""
 
 HERE = ("busy", "waiting", "idle")
 
@@ -121,7 +121,8 @@ def row_of(status: Status) -> Row:
     "time" (seconds since 1970), "closures" and "steps" (per second), "queued", "in_flight",
     "busy", "waiting", "idle", "gone" (workers), "compute", "pull", "push", "wait", "free" (percent
     of the workers' time, where it is known), "in ps 0" and "out ps 0" (bytes per second of each ps;
-    of all together "in ps tasks", if they are many), "reported loss" (and whatever is reported).
+    if they are many: "in all ps", "out all ps", "out busiest ps"), "reported loss" (and whatever
+    is reported).
     """
     queue, steps = status.queue, status.steps
     row: dict[str, float | None] = {
@@ -141,18 +142,23 @@ def row_of(status: Status) -> Row:
             row[name] = round(share, 1)
             left -= share
         row["free"] = round(max(0.0, left), 1)
-    for name, tasks in _by_ps(status):
-        row[f"in {name}"] = _short(sum(ps.bytes_in_per_s for ps in tasks))
-        row[f"out {name}"] = _short(sum(ps.bytes_out_per_s for ps in tasks))
+    row.update((name, _short(value)) for name, value in _traffic(status.ps))
     for name, value in status.reported.items():
         row[f"reported {name}"] = None if value is None else _short(value)
     return row
 
 
-def _by_ps(status: Status) -> list[tuple[str, list[PsStatus]]]:
-    if len(status.ps) > MAX_PS:
-        return [("ps tasks", list(status.ps))]
-    return [(task_text(ps.task), [ps]) for ps in status.ps]
+def _traffic(tasks: Sequence[PsStatus]) -> Iterator[tuple[str, float]]:
+    if len(tasks) <= MAX_PS:
+        for ps in tasks:
+            name = task_text(ps.task)
+            yield f"in {name}", ps.bytes_in_per_s
+            yield f"out {name}", ps.bytes_out_per_s
+        return
+    out = [ps.bytes_out_per_s for ps in tasks]
+    yield "in all ps", sum(ps.bytes_in_per_s for ps in tasks)
+    yield "out all ps", sum(out)
+    yield "out busiest ps", max(out)
 
 
 def _short(value: float) -> float:

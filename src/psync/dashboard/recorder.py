@@ -21,7 +21,8 @@ class Recorder:
 
     Args:
         read: Returns the status.
-        placed: Returns all shards of the variables that have been declared.
+        placed: Given what it has returned before, returns that if it still holds, else where all
+            shards of the declared variables lie now.
         log: Where statuses are written; None: nowhere. It is closed with this.
         interval_s: Between two statuses.
 
@@ -32,7 +33,7 @@ class Recorder:
     def __init__(
         self,
         read: Callable[[], Awaitable[Status]],
-        placed: Callable[[], Sequence[Placed]],
+        placed: Callable[[Sequence[Placed]], Sequence[Placed]],
         log: RunLog | None = None,
         interval_s: float = INTERVAL_S,
     ) -> None:
@@ -71,8 +72,8 @@ class Recorder:
 
     async def _take(self) -> None:
         status = await self._read()
-        placed = self._placed()
-        is_news = len(placed) != len(self.show.placed)
+        placed = self._placed(self.show.placed)
+        is_news = placed is not self.show.placed
         self.show.placed = placed
         self.show.add(status)
         log = self._log

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     """
     try:
         host, port = split_address(address)
-    except ValueError:
+    except ConfigurationError:
         host, port = "", None
     if not host or port is None:
         raise ConfigurationError(
@@ -61,6 +62,17 @@ def host_and_port(address: str) -> tuple[str, int]:
             hint=f'"{DEFAULT_ADDRESS}" takes any free port, for browsers on this machine',
         )
     return host, port
+
+
+def check_can_serve(address: str) -> None:
+    """Check what can be checked before a run is started for it.
+
+    Raises:
+        ConfigurationError: aiohttp is not installed, or it is no address.
+    """
+    host_and_port(address)
+    if importlib.util.find_spec("aiohttp") is None:
+        raise _no_aiohttp()
 
 
 @contextlib.asynccontextmanager
@@ -84,7 +96,7 @@ async def serving(show: Show, address: str, names: Sequence[str] = ()) -> AsyncI
     )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host.strip("[]"), port)
+        site = web.TCPSite(runner, host, port)
         try:
             await site.start()
         except OSError as exc:
@@ -100,11 +112,14 @@ def _web() -> Any:
     try:
         from aiohttp import web
     except ImportError as exc:
-        raise ConfigurationError(
-            "a dashboard needs aiohttp, which is not installed",
-            hint='pip install "psync[dashboard]"',
-        ) from exc
+        raise _no_aiohttp() from exc
     return web
+
+
+def _no_aiohttp() -> ConfigurationError:
+    return ConfigurationError(
+        "a dashboard needs aiohttp, which is not installed", hint='pip install "psync[dashboard]"'
+    )
 
 
 def _cannot_listen(address: str, exc: OSError) -> ConfigurationError:
@@ -118,9 +133,8 @@ def _cannot_listen(address: str, exc: OSError) -> ConfigurationError:
 
 def _shown(host: str) -> str:
     """Return a host that a browser on this machine can open."""
-    everywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
-    shown = everywhere.get(host, host)
-    return f"[{shown}]" if ":" in shown and not shown.startswith("[") else shown
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{shown}]" if ":" in shown else shown
 
 
 class _Pages:
@@ -136,7 +150,11 @@ class _Pages:
     def application(self, web: Any) -> Any:
         """Return the application."""
         self._web = web
-        application = web.Application(middlewares=[web.middleware(self._guard)])
+
+        async def guard(request: Any, handler: Any) -> Any:  # a method cannot be marked as one
+            return await self._guard(request, handler)
+
+        application = web.Application(middlewares=[web.middleware(guard)])
         application.on_response_prepare.append(_protect)
         application.router.add_get("/", self._page)
         application.router.add_get("/api/view", self._view)

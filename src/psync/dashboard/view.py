@@ -13,7 +13,14 @@ from typing import Any
 from psync.dashboard.history import History
 from psync.status.diagnosis import diagnose
 from psync.status.model import PsStatus, Status, StepsStatus, WorkerStatus
-from psync.status.units import bytes_text, number_text, seconds_text, task_text, tasks_text
+from psync.status.units import (
+    bytes_text,
+    number_text,
+    seconds_text,
+    short_names,
+    task_text,
+    tasks_text,
+)
 
 VIEW_SCHEMA = 1
 
@@ -69,7 +76,7 @@ def view_of(
         "pid": status.pid,
         "state": status.state,
         "uptime": seconds_text(status.uptime_s),
-        "waits_for": status.waits_for,
+        "waits_for": short_names(status.waits_for),
         "why": [{"level": each.level, "text": each.text} for each in diagnose(status)],
         "tiles": tiles(status),
         "series": history.series(span),
@@ -83,10 +90,10 @@ def view_of(
         "num_ps": len(status.ps),
         "placement": placement(placed, len(status.ps)),
         "events": [
-            {"kind": each.kind, "text": each.text, "ago": seconds_text(each.seconds)}
+            {"kind": each.kind, "text": short_names(each.text), "ago": seconds_text(each.seconds)}
             for each in status.events[:MAX_EVENTS]
         ],
-        "notes": list(status.notes),
+        "notes": [short_names(note) for note in status.notes],
         "missing": missing(status, placed),
     }
 
@@ -106,7 +113,7 @@ def tiles(status: Status) -> list[dict[str, str]]:
     ]  # fmt: skip
     for name, value in list(status.reported.items())[:3]:
         text = "not finite" if value is None else f"{value:.4g}"
-        found.append((name, text, "reported by the program"))
+        found.append((name, text, "reported"))
     return [{"name": name, "value": value, "more": more} for name, value, more in found]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from psync.status.model import PsStatus, Status, WorkerStatus
-from psync.status.units import bytes_text, seconds_text, task_text, tasks_text
+from psync.status.units import bytes_text, seconds_text, short_names, task_text, tasks_text
 
 STRAGGLER = 1.5
 """A worker whose closures take so many times the median is one."""
@@ -19,8 +19,8 @@ STRAGGLER = 1.5
 STUCK_S, STUCK = 10.0, 5.0
 """A closure that has run for so many seconds, and so many times what one takes, is remarkable."""
 
-LARGE_SHARE = 0.4
-"""Of the workers' time: more than that on one thing is worth a word."""
+LARGE_SHARE = 0.3
+"""Of the workers' time: more than that on anything but computing is worth a word."""
 
 UNEVEN = 1.6
 """A ps that sends so many times its fair share of all bytes."""
@@ -65,7 +65,9 @@ def diagnose(status: Status) -> list[Finding]:
 
 def _states(status: Status) -> Iterator[Finding]:
     if status.state == "starting":
-        yield Finding("warn", f"The cluster is starting. It waits for: {status.waits_for}.")
+        yield Finding(
+            "warn", f"The cluster is starting. Waits for: {short_names(status.waits_for)}."
+        )
     elif status.state == "recovering":
         yield Finding("bad", "A ps was lost: closures are held back until its contents are back.")
     elif status.state == "failed":
@@ -79,14 +81,19 @@ def _values(status: Status) -> Iterator[Finding]:
 
 
 def _gone(status: Status) -> Iterator[Finding]:
-    for state, text in (
-        ("lost", "gone, and connected to as soon as it is there again"),
-        ("set aside", "lost again and again, and left alone for a while"),
-        ("given up", "gone for good: its process could not be kept alive"),
+    for state, one, more in (
+        ("lost", "is gone; it rejoins once it is reached", "are gone; they rejoin once reached"),
+        (
+            "set aside",
+            "was lost too often, and is left alone for a while",
+            "were lost too often, and are left alone for a while",
+        ),
+        ("given up", "is gone for good: its process could not be kept alive", "are gone for good"),
     ):
         tasks = [each.task for each in status.workers if each.state == state]
         if tasks:
-            yield Finding("bad", f"{_capital(tasks_text(tasks))}: {text}.")
+            text = one if len(tasks) == 1 else more
+            yield Finding("bad", f"{_capital(tasks_text(tasks))} {text}.")
     for ps in status.ps:
         if ps.state in ("lost", "broken"):
             yield Finding(
@@ -123,6 +130,8 @@ def _barriers(status: Status) -> Iterator[Finding]:
 
 def _work(status: Status) -> Iterator[Finding]:
     queue, here = status.queue, _here(status)
+    if status.state == "running" and not here:
+        yield Finding("bad", f"No worker is here. It waits for: {short_names(status.waits_for)}.")
     idle = [each for each in here if each.state == "idle"]
     if status.state not in ("running", "idle") or not idle or queue.queued:
         return
@@ -165,14 +174,19 @@ def _shares(status: Status) -> Iterator[Finding]:
     known = [each.work for each in _here(status) if each.work is not None]
     if not known:
         return
-    for kind, text in (
-        ("pull", "on pulls: pull less often or fewer bytes, or use more ps tasks"),
-        ("push", "on pushes: push fewer bytes, or use more ps tasks"),
-        ("wait", "waiting for other workers: backup workers or a looser bound make that less"),
+    means = {
+        kind: sum(getattr(each, kind) for each in known) / len(known)
+        for kind in ("compute", "pull", "push", "wait")
+    }
+    for kind, text, advice in (
+        ("pull", "for values from ps tasks", "pull less often, or use more ps tasks"),
+        ("push", "for pushes to arrive", "push fewer bytes, or use more ps tasks"),
+        ("wait", "for other workers", "backup workers, or a looser bound, make that less"),
     ):
-        share = sum(getattr(each, kind) for each in known) / len(known)
-        if share > LARGE_SHARE:
-            yield Finding("warn", f"Workers spend {share:.0%} of their time {text}.")
+        if means[kind] > LARGE_SHARE:
+            compute = f"they compute for {means['compute']:.0%}"
+            head = f"Workers wait {text} {means[kind]:.0%} of the time"
+            yield Finding("warn", f"{head}, and {compute}: {advice}.")
 
 
 def _servers(status: Status) -> Iterator[Finding]:
@@ -203,6 +217,14 @@ def _uneven(tasks: Sequence[PsStatus]) -> Iterator[Finding]:
 
 
 def _lost_work(status: Status) -> Iterator[Finding]:
+    late = [
+        each.task
+        for each in status.workers
+        if each.accepted + each.dropped >= 20 and each.dropped > each.accepted
+    ]
+    if late:
+        text = "more than half of their gradients come too late, and are dropped"
+        yield Finding("warn", f"{_capital(tasks_text(late))}: {text}.")
     for group in status.steps.groups:
         offered = group.accepted + group.dropped
         if offered >= 20 and group.dropped > LATE_SHARE * offered:

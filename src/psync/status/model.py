@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import json
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
@@ -242,7 +242,9 @@ class Status:
                 hint="use the version of psync that the run uses",
             )
         try:
-            made: Self = _built(cls, data)
+            build = _builder(cls)
+            assert build is not None, "a dataclass is built"
+            made: Self = build(data)
         except (ValueError, TypeError, KeyError, AttributeError) as exc:
             raise RemoteProtocolError(f"expected a status of schema {SCHEMA}: {exc}") from exc
         return made
@@ -259,19 +261,23 @@ def _names(kind: type) -> tuple[str, ...]:
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _built(kind: Any, data: Any) -> Any:
-    """Return a value of a field's type, made of plain data."""
+def _builder(kind: Any) -> Callable[[Any], Any] | None:
+    """Return what makes a value of a field's type of plain data; None: the data are one."""
     if dataclasses.is_dataclass(kind):
-        hints = _hints(kind)  # type: ignore[arg-type]  # a class can be hashed
-        known = {name: _built(hints[name], value) for name, value in data.items() if name in hints}
-        return kind(**known)  # type: ignore[operator]
+        fields = {name: _builder(hint) for name, hint in get_type_hints(kind).items()}
+
+        def build(data: Any) -> Any:
+            known = {name: value for name, value in data.items() if name in fields}
+            for name, value in known.items():
+                if (made := fields[name]) is not None:
+                    known[name] = made(value)
+            return kind(**known)  # type: ignore[operator]  # a class
+
+        return build
     origin = get_origin(kind)
-    if origin in (Union, types.UnionType):  # of something and None
-        return None if data is None else _built(get_args(kind)[0], data)
+    inner = _builder(get_args(kind)[0]) if origin in (Union, types.UnionType, tuple) else None
     if origin is tuple:
-        return tuple(_built(get_args(kind)[0], each) for each in data)
-    return data
+        return tuple if inner is None else lambda data: tuple(map(inner, data))
+    if inner is None:
+        return None
+    return lambda data: None if data is None else inner(data)  # of something and None

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 MAX_NAMED = 3
+
+_TASK = re.compile(r"/job:(\w+)/task:(\d+)")
 
 
 def task_text(task: str) -> str:
     """Return "worker 0" for "/job:worker/task:0"."""
     return task.removeprefix("/job:").replace("/task:", " ")
+
+
+def short_names(text: str) -> str:
+    """Return a text in which "/job:worker/task:0" is "worker 0", wherever it stands."""
+    return _TASK.sub(r"\1 \2", text)
 
 
 def tasks_text(tasks: Sequence[str]) -> str:
