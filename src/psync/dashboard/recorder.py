@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -42,33 +43,37 @@ class Recorder:
         self._placed = placed
         self._log = log
         self._interval_s = interval_s
-        self._task: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None  # never cancelled: it may be writing
 
     def start(self) -> None:
         """Begin."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """Take a last status if the cluster is still there, and end. Cancellation: it ends."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait((task,))
-            try:
-                await self._take()
-            except Exception:
-                logger.debug("the last status of the run is missing", exc_info=True)
-        if self._log is not None:
-            log, self._log = self._log, None
+        """Take a last status, and end.
+
+        Cancellation: It ends by itself; the log has no last line.
+        """
+        self._closing.set()
+        if self._task is not None:
+            await asyncio.wait((self._task,))
+        log, self._log = self._log, None
+        if log is not None:
             await self._write(log, log.close)
 
     async def _run(self) -> None:
         while True:
+            is_last = self._closing.is_set()
             try:
                 await self._take()
             except Exception:  # the page stands still; training does not
                 logger.exception("the status for the dashboard cannot be taken")
-            await asyncio.sleep(self._interval_s)
+            if is_last:
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await self._closing.wait()
 
     async def _take(self) -> None:
         status = await self._read()

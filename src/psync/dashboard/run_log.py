@@ -61,7 +61,9 @@ class RunLog:
             is_there = self.path.exists() and self.path.stat().st_size > 0
             if is_there:
                 check_head(self.path)
-            self._file = self._opened("ab" if append and is_there else "wb")
+            if append and is_there:
+                _end_line(self.path)
+            self._file = self._opened("ab" if append else "wb")
             self._write(head)
         except OSError as exc:
             raise ConfigurationError(f"run log {self.path}: {exc.strerror}") from exc
@@ -114,6 +116,15 @@ class RunLog:
         os.replace(draft, self.path)
         self._file = self._opened("ab")
         self._every *= 2
+
+
+def _end_line(path: Path) -> None:
+    """Drop what a killed program has left of a last line."""
+    end = 0
+    with open(path, "r+b") as file:
+        for line in file:
+            end += len(line) if line.endswith(b"\n") else 0
+        file.truncate(end)
 
 
 def check_head(path: Path) -> None:
@@ -185,7 +196,7 @@ class FinishedRun:
                 ]
             self.ended = self.ended or "end" in data
         except (ValueError, TypeError, KeyError) as exc:
-            raise self._broken(offset) from exc
+            raise self._broken(offset) from exc  # a status is looked at when it is wanted
 
     def _broken(self, offset: int) -> ConfigurationError:
         return ConfigurationError(f"{self.path}: expected a line of a run log at byte {offset}")

@@ -65,9 +65,8 @@ def diagnose(status: Status) -> list[Finding]:
 
 def _states(status: Status) -> Iterator[Finding]:
     if status.state == "starting":
-        yield Finding(
-            "warn", f"The cluster is starting. Waits for: {short_names(status.waits_for)}."
-        )
+        waits_for = short_names(status.waits_for)
+        yield Finding("warn", f"The cluster is starting. It waits for: {waits_for}.")
     elif status.state == "recovering":
         yield Finding("bad", "A ps was lost: closures are held back until its contents are back.")
     elif status.state == "failed":
@@ -121,10 +120,11 @@ def _barriers(status: Status) -> Iterator[Finding]:
         yield Finding("warn", f"{head}; {held}. It waits for {who}.")
     for bound in status.steps.bounds:
         if bound.waiting:
+            wait = "waits" if len(bound.waiting) == 1 else "wait"
             yield Finding(
                 "warn",
                 f"{_capital(tasks_text(bound.waiting))} may be at most {bound.max_staleness} "
-                f"rounds ahead, and wait for {tasks_text(bound.waits_for)}.",
+                f"rounds ahead, and {wait} for {tasks_text(bound.waits_for)}.",
             )
 
 
@@ -223,7 +223,7 @@ def _lost_work(status: Status) -> Iterator[Finding]:
         if each.accepted + each.dropped >= 20 and each.dropped > each.accepted
     ]
     if late:
-        text = "more than half of their gradients come too late, and are dropped"
+        text = "more than half of the gradients come too late, and are dropped"
         yield Finding("warn", f"{_capital(tasks_text(late))}: {text}.")
     for group in status.steps.groups:
         offered = group.accepted + group.dropped
