@@ -187,7 +187,7 @@ class _Pages:
         response: web.Response = self._web.Response(status=status, text=text)
         return response
 
-    async def _page(self, request: web.Request) -> web.StreamResponse:
+    async def _page(self, request: web.Request) -> Any:
         if "token" in request.query:  # out of the address bar, and of the history
             response = self._web.Response(status=303, headers={"Location": "./"})
             # Lax: also for who comes by a link from somewhere else. Its path is the page's own,
@@ -195,8 +195,8 @@ class _Pages:
             response.headers["Set-Cookie"] = (
                 f"{self.cookie}={self._token}; HttpOnly; SameSite=Lax; Max-Age={COOKIE_S}"
             )
-            return response  # type: ignore[no-any-return]  # aiohttp is not imported here
-        return self._web.FileResponse(STATIC / "index.html")  # type: ignore[no-any-return]
+            return response
+        return self._web.FileResponse(STATIC / "index.html")
 
     async def _view(self, request: web.Request) -> web.Response:
         span = request.query.get("span", "recent")

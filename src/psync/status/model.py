@@ -242,7 +242,7 @@ class Status:
                 hint="use the version of psync that the run uses",
             )
         try:
-            build = _builder(cls)
+            build = _builder(cls)  # type: ignore[arg-type]  # a class can be hashed
             assert build is not None, "a dataclass is built"
             made: Self = build(data)
         except (ValueError, TypeError, KeyError, AttributeError) as exc:

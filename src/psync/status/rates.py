@@ -307,7 +307,8 @@ def _backup(counters: Mapping[str, Any]) -> BackupStatus:
 def shares_of(before: Mapping[str, float], now: Mapping[str, float]) -> WorkShares | None:
     """Return what a worker's time went to between two readings of its meter; None: unknown."""
     seconds = now["at"] - before["at"]
-    spent = [now[kind] - before[kind] for kind in ("compute", "pull", "push", "wait")]
-    if seconds <= 0 or min(spent) < 0:  # it has begun anew
+    kinds = ("compute", "pull", "push", "wait")
+    if seconds <= 0 or any(now[kind] < before[kind] for kind in kinds):  # it has begun anew
         return None
-    return WorkShares(*(each / seconds for each in spent), seconds)
+    shares = {kind: (now[kind] - before[kind]) / seconds for kind in kinds}
+    return WorkShares(**shares, seconds=seconds)

@@ -244,6 +244,7 @@ class Trainer:
                         logs |= {f"val_{name}": value for name, value in found.items()}
                     show.end(time.perf_counter() - began, logs)
                     history.add(epoch, logs)
+                    coordinator.report(logs)
                     await call_back(self, callbacks, "on_epoch_end", epoch, logs)
                     if self.manager is not None:
                         await self.manager.save()
