@@ -59,6 +59,7 @@ async def test_a_run_log_has_statuses_and_placement(tmp_path: Path) -> None:
             with strategy.scope():
                 psync.Variable(np.zeros((4, 2), np.float32), name="w")
             assert coordinator.dashboard_url == ""
+            await _a_moment(coordinator)
     run = FinishedRun(path)
     assert run.placed == [
         Placed("w", 0, (2, 2), "float32", 16, 0), Placed("w", 1, (2, 2), "float32", 16, 1),
