@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from psync.status.diagnosis import diagnose
 from psync.status.model import (
     BackupStatus,
     BoundStatus,
+    EventStatus,
     GroupStatus,
     QueueStatus,
     RunningClosure,
@@ -97,9 +99,12 @@ def test_for_whom_a_step_waits() -> None:
         "warn: Step 5 of sync has 2 of 3 gradients; 2 of 3 workers wait for it. It waits for "
         "worker 2, in train_step since 14 s."
     ]
-    several = group(waiting=(W[0],), waits_for=(W[1], W[2]))
-    (text,) = texts(status(worker(0, "waiting"), worker(1), queue=QUEUED, steps=several))
-    assert text.endswith("1 of 2 workers wait for it. It waits for worker 1, worker 2.")
+    several = group(waiting=(W[0],), waits_for=(W[1], W[2], W[3]))
+    (text,) = texts(status(worker(0, "waiting"), worker(1), busy, queue=QUEUED, steps=several))
+    assert text.endswith("It waits for worker 1, worker 2, worker 3, in train_step since 14 s.")
+    quick = dataclasses.replace(busy, closure=RunningClosure(7, "train_step", 0.5))
+    (text,) = texts(status(worker(0, "waiting"), quick, queue=QUEUED, steps=several))
+    assert text.startswith("good")  # as in every step
     nobody = group(waiting=(W[0],))
     (text,) = texts(status(worker(0, "waiting"), queue=QUEUED, steps=nobody))
     assert text.endswith("1 of 1 workers wait for it, and no other worker has anything to do.")
@@ -107,12 +112,15 @@ def test_for_whom_a_step_waits() -> None:
 
 
 def test_for_whom_a_bound_waits() -> None:
+    slow = worker(1, closure=RunningClosure(7, "train_step", 2.0))
     bounds = (BoundStatus(3, 10, 14, (W[0],), (W[1],)), BoundStatus(3, 1, 2, (), ()))
-    seen = status(worker(0, "waiting"), worker(1), queue=QUEUED, steps=StepsStatus(bounds=bounds))
+    seen = status(worker(0, "waiting"), slow, queue=QUEUED, steps=StepsStatus(bounds=bounds))
     assert texts(seen) == ["warn: Worker 0 may be at most 3 rounds ahead, and waits for worker 1."]
     bound = BoundStatus(3, 10, 14, (W[0], W[2]), (W[1],))
-    (text,) = texts(status(worker(), queue=QUEUED, steps=StepsStatus(bounds=(bound,))))
+    (text,) = texts(status(slow, queue=QUEUED, steps=StepsStatus(bounds=(bound,))))
     assert text.startswith("warn: Worker 0, worker 2 may be at most 3 rounds ahead, and wait for")
+    (text,) = texts(status(worker(1), queue=QUEUED, steps=StepsStatus(bounds=(bound,))))
+    assert text.startswith("good")
 
 
 def test_a_program_that_schedules_too_little() -> None:
@@ -191,15 +199,24 @@ def test_load_that_is_uneven() -> None:
 
 
 def test_work_that_is_lost() -> None:
-    seen = status(
-        worker(), worker(1, accepted=1, dropped=30), queue=QueueStatus(queued=1, put_back=2),
-        steps=group(accepted=60, dropped=40),
-    )  # fmt: skip
+    late = group(accepted=60, dropped=40)
+    seen = status(worker(), worker(1, accepted=1, dropped=30), queue=QUEUED, steps=late)
     assert texts(seen) == [
-        "warn: Worker 1: more than half of the gradients come too late, and are dropped.",
-        "warn: 40% of the gradients for sync came too late, and were dropped: that much computing "
-        "is for nothing.",
-        "warn: A closure ran again 2 times, because its worker was lost.",
+        "warn: Worker 1: more than half of the gradients come too late, and are dropped."
     ]
-    once = status(worker(), queue=QueueStatus(queued=1, put_back=1))
-    assert texts(once) == ["warn: A closure ran again once, because its worker was lost."]
+    assert texts(status(worker(), queue=QUEUED, steps=late)) == [
+        "warn: 40% of the gradients for sync came too late, and were dropped: that much computing "
+        "is for nothing."
+    ]
+
+
+def test_closures_that_run_again_are_told_of_for_a_minute() -> None:
+    again = QueueStatus(queued=1, put_back=2)
+    lost = EventStatus("lost", "/job:worker/task:3 is lost (it closed the connection)", 12.0)
+    events = (EventStatus("joined", "x", 1.0), lost, lost)
+    assert texts(status(worker(), queue=again, events=events)) == [
+        "warn: Worker 3 is lost (it closed the connection); closures have run again 2 times so "
+        "far, as their worker was lost."
+    ]
+    old = (dataclasses.replace(lost, seconds=70.0),)
+    assert texts(status(worker(), queue=again, events=old))[0].startswith("good")

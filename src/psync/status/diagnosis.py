@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from psync.status.model import PsStatus, Status, WorkerStatus
+from psync.status.model import PsStatus, RunningClosure, Status, WorkerStatus
 from psync.status.units import bytes_text, seconds_text, short_names, task_text, tasks_text
 
 STRAGGLER = 1.5
@@ -18,6 +18,12 @@ STRAGGLER = 1.5
 
 STUCK_S, STUCK = 10.0, 5.0
 """A closure that has run for so many seconds, and so many times what one takes, is remarkable."""
+
+AWAITED_S = 1.0
+"""Others wait for a worker in every synchronous step; when it has run for longer, that is news."""
+
+RECENT_S = 60.0
+"""What has happened since then explains what is slow now."""
 
 LARGE_SHARE = 0.3
 """Of the workers' time: more than that on anything but computing is worth a word."""
@@ -104,7 +110,14 @@ def _gone(status: Status) -> Iterator[Finding]:
 
 
 def _barriers(status: Status) -> Iterator[Finding]:
-    running = {each.task: each for each in status.workers}
+    closures = {each.task: each.closure for each in status.workers}
+
+    def longest(tasks: Sequence[str]) -> RunningClosure | None:
+        """Return what runs longest on them, if that is long enough to be worth a word."""
+        running = [closure for task in tasks if (closure := closures.get(task)) is not None]
+        found = max(running, key=lambda closure: closure.seconds, default=None)
+        return found if found is not None and found.seconds > AWAITED_S else None
+
     for group in status.steps.groups:
         if not group.waiting:
             continue
@@ -112,14 +125,12 @@ def _barriers(status: Status) -> Iterator[Finding]:
         held = f"{len(group.waiting)} of {len(status.workers)} workers wait for it"
         if not group.waits_for:
             yield Finding("bad", f"{head}; {held}, and no other worker has anything to do.")
-            continue
-        who = tasks_text(group.waits_for)
-        first = running.get(group.waits_for[0])
-        if first is not None and first.closure is not None and len(group.waits_for) == 1:
-            who += f", in {first.closure.name} since {seconds_text(first.closure.seconds)}"
-        yield Finding("warn", f"{head}; {held}. It waits for {who}.")
+        elif (closure := longest(group.waits_for)) is not None:
+            since = f"in {closure.name} since {seconds_text(closure.seconds)}"
+            who = f"{tasks_text(group.waits_for)}, {since}"
+            yield Finding("warn", f"{head}; {held}. It waits for {who}.")
     for bound in status.steps.bounds:
-        if bound.waiting:
+        if bound.waiting and longest(bound.waits_for) is not None:
             wait = "waits" if len(bound.waiting) == 1 else "wait"
             yield Finding(
                 "warn",
@@ -225,16 +236,18 @@ def _lost_work(status: Status) -> Iterator[Finding]:
     if late:
         text = "more than half of the gradients come too late, and are dropped"
         yield Finding("warn", f"{_capital(tasks_text(late))}: {text}.")
-    for group in status.steps.groups:
+    for group in status.steps.groups if not late else ():
         offered = group.accepted + group.dropped
         if offered >= 20 and group.dropped > LATE_SHARE * offered:
             share = group.dropped / offered
             text = f"{share:.0%} of the gradients for {group.name} came too late, and were dropped"
             yield Finding("warn", f"{text}: that much computing is for nothing.")
-    if status.queue.put_back:
-        count = status.queue.put_back
-        times = "once" if count == 1 else f"{count} times"
-        yield Finding("warn", f"A closure ran again {times}, because its worker was lost.")
+    for event in status.events:
+        if event.kind == "lost" and event.seconds < RECENT_S and status.queue.put_back:
+            count = status.queue.put_back
+            text = f"closures have run again {count:,} times so far, as their worker was lost"
+            yield Finding("warn", f"{_capital(short_names(event.text))}; {text}.")
+            return
 
 
 def _all_is_well(status: Status) -> Finding:
