@@ -215,8 +215,8 @@ def test_closures_that_run_again_are_told_of_for_a_minute() -> None:
     lost = EventStatus("lost", "/job:worker/task:3 is lost (it closed the connection)", 12.0)
     events = (EventStatus("joined", "x", 1.0), lost, lost)
     assert texts(status(worker(), queue=again, events=events)) == [
-        "warn: Worker 3 is lost (it closed the connection); closures have run again 2 times so "
-        "far, as their worker was lost."
+        "warn: Within a minute: worker 3 is lost (it closed the connection). Closures that ran "
+        "again because of such losses: 2."
     ]
     old = (dataclasses.replace(lost, seconds=70.0),)
     assert texts(status(worker(), queue=again, events=old))[0].startswith("good")

@@ -245,8 +245,8 @@ def _lost_work(status: Status) -> Iterator[Finding]:
     for event in status.events:
         if event.kind == "lost" and event.seconds < RECENT_S and status.queue.put_back:
             count = status.queue.put_back
-            text = f"closures have run again {count:,} times so far, as their worker was lost"
-            yield Finding("warn", f"{_capital(short_names(event.text))}; {text}.")
+            text = f"Closures that ran again because of such losses: {count:,}."
+            yield Finding("warn", f"Within a minute: {short_names(event.text)}. {text}")
             return
 
 
