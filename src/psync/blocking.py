@@ -30,7 +30,7 @@ import contextvars
 import functools
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from psync.api.cluster_coordinator import ClusterCoordinator as AsyncCoordinator
@@ -299,6 +299,10 @@ class ClusterCoordinator(_Blocking):
     def status(self) -> Status:
         """Return what the cluster does just now, see ``psync.ClusterCoordinator.status``."""
         return wait(self.coordinator.status())
+
+    def report(self, values: Mapping[str, float]) -> None:
+        """Show values in the status, see ``psync.ClusterCoordinator.report``."""
+        _on_loop(self.coordinator.report, values)
 
     def statistics(self) -> dict[str, Any]:
         """Return counters, see ``psync.ClusterCoordinator.statistics``."""

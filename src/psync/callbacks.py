@@ -272,7 +272,8 @@ class TensorBoard(Callback):
     def __init__(
         self, log_dir: str | os.PathLike[str] = "logs", update_freq: int | str = "epoch"
     ) -> None:
-        every = {"epoch": 0, "batch": 1}.get(update_freq, update_freq)  # type: ignore[call-overload]
+        words: dict[int | str, int | str] = {"epoch": 0, "batch": 1}
+        every = words.get(update_freq, update_freq)
         if not isinstance(every, int) or every < (update_freq != "epoch"):
             raise ConfigurationError(
                 f'tensorboard: expected update_freq "epoch", "batch" or a number above 0, got '

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from psync.api.pulls import is_flat, leaves, mapped
+from psync.client.tensors import array_of, tensor_of
 from psync.errors import ConfigurationError, GradientError
 from psync.numerics.indexed_slices import IndexedSlices
 
@@ -176,17 +177,17 @@ class _TorchGradients(GradientFunction):
         self, arrays: Sequence[np.ndarray], structure: tuple[Any, ...], data: Sequence[Any]
     ) -> tuple[float, Sequence[Any], Any]:
         torch = _library("torch")
-        tensors = [_tensor(torch, array) for array in arrays]
+        tensors = [tensor_of(torch, array) for array in arrays]
         floating = [tensor for tensor in tensors if tensor.is_floating_point()]
         for tensor in floating:
             tensor.requires_grad_(True)
-        rest = [_tensor(torch, each) if isinstance(each, np.ndarray) else each for each in data]
+        rest = [tensor_of(torch, each) if isinstance(each, np.ndarray) else each for each in data]
         loss, predictions = self._loss_of(tensors, structure, rest)
         _check_scalar(loss, self)
         grads = iter(torch.autograd.grad(loss, floating, allow_unused=True))
         computed = [
-            _from_tensor(torch, next(grads), array) if tensor.is_floating_point() else None
-            for tensor, array in zip(tensors, arrays, strict=True)
+            gradient_of(torch, next(grads)) if tensor.is_floating_point() else None
+            for tensor in tensors
         ]
         return loss.item(), computed, mapped(predictions, _predicted(torch), torch.Tensor)
 
@@ -240,48 +241,14 @@ def _library(name: str) -> Any:
         ) from exc
 
 
-class _Writable:
-    """The memory of an array, whether it is read-only or not."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        address, _ = array.__array_interface__["data"]
-        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
-        self.array = array  # owns it
-
-
-def _tensor(torch: Any, array: np.ndarray) -> Any:
-    """Return a tensor in the array's memory.
-
-    torch warns of read-only arrays, since a tensor might be changed. Those that are differentiated
-    cannot be, in place; data are the caller's own.
-    """
-    if any(stride < 0 for stride in array.strides):
-        array = array.copy()
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(_shared(array.view(np.int16))).view(torch.bfloat16)
-    return torch.from_numpy(_shared(array))
-
-
-def _shared(array: np.ndarray) -> np.ndarray:
-    return array if array.flags.writeable else np.asarray(_Writable(array))
-
-
-def _from_tensor(torch: Any, tensor: Any, value: np.ndarray) -> Any:
+def gradient_of(torch: Any, tensor: Any) -> np.ndarray | IndexedSlices | None:
+    """Return the gradient that torch has computed, in its memory; a sparse one of rows as such."""
     if tensor is None:
         return None
     if tensor.layout == torch.sparse_coo and tensor.sparse_dim() == 1:
-        (indices,) = tensor._indices().numpy()
-        return IndexedSlices(_array(torch, tensor._values(), value), indices, value.shape)
-    return _array(torch, tensor if tensor.layout == torch.strided else tensor.to_dense(), value)
-
-
-def _array(torch: Any, tensor: Any, value: np.ndarray) -> np.ndarray:
-    array: np.ndarray
-    if tensor.dtype == torch.bfloat16:
-        array = tensor.contiguous().view(torch.int16).numpy().view(value.dtype)
-    else:
-        array = tensor.numpy()
-    return array
+        (indices,) = array_of(tensor._indices())
+        return IndexedSlices(array_of(tensor._values()), indices, tuple(tensor.shape))
+    return array_of(tensor if tensor.layout == torch.strided else tensor.to_dense())
 
 
 def _predicted(torch: Any) -> Callable[[Any], np.ndarray]:

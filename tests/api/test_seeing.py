@@ -1,11 +1,9 @@
-"""What a program shows of its run: values, a dashboard, a log."""
+"""What a program shows of its run: a dashboard, a log."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,40 +13,6 @@ from memory_cluster import cluster_of, coordinating
 from psync.dashboard.run_log import FinishedRun
 from psync.dashboard.view import Placed
 from psync.errors import ClosedError, ConfigurationError
-
-
-async def test_reported_values_stay_until_they_are_reported_again() -> None:
-    async with coordinating() as (_, coordinator):
-        assert (await coordinator.status()).reported == {}
-        coordinator.report({"loss": np.float32(0.5), "accuracy": 1})
-        coordinator.report({"loss": math.nan})
-        await _a_moment(coordinator)
-        assert (await coordinator.status()).reported == {"loss": None, "accuracy": 1.0}
-    with pytest.raises(ClosedError, match="report"):
-        coordinator.report({})
-
-
-async def test_a_value_that_is_no_number_is_refused() -> None:
-    async with coordinating() as (_, coordinator):
-        with pytest.raises(ConfigurationError, match=r"expected a number as 'loss', got list"):
-            coordinator.report({"loss": [1.0]})  # type: ignore[dict-item]
-
-
-async def test_fit_reports_its_values() -> None:
-    async with cluster_of() as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                w = psync.Variable(np.zeros(2, np.float32), name="w")
-
-            def loss_of(values: Any, batch: Any) -> Any:
-                return 0.25, [np.zeros(2, np.float32)]
-
-            trainer = psync.Trainer(strategy, [w], loss_of, psync.optimizers.SGD(0.1))
-            data = lambda: iter([np.zeros(2)] * 4)  # noqa: E731
-            await trainer.fit(data, steps_per_epoch=2, verbose=False)
-            await _a_moment(coordinator)
-            assert (await coordinator.status()).reported["loss"] == 0.25
 
 
 async def test_a_run_log_has_statuses_and_placement(tmp_path: Path) -> None:

@@ -54,14 +54,20 @@ def test_the_head_says_what_runs_and_how_fast() -> None:
         queued=3, in_flight=2, finished=9000, failed=1, put_back=4, closures_per_s=1234.5
     )
     steps = StepsStatus(50, 12.34, {"0": 7, "3": 2, "5": 1, "9": 1})
-    lines = drawn(status(queue=queue, steps=steps, notes=("a ps is being recovered",)))
+    lines = drawn(
+        status(
+            queue=queue, steps=steps, notes=("a ps is being recovered",),
+            reported={"epoch": 3.0, "loss": 0.123456},
+        )
+    )  # fmt: skip
     assert lines[0] == "train.py (process 7)  running  up 2:02 h"
     counts = "1,234 closures/s, 2 in flight, 3 queued, 9000 finished, 1 failed, 4 run again"
     assert lines[1] == f"  closures  {counts}"
     assert lines[2] == "      step  50, 12.3 steps/s"
     assert lines[3] == " staleness  7 of 0, 2 of 3, 2 of 5 and more"
-    assert lines[4] == " waits for  nothing"
-    assert lines[5] == "      note  a ps is being recovered"
+    assert lines[4] == "  reported  epoch 3, loss 0.1235"
+    assert lines[5] == " waits for  nothing"
+    assert lines[6] == "      note  a ps is being recovered"
 
 
 def test_each_worker_has_a_row() -> None:
@@ -109,10 +115,10 @@ def test_without_backups_there_is_no_column_for_them() -> None:
 
 def test_a_synchronous_step_says_for_whom_it_waits() -> None:
     names = tuple(f"/job:worker/task:{index}" for index in range(5))
-    group = GroupStatus("sync", 9, 8, 3, names[:3], names, 1.5, 2, 30, 4, 5)
+    group = GroupStatus("sync [a]", 9, 8, 3, names[:3], names, 1.5, 2, 30, 4, 5)
     lines = drawn(status(steps=StepsStatus(9, 1.5, {}, (group,))))
     assert " ".join(row(lines, "sync ")) == (
-        "sync 9 1.5 3 of 8 2 4 5 worker 0, worker 1, worker 2 and 2 more"
+        "sync [a] 9 1.5 3 of 8 2 4 5 worker 0, worker 1, worker 2 and 2 more"
     )
 
 
@@ -149,6 +155,13 @@ def test_of_many_workers_those_in_trouble_and_the_slowest_are_shown() -> None:
     shown = [line[:9].strip() for line in lines if line.startswith("worker ") and line[7].isdigit()]
     assert shown[:2] == ["worker 70", "worker 80"]
     assert f"and {100 - len(shown)} more workers" in lines
+
+
+def test_a_text_of_the_program_cannot_steer_the_terminal() -> None:
+    error = SeenError("closure 3 (step): ValueError: \x1b[2J\x07red", 3.0)
+    lines = drawn(status(waits_for="\x1b[31m", workers=(worker(0, last_error=error),)))
+    assert lines[3] == " waits for  ?[31m"
+    assert "ValueError: ?[2J?red" in " ".join(lines)
 
 
 def test_long_lines_are_cut_and_not_folded() -> None:

@@ -215,17 +215,22 @@ async def training() -> AsyncIterator[Training]:
         yield Training(cluster, coordinator)
 
 
-@pytest.mark.parametrize(("pull_ahead", "pulls"), [(True, 2), (False, 2 * STEPS)])
+@pytest.mark.parametrize(
+    ("pull_ahead", "fills", "pulls"),
+    [(True, False, 2), (True, True, 2), (False, False, 2 * STEPS)],
+)
 async def test_a_loop_that_pulls_and_pushes_pulls_once_for_each_worker_that_wants_it(
-    pull_ahead: bool, pulls: int
+    pull_ahead: bool, fills: bool, pulls: int
 ) -> None:
     async with training() as t:
         model, global_step, optimizer = t.model, t.global_step, t.optimizer(pull_ahead=pull_ahead)
 
         async def loop() -> list[tuple[list[float], Outcome, int]]:
             seen = []
+            out = [np.empty(3, np.float32) for _ in model] if fills else None
             for _ in range(STEPS):
-                values = await psync.pull(model)
+                values = await psync.pull(model, out=out)
+                assert out is None or values[0] is out[0]
                 pairs = [(np.ones_like(value), w) for value, w in zip(values, model, strict=True)]
                 result = await optimizer.apply_gradients(pairs, global_step)
                 seen.append(([float(value[0]) for value in values], result.outcome, result.step))

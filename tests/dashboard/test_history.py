@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from psync.dashboard.history import LANE_CELLS, MAX_PS, MAX_ROWS, History, Thinned, columns, row_of
 from psync.status.model import QueueStatus, StepsStatus
 from statuses import ps, shares, status, worker
@@ -42,8 +44,9 @@ def test_traffic_of_few_ps_tasks_and_of_many() -> None:
 
 
 def test_reported_values_may_be_missing() -> None:
-    row = row_of(status(reported={"loss": 0.123456, "accuracy": None}))
+    row = row_of(status(reported={"epoch": 7, "loss": 0.123456, "accuracy": math.nan}))
     assert (row["reported loss"], row["reported accuracy"]) == (0.1235, None)
+    assert "reported epoch" not in row
 
 
 def test_series_have_one_length() -> None:

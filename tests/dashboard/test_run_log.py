@@ -37,13 +37,13 @@ def test_what_is_written_is_read(path: Path) -> None:
     log = RunLog(path, "train.py")
     log.add(status(worker(), at=1.0))
     log.place(PLACED)
-    log.add(status(worker(1, "lost"), at=2.0, reported={"loss": None}))
+    log.add(status(worker(1, "lost"), at=2.0, reported={"loss": 0.5}))
     log.close()
     log.close()
     run = FinishedRun(path)
     assert (len(run), run.placed, run.ended) == (2, PLACED, True)
     assert list(run.statuses()) == [
-        status(worker(), at=1.0), status(worker(1, "lost"), at=2.0, reported={"loss": None}),
+        status(worker(), at=1.0), status(worker(1, "lost"), at=2.0, reported={"loss": 0.5}),
     ]  # fmt: skip
     assert [each.time for each in run.statuses(1, 2)] == [2.0]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

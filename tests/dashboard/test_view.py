@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def full_status(num_workers: int = 3) -> Status:
         steps=StepsStatus(5, 2.0, {"0": 30, "1": 10}, (GROUP,), (BOUND,)),
         notes=("/job:ps/task:0 is served in the process of /job:ps/task:1",),
         events=(EventStatus("joined", "/job:worker/task:0 takes part", 3.0),),
-        reported={"loss": 0.5, "accuracy": None},
+        reported={"loss": 0.5, "accuracy": math.inf},
     )  # fmt: skip
 
 

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from psync.status.model import Status
+from psync.status.run_files import read_run
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PSYNC = [sys.executable, "-m", "psync"]
@@ -32,7 +34,8 @@ def top(environ: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]
 
 def started(environ: dict[str, str]) -> subprocess.Popen[str]:
     run = subprocess.Popen(
-        [*PSYNC, "run", str(SCRIPTS / "seen.py"), "--ps", "2", "--workers", "2"],
+        [*PSYNC, "run", str(SCRIPTS / "seen.py"), "--ps", "2", "--workers", "2",
+         "--metrics-port", "0"],
         env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert run.stdout is not None
@@ -62,6 +65,8 @@ def test_a_run_is_seen_while_it_lasts(environ: dict[str, str]) -> None:
             assert "train_step" in table
             (file,) = Path(environ["XDG_RUNTIME_DIR"], "psync").glob("*.json")
             assert top(environ, str(file), "--once").returncode == 0
+            with urllib.request.urlopen(f"{read_run(file).metrics}/metrics") as answer:
+                assert b'psync_ps_bytes{task="/job:ps/task:0"} 4000.0' in answer.read()
         finally:
             run.communicate("\n")
         assert run.returncode == 0

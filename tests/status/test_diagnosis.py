@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_the_state_of_the_coordinator(state: str, text: str) -> None:
 
 
 def test_a_value_that_is_not_finite() -> None:
-    seen = status(worker(), queue=QUEUED, reported={"loss": None, "accuracy": 0.5})
+    seen = status(worker(), queue=QUEUED, reported={"loss": math.nan, "accuracy": 0.5})
     assert texts(seen) == ["bad: The reported loss is not a finite number."]
 
 

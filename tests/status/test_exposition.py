@@ -21,7 +21,7 @@ W0, W1 = "/job:worker/task:0", "/job:worker/task:1"
 
 STATUS = Status(
     time=1.0, pid=7, program="train.py", uptime_s=12.5, window_s=5.0, state="running",
-    waits_for="nothing",
+    waits_for="nothing", reported={"loss": 0.25},
     queue=QueueStatus(queued=3, in_flight=2, finished=9, failed=1, put_back=4),
     steps=StepsStatus(
         9, 1.5, {"0": 3, "2": 1}, (GroupStatus("sync", 9, 2, 1, (W0,), (W1,), 1.5, 0, 17, 4, 2),)
@@ -50,6 +50,7 @@ def values(status: Status = STATUS) -> dict[str, float]:
 def test_counters_and_gauges_have_the_numbers_of_the_status() -> None:
     found = values()
     assert found["psync_up_seconds"] == 12.5
+    assert found['psync_reported{name="loss"}'] == 0.25
     assert found['psync_closures{state="queued"}'] == 3
     assert found['psync_closures_total{end="finished"}'] == 9
     assert found["psync_closures_again_total"] == 4

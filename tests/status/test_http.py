@@ -15,20 +15,7 @@ from psync.errors import ClosedError, ConfigurationError
 from psync.status import http
 from psync.status.http import StatusServer
 from psync.status.model import Status
-
-STATUS = Status(1.0, 7, "train.py", 2.0, 3.0, "running", "nothing")
-
-
-class Source:
-    """A status without a cluster."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    async def status(self) -> Status:
-        if self.error is not None:
-            raise self.error
-        return STATUS
+from status_by_hand import STATUS, Source
 
 
 class World:
@@ -144,7 +131,7 @@ async def test_one_who_is_connected_does_not_keep_it_from_ending(
 
 async def test_a_coordinator_that_ends_is_unavailable(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(caplog) as world:
-        world.source.error = ClosedError("it is closed")
+        world.source.answer = ClosedError("it is closed")
         assert await world.get("/metrics") == (503, "it is closed\n")
 
 

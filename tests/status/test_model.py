@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 
 import pytest
 
@@ -44,6 +46,7 @@ FULL = Status(
         PsStatus("/job:ps/task:0", "c:1", "connected", 0.0, backup=BackupStatus("paired", 2)),
         PsStatus("/job:ps/task:1", "d:1", "unconnected"),
     ),
+    reported={"loss": 0.5},
     notes=("a note",),
     events=(EventStatus("joined", "/job:worker/task:0 takes part", 10.0),),
 )  # fmt: skip
@@ -60,6 +63,14 @@ def test_the_json_form_has_plain_names_and_a_schema() -> None:
     assert data["workers"][0]["closure"] == {"id": 4, "name": "step", "seconds": 0.25}
     assert data["steps"]["staleness"] == {"0": 3, "1": 1}
     assert data["ps"][1]["backup"] is None
+
+
+def test_a_loss_that_is_no_number_is_null() -> None:
+    status = dataclasses.replace(FULL, reported={"loss": math.nan, "norm": math.inf, "epoch": 1.0})
+    reported = json.loads(status.to_json())["reported"]
+    assert reported == {"loss": None, "norm": None, "epoch": 1.0}
+    again = Status.from_json(status.to_json()).reported
+    assert (math.isnan(again["loss"]), again["epoch"]) == (True, 1.0)
 
 
 def test_fields_of_a_later_version_are_passed_over() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,53 +16,11 @@ from psync.errors import (
     DeadlineExceeded,
     RemoteProtocolError,
 )
-from psync.net.platform import Platform
-from psync.net.transport import SocketNetwork
 from psync.status import reading
 from psync.status.http import StatusServer
-from psync.status.model import Status
 from psync.status.reading import UrlReader, reading_status
 from psync.status.run_files import Run, newest_run
-from psync.status.serving import ServedStatus
-
-STATUS = Status(1.0, 7, "train.py", 2.0, 3.0, "running", "nothing")
-
-
-class Source:
-    """A status without a cluster."""
-
-    program = "train.py"
-
-    def __init__(self) -> None:
-        self.answer: Any = STATUS
-
-    async def status(self) -> Status:
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        if self.answer is None:
-            await asyncio.Event().wait()
-        return self.answer
-
-    async def close(self) -> None: ...
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The user's runtime directory, of a path that is short enough for a socket."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as made:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", made)
-        monkeypatch.delenv("PSYNC_STATUS", raising=False)
-        yield Path(made)
-
-
-@contextlib.asynccontextmanager
-async def serving_of(source: Any = None) -> AsyncIterator[ServedStatus]:
-    status = ServedStatus(source or Source(), Platform(SocketNetwork()))
-    await status.start()
-    try:
-        yield status
-    finally:
-        await status.close()
+from status_by_hand import STATUS, Source, serving_of
 
 
 async def test_a_reader_hears_that_the_run_has_ended(runtime: Path) -> None:

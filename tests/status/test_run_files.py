@@ -22,6 +22,7 @@ from psync.status.run_files import (
     newest_run,
     read_run,
     run_file,
+    socket_of,
     take_away_ended,
 )
 
@@ -179,6 +180,12 @@ def test_where_there_is_none_the_place_is_named(directory: Path) -> None:
         newest_run(directory / "nowhere")
 
 
+def test_a_directory_that_others_can_enter_is_not_looked_into(directory: Path) -> None:
+    directory.chmod(0o755)
+    with pytest.raises(ConfigurationError, match=f"{directory}: expected a directory of this user"):
+        newest_run(directory)
+
+
 def test_this_user_s_directory_is_where_it_looks(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +203,28 @@ def test_what_killed_runs_have_left_is_taken_away(directory: Path) -> None:
     ):  # fmt: skip
         take_away_ended(directory)
         assert {path.name for path in directory.iterdir()} == {"y.json", "alive.sock"}
+
+
+def test_sockets_without_a_file_are_taken_away_when_they_are_old(directory: Path) -> None:
+    runs = {name: run_of(directory, name) for name in ("old", "new", "alive")}
+    for name, run in runs.items():
+        sock = listening(run)
+        if name != "new":
+            os.utime(socket_of(run), (1.0, 1.0))
+        if name != "alive":
+            sock.close()
+        else:
+            alive = sock
+    take_away_ended(directory)
+    assert {path.name for path in directory.iterdir()} == {"new.sock", "alive.sock"}
+    alive.close()
+
+
+def test_the_socket_goes_with_the_file(directory: Path) -> None:
+    run = run_of(directory, "a")
+    with run_file(directory / "a.json", run):
+        listening(run).close()
+    assert list(directory.iterdir()) == []
 
 
 def test_a_socket_of_which_nothing_is_known_is_not_ended(directory: Path) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from psync.errors import (
     ConfigurationError,
     ConnectionLost,
 )
+from psync.launch.local import LocalClusterResolver
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.net.secret import Secret
@@ -28,45 +28,7 @@ from psync.status.run_files import newest_run
 from psync.status.serving import ServedStatus, is_served
 from psync.testing import MemoryNetwork
 from psync.wire.messages import Shutdown
-
-STATUS = Status(1.0, 7, "train.py", 2.0, 3.0, "running", "nothing")
-
-
-class Source:
-    """A status without a cluster."""
-
-    program = "train.py"
-
-    def __init__(self) -> None:
-        self.answer: Any = STATUS
-
-    async def status(self) -> Status:
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        if self.answer is None:
-            await asyncio.Event().wait()
-        return self.answer
-
-    async def close(self) -> None: ...
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The user's runtime directory, of a path that is short enough for a socket."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as made:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", made)
-        monkeypatch.delenv("PSYNC_STATUS", raising=False)
-        yield Path(made)
-
-
-@contextlib.asynccontextmanager
-async def serving_of(source: Any = None) -> AsyncIterator[ServedStatus]:
-    status = ServedStatus(source or Source(), Platform(SocketNetwork()))
-    await status.start()
-    try:
-        yield status
-    finally:
-        await status.close()
+from status_by_hand import STATUS, Source, serving_of
 
 
 async def test_whoever_finds_the_run_file_gets_the_status(runtime: Path) -> None:
@@ -135,8 +97,17 @@ def test_another_value_is_refused() -> None:
         is_served(Platform(SocketNetwork()), {"PSYNC_STATUS": "no"})
 
 
-def test_a_cluster_in_memory_is_not_seen_from_outside() -> None:
-    assert not is_served(Platform(MemoryNetwork()), {})
+async def test_a_cluster_in_memory_is_not_seen_from_outside(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSYNC_METRICS", "nowhere")
+    source: Any = Source()
+    status = ServedStatus(source, Platform(MemoryNetwork()))
+    await status.start()
+    assert list(runtime.iterdir()) == []
+    await status.close()
+    with pytest.raises(ConfigurationError, match="metrics: expected"):
+        ServedStatus(source, Platform(SocketNetwork()))
 
 
 @pytest.mark.processes
@@ -149,3 +120,33 @@ async def test_the_coordinator_of_a_local_cluster_can_be_asked(runtime: Path) ->
             assert seen == await coordinator.status()
             assert [worker.task for worker in seen.workers] == ["/job:worker/task:0"]
     assert list((runtime / "psync").iterdir()) == []
+
+
+@pytest.mark.processes
+async def test_a_coordinator_that_waits_for_a_worker_says_for_whom(runtime: Path) -> None:
+    async with psync.LocalCluster(1, 1) as cluster:
+        there = cluster.resolver.cluster_spec().as_dict()
+        with socket.create_server(("127.0.0.1", 0)) as nobody:  # who listens, and never answers
+            missing = f"127.0.0.1:{nobody.getsockname()[1]}"
+            resolver = LocalClusterResolver(
+                {**there, "worker": [*there["worker"], missing]}, cluster.resolver.platform
+            )
+            coordinator = psync.ClusterCoordinator(psync.ParameterServerStrategy(resolver))
+            starting = asyncio.ensure_future(coordinator.start())
+            seen = await status_when(lambda seen: seen.workers[0].state == "idle")
+            assert (seen.state, seen.workers[1].state) == ("starting", "connecting")
+            assert seen.workers[1].address == missing
+            starting.cancel()
+            await asyncio.wait((starting,))
+    assert list((runtime / "psync").iterdir()) == []
+
+
+async def status_when(holds: Callable[[Status], bool]) -> Status:
+    """The newest run's status, as soon as something holds."""
+    while True:
+        try:
+            async with reading_status(newest_run()) as reader:
+                if holds(seen := await reader.read()):
+                    return seen
+        except ConfigurationError:  # it has not begun
+            await asyncio.sleep(0)

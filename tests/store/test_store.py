@@ -243,6 +243,12 @@ class TestAssign:
         assert store.version((0, 0)) == 3
         assert store.statistics().assigns == 3
 
+    def test_assign_max(self) -> None:
+        store = ShardStore(TASK)
+        store.create(spec_of((3,), "int64"), np.array([5, -1, 7]))
+        run(store.assign((0, 0), "max", np.array([6, -2, 7])))
+        assert value(store).tolist() == [6, -1, 7]
+
     def test_integers_wrap_around(self) -> None:
         store = ShardStore(TASK)
         store.create(spec_of((2,), "uint8"), np.array([250, 5], np.uint8))
@@ -257,12 +263,14 @@ class TestAssign:
         run(store.assign((0, 0), "add", np.array([60000], np.float16)))
         assert value(store).tolist() == [np.inf]
 
-    def test_bool_can_only_be_assigned(self) -> None:
+    def test_bools_are_not_added(self) -> None:
         store = ShardStore(TASK)
         store.create(spec_of((2,), "bool"))
         run(store.assign((0, 0), "assign", b"\x00\x01"))
         assert value(store).tolist() == [False, True]
-        with pytest.raises(GradientError, match="bool values can only be assigned, not 'add'"):
+        run(store.assign((0, 0), "max", b"\x01\x00"))
+        assert value(store).tolist() == [True, True]
+        with pytest.raises(GradientError, match="bool values cannot be added: not 'add'"):
             store.assign((0, 0), "add", b"\x00\x01")
         with pytest.raises(GradientError, match=r"bool \(2 bytes\), got bytes other than 0 and 1"):
             store.assign((0, 0), "assign", b"\x00\x02")

@@ -13,6 +13,7 @@ from psync.api.coordinator_options import (
     add_worker,
     check_options,
     remove_worker,
+    report,
     status,
     watchdog_timeout_of,
 )
@@ -25,7 +26,7 @@ from psync.api.datasets import (
 )
 from psync.api.optimizers.registry import optimizers_here
 from psync.api.scheduling import Scheduling
-from psync.api.seeing import SeenRun, dashboard_url, report
+from psync.api.seeing import SeenRun, dashboard_url
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.events import Event
 from psync.chief.reattachment import OwnOptimizers
@@ -174,7 +175,8 @@ class ClusterCoordinator(Scheduling):
             ConnectFailed: They are not there in time; names who is missing, and where.
             AuthenticationError: A task holds another secret.
             ProtocolError: Something else answers at a task's address.
-            ConfigurationError: There is no secret.
+            ConfigurationError: There is no secret; or a ps lacks the update rule or the schedule of
+                an optimizer that this program has made and not used yet.
             ClosedError: The coordinator was started before.
 
         Cancellation: Everything is closed again.
@@ -201,11 +203,12 @@ class ClusterCoordinator(Scheduling):
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
             has_backups=self.strategy.ps_recovery == "replica",
         )
-        self._starting = True
         seen = SeenRun(coordinator, platform, self.strategy, **self._shown)
+        self._starting = True
         try:
             await seen.start()
             await coordinator.start()
+            optimizers.check_unused(coordinator.links.ps.links)
         except BaseException:
             await seen.close()
             await coordinator.close()
@@ -239,8 +242,10 @@ class ClusterCoordinator(Scheduling):
         self._undescribe()
         self.strategy.runtime = self.strategy.gangs = None
         if coordinator is not None:
-            await self._seen.close()
-            await coordinator.close()
+            try:
+                await self._seen.close()
+            finally:
+                await coordinator.close()
 
     async def join(self, timeout: float | None = None) -> None:
         """Wait for everything that was scheduled before this call.

@@ -1,6 +1,6 @@
 """Options of a coordinator, validated; and what a program asks of a running cluster.
 
-``add_worker``, ``remove_worker`` and ``status`` are methods of ``ClusterCoordinator``.
+``add_worker``, ``remove_worker``, ``status`` and ``report`` are methods of ``ClusterCoordinator``.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from psync.closures.flapping import Flapping
@@ -168,3 +169,26 @@ async def status(self: ClusterCoordinator) -> Status:
     """
     self._running("status")
     return await self._seen.source.status()
+
+
+def report(self: ClusterCoordinator, values: Mapping[str, float]) -> None:
+    """Show values of the program's own in its status: the loss, the epoch, an accuracy.
+
+    ``Trainer.fit`` does, so this is for loops of one's own. The newest value of each name is shown.
+
+    Args:
+        values: Numbers by name.
+
+    Raises:
+        ConfigurationError: One is no number.
+        ClosedError: The coordinator is not running.
+
+    Example:
+        coordinator.report({"epoch": epoch, "loss": np.mean(await coordinator.fetch(losses))})
+    """
+    self._running("report")
+    for name, value in values.items():
+        try:
+            self._seen.source.reported[str(name)] = float(value)
+        except (TypeError, ValueError) as exc:
+            raise ConfigurationError(f"report: {name}: expected a number, got {value!r}") from exc

@@ -70,6 +70,13 @@ class Module:
         """Those of ``variables`` that were declared trainable."""
         return tuple(variable for variable in self.variables if variable.trainable)
 
+    def checkpoint_items(self) -> Mapping[str, Any]:
+        """Return what a checkpoint of this module may hold, by name: its attributes.
+
+        Settings and functions among them are not saved.
+        """
+        return dict(sorted(vars(self).items()))
+
     @property
     def submodules(self) -> tuple[Module, ...]:
         """All modules that it holds, and that these hold, each before those that it holds."""

@@ -131,10 +131,10 @@ async def values_of(
     plan = runtime.ps.plan(tuple([variable.spec for variable in variables]))
     if consistent:
         return await pull_at_once(runtime.ps, plan, writable=copy, out=out, seen=runtime.pulled)
-    if out is None and (arrays := runtime.take_ahead(plan)) is not None:
+    if (arrays := runtime.take_ahead(plan)) is not None:
         for array in arrays:
             array.setflags(write=copy)
-        return arrays
+        return arrays if out is None else list(map(_placed, arrays, out))
     return await runtime.ps.pull(plan, writable=copy, out=out, seen=runtime.pulled)
 
 
@@ -155,8 +155,13 @@ async def _through(
     results = []
     for variable, target in zip(variables, out or [None] * len(variables), strict=True):
         value = kept.values[variable]
-        if target is not None:
-            np.copyto(target, value)
-            value = target
-        results.append(value.copy() if copy and target is None else value)
+        results.append(value.copy() if copy and target is None else _placed(value, target))
     return results
+
+
+def _placed(value: np.ndarray, target: np.ndarray | None) -> np.ndarray:
+    """Return a value where the caller wants it; None: where it is."""
+    if target is None:
+        return value
+    np.copyto(target, value)
+    return target

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from psync.errors import ConfigurationError
 from psync.status.sampling import StatusSource
 from psync.status.serving import ServedStatus
 
@@ -88,32 +86,6 @@ def _placed(strategy: ParameterServerStrategy, known: Sequence[Placed]) -> Seque
         Placed(row.variable, row.shard, row.shape, row.dtype, row.nbytes, row.ps)
         for row in strategy.placement().rows
     ]
-
-
-def report(self: ClusterCoordinator, values: Mapping[str, float]) -> None:
-    """Show values of the program, such as its loss, in the status, the dashboard and the run log.
-
-    Each stays until another one is reported under its name. ``Trainer.fit`` reports its own.
-
-    Args:
-        values: By name; anything that ``float`` takes.
-
-    Raises:
-        ConfigurationError: One is no number.
-        ClosedError: The coordinator is not running.
-
-    Example:
-        coordinator.report({"loss": await loss_of_step.fetch()})
-    """
-    self._running("report")
-    for name, value in values.items():
-        try:
-            number = float(value)
-        except (TypeError, ValueError) as exc:
-            raise ConfigurationError(
-                f"report: expected a number as {name!r}, got {type(value).__name__}"
-            ) from exc
-        self._seen.source.reported[str(name)] = number if math.isfinite(number) else None
 
 
 def dashboard_url(self: ClusterCoordinator) -> str:

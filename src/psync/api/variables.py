@@ -148,8 +148,9 @@ class Variable(Handle):
     partitioner may make it a ``ShardedVariable``, which then is what the call returns.
 
     Args:
-        initial_value: Array, number, nested list, or a callable that returns one; a callable
-            that takes (shape, offset) is called for each shard alone.
+        initial_value: Array (of torch or jax as well, an ``nn.Parameter`` too), number, nested
+            list, or a callable that returns one; a callable that takes (shape, offset) is called
+            for each shard alone.
         name: Made unique with a suffix if it is taken. Default "Variable".
         dtype: Default: that of the initial value (Python floats: float32, integers: int64).
         shape: Needed with ``dtype`` to keep a callable from being called early.

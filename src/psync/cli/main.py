@@ -39,6 +39,16 @@ log_level_option = click.option(
 )
 
 
+plugin_option = click.option(
+    "--plugin",
+    "plugins",
+    metavar="MODULE",
+    multiple=True,
+    envvar="PSYNC_PLUGINS",  # as for the level: it is how `run` hands them to the tasks
+    help="A module with update rules or schedules of your own; several times for several.",
+)
+
+
 @click.group(
     invoke_without_command=True,
     context_settings={
@@ -111,6 +121,7 @@ def psync(context: click.Context) -> int:
     metavar="RUN.jsonl",
     help="Write the run down, for psync dashboard RUN.jsonl.",
 )
+@plugin_option
 @tls_options
 @log_level_option
 def run(
@@ -126,6 +137,7 @@ def run(
     dashboard: bool,
     dashboard_address: str | None,
     run_log: str | None,
+    plugins: tuple[str, ...],
     log_level: str,
     **tls: Any,
 ) -> int:
@@ -159,6 +171,7 @@ def run(
         max_restarts=max_restarts,
         chief_restarts=chief_restarts,
         quiet=quiet,
+        plugins=plugins,
         environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **shown, **tls_environ(**tls)},
     )
 
@@ -245,14 +258,21 @@ def sync_async(
     help="How long to be without a chief, before the first one and after the last one has gone; "
     "none: for ever.  [default: 3600 before, 600 after; none under a launcher]",
 )
+@plugin_option
 @tls_options
 @log_level_option
-def serve(insecure: bool, chief_timeout: str | None, log_level: str, **tls: Any) -> int:
+def serve(
+    insecure: bool,
+    chief_timeout: str | None,
+    plugins: tuple[str, ...],
+    log_level: str,
+    **tls: Any,
+) -> int:
     """Serve as the ps or the worker that TF_CONFIG says this process is.
 
-    It loads no script: a worker gets its steps from the chief. Ends when the chief says so, on
-    SIGTERM, or, with code 1, when no chief comes. The cluster's secret comes from PSYNC_SECRET or
-    PSYNC_SECRET_FILE.
+    It loads no script, only plugins: a worker gets its steps from the chief. Ends when the chief
+    says so, on SIGTERM, or, with code 1, when no chief comes. The cluster's secret comes from
+    PSYNC_SECRET or PSYNC_SECRET_FILE.
 
     \b
     The first ps of a cluster of two machines:
@@ -261,8 +281,11 @@ def serve(insecure: bool, chief_timeout: str | None, log_level: str, **tls: Any)
         PSYNC_SECRET_FILE=~/cluster.secret psync serve
     """
     from psync.launch import tasks
+    from psync.launch.plugins import plugins_environ
 
-    os.environ.update(tls_environ(**tls))
+    os.environ.update({**tls_environ(**tls), **plugins_environ(plugins, {})})
+    if plugins:  # what lies here, as for `python -m psync serve`
+        sys.path.insert(0, "")
     configure_logging(log_level)
     try:
         tasks.serve_forever(insecure=insecure, chief_timeout=chief_timeout)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from psync.status.model import GroupStatus, PsStatus, Status, WorkerStatus
+from psync.training.progress import bytes_text
 
 MAX_EVENTS = 8
 MAX_NAMED = 3
@@ -69,6 +70,9 @@ def _head(status: Status) -> list[RenderableType]:
         if bound.waiting:
             text += f"; {_names(bound.waiting)} too far ahead of {_names(bound.waits_for)}"
         lines.append(_line("bound", text))
+    if status.reported:
+        values = (f"{name} {value:.4g}" for name, value in status.reported.items())
+        lines.append(_line("reported", ", ".join(values)))
     lines.append(_line("waits for", status.waits_for))
     lines += [_line("note", note) for note in status.notes]
     return [*lines]
@@ -103,7 +107,7 @@ def _groups(groups: Sequence[GroupStatus]) -> Table:
     )  # fmt: skip
     for group in groups:
         table.add_row(
-            group.name, str(group.step), _number(group.steps_per_s),
+            Text(_plain(group.name)), str(group.step), _number(group.steps_per_s),
             f"{group.counted} of {group.target}", str(group.partial_steps), str(group.dropped),
             str(group.duplicates), _names(group.waits_for),
         )  # fmt: skip
@@ -123,8 +127,8 @@ def _ps(tasks: Sequence[PsStatus]) -> Table:
             table.add_row(_short(ps.task), state)
             continue
         cells = [
-            _bytes(ps.bytes), _bytes(ps.slot_bytes), _number(ps.pushes_per_s),
-            _number(ps.pulls_per_s), _bytes(ps.bytes_in_per_s), _bytes(ps.bytes_out_per_s),
+            bytes_text(ps.bytes), bytes_text(ps.slot_bytes), _number(ps.pushes_per_s),
+            _number(ps.pulls_per_s), bytes_text(ps.bytes_in_per_s), bytes_text(ps.bytes_out_per_s),
             str(ps.queue), str(ps.duplicates),
         ]  # fmt: skip
         if ps.backup is not None:
@@ -149,9 +153,10 @@ def _workers(workers: Sequence[WorkerStatus], room: int | None) -> list[Renderab
             _short(each.task), Text(each.state, STYLES.get(each.state, "")),
             _number(each.closures_per_s), "" if each.mean_s is None else _seconds(each.mean_s),
             "" if each.staleness is None else str(each.staleness), str(each.dropped),
-            str(each.losses), "" if closure is None else f"{closure.name} {closure.id}",
+            str(each.losses),
+            Text("" if closure is None else _plain(f"{closure.name} {closure.id}")),
             "" if closure is None else _seconds(closure.seconds),
-            Text("" if error is None else error.text.splitlines()[0] if error.text else ""),
+            Text("" if error is None else _plain(error.text.partition("\n")[0])),
         )  # fmt: skip
     return [table, *([f"and {more} more workers"] if more else [])]
 
@@ -165,7 +170,12 @@ def _by_trouble(worker: WorkerStatus) -> tuple[bool, float]:
 
 
 def _line(head: str, text: str) -> Text:
-    return Text.assemble((f"{head:>10}  ", "dim"), text, no_wrap=True, overflow="ellipsis")
+    return Text.assemble((f"{head:>10}  ", "dim"), _plain(text), no_wrap=True, overflow="ellipsis")
+
+
+def _plain(text: str) -> str:
+    """Return a text of the program's without what a terminal would obey."""
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _short(task: str) -> str:
@@ -181,14 +191,6 @@ def _names(tasks: Sequence[str]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def _bytes(value: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 def _seconds(value: float) -> str:

@@ -262,7 +262,8 @@ class PsClient(PsRows):
         Args:
             plan: From ``plan``.
             values: As ``gradients`` of ``push``.
-            op: "assign", "add" or "sub"; where all values are rows, any of ``numerics.scatter``.
+            op: "assign", "add", "sub" or "max"; where all values are rows, any of
+                ``numerics.scatter``.
             closure: Id of the closure, or -1.
             ordinal: Of the call within the closure.
             lock: Under which this client holds the shards; 0: none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -144,7 +145,9 @@ def row_of(status: Status) -> Row:
         row["free"] = round(max(0.0, left), 1)
     row.update((name, _short(value)) for name, value in _traffic(status.ps))
     for name, value in status.reported.items():
-        row[f"reported {name}"] = None if value is None else _short(value)
+        if name == "epoch":  # a count, beside which nothing else would be seen
+            continue
+        row[f"reported {name}"] = _short(value) if math.isfinite(value) else None
     return row
 
 

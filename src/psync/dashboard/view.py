@@ -6,6 +6,7 @@ nothing. Everything is plain data for JSON. ``VIEW_SCHEMA`` of the page and of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,7 @@ def tiles(status: Status) -> list[dict[str, str]]:
          f"{bytes_text(sum(ps.bytes for ps in status.ps))} of variables"),
     ]  # fmt: skip
     for name, value in list(status.reported.items())[:3]:
-        text = "not finite" if value is None else f"{value:.4g}"
+        text = f"{value:.4g}" if math.isfinite(value) else "not finite"
         found.append((name, text, "reported"))
     return [{"name": name, "value": value, "more": more} for name, value, more in found]
 

@@ -73,6 +73,7 @@ Outcome = Reply | Compute | Awaitable[Reply | None] | None
 Act = Callable[[], Outcome]
 """Judges an entry, and does what takes no arrays."""
 
+Ended = Callable[[], None] | None
 Claim = Callable[[], Callable[[], None]]
 """Called when an entry takes longer than this turn; returns what to call at its end."""
 
@@ -113,7 +114,7 @@ class _Queued:
     number: int  # 0: it is no entry, and comes between two
     act: Act
     answer: Answer
-    ended: Callable[[], None] | None
+    ended: Ended
 
 
 class Executor:
@@ -313,7 +314,7 @@ class Executor:
         """Whether nothing is before what comes now."""
         return not (self._queue or self._acting or self._busy is not None)
 
-    def _enqueue(self, number: int, act: Act, ended: Callable[[], None] | None) -> Answer:
+    def _enqueue(self, number: int, act: Act, ended: Ended) -> Answer:
         answer = Answer()
         self._queue.append(_Queued(number, act, answer, ended))
         self.advance()
@@ -323,7 +324,11 @@ class Executor:
         outcome = self._judge(act)
         if isinstance(outcome, Compute):
             if self.computes.done_now(outcome):
-                outcome = outcome.reply()
+                try:
+                    outcome = outcome.reply()
+                except PsyncError:  # a rule of a user's raised
+                    self._look_soon()
+                    raise
             else:
                 compute, outcome = outcome, Answer()
                 self._compute(compute, outcome, None if claim is None else claim())
@@ -396,8 +401,8 @@ class Executor:
         else:
             self._await(queued, outcome)
 
-    def _compute(self, compute: Compute, answer: Answer, ended: Callable[[], None] | None) -> None:
-        self.computes.add(compute, lambda failed: _settle(answer, ended, failed or compute.reply()))
+    def _compute(self, compute: Compute, answer: Answer, ended: Ended) -> None:
+        self.computes.add(compute, lambda exc: _settle(answer, ended, exc or compute.outcome()))
 
     def _await(self, queued: _Queued, under_way: Awaitable[Reply | None]) -> None:
         self._busy = asyncio.get_running_loop().create_task(self._wait(queued, under_way))
@@ -435,9 +440,7 @@ class Executor:
             await asyncio.wait((self._busy,))
 
 
-def _settle(
-    answer: Answer, ended: Callable[[], None] | None, outcome: Reply | Exception | None
-) -> None:
+def _settle(answer: Answer, ended: Ended, outcome: Reply | Exception | None) -> None:
     if ended is not None:
         ended()
     answer.give(Reply(Done()) if outcome is None else outcome)

@@ -6,6 +6,7 @@ watches a run begins to care, not where something is broken.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -81,7 +82,7 @@ def _states(status: Status) -> Iterator[Finding]:
 
 def _values(status: Status) -> Iterator[Finding]:
     for name, value in status.reported.items():
-        if value is None:
+        if not math.isfinite(value):
             yield Finding("bad", f"The reported {name} is not a finite number.")
 
 

@@ -69,6 +69,10 @@ def _cluster(status: Status) -> list[_Metric]:
         _one("closures_again_total", "Closures put back: their worker was gone.", queue.put_back),
         _one("global_step", "Steps of training.", steps.global_step),
         _Metric(
+            "reported", "Values that the program has reported.",
+            [({"name": name}, value) for name, value in status.reported.items()],
+        ),
+        _Metric(
             "pushes_by_staleness", "Pushes, by how many steps their values were old.",
             [({"staleness": steps}, count) for steps, count in steps.staleness.items()],
         ),

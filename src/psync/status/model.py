@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -214,15 +215,21 @@ class Status:
     steps: StepsStatus = field(default_factory=StepsStatus)
     workers: tuple[WorkerStatus, ...] = ()  # by index
     ps: tuple[PsStatus, ...] = ()  # by index
+    reported: Mapping[str, float] = field(default_factory=dict)  # by the program: loss, epoch, …
     notes: tuple[str, ...] = ()  # on recovery, backups and who is set aside
     events: tuple[EventStatus, ...] = ()  # the newest, newest first
-    reported: Mapping[str, float | None] = field(default_factory=dict)
-    """What the program has reported last, such as its loss; None: it was not finite."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:
-        """Return the JSON form: one object, in one line."""
-        return json.dumps(self, default=_fields, separators=(",", ":"))
+        """Return the JSON form: one object, in one line.
+
+        Reported values that JSON has no numbers for, such as a loss that is NaN, are null.
+        """
+        data = _fields(self)
+        data["reported"] = {
+            name: value if math.isfinite(value) else None for name, value in self.reported.items()
+        }
+        return json.dumps(data, default=_fields, separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -242,6 +249,8 @@ class Status:
                 hint="use the version of psync that the run uses",
             )
         try:
+            for name, value in data.get("reported", {}).items():
+                data["reported"][name] = math.nan if value is None else value
             build = _builder(cls)  # type: ignore[arg-type]  # a class can be hashed
             assert build is not None, "a dataclass is built"
             made: Self = build(data)

@@ -110,9 +110,9 @@ class Reading:
     workers: Sequence[WorkerReading]
     ps: Sequence[PsReading]
     has_backups: bool = False
+    reported: Mapping[str, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
     events: Sequence[EventStatus] = ()
-    reported: Mapping[str, float | None] = field(default_factory=dict)
 
 
 def status_of(reading: Reading, history: History) -> Status:
@@ -156,9 +156,9 @@ def status_of(reading: Reading, history: History) -> Status:
         ),
         workers=_workers(reading, groups, waiting, rate),
         ps=tuple(_ps(each, rate, has_backups=reading.has_backups) for each in reading.ps),
+        reported=reading.reported,
         notes=tuple(reading.notes),
         events=tuple(reading.events),
-        reported=reading.reported,
     )  # fmt: skip
 
 
@@ -218,6 +218,8 @@ def _staleness(ps: Sequence[PsReading], groups: Mapping[str, Any]) -> dict[str, 
 
 # Tasks.
 
+_NO_PUSHES = {"accepted": 0, "stale": 0, "duplicate": 0}
+
 
 def _workers(
     reading: Reading, groups: Mapping[str, Any], waiting: Collection[str], rate: Rate
@@ -233,9 +235,7 @@ def _workers(
         state, in_flight = worker.state, 0 if statistics is None else statistics.in_flight
         if state == "idle" and in_flight:
             state = "waiting" if worker.task in waiting else "busy"
-        pushes = Counter[str]()
-        for group in groups.values():
-            pushes.update(group["replicas"].get(worker.task, {}))
+        pushes = [group["replicas"].get(worker.task, _NO_PUSHES) for group in groups.values()]
         workers.append(
             WorkerStatus(
                 worker.task,
@@ -249,9 +249,9 @@ def _workers(
                 rate(worker.task) if statistics is not None else 0.0,
                 None if statistics is None else statistics.mean_s,
                 staleness.get(worker.task),
-                pushes["accepted"],
-                pushes["stale"],
-                pushes["duplicate"],
+                sum([each["accepted"] for each in pushes]),
+                sum([each["stale"] for each in pushes]),
+                sum([each["duplicate"] for each in pushes]),
                 worker.last_error,
                 worker.work,
             )

@@ -18,6 +18,7 @@ import os
 import socket
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,9 @@ SCHEMA = 1
 """Of run files."""
 
 SUFFIX = ".json"
+
+NEW_S = 60.0
+"""A socket of which there is no run file is left alone for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,10 @@ def make_directory(path: Path) -> None:
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
+    _check_private(path)
+
+
+def _check_private(path: Path) -> None:
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(
@@ -72,7 +80,7 @@ def make_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def run_file(path: Path, run: Run) -> Iterator[None]:
-    """Return a context in which a run can be found.
+    """Return a context in which a run can be found; its socket goes with the file.
 
     Args:
         path: Of the file, in a directory that ``make_directory`` has made.
@@ -92,8 +100,8 @@ def run_file(path: Path, run: Run) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+        # The socket, too: a program may end without closing anything.
+        _remove(path, socket_of(run))
 
 
 def read_run(path: Path) -> Run:
@@ -131,7 +139,13 @@ def newest_run(directory: Path | None = None) -> Run:
         ConfigurationError: There is none; or the newest has ended in a way that left its file.
     """
     directory = directory_of_runs() if directory is None else directory
-    runs = _runs(directory)
+    try:
+        _check_private(directory)  # what somebody else has put there is not this user's run
+        runs = _runs(directory)
+    except FileNotFoundError:
+        runs = []
+    except OSError as exc:
+        raise ConfigurationError(f"{directory}: {exc.strerror}") from exc
     for _, run in runs:
         if not has_ended(run):
             return run
@@ -150,12 +164,21 @@ def _runs(directory: Path) -> list[tuple[Path, Run]]:
     return sorted(found, key=lambda each: each[1].started, reverse=True)
 
 
+def socket_of(run: Run) -> Path:
+    """Return the path of its socket."""
+    return Path(run.address.removeprefix("unix:"))
+
+
 def has_ended(run: Run) -> bool:
     """Whether nobody listens any more where the run did."""
+    return _is_deserted(socket_of(run))
+
+
+def _is_deserted(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)  # a full backlog would keep us waiting
         try:
-            probe.connect(run.address.removeprefix("unix:"))
+            probe.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
             return True
         except OSError:
@@ -164,9 +187,18 @@ def has_ended(run: Run) -> bool:
 
 
 def take_away_ended(directory: Path) -> None:
-    """Remove the files of runs that were killed."""
+    """Remove what runs that were killed have left: their files, and sockets without a file."""
     for path, run in _runs(directory):
         if has_ended(run):
-            for left in (path, Path(run.address.removeprefix("unix:"))):
-                with contextlib.suppress(OSError):
-                    left.unlink()
+            _remove(path, socket_of(run))
+    for path in directory.glob("*.sock"):
+        with contextlib.suppress(OSError):
+            # One that is new may be about to listen, and to get its file.
+            if time.time() - path.stat().st_mtime > NEW_S and _is_deserted(path):
+                _remove(path)
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()

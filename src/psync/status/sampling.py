@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from psync.closures.membership import TaskState
-from psync.errors import PsyncError
+from psync.errors import ClosedError, PsyncError
 from psync.net.peer import Peer
 from psync.status.model import EventStatus, RunningClosure, SeenError, Status, WorkShares
 from psync.status.rates import (
@@ -75,7 +75,7 @@ class StatusSource:
 
     Attributes:
         asks_workers: Whether each status asks workers, too; their answers are in a later one.
-        reported: What the program has reported last; None: it was not finite.
+        reported: Values of the program's own, the newest by name.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -88,22 +88,32 @@ class StatusSource:
         self._asked: dict[str, asyncio.Task[None]] = {}  # workers that have not answered yet
         self._turn = 0  # place of the worker that is asked next
         self.asks_workers = False
-        self.reported: dict[str, float | None] = {}
         self._newest: tuple[float, Status] | None = None
         self._asking: asyncio.Task[Status] | None = None
+        self.reported: dict[str, float] = {}
         self.program = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
 
     async def status(self) -> Status:
         """Return the status, at most 0.2 s old.
 
+        Raises:
+            ClosedError: The coordinator is closed meanwhile.
+
         Cancellation: Safe; others who ask get theirs.
         """
         if self._newest is not None and self._loop.time() - self._newest[0] < FRESH_S:
             return self._newest[1]
-        if self._asking is None:
-            self._asking = self._loop.create_task(self._read())
-            self._asking.add_done_callback(self._ended)
-        return await asyncio.shield(self._asking)
+        asking = self._asking
+        if asking is None:
+            asking = self._asking = self._loop.create_task(self._read())
+            asking.add_done_callback(self._ended)
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if asking.cancelled() and (task is None or not task.cancelling()):
+                raise ClosedError("status: the coordinator was closed") from None
+            raise
 
     def _ended(self, asking: asyncio.Task[Status]) -> None:
         self._asking = None
@@ -189,12 +199,12 @@ class StatusSource:
             ],
             ps=[self._ps_reading(link, began, now) for link in links.ps.links],
             has_backups=coordinator.recovery.has_backups,
+            reported=dict(self.reported),
             notes=[*coordinator.recovery.describe(), *links.workers.describe()],
             events=[
                 EventStatus(note.kind, note.text, now - note.at)
                 for note in reversed(links.events.notes)
             ],
-            reported=dict(self.reported),
         )  # fmt: skip
 
     def _records(self) -> list[WorkerRecord]:

@@ -51,7 +51,12 @@ def is_served(platform: Platform, environ: Mapping[str, str] = os.environ) -> bo
     value = environ.get("PSYNC_STATUS", "")
     if value not in ("", "0", "1"):
         raise ConfigurationError(f"PSYNC_STATUS: expected 0 or 1, got {value!r}")
-    return value != "0" and isinstance(platform.network, SocketNetwork | TlsNetwork)
+    return value != "0" and is_outside(platform)
+
+
+def is_outside(platform: Platform) -> bool:
+    """Whether the cluster is on a network of the machine's, and not in memory."""
+    return isinstance(platform.network, SocketNetwork | TlsNetwork)
 
 
 class ServedStatus:
@@ -71,7 +76,8 @@ class ServedStatus:
     ) -> None:
         self.source = source
         self._is_served = is_served(platform)
-        metrics = os.environ.get("PSYNC_METRICS") if metrics is None else metrics
+        if metrics is None and is_outside(platform):
+            metrics = os.environ.get("PSYNC_METRICS")
         self._http = StatusServer(source, metrics) if metrics else None
         self._stack = contextlib.AsyncExitStack()
 

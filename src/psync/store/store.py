@@ -13,7 +13,7 @@ stay what they are for ever, because a block that is referenced is replaced, not
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -27,7 +27,9 @@ from psync.store.shards import Key, described
 
 __all__ = ["AssignOp", "Key", "ShardStore", "StoreStatistics", "Work"]
 
-AssignOp = Literal["assign", "add", "sub"]
+AssignOp = Literal["assign", "add", "sub", "max"]
+
+_UFUNCS = {"add": np.add, "sub": np.subtract, "max": np.maximum}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +69,18 @@ class ShardStore(GradientTable):
         """
         shard = self._shard(key)
         spec = shard.spec
-        if op not in ("assign", "add", "sub"):
+        if op not in get_args(AssignOp):
             raise UsageError(f"{spec} on {self._task}: unknown operation {op!r}")
-        if spec.dtype == "bool" and op != "assign":
-            raise GradientError(
-                f"{spec} on {self._task}: bool values can only be assigned, not {op!r}"
-            )
+        if spec.dtype == "bool" and op in ("add", "sub"):
+            raise GradientError(f"{spec} on {self._task}: bool values cannot be added: not {op!r}")
         return self._typed(shard, data)
 
     def assign(self, key: Key, op: AssignOp, data: object) -> Work:
-        """Start to replace, increase or decrease the shard's value. Integers wrap around.
+        """Start to replace, increase, decrease or raise the shard's value. Integers wrap around.
 
         Args:
             key: Of the shard.
-            op: "assign", "add" or "sub".
+            op: "assign", "add", "sub", or "max": each element becomes the larger of the two.
             data: A buffer of the shard's bytes, or an array of its shape and dtype. Must
                 not change until the work is done.
 
@@ -107,9 +107,7 @@ class ShardStore(GradientTable):
                 np.copyto(target.array, operand[start:stop])
             else:
                 with np.errstate(all="ignore"):  # an overflow is a result, see update_rules
-                    (np.add if op == "add" else np.subtract)(
-                        values.block(i).array, operand[start:stop], out=target.array
-                    )
+                    _UFUNCS[op](values.block(i).array, operand[start:stop], out=target.array)
             self._copies += values.commit(i, target, pool)
 
         def finished() -> None:

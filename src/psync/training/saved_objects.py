@@ -293,8 +293,8 @@ def _optimizer_values(
 
 
 def _held(module: Module) -> list[tuple[str, Any]]:
-    """Return the attributes of a module that are saved, in the order of their names."""
-    return [each for each in sorted(vars(module).items()) if _holds_something(each[1])]
+    """Return what of a module is saved."""
+    return [each for each in module.checkpoint_items().items() if _holds_something(each[1])]
 
 
 def _holds_something(value: Any) -> bool:

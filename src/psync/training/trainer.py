@@ -244,7 +244,7 @@ class Trainer:
                         logs |= {f"val_{name}": value for name, value in found.items()}
                     show.end(time.perf_counter() - began, logs)
                     history.add(epoch, logs)
-                    coordinator.report(logs)
+                    coordinator.report({"epoch": epoch, **logs})
                     await call_back(self, callbacks, "on_epoch_end", epoch, logs)
                     if self.manager is not None:
                         await self.manager.save()
@@ -352,6 +352,7 @@ class Trainer:
         async def tell(batch: int, sums: Sequence[Any]) -> None:
             counted = zip(self._counted.items(), sums, strict=True)
             logs = {name: metric.value_of(total) for (name, metric), total in counted}
+            coordinator.report(logs)
             await call_back(self, told, "on_train_batch_end", batch, logs)
 
         for metric in self._counted.values():

@@ -1,0 +1,62 @@
+"""Tensors of torch and arrays of numpy in the same memory.
+
+torch is never imported here: who has a tensor has torch. numpy has no bfloat16 of its own; between
+the two these numbers travel as integers, and are those of ``ml_dtypes`` here.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from psync.specs import dtype_of
+
+
+def is_tensor(value: object) -> bool:
+    """Return whether a value is a tensor of torch, such as an ``nn.Parameter``."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def array_of(tensor: Any) -> np.ndarray:
+    """Return a dense tensor as an array: in its memory, if that is the CPU's.
+
+    Gradients, and other devices, are no obstacle. The array's strides are the tensor's.
+
+    Raises:
+        TypeError: numpy has no such dtype.
+    """
+    torch = sys.modules["torch"]
+    here = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if here.dtype == torch.bfloat16:
+        array: np.ndarray = here.view(torch.int16).numpy().view(dtype_of("bfloat16"))
+        return array
+    return here.numpy()  # type: ignore[no-any-return]
+
+
+def tensor_of(torch: Any, array: np.ndarray) -> Any:
+    """Return a tensor in the array's memory, or in a copy of it if torch knows no such strides.
+
+    torch warns of read-only arrays, since a tensor might be changed; here it does not. Those that
+    are differentiated cannot be, in place; data are the caller's own.
+    """
+    if any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(_shared(array.view(np.int16))).view(torch.bfloat16)
+    return torch.from_numpy(_shared(array))
+
+
+class _Writable:
+    """The memory of an array, whether it is read-only or not."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+        self.array = array  # owns it
+
+
+def _shared(array: np.ndarray) -> np.ndarray:
+    return array if array.flags.writeable else np.asarray(_Writable(array))

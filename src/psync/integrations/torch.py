@@ -1,0 +1,332 @@
+"""torch modules on ps tasks: each worker has its own ``nn.Module``, whose values are served.
+
+    from psync.integrations.torch import ServedModule
+
+    with strategy.scope():
+        served = ServedModule(lambda: Net(hidden=64), psync.optimizers.Adam(1e-3), name="net")
+
+    def step(batches):  # a plain function runs in a thread, where it may compute
+        images, labels = next(batches)
+        net = psync.wait(served.pull())
+        loss = torch.nn.functional.cross_entropy(net(images), labels)
+        loss.backward()
+        psync.wait(served.push())
+        return loss.item()
+
+``served`` has what all integrations share: variables by name, pushes, and the merging of state over
+workers; ``merging`` says how that is done and why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+
+from psync.api.optimizers.handles import Optimizer
+from psync.api.optimizers.state import PushResult
+from psync.api.reads import runtime_of
+from psync.client.context import current_closure
+from psync.client.runtime import Runtime
+from psync.errors import ConfigurationError, GradientError, UsageError
+from psync.integrations.served import LoadedKeys, ServedVariables, check_same, checked_scope
+from psync.net.process_state import PerProcess
+
+try:
+    import torch
+
+    from psync.integrations.torch_tensors import ModuleTensors
+except ImportError as exc:
+    raise ConfigurationError(
+        f"psync.integrations.torch needs the package torch, which cannot be imported here: {exc}",
+        hint="pip install 'psync[torch]', on the chief and on every worker",
+    ) from exc
+
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+class _Live:
+    """The module of one task, and what was pulled into it.
+
+    Attributes:
+        tensors: Those of the module.
+        version: Of the frozen values in it; None: they were not pulled yet.
+        state: What was pulled of the arrays that are merged, by name; copies.
+        puller: Who has pulled last, see ``_who``; None: nobody yet.
+    """
+
+    def __init__(self, tensors: ModuleTensors) -> None:
+        self.tensors = tensors
+        self.version: int | None = None
+        self.state: dict[str, np.ndarray] = {}
+        self.puller: object = None
+
+
+_lives: PerProcess[weakref.WeakKeyDictionary[Runtime, dict[Any, _Live]]] = PerProcess(
+    weakref.WeakKeyDictionary
+)
+"""The modules of each task in this process, which end with its session."""
+
+
+class ServedModule(ServedVariables, Generic[M]):
+    """A ``torch.nn.Module`` whose parameters and buffers are variables on the ps tasks.
+
+    Made in ``strategy.scope()``, and captured by steps. The variables are called as in the
+    module's ``state_dict()``, after ``name``: "net/conv.weight". Their first values are those of
+    the module that is built here; each worker builds one of its own when it first pulls, and keeps
+    it for as long as it serves this coordinator. Nothing of a module travels but its values.
+
+    - Parameters that are shared ("tied") are one variable, under the first of their names.
+    - Parameters that need no gradient are frozen: they are pulled when a worker has not got them
+      yet, and when ``load_state_dict`` or a restored checkpoint has changed them. Which are, is
+      decided here: freeze them in ``build_module``. (``assign`` of a frozen variable by itself is
+      not noticed by workers that have pulled it.)
+    - Buffers that are not persistent are each worker's own, as are modes (``train()``, ``eval()``),
+      hooks, and whatever is no tensor.
+    - A module that ``torch.compile`` returned is served as the one in it. Values are written into
+      the same tensors, so that nothing is compiled again.
+
+    Args:
+        build_module: Returns the module. Called once here and once on each worker, there in a
+            thread; always with the same names, shapes and dtypes. It travels with the step.
+        optimizer: One of ``psync.optimizers``, or a ``SyncReplicasOptimizer``, which then counts in
+            the strategy's global step. Slots live on the ps tasks.
+        name: Prefix of the variables' names, an identifier; None: there is none.
+        buffers: How buffers, such as BatchNorm's running statistics, are merged over workers:
+            "mean" of what workers push, and the largest of integers (``num_batches_tracked``);
+            "first": worker 0's; "local": each worker keeps its own, and ``state_dict`` and
+            checkpoints have those of the beginning.
+        cast_gradients: Whether gradients of f16, bf16 and f64 are cast for an f32 variable, and so
+            on. A finite number that would become infinite is an error that names the variable.
+            False: another dtype is an error.
+
+    Raises:
+        ConfigurationError: torch is not installed, an argument is none, ``build_module`` returns
+            no module, or a tensor cannot be served; names the tensor.
+        UsageError: Outside of a strategy's scope, or inside a step.
+
+    Example:
+        with strategy.scope():
+            served = ServedModule(lambda: Net(), psync.optimizers.Adam(1e-3), name="net")
+
+        def step(batches):
+            net = psync.wait(served.pull())
+            loss_of(net, next(batches)).backward()
+            return psync.wait(served.push()).staleness
+    """
+
+    def __init__(
+        self,
+        build_module: Callable[[], M],
+        optimizer: Optimizer,
+        *,
+        name: str | None = None,
+        buffers: str = "mean",
+        cast_gradients: bool = True,
+    ) -> None:
+        checked_scope("ServedModule", optimizer)
+        if not callable(build_module):
+            raise ConfigurationError(
+                f"ServedModule: expected a function that builds the module, got "
+                f"{type(build_module).__name__}",
+                hint="ServedModule(lambda: Net(…), optimizer): every worker builds its own",
+            )
+        self._build_module = build_module
+        tensors = self._build()
+        self._names = tensors.names  # all that state_dict() has → the variable's
+        self._kinds = dict(tensors.kinds())
+        self._frozen = frozenset(tensors.parameters) - frozenset(tensors.trained)
+        values = {each: tensors.array(each) for each in self._kinds}
+        super().__init__(
+            "ServedModule", values, tensors.trained, tensors.buffers, optimizer,
+            name=name, merge=buffers, cast_gradients=cast_gradients,
+        )  # fmt: skip
+        self._built: ModuleTensors | None = tensors  # the program's own; does not travel
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_built": None}
+
+    async def pull(self, *, device: torch.device | str | None = None) -> M:
+        """Return this task's module with the present values written into its tensors.
+
+        In a step it is the worker's, in the program the chief's: to evaluate, to export. Always the
+        same object, which the next step on this worker gets as well: a mode that a step sets stays.
+        Gradients that an earlier step has left in it, because it failed, are dropped.
+
+        Only variables travel that may have changed, in one round trip to each ps, into the memory
+        of tensors that are contiguous, on the CPU, and of their variable's dtype; into all others
+        they are copied.
+
+        Args:
+            device: Where the module is moved first, by ``module.to(device)``; None: it stays where
+                it is. ``build_module`` may put it on a device as well.
+
+        Raises:
+            ConfigurationError: What ``build_module`` returns here has other names, shapes or dtypes
+                than what was declared; names them.
+            UsageError: Neither in a step nor within a running coordinator.
+            ParameterServerLost: A ps is gone.
+            ClosureCancelled: In a step that was cancelled.
+            Exception: What ``build_module`` raises.
+
+        Cancellation: Safe; the tensors then hold anything, until the next pull.
+        """
+        live = await self._live()
+        tensors, puller = live.tensors, _who()
+        if device is not None:
+            tensors.module.to(device)
+        if live.puller is not puller:
+            live.puller = puller
+            tensors.drop_gradients()
+        written = tensors.begin_writing()
+        _, version = await self.pull_values(live.version, written.target)
+        if written.is_costly:
+            await asyncio.to_thread(written.finish)
+        else:
+            written.finish()
+        live.version = version
+        live.state = {key: np.array(tensors.array(key)) for key in self._state.names}
+        return cast(M, tensors.module)
+
+    async def push(self, *, keep_grad: bool = False) -> PushResult:
+        """Push the gradients of this task's module, and merge its buffers.
+
+        Sent is the ``.grad`` of each parameter, as it is: dense, or sparse with one sparse
+        dimension as rows (what ``nn.Embedding(…, sparse=True)`` makes), of any strides and any
+        floating dtype. None is passed over. Then it is set to None.
+
+        Args:
+            keep_grad: Leave gradients in the module. They are copied then, since what is sent must
+                not change.
+
+        Returns:
+            What became of it, as of the optimizer's ``apply_gradients``. A synchronous optimizer
+            may say STALE: the gradients were too old, and are gone.
+
+        Raises:
+            GradientError: There is no gradient, or one that the variable's dtype cannot hold, or
+                one of a frozen parameter. Nothing was pushed; the gradients are gone.
+            UsageError: This step has not pulled.
+            PsyncError: As ``apply_gradients``.
+
+        Cancellation: As ``apply_gradients``: a push once begun ends in the background.
+        """
+        live = await self._live()
+        if live.puller is not _who():
+            raise UsageError(
+                f"ServedModule {self.name!r}: push in a step that has not pulled",
+                hint="module = await served.pull(), then loss.backward(), then await served.push()",
+            )
+        tensors = live.tensors
+        if tensors.on_cpu():
+            gradients = tensors.gradients(copy=keep_grad)
+        else:
+            gradients = await asyncio.to_thread(tensors.gradients, copy=keep_grad)
+        if not keep_grad:
+            tensors.drop_gradients()
+        for key in self._frozen:
+            if gradients.pop(key) is not None:
+                raise GradientError(
+                    f'ServedModule {self.name!r}: parameter "{key}" has a gradient, and was frozen '
+                    "when the model was declared",
+                    hint="build the module with requires_grad=True for what is to be trained, also "
+                    "from a later step on; requires_grad_(False) in a step freezes it for now",
+                )
+        state = {key: tensors.array(key) for key in self._state.names}
+        return await self.push_values(gradients, live.state, state)
+
+    async def state_dict(self) -> OrderedDict[str, torch.Tensor]:
+        """Return the present values as the module's own ``state_dict`` has them, on the CPU.
+
+        Tied parameters are one tensor under each of their names. Each shard is one version of
+        itself; for one instant over all of them, save a checkpoint.
+
+        Raises:
+            UsageError: Neither in a step nor within a running coordinator.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe.
+        """
+        values = await self.read_values()
+        made = {key: ModuleTensors.tensor_of(value) for key, value in values.items()}
+        return OrderedDict((key, made[own]) for key, own in self._names.items())
+
+    async def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> LoadedKeys:
+        """Set values, for all tasks: such as those of a trained model.
+
+        Slots of the optimizer stay as they are.
+
+        Args:
+            state_dict: By the names of ``state_dict()``: tensors, or arrays. Cast as torch's
+                ``load_state_dict`` does, if no number becomes infinite.
+            strict: Whether names that are missing or unknown are an error.
+
+        Returns:
+            The names that are missing or unknown.
+
+        Raises:
+            UsageError: Names differ, and ``strict``; inside a step, or outside of a running
+                coordinator. Nothing was changed.
+            GradientError: A shape differs, or a dtype cannot hold the numbers. Nothing was changed.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Once begun, it ends in the background.
+        """
+        given = {key.removeprefix("_orig_mod."): each for key, each in state_dict.items()}
+        found = LoadedKeys(
+            [key for key in self._names if key not in given],
+            [key for key in given if key not in self._names],
+        )
+        if strict and any(found):
+            raise UsageError(
+                f"ServedModule {self.name!r}: load_state_dict: "
+                + "; ".join(
+                    f"{what}: {', '.join(keys[:10])}"
+                    for what, keys in zip(("missing", "unknown"), found, strict=True)
+                    if keys
+                ),
+                hint="load_state_dict(…, strict=False) loads what is there",
+            )
+        arrays = {
+            own: ModuleTensors.array_of(given[key])
+            for key, own in self._names.items()
+            if key in given
+        }
+        await self.load_values(arrays)
+        return found
+
+    async def _live(self) -> _Live:
+        """Return this task's module, which is built if it has none yet."""
+        variable = next(iter(self._by_name.values()))
+        runtime = await runtime_of(f"ServedModule {self.name!r}", variable)
+        lives = _lives().setdefault(runtime, {})
+        key = variable.origin, variable.spec.variable_id
+        if key not in lives:
+            tensors = self._built
+            if tensors is None:
+                tensors = await asyncio.to_thread(self._build)
+                check_same(f"ServedModule {self.name!r}", self._kinds, tensors.kinds())
+            lives[key] = _Live(tensors)
+        return lives[key]
+
+    def _build(self) -> ModuleTensors:
+        module = self._build_module()
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigurationError(
+                "ServedModule: expected build_module to return a torch.nn.Module, got "
+                f"{type(module).__name__}"
+            )
+        return ModuleTensors(module)
+
+
+def _who() -> object:
+    """Return what only this run of a closure has, and does not keep it alive; or the program's."""
+    closure = current_closure()
+    return "program" if closure is None else closure.ordinals

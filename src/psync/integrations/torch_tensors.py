@@ -1,0 +1,214 @@
+"""Tensors of a torch module by their names in ``state_dict()``: values in, gradients out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from psync.client.tensors import array_of, tensor_of
+from psync.errors import ConfigurationError
+from psync.gradients import gradient_of
+from psync.integrations.served import Kind
+from psync.numerics.indexed_slices import IndexedSlices
+from psync.specs import DTYPE_NAMES, dtype_of
+
+COSTLY_BYTES = 1 << 20
+"""More than this is copied in a thread: it takes some 100 µs."""
+
+
+class ModuleTensors:
+    """The tensors of a module that are served.
+
+    They are looked up where the module has them: ``module.to`` may put others into their place.
+
+    Args:
+        module: As it was built.
+
+    Attributes:
+        module: As given.
+        names: Each name in ``state_dict()`` → the name of its variable: the first one of a tensor.
+        parameters: Names of the parameters.
+        trained: Those of them that needed gradients when this was made.
+        buffers: Names of the persistent buffers.
+        declared: Shapes and dtypes as they were when this was made; those of the variables.
+
+    Raises:
+        ConfigurationError: A tensor cannot be served.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        served = getattr(module, "_orig_mod", module)  # what torch.compile has wrapped
+        self.names: dict[str, str] = {}
+        self.parameters: list[str] = []
+        self.trained: list[str] = []
+        self.buffers: list[str] = []
+        self._places: dict[str, tuple[dict[str, Any], str]] = {}
+        first_names: dict[int, str] = {}  # of tensors, by id
+        for name, tensors, key, is_parameter in _places_in(served):
+            tensor = tensors[key]
+            own = self.names[name] = first_names.setdefault(id(tensor), name)
+            if own != name:
+                continue
+            _check(name, tensor)
+            self._places[name] = tensors, key
+            if is_parameter:
+                self.parameters.append(name)
+                if tensor.requires_grad:
+                    self.trained.append(name)
+            else:
+                self.buffers.append(name)
+        self.declared = dict(self.kinds())
+        listed = {
+            name for name, value in served.state_dict(keep_vars=True).items()
+            if isinstance(value, torch.Tensor)
+        }  # fmt: skip
+        if listed != self.names.keys():
+            raise ConfigurationError(
+                "ServedModule: state_dict() of the module names other tensors than it has: "
+                f"{', '.join(sorted(listed ^ self.names.keys())[:5])}",
+                hint="serve the module without the hooks that rename its state",
+            )
+        if not self.trained:
+            raise ConfigurationError(
+                "ServedModule: the module has no parameter that needs a gradient",
+                hint="requires_grad=True for what is to be trained",
+            )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor as it is now."""
+        tensors, key = self._places[name]
+        found: torch.Tensor = tensors[key]
+        return found
+
+    def array(self, name: str) -> np.ndarray:
+        """Return a tensor as an array, in its memory if that is the CPU's."""
+        return array_of(self.tensor(name))
+
+    def kinds(self) -> Iterator[tuple[str, Kind]]:
+        """Yield names, shapes and dtypes."""
+        for name in self._places:
+            tensor = self.tensor(name)
+            yield name, (tuple(tensor.shape), _dtype_name(tensor))
+
+    def on_cpu(self) -> bool:
+        """Return whether all parameters are in the CPU's memory."""
+        return all(self.tensor(name).is_cpu for name in self.parameters)
+
+    def gradients(self, *, copy: bool) -> dict[str, np.ndarray | IndexedSlices | None]:
+        """Return the gradients of all parameters, in their memory unless copies are asked for."""
+        found = {}
+        for name in self.parameters:
+            gradient = gradient_of(torch, self.tensor(name).grad)
+            if copy and isinstance(gradient, IndexedSlices):
+                gradient = IndexedSlices(
+                    np.array(gradient.values), np.array(gradient.indices), gradient.dense_shape
+                )
+            elif copy and gradient is not None:
+                gradient = np.array(gradient)
+            found[name] = gradient
+        return found
+
+    def drop_gradients(self) -> None:
+        """Set all gradients to None."""
+        for name in self.parameters:
+            self.tensor(name).grad = None
+
+    def begin_writing(self) -> Writing:
+        """Return what takes new values."""
+        return Writing(self)
+
+    @staticmethod
+    def array_of(value: Any) -> Any:
+        """Return a tensor as an array, and anything else as it is."""
+        return array_of(value) if isinstance(value, torch.Tensor) else value
+
+    @staticmethod
+    def tensor_of(array: np.ndarray) -> torch.Tensor:
+        """Return a tensor in the array's memory."""
+        made: torch.Tensor = tensor_of(torch, array)
+        return made
+
+
+class Writing:
+    """New values on their way into the tensors of a module.
+
+    Args:
+        tensors: Of the module.
+    """
+
+    def __init__(self, tensors: ModuleTensors) -> None:
+        self._tensors = tensors
+        self._direct: list[torch.Tensor] = []  # written into already
+        self._copied: list[tuple[torch.Tensor, np.ndarray]] = []
+
+    def target(self, name: str) -> np.ndarray:
+        """Return the array into which a value is read: the tensor's own memory, or other memory."""
+        tensor, (shape, dtype) = self._tensors.tensor(name), self._tensors.declared[name]
+        if tensor.is_cpu and tensor.is_contiguous() and _dtype_name(tensor) == dtype:
+            self._direct.append(tensor)
+            return array_of(tensor)
+        array = np.empty(shape, dtype_of(dtype))
+        self._copied.append((tensor, array))
+        return array
+
+    @property
+    def is_costly(self) -> bool:
+        """Return whether ``finish`` takes long."""
+        return any(not tensor.is_cpu for tensor, _ in self._copied) or (
+            sum(array.nbytes for _, array in self._copied) > COSTLY_BYTES
+        )
+
+    def finish(self) -> None:
+        """Copy what could not be read into the tensors' memory, and tell autograd of the rest.
+
+        So a graph that was made with the values of before is an error when it is used, as after
+        any change in place.
+        """
+        with torch.no_grad():
+            for tensor, array in self._copied:
+                tensor.copy_(tensor_of(torch, array))
+        for tensor in self._direct:
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _places_in(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str, bool]]:
+    """Yield what ``state_dict()`` names: (name, where the tensor is, under which key, whether it is
+    a parameter), in its order."""
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        for key, tensor in inner._parameters.items():
+            if tensor is not None:
+                yield f"{prefix}.{key}".lstrip("."), inner._parameters, key, True
+        for key, tensor in inner._buffers.items():
+            if tensor is not None and key not in inner._non_persistent_buffers_set:
+                yield f"{prefix}.{key}".lstrip("."), inner._buffers, key, False
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor can be served.
+
+    Raises:
+        ConfigurationError: It cannot.
+    """
+    problem = hint = ""
+    if torch.nn.parameter.is_lazy(tensor):
+        problem = "it has no shape yet"
+        hint = "run one batch through the lazy module in build_module"
+    elif tensor.is_meta:
+        problem = "it is on the meta device, and has no value"
+        hint = "build the module with real values: the program's are the first ones"
+    elif tensor.layout != torch.strided:
+        problem = f"its layout is {tensor.layout}"
+        hint = "gradients may be sparse, values must be dense"
+    elif _dtype_name(tensor) not in DTYPE_NAMES:
+        problem = f"variables cannot be {_dtype_name(tensor)}"
+        hint = "register_buffer(…, persistent=False) keeps it out of state_dict()"
+    if problem:
+        raise ConfigurationError(f'ServedModule: tensor "{name}": {problem}', hint=hint)
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

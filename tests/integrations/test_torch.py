@@ -1,0 +1,434 @@
+"""ServedModule: pulls into a worker's own module, pushes of what backward() made."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from local_training import in_step, shared, strategy_of, training
+from psync.errors import ConfigurationError, GradientError, UsageError
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from psync.integrations.torch import ServedModule  # noqa: E402  # needs torch
+
+
+def linear() -> Any:
+    torch.manual_seed(3)
+    return torch.nn.Linear(2, 3)
+
+
+def served_of(
+    strategy: psync.ParameterServerStrategy,
+    build: Callable[[], Any] = linear,
+    optimizer: Any = None,
+    **options: Any,
+) -> ServedModule:
+    with strategy.scope():
+        return ServedModule(build, optimizer or psync.optimizers.SGD(1.0), **options)
+
+
+async def pushed_once(served: ServedModule, loss_of: Callable[[Any], Any], **options: Any) -> Any:
+    """A step: pull, the gradient of a loss of the module, push."""
+    module = await served.pull()
+    loss_of(module).backward()
+    return await served.push(**options)
+
+
+async def trained_once(
+    served: ServedModule, coordinator: Any, loss_of: Callable[[Any], Any]
+) -> Any:
+    """Run such a step on a worker; return the state_dict() after it."""
+
+    async def step() -> None:
+        await pushed_once(served, loss_of)
+
+    await in_step(coordinator, step)
+    return await served.state_dict()
+
+
+# --- values ------------------------------------------------------------------------------------
+
+
+async def test_the_first_values_are_those_of_the_module_that_the_program_builds() -> None:
+    async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, _):
+        served = served_of(strategy, name="net")
+        assert served.variable("weight").name == "net/weight"
+        state = await served.state_dict()
+        assert list(state) == ["weight", "bias"]
+        torch.testing.assert_close(dict(state), dict(linear().state_dict()))
+        linear().load_state_dict(state)
+
+
+async def test_each_worker_builds_a_module_once_and_gets_it_again() -> None:
+    shared["builds"] = 0
+
+    def build() -> Any:
+        import local_training
+
+        local_training.shared["builds"] += 1
+        return torch.nn.Linear(2, 3)
+
+    async with training(2, 1) as (strategy, coordinator):
+        served = served_of(strategy, build)
+        assert shared["builds"] == 1
+
+        def step() -> Any:
+            module = psync.wait(served.pull())
+            at = module.weight.data_ptr()
+            assert psync.wait(served.pull()) is module
+            return id(module), at, module.bias.tolist()
+
+        async def another(given: ServedModule) -> Any:
+            module = await given.pull()
+            return id(module), module.weight.data_ptr(), module.bias.tolist()
+
+        first = await in_step(coordinator, step)
+        await served.load_state_dict({"bias": torch.ones(3)}, strict=False)
+        second = coordinator.schedule(another, args=(served,))
+        await coordinator.join()
+        assert first[:2] == (await second)[:2]
+        assert (await second)[2] == [1, 1, 1]
+        assert shared["builds"] == 2
+        assert id(await served.pull()) != first[0]  # the program's own
+        assert shared["builds"] == 2
+
+
+async def test_a_module_ends_with_the_session_of_its_worker() -> None:
+    async with training(1, 1) as (strategy, coordinator):
+        served = served_of(strategy)
+
+        async def step() -> None:
+            import local_training
+
+            local_training.shared["module"] = weakref.ref(await served.pull())
+
+        await in_step(coordinator, step)
+        assert shared["module"]() is not None
+    while shared["module"]() is not None:  # until the thread that built it has let go of it
+        gc.collect()
+        await asyncio.sleep(0)
+
+
+async def test_modes_are_the_users() -> None:
+    async with training(1, 1) as (strategy, coordinator):
+        served = served_of(strategy, linear)
+
+        async def step() -> bool:
+            module = await served.pull()
+            was = bool(module.training)
+            module.eval()
+            return was
+
+        assert [await in_step(coordinator, step) for _ in range(2)] == [True, False]
+
+
+async def test_frozen_parameters_are_pulled_when_they_have_changed() -> None:
+    def build() -> Any:
+        module = linear()
+        module.weight.requires_grad_(False)
+        return module
+
+    async with training(1, 1) as (strategy, coordinator):
+        served = served_of(strategy, build)
+
+        async def step() -> Any:
+            module = await served.pull()
+            was = module.weight[0, 0].item()
+            with torch.no_grad():
+                module.weight.fill_(9)  # stays until it is pulled again
+            module(torch.ones(1, 2)).sum().backward()
+            await served.push()
+            return was
+
+        first = linear().weight[0, 0].item()
+        assert [await in_step(coordinator, step) for _ in range(2)] == [first, 9]
+        await served.load_state_dict({"weight": torch.full((3, 2), 5.0)}, strict=False)
+        assert [await in_step(coordinator, step) for _ in range(2)] == [5, 9]
+        assert (await served.state_dict())["bias"].tolist() == (linear().bias - 4).tolist()
+
+
+async def test_a_gradient_of_a_frozen_parameter_is_refused() -> None:
+    def build() -> Any:
+        module = linear()
+        module.weight.requires_grad_(False)
+        return module
+
+    async with training(1, 1) as (strategy, coordinator):
+        served = served_of(strategy, build)
+
+        async def step() -> None:
+            module = await served.pull()
+            module.requires_grad_(True)
+            module(torch.ones(1, 2)).sum().backward()
+            await served.push()
+
+        with pytest.raises(GradientError, match='parameter "weight" has a gradient, and was froz'):
+            await in_step(coordinator, step)
+
+
+# --- gradients ---------------------------------------------------------------------------------
+
+
+async def test_gradients_are_sent_and_dropped_or_kept() -> None:
+    async with training(2, 2) as (strategy, coordinator):
+        served = served_of(strategy)
+
+        async def step(keep: bool) -> Any:
+            module = await served.pull()
+            module(torch.ones(1, 2)).sum().backward()
+            result = await served.push(keep_grad=keep)
+            return result.outcome, None if module.bias.grad is None else module.bias.grad.tolist()
+
+        for keep, left in ((False, None), (True, [1, 1, 1])):
+            outcome = coordinator.schedule(step, args=(keep,))
+            await coordinator.join()
+            assert await outcome == (psync.Outcome.ACCEPTED, left)
+        state = await served.state_dict()
+        torch.testing.assert_close(state["bias"], linear().bias.detach() - 2)
+
+
+async def test_what_a_failed_step_left_does_not_count() -> None:
+    async with training(1, 1) as (strategy, coordinator):
+        served = served_of(strategy)
+
+        async def fails() -> None:
+            (await served.pull())(torch.ones(1, 2)).sum().backward()
+            raise ValueError("on purpose")
+
+        with pytest.raises(ValueError, match="on purpose"):
+            await in_step(coordinator, fails)
+        state = await trained_once(served, coordinator, lambda net: net.bias.sum())
+        torch.testing.assert_close(state["weight"], linear().weight.detach())
+        torch.testing.assert_close(state["bias"], linear().bias.detach() - 1)
+
+
+async def test_gradients_of_several_batches_add_up_until_they_are_pushed() -> None:
+    def twice(net: Any) -> Any:
+        net.bias.sum().backward()
+        return net.bias.sum()
+
+    async with training(1, 1) as (strategy, coordinator):
+        served = served_of(strategy)
+        state = await trained_once(served, coordinator, twice)
+        torch.testing.assert_close(state["bias"], linear().bias.detach() - 2)
+
+
+async def test_sparse_gradients_change_their_rows_alone() -> None:
+    def build() -> Any:
+        return torch.nn.Embedding.from_pretrained(torch.zeros(6, 2), freeze=False, sparse=True)
+
+    async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, coordinator):
+        served = served_of(strategy, build, psync.optimizers.Adam(1.0))
+        ids = torch.tensor([5, 1, 5])
+        state = await trained_once(served, coordinator, lambda net: net(ids).sum())
+        moved = state["weight"][:, 0] != 0
+        assert moved.tolist() == [False, True, False, False, False, True]
+        statistics = await coordinator.ps_statistics()
+        assert sum(each["store"]["rows"] for each in statistics) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+async def test_other_floating_dtypes_are_served_as_they_are(dtype: str) -> None:
+    def build() -> Any:
+        return torch.nn.Linear(2, 3).to(getattr(torch, dtype))
+
+    async with training(1, 1) as (strategy, coordinator):
+        served = served_of(strategy, build)
+        assert served.variable("bias").dtype.name == dtype
+        before = await served.state_dict()
+        state = await trained_once(served, coordinator, lambda net: net.bias.sum())
+        assert state["bias"].dtype == getattr(torch, dtype)
+        torch.testing.assert_close(state["bias"], before["bias"] - 1)
+
+
+async def test_memory_that_is_not_contiguous_is_pulled_and_pushed() -> None:
+    def build() -> Any:
+        torch.manual_seed(0)
+        return torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+
+    async with training(1, 1) as (strategy, coordinator):
+        served = served_of(strategy, build)
+        x = torch.randn(1, 3, 4, 4)
+        state = await trained_once(served, coordinator, lambda net: net(x).square().sum())
+        alone = build()
+        alone(x).square().sum().backward()
+        torch.testing.assert_close(state["weight"], (alone.weight - alone.weight.grad).detach())
+
+
+async def test_a_worker_may_compute_in_half_precision() -> None:
+    async with training(1, 1) as (strategy, coordinator):
+        served = served_of(strategy)
+
+        async def step() -> str:
+            module = (await served.pull()).bfloat16()
+            module = await served.pull()  # into what is bfloat16 now
+            module(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+            await served.push()
+            return str(module.weight.dtype)
+
+        assert await in_step(coordinator, step) == "torch.bfloat16"
+        state = await served.state_dict()
+        assert state["bias"].dtype == torch.float32
+        torch.testing.assert_close(state["bias"], linear().bias.detach() - 1)
+
+
+async def test_a_gradient_that_its_variable_cannot_hold_is_refused_by_name() -> None:
+    async with training(1, 1) as (strategy, coordinator):
+        served = served_of(strategy, lambda: linear().half(), name="net")
+
+        async def step() -> None:
+            await pushed_once(served, lambda net: (net.float().bias * 1e6).sum())
+
+        with pytest.raises(
+            GradientError, match='"net/bias": expected values that float16 can hold'
+        ):
+            await in_step(coordinator, step)
+
+
+async def test_tied_parameters_are_one_variable() -> None:
+    def build() -> Any:
+        module = torch.nn.ModuleDict(
+            {"table": torch.nn.Embedding(4, 2), "out": torch.nn.Linear(2, 4, bias=False)}
+        )
+        module["out"].weight = module["table"].weight
+        torch.nn.init.zeros_(module["out"].weight)
+        return module
+
+    async with training(2, 1) as (strategy, coordinator):
+        served = served_of(strategy, build)
+        assert len(served.variables) == 1
+        state = await trained_once(
+            served, coordinator, lambda net: net["table"].weight.sum() + net["out"].weight.sum()
+        )
+        assert list(state) == ["table.weight", "out.weight"]
+        assert state["table.weight"] is state["out.weight"]
+        assert (state["out.weight"] == -2).all()
+
+
+async def test_without_a_gradient_or_a_pull_there_is_nothing_to_push() -> None:
+    async with training(1, 1) as (strategy, coordinator):
+        served = served_of(strategy)
+
+        async def without_backward() -> None:
+            await served.pull()
+            await served.push()
+
+        async def without_pull() -> None:
+            await served.push()
+
+        with pytest.raises(
+            GradientError, match="ServedModule 'served_module': no gradient to push"
+        ):
+            await in_step(coordinator, without_backward)
+        with pytest.raises(UsageError, match="push in a step that has not pulled"):
+            await in_step(coordinator, without_pull)
+
+
+async def test_a_graph_of_values_that_were_pulled_over_is_refused_by_torch() -> None:
+    async with training(1, 1) as (strategy, coordinator):
+        served = served_of(strategy)
+
+        async def step() -> None:
+            module = await served.pull()
+            loss = (module.weight**2).sum()
+            await served.pull()
+            loss.backward()
+
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            await in_step(coordinator, step)
+
+
+async def test_replicas_of_a_gang_push_the_sum_of_their_gradients() -> None:
+    async with training(1, 2) as (strategy, _):
+        served = served_of(strategy)
+
+        async def replica() -> None:
+            await pushed_once(served, lambda net: net.bias.sum())
+
+        await strategy.run(replica)
+        state = await served.state_dict()
+        torch.testing.assert_close(state["bias"], linear().bias.detach() - 2)
+
+
+# --- state, from outside -----------------------------------------------------------------------
+
+
+async def test_load_state_dict_takes_what_torch_takes() -> None:
+    async with training(1, 1) as (strategy, _):
+        served = served_of(strategy)
+        other = {"weight": torch.full((3, 2), 2.0, dtype=torch.float64), "bias": np.zeros(3)}
+        assert await served.load_state_dict(other) == ([], [])
+        state = await served.state_dict()
+        assert (state["weight"] == 2).all()
+        part = {"bias": torch.ones(3), "head": torch.ones(1)}
+        with pytest.raises(UsageError, match="load_state_dict: missing: weight; unknown: head"):
+            await served.load_state_dict(part)
+        assert not (await served.state_dict())["bias"].any()
+        assert await served.load_state_dict(part, strict=False) == (["weight"], ["head"])
+        assert (await served.state_dict())["bias"].all()
+        with pytest.raises(GradientError, match=r'"bias": expected shape \(3,\), got \(4,\)'):
+            await served.load_state_dict({"bias": torch.ones(4)}, strict=False)
+
+
+async def test_checkpoints_have_the_names_of_the_state_dict(tmp_path: Path) -> None:
+    optimizer = psync.optimizers.Adam(0.1)
+    async with training(2, 1) as (strategy, coordinator):
+        served = served_of(strategy, optimizer=optimizer, name="net")
+        state = await trained_once(served, coordinator, lambda net: net.bias.sum())
+        checkpoint = psync.Checkpoint(model=served, optimizer=optimizer)
+        path = await checkpoint.save(tmp_path)
+        saved = await checkpoint.read(path)
+        np.testing.assert_array_equal(saved["model"]["bias"], state["bias"])
+    async with training(1, 1) as (strategy, _):
+        served = served_of(strategy, optimizer=optimizer, name="other")
+        await psync.Checkpoint(model=served).restore(path)
+        torch.testing.assert_close(dict(await served.state_dict()), dict(state))
+
+
+# --- what it is made with ----------------------------------------------------------------------
+
+
+def test_what_it_is_made_with_is_checked() -> None:
+    def check(match: str, build: Any = linear, optimizer: Any = None, **options: Any) -> None:
+        with pytest.raises(ConfigurationError, match=match):
+            served_of(strategy_of(), build, optimizer, **options)
+
+    check(
+        "expected an optimizer of psync.*, got SGD", optimizer=torch.optim.SGD([torch.ones(1)], 1)
+    )
+    check("expected a function that builds the module, got int", build=5)
+    check("expected build_module to return a torch.nn.Module, got float", build=lambda: 1.0)
+    check("one of 'mean', 'first', 'local', got 'sum'", buffers="sum")
+    with pytest.raises(UsageError, match="making a ServedModule outside a strategy's scope"):
+        ServedModule(linear, psync.optimizers.SGD())
+    with pytest.raises(UsageError, match="expected a Python identifier, got 'a b'"):
+        served_of(strategy_of(), name="a b")
+
+
+async def test_a_module_that_a_worker_builds_otherwise_is_refused() -> None:
+    shared["width"] = 3
+
+    def build() -> Any:
+        import local_training
+
+        return torch.nn.Linear(2, local_training.shared["width"])
+
+    async with training(1, 1) as (strategy, coordinator):
+        served = served_of(strategy, build)
+        shared["width"] = 4
+
+        async def step() -> None:
+            await served.pull()
+
+        message = r'"weight": declared shape \(3, 2\) float32, built here shape \(4, 2\) float32'
+        with pytest.raises(ConfigurationError, match=message):
+            await in_step(coordinator, step)
