@@ -45,12 +45,14 @@ async def test_a_log_shows_the_end_or_any_moment(log: FinishedRun) -> None:
     view = json.loads(await show.view("run", None))
     check_view(view)
     assert (view["mode"], view["ended"], view["time"]) == ("log", True, 1399.0)
+    assert view["state"] == "ended"
     assert view["moments"] == {"first": 1000.0, "last": 1399.0}
     assert (view["series"]["time"][0], view["series"]["time"][-1]) == (1000.0, 1399.0)
     assert view["placement"][0]["total"] == "24 B, 1 shards"
     assert len(view["lanes"]["times"]) == LANE_CELLS
     view = json.loads(await show.view("recent", 1210.7))
     assert (view["time"], view["workers"][0]["state"]) == (1210.0, "lost")
+    assert view["state"] == "running"
     assert (view["series"]["time"][0], view["series"]["time"][-1]) == (1000.0, 1210.0)
     (lane,) = view["lanes"]["rows"]
     assert [cell[0] for cell in lane[-12:]] == ["busy"] + ["lost"] * 11

@@ -117,6 +117,7 @@ def psync(context: click.Context) -> int:
 @click.option(
     "--log",
     "run_log",
+    envvar="PSYNC_RUN_LOG",  # the same that the chief reads
     type=click.Path(dir_okay=False),
     metavar="RUN.jsonl",
     help="Write the run down, for psync dashboard RUN.jsonl.",

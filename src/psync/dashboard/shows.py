@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import dataclasses
 import functools
 import json
 from collections.abc import Sequence
@@ -77,7 +78,10 @@ class LogShow:
         self._reading = asyncio.Lock()
 
     def _read(self, index: int) -> Status:
-        return next(self._run.statuses(index, index + 1))
+        status = next(self._run.statuses(index, index + 1))
+        if self._run.ended and index == len(self._times) - 1:
+            return dataclasses.replace(status, state="ended")
+        return status
 
     def _index(self, time: float | None) -> int:
         """Return the number of the last moment that is not after a time."""

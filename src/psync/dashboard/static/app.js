@@ -78,7 +78,7 @@ function show() {
   if (log) {
     Object.assign($("slider"), { min: view.moments.first, max: view.moments.last });
     if (asked.time === null) $("slider").value = view.moments.last;
-    $("moment").textContent = new Date(view.time * 1000).toLocaleString();
+    $("moment").textContent = new Date(view.time * 1000).toLocaleString([], { hour12: false });
   }
   put("why", ...view.why.map(({ level, text }) => el("li", { class: level }, text)));
   put("tiles", ...view.tiles.map((tile) => el("div", {},

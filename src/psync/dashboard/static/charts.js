@@ -43,7 +43,7 @@ export function chart(id) {
     const right = { ...axis, scale: "right", side: 1, size: 46, grid: { show: false }, values: (_, ticks) => ticks.map(format) };
     return {
       width: place.clientWidth, height: HEIGHT,
-      padding: [8, 12, 0, 0],
+      padding: [8, series.some(({ scale }) => scale === "right") ? 0 : 30, 0, 0],
       cursor: { y: false, sync: { key: "run" }, points: { show: !stack }, drag: { x: false, y: false } },
       legend: { live: true },
       scales: { y: { range }, right: { range } },
