@@ -82,11 +82,31 @@ def test_each_worker_has_a_row() -> None:
         )
     )  # fmt: skip
     assert row(lines, "worker 0") == [
-        "worker", "0", "busy", "3.2", "400", "µs", "2", "0", "0", "step", "12", "250", "ms",
+        "worker", "0", "busy", "3.2", "400", "µs", "2", "0", "0", "250", "ms", "step", "12",
     ]  # fmt: skip
-    assert " ".join(row(lines, "worker 1")) == (
-        "worker 1 lost 0.0 0 2 closure 3 (step): ValueError: no"
-    )
+    assert row(lines, "worker 1") == ["worker", "1", "lost", "0.0", "0", "2"]
+    assert "     error  3 s ago on worker 1: closure 3 (step): ValueError: no" in lines
+
+
+def test_the_newest_errors_are_shown_and_wide_tables_fit_a_terminal() -> None:
+    closure = RunningClosure(123456, "train_step", 5000.0)
+    workers = [
+        worker(index, "waiting", last_error=SeenError(f"error {index}", 10.0 - index),
+               closure=closure, closures_per_s=99.9, mean_s=0.5, staleness=12)
+        for index in range(5)
+    ]  # fmt: skip
+    known: dict[str, Any] = {
+        "bytes": 1023 << 20, "slot_bytes": 1023 << 20, "pushes_per_s": 99.9, "pulls_per_s": 99.9,
+        "bytes_in_per_s": 1 << 29, "bytes_out_per_s": 1 << 29, "duplicates": 99,
+    }  # fmt: skip
+    tasks = (PsStatus("/job:ps/task:0", "a:1", "connected", 0.0, **known),)
+    lines = drawn(status(workers=tuple(workers), ps=tasks), width=96)
+    errors = [line.split() for line in lines if line.startswith("     error")]
+    assert [" ".join(line[1:]) for line in errors] == [
+        "6 s ago on worker 4: error 4", "7 s ago on worker 3: error 3",
+        "8 s ago on worker 2: error 2",
+    ]  # fmt: skip
+    assert not any("…" in line for line in lines)
 
 
 def test_each_ps_has_a_row() -> None:
@@ -103,7 +123,7 @@ def test_each_ps_has_a_row() -> None:
         )
     )  # fmt: skip
     assert " ".join(row(lines, "ps 0")) == (
-        "ps 0 connected 3.0 MiB 1.5 KiB 10.0 0.0 0 B 0 B 0 0 paired, 3 behind"
+        "ps 0 connected 3.0 MiB 1.5 KiB 10.0 0.0 0 B 0 B 0 0 paired -3"
     )
     assert row(lines, "ps 1") == ["ps", "1", "unconnected"]
 

@@ -87,7 +87,7 @@ def test_of_nothing_at_all_it_has_its_schema_too() -> None:
 
 def test_names_of_tasks_are_short() -> None:
     view = view_of(full_status(), History())
-    assert view["events"] == [{"kind": "joined", "text": "worker 0 takes part", "ago": "3.0 s"}]
+    assert view["events"] == [{"kind": "joined", "text": "worker 0 takes part", "ago": "3 s"}]
     assert view["notes"] == ["ps 0 is served in the process of ps 1"]
 
 
@@ -103,8 +103,8 @@ def test_rows_of_workers() -> None:
     row = worker_row(full_status().workers[0])
     assert row == {
         "task": "worker 0", "state": "busy", "rate": "0.0", "mean": "100 ms", "stale": "2",
-        "dropped": "3", "losses": "1", "closure": "step 7", "since": "1.0 s",
-        "error": "3.0 s ago: closure 7 (step): ValueError: x",
+        "dropped": "3", "losses": "1", "closure": "step 7", "since": "1 s",
+        "error": "3 s ago: closure 7 (step): ValueError: x",
     }  # fmt: skip
     empty = {name for name, text in worker_row(worker()).items() if not text}
     assert empty == {"mean", "stale", "dropped", "losses", "closure", "since", "error"}

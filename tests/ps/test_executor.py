@@ -464,6 +464,30 @@ def test_a_primary_and_its_backup_compare_what_judging_has_made(
         assert len(checks) > 3
 
 
+@pytest.mark.virtual_time
+async def test_a_new_backup_is_not_compared_with_what_the_one_before_was_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("psync.ps.executor.CHECK_EVERY", 1)
+    ps = Ps(paired=True)
+    ps.executor.digest = lambda: repr(ps.done).encode()
+    ps.note("that the backup does not have when it is lost")  # and a check
+    ps.log.give_up()
+    ps.executor.begin_copy()
+    frozen = asyncio.get_running_loop().create_future()
+    ps.executor.in_turn(lambda: frozen)  # the entries before are executed by then
+    for number in range(2):
+        ps.note(number)
+    checks = [message for message in ps.shipped() if isinstance(message, CheckState)]
+    frozen.set_result(None)
+    await settle()
+    assert [(check.number, check.last) for check in checks] == [(1, b"")]
+    ps.note(2)
+    (check,) = [message for message in ps.shipped() if isinstance(message, CheckState)]
+    assert check.number == 2
+    assert check.last == repr(ps.done[:1]).encode()
+
+
 # Ends.
 
 

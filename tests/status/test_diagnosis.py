@@ -156,7 +156,7 @@ def test_stragglers() -> None:
 def test_a_closure_that_does_not_end() -> None:
     stuck = worker(0, closure=RunningClosure(7, "train_step", 80.0), mean_s=2.0)
     assert texts(status(stuck, stuck, queue=QUEUED)) == [
-        "warn: Worker 0 has run train_step for 80 s; its closures take 2.0 s."
+        "warn: Worker 0 has run train_step for 80 s; its closures take 2 s."
     ]
     new = worker(0, closure=RunningClosure(7, "train_step", 80.0))
     assert texts(status(new, queue=QUEUED)) == ["warn: Worker 0 has run train_step for 80 s."]

@@ -54,7 +54,7 @@ STATE = SnapshotState(
         parts=((3, 1, 2),),
         failures=(("a call", 3, 1, b"failed"), ("/job:worker/task:0", 21, 7, b"too")),
     ),
-    ((b"definition", 4),),
+    ((b"definition", 4), (b"another", -4)),
     {5: GROUP.to_config() | {"global_step": [0, 3, 0], "averages": [[1, 2]]}},
     ((5, 3, 2, b"\0\xff"),),
 )
@@ -191,7 +191,7 @@ DAMAGE = [
     (at("variable_sets", 0, 1, 0, value=1), r"variable_sets\[0\]\[1\]\[0\]: expected text"),
     (at("final_below", value=-1), "final_below: expected a whole number from 0"),
     (at("accumulators", 0, 0, value="x"), r"accumulators\[0\]\[0\]: expected bytes as hex"),
-    (at("accumulators", 0, 1, value=-1), r"accumulators\[0\]\[1\]: expected a whole number from"),
+    (at("accumulators", 0, 1, value="1"), r"accumulators\[0\]\[1\]: expected a whole number, got"),
     (at("groups", value=twice), "a group: expected each once"),
     (at("groups", 0, 1, value={}), "group 5: expected what fits: a synchronous optimizer"),
     (at("groups", 0, 1, "decay", value=10**400), "group 5: expected what fits: sync: decay"),

@@ -269,15 +269,18 @@ class Executor:
         self._check += 1
         message = CheckState(self._check, self._digests.get(self._check - 1, b""), self._chain)
         number = self._keep(self._coordinator, message, ())
-        self._enqueue(number, functools.partial(self._take_digest, message), None)
+        self._enqueue(number, functools.partial(self._take_digest, message, self._digests), None)
 
     def compare(self, message: CheckState) -> Reply | Answer | None:
         """Execute a check, on a backup."""
-        return self.in_turn(functools.partial(self._take_digest, message))  # type: ignore[no-any-return]
+        act = functools.partial(self._take_digest, message, self._digests)
+        return self.in_turn(act)  # type: ignore[no-any-return]
 
-    def _take_digest(self, message: CheckState) -> None:
-        mine = self._digests.get(message.number - 1)
-        self._digests = {message.number - 1: mine or b"", message.number: self.digest()}
+    def _take_digest(self, message: CheckState, digests: dict[int, bytes]) -> None:
+        """Execute a check; ``digests`` are those of its backup, which may be given up by now."""
+        mine = digests.get(message.number - 1)
+        digests.clear()
+        digests.update({message.number - 1: mine or b"", message.number: self.digest()})
         if mine is not None and message.last and mine != message.last:
             raise Diverged(
                 f"{self._task}: its backup has diverged before check {message.number} of the log"

@@ -42,13 +42,13 @@ def bytes_text(value: float) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """Return a duration: "15 ms", "42 s", "3:05 min"."""
+    """Return a duration: "15 ms", "3.2 s", "42 s", "3:05 min"."""
     if value < 1e-3:
         return f"{value * 1e6:.0f} µs"
     if value < 1:
         return f"{value * 1e3:.0f} ms"
     if value < 120:
-        return f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
+        return f"{value:.2g} s" if value < 10 else f"{value:.0f} s"
     minutes, seconds = divmod(int(value), 60)
     if minutes < 120:
         return f"{minutes}:{seconds:02} min"

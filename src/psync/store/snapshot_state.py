@@ -155,7 +155,7 @@ class SnapshotState:
             final_below=self.ledger.final_below,
             coordinator=self.ledger.coordinator,
             parts=self.ledger.parts,
-            accumulators=self.accumulators,
+            accumulators=tuple((packed, Signed(step)) for packed, step in self.accumulators),
             groups=[(number, dict(config)) for number, config in self.groups.items()],
             counted=self.counted,
             pending=self.pending,
@@ -222,7 +222,7 @@ class _Stored:
     final_below: int
     coordinator: int = 0
     parts: tuple[tuple[int, int, int], ...] = ()
-    accumulators: tuple[tuple[bytes, int], ...]
+    accumulators: tuple[tuple[bytes, Signed], ...]
     groups: list[tuple[int, dict[str, Any]]]
     counted: tuple[tuple[int, int, int, bytes], ...]
     pending: tuple[int, ...] = ()
