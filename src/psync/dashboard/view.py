@@ -273,8 +273,8 @@ def missing(status: Status, placed: Sequence[Placed] | None) -> Mapping[str, str
     found = {}
     if not status.reported:
         found["loss"] = (
-            "The program reports no values: coordinator.report(loss=…) shows them here; "
-            "Trainer.fit reports its own after each epoch."
+            'The program reports no values: coordinator.report({"loss": loss}) shows them here, '
+            "and Trainer.fit reports its own."
         )
     if not status.steps.staleness:
         found["staleness"] = "No push has been counted yet: steps push nothing, or have not begun."

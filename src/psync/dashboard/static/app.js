@@ -46,7 +46,7 @@ function showCharts({ series }) {
   draw.loss(times, lines(series, named(series, "reported "), (name) => name.slice(9)));
   const isKnown = Boolean(series.compute);
   const names = isKnown ? [...KINDS, "free"] : ["busy", "waiting", "idle", "gone"];
-  const label = (name) => (name === "free" ? "nothing to do" : name);
+  const label = (name) => ({ free: "nothing to do", gone: "not here" })[name] ?? name;
   draw.work(times, lines(series, names, label, (name) => name), isKnown ? { stack: true, format: percent, top: 100 } : { stack: true });
   const traffic = [...named(series, "out "), ...named(series, "in ")];
   draw.traffic(times, lines(series, traffic, (name) => name.replace(/^(\w+) (.*)/, "$2 $1")), { format: bytes });

@@ -39,7 +39,7 @@ export function chart(id) {
       fill: stack ? colour(shade) : undefined,
       value: (_, __, number_, index) => format(index == null ? raw[at]?.at(-1) : raw[at]?.[index]),
     }));
-    const range = (_, low, high) => [Math.min(0, low ?? 0), top ?? Math.max(high ?? 0, 1e-9) * 1.08];
+    const range = (_, low, high) => [Math.min(0, low ?? 0), top ?? (high || 1) * 1.08];
     const right = { ...axis, scale: "right", side: 1, size: 46, grid: { show: false }, values: (_, ticks) => ticks.map(format) };
     return {
       width: place.clientWidth, height: HEIGHT,
