@@ -32,9 +32,10 @@ from typing import Any, cast
 from psync.errors import ClosedError, FencedError, PsyncError
 from psync.net.peer import Handler, Later, Peer, Reply
 from psync.net.serving import fail
+from psync.ps.comparison import Comparison
 from psync.ps.computes import Compute, Computes, Touches
 from psync.ps.cooperative_work import LongWork
-from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull, chained
+from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull
 from psync.store.ledger import Client
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, encode
@@ -52,13 +53,6 @@ HEADER_WEIGHT = 8
 
 AT_ONCE = 64
 """Entries that are executed in one turn of the loop."""
-
-CHECK_EVERY = 1024
-"""Entries between two comparisons of a primary's state with its backup's."""
-
-
-class Diverged(PsyncError):
-    """A backup is not what its primary is, though it has executed the same entries."""
 
 
 Build = Callable[[LogNames], Message]
@@ -149,10 +143,7 @@ class Executor:
         self._acting = False  # an entry is being judged just now
         self._optimizers: set[int] = set()  # that the backup knows
         self._names = LogNames()
-        self._check = 0  # number of the last one in the log
-        self._digests: dict[int, bytes] = {}  # of checks that were executed, the last two
-        self._to_check = CHECK_EVERY  # entries until the next one
-        self._chain = 0  # over the entries that a backup gets
+        self._comparison = Comparison(task, lambda: self.digest())
         self._over: PsyncError | None = None
 
     @property
@@ -250,7 +241,7 @@ class Executor:
         """
         self._optimizers = set(self._store.optimizers())
         self._names.begin(groups)
-        self._check, self._digests, self._chain = 0, {}, 0
+        self._comparison = Comparison(self._task, lambda: self.digest())
         return self.log.begin_copy()
 
     def in_full(
@@ -263,28 +254,9 @@ class Executor:
 
     # A backup that is not what it should be.
 
-    def _compare(self) -> None:
-        """Let the backup compare its state with this one."""
-        self._to_check = CHECK_EVERY
-        self._check += 1
-        message = CheckState(self._check, self._digests.get(self._check - 1, b""), self._chain)
-        number = self._keep(self._coordinator, message, ())
-        self._enqueue(number, functools.partial(self._take_digest, message, self._digests), None)
-
     def compare(self, message: CheckState) -> Reply | Answer | None:
         """Execute a check, on a backup."""
-        act = functools.partial(self._take_digest, message, self._digests)
-        return self.in_turn(act)  # type: ignore[no-any-return]
-
-    def _take_digest(self, message: CheckState, digests: dict[int, bytes]) -> None:
-        """Execute a check; ``digests`` are those of its backup, which may be given up by now."""
-        mine = digests.get(message.number - 1)
-        digests.clear()
-        digests.update({message.number - 1: mine or b"", message.number: self.digest()})
-        if mine is not None and message.last and mine != message.last:
-            raise Diverged(
-                f"{self._task}: its backup has diverged before check {message.number} of the log"
-            )
+        return self.in_turn(lambda: self._comparison.execute(message))  # type: ignore[no-any-return]
 
     def _append(self, client: Client, message: Message | Build, body: Sequence[memoryview]) -> int:
         """Give an entry its number; with a backup, ship it, after what that must know before."""
@@ -294,9 +266,9 @@ class Executor:
         for new in known.keys() - self._optimizers:  # that a message has defined in passing
             self._optimizers.add(new)
             self._keep(self._coordinator, DefineOptimizer(new, dict(known[new].config)), ())
-        self._to_check -= 1
-        if self._to_check <= 0 and self._check in (0, *self._digests):
-            self._compare()
+        if (check := self._comparison.due()) is not None:
+            act = functools.partial(self._comparison.execute, check)
+            self._enqueue(self._keep(self._coordinator, check, ()), act, None)
         number = self._keep(client, message, body)
         self.on_entry()
         return number
@@ -306,7 +278,7 @@ class Executor:
             message = message(self._names)
         header = encode(message)
         nbytes = sum(map(len, body))
-        self._chain = chained(self._chain, client, header, nbytes)
+        self._comparison.shipped(client, header, nbytes)
         # Headers weigh more: those of all entries of a message are one frame's header.
         return self.log.append(Entry(client, header, body), nbytes + HEADER_WEIGHT * len(header))
 
