@@ -26,7 +26,7 @@ from psync.api.datasets import (
 )
 from psync.api.optimizers.registry import optimizers_here
 from psync.api.scheduling import Scheduling
-from psync.api.seeing import SeenRun, dashboard_url
+from psync.api.seeing import SeenRun
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.events import Event
 from psync.chief.reattachment import OwnOptimizers
@@ -340,7 +340,16 @@ class ClusterCoordinator(Scheduling):
 
     status = status
     report = report
-    dashboard_url = property(dashboard_url)
+
+    @property
+    def dashboard_url(self) -> str:
+        """The URL of the dashboard, with the token that it needs; "" where there is none.
+
+        Raises:
+            ClosedError: The coordinator is not running.
+        """
+        self._running("dashboard_url")
+        return self._seen.url
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: closures queued, in flight, finished, put back; bytes on the wire."""

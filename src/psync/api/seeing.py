@@ -12,7 +12,6 @@ from psync.status.sampling import StatusSource
 from psync.status.serving import ServedStatus
 
 if TYPE_CHECKING:
-    from psync.api.cluster_coordinator import ClusterCoordinator
     from psync.api.strategy import ParameterServerStrategy
     from psync.coordinator import Coordinator
     from psync.dashboard.attached import Attached
@@ -86,13 +85,3 @@ def _placed(strategy: ParameterServerStrategy, known: Sequence[Placed]) -> Seque
         Placed(row.variable, row.shard, row.shape, row.dtype, row.nbytes, row.ps)
         for row in strategy.placement().rows
     ]
-
-
-def dashboard_url(self: ClusterCoordinator) -> str:
-    """The URL of the dashboard, with the token that it needs; "" where there is none.
-
-    Raises:
-        ClosedError: The coordinator is not running.
-    """
-    self._running("dashboard_url")
-    return self._seen.url
