@@ -281,3 +281,10 @@ def test_what_a_worker_spends_its_time_on_is_told_between_two_readings() -> None
 def test_nothing_is_told_of_a_worker_that_has_begun_anew_or_of_no_time() -> None:
     assert shares_of(work(10, 1, 2, 3, 4), work(14, 3, 1, 4, 4)) is None
     assert shares_of(work(10, 1, 2, 3, 4), work(10, 1, 2, 3, 4)) is None
+
+
+def test_a_counter_that_falls_has_begun_anew() -> None:
+    history = History(0.0)
+    history.rates(1.0, {"pushes": 100.0})
+    _, rate = history.rates(WINDOW_S + 1.0, {"pushes": 30.0})
+    assert rate("pushes") == 30.0 / WINDOW_S
