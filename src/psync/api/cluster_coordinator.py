@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -23,9 +24,9 @@ from psync.api.datasets import (
     PerWorkerDataset,
     capture_dataset,
 )
-from psync.api.html_tables import table, table_of_workers
 from psync.api.optimizers.registry import optimizers_here
 from psync.api.scheduling import Scheduling
+from psync.api.seeing import SeenRun
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.events import Event
 from psync.chief.followed_workers import FollowedWorkers
@@ -40,8 +41,7 @@ from psync.net.notebook_cells import of_no_cell
 from psync.net.process_state import PerProcess
 from psync.net.task_reports import add_description
 from psync.specs import checked_kind
-from psync.status.sampling import StatusSource
-from psync.status.serving import ServedStatus
+from psync.status.html_tables import table_of_workers
 
 T = TypeVar("T")
 
@@ -82,6 +82,10 @@ class ClusterCoordinator(Scheduling):
             is dropped. Slots, steps and learning rates go on, too. Closures are new. Where nothing
             is left anywhere, this is a normal start.
         metrics: Address for Prometheus, "host:port"; the log has the URL. None: ``PSYNC_METRICS``.
+        dashboard: Address of a web page that shows the run, "127.0.0.1:0"; its URL, with the token
+            that it needs, is printed, and is ``dashboard_url``. None: ``PSYNC_DASHBOARD``.
+        run_log: File in which the run is written down, for ``psync dashboard RUN.jsonl``. None:
+            ``PSYNC_RUN_LOG``.
 
     Raises:
         ConfigurationError: If an option is out of range, or the strategy is no
@@ -117,6 +121,8 @@ class ClusterCoordinator(Scheduling):
         insecure: bool = False,
         attach: bool = False,
         metrics: str | None = None,
+        dashboard: str | None = None,
+        run_log: str | os.PathLike[str] | None = None,
     ) -> None:
         if hasattr(self, "strategy"):
             return  # made before for this strategy
@@ -140,12 +146,14 @@ class ClusterCoordinator(Scheduling):
             attach=attach,
         )
         check_options(self._options, num_workers)
-        self._metrics = metrics
+        self._shown: dict[str, Any] = {
+            "metrics": metrics, "dashboard": dashboard, "run_log": run_log,
+        }  # fmt: skip
         self.strategy = strategy
         self._undescribe: Callable[[], None] = lambda: None
         self._unfollow: Callable[[], object] = lambda: None
         self._coordinator: Coordinator | None = None  # None before start and after close
-        self._seen: ServedStatus  # like it
+        self._seen: SeenRun  # like it
         self._starting = False
 
     def __repr__(self) -> str:
@@ -153,10 +161,7 @@ class ClusterCoordinator(Scheduling):
         return f"<ClusterCoordinator of {self.strategy!r}, {state}>"
 
     def _repr_html_(self) -> str:
-        if self._coordinator is None:
-            return table("ClusterCoordinator, not running", (), ())
-        addresses = self._coordinator.links.workers.addresses()
-        return table_of_workers(addresses, self._coordinator.statistics()["closures"])
+        return table_of_workers(self._coordinator)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -205,7 +210,7 @@ class ClusterCoordinator(Scheduling):
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
             has_backups=self.strategy.ps_recovery == "replica",
         )
-        seen = ServedStatus(StatusSource(coordinator), platform, self._metrics)
+        seen = SeenRun(coordinator, platform, self.strategy, **self._shown)
         self._starting = True
         try:
             await of_no_cell(seen.start())
@@ -345,6 +350,16 @@ class ClusterCoordinator(Scheduling):
 
     status = status
     report = report
+
+    @property
+    def dashboard_url(self) -> str:
+        """The URL of the dashboard, with the token that it needs; "" where there is none.
+
+        Raises:
+            ClosedError: The coordinator is not running.
+        """
+        self._running("dashboard_url")
+        return self._seen.url
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: closures queued, in flight, finished, put back; bytes on the wire."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from psync.api.html_tables import table
 from psync.cluster import device_name
 from psync.specs import VariableSpec
+from psync.status.html_tables import table
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from psync.api.html_tables import table
 from psync.api.on_read import CopyAccess, declare_copies
 from psync.api.value_access import ValueAccess
 from psync.client.context import forbid_in_step
@@ -39,6 +38,7 @@ from psync.net.process_state import PerProcess
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.specs import VariableAggregation as VariableAggregation
 from psync.specs import VariableSynchronization as VariableSynchronization
+from psync.status.html_tables import table
 
 Creator = Callable[..., Any]
 

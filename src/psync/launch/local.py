@@ -9,7 +9,6 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Self
 
-from psync.api.html_tables import table
 from psync.closures.scaling_rule import AdaptiveRule, changes
 from psync.cluster import ClusterSpec, task_name
 from psync.errors import ConfigurationError, PsyncError, UsageError
@@ -21,6 +20,7 @@ from psync.net.notebook_cells import of_no_cell
 from psync.net.platform import Platform
 from psync.net.resolvers import SimpleClusterResolver
 from psync.net.workforce import Workforce
+from psync.status.html_tables import table
 from psync.testing import MemoryNetwork
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from psync.api.cluster_coordinator import coordinator_of
-from psync.api.html_tables import table
 from psync.api.optimizers.state import restore_learning_rate, updates_of
 from psync.api.reads import runtime_of
 from psync.checkpoints.files import Reader, checkpoints_in, disk_errors, remove
@@ -48,6 +47,7 @@ from psync.errors import (
 )
 from psync.net.platform import Parts, random_hex
 from psync.specs import as_integer, checked_integer
+from psync.status.html_tables import table
 from psync.store.snapshot_state import SnapshotState
 from psync.training.progress import kind_of, showing_bytes, size_of
 from psync.training.saved_arrays import in_thread, write_by_reading, write_cut

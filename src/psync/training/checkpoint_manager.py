@@ -13,7 +13,6 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from psync.api.html_tables import table
 from psync.api.reads import scope_of
 from psync.checkpoints.files import (
     checkpoints_in,
@@ -26,6 +25,7 @@ from psync.checkpoints.stored_snapshots import SavedSnapshots, stored_snapshots,
 from psync.coordinator import Coordinator
 from psync.errors import CheckpointError
 from psync.specs import checked_integer, checked_kind
+from psync.status.html_tables import table
 from psync.training.checkpoint import PREFIX, Checkpoint, coordinator_for
 
 logger = logging.getLogger(__name__)

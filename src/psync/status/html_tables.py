@@ -6,11 +6,12 @@ No colours and no fonts of their own: they take those of the page, be it dark or
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from psync.closures.queue import QueueStatistics
+    from psync.coordinator import Coordinator
 
 MAX_ROWS = 60
 """So that a model of thousands of shards does not fill the notebook; ``str()`` shows all."""
@@ -42,16 +43,14 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     return "\n".join([*lines, "</div>"])
 
 
-def table_of_workers(addresses: Mapping[str, str], closures: QueueStatistics) -> str:
-    """Return what a coordinator shows.
-
-    Args:
-        addresses: Of all workers of the cluster, by name.
-        closures: Of its queue, with the workers that take part.
-    """
+def table_of_workers(coordinator: Coordinator | None) -> str:
+    """Return what a coordinator shows; None: it does not run."""
+    if coordinator is None:
+        return table("ClusterCoordinator, not running", (), ())
+    closures: QueueStatistics = coordinator.statistics()["closures"]
     here = {each.worker: each for each in closures.workers}
     rows: list[tuple[object, ...]] = []
-    for name, address in addresses.items():
+    for name, address in coordinator.links.workers.addresses().items():
         if (worker := here.get(name)) is None:
             rows.append((name, address, "away", 0, 0, ""))
             continue

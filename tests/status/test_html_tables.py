@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import psync
-from psync.api.html_tables import MAX_ROWS, table
+from psync.status.html_tables import MAX_ROWS, table
 
 
 class Texts(HTMLParser):
