@@ -136,7 +136,7 @@ class Trainer:
         self._value_and_grad = _of_batch(value_and_grad)
         self._evaluated = _of_batch(loss_and_predictions or value_and_grad)
         with strategy.scope():
-            self._counted = {"loss": Mean("loss"), **self.metrics}
+            self._counted = self._counters()
             self._global_step = get_or_create_global_step() if optimizer.synchronous else None
         self.history = History()
         self.checkpoint = Checkpoint(
@@ -276,8 +276,18 @@ class Trainer:
             checked_integer(f"evaluate: expected {name} above 0", value, 1)
         return shards_of(data, num_shards, batch_size)
 
+    # An integration whose library has models and metrics of its own overrides these, and evaluate.
+
+    def _counters(self) -> dict[str, Metric]:
+        """Return what counts on the ps tasks, by name; called in the strategy's scope."""
+        return {"loss": Mean("loss"), **self.metrics}
+
     def _steps(self) -> Callable[..., Any]:
-        """Return the step function: some steps, then one message for each metric."""
+        """Return the step function: some steps, then one message for each metric.
+
+        It gets the worker's batches and how many steps it is to run. If the batches end it raises
+        EndOfData, or the values of the epoch say so.
+        """
         variables, value_and_grad = self.variables, self._value_and_grad
         optimizer, global_step = self.optimizer, self._global_step
         metrics = self._counted
@@ -336,11 +346,19 @@ class Trainer:
         finally:
             shown.cancel()
             await asyncio.wait((shown,))
+        return await self._values(closures, ended)
+
+    async def _values(
+        self, closures: Sequence[RemoteValue], ended: bool
+    ) -> tuple[dict[str, float], bool]:
+        """Return the values of an epoch, and whether the data of a worker ended.
+
+        Args:
+            closures: Of its step functions; all are done.
+            ended: Whether one has raised EndOfData.
+        """
         if ended and not any(await self._counted["loss"].variables[0].read()):
-            raise ConfigurationError(
-                "fit: expected at least one batch, got none",
-                hint="the dataset of a worker is empty",
-            )
+            raise no_batch()
         return {name: await metric.result() for name, metric in self._counted.items()}, ended
 
     async def _end(
@@ -362,6 +380,13 @@ class Trainer:
                     before.add_note(f"{name}: {type(exc).__name__}: {text_of(exc)}")
         if error is None and first is not None:
             raise first
+
+
+def no_batch() -> ConfigurationError:
+    """Return the error of an epoch without a batch."""
+    return ConfigurationError(
+        "fit: expected at least one batch, got none", hint="the dataset of a worker is empty"
+    )
 
 
 async def call_back(
