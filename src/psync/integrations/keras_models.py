@@ -17,8 +17,8 @@ from psync.specs import DTYPE_NAMES
 
 BACKENDS = ("jax", "torch")
 
-_UIDS = "object_name_uids"
-"""What Keras counts automatic names in ("dense_3"), for each thread."""
+_OF_THREAD = ("object_name_uids", "dtype_policy")
+"""What Keras has for each thread: counts of automatic names ("dense_3"), and the global policy."""
 
 _OWN_STEPS = ("train_step", "test_step", "predict_step", "make_train_function")
 
@@ -51,14 +51,14 @@ class KerasSettings:
             )
         keras.config.set_floatx(self._floatx)
         keras.config.set_image_data_format(self._format)
-        uids, policy = global_state.get_global_attribute(_UIDS), keras.config.dtype_policy()
+        before = {name: global_state.get_global_attribute(name) for name in _OF_THREAD}
         naming.reset_uids()
         keras.config.set_dtype_policy(keras.dtype_policies.deserialize(self._policy))
         try:
             yield
         finally:
-            global_state.set_global_attribute(_UIDS, uids)
-            keras.config.set_dtype_policy(policy)
+            for name, value in before.items():
+                global_state.set_global_attribute(name, value)
 
 
 class BuiltModel:

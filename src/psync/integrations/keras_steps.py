@@ -97,9 +97,7 @@ class Steps(ABC):
 
     def _prepared(self, batch: Any) -> Any:
         """Return a batch as the backend takes it; the first one builds the metrics."""
-        made = keras.tree.map_structure(
-            self._data, tuple(batch) if isinstance(batch, list) else batch
-        )
+        made = keras.tree.map_structure(self._data, _as_tuple(batch))
         if self._reset is None:
             build_metrics(self.built.model, made)
             self._reset = reset_metrics(self.built.model)
@@ -332,7 +330,7 @@ def spec_of(batch: Any) -> BatchSpec:
         array = keras.ops.convert_to_tensor(value) if not hasattr(value, "shape") else value
         return _Spec(tuple(array.shape), keras.backend.standardize_dtype(array.dtype))
 
-    return keras.tree.map_structure(spec, tuple(batch) if isinstance(batch, list) else batch)
+    return keras.tree.map_structure(spec, _as_tuple(batch))
 
 
 class _Spec:
@@ -340,6 +338,11 @@ class _Spec:
 
     def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
         self.shape, self.dtype = shape, dtype
+
+
+def _as_tuple(batch: Any) -> Any:
+    """Return a batch as Keras tells (x, y) from x: by its being a tuple."""
+    return tuple(batch) if isinstance(batch, list) else batch
 
 
 def _leaves_of(model: Any) -> list[Any]:
