@@ -136,7 +136,7 @@ class ServedModel(ServedVariables):
             instead="make it in `with strategy.scope():` on the coordinator",
             hint="make it in `with strategy.scope():`",
         )
-        if not callable(build_model):
+        if not callable(build_model) or isinstance(build_model, keras.Model):
             raise ConfigurationError(
                 f"ServedModel: expected a function that builds the model, got "
                 f"{type(build_model).__name__}",

@@ -1,4 +1,4 @@
-"""Tests of Keras models: one process has one backend, ``KERAS_BACKEND`` or the first that is here."""
+"""Tests of Keras models on one backend: ``KERAS_BACKEND``, or the first of two that is here."""
 
 from __future__ import annotations
 

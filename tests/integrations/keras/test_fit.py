@@ -58,6 +58,7 @@ def batches(context: psync.data.InputContext) -> Any:
 # --- a single process's numbers -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
@@ -98,3 +99,330 @@ async def test_two_synchronous_workers_have_the_loss_curve_of_a_single_process(
     for ours, theirs in zip(weights, alone.get_weights(), strict=True):
         assert ours.dtype == dtype
         np.testing.assert_allclose(ours, theirs, rtol=20 * tolerance, atol=tolerance)
+
+
+async def test_one_worker_has_the_moving_statistics_of_a_single_process(
+    floats: Callable[[str], None],
+) -> None:
+    floats("float64")
+
+    def build() -> Any:
+        return net(norm=True)
+
+    alone = build()
+    data = (points(step) for step in range(20))
+    of_keras = alone.fit(data, epochs=2, steps_per_epoch=10, shuffle=False, verbose=0)
+
+    shared["epochs"] = 0
+
+    def ten_batches() -> Any:
+        import local_training
+
+        first = 10 * local_training.shared["epochs"]
+        local_training.shared["epochs"] += 1
+        yield from (points(first + step) for step in range(10))
+
+    async with training(2, 1) as (strategy, _):
+        model = served_of(strategy, build)
+        history = await model.fit(ten_batches, 2, 10, steps_per_execution=4, verbose=False)
+        weights = await model.get_weights()
+        x, y = points(1000, 100)
+        evaluated = await model.evaluate((x, y), batch_size=7)
+    assert history.epoch == [0, 1]
+    for name, values in of_keras.history.items():
+        np.testing.assert_allclose(history.history[name], values, rtol=1e-6)
+    for ours, theirs in zip(weights, alone.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-8)
+    expected = alone.evaluate(x, y, batch_size=7, verbose=0, return_dict=True)
+    assert evaluated == pytest.approx(expected, rel=1e-6)
+
+
+async def test_moving_statistics_of_workers_are_merged() -> None:
+    async with training(2, 2) as (strategy, _):
+        model = served_of(strategy, lambda: net(norm=True))
+        await model.fit(batches, 1, 120, verbose=False)
+        x, y = points(10**6, 400)
+        evaluated = (await model.evaluate((x, y)))["accuracy"]
+        keras_model = await model.pull()
+        as_in_training = keras.ops.convert_to_numpy(keras_model(x, training=True)).argmax(1)
+    assert evaluated > 0.9
+    assert evaluated > (as_in_training == y).mean() - 0.02
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+async def test_metrics_of_workers_are_those_of_all_batches() -> None:
+    def build() -> Any:
+        keras.utils.set_random_seed(2)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation="sigmoid")])
+        metrics = [
+            "accuracy", keras.metrics.AUC(name="area"), keras.metrics.Precision(name="precision"),
+            keras.metrics.F1Score(threshold=0.5, average="micro", name="f1"),
+        ]  # fmt: skip
+        weighted = [keras.metrics.MeanSquaredError(name="error")]
+        rate = keras.optimizers.SGD(0.0)
+        model.compile(rate, "binary_crossentropy", metrics=metrics, weighted_metrics=weighted)
+        return model
+
+    def two_parts(context: psync.data.InputContext) -> Any:
+        for seed in range(context.input_pipeline_id, 6, 2):
+            x, y = points(seed, 20 + seed)
+            yield x, y[:, None].astype("float32"), np.linspace(0, 1, len(x), dtype="float32")
+
+    parts = [next(iter(two_parts(psync.data.InputContext(6, seed)))) for seed in range(6)]
+    x, y, weight = (np.concatenate(each) for each in zip(*parts, strict=True))
+    alone = build()
+    expected = alone.evaluate(x, y, sample_weight=weight, verbose=0, return_dict=True)
+    del expected["loss"]  # Keras's mean over batches depends on how they are cut
+    async with training(1, 2) as (strategy, _):
+        model = served_of(strategy, build)
+        history = await model.fit(two_parts, 1, 6, verbose=False)
+        evaluated = await model.evaluate((x, y, weight), batch_size=9)
+        of_training = {name: values[-1] for name, values in history.history.items()}
+        for found in (of_training, evaluated):
+            assert found.pop("loss") > 0
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Largest(keras.metrics.Metric):  # type: ignore[misc]  # of a package without types
+    """No sum over batches."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_weight(name="value", initializer="zeros")
+
+    def update_state(self, y: Any, outputs: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(outputs) + 5.0))
+
+    def result(self) -> Any:
+        return keras.ops.convert_to_tensor(self.value)
+
+
+class Rows(keras.metrics.Metric):  # type: ignore[misc]
+    """The number of examples."""
+
+    def __init__(self) -> None:
+        super().__init__(name="rows")
+        self.count = self.add_weight(name="count", initializer="zeros", dtype="int32")
+
+    def update_state(self, y: Any, outputs: Any, sample_weight: Any = None) -> None:
+        self.count.assign(self.count + keras.ops.shape(outputs)[0])
+
+    def result(self) -> Any:
+        return keras.ops.convert_to_tensor(self.count)
+
+
+async def test_metrics_of_the_user_are_merged_if_they_add_up() -> None:
+    async with training(1, 2) as (strategy, _):
+        model = served_of(strategy, lambda: net(metrics=[Rows()]))
+        history = await model.fit(batches, 1, 5, verbose=False)
+        assert history.history["rows"] == [5 * 32]
+    async with training(1, 1) as (strategy, _):
+        model = served_of(strategy, lambda: net(metrics=[Largest()]))
+        with pytest.raises(psync.errors.ConfigurationError, match="largest: their variables are"):
+            await model.fit(batches, 1, 1, verbose=False)
+
+
+# --- callbacks ------------------------------------------------------------------------------------
+
+
+async def test_callbacks_of_keras_run_in_the_program_with_logs_as_keras_has_them() -> None:
+    seen: list[Any] = []
+
+    class Notes(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_begin(self, logs: Any = None) -> None:
+            seen.append(("begin", self.params))
+
+        def on_test_end(self, logs: Any = None) -> None:
+            seen.append(("tested", sorted(logs)))
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            layer = self.model.layers[0]
+            norm = float(keras.ops.convert_to_numpy(keras.ops.sum(layer.kernel**2)))
+            seen.append((epoch, sorted(logs), norm, int(self.model.optimizer.iterations)))
+            self.model.stop_training = epoch == 1
+
+    async with training(1, 2) as (strategy, _):
+        model = served_of(strategy)
+        schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+        history = await model.fit(
+            batches, 9, 4, points(99), [Notes(), schedule], verbose=False, validation_freq=2
+        )
+        kernel = (await model.get_weights())[0]
+        assert model.optimizer.learning_rate == pytest.approx(0.01 / 4)
+    names = ["accuracy", "loss"]
+    both = [*names, "val_accuracy", "val_loss"]
+    assert seen[0] == ("begin", {"epochs": 9, "steps": 4})
+    assert [each[1] for each in seen[1:]] == [names, names, both]
+    assert [each[3] for each in seen[1:] if each[0] != "tested"] == [4, 8]
+    assert seen[-1][2] == pytest.approx(float((kernel**2).sum()), rel=1e-5)
+    assert history.epoch == [0, 1]
+    assert history.history["learning_rate"] == pytest.approx([0.005, 0.0025])
+
+
+async def test_weights_that_a_callback_sets_hold_for_all() -> None:
+    rates = iter([0.0, 5.0, 5.0, 5.0])
+    callbacks = [
+        keras.callbacks.LearningRateScheduler(lambda epoch: next(rates)),
+        keras.callbacks.EarlyStopping("loss", patience=2, restore_best_weights=True),
+    ]
+    async with training(2, 1) as (strategy, _):
+        model = served_of(strategy, lambda: net(keras.optimizers.SGD(1.0)))
+        before = await model.get_weights()
+        history = await model.fit(lambda: iter([points(1)] * 3), 4, 3, None, callbacks, verbose=0)
+        after = await model.get_weights()
+    assert min(history.history["loss"]) == history.history["loss"][0]
+    for ours, theirs in zip(after, before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+async def test_callbacks_that_need_batches_or_slots_are_refused(tmp_path: Path) -> None:
+    async with training(1, 1) as (strategy, _):
+        model = served_of(strategy)
+        for callback, text in (
+            (keras.callbacks.TerminateOnNaN(), "TerminateOnNaN has on_batch_end, and batches are"),
+            (keras.callbacks.BackupAndRestore(tmp_path / "b"), "without what the optimizer keeps"),
+        ):
+            with pytest.raises(psync.errors.ConfigurationError, match=text):
+                await model.fit(batches, 1, 1, callbacks=[callback], verbose=False)
+        saves = keras.callbacks.ModelCheckpoint(
+            tmp_path / "{epoch}.weights.h5", "loss", save_weights_only=True
+        )
+        await model.fit(batches, 1, 1, callbacks=[saves], verbose=False)
+        saved = net()
+        saved.load_weights(tmp_path / "1.weights.h5")
+        for ours, theirs in zip(await model.get_weights(), saved.get_weights(), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+# --- weights and outputs --------------------------------------------------------------------------
+
+
+async def test_weights_go_in_and_out_and_outputs_are_those_of_the_model() -> None:
+    x, _ = points(5, 50)
+    async with training(2, 2, psync.FixedShardsPartitioner(2)) as (strategy, _):
+        model = served_of(strategy, name="net")
+        assert model.variable("dense/kernel").name == "net/dense/kernel"
+        alone = net()
+        for ours, theirs in zip(await model.get_weights(), alone.get_weights(), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        weights = [weight + 1 for weight in alone.get_weights()]
+        await model.set_weights(weights)
+        alone.set_weights(weights)
+        outputs = await model.predict(x, batch_size=8)
+        np.testing.assert_allclose(outputs, alone.predict(x, verbose=0), rtol=1e-5)
+        np.testing.assert_allclose(
+            keras.ops.convert_to_numpy((await model.pull())(x)), outputs, rtol=1e-5
+        )
+        with pytest.raises(psync.errors.UsageError, match="expected 4 arrays, got 1"):
+            await model.set_weights(weights[:1])
+        with pytest.raises(psync.errors.UsageError, match=r'"dense_1/bias": expected shape \(2,\)'):
+            await model.set_weights([*weights[:3], weights[0]])
+
+
+async def test_models_of_several_inputs_and_outputs() -> None:
+    def build() -> Any:
+        a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
+        both = keras.layers.Concatenate()([a, b])
+        outputs = {
+            "sum": keras.layers.Dense(1, name="sum")(both),
+            "class": keras.layers.Dense(2, name="class", activation="softmax")(both),
+        }
+        model = keras.Model({"a": a, "b": b}, outputs)
+        losses = {"sum": "mse", "class": "sparse_categorical_crossentropy"}
+        model.compile("adam", losses, metrics={"class": "accuracy"})
+        return model
+
+    def pairs() -> Any:
+        x, y = points(1)
+        yield {"a": x, "b": x}, {"sum": x.sum(1), "class": y}
+
+    async with training(1, 2) as (strategy, _):
+        model = served_of(strategy, build)
+        history = await model.fit(pairs, 1, 1, verbose=False)
+        names = {"loss", "sum_loss", "class_loss", "class_accuracy"}
+        assert set(history.history) == names
+        x, _ = points(1, 9)
+        outputs = await model.predict({"a": x, "b": x}, batch_size=4)
+        assert {name: each.shape for name, each in outputs.items()} == {
+            "sum": (9, 1), "class": (9, 2),
+        }  # fmt: skip
+
+
+async def test_frozen_layers_stay_as_they_are() -> None:
+    def build() -> Any:
+        model = net(norm=True)
+        for layer in model.layers[:2]:
+            layer.trainable = False
+        model.compile(model.optimizer, model.loss)
+        return model
+
+    async with training(1, 1) as (strategy, _):
+        model = served_of(strategy, build)
+        before = await model.get_weights()
+        await model.fit(batches, 1, 3, verbose=False)
+        after = await model.get_weights()
+    same = [np.array_equal(a, b) for a, b in zip(after, before, strict=True)]
+    assert same == [True] * 6 + [False] * 2
+
+
+async def test_workers_draw_masks_of_their_own() -> None:
+    def build() -> Any:
+        keras.utils.set_random_seed(3)
+        seed = keras.random.SeedGenerator(7)
+
+        class Noise(keras.layers.Layer):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.seed = seed
+                self.bias = self.add_weight(shape=(1,), initializer="zeros", name="bias")
+
+            def call(self, x: Any, training: bool = False) -> Any:
+                noise = keras.random.normal(keras.ops.shape(x), seed=self.seed)
+                return keras.ops.where(training, noise, x) + self.bias
+
+        model = keras.Sequential([keras.Input((1,)), Noise()])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        return model
+
+    zero = np.zeros((4, 1), np.float32)
+
+    def one_batch() -> Any:
+        yield zero, zero
+
+    losses = []
+    for workers in (1, 2):
+        async with training(1, workers) as (strategy, _):
+            model = served_of(strategy, build, synchronous=synchronous_of(workers))
+            history = await model.fit(one_batch, 1, workers, verbose=False)
+            losses.append(history.history["loss"][0])
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+
+
+def synchronous_of(workers: int) -> Callable[[Any], Any]:
+    return lambda rule: psync.SyncReplicasOptimizer(rule, workers)
+
+
+# --- resuming, and processes ----------------------------------------------------------------------
+
+
+async def test_fit_resumes_from_its_checkpoints(tmp_path: Path) -> None:
+    for epochs in (2, 3):
+        async with training(2, 1) as (strategy, _):
+            model = served_of(strategy, name="net", checkpoint_directory=tmp_path)
+            history = await model.fit(batches, epochs, 4, verbose=False)
+            iterations = await model.optimizer.iterations.read()
+        assert iterations == 4 * epochs
+    assert history.epoch == [2]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+async def test_workers_in_processes_of_their_own() -> None:
+    async with psync.LocalCluster(1, 2) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy):
+            model = served_of(strategy, lambda: net(norm=True), name="net")
+            await model.fit(batches, 2, 60, verbose=False)
+            assert (await model.evaluate(points(10**6, 200)))["accuracy"] > 0.9
