@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 
 EXTRAS_demo := examples
 EXTRAS_test := test,examples
-EXTRAS_lint := test,lint
+EXTRAS_lint := test,lint,examples
 EXTRAS_coverage := test
 EXTRAS_fuzz := fuzz
 FUZZ_SECONDS := 60
@@ -33,7 +33,7 @@ help:
 	@echo "make sim-mutants  rules that are wrong on purpose: which oracle notices, after how many seeds"
 	@echo "make coverage     every branch of the rules and of the wire, by their own tests"
 	@echo "make fuzz         what comes from outside, attacked for a minute a target (FUZZ_SECONDS=600 for longer)"
-	@echo "make lint         style, types, import law"
+	@echo "make lint         style, types, import law; what type checkers find in programs of users"
 	@echo "make bench        throughput; synchronous beside asynchronous training"
 	@echo "make clean        remove what these made"
 
@@ -101,7 +101,7 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
-	$(BIN)/python -m pytest -q tests/test_law.py
+	$(BIN)/python -m pytest -q tests/test_law.py tests/typing
 
 # Pure modules, and the tests that reach every branch of them without an event loop: tests/helpers/law.py has the list.
 coverage: $(VENV)/.installed-coverage

@@ -167,7 +167,7 @@ def plot(losses, workers, accuracies, folder):
 
 
 def parse_options():
-    parser = argparse.ArgumentParser("digits.py", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser("digits.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=10, help=f"each of {STEPS} steps")
     parser.add_argument("--short", dest="epochs", action="store_const", const=3, help="3 epochs")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights")

@@ -148,7 +148,9 @@ def show_neighbours(vectors, vocabulary):
 
 
 def parse_options():
-    parser = argparse.ArgumentParser("embeddings.py", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        "embeddings.py", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--epochs", type=int, default=4, help="default: 4")
     parser.add_argument("--quick", action="store_true", help="2 epochs, a fifth of the files")
     options = parser.parse_args()

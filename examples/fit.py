@@ -116,7 +116,7 @@ def print_history(history):
 
 
 def parse_options():
-    parser = argparse.ArgumentParser("fit.py", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser("fit.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=10, help="in all, with those before")
     parser.add_argument("--out", type=Path, default=Path("out/fit"), help="checkpoints, log")
     return parser.parse_args()

@@ -76,6 +76,7 @@ async def main():
             await optimizer.apply_gradients([(d_users, users), (d_items, items)])
             return error @ error, len(error)
 
+        rmse = np.inf
         print("epoch  RMSE of its steps  of unseen ratings  rows/s, pulled and pushed")
         for epoch in range(1, options.epochs + 1):
             began = time.perf_counter()
@@ -97,7 +98,7 @@ async def main():
 
 def parse_options():
     parser = argparse.ArgumentParser(
-        "matrix_factorization.py", description=__doc__.partition("\n")[0]
+        "matrix_factorization.py", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--epochs", type=int, default=10, help="default: 10")
     parser.add_argument("--seed", type=int, default=0, help="of the ratings, and of the tables")

@@ -52,7 +52,7 @@ async def main():
     )
     hook = optimizer.make_session_run_hook(is_chief)
     rng = np.random.default_rng(resolver.task_id)
-    pushes = Counter()
+    pushes = Counter[str]()
 
     async def step():
         x, y = batch(rng)
@@ -66,14 +66,16 @@ async def main():
     ) as session:
         if is_chief:
             await session.wait_until_stopped()
-            value, steps = await psync.pull((w, global_step))
+            return report(*await psync.pull((w, global_step)))
         while not session.should_stop():
             await session.run(step)
 
-    if not is_chief:
-        accepted, stale = pushes["accepted"], pushes["stale"]
-        print(f"worker {resolver.task_id}: {accepted} gradients accepted, {stale} dropped")
-        return None
+    accepted, stale = pushes["accepted"], pushes["stale"]
+    print(f"worker {resolver.task_id}: {accepted} gradients accepted, {stale} dropped")
+
+
+def report(value, steps):
+    """Say what came of it, on the chief; return what is wrong with it."""
     loss, _ = loss_and_gradient(value, *batch(np.random.default_rng(99), 10_000))
     distance = np.abs(value - TRUTH).max()
     print(f"step {steps}: loss {loss:.4f} (noise alone: {NOISE**2:.4f}), "

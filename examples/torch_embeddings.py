@@ -2,7 +2,7 @@
 
     pip install -e '.[torch]'
     psync run examples/torch_embeddings.py --ps 2 --workers 2
-    psync run examples/torch_embeddings.py --ps 2 --workers 2 -- --steps 4000
+    psync run examples/torch_embeddings.py --ps 2 --workers 2 -- --steps 3000
 
 Clicks are drawn from a model that is known: how much a user likes an item is the product of hidden
 factors, and popular items are seen far more often than others. So the best possible AUC is known,
@@ -25,7 +25,7 @@ from psync.integrations.torch import ServedModule
 USERS, ITEMS, FACTORS, WIDTH = 500, 5000, 4, 8
 BATCH = 512
 RATE = 0.03
-MAX_LOSS = 0.02  # of AUC, compared with the single process
+MAX_LOSS = 0.04  # of AUC, compared with the single process, whose gradients are never late
 MIN_GAIN = 0.3  # of AUC, above guessing
 
 

@@ -69,7 +69,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
             return ends[-1]
 
         honest = await end(chief, 100).connect("ps:1", ps.task)
-        await honest.call(AttachPs(100, 0, ["ps:1"], 15.0))
+        await honest.call(AttachPs(100, ["ps:1"], 15.0))
         await honest.call(
             CreateShards(SHARDS, [None] * len(SHARDS)),
             [memoryview(bytes(length)) for length in SHARD_BYTES],
@@ -102,7 +102,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
         again = end("/job:chief/task:0", 10**9)  # whatever was said, a newer chief is served
         try:
             peer = await again.connect("ps:1", ps.task)
-            await peer.call(AttachPs(10**9, 0, ["ps:1"], 15.0))
+            await peer.call(AttachPs(10**9, ["ps:1"], 15.0))
         except PsyncError as exc:
             assert "newer" in str(exc) or "replaced" in str(exc), exc  # the chief has fenced it
         for one in ends:

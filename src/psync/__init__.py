@@ -15,8 +15,6 @@ import importlib
 import os
 from typing import Any
 
-__version__ = "0.1.0"
-
 
 def _homes() -> dict[str, str]:
     """Return the module of each public name."""
@@ -31,6 +29,8 @@ __all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("psync.wire.handshake").RELEASE
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'psync' has no attribute {name!r}")

@@ -1,5 +1,6 @@
 """The public names of psync and where they live, for type checkers and for ``psync`` itself."""
 
+from psync import blocking as blocking
 from psync import callbacks as callbacks
 from psync import data as data
 from psync import gradients as gradients

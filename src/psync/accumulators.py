@@ -6,12 +6,14 @@ on. A take waits until enough gradients are there; takes are served in the order
 came, so a small one waits behind a large one. Nothing here blocks: a take is entered, and the call
 that completes it returns it.
 
-Arrays are worked on in pieces, for an event loop: ``offer_pieces`` and ``complete_pieces``.
-Between two pieces no other call is allowed, but for ``enter``, ``withdraw`` and what only reads.
+To decide and to compute are two things. ``offer``, ``enter``, ``withdraw`` and ``complete`` decide,
+at once: which gradients count, and which take gets them. What follows for arrays is returned as
+``Pieces`` (``Applied.work``, ``Take.making``), to be done in the order of the decisions; more of
+these may be made meanwhile.
 
 Source: ``ConditionalAccumulator`` of TensorFlow. Different here: the outcome of a gradient is
-returned, half precision is not summed in itself, a take that fails changes nothing. Added:
-weights, bfloat16, ``max_staleness``, ``forbid_nonfinite``.
+returned, half precision is not summed in itself. Added: weights, bfloat16, ``max_staleness``,
+``forbid_nonfinite``.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from psync.errors import BusyError, ConfigurationError, GradientError, PartitionError, UsageError
+from psync.errors import ConfigurationError, GradientError, PartitionError, UsageError
 from psync.numerics.casting import overflow
-from psync.numerics.sums import DenseSum, Pieces, Reduction, SparseSum, check_weight, cuts
+from psync.numerics.sums import DenseSum, Pieces, Reduction, SparseSum, check_weight
 from psync.specs import Outcome, as_integer, dtype_name, dtype_of
 
 GradientT = TypeVar("GradientT")
@@ -36,49 +38,46 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class TakeState(enum.Enum):
-    """Where a take stands; all but WAITING are final."""
+    """Where a take stands; READY and CANCELLED are final."""
 
     WAITING = "waiting"  # for gradients, or for the takes before it
+    COMPLETE = "complete"  # its gradients are known, and nobody else's; its result is to be made
     READY = "ready"  # it has its result
-    FAILED = "failed"  # its result could not be made; the accumulator is as it was before
     CANCELLED = "cancelled"  # it got nothing
 
 
 class Take(Generic[ResultT]):
     """A pending or completed request for the gradients of one step, reduced to one."""
 
-    __slots__ = ("_result", "count", "error", "num_required", "state", "step")
+    __slots__ = ("_making", "_result", "count", "num_required", "state", "step")
 
     def __init__(self, num_required: int) -> None:
         self.num_required = num_required  # gradients that must be there
         self.state = TakeState.WAITING
-        self.count = 0  # gradients in the result: num_required or more; 0 while there is none
-        self.step = -1  # of the accumulator after this take; -1 while there is no result
-        self.error: Exception | None = None  # why it failed
+        self.count = 0  # gradients in the result: num_required or more; 0 while it waits
+        self.step = -1  # of the accumulator after this take; -1 while it waits
+        self._making: Pieces[ResultT]  # set when it is COMPLETE
         self._result: ResultT  # set when it is READY
 
     def result(self) -> ResultT:
         """Return what was taken; it belongs to the caller.
 
         Raises:
-            UsageError: If the take waits, or was cancelled.
-            Exception: What made it fail.
+            UsageError: If there is no result, yet or at all.
         """
-        if self.error is not None:
-            raise self.error
         if self.state is not TakeState.READY:
             raise UsageError(f"the take is {self.state.value}: it has no result")
         return self._result
 
-    def _ready(self, result: ResultT, count: int, step: int) -> None:
-        assert self.state is TakeState.WAITING, "it is among those that wait"
-        self._result, self.count, self.step = result, count, step
+    def making(self) -> Pieces[None]:
+        """Make the result of a take that is COMPLETE, once its gradients were added."""
+        self._result = yield from self._making
         self.state = TakeState.READY
 
-    def _failed(self, error: Exception) -> None:
+    def _completed(self, making: Pieces[ResultT], count: int, step: int) -> None:
         assert self.state is TakeState.WAITING, "it is among those that wait"
-        self.error = error
-        self.state = TakeState.FAILED
+        self._making, self.count, self.step = making, count, step
+        self.state = TakeState.COMPLETE
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,15 @@ class Applied(Generic[ResultT]):
     outcome: Outcome  # ACCEPTED or STALE
     count: int  # gradients held now: 0 if this one completed a take
     step: int  # of the accumulator now
-    completed: tuple[Take[ResultT], ...] = ()  # takes that this gradient ended, READY or FAILED
+    completed: Take[ResultT] | None = None  # the take that this gradient completed
+    adding: Pieces[None] | None = field(default=None, compare=False)  # None: it is STALE
+
+    def work(self) -> Pieces[None]:
+        """Do to arrays what follows from it."""
+        if self.adding is not None:
+            yield from self.adding
+        if self.completed is not None:
+            yield from self.completed.making()
 
 
 class Accumulator(ABC, Generic[GradientT, ResultT]):
@@ -113,7 +120,6 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         self.max_staleness = staleness
         self._step = 0
         self._count = 0
-        self._is_offered = False  # a gradient is between two pieces
         self._takes: dict[Take[ResultT], None] = {}  # that wait, in the order of their coming
 
     @property
@@ -144,7 +150,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         """Ask for what at least ``num_required`` gradients amount to.
 
         Returns:
-            A take, WAITING even if enough gradients are there: ``complete_pieces`` completes it.
+            A take, WAITING even if enough gradients are there: ``complete`` completes it.
 
         Raises:
             ConfigurationError: If ``num_required`` is not an integer above 0.
@@ -157,7 +163,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         """Cancel a waiting take; it consumes nothing. One that has ended stays as it is.
 
         Returns:
-            Whether it was waiting. ``complete_pieces`` then completes those behind it that can be.
+            Whether it was waiting. ``complete`` then completes the one behind it, if it can be.
 
         Raises:
             UsageError: If the take waits in another accumulator.
@@ -170,71 +176,53 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         take.state = TakeState.CANCELLED
         return True
 
-    def offer_pieces(self, given: Any, local_step: int, weight: float) -> Pieces[Applied[ResultT]]:
-        """Judge a gradient, and add it unless it is stale.
+    def offer(
+        self, given: Any, local_step: int, weight: float, nonfinite: int | None = None
+    ) -> Applied[ResultT]:
+        """Judge a gradient, and count it unless it is stale.
 
         The order is TensorFlow's: a stale gradient is dropped whatever its shape, one from the
         future counts.
 
         Args:
-            given: The gradient; of a sparse one (indices, values, dense_shape).
+            given: The gradient, kept until it is added; of a sparse one (indices, values,
+                dense_shape).
             local_step: Step it was computed against.
             weight: What it counts in the mean; above 0.
+            nonfinite: How many of its values are infinite or NaN; None: that is looked for.
 
         Returns:
-            STALE; or ACCEPTED, with the takes that it completed.
+            STALE; or ACCEPTED, with what is to be done to arrays, and the take that it completed.
 
         Raises:
             GradientError: If anything about it is wrong; nothing has changed.
-            BusyError: If another one is between two of its pieces; nothing has changed.
         """
-        if self._is_offered:
-            raise BusyError(f"{self}: another gradient is being added")
-        self._is_offered = True
-        try:
-            return (yield from self._offer(given, local_step, weight))
-        finally:
-            self._is_offered = False
-
-    def _offer(self, given: Any, local_step: int, weight: float) -> Pieces[Applied[ResultT]]:
         computed_at, weight = self.as_call(local_step, weight)
         gradient = self._convert(given)
         if computed_at < self._step - self.max_staleness:
             return Applied(Outcome.STALE, self._count, self._step)
-        yield from self._check(gradient)
-        yield from self._add(gradient, weight)
+        self._check(gradient, nonfinite)
+        adding = self._add(gradient, weight)
         self._count += 1
-        completed = yield from self.complete_pieces()
-        return Applied(Outcome.ACCEPTED, self._count, self._step, completed)
+        take = self.complete()
+        return Applied(Outcome.ACCEPTED, self._count, self._step, take, adding)
 
-    def complete_pieces(self) -> Pieces[tuple[Take[ResultT], ...]]:
-        """Complete takes from the first on, as long as there are enough gradients for it.
+    def complete(self) -> Take[ResultT] | None:
+        """Complete the first take, if there are enough gradients for it: it gets all of them.
 
         Returns:
-            Those that were completed.
+            The take, COMPLETE; None: there are too few gradients, or no take waits.
         """
-        completed = []
-        while self._takes:
-            take = next(iter(self._takes))
-            if self._count < take.num_required:
-                break
-            error: Exception | None = None
-            try:
-                result = yield from self._reduce()
-            except Exception as exc:  # for whoever takes, not for whoever applied; nothing changed
-                error = exc
-            if take not in self._takes:  # it was withdrawn meanwhile
-                continue
-            del self._takes[take]
-            completed.append(take)
-            if error is not None:
-                take._failed(error)
-                continue
-            self._step += 1
-            take._ready(result, self._count, self._step)
-            self._count = 0
-            self._clear()
-        return tuple(completed)
+        take = next(iter(self._takes), None)
+        if take is None or self._count < take.num_required:
+            return None
+        making = self._reduce()
+        del self._takes[take]
+        self._step += 1
+        take._completed(making, self._count, self._step)
+        self._count = 0
+        self._clear()
+        return take
 
     def as_call(self, local_step: object, weight: object) -> tuple[int, float]:
         """Return what comes with a gradient, or raise GradientError."""
@@ -265,20 +253,20 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         """Return the gradient as it is added, or raise GradientError for its dtype."""
 
     @abstractmethod
-    def _check(self, gradient: GradientT) -> Pieces[None]:
-        """Raise GradientError if the gradient does not fit."""
+    def _check(self, gradient: GradientT, nonfinite: int | None) -> None:
+        """Raise GradientError if the gradient does not fit; ``nonfinite`` as for ``offer``."""
 
     @abstractmethod
     def _add(self, gradient: GradientT, weight: float) -> Pieces[None]:
-        """Add the gradient, or raise and change nothing; ``num_accumulated`` is 0 for the first."""
+        """Return what adds the gradient to those held, and cannot be refused."""
 
     @abstractmethod
     def _reduce(self) -> Pieces[ResultT]:
-        """Return what the gradients held amount to, or raise; change nothing."""
+        """Return what makes of the gradients held what they amount to."""
 
     @abstractmethod
     def _clear(self) -> None:
-        """Forget the gradients held."""
+        """Hold no gradients: those that were held are a take's."""
 
     def _refused(self, message: str) -> GradientError:
         return GradientError(f"{self}: {message}")
@@ -306,8 +294,6 @@ class ArrayAccumulator(Accumulator[GradientT, ResultT]):
 
     Attributes:
         nbytes: Size of the sum that it holds.
-        is_torn: An addition to that sum has begun and not ended. If it ended with an error, the
-            accumulator is of no use any more.
 
     Args:
         dtype: float16, bfloat16, float32 or float64: of gradients and results.
@@ -351,13 +337,9 @@ class ArrayAccumulator(Accumulator[GradientT, ResultT]):
     def nbytes(self) -> int:
         return 0 if self._sum is None else self._sum.nbytes
 
-    @property
-    def is_torn(self) -> bool:
-        return self._sum is not None and self._sum.is_torn
-
     @abstractmethod
     def held(self) -> Held | None:
-        """Return the contents; None: the accumulator is empty."""
+        """Return the contents, when all was added; None: the accumulator is empty."""
 
     @abstractmethod
     def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:
@@ -393,12 +375,14 @@ class ArrayAccumulator(Accumulator[GradientT, ResultT]):
             raise self._refused(f"expected a gradient of {self.dtype}, got {array.dtype}")
         return array
 
-    def _check_finite(self, values: np.ndarray) -> Pieces[None]:
+    def _check_finite(self, values: np.ndarray, nonfinite: int | None) -> None:
         if not self.forbid_nonfinite:
             return
-        flat, finite = values.reshape(-1), 0
-        for part in cuts(flat.size, flat.itemsize):
-            finite += int(np.count_nonzero(np.isfinite(flat[part])))
-            yield
-        if bad := flat.size - finite:
-            raise self._refused(f"expected finite values, got {bad} of {flat.size} that are not")
+        bad = count_nonfinite(values) if nonfinite is None else nonfinite
+        if bad:
+            raise self._refused(f"expected finite values, got {bad} of {values.size} that are not")
+
+
+def count_nonfinite(values: np.ndarray) -> int:
+    """Return how many values are infinite or NaN."""
+    return values.size - int(np.count_nonzero(np.isfinite(values)))

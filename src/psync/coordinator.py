@@ -231,7 +231,7 @@ class Coordinator:
 
     def schedule(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> RemoteValue:
+    ) -> RemoteValue[Any]:
         """Queue a closure; see ``ClusterCoordinator.schedule``."""
         if self._closed:
             raise ClosedError("schedule on a closed coordinator")
@@ -339,7 +339,7 @@ class Coordinator:
     def _cancel(self, closure_id: int) -> None:
         self.perform(self._queue.cancel(closure_id))
 
-    def _dependencies(self, inputs: Sequence[RemoteValue]) -> list[Closure]:
+    def _dependencies(self, inputs: Sequence[RemoteValue[Any]]) -> list[Closure]:
         for value in inputs:
             if value.owner is not self:
                 raise UsageError(

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from psync.backups.host import BackupHost
 from psync.backups.sender import Served
+from psync.backups.served import ServedService
 from psync.cluster_roles import CHIEF, ENQUIRER
 from psync.errors import ConnectionLost, FencedError, UsageError
 from psync.net.chief_presence import ChiefPresence
@@ -42,7 +43,6 @@ from psync.ps.succession import (
     AdoptionService,
     CoordinatorGrants,
     GrantService,
-    ServedService,
     check_chief,
     check_newest,
 )
@@ -178,7 +178,7 @@ class PsTask:
             contents: What is served.
             patience_s: See ``PsServices.end``.
         """
-        self.services.end(timeline, patience_s, self._adoption.lost)
+        self.services.end(self.life, timeline, patience_s, self._adoption.lost)
         shares = self.services.shares if self.floor == attach.coordinator else None
         make = self._platform.parts.of(PsServices)
         self.services = make(self._process, self.life, attach, timeline, contents, shares)
@@ -305,14 +305,14 @@ class PsTask:
             self._replace(attach, self.services.timeline, self._nothing(self.floor), None)
 
     def primary(self, address: str, epoch: int) -> Primary | None:
-        """Return what a newer coordinator has to know; see ``succession.ServedService``."""
+        """Return what a newer coordinator has to know; see ``backups.served``."""
         if self.life is not Life.SERVING:
             return None
         timeline, waits_for = self.services.timeline, self.services.backup.waits_for()
         return Primary(self._index, address, self.floor, timeline, epoch, *waits_for)
 
     def end_below(self, coordinator: int) -> None:
-        """Hold nothing, if it has been replaced; see ``succession.ServedService``."""
+        """Hold nothing, if it has been replaced; see ``backups.served``."""
         if self.life is Life.SERVING and self.floor < coordinator:
             self._depose()
 

@@ -13,8 +13,10 @@ import pytest
 
 import memory_cluster
 import psync
+from inside import work_of
 from local_training import at_once, strategy_of, training
 from memory_cluster import cluster_of, coordinating, event_of
+from ps_cluster import hold, until
 from psync.api.datasets import PerWorkerDataset, capture_dataset
 from psync.closures.closure import Closure
 from psync.errors import (
@@ -32,7 +34,9 @@ from psync.errors import (
 from psync.serialization.captures import StaleCaptureWarning
 from psync.serialization.functions import FunctionTable
 from psync.serialization.remote_value import RemoteValue
+from psync.testing import settle
 from psync.wire.limits import Limits
+from psync.worker import session
 
 
 class Custom(Exception):
@@ -307,20 +311,21 @@ async def test_an_error_cancels_what_is_queued_and_what_runs():
     async with coordinating(num_workers=2) as (_, coordinator):
 
         async def forever():
+            event_of("running").set()
             try:
-                await asyncio.sleep(3600)
+                await asyncio.Event().wait()
             finally:
                 memory_cluster.shared["stopped"] = True
 
         async def bad():
-            await asyncio.sleep(0.01)
+            await event_of("running").wait()
             raise Custom(1)
 
         coordinator.schedule(bad)
         others = [coordinator.schedule(forever) for _ in range(101)]
         with pytest.raises(Custom):
             await coordinator.join()
-        assert memory_cluster.shared == {"stopped": True}
+        assert memory_cluster.shared["stopped"]
         for value in others:
             with pytest.raises(ClosureCancelled, match="was cancelled: closure 0"):
                 await value
@@ -380,13 +385,15 @@ async def test_all_joins_that_wait_get_the_error_that_one_of_them_or_fetch_colle
     async with coordinating() as (_, coordinator):
 
         async def bad():
-            await asyncio.sleep(0.01)
+            await event_of("go on").wait()
             raise Custom(1)
 
         value = coordinator.schedule(bad)
         waiting = [asyncio.create_task(coordinator.join()) for _ in range(3)]
         if fetches:
             waiting.append(asyncio.create_task(coordinator.fetch(value)))
+        await asyncio.sleep(0)  # they wait
+        event_of("go on").set()
         found = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(each) for each in found] == [Custom] * len(waiting)
         await coordinator.join()
@@ -503,9 +510,9 @@ async def test_pushes_of_a_plain_step_are_refused_from_the_error_on():
             failed = coordinator.schedule(bad)
             with pytest.raises(Custom):
                 await failed
-            await asyncio.sleep(0.01)  # the request to stop is on its way
             join = asyncio.create_task(coordinator.join())
-            await asyncio.sleep(0.01)
+            workers = [cluster.tasks[f"worker-{index}"] for index in range(2)]
+            await until(lambda: "asked to stop" in str([each.describe() for each in workers]))
             assert not join.done()
             released.set()
             with pytest.raises(Custom):
@@ -514,6 +521,7 @@ async def test_pushes_of_a_plain_step_are_refused_from_the_error_on():
             assert (await w.read() == 0).all()
 
 
+@pytest.mark.virtual_time
 async def test_a_push_begun_before_the_error_has_ended_when_join_raises():
     async with cluster_of() as cluster:
         strategy = cluster.strategy()
@@ -522,20 +530,26 @@ async def test_a_push_begun_before_the_error_has_ended_when_join_raises():
                 w = psync.Variable(np.zeros(4, np.float32), name="w")
 
             async def push():
-                while True:
-                    await w.assign_add(np.ones(4, np.float32))
+                await w.assign_add(np.ones(4, np.float32))
 
             async def bad():
-                await asyncio.sleep(0.02)
+                await event_of("go on").wait()
                 raise Custom(1)
 
+            await w.read()
+            ps = cluster.ps("ps-0")
+            release = hold(ps, w.spec)
             coordinator.schedule(push)
             coordinator.schedule(bad)
+            await until(lambda: work_of(ps).waiting)
+            event_of("go on").set()
+            join = asyncio.create_task(coordinator.join())
+            await settle()
+            assert not join.done()
+            release()
             with pytest.raises(Custom):
-                await coordinator.join()
-            before = await w.read()
-            await asyncio.sleep(0.01)
-            assert (await w.read() == before).all()
+                await join
+            assert (await w.read() == 1).all()
 
 
 # --- cancelling one value ---------------------------------------------------------------------
@@ -567,7 +581,12 @@ async def test_one_value_can_be_cancelled_queued_or_running():
         await coordinator.join()  # no error
 
 
-async def test_a_step_that_cancels_itself_fails_its_closure_and_the_worker_goes_on():
+@pytest.mark.parametrize("short_s", [session.SHORT_S, -1.0])
+async def test_a_step_that_cancels_itself_fails_its_closure_and_the_worker_goes_on(
+    short_s, monkeypatch
+):
+    """Also where the loop gets a turn before the next step, as after one that took its time."""
+    monkeypatch.setattr(session, "SHORT_S", short_s)
     async with coordinating(num_workers=1) as (_, coordinator):
 
         async def suicidal():

@@ -16,6 +16,7 @@ import psync
 from inside import iterators_of as held_by
 from local_training import inside_a_step, strategy_of
 from memory_cluster import coordinating
+from ps_cluster import until
 from psync.api.datasets import PerWorkerDataset, capture_dataset
 from psync.errors import (
     CaptureError,
@@ -200,8 +201,7 @@ async def test_an_iterator_lives_as_long_as_a_closure_needs_it():
         gc.collect()
         assert await coordinator.fetch([value, captured]) == [5, 7]
         gc.collect()
-        await asyncio.sleep(0.01)
-        assert iterators_of(cluster) == [0]
+        await until(lambda: iterators_of(cluster) == [0])
 
 
 def test_iterators_belong_to_steps_and_datasets_to_the_coordinator():

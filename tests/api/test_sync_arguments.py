@@ -10,9 +10,9 @@ import pytest
 
 import psync
 from psync import optimizers
-from psync.api.sync_arguments import NOWHERE, check_wrapped, checked_weight, count_of
+from psync.api.sync_arguments import NOWHERE, check_wrapped, checked_weight
 from psync.errors import ConfigurationError, GradientError
-from psync.store.sync_config import SyncConfig
+from psync.store.sync_config import SyncConfig, count_of
 
 SGD = optimizers.SGD(0.5)
 

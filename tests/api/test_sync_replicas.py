@@ -19,6 +19,7 @@ import psync
 from inside import session_of
 from local_training import at_once, in_step, inside_a_step, strategy_of, training
 from memory_cluster import coordinating
+from ps_cluster import until
 from psync import Outcome, PushResult, SyncReplicasOptimizer, optimizers
 from psync.errors import (
     ClosureCancelled,
@@ -779,8 +780,7 @@ def test_the_hook_needs_a_global_step_to_put_other_numbers_of_tokens() -> None:
 async def counted(cluster: memory_cluster.MemoryCluster, count: int) -> None:
     """Wait until so many pushes count in the present step."""
     groups = lambda: cluster.tasks["ps-0"].statistics()["sync"].values()  # noqa: E731
-    while max((group["counted"] for group in groups()), default=0) < count:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await until(lambda: max((group["counted"] for group in groups()), default=0) >= count)
 
 
 def _runs(cluster: memory_cluster.MemoryCluster, index: int) -> bool:

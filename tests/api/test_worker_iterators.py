@@ -10,6 +10,7 @@ import pytest
 
 from inside import iterators_of as held_by
 from memory_cluster import MemoryCluster, coordinating
+from ps_cluster import until
 from psync.errors import ClosedError
 from psync.worker_task import WorkerTask
 
@@ -44,9 +45,7 @@ async def test_a_dropped_iterator_is_released_on_the_workers():
         assert iterators_of(cluster) == [1]
         del iterator
         gc.collect()
-        assert await coordinator.schedule(lambda: 0) == 0  # what was said before has arrived
-        await asyncio.sleep(0.01)
-        assert iterators_of(cluster) == [0]
+        await until(lambda: iterators_of(cluster) == [0])
 
 
 async def test_without_a_coordinator_nobody_knows_a_position_and_nothing_is_released():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 from backups import alone, back_up, take_over
-from inside import accumulators_of, backup_of, peers_of, settled
+from inside import accumulators_of, backup_of, peers_of, settled, updates_of
 from ps_cluster import OTHER, WORKER, PsCluster, until
 from psync.client.ps_client import PsClient
+from psync.errors import GradientError
 from psync.net.peer import Received
 from psync.ps.accumulators import AccumulatorService
 from psync.ps_task import PsTask
@@ -247,7 +249,7 @@ async def test_takes_whose_connection_is_lost_wait_at_the_end_on_both(scene: Sce
     await scene.check_same()
 
 
-async def test_a_large_sum_is_followed_in_pieces_and_entries_come_one_after_the_other(
+async def test_a_large_sum_is_followed_in_pieces_and_gradients_come_one_after_the_other(
     scene: Scene,
 ) -> None:
     g = dense()
@@ -264,7 +266,7 @@ async def test_a_large_sum_is_followed_in_pieces_and_entries_come_one_after_the_
     await until(lambda: len(hosted.waiting) == 2)
     steps = [scene.apply(g, scene.a, values=large * n) for n in (2, 3)]
     applying = asyncio.gather(*steps)
-    await asyncio.sleep(0)
+    await until(lambda: updates_of(scene.cluster.ps[0]))
     first.cancel()  # while something is added
     await asyncio.gather(first, return_exceptions=True)
     answers = await applying
@@ -307,6 +309,22 @@ async def test_a_fence_is_answered_when_all_is_done_that_follows_from_it(scene: 
     assert not hosted.waiting  # else what comes next would meet half of it
     await scene.check_same()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_what_is_refused_for_its_values_is_refused_by_the_backup(scene: Scene) -> None:
+    forbids = dataclasses.replace(dense(), forbid_nonfinite=True)
+    await scene.ask(scene.cluster.chief, forbids)
+    await back_up(scene.cluster)
+    large = np.ones(LARGE)
+    for step, size in enumerate((LARGE, 3)):
+        values = large[:size].copy()
+        assert (await scene.apply(forbids, values=values, local_step=step)).count == 1
+        values[-1] = np.inf
+        with pytest.raises(GradientError, match="finite values, got 1 of"):
+            await scene.apply(forbids, values=values, local_step=step)
+        assert (await scene.apply(forbids, values=values, local_step=-1)).outcome == "stale"
+        await scene.check_same()
+        await scene.take(forbids, scene.b, 1 + step)
 
 
 async def test_an_addition_for_which_there_is_no_memory_is_left_to_the_backup(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,22 +13,21 @@ from inside import (
     accumulators_of,
     backup_of,
     backups_of,
+    executor_of,
     handlers_of,
     host_of,
     settled,
     store_of,
 )
-from ps_cluster import CHIEF, CONFIG, PsCluster, assign, heard, pull, push
-from psync.backups.host import AsIfFrom
+from ps_cluster import CHIEF, CONFIG, PsCluster, heard, pull, push
 from psync.errors import FencedError, PsyncError, UsageError
-from psync.net.peer import Handler, Reply
+from psync.net.peer import AsIfFrom, Handler, Reply
 from psync.numerics.fingerprint import fingerprint
 from psync.ps_task import PsTask
 from psync.wire import log_messages
 from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator
-from psync.wire.codec import Message, encode
+from psync.wire.codec import Message, decode, encode
 from psync.wire.handshake import RELEASE
-from psync.wire.messages import Done
 from psync.wire.ps_messages import CreateShards, DefineOptimizer, Fence, Push
 from psync.wire.recovery_messages import (
     BackupBegun,
@@ -38,27 +38,6 @@ from psync.wire.recovery_messages import (
     Promote,
 )
 from wire_tools import kinds_of
-
-
-async def test_a_backup_that_serves_answers_repetitions_and_fences_as_the_lost_one_did() -> None:
-    async with PsCluster(2) as cluster:
-        w = await create(cluster)
-        await back_up(cluster)
-        worker = cluster.client(incarnation=1000)
-        one = np.ones(6, np.float32)
-        (answer,) = await assign(worker, w, one, "add", closure=3)
-        assert answer.outcome == "accepted"
-        assert await say(cluster, 0, Fence("/job:worker/task:0", 2000)) == Done()
-        await take_over(cluster)
-        again = cluster.client("/job:worker/task:1")
-        for client in (again, worker):
-            client.links[0].address = cluster.chief.links[0].address
-        (answer,) = await assign(again, w, one, "add", closure=3)
-        assert answer.outcome == "duplicate"
-        with pytest.raises(FencedError):
-            await push(worker, (w,), (1.0,))
-        (value,) = await pull(cluster.chief, w)
-        assert np.array_equal(value, W + 1)
 
 
 async def test_a_newer_order_replaces_even_one_that_serves_and_the_same_or_an_older_none() -> None:
@@ -187,6 +166,55 @@ async def test_entries_that_come_together_are_executed_one_after_the_other() -> 
         assert np.array_equal(value, W - np.float32(0.5) * W)
         # Its sender had been replaced.
         assert accumulators_of(backup).hosted["g"].rule.num_accumulated() == 0
+
+
+Sent = tuple[str, int, bytes, int]
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        pytest.param(None, id="skipped"),
+        pytest.param(lambda task, born, header, num: (task, born + 1, header, num), id="sender"),
+        pytest.param(
+            lambda task, born, _, num: (task, born, encode(Fence("/job:worker/task:5", 6)), num),
+            id="message",
+        ),
+    ],
+)
+async def test_a_backup_that_got_other_entries_is_discarded_though_no_digest_differs(
+    alter: Callable[..., Sent] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psync.ps.executor.CHECK_EVERY", 2)
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        backup = backups_of(cluster.ps[1])[0]
+        for ps in (cluster.ps[0], backup_of(cluster.ps[1], 0)):
+            executor_of(ps).digest = bytes
+        add = backup.add
+
+        def altered(number: int, sent: Sent, body: list[memoryview]) -> None:
+            if decode(sent[2]) != Fence("/job:worker/task:5", 5):
+                add(number, sent, body)
+            elif alter is None:
+                backup.taken = number
+            else:
+                add(number, alter(*sent), body)
+
+        backup.add = altered
+        fences = [Fence(f"/job:worker/task:{worker}", 5) for worker in range(3, 12)]
+        fencing = [asyncio.create_task(say(cluster, 0, fence)) for fence in fences]
+        await back_up(cluster, lost=True)
+        assert cluster.ps[1].statistics()["hosted"] == {"diverged": 1}
+        await alone(cluster)
+        await asyncio.gather(*fencing)
+        await back_up(cluster, 3)
+        for fence in fences:
+            await say(cluster, 0, fence)
+        await settled(cluster.ps[1])
+        assert cluster.ps[0].statistics()["backup"]["state"] == "paired"
+        assert cluster.ps[1].statistics()["hosted"] == {"diverged": 1}
 
 
 async def test_no_connection_may_say_what_only_logs_do() -> None:

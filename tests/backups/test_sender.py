@@ -29,7 +29,7 @@ async def test_over_connections_that_break_each_entry_is_done_once() -> None:
                 asyncio.create_task(assign(worker, w, np.ones(6, np.float32), "add"))
                 for _ in range(10)
             ]
-            await asyncio.sleep(0)
+            await until(lambda: cluster.ps[0].statistics()["backup"]["waiting"])
             cluster.network.cut("ps1:1")
             await asyncio.gather(*adding)
         await take_over(cluster)
@@ -125,7 +125,7 @@ async def test_a_connection_that_is_lost_while_nothing_is_to_be_sent_is_made_aga
 async def test_one_that_is_ended_is_ended_in_the_same_turn_and_deposes_nobody() -> None:
     """What its ps serves next, from that turn on, is not what was backed up."""
     cluster, deposed = PsCluster(1), []
-    served = Served(0, AttachPs(100, 0, ["ps0:1"], 15.0), 0, 100)
+    served = Served(0, AttachPs(100, ["ps0:1"], 15.0), 0, 100)
     log: CommitLog[Entry] = CommitLog("/job:ps/task:0", 1 << 20)
     sender = BackupSender(
         cluster.platform(), served, BackUp(1, "/job:ps/task:1", "ps1:1", False), log,

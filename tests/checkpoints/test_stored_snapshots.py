@@ -52,8 +52,7 @@ def value_of(path: Path) -> float:
     snapshot = stored_snapshots(path)[1]
     state = SnapshotState.from_bytes(snapshot.state, "here")
     made = load_snapshot(state, ShardStore("/job:ps/task:1"), Ledger(), bytes.hex)
-    places = [(place.item, (place.start, place.nbytes, place.crc32)) for place in snapshot.places]
-    read_items(snapshot.file, made, places)
+    read_items(snapshot.file, made, snapshot.places)
     return float(np.frombuffer(made.store.read(SPECS[1].key)[0], np.float32)[0])
 
 

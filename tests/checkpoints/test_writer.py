@@ -100,8 +100,8 @@ def test_who_comes_late_cannot_write_into_what_was_abandoned(tmp_path: Path) -> 
 
 
 def test_the_nonce_is_no_part_of_it(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "ckpt-1", 1)
-    assert writer.put_nonce("abc").read_text() == "abc"
+    writer = Writer(tmp_path, "ckpt-1", 1, nonce="abc")
+    assert (writer.temporary / "nonce").read_text() == "abc"
     path = writer.commit()
     assert sorted(found.name for found in path.iterdir()) == ["COMMIT", "manifest.json"]
 

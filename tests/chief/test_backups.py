@@ -14,8 +14,11 @@ from local_training import strategy_of
 from memory_cluster import replicated
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.errors import ConfigurationError, ParameterServerLost
+from psync.testing import settle
 from replica_training import add, check, declared, run
 from snapshot_store import keep_snapshots
+
+pytestmark = pytest.mark.virtual_time
 
 
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
@@ -147,8 +150,7 @@ async def test_nothing_is_answered_that_the_backup_does_not_have() -> None:
         await small.assign_add(np.ones(1, np.int64))
         cluster.network.partition("ps-0", "ps-1")
         adding = asyncio.create_task(small.assign_add(np.ones(1, np.int64)))
-        for _ in range(200):
-            await asyncio.sleep(0)
+        await settle()
         assert not adding.done()
         await cluster.kill("ps-0")
         cluster.network.heal("ps-0", "ps-1")

@@ -198,9 +198,10 @@ async def test_an_snapshot_is_written_by_its_ps(tmp_path: Path) -> None:
             await v.read()
             (tmp_path / "nonce").write_text("12")
             async with cuts_of(coordinator).take() as cut:
-                assert await cut.shared(str(tmp_path / "nonce"), "12") == [True, True]
-                assert await cut.shared(str(tmp_path / "nonce"), "13") == [False, False]
-                written = await cut.write(1, str(tmp_path / "f.safetensors"), [(0, "v@2")])
+                path = str(tmp_path / "f.safetensors")
+                assert await cut.write(0, path, "13", [(0, "v@0")]) is None
+                written = await cut.write(1, path, "12", [(0, "v@2")])
+            assert written is not None
             (place,) = written.places
             data = (tmp_path / "f.safetensors").read_bytes()
             assert len(data) == written.size

@@ -12,9 +12,12 @@ import pytest
 import psync
 from inside import chief_of
 from memory_cluster import cluster_of, coordinating, event_of
+from ps_cluster import until
 from psync.chief.consistent_cut import Cut
 from psync.errors import ParameterServerLost
 from snapshot_store import keep_snapshots
+
+pytestmark = pytest.mark.virtual_time
 
 
 def declared(coordinator: psync.ClusterCoordinator) -> tuple[Any, Any]:
@@ -220,9 +223,9 @@ async def test_a_take_of_the_program_under_way_waits_on_where_its_ps_goes_back_a
             held = psync.ConditionalAccumulator(np.float64, (2,), name="held")
         await held.apply_grad(np.zeros(2))
         await keep_snapshots(coordinator, tmp_path)
-        other = f"ps-{1 - held.place.ps}"
+        here, other = f"ps-{held.place.ps}", f"ps-{1 - held.place.ps}"
         taking = asyncio.ensure_future(held.take_grad(2))
-        await asyncio.sleep(1)
+        await until(lambda: cluster.ps(here).statistics()["accumulators"]["waiting"])
         await lose(cluster, other)
         await anext(coordinator.events())
         assert not taking.done()

@@ -17,11 +17,14 @@ from ps_cluster import hold, until
 from psync.errors import PsyncError
 from psync.net.peer import Handler
 from psync.ps_task import PsTask
+from psync.testing import settle
 from psync.training import checkpoint
 from psync.wire.codec import Message
 from psync.wire.ps_messages import CreateShards
 from psync.wire.recovery_messages import RestoreSnapshot
 from snapshot_store import keep_snapshots
+
+pytestmark = pytest.mark.virtual_time
 
 TWO_SHARDS = psync.FixedShardsPartitioner(2)
 
@@ -87,8 +90,7 @@ async def test_an_update_answered_while_ps_tasks_go_back_is_made_again(tmp_path:
         async def answer() -> None:
             await until(lambda: ps.statistics()["snapshot"]["timeline"] == 1)
             let_go()
-            for _ in range(100):
-                await asyncio.sleep(0)
+            await settle()
 
         await lose(cluster, "ps-1")
         before(cluster, "ps-1", RestoreSnapshot, answer)
@@ -96,7 +98,6 @@ async def test_an_update_answered_while_ps_tasks_go_back_is_made_again(tmp_path:
         assert int(await v.read()) == 2
 
 
-@pytest.mark.virtual_time
 async def test_who_closes_during_a_recovery_does_not_wait_for_it(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
     async with cluster_of(2, 1) as cluster:
@@ -122,9 +123,15 @@ async def test_variables_that_are_being_created_are_created(tmp_path: Path) -> N
             await keep_snapshots(coordinator, tmp_path)
             with coordinator.strategy.scope():
                 late = psync.Variable(np.ones(2), name="late")
-            before(cluster, "ps-1", CreateShards, lambda: asyncio.sleep(3600))
+            asked = asyncio.Event()
+
+            async def asked_in_vain() -> None:
+                asked.set()
+                await asyncio.Event().wait()
+
+            before(cluster, "ps-1", CreateShards, asked_in_vain)
             reading = asyncio.ensure_future(late.read())
-            await asyncio.sleep(0.01)
+            await asked.wait()
             await lose(cluster, "ps-1")
             assert (await reading).tolist() == [1, 1]
             assert (await v.read()).tolist() == [1, 1]

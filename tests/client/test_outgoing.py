@@ -12,6 +12,7 @@ import pytest
 from psync.client.numbers import Numbers
 from psync.client.outgoing import Outgoing
 from psync.errors import ParameterServerLost
+from psync.testing import settle
 
 pytestmark = pytest.mark.asyncio
 
@@ -44,26 +45,23 @@ class Scene(Outgoing):
         return [place.acked_below for place in self.places]
 
 
-async def turns() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
+@pytest.mark.virtual_time
 async def test_its_numbers_are_acknowledged_when_all_is_answered() -> None:
     scene = Scene()
     scene.places[1].answered(scene.places[1].draw())
     delivery = scene.begin()
-    await turns()
+    await settle()
     assert (scene.sent, scene.acked_below) == ([[1, 2]], [1, 2])
     scene.may_end.set()
     assert await delivery == ["answer 1"]
     assert scene.acked_below == [2, 3]
 
 
+@pytest.mark.virtual_time
 async def test_after_a_rollback_all_is_sent_again_under_the_same_numbers() -> None:
     scene = Scene()
     delivery = scene.begin()
-    await turns()
+    await settle()
     scene.timeline += 1
     scene.may_end.set()
     assert await delivery == ["answer 2"]
@@ -79,17 +77,18 @@ async def test_one_that_fails_is_not_wanted_any_more() -> None:
     assert (scene.sent, scene.acked_below) == ([[1, 1]], [2, 2])
 
 
+@pytest.mark.virtual_time
 async def test_a_shielded_one_goes_on_when_its_caller_is_cancelled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     scene = Scene()
     delivery = scene.begin()
-    await turns()
+    await settle()
     delivery.cancel()
     with pytest.raises(asyncio.CancelledError):
         await delivery
     draining = asyncio.create_task(scene.drain())
-    await turns()
+    await settle()
     assert not draining.done()
     assert scene.acked_below == [1, 1]
     scene.error = ParameterServerLost("/job:ps/task:1")
@@ -108,10 +107,11 @@ async def test_one_that_is_not_shielded_is_under_way_as_long_as_its_block() -> N
     assert (scene.acked_below, scene.begun) == ([2, 2], set())
 
 
+@pytest.mark.virtual_time
 async def test_closing_ends_what_was_begun() -> None:
     scene = Scene()
     delivery = scene.begin()
-    await turns()
+    await settle()
     await scene.close()
     with pytest.raises(asyncio.CancelledError):
         await delivery

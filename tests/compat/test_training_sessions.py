@@ -17,6 +17,7 @@ import pytest
 
 import psync
 from memory_cluster import session_cluster
+from ps_cluster import until
 from psync.client.ps_link import MAX_LOSSES
 from psync.compat.session_hooks import SessionHook
 from psync.compat.session_members import GRACE_S
@@ -257,8 +258,7 @@ async def test_an_error_of_a_hook_of_the_chief_reaches_those_who_wait_for_it() -
         async def after_create_session(self, session: Any) -> None:
             if session.is_chief:
                 waiting = cluster.ps("ps-0").statistics
-                while waiting()["session"].get("asking") != ["/job:worker/task:1"]:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
+                await until(lambda: waiting()["session"].get("asking") == ["/job:worker/task:1"])
                 raise ValueError("no luck")
 
     async def main(strategy: Strategy) -> None:
@@ -394,8 +394,7 @@ async def test_when_the_chief_is_killed_the_others_end_with_an_error(trains: boo
     async with session_cluster(1, 2, chief=True) as cluster:
         chief = cluster.run(main, "chief")
         workers = [cluster.run(main, "worker", index) for index in range(2)]
-        while len(entered) < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await until(lambda: len(entered) == 3)
         began = asyncio.get_running_loop().time()
         await cluster.kill_program(chief, "chief-0")
         for worker in workers:
@@ -476,8 +475,7 @@ async def test_a_chief_that_is_started_again_ends_what_was_before() -> None:
     entered: list[Any] = []
     async with session_cluster(1, 2, chief=False) as cluster:
         chief, old = cluster.run(main, "worker", 0), cluster.run(main, "worker", 1)
-        while len(entered) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        await until(lambda: len(entered) == 2)
         await cluster.kill_program(chief, "worker-0")
         new = cluster.run(program, "worker", 0)
         with pytest.raises(psync.TrainingEnded, match="a new chief has attached the ps tasks"):

@@ -23,16 +23,24 @@ def array(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-def take_grad(held: Accumulator[Any, Any], num_required: int) -> Take[Any]:
-    """Enter a take, and complete what can be completed; the take ends with that, or waits."""
-    take = held.enter(num_required)
-    at_once(held.complete_pieces())
+def complete(held: Accumulator[Any, Any]) -> Take[Any] | None:
+    """Complete the take that can be completed; it gets its result at once."""
+    take = held.complete()
+    if take is not None:
+        at_once(take.making())
     return take
 
 
-def cancel(held: Accumulator[Any, Any], take: Take[Any]) -> tuple[Take[Any], ...]:
-    """Cancel a take; return those behind it that were completed by that."""
-    return at_once(held.complete_pieces()) if held.withdraw(take) else ()
+def take_grad(held: Accumulator[Any, Any], num_required: int) -> Take[Any]:
+    """Enter a take, and complete what can be completed; the take ends with that, or waits."""
+    take = held.enter(num_required)
+    complete(held)
+    return take
+
+
+def cancel(held: Accumulator[Any, Any], take: Take[Any]) -> Take[Any] | None:
+    """Cancel a take; return the one behind it that was completed by that."""
+    return complete(held) if held.withdraw(take) else None
 
 
 def refusal(call, *args, error: type[Exception] = GradientError, **options) -> str:

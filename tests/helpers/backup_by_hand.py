@@ -10,8 +10,7 @@ from typing import Any, TypeVar, cast
 
 from inside import staged_on
 from ps_by_hand import COORDINATOR, PsByHand, joined
-from psync.backups.host import AsIfFrom
-from psync.net.peer import Peer
+from psync.net.peer import AsIfFrom, Peer
 from psync.ps.executor import Entry
 from psync.ps.snapshots import Contents, unpack_answer
 from psync.store.ledger import Ledger

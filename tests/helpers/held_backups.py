@@ -8,10 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from inside import backups_of, handlers_of
-from psync.backups.host import AsIfFrom
 from psync.backups.sender import Served
 from psync.errors import FencedError, PsyncError
-from psync.net.peer import Peer
+from psync.net.peer import AsIfFrom, Peer
 from psync.net.platform import Platform
 from psync.ps.executor import Entry
 from psync.store.commit_log import CommitLog, LogState

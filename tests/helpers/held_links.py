@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from inside import handlers_of
-from psync.backups.host import AsIfFrom
 from psync.errors import ClosedError, PsyncError
-from psync.net.peer import Later, Peer, Received, Reply
+from psync.net.peer import AsIfFrom, Later, Peer, Received, Reply
 from psync.ps_task import PsTask
 from psync.sync.groups import CLOSER
 from psync.wire.codec import Message, decode, encode

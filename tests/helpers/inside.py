@@ -90,6 +90,11 @@ def work_of(ps: Any) -> LongWork:
     return ps._work
 
 
+def updates_of(ps: Any) -> set[asyncio.Task[Any]]:
+    """The updates in pieces that run, whoever is cancelled."""
+    return work_of(ps)._updates
+
+
 def executor_of(ps: Any) -> Executor:
     return ps.services.executor
 

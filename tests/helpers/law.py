@@ -46,6 +46,7 @@ LAW = (
     "integrations",
     "testing",
     "launch",
+    "blocking",
     "__init__",
     "bench",
     "cli",

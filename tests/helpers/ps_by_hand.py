@@ -12,10 +12,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from psync.backups.host import AsIfFrom
 from psync.cluster import task_name
 from psync.errors import UsageError
-from psync.net.peer import Later, Peer, Reply
+from psync.net.peer import AsIfFrom, Later, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.numerics.update_rule import SGD
@@ -69,7 +68,7 @@ class PsByHand:
             lambda: None,
         )  # fmt: skip
         addresses = [f"ps{number}:1" for number in range(num_ps)]
-        attach = AttachPs(COORDINATOR[1], index, addresses, 15.0) if serves else None
+        attach = AttachPs(COORDINATOR[1], addresses, 15.0) if serves else None
         life = Life.SERVING if serves else Life.EMPTY
         if contents is None:
             contents = Contents.empty(platform.parts, self.task, self.pool)

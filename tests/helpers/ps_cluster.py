@@ -123,9 +123,8 @@ class PsCluster:
 
     async def attach(self, client: PsClient, incarnation: int) -> None:
         addresses = [link.address for link in client.links]
-        for index, link in enumerate(client.links):
-            message = AttachPs(incarnation, index, addresses, self._lost_after_s)
-            await link.call(lambda peer, message=message: message)
+        for link in client.links:
+            await link.call(lambda _: AttachPs(incarnation, addresses, self._lost_after_s))
 
     def declare(self, name: str, value: Any, shards: int = 1) -> VariableSpec:
         """Declare a variable, its shards on one ps after the other."""

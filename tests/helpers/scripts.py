@@ -26,6 +26,7 @@ import pytest
 from held_backups import MANY
 from psync.numerics.update_rule import SGD
 from psync.ps import executor
+from psync.ps.computes import Place
 from psync.store.store import Key
 from psync.testing import settle
 from psync.wire.lock_messages import LockShards, UnlockShards
@@ -198,12 +199,12 @@ class Player(Clients):
         await asyncio.sleep(float(args[0].removesuffix("s")))
 
     def do_busy(self, args: list[str], _: dict[str, str]) -> None:
-        """busy w: computes of a shard take long from now on."""
-        self.stage.busy.add(PLACES[args[0]][1])
+        """busy w: computes of a shard, or of an accumulator, take long from now on."""
+        self.stage.busy.add(_place(args[0]))
 
     def do_free(self, args: list[str], _: dict[str, str]) -> None:
         """free w: they are done."""
-        self.stage.busy.discard(PLACES[args[0]][1])
+        self.stage.busy.discard(_place(args[0]))
         self.stage.wake()
 
     # Between ps tasks, and backups.
@@ -316,3 +317,7 @@ class Player(Clients):
             return "nothing"
         value = self.stage.value(task, key)
         return " ".join(f"{each:g}" for each in value.ravel())
+
+
+def _place(name: str) -> Place:
+    return PLACES[name][1] if name in PLACES else name

@@ -62,9 +62,10 @@ async def write(
     cluster: PsCluster, state: SnapshotState, path: Path, *, cut: int = 1, ps: int = 0
 ) -> list[tuple[int, int, int, int]]:
     """Write all items that are not constant; return where they lie: (item, first, bytes, crc)."""
+    path.with_name("nonce").write_text("12")
     items = [[i, f"item{i}"] for i, item in enumerate(state.items) if not item.is_constant]
     received = await call(
-        cluster.chief, WriteFrozen(cut, str(path)), [json.dumps(items).encode()], ps
+        cluster.chief, WriteFrozen(cut, str(path), "12"), [json.dumps(items).encode()], ps
     )
     assert isinstance(received.message, Written)
     assert received.message.size == path.stat().st_size

@@ -18,13 +18,13 @@ import numpy as np
 from held_backups import HeldSender
 from held_links import HeldClient, Letters
 from inside import backups_of, handlers_of
-from psync.backups.host import AsIfFrom
 from psync.backups.sender import BackupSender
 from psync.client.ps_client import PsClient
 from psync.errors import PsyncError
-from psync.net.peer import Later, Peer, Reply
+from psync.net.peer import AsIfFrom, Later, Peer, Reply
 from psync.net.platform import Parts, Platform
 from psync.net.secret import Secret
+from psync.ps.computes import Place
 from psync.ps.life import Life
 from psync.ps_task import PsTask
 from psync.specs import ShardSpec, dtype_name, dtype_of
@@ -92,7 +92,7 @@ class Stage:
         self.lines: list[str] = []
         self.letters = Letters(self)
         self.senders: dict[Any, HeldSender] = {}
-        self.busy: set[Key] = set()  # shards whose computes take long
+        self.busy: set[Place] = set()  # whose computes take long
         self.copies_wait = False
         self.traced = True
         self._executed = (0, 0)  # (ps, number) of the last line about a backup
@@ -148,11 +148,11 @@ class Stage:
     async def begin(self) -> None:
         """Let a coordinator attach all ps tasks."""
         for index, task in self.serving.items():
-            await self.request(CHIEF, index, self._attach(index))
+            await self.request(CHIEF, index, self._attach())
             assert task.life is Life.SERVING
 
-    def _attach(self, index: int) -> AttachPs:
-        return AttachPs(CHIEF[1], index, list(self.addresses), 15.0, moves=self._moves)
+    def _attach(self) -> AttachPs:
+        return AttachPs(CHIEF[1], list(self.addresses), 15.0, moves=self._moves)
 
     def create(self, index: int, key: Key, name: str, value: Any) -> None:
         """Create a variable of one shard, before there is anything else."""
@@ -337,7 +337,7 @@ class Stage:
         self.say(f"ps {index} is served by its backup, and the coordinator says so")
         for other in sorted(self.serving):
             if self.serving[other] not in self.dead:
-                await self.request(CHIEF, other, self._attach(other))
+                await self.request(CHIEF, other, self._attach())
 
     # Time, and what takes long.
 

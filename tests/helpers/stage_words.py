@@ -222,7 +222,7 @@ def state_words(sections: Sequence[Any]) -> Iterator[str]:
     for name, count, step, waiting, takers in accumulators:
         waits = "".join(f"; take {n} of {task_words(t, i)} waits" for t, i, n in waiting)
         kept = "".join(
-            f"; take {number} of {task_words(task, born)} has its answer"
+            f"; take {number} of {task_words(task, born)} is complete"
             for task, born, _, numbers in takers
             for number in numbers
             if [task, born, number] not in waiting

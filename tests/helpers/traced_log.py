@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from psync.errors import PsyncError
-from psync.ps.computes import Compute
+from psync.ps.computes import Compute, Place
 from psync.ps.executor import Entry
 from psync.ps.life import Life
 from psync.store.commit_log import CommitLog, LogNames
-from psync.store.store import Key
 from psync.sync.ps_services import PsServices
 from psync.wire.codec import Message, decode
 from psync.wire.log_messages import CheckState
@@ -110,13 +109,13 @@ class TracedServices(PsServices):
             )
         return outcome
 
-    def _fits(self, store: Any, keys: Sequence[Key], nbytes: int) -> bool:
+    def _fits(self, store: Any, keys: Sequence[Place], nbytes: int) -> bool:
         if not self.is_hosted and self.stage.busy.intersection(keys):
             return False
         return self._fits_plain(store, keys, nbytes)
 
     async def _compute(
-        self, entry: Shown, keys: Sequence[Key], work: Callable[[], Awaitable[None]]
+        self, entry: Shown, keys: Sequence[Place], work: Callable[[], Awaitable[None]]
     ) -> None:
         self.say(f"entry {entry.number}: its compute has begun")
         while not self.is_hosted and self.stage.busy.intersection(keys):

@@ -177,7 +177,7 @@ async def test_a_chief_of_another_number_of_ps_tasks_may_attach(addresses: list[
         cluster.configure(needed=1)
         await cluster.replica(0).push((v,), (1.0,))  # ps 0 is connected to the other one
         chief = cluster.client(CHIEF, 200)
-        attach = AttachPs(200, 0, addresses, 15.0, keep=True)
+        attach = AttachPs(200, addresses, 15.0, keep=True)
         assert isinstance((await chief.links[0].call(lambda _: attach)).message, Done)
 
 

@@ -159,3 +159,30 @@ async def test_in_a_gang_it_is_the_plain_mean_of_all_replicas() -> None:
 def test_another_way_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="one of 'mean', 'first', 'local', got 'sum'"):
         StateMerge("sum", {}, 1, "Model")
+
+
+async def test_a_closure_that_runs_again_merges_nothing_a_second_time() -> None:
+    async with training(2, 1) as (strategy, coordinator):
+        served = served_of(strategy, {"s": np.zeros(1, np.float32), "n": np.array(0)})
+
+        async def step() -> psync.Outcome:
+            from psync.client.context import ClosureContext, current_closure, inside
+
+            closure = current_closure()
+            assert closure is not None
+            values, _ = await served.pull_values(None)
+            before = {key: values[key] for key in ("s", "n")}
+            now = {"s": np.ones(1, np.float32), "n": np.array(1)}
+            await served.push_values({"w": ONE}, before, now)
+            again = ClosureContext(
+                worker_index=0, closure_id=closure.closure_id, runtime=closure.runtime
+            )
+            with inside(again):  # as on another worker, after this one was lost
+                now = {"s": np.full(1, 7, np.float32), "n": np.array(7)}
+                return (await served.push_values({"w": ONE}, before, now)).outcome
+
+        outcome = coordinator.schedule(step)
+        await coordinator.join()
+        assert await outcome is psync.Outcome.DUPLICATE
+        assert await read(served) == [1.0]
+        assert await read(served, "n") == 1

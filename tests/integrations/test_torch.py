@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +100,22 @@ async def test_each_worker_builds_a_module_once_and_gets_it_again() -> None:
         assert shared["builds"] == 2
         assert id(await served.pull()) != first[0]  # the program's own
         assert shared["builds"] == 2
+
+
+async def test_a_module_ends_with_the_session_of_its_worker() -> None:
+    async with training(1, 1) as (strategy, coordinator):
+        served = served_of(strategy)
+
+        async def step() -> None:
+            import local_training
+
+            local_training.shared["module"] = weakref.ref(await served.pull())
+
+        await in_step(coordinator, step)
+        assert shared["module"]() is not None
+    while shared["module"]() is not None:  # until the thread that built it has let go of it
+        gc.collect()
+        await asyncio.sleep(0)
 
 
 async def test_modes_are_the_users() -> None:

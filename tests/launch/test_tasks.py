@@ -27,7 +27,7 @@ from psync.launch.tasks import SETUP_ERRORS, make_task, run, serve
 from psync.net.environment import run_over, training_over
 from psync.net.platform import Platform
 from psync.ps_task import PsTask
-from psync.testing import MemoryNetwork
+from psync.testing import MemoryNetwork, settle
 from psync.worker_task import WorkerTask
 
 
@@ -308,7 +308,7 @@ def test_a_worker_that_is_told_to_exit_after_its_training_may_say_its_last_words
         assert over is not None
         over.set()
         signal.raise_signal(signal.SIGTERM)
-        await asyncio.sleep(0.01)
+        await settle()  # a cancellation would come in the next turn
         return "last words"
 
     assert run(main, resolver("worker"), on_workers=True) == "last words"

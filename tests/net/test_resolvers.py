@@ -115,6 +115,11 @@ def test_layer_and_environment_come_from_the_variable() -> None:
     assert (resolver.rpc_layer, resolver.environment) == ("http", "cloud")
 
 
+def test_an_empty_layer_wins_too() -> None:
+    resolver = tf_config(task("worker", 1, rpc_layer="http"), rpc_layer="")
+    assert (resolver.rpc_layer, resolver.master()) == ("", "w1:1")
+
+
 def test_master_is_the_address_of_the_given_or_own_task() -> None:
     resolver = tf_config(task("worker", 1))
     assert resolver.master() == "w1:1"

@@ -398,28 +398,6 @@ class TestPieces:
         assert len(list(total.adding(values))) == 4
         assert len(list(total.making("mean"))) == 4
 
-    def test_a_sum_is_torn_while_it_is_changed_in_place(self) -> None:
-        total = DenseSum((2, sums.PIECE_BYTES // 4), F32)
-        values = np.ones(total.shape, np.float32)
-        first = total.adding(values)
-        next(first)
-        assert not total.is_torn  # it is empty still
-        at_once(first)
-        second = total.adding(values)
-        next(second)
-        assert total.is_torn
-        at_once(second)
-        assert not total.is_torn
-
-    def test_rows_that_are_there_are_torn_and_new_ones_lie_elsewhere(self) -> None:
-        total = SparseSum((2,), F32)
-        states = []
-        for indices in ([1, 2], [1, 2], [2, 3]):
-            adding = total.adding(np.array(indices), np.ones((2, 2), np.float32))
-            states.append(any([total.is_torn for _ in adding]))
-            assert not total.is_torn
-        assert states == [False, True, False]
-
     @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
     def test_sums_made_in_pieces_have_the_same_bits(
         self, dtype: type, monkeypatch: pytest.MonkeyPatch

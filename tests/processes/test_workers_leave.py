@@ -26,9 +26,11 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         runner.run(main())
 
 
-async def until(path: Path) -> None:
-    while not path.exists():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+async def who_writes(pipe: Path) -> int:
+    """Wait for the process id that a step writes into a named pipe, and remove the pipe."""
+    pid = int(await asyncio.to_thread(pipe.read_text))
+    pipe.unlink()
+    return pid
 
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
@@ -38,6 +40,8 @@ def test_a_worker_that_gets_sigterm_finishes_its_closure_and_exits_with_code_0(
     """As on a spot machine that will be taken in two minutes."""
     monkeypatch.setenv("PSYNC_LOOP", loop)
     begun, go_on = tmp_path / "begun", tmp_path / "go on"
+    for pipe in (begun, go_on):
+        os.mkfifo(pipe)
 
     async def main() -> None:
         async with psync.LocalCluster(2, 2) as cluster:
@@ -52,14 +56,12 @@ def test_a_worker_that_gets_sigterm_finishes_its_closure_and_exits_with_code_0(
                 async def step(pause: bool = False) -> int:
                     if pause:
                         begun.write_text(str(os.getpid()))
-                        while not go_on.exists():  # noqa: ASYNC110
-                            await asyncio.sleep(0.01)
+                        await asyncio.to_thread(go_on.read_text)
                     await sgd.apply_gradients([([-1.0, -1.0], counter)])
                     return os.getpid()
 
                 value = coordinator.schedule(step, args=(True,))
-                await until(begun)
-                pid = int(begun.read_text())
+                pid = await who_writes(begun)
                 victim = next(task for task in cluster.tasks.values() if task.pid == pid)
                 others = [coordinator.schedule(step) for _ in range(50)]
                 victim.send_signal(signal.SIGTERM)
@@ -67,7 +69,7 @@ def test_a_worker_that_gets_sigterm_finishes_its_closure_and_exits_with_code_0(
                     await other
                 assert victim.returncode is None
                 assert not value.done()
-                go_on.touch()
+                go_on.write_text("")
                 assert await victim.wait() == 0
                 assert await value == pid, "it ran once"
                 others += [coordinator.schedule(step) for _ in range(50)]
@@ -86,21 +88,22 @@ def test_a_worker_that_gets_sigterm_finishes_its_closure_and_exits_with_code_0(
 def test_a_second_sigterm_ends_a_worker_at_once_and_its_closure_runs_elsewhere(
     tmp_path: Path,
 ) -> None:
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+
     async def main() -> None:
         async with psync.LocalCluster(1, 2) as cluster:
             strategy = psync.ParameterServerStrategy(cluster.resolver)
             async with psync.ClusterCoordinator(strategy, max_losses=1) as coordinator:
 
                 async def step() -> int:
-                    if not any(tmp_path.iterdir()):
-                        (tmp_path / str(os.getpid())).touch()
+                    if begun.exists():
+                        begun.write_text(str(os.getpid()))
                         await asyncio.Event().wait()
                     return os.getpid()
 
                 value = coordinator.schedule(step)
-                while not (found := list(tmp_path.iterdir())):  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-                pid = int(found[0].name)
+                pid = await who_writes(begun)
                 victim = next(task for task in cluster.tasks.values() if task.pid == pid)
                 victim.send_signal(signal.SIGTERM)
                 with pytest.raises(TimeoutError):
@@ -120,6 +123,7 @@ def test_sigterm_is_noted_while_a_step_computes_on_the_loop_and_the_second_one_k
 ) -> None:
     monkeypatch.setenv("PSYNC_LOOP", loop)
     begun = tmp_path / "begun"
+    os.mkfifo(begun)
 
     async def main() -> None:
         async with psync.LocalCluster(1, 1) as cluster:
@@ -127,14 +131,14 @@ def test_sigterm_is_noted_while_a_step_computes_on_the_loop_and_the_second_one_k
             async with psync.ClusterCoordinator(strategy) as coordinator:
 
                 async def computes() -> None:
-                    if begun.exists():
+                    if not begun.exists():
                         return
-                    begun.touch()
+                    begun.write_text(str(os.getpid()))
                     while True:
                         pass
 
                 value = coordinator.schedule(computes)
-                await until(begun)
+                await who_writes(begun)
                 victim = cluster.tasks["worker-0"]
                 victim.send_signal(signal.SIGTERM)
                 err = ""

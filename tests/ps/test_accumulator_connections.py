@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from inside import accumulators_of
-from ps_cluster import OTHER, WORKER, PsCluster, until
+from ps_cluster import OTHER, WORKER, PsCluster, push, until
 from psync.client.accumulator_client import AccumulatorClient, Place
 from psync.client.ps_client import PsClient
 from psync.errors import (
@@ -22,7 +23,9 @@ from psync.errors import (
 from psync.net.peer import Received
 from psync.ps.takes import HostedAccumulator
 from psync.wire.accumulator_messages import (
+    AccumulatorState,
     ApplyGradient,
+    AskAccumulator,
     DefineAccumulator,
     ForgetTakes,
     GradientApplied,
@@ -113,6 +116,14 @@ class Scene:
         assert not task.done()
         return task
 
+    async def waiting_for_value(self, client: PsClient) -> asyncio.Task[Any]:
+        """Begin a take that gets its gradients at once, and its value later."""
+        task = asyncio.create_task(self.take(client))
+        for _ in range(50):  # no time passes while something is being computed
+            await asyncio.sleep(0)
+        assert not task.done()
+        return task
+
     def counters(self) -> dict[str, int]:
         counters: dict[str, int] = self.cluster.ps[0].statistics()["accumulators"]
         return counters
@@ -172,11 +183,77 @@ async def test_the_loop_runs_while_a_large_gradient_is_added_and_taken(scene):
     assert (mean == 1.5).all()
 
 
+async def begun(ps):
+    """Wait until something is being computed."""
+    await until(lambda: not ps.services.executor.computes.is_idle)
+
+
+async def slow_addition(scene):
+    """Apply a large gradient that is not added before its ``Event`` is set, or a long time."""
+    rule, go_on = scene.hosted().rule, asyncio.Event()
+    plain = rule._add
+
+    def slowly(gradient: np.ndarray, weight: float) -> Any:
+        adding = plain(gradient, weight)
+        for _ in range(2000):
+            if not go_on.is_set():
+                yield
+        yield from adding
+
+    rule._add = slowly
+    adding = asyncio.create_task(scene.apply(scene.a, np.ones(LARGE, np.float32)))
+    await begun(scene.cluster.ps[0])
+    del rule._add
+    return adding, go_on
+
+
+async def test_what_touches_other_arrays_does_not_wait_for_a_large_gradient(scene):
+    v = await scene.cluster.create("v", np.zeros(2, np.float32))
+    other = dataclasses.replace(DENSE, name="h")
+    await scene.define(other)
+    adding, go_on = await slow_addition(scene)
+    await push(scene.chief, (v,), (1.0,))
+    assert (await scene.apply(scene.b, [1.0], definition=other)).count == 1
+    assert await scene.value(scene.b, definition=other) == [1]
+    assert await scene.ask(scene.b, AskAccumulator("g")) == AccumulatorState(1, 0)
+    assert not adding.done()
+    go_on.set()
+    assert (await adding).count == 1
+
+
+async def test_a_take_gets_what_was_judged_before_it_and_its_value_when_that_is_added(scene):
+    adding, go_on = await slow_addition(scene)
+    first = await scene.waiting_for_value(scene.chief)
+    assert scene.held() == (0, 1, 0, 1)  # it has its gradient: who comes later is stale
+    assert (await scene.apply(scene.b, [5.0])).outcome == "stale"
+    behind = asyncio.create_task(scene.apply(scene.b, [7.0], local_step=1))
+    again = await scene.waiting_for_value(scene.chief)
+    assert not adding.done()
+    assert not behind.done()
+    go_on.set()
+    (_, (mean,)), (_, (same,)) = await first, await again
+    assert (mean == 1).all()
+    assert (same == mean).all()
+    assert (await behind).count == (await adding).count == 1
+    assert await scene.value(scene.a) == [7]
+
+
+async def test_a_fence_does_not_undo_a_take_that_has_its_gradients(scene):
+    adding, go_on = await slow_addition(scene)
+    first = await scene.waiting_for_value(scene.b)
+    fence = asyncio.create_task(scene.ask(scene.chief, Fence(OTHER, 1001)))
+    assert await fence == Done()
+    assert scene.held() == (0, 1, 0, 0)
+    go_on.set()
+    await asyncio.gather(adding, first)
+    assert scene.held() == (0, 1, 0, 0)
+
+
 async def test_while_a_large_gradient_is_added_others_wait_and_all_count_once(scene):
     (ps,) = scene.cluster.ps
     large = np.ones(LARGE, np.float32)
     first = asyncio.create_task(scene.apply(scene.a, large, sequence=7, closure=5))
-    await until(lambda: ps.services.executor.waiting)
+    await begun(ps)
     again = asyncio.create_task(scene.apply(scene.a, large, sequence=7, closure=5))
     rerun = asyncio.create_task(scene.apply(scene.b, large, closure=5))
     other = asyncio.create_task(scene.apply(scene.b, large * 3, closure=6))
@@ -206,12 +283,10 @@ async def test_a_sum_torn_half_way_ends_the_task(scene, caplog):
     await scene.apply(scene.a, large)
 
     def adding(values: np.ndarray, weight: float) -> Any:
-        kept.is_torn = True
         yield
         raise MemoryError
 
-    kept = scene.hosted().rule._sum
-    kept.adding = adding
+    scene.hosted().rule._sum.adding = adding
     with pytest.raises(PsyncError):
         await scene.apply(scene.a, large)
     (ps,) = scene.cluster.ps
@@ -300,20 +375,26 @@ async def test_a_fenced_client_takes_nothing(scene):
         await scene.apply(scene.a, [1, 3])
 
 
-async def test_a_value_that_cannot_be_made_is_an_error_for_who_takes(scene, monkeypatch):
-    hosted = scene.hosted()
-    await scene.apply(scene.a, [1, 3])
-
-    def failing() -> Any:
-        raise GradientError("not today")
+@pytest.mark.parametrize("completed_by", ["a gradient", "itself"])
+async def test_a_value_for_which_there_is_no_memory_ends_the_task_and_answers_nobody(
+    scene, completed_by
+):
+    def no_memory() -> Any:
+        raise MemoryError
         yield
 
-    with monkeypatch.context() as patched:
-        patched.setattr(hosted.rule, "_reduce", failing)
-        with pytest.raises(GradientError, match="not today"):
-            await scene.value(scene.b)
-    assert scene.held() == (1, 0, 0, 0)
-    assert await scene.value(scene.b) == [1, 3]  # under the same number
+    scene.hosted().rule._reduce = no_memory
+    taking = asyncio.create_task(scene.value(scene.b))
+    if completed_by == "itself":
+        await scene.apply(scene.a, [1, 3])
+        await asyncio.sleep(1)
+    else:
+        await asyncio.sleep(1)
+        with pytest.raises(Exception, match="MemoryError"):
+            await scene.apply(scene.a, [1, 3])
+    assert scene.cluster.ps[0].is_torn
+    assert not taking.done()
+    taking.cancel()
 
 
 async def test_a_task_that_ends_leaves_nobody_waiting():

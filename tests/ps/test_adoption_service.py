@@ -27,6 +27,7 @@ from psync.net.endpoint import Endpoint
 from psync.numerics.blocks import BlockPool
 from psync.ps_task import PsTask
 from psync.store.reattach import Holding, Orders
+from psync.testing import settle
 from psync.wire.codec import Message
 from psync.wire.lock_messages import LockShards
 from psync.wire.ps_messages import AttachPs, DefineOptimizer, SetOptimizer
@@ -42,18 +43,13 @@ async def say(client: PsClient, message: Message, segments: Any = (), ps: int = 
 
 async def attach(client: PsClient, number: int, *, keep: bool = True, ps: int = 0) -> None:
     addresses = [link.address for link in client.links]
-    await say(client, AttachPs(number, ps, addresses, 15.0, keep), ps=ps)
+    await say(client, AttachPs(number, addresses, 15.0, keep), ps=ps)
 
 
 async def held(client: PsClient, ps: int = 0) -> Holding:
     received = await say(client, DescribeShards(), ps=ps)
     assert isinstance(received.message, ShardsDescribed)
     return Holding.from_bytes(b"".join(received.segments))
-
-
-async def settle() -> None:
-    for _ in range(200):
-        await asyncio.sleep(0)
 
 
 async def test_what_was_there_is_set_aside_described_and_adopted() -> None:
@@ -114,6 +110,7 @@ async def test_an_update_that_has_begun_is_waited_for() -> None:
         assert [answer.outcome for answer in await pushing] == ["accepted"]
 
 
+@pytest.mark.virtual_time
 async def test_an_update_that_waits_for_its_turn_is_refused() -> None:
     async with PsCluster() as cluster:
         v = await cluster.create("v", [0.0])
@@ -129,6 +126,7 @@ async def test_an_update_that_waits_for_its_turn_is_refused() -> None:
         assert (await pull(newer, v))[0].tolist() == [0.0]
 
 
+@pytest.mark.virtual_time
 async def test_an_update_for_a_shard_that_is_busy_is_refused_or_waited_for() -> None:
     """The same one comes twice, as after a lost connection: the second waits for the first."""
     async with PsCluster() as cluster:
@@ -182,6 +180,7 @@ async def test_what_the_replaced_chief_and_its_workers_send_is_refused_everywher
         assert (await pull(newer, v))[0].tolist() == [0.0] * 4
 
 
+@pytest.mark.virtual_time
 async def test_coordinators_that_come_while_another_one_is_waited_for() -> None:
     async with PsCluster() as cluster:
         v = await cluster.create("v", [3.0])
@@ -199,6 +198,7 @@ async def test_coordinators_that_come_while_another_one_is_waited_for() -> None:
         assert [shard.name for shard in (await held(third)).shards] == ["v"]
 
 
+@pytest.mark.virtual_time
 async def test_one_that_keeps_nothing_does_not_wait() -> None:
     async with PsCluster() as cluster:
         v = await cluster.create("v", [3.0])
@@ -217,6 +217,7 @@ async def test_one_that_keeps_nothing_does_not_wait() -> None:
         assert await held(third) == Holding(102)
 
 
+@pytest.mark.virtual_time
 async def test_a_ps_that_ends_waits_for_nobody() -> None:
     async with PsCluster() as cluster:
         v = await cluster.create("v", [3.0])
@@ -234,6 +235,7 @@ async def test_a_ps_that_ends_waits_for_nobody() -> None:
         await asyncio.wait((waiting,))
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("step_ps", [0, 1])
 async def test_a_step_that_ps_0_has_decided_is_applied_everywhere_first(step_ps: int) -> None:
     """ps 1 cannot be reached when the next chief comes: ps 0 waits, with that chief."""

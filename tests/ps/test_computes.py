@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from psync.errors import BusyError, PsyncError
 from psync.net.peer import Reply
 from psync.numerics.blocks import BlockPool
-from psync.ps.computes import Compute, Computes
+from psync.ps.computes import Compute, Computes, Place
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.specs import ShardSpec
 from psync.store.store import Key, ShardStore
@@ -66,20 +66,20 @@ class Bench:
             store.create(ShardSpec(f"v{key[0]}", *key, 0, (1,), "float32", 0), fill=np.float32(0))
         self.work = PiecesByHand()
         self.computes = Computes(store, self.work)
-        self.seen: dict[Key, list[int]] = {key: [] for key in KEYS}
+        self.seen: dict[Place, list[int]] = {key: [] for key in KEYS}
         self.answered: list[int] = []
         self.failed: dict[int, Exception] = {}
-        self.open: dict[int, set[Key]] = {}  # computes that are not done
+        self.open: dict[int, set[Place]] = {}  # computes that are not done
         self._last = 0
 
-    def entry(self, *shards: int, pieces: int = 0, error: Exception | None = None) -> int:
-        """An entry whose compute touches these shards: little, or in so many pieces."""
+    def entry(self, *places: int | str, pieces: int = 0, error: Exception | None = None) -> int:
+        """An entry whose compute touches these places: little, or in so many pieces."""
         self._last += 1
-        number, keys = self._last, [KEYS[shard] for shard in shards]
+        number, keys = self._last, [KEYS[at] if isinstance(at, int) else at for at in places]
 
         def apply() -> None:
             for key in keys:
-                self.seen[key].append(number)
+                self.seen.setdefault(key, []).append(number)
 
         async def in_pieces() -> None:
             for _ in range(pieces):
@@ -136,49 +136,6 @@ def test_what_is_small_is_done_in_the_turn_in_which_it_is_judged() -> None:
     bench.computes.check_idle()
 
 
-def test_a_small_one_does_not_overtake_a_large_one_of_the_same_shard() -> None:
-    bench = Bench()
-    large, small = bench.entry(0, pieces=3), bench.entry(0)
-    bench.pieces(3)
-    assert bench.answered == []
-    bench.pieces(2)
-    assert bench.answered == [large, small]
-    assert bench.seen[KEYS[0]] == [large, small]
-
-
-def test_shards_that_do_not_meet_do_not_wait_for_each_other() -> None:
-    bench = Bench()
-    large = bench.entry(0, pieces=9)
-    small, other = bench.entry(1), bench.entry(2, pieces=1)
-    assert bench.answered == [small]
-    bench.pieces(2)
-    assert bench.answered == [small, other]
-    assert list(bench.open) == [large]
-
-
-def test_one_that_meets_two_waits_for_both_and_those_after_it_for_it() -> None:
-    bench = Bench()
-    bench.entry(0, pieces=1)
-    bench.entry(1, pieces=5)
-    bench.entry(0, 1)
-    bench.entry(0)
-    bench.pieces(2)
-    assert bench.answered == [1]
-    bench.pieces(8)
-    assert bench.answered == [1, 2, 3, 4]
-
-
-def test_the_answer_to_a_repetition_leaves_after_the_first_one_s() -> None:
-    bench = Bench()
-    bench.entry(0, 2, pieces=2)
-    bench.repetition(0, 2)
-    bench.pieces(2)
-    assert bench.answered == []
-    bench.pieces(2)
-    assert bench.answered == [1, 2]
-    assert bench.seen[KEYS[0]] == [1]
-
-
 @pytest.mark.usefixtures("turns")
 def test_it_is_settled_when_all_are_done() -> None:
     bench = Bench()
@@ -194,6 +151,34 @@ def test_it_is_settled_when_all_are_done() -> None:
     with pytest.raises(StopIteration):
         settled.send(None)
     bench.computes.check_idle()
+
+
+@pytest.mark.usefixtures("turns")
+def test_some_shards_are_settled_before_others() -> None:
+    bench = Bench()
+    bench.entry(0, pieces=9)
+    bench.entry(1, pieces=1)
+    assert bench.computes.waits_at(KEYS[1:])
+    settled = bench.computes.settled(KEYS[1:])
+    settled.send(None)
+    bench.pieces(2)
+    with pytest.raises(StopIteration):
+        settled.send(None)
+    assert bench.answered == [2]
+    assert bench.computes.waits_at(KEYS)
+    assert not bench.computes.waits_at(KEYS[1:])
+
+
+def test_an_accumulator_is_a_place_of_its_own_and_no_shard() -> None:
+    bench = Bench()
+    large = bench.entry("a", pieces=2)
+    small, other = bench.entry("a"), bench.entry("b", 0)
+    assert bench.answered == [other]
+    bench.computes.check_idle()  # of shards: a cut does not wait for accumulators
+    assert not bench.computes.is_idle
+    bench.pieces(4)
+    assert bench.answered == [other, large, small]
+    assert bench.computes.is_idle
 
 
 def test_one_that_fails_ends_the_task_and_its_sender_hears_of_it() -> None:

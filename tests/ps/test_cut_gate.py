@@ -13,6 +13,7 @@ from ps_cluster import OTHER, WORKER, PsCluster, assign, hold, pull, push, until
 from psync.client.ps_client import PsClient
 from psync.errors import CutLost, UsageError
 from psync.ps import cut_gate
+from psync.testing import settle
 from psync.wire.codec import Message
 from psync.wire.ps_messages import Fence
 from psync.wire.recovery_messages import Admit, Gate, OpenGate
@@ -28,16 +29,11 @@ async def say_all(client: PsClient, message: Message) -> list[Any]:
     )
 
 
-async def settle() -> None:
-    """Let everything go as far as it can."""
-    for _ in range(200):
-        await asyncio.sleep(0)
-
-
 async def values(client: PsClient, *variables: Any) -> list[float]:
     return [float(array.reshape(-1)[0]) for array in await pull(client, *variables)]
 
 
+@pytest.mark.virtual_time
 async def test_updates_wait_at_a_shut_gate_and_pulls_do_not() -> None:
     async with PsCluster() as cluster:
         v = await cluster.create("v", [0.0])
@@ -55,6 +51,7 @@ async def test_updates_wait_at_a_shut_gate_and_pulls_do_not() -> None:
         assert await values(worker, v) == [4.5]
 
 
+@pytest.mark.virtual_time
 async def test_an_update_that_began_before_has_all_its_parts_let_through() -> None:
     """One ps has it, the other not yet: the cut must have both or none."""
     async with PsCluster(2) as cluster:
@@ -106,6 +103,7 @@ async def test_a_part_that_has_not_come_yet_is_waited_for() -> None:
         await say_all(cluster.chief, OpenGate(1))
 
 
+@pytest.mark.virtual_time
 async def test_a_part_whose_client_is_replaced_or_that_was_refused_is_not_waited_for() -> None:
     async with PsCluster(2) as cluster:
         v = await cluster.create("v", np.zeros(2), 2)
@@ -123,6 +121,7 @@ async def test_a_part_whose_client_is_replaced_or_that_was_refused_is_not_waited
         await missing
 
 
+@pytest.mark.virtual_time
 async def test_the_gate_opens_with_the_connection_over_which_it_was_shut() -> None:
     async with PsCluster() as cluster:
         v = await cluster.create("v", [0.0])
@@ -147,6 +146,7 @@ async def test_the_gate_opens_after_a_while_by_itself(
         assert "is given up" in caplog.text
 
 
+@pytest.mark.virtual_time
 async def test_the_gate_opens_when_the_task_ends_or_a_newer_coordinator_comes() -> None:
     async with PsCluster() as cluster:
         v = await cluster.create("v", [0.0])

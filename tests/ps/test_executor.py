@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from local_training import at_once
-from psync.backups.host import AsIfFrom
 from psync.errors import ClosedError, FencedError, PsyncError, UsageError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.peer import AsIfFrom, Handler, Peer, Reply
 from psync.numerics.blocks import BlockPool
 from psync.numerics.update_rule import SGD
 from psync.ps.computes import Compute
@@ -23,10 +22,11 @@ from psync.ps.executor import AT_ONCE, Answer, Diverged, Entry, Executor
 from psync.specs import ShardSpec
 from psync.store.commit_log import CommitLog
 from psync.store.store import ShardStore
+from psync.testing import settle
 from psync.wire.codec import decode
 from psync.wire.log_messages import CheckState
 from psync.wire.messages import Done
-from psync.wire.ps_messages import DefineOptimizer, Fence, Pushed
+from psync.wire.ps_messages import Fence, Pushed
 from turns import Turns
 
 PS = "/job:ps/task:0"
@@ -84,13 +84,6 @@ def refuses() -> Reply:
 # Alone.
 
 
-def test_alone_an_entry_is_executed_and_answered_in_the_turn_in_which_it_comes() -> None:
-    ps = Ps()
-    assert ps.submit(lambda: DONE) is DONE
-    assert ps.log.last == 1
-    assert ps.executor.waiting == 0
-
-
 def test_alone_no_message_of_an_entry_is_made() -> None:
     def nobody_reads_it(_: object) -> Any:
         raise AssertionError("there is no backup that will read it")
@@ -121,37 +114,6 @@ def test_alone_a_refusal_is_raised_and_the_next_entry_is_executed() -> None:
 
 
 # With a backup.
-
-
-def test_nothing_is_executed_before_the_backup_has_it() -> None:
-    ps = Ps(paired=True)
-    answers = [ps.note(number) for number in (1, 2, 3)]
-    assert ps.shipped() == [NOTE] * 3
-    assert ps.done == []
-    assert ps.executor.waiting == 3
-    ps.taken(2)
-    assert ps.done == [1, 2]
-    assert outcome(answers[2]) is None
-    ps.taken(3)
-    assert ps.done == [1, 2, 3]
-    assert [outcome(answer) for answer in answers] == [DONE] * 3
-
-
-def test_once_its_backup_is_given_up_all_is_executed() -> None:
-    ps = Ps(paired=True)
-    answer = ps.note(1)
-    ps.log.give_up()
-    ps.executor.advance()
-    assert outcome(answer) == DONE
-    assert ps.note(2) is None  # at once, from now on
-    assert ps.done == [1, 2]
-
-
-def test_while_a_backup_is_being_made_nothing_waits_for_it() -> None:
-    ps = Ps()
-    ps.executor.begin_copy()
-    assert ps.submit(lambda: DONE) is DONE
-    assert ps.shipped() == [NOTE]  # it gets what comes after the copy
 
 
 def test_something_may_be_shipped_as_soon_as_there_is_an_entry() -> None:
@@ -367,6 +329,7 @@ async def test_the_answer_leaves_when_the_arrays_are_as_it_says() -> None:
     ps.executor.computes.check_idle()
 
 
+@pytest.mark.virtual_time
 async def test_with_a_backup_arrays_are_changed_when_that_has_the_entry() -> None:
     ps = Ps(paired=True)
 
@@ -375,8 +338,7 @@ async def test_with_a_backup_arrays_are_changed_when_that_has_the_entry() -> Non
 
     compute = Compute([KEY], lambda: DONE, INLINE_BYTES + 1, in_pieces=in_pieces)
     answer = ps.submit(lambda: compute)
-    for _ in range(3):
-        await asyncio.sleep(0)
+    await settle()
     assert ps.done == []
     ps.taken(1)
     assert isinstance(answer, Answer)
@@ -422,19 +384,6 @@ def test_an_unexpected_error_in_judging_ends_the_task(paired: bool) -> None:
 # What the backup is told.
 
 
-def test_an_optimizer_that_was_defined_in_passing_is_known_to_the_backup_first() -> None:
-    ps = Ps(paired=True)
-    ps.store.define_optimizer(4, SGD(0.5).to_config())
-    ps.note(1)
-    ps.note(2)
-    first, *others = ps.shipped()
-    assert isinstance(first, DefineOptimizer)
-    assert first.optimizer == 4
-    assert others == [NOTE, NOTE]  # once
-    ps.taken(2)  # the definition, and the first one
-    assert ps.done == [1]
-
-
 def test_a_new_backup_knows_the_optimizers_that_are_in_its_snapshot() -> None:
     ps = Ps()
     ps.store.define_optimizer(4, SGD(0.5).to_config())
@@ -457,6 +406,20 @@ def test_a_logged_handler_gets_its_message_in_its_turn() -> None:
     ps.taken(1)
     assert got == [(CLIENT[0], NOTE, [])]
     assert outcome(answer) is DONE
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_nobody_hears_of_the_error_of_a_notification(paired: bool) -> None:
+    ps = Ps(paired=paired)
+    peer = cast(Peer, AsIfFrom(*CLIENT, {}))
+    notified = ps.executor.logged(Handler(lambda *_: refuses()), notified=True)
+    assert notified.run(peer, NOTE, []) is None
+    if paired:
+        ps.taken(1)
+    assert ps.executor.waiting == 0
+    ps.executor.end()
+    assert notified.run(peer, NOTE, []) is None
+    assert ps.log.last == 1
 
 
 # A backup that is not what it should be.

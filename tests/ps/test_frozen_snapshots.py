@@ -25,6 +25,7 @@ from psync.wire.recovery_messages import (
     DropFrozen,
     Freeze,
     WriteFrozen,
+    Written,
 )
 from snapshot_tools import call, freeze, read, read_all, write
 
@@ -163,14 +164,34 @@ class TestWriting:
         async with PsCluster() as cluster:
             await cluster.create("v", np.ones(3, np.float32))
             state, _ = await freeze(cluster)
-            with pytest.raises(CheckpointError, match="No such file or directory"):
-                await write(cluster, state, tmp_path / "none" / "a")
-            for items, named in (("{}", "expected a list"), ('[[0, ""]]', "a name: expected text")):
+            (tmp_path / "a").touch()
+            with pytest.raises(CheckpointError, match="File exists"):
+                await write(cluster, state, tmp_path / "a")
+            order = WriteFrozen(1, str(tmp_path / "b"), "12")
+            for items, named in (
+                ("{}", "expected a list"),
+                ('[[0, ""]]', r"\[0\]\[1\]: expected text"),
+            ):
                 with pytest.raises(CheckpointCorrupt, match=named):
-                    await call(cluster.chief, WriteFrozen(1, str(tmp_path / "b")), [items.encode()])
+                    await call(cluster.chief, order, [items.encode()])
             with pytest.raises(CheckpointCorrupt, match="is not JSON"):
-                await call(cluster.chief, WriteFrozen(1, str(tmp_path / "b")))
-            assert list(tmp_path.iterdir()) == []
+                await call(cluster.chief, order)
+            assert not (tmp_path / "b").exists()
+
+    @pytest.mark.parametrize("nonce", [None, "13"])
+    async def test_who_does_not_see_the_directory_writes_nothing(
+        self, tmp_path: Path, nonce: str | None
+    ) -> None:
+        async with PsCluster() as cluster:
+            await cluster.create("v", np.ones(3, np.float32))
+            await freeze(cluster)
+            if nonce is not None:
+                (tmp_path / "nonce").write_text(nonce)
+            order = WriteFrozen(1, str(tmp_path / "a"), "12")
+            answer = await call(cluster.chief, order, [b'[[0, "v@0"]]'])
+            assert answer.message == Written(None)
+            assert not (tmp_path / "a").exists()
+            assert await read(cluster, 0, 0, 12) == np.ones(3, np.float32).tobytes()  # still held
 
     async def test_a_cut_that_is_dropped_meanwhile_leaves_no_file(self, tmp_path: Path) -> None:
         async with PsCluster() as cluster:

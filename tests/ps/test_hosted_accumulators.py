@@ -9,10 +9,7 @@ import pytest
 
 from accumulator_tools import take_grad
 from psync.errors import GradientError
-from psync.numerics.sums import at_once
-from psync.ps.cooperative_work import INLINE_BYTES
 from psync.ps.takes import (
-    HostedAccumulator,
     definition_of,
     gradient_of,
     other_parameters,
@@ -68,14 +65,6 @@ def test_what_was_taken_is_sent_without_a_copy() -> None:
     assert bytes(indices) == np.array([1, 4]).tobytes()
     values[:4] = np.float32(7).tobytes()  # type: ignore[index]
     assert take.result().values[0, 0] == 7
-
-
-def test_what_is_large_is_not_done_at_once() -> None:
-    hosted = HostedAccumulator(definition_of(ConditionalAccumulator("float32", name="g")))
-    assert hosted.fits_now(INLINE_BYTES)
-    assert not hosted.fits_now(INLINE_BYTES + 1)
-    at_once(hosted.rule.offer_pieces([1.0], 0, 1.0))
-    assert not hosted.fits_now(INLINE_BYTES)
 
 
 def test_bytes_of_an_array_are_those_of_the_gradient() -> None:

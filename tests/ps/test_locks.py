@@ -25,6 +25,7 @@ from psync.client.ps_client import PsClient
 from psync.errors import LockLost, UnknownVariableError, UsageError
 from psync.ps.locks import MAX_LEASE_S
 from psync.specs import VariableSpec
+from psync.testing import settle
 from psync.wire.codec import Message
 from psync.wire.lock_messages import AssignLocked, LockShards, PullLocked, RenewLock, UnlockShards
 from psync.wire.ps_messages import Assign, Pushed
@@ -47,12 +48,7 @@ async def value_of(client: PsClient, variable: VariableSpec) -> float:
     return float((await pull(client, variable))[0].reshape(-1)[0])
 
 
-async def settle() -> None:
-    """Let everything go as far as it can without a lock."""
-    for _ in range(200):
-        await asyncio.sleep(0)
-
-
+@pytest.mark.virtual_time
 async def test_updates_of_locked_shards_wait_and_pulls_do_not() -> None:
     async with PsCluster() as cluster:
         v, w = await cluster.create("v", [0.0]), await cluster.create("w", [0.0])
@@ -116,6 +112,7 @@ def test_an_assign_that_was_refused_for_its_lock_is_not_noted_as_done() -> None:
     assert ps.ask(A, Assign(*call), bytes(8)) == Pushed("accepted", 0)
 
 
+@pytest.mark.virtual_time
 async def test_a_lock_waits_for_an_update_that_is_under_way() -> None:
     async with PsCluster() as cluster:
         v = await cluster.create("v", [0.0])
@@ -133,6 +130,7 @@ async def test_a_lock_waits_for_an_update_that_is_under_way() -> None:
         assert await value_of(holder, v) == 1
 
 
+@pytest.mark.virtual_time
 async def test_a_lock_ends_with_its_connection() -> None:
     async with PsCluster() as cluster:
         v = await cluster.create("v", [0.0])
@@ -146,6 +144,7 @@ async def test_a_lock_ends_with_its_connection() -> None:
         assert cluster.ps[0].statistics()["locks"]["held"] == 0
 
 
+@pytest.mark.virtual_time
 async def test_who_waited_for_a_lock_and_is_gone_holds_nobody_back() -> None:
     async with PsCluster() as cluster:
         v = await cluster.create("v", [0.0])
@@ -218,6 +217,7 @@ def test_what_makes_no_sense_is_refused() -> None:
     assert ps.services.locks.statistics() == {"held": 0, "taken": 0, "expired": 0}
 
 
+@pytest.mark.virtual_time
 async def test_a_ps_that_ends_waits_for_no_lock() -> None:
     async with PsCluster() as cluster:
         v = await cluster.create("v", [0.0])
@@ -230,6 +230,7 @@ async def test_a_ps_that_ends_waits_for_no_lock() -> None:
         await asyncio.gather(update, return_exceptions=True)
 
 
+@pytest.mark.virtual_time
 async def test_a_lock_whose_turn_comes_as_all_of_them_end_is_not_held() -> None:
     async with PsCluster() as cluster:
         v = await cluster.create("v", [0.0])

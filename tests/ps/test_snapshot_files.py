@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from psync.checkpoints.manifest import Place
 from psync.errors import CheckpointCorrupt, CheckpointError
 from psync.numerics.blocks import BLOCK_BYTES
-from psync.ps.snapshot_files import Place, has_text, read_items, write_items
+from psync.ps.snapshot_files import has_text, read_items, write_items
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
 from psync.store.snapshot import Frozen, Loaded, freeze, load_snapshot
@@ -41,10 +42,10 @@ def contents(frozen: Frozen) -> list[bytes]:
     return [b"".join(map(bytes, frozen.views(place))) for place, _ in ITEMS]
 
 
-def written(path: Path, frozen: Frozen) -> list[tuple[int, Place]]:
+def written(path: Path, frozen: Frozen) -> list[Place]:
     size, places = write_items(path, frozen, ITEMS)
     assert size == path.stat().st_size
-    return [(place, at) for (place, _), at in zip(ITEMS, places, strict=True)]
+    return [Place(place, *at) for (place, _), at in zip(ITEMS, places, strict=True)]
 
 
 def test_what_was_written_is_read_back_bit_for_bit(frozen: Frozen, tmp_path: Path) -> None:
@@ -77,13 +78,13 @@ def test_a_damaged_byte_is_found_and_its_item_named(
     frozen: Frozen, tmp_path: Path, at: int
 ) -> None:
     places = written(tmp_path / "a", frozen)
-    start = places[at][1][0]
+    start = places[at].start
     with open(tmp_path / "a", "r+b") as file:
         file.seek(start + 5)
         byte = file.read(1)
         file.seek(start + 5)
         file.write(bytes([byte[0] ^ 1]))
-    name = f"the value of shard 0 of variable {places[at][0]}"
+    name = f"the value of shard 0 of variable {places[at].item}"
     with pytest.raises(CheckpointCorrupt, match=f"a: {name}: expected checksum"):
         read_items(tmp_path / "a", loaded(frozen), places)
 
@@ -96,9 +97,9 @@ def test_a_file_that_is_too_short_is_found(frozen: Frozen, tmp_path: Path) -> No
 
 
 def test_an_item_of_another_size_or_none_at_all(frozen: Frozen, tmp_path: Path) -> None:
-    (v, (start, nbytes, crc)), w = written(tmp_path / "a", frozen)
+    (v, start, nbytes, crc), w = written(tmp_path / "a", frozen)
     with pytest.raises(CheckpointCorrupt, match=f"variable 1: expected {nbytes} bytes, got 8"):
-        read_items(tmp_path / "a", loaded(frozen), [(v, (start, 8, crc))])
+        read_items(tmp_path / "a", loaded(frozen), [Place(v, start, 8, crc)])
     with pytest.raises(CheckpointCorrupt, match="the value of shard 0 of variable 1 is not in"):
         read_items(tmp_path / "a", loaded(frozen), [w])
 
@@ -110,7 +111,7 @@ def test_a_file_that_is_not_there(frozen: Frozen, tmp_path: Path) -> None:
 
 def test_constant_items_are_passed_over(frozen: Frozen, tmp_path: Path) -> None:
     places = written(tmp_path / "a", frozen)
-    read_items(tmp_path / "a", loaded(frozen), [*places, (2, (0, 4_000_000_000, 0))])
+    read_items(tmp_path / "a", loaded(frozen), [*places, Place(2, 0, 4_000_000_000, 0)])
 
 
 def test_a_file_that_is_there_is_left_alone(frozen: Frozen, tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ from psync.wire.ps_messages import (
 )
 from psync.wire.recovery_messages import (
     Admit,
-    AskShared,
     DropFrozen,
     FillSnapshot,
     Freeze,
@@ -90,7 +89,7 @@ def held(cluster: PsCluster, ps: int = 0) -> dict[str, Any]:
 class TestWho:
     @pytest.mark.parametrize(
         "message",
-        [Freeze(1), DropFrozen(1), AskShared("/", ""), WriteFrozen(1, "/"), ReadFrozen(1, 0, 0, 1),
+        [Freeze(1), DropFrozen(1), WriteFrozen(1, "/", ""), ReadFrozen(1, 0, 0, 1),
          PrepareSnapshot(1, ""), FillSnapshot(1, 0, 0), RestoreSnapshot(1, 1, []),
          Gate(1), Admit(1, []), OpenGate(1)],  # with which a cut begins
         ids=lambda message: type(message).__name__,
@@ -229,7 +228,7 @@ class TestGoingBack:
                 (good, "the value of shard 0 of variable 0: expected checksum"),
                 ([(item, start, nbytes - 4, crc)], "expected 3145728 bytes, got 3145724"),
                 ([], "variable 0 is not in the file"),
-                ([(item, -1, nbytes, crc)], "a place: expected a whole number from 0"),
+                ([(item, -1, nbytes, crc)], r"\[0\].start: expected a whole number from 0"),
                 ([(item, start)], "a list of 4 entries"),
             ):
                 with pytest.raises(CheckpointCorrupt, match=named):

@@ -1,188 +1,24 @@
-"""What a process says of itself to the next coordinator."""
+"""Coordinators get their incarnations from ps 0, above all that its process has heard of."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
-from backups import W, back_up, create, promote, say, take_over
-from inside import is_deposed
-from ps_cluster import CHIEF, PsCluster, assign, pull, until
-from psync.client.ps_client import PsClient
-from psync.errors import FencedError, UsageError
+from backups import back_up, create, take_over
+from ps_cluster import CHIEF, PsCluster
+from psync.errors import FencedError
 from psync.net.chief_presence import ChiefPresence
 from psync.ps.succession import RANGE
 from psync.ps_task import PsTask
-from psync.wire.codec import Message
-from psync.wire.messages import Done, Shutdown
+from psync.wire.messages import Shutdown
 from psync.wire.ps_messages import AttachPs
-from psync.wire.recovery_messages import (
-    AskServed,
-    BackUp,
-    DescribeShards,
-    EndFormer,
-    GrantCoordinator,
-    Promote,
-    ServedHere,
-)
+from psync.wire.recovery_messages import AskServed, GrantCoordinator
+from sync_cluster import ask
 
 FIRST = 100  # incarnation of the coordinator that there is at first
 NEXT = FIRST + RANGE
-
-
-async def ask(client: PsClient, ps: int, message: Message) -> Any:
-    return (await client.links[ps].call(lambda _: message)).message
-
-
-async def served(client: PsClient, ps: int) -> tuple[list[Any], list[Any]]:
-    """What a process says of itself."""
-    answer = await ask(client, ps, AskServed())
-    assert isinstance(answer, ServedHere)
-    return [tuple(each) for each in answer.primaries], [tuple(each) for each in answer.copies]
-
-
-def served_at(cluster: PsCluster) -> str:
-    """Where the backup of ps 0 serves."""
-    return cluster.chief.links[0].address
-
-
-async def attach(client: PsClient, ps: int, incarnation: int) -> None:
-    await ask(client, ps, AttachPs(incarnation, ps, ["ps0:1", "ps1:1"], 15.0, keep=True))
-
-
-async def test_a_process_in_which_no_ps_was_attached_serves_nothing() -> None:
-    async with PsCluster(2) as cluster:
-        await cluster.ps[1].close()
-        again = PsTask(cluster.platform(incarnation=8), 1, "ps1:1")
-        await again.start()
-        assert await served(cluster.client(CHIEF, NEXT), 1) == ([], [])
-        await again.close()
-
-
-async def test_it_says_what_it_serves_whose_backups_it_has_and_for_which_it_waits() -> None:
-    async with PsCluster(2) as cluster:
-        await create(cluster)
-        await back_up(cluster, 3)
-        newer = cluster.client(CHIEF, NEXT)
-        assert await served(newer, 0) == ([(0, "", FIRST, 0, 0, 1, 3)], [])
-        assert await served(newer, 1) == ([(1, "", FIRST, 0, 0, -1, 0)], [(0, FIRST, 3)])
-
-
-async def test_a_backup_that_serves_is_told_with_its_address_order_and_life() -> None:
-    async with PsCluster(2) as cluster:
-        await create(cluster)
-        await back_up(cluster)
-        await take_over(cluster)
-        newer = cluster.client(CHIEF, NEXT)
-        promoted = (0, served_at(cluster), FIRST, 0, 9, -1, 0)
-        assert await served(newer, 1) == ([promoted, (1, "", FIRST, 0, 0, -1, 0)], [])
-        newer.links[0].address = served_at(cluster)
-        await attach(newer, 0, NEXT)  # which counts its orders anew
-        primaries, _ = await served(newer, 1)
-        assert (0, served_at(cluster), NEXT, 0, 0, -1, 0) in primaries
-        received = await newer.links[0].call(lambda _: DescribeShards())
-        assert f'"lineage": {FIRST}'.encode() in b"".join(received.segments)
-
-
-async def test_one_that_was_replaced_is_not_told_and_of_no_life() -> None:
-    async with PsCluster(2) as cluster:
-        w = await create(cluster)
-        await back_up(cluster)
-        worker = cluster.client()
-        await promote(cluster)
-        adding = asyncio.create_task(assign(worker, w, W, "add"))
-        await until(lambda: is_deposed(cluster.ps[0]))
-        adding.cancel()
-        await asyncio.gather(adding, return_exceptions=True)
-        newer = cluster.client(CHIEF, NEXT)
-        assert await served(newer, 0) == ([], [])
-        await attach(newer, 0, NEXT)
-        received = await newer.links[0].call(lambda _: DescribeShards())
-        assert b'"lineage": 0' in b"".join(received.segments)
-
-
-async def test_from_the_question_on_no_backup_of_before_is_made_or_begins_to_serve() -> None:
-    async with PsCluster(2) as cluster:
-        w = await create(cluster)
-        await back_up(cluster)
-        newer = cluster.client(CHIEF, NEXT)
-        await ask(newer, 1, AskServed())
-        with pytest.raises(FencedError, match="serves a newer coordinator"):
-            await say(cluster, 1, Promote(0, 9, FIRST, []))
-        with pytest.raises(UsageError, match="serves a newer coordinator"):
-            await say(cluster, 0, BackUp(2, "/job:ps/task:1", "ps1:1", False))
-        (value,) = await pull(cluster.chief, w)  # for it was not replaced
-        assert value.tobytes() == W.tobytes()
-
-
-async def test_a_backup_that_cannot_be_reached_under_a_newer_coordinator_replaces_nobody() -> None:
-    async with PsCluster(2) as cluster:
-        w = await create(cluster)
-        newer = cluster.client(CHIEF, NEXT)
-        await attach(newer, 1, NEXT)  # its process refuses all that comes from before
-        with pytest.raises(Exception, match="its backup does not follow"):
-            await say(cluster, 0, BackUp(2, "/job:ps/task:1", "ps1:1", False))
-        assert not is_deposed(cluster.ps[0])
-        (value,) = await pull(cluster.chief, w)
-        assert value.tobytes() == W.tobytes()
-
-
-async def test_attaching_ends_no_backup_and_the_end_comes_when_all_are_attached() -> None:
-    async with PsCluster(2) as cluster:
-        await create(cluster)
-        await back_up(cluster)
-        newer = cluster.client(CHIEF, NEXT)
-        await attach(newer, 1, NEXT)
-        assert (await served(newer, 1))[1] == [(0, FIRST, 1)]
-        await attach(newer, 0, NEXT)
-        assert await ask(newer, 1, EndFormer()) == Done()
-        assert (await served(newer, 1))[1] == []
-
-
-async def test_the_end_takes_what_was_replaced_and_spares_what_was_attached() -> None:
-    """ps 0 serves twice: at home, where nobody knows, and as a backup that was promoted."""
-    async with PsCluster(2) as cluster:
-        await create(cluster)
-        await back_up(cluster)
-        await take_over(cluster)
-        newer = cluster.client(CHIEF, NEXT)
-        home = cluster.client(CHIEF, NEXT)
-        newer.links[0].address = served_at(cluster)
-        for ps in (0, 1):
-            await attach(newer, ps, NEXT)
-        for ps in (0, 1):
-            assert await ask(home, ps, EndFormer()) == Done()
-        assert await served(home, 0) == ([], [])
-        assert [each[:3] for each in (await served(home, 1))[0]] == [
-            (0, served_at(cluster), NEXT),
-            (1, "", NEXT),
-        ]
-        await until(lambda: not cluster.ps[0].statistics()["store"]["shards"])
-        await attach(newer, 0, NEXT)  # it is there
-
-
-async def test_what_serves_and_was_not_attached_ends_too() -> None:
-    async with PsCluster(2) as cluster:
-        await create(cluster)
-        await back_up(cluster)
-        await take_over(cluster)
-        newer = cluster.client(CHIEF, NEXT)
-        for ps in (0, 1):
-            await attach(newer, ps, NEXT)  # at home, both
-        assert await ask(newer, 1, EndFormer()) == Done()
-        assert [each[0] for each in (await served(newer, 1))[0]] == [1]
-
-
-@pytest.mark.parametrize("message", [AskServed(), EndFormer()])
-async def test_an_earlier_coordinator_and_others_are_refused(message: Message) -> None:
-    async with PsCluster(2) as cluster:
-        await ask(cluster.client(CHIEF, NEXT), 1, AskServed())
-        with pytest.raises(FencedError, match="serves a newer coordinator"):
-            await ask(cluster.chief, 1, message)
-        with pytest.raises(UsageError, match="is not a coordinator"):
-            await ask(cluster.client(), 1, message)
 
 
 async def test_a_process_counts_what_it_hosts_for_the_newest_coordinator() -> None:
@@ -198,10 +34,10 @@ async def test_a_process_counts_what_it_hosts_for_the_newest_coordinator() -> No
         assert again.newest == FIRST
         older = cluster.client(CHIEF, FIRST - 1)
         with pytest.raises(FencedError):
-            await attach(older, 1, FIRST - 1)
+            await ask(older, AttachPs(FIRST - 1, ["ps0:1", "ps1:1"], 15.0), ps=1)
         with pytest.raises(FencedError):
-            await ask(older, 1, Shutdown("it does not know that it was replaced"))
-        granted = await ask(older, 1, GrantCoordinator(0, 0))
+            await ask(older, Shutdown("it does not know that it was replaced"), ps=1)
+        granted: Any = await ask(older, GrantCoordinator(0, 0), ps=1)
         assert granted.incarnation == FIRST
         await again.close()
 
@@ -209,8 +45,8 @@ async def test_a_process_counts_what_it_hosts_for_the_newest_coordinator() -> No
 async def test_the_process_of_ps_0_grants_above_what_it_hosts_and_what_it_was_asked() -> None:
     async with PsCluster(2) as cluster:
         newer = cluster.client(CHIEF, NEXT)
-        await ask(newer, 0, AskServed())
-        granted = await ask(cluster.client(CHIEF, NEXT + 1), 0, GrantCoordinator(0, 0))
+        await ask(newer, AskServed())
+        granted: Any = await ask(cluster.client(CHIEF, NEXT + 1), GrantCoordinator(0, 0))
         assert granted.incarnation >= NEXT + RANGE
 
 
@@ -223,6 +59,6 @@ async def test_a_chief_that_talks_to_a_backup_that_serves_is_a_chief_of_its_proc
         before = presence._connections
         await take_over(cluster)
         for _ in range(2):
-            granted = await ask(cluster.chief, 0, GrantCoordinator(0, 0))
+            granted: Any = await ask(cluster.chief, GrantCoordinator(0, 0))
             assert granted.incarnation == FIRST
         assert presence._connections > before

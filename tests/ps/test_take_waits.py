@@ -8,9 +8,8 @@ from typing import Any, cast
 import pytest
 
 from local_training import at_once
-from psync.backups.host import AsIfFrom
 from psync.errors import ConnectionLost, UsageError
-from psync.net.peer import Peer, Reply
+from psync.net.peer import AsIfFrom, Peer, Reply
 from psync.ps.takes import TakeName, TakeWaits
 from psync.wire.messages import Done
 

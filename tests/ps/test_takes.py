@@ -8,39 +8,40 @@ import numpy as np
 import pytest
 
 from psync.errors import ConfigurationError, UsageError
-from psync.numerics.sums import at_once
+from psync.net.peer import Reply
+from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.takes import GradientTakes, HostedAccumulator, TakeWaits
 from psync.wire.accumulator_messages import DefineAccumulator, ForgetTakes, TakeGradient
 from psync.wire.log_messages import EndTakes
+from psync.wire.messages import Done
 
 A, B = ("/job:worker/task:0", 7), ("/job:worker/task:1", 7)
-LARGE = (6 << 20) // 4
 
 
 class Scene:
     def __init__(self) -> None:
-        self.torn = False
-        self.work = LongWork("ps", self._tear)
-        self.waits = TakeWaits("ps", lambda *_: None)
-        self.takes = GradientTakes("ps", self.work, self.waits)
+        self.takes = GradientTakes("ps", LongWork("ps", list), TakeWaits("ps", lambda *_: None))
         self.held = HostedAccumulator(
             DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False, 9)
         )
 
-    def _tear(self) -> None:
-        self.torn = True
-
-    def enter(self, client: Any = A, number: int = 1, required: int = 1, acked: int = 1) -> Any:
-        return self.takes.enter(self.held, client, TakeGradient("g", number, acked, required))
+    def enter(self, client: Any = A, number: int = 1, required: int = 1, acked: int = 1) -> None:
+        done(self.takes.enter(self.held, client, TakeGradient("g", number, acked, required)))
 
     def give(self, *values: float) -> None:
-        applied = at_once(self.held.rule.offer_pieces(np.array(values, np.float32), 0, 1.0))
-        self.takes.complete(self.held, applied.completed)
+        applied = self.held.rule.offer(np.array(values, np.float32), 0, 1.0)
+        done(self.takes.add(self.held, applied, Reply(Done()), 0))
 
     def answer(self, client: Any, number: int) -> Any:
         wanted = self.held.wanted(client, number)
         return wanted and wanted.answer and bytes(wanted.answer.segments[0])
+
+
+def done(compute: Compute | None) -> None:
+    if compute is not None:
+        compute.at_once()
+        compute.reply()
 
 
 @pytest.fixture
@@ -66,7 +67,8 @@ def test_takes_that_end_together_leave_nothing_to_each_other(scene: Scene) -> No
     scene.enter(A, 2)
     scene.enter(B, 1)
     scene.give(1)
-    scene.takes.end({"g": scene.held}, A, EndTakes([("g", 1), ("g", 2), ("g", 3), ("x", 1)]))
+    message = EndTakes([("g", 1), ("g", 2), ("g", 3), ("x", 1)])
+    done(scene.takes.end({"g": scene.held}, A, message))
     assert scene.held.takers[A].takes == {}
     assert scene.answer(B, 1)
 
@@ -89,28 +91,15 @@ def test_a_take_of_nothing_leaves_no_trace(scene: Scene) -> None:
     assert not scene.held.takers
 
 
-async def test_what_follows_from_a_fence_may_be_waited_for_if_it_is_large(scene: Scene) -> None:
+async def test_what_follows_from_a_fence_is_a_compute(scene: Scene) -> None:
     scene.enter(A, 1, 2)
     scene.enter(B)
-    scene.give(*([1.0] * LARGE))
-    rest = scene.takes.fence([scene.held], A[0], 8)
-    assert rest is not None
+    scene.give(1, 2)
+    compute = scene.takes.fence([scene.held], A[0], 8)
+    assert compute is not None
+    assert (compute.keys, compute.nbytes) == (["g"], 8)
     assert scene.answer(B, 1) is None
-    await rest
+    assert compute.in_pieces is not None
+    await compute.in_pieces()
+    compute.reply()
     assert scene.answer(B, 1)
-
-
-def test_a_value_for_which_there_is_no_memory_ends_the_task_and_answers_nobody(
-    scene: Scene,
-) -> None:
-    def no_memory() -> Any:
-        raise MemoryError
-        yield
-
-    scene.held.rule._reduce = no_memory  # type: ignore[method-assign]
-    scene.enter(A)
-    scene.give(1)
-    assert scene.torn
-    assert scene.work.is_torn
-    assert scene.answer(A, 1) is None
-    assert scene.held.rule.num_accumulated() == 1

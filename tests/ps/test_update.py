@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psync.errors import FencedError, GradientError, UnknownVariableError, UsageError
+from psync.errors import GradientError, UnknownVariableError, UsageError
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.update_rule import SGD
 from psync.ps.update import ShardSet, Update
@@ -106,13 +106,6 @@ def test_an_assign_outside_of_closures(store: ShardStore) -> None:
         for _ in made.work(position):
             pass
     assert values(store) == [[3, 3], [], [3, 3, 3]]
-
-
-def test_a_fenced_client_is_refused(store: ShardStore) -> None:
-    ledger = Ledger()
-    ledger.fence(CLIENT[0], 6)
-    with pytest.raises(FencedError, match="incarnation 5 of /job:worker/task:0 has been replaced"):
-        update(store, a_push(), ledger=ledger).judge()
 
 
 def test_nothing_has_begun_where_a_part_does_not_fit(store: ShardStore) -> None:

@@ -31,7 +31,6 @@ from psync.errors import (
 from psync.specs import VariableSpec
 from psync.store.ledger import Client
 from psync.store.store import Key
-from psync.testing.sabotage import Failpoints
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.ps_messages import Assign, AverageShards, FinalBelow, Push, Pushed
@@ -165,24 +164,6 @@ class TestIdentity:
             release()
             assert outcomes(await pushing) == ["accepted"]
             assert await self.value(cluster, v) == -1
-
-    async def test_where_the_first_run_has_not_come_the_second_counts(self) -> None:
-        async with PsCluster(2) as cluster:
-            v = await cluster.create("v", np.zeros((2, 2), np.float32), shards=2)
-            first_dies: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            points = Failpoints()
-            points.arm("worker.push.between_ps", lambda: first_dies.set_result(None))
-            first, second = cluster.client(WORKER, failpoints=points), cluster.client(OTHER)
-            pushing = asyncio.create_task(push(first, (v,), (2.0,), closure=5))
-            await first_dies
-            await first.close()
-            assert outcomes(await push(second, (v,), (4.0,), closure=5)) == [
-                "duplicate",
-                "accepted",
-            ]
-            (got,) = await pull(second, v)
-            assert got[:, 0].tolist() == [-1, -2]
-            await asyncio.gather(pushing, return_exceptions=True)
 
     async def test_an_update_goes_on_although_its_sender_gives_up(self) -> None:
         async with PsCluster(chunk=(1 << 18, 1 << 20)) as cluster:

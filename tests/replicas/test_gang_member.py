@@ -23,6 +23,7 @@ from psync.replicas.collectives import reduce
 from psync.replicas.gang_member import GangMember
 from psync.serialization.failures import describe_exception
 from psync.serialization.payloads import pack, unpack
+from psync.testing import settle
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.messages import Done
 from psync.wire.worker_messages import Merged, ReachCollective
@@ -126,7 +127,7 @@ async def test_the_coordinator_is_told_that_a_step_gives_up_but_not_that_it_is_s
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.sleep(0)
+    await settle()
     assert coordinator.given_up is not stopped
     if stopped:
         call.cancel()

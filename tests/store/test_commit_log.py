@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from psync.errors import FencedError, LocalProtocolError
-from psync.store.commit_log import CommitLog, LogState
+from psync.store.commit_log import CommitLog, LogState, chained
 
 PS = "/job:ps/task:0"
 
@@ -117,6 +119,30 @@ def test_moves_that_are_not_in_the_table_are_refused() -> None:
         log.begin_copy()
     with pytest.raises(LocalProtocolError, match="has entry 1, and there are 0"):
         log.note_taken(1)
+
+
+ENTRIES = [(("a", 1), b"header", 0), (("b", 1), b"header", 0), (("a", 1), b"header", 8)]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        ENTRIES[:2],
+        ENTRIES[1:],
+        [ENTRIES[1], ENTRIES[0], ENTRIES[2]],
+        [(("a", 2), b"header", 0), *ENTRIES[1:]],
+        [(("c", 1), b"header", 0), *ENTRIES[1:]],
+        [(("a", 1), b"Header", 0), *ENTRIES[1:]],
+        [(("a", 1), b"header", 4), *ENTRIES[1:]],
+    ],
+)
+def test_the_chain_over_other_entries_is_another_one(others: list[Any]) -> None:
+    mine, other = 0, 0
+    for entry in ENTRIES:
+        mine = chained(mine, *entry)
+    for entry in others:
+        other = chained(other, *entry)
+    assert mine != other
 
 
 @given(st.lists(st.sampled_from(["append", "ship", "take", "copy", "pair", "give up"])))

@@ -180,8 +180,8 @@ def test_an_optimizer_is_known_by_its_configuration() -> None:
 
 def test_a_ps_that_does_not_know_an_optimizer_hears_nothing_of_it() -> None:
     first, second = holdings(variable("w"))
-    first = dataclasses.replace(first, optimizers=(used(1, step=0),))
-    second = dataclasses.replace(second, optimizers=(used(1), used(2, SGD)))
+    first = Holding(*first[:2], (used(1, step=0),))
+    second = Holding(*second[:2], (used(1), used(2, SGD)))
     new = [NewOptimizer(1, "Adam", ADAM), NewOptimizer(2, "SGD", SGD)]
     decision = Adoption([first, second]).compare([], new, last=True)
     assert [orders.optimizers for orders in decision.orders] == [

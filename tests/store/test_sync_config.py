@@ -20,12 +20,14 @@ from sync_tools import config
         ({"needed": 0}, "at least 1, got 0 and 1"),
         ({"needed": 1, "total": -1}, "at least 1, got 1 and -1"),
         ({"needed": 1, "total": MAX_TOKENS + 1}, "at most 1048576, got 1 and 1048577"),
-        ({"needed": 10**30}, "at most 1048576"),
+        ({"needed": 10**30}, "expected a whole number as replicas_to_aggregate"),
+        ({"needed": 2, "min_replicas": 1.0}, "expected a whole number as min_replicas, got 1.0"),
+        ({"needed": 2, "strict": 1}, "expected strict to be True or False, got 1"),
         ({"needed": 2, "min_replicas": 0}, "min_replicas from 1"),
         ({"needed": 2, "min_replicas": 3}, "min_replicas from 1"),
         ({"needed": 2, "patience_s": 0}, "patience_s above 0 s"),
-        ({"needed": 2, "patience_s": float("nan")}, "patience_s above 0 s"),
-        ({"needed": 2, "patience_s": float("inf")}, "patience_s above 0 s"),
+        ({"needed": 2, "patience_s": float("nan")}, "patience_s: expected a finite number"),
+        ({"needed": 2, "patience_s": float("inf")}, "patience_s: expected a finite number"),
         ({"needed": 2, "reduction": "MEAN"}, 'expected reduction "mean" or "sum"'),
         ({"needed": 2, "sparse_divisor": "all"}, 'expected sparse_divisor "per_index" or "total"'),
         ({"needed": 2, "decay": 1.0}, "decay in"),
@@ -66,9 +68,9 @@ def test_there_is_memory_for_all_tokens() -> None:
 
 
 def test_tokens_are_bound_where_it_says_so() -> None:
-    assert not config(2).bound
-    assert config(2, strict=True).bound
-    assert config(2, deterministic=True).bound
+    assert not config(2).strict
+    assert config(2, strict=True).strict
+    assert config(2, deterministic=True).strict
 
 
 def test_the_decay_begins_low_where_it_follows_the_step() -> None:

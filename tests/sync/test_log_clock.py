@@ -25,17 +25,6 @@ def test_it_is_that_of_the_loop_where_nobody_was_before(turns: Turns, clock: Log
     assert clock.now() == 1001.5
 
 
-def test_a_backup_that_serves_goes_on_from_the_latest_time_in_the_log(
-    turns: Turns, clock: LogClock
-) -> None:
-    for now in (7.0, 9.0):
-        clock.note(now)
-    clock.go_on()
-    assert clock.now() == 9
-    turns.advance(2.0)
-    assert clock.now() == 11
-
-
 def test_it_does_not_run_backwards(clock: LogClock) -> None:
     clock.note(1000.5)  # this process is slower than the one before
     assert clock.now() == 1000.5

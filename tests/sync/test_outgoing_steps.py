@@ -58,40 +58,6 @@ def test_a_step_that_was_decided_in_a_pause_is_outgoing_on_a_backup_made_then(
     world.end()
 
 
-def test_a_pause_that_ends_while_a_step_is_on_its_way_carries_it_no_second_time(
-    turns: Turns,
-) -> None:
-    world = pair(turns)
-    for worker in world.workers[:2]:
-        world.push(worker)
-    world.ship(2)  # the closing is in the log, and no further
-    world.cut()
-    world.resume()
-    world.ship()
-    assert world.accepted == 2
-    assert (world.counted(), world.ps.value(world.step)) == (2, 1)
-    world.end()
-
-
-def test_who_waits_for_others_waits_no_longer_because_ps_0_died(turns: Turns) -> None:
-    """The promoted backup's clock goes on from where that of ps 0 was."""
-    turns.advance(1000.0)
-    world = World(turns, min_replicas=2, patience_s=5.0)
-    world.report([0])
-    world.push(world.workers[0])
-    turns.advance(2.0)
-    world.back_up()
-    world.die()
-    world.send(world.workers[0])
-    turns.advance(2.9)
-    world.hear()
-    assert not world.unknown
-    turns.advance(2.2)  # of the two seconds before the last entry the log does not know
-    world.hear()
-    assert world.unknown == 1
-    world.end()
-
-
 @pytest.mark.virtual_time
 async def test_a_join_applies_what_is_counted_just_behind_it_in_the_log() -> None:
     ps = PsByHand(index=0, num_ps=1)

@@ -39,7 +39,7 @@ async def all_ps_of(cluster: SyncCluster, coordinator: int = 100) -> AsyncIterat
     """Another one beside that of ps 0 itself."""
     task = cluster.ps[0]
     addresses = [link.address for link in cluster.chief.links]
-    attach = AttachPs(coordinator, 0, addresses, 15.0)
+    attach = AttachPs(coordinator, addresses, 15.0)
     all_ps = AllPs(platform_of(task), attach, sync_of(task), pool_of(task), work_of(task))
     try:
         yield all_ps

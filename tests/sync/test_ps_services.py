@@ -99,7 +99,7 @@ async def test_a_former_backup_deposes_nobody_who_serves_a_newer_coordinator() -
         handlers_of(cluster.ps[1])[Fence] = Handler(fence)
         former.closer.outgoing.fence("/job:worker/task:7", 5)
         link = cluster.client(CHIEF, 200, host="chief-2").links[0]
-        order = AttachPs(200, 0, ["ps0:1", "ps1:1"], 15.0, keep=True)
+        order = AttachPs(200, ["ps0:1", "ps1:1"], 15.0, keep=True)
         attaching = asyncio.create_task(link.call(lambda _: order))
         await until(lambda: cluster.ps[0].services is not former)
         said.set()

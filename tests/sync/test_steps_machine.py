@@ -269,7 +269,7 @@ class SyncMachine(RuleBasedStateMachine):
 
     @invariant()
     def bound_tokens_let_nobody_contribute_twice(self) -> None:
-        if not hasattr(self, "pair") or not self.config.bound:
+        if not hasattr(self, "pair") or not self.config.strict:
             return
         for pushes in self.applied:
             replicas = [push[:2] for push in pushes]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from ps_cluster import until
 from psync.testing.chaos_proxy import ChaosProxy, Link
 
 
@@ -57,8 +58,7 @@ async def connect(proxy: ChaosProxy) -> Streams:
 
 
 async def the_link(proxy: ChaosProxy) -> Link:
-    while not proxy.links:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await until(lambda: proxy.links)
     return proxy.links[0]
 
 

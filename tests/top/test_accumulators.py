@@ -13,13 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from accumulator_tools import accumulator, array, cancel, refusal, take_grad
 from psync.accumulators import Accumulator, Applied, Take, TakeState
-from psync.errors import BusyError, ConfigurationError, GradientError, UsageError
-from psync.numerics.sums import PIECE_BYTES, Pieces, at_once
+from psync.errors import ConfigurationError, GradientError, UsageError
+from psync.numerics.sums import Pieces, at_once
 from psync.specs import Outcome
 from psync.store.dense_accumulators import ConditionalAccumulator
 
 ACCEPTED, STALE = Outcome.ACCEPTED, Outcome.STALE
-WAITING, READY, CANCELLED = TakeState.WAITING, TakeState.READY, TakeState.CANCELLED
+WAITING, COMPLETE = TakeState.WAITING, TakeState.COMPLETE
+READY, CANCELLED = TakeState.READY, TakeState.CANCELLED
 
 
 class Unconvertible:
@@ -66,7 +67,7 @@ class TestSteps:
         assert held.set_global_step(7) is None
         assert (held.step, held.num_accumulated(), take.state) == (7, 1, WAITING)
         assert held.apply_grad(array(1), 6).outcome is STALE
-        assert held.apply_grad(array(3), 7) == Applied(ACCEPTED, 0, 8, (take,))
+        assert held.apply_grad(array(3), 7) == Applied(ACCEPTED, 0, 8, take)
         assert take.result().tolist() == [2]
 
     def test_the_step_can_go_back_with_a_warning(self) -> None:
@@ -200,7 +201,7 @@ class TestTakes:
         assert take.state is WAITING
         assert held.apply_grad(array(1)) == Applied(ACCEPTED, 1, 0)
         assert take.state is WAITING
-        assert held.apply_grad(array(3)) == Applied(ACCEPTED, 0, 1, (take,))
+        assert held.apply_grad(array(3)) == Applied(ACCEPTED, 0, 1, take)
         assert (take.state, take.count, take.step) == (READY, 2, 1)
         assert take.result().tolist() == [2]
 
@@ -208,25 +209,25 @@ class TestTakes:
         held = accumulator((1,))
         held.set_global_step(1)
         take = take_grad(held, 1)
-        assert held.apply_grad(array(1), 0).completed == ()
+        assert held.apply_grad(array(1), 0).completed is None
         assert take.state is WAITING
 
     def test_takes_are_served_in_order_one_gradient_each(self) -> None:
         held = accumulator((1,))
         first, second = take_grad(held, 1), take_grad(held, 1)
-        assert held.apply_grad(array(1), 0) == Applied(ACCEPTED, 0, 1, (first,))
+        assert held.apply_grad(array(1), 0) == Applied(ACCEPTED, 0, 1, first)
         assert held.apply_grad(array(9), 0) == Applied(STALE, 0, 1)
-        assert held.apply_grad(array(2), 1) == Applied(ACCEPTED, 0, 2, (second,))
+        assert held.apply_grad(array(2), 1) == Applied(ACCEPTED, 0, 2, second)
         assert (first.result(), second.result()) == (1, 2)
 
     def test_a_small_take_waits_behind_a_large_one(self) -> None:
         held = accumulator((1,))
         large, small = take_grad(held, 3), take_grad(held, 1)
         for _ in range(2):
-            assert held.apply_grad(array(1)).completed == ()
-        assert held.apply_grad(array(1)).completed == (large,)
+            assert held.apply_grad(array(1)).completed is None
+        assert held.apply_grad(array(1)).completed == large
         assert small.state is WAITING  # the large one took all
-        assert held.apply_grad(array(1), 1).completed == (small,)
+        assert held.apply_grad(array(1), 1).completed == small
 
     def test_a_take_that_could_be_served_does_not_overtake(self) -> None:
         held = accumulator((1,))
@@ -258,7 +259,7 @@ class TestCancellation:
         held = accumulator((1,))
         held.apply_grad(array(1))
         take = take_grad(held, 2)
-        assert cancel(held, take) == ()
+        assert cancel(held, take) is None
         assert (take.state, held.num_accumulated(), held.step) == (CANCELLED, 1, 0)
         assert held.apply_grad(array(3)) == Applied(ACCEPTED, 2, 0)
         assert take_grad(held, 1).result().tolist() == [2]
@@ -269,24 +270,24 @@ class TestCancellation:
         held = accumulator((1,))
         large, small, last = take_grad(held, 3), take_grad(held, 1), take_grad(held, 1)
         held.apply_grad(array(4))
-        assert cancel(held, large) == (small,)
+        assert cancel(held, large) is small
         assert small.result().tolist() == [4]
         assert last.state is WAITING
 
     def test_one_in_the_middle_is_skipped(self) -> None:
         held = accumulator((1,))
         first, middle, last = take_grad(held, 1), take_grad(held, 5), take_grad(held, 1)
-        assert cancel(held, middle) == ()
-        assert held.apply_grad(array(1), 0).completed == (first,)
-        assert held.apply_grad(array(1), 1).completed == (last,)
+        assert cancel(held, middle) is None
+        assert held.apply_grad(array(1), 0).completed == first
+        assert held.apply_grad(array(1), 1).completed == last
 
     def test_one_that_has_ended_stays_as_it_is(self) -> None:
         held = accumulator((1,))
         held.apply_grad(array(1))
         take, waiting = take_grad(held, 1), take_grad(held, 1)
-        assert cancel(held, take) == ()
+        assert cancel(held, take) is None
         assert take.result().tolist() == [1]
-        assert cancel(held, waiting) == cancel(held, waiting) == ()
+        assert cancel(held, waiting) is cancel(held, waiting) is None
         assert (held.step, waiting.state) == (1, CANCELLED)
 
     def test_a_take_of_another_accumulator_is_refused(self) -> None:
@@ -296,37 +297,44 @@ class TestCancellation:
         assert take.state is WAITING
 
 
+Pushes = list[tuple[dict[str, float], float]]
+
+
 class WholePushes(Accumulator[dict[str, float], dict[str, float]]):
     """Another kind: gradients of several variables, taken or refused together."""
 
     def __init__(self) -> None:
         super().__init__(name="w/part_0")
-        self.pushes: list[tuple[dict[str, float], float]] = []
+        self.pushes: Pushes = []
 
     def apply(self, push: dict[str, float], local_step: int = 0) -> Applied[dict[str, float]]:
-        return at_once(self.offer_pieces(push, local_step, 1.0))
+        applied = self.offer(push, local_step, 1.0)
+        at_once(applied.work())
+        return applied
 
     def _convert(self, given: dict[str, float]) -> dict[str, float]:
         return given
 
-    def _check(self, gradient: dict[str, float]) -> Pieces[None]:
-        yield
+    def _check(self, gradient: dict[str, float], nonfinite: int | None) -> None:
         if not gradient:
             raise self._refused("expected one variable or more")
 
     def _add(self, gradient: dict[str, float], weight: float) -> Pieces[None]:
+        return self._adding(self.pushes, gradient, weight)
+
+    def _adding(self, pushes: Pushes, gradient: dict[str, float], weight: float) -> Pieces[None]:
         yield
-        self.pushes.append((gradient, weight))
+        pushes.append((gradient, weight))
 
     def _reduce(self) -> Pieces[dict[str, float]]:
+        return self._making(self.pushes)
+
+    def _making(self, pushes: Pushes) -> Pieces[dict[str, float]]:
         yield
-        return {
-            name: sum(push[name] for push, _ in self.pushes) / len(self.pushes)
-            for name in self.pushes[0][0]  # KeyError if another push lacks it
-        }
+        return {name: sum(push[name] for push, _ in pushes) / len(pushes) for name in pushes[0][0]}
 
     def _clear(self) -> None:
-        self.pushes.clear()
+        self.pushes = []
 
 
 class TestOtherKinds:
@@ -334,32 +342,10 @@ class TestOtherKinds:
         held = WholePushes()
         take = take_grad(held, 2)
         held.apply({"w": 1.0, "b": 2.0})
-        assert held.apply({"w": 3.0, "b": 6.0}) == Applied(ACCEPTED, 0, 1, (take,))
+        assert held.apply({"w": 3.0, "b": 6.0}) == Applied(ACCEPTED, 0, 1, take)
         assert take.result() == {"w": 2.0, "b": 4.0}
         assert held.apply({}, 0) == Applied(STALE, 0, 1)
         assert refusal(held.apply, {}, 1) == "expected one variable or more"
-
-    def test_a_take_that_fails_leaves_all_as_it_was(self) -> None:
-        held = WholePushes()
-        held.apply({"w": 1.0})
-        take = take_grad(held, 2)
-        assert held.apply({"b": 2.0}) == Applied(ACCEPTED, 2, 0, (take,))
-        assert take.state is TakeState.FAILED
-        assert (take.count, take.step) == (0, -1)
-        with pytest.raises(KeyError, match="w"):
-            take.result()
-        assert (held.num_accumulated(), held.step) == (2, 0)
-        assert cancel(held, take) == ()
-        assert take.state is TakeState.FAILED
-
-    def test_a_take_that_fails_does_not_hold_up_those_behind_it(self) -> None:
-        held = WholePushes()
-        held.apply({"w": 1.0})
-        takes = (take_grad(held, 2), take_grad(held, 1), take_grad(held, 3))
-        assert held.apply({"b": 2.0}).completed == takes[:2]
-        del held.pushes[1]
-        assert held.apply({"w": 3.0}) == Applied(ACCEPTED, 0, 1, (takes[2],))
-        assert takes[2].result() == {"w": 2.0}
 
     def test_a_sum_that_memory_does_not_suffice_for_changes_nothing(self) -> None:
         held = accumulator(None)
@@ -371,72 +357,60 @@ class TestOtherKinds:
 
 
 class TestPieces:
-    """Between two pieces of work takes may come and go."""
+    """What is decided, and what is done to arrays then, in the same order."""
 
-    def test_a_take_that_comes_while_a_gradient_is_added_gets_it(self) -> None:
-        held = WholePushes()
-        offered = held.offer_pieces({"w": 1.0}, 0, 1.0)
-        next(offered)
+    def test_decisions_go_on_before_anything_is_added(self) -> None:
+        held = accumulator((1,))
+        first, second = held.enter(2), held.enter(1)
+        applied = [held.offer(array(value), 1, 1.0) for value in (1, 3, 7)]
+        assert applied == [
+            Applied(ACCEPTED, 1, 0), Applied(ACCEPTED, 0, 1, first), Applied(ACCEPTED, 0, 2, second)
+        ]  # fmt: skip
+        assert (first.state, first.count, first.step) == (COMPLETE, 2, 1)
+        with pytest.raises(UsageError, match="the take is complete: it has no result"):
+            first.result()
+        for each in applied:
+            at_once(each.work())
+        assert (first.result(), second.result()) == (2, 7)
+        assert first.state is second.state is READY
+
+    def test_a_gradient_has_to_fit_those_that_are_to_be_added(self) -> None:
+        held = accumulator(None)
+        held.offer(array(1, 2), 0, 1.0)
+        assert refusal(held.offer, array(1), 0, 1.0) == "shape mismatch: expected (2,), got (1,)"
+        held.enter(1)
+        held.complete()
+        assert held.offer(array(1), 1, 1.0).outcome is ACCEPTED
+
+    def test_a_take_that_is_complete_cannot_be_withdrawn(self) -> None:
+        held = accumulator((1,))
+        work = held.offer(array(1), 0, 1.0).work()
         take = held.enter(1)
-        assert at_once(offered) == Applied(ACCEPTED, 0, 1, (take,))
-        assert take.result() == {"w": 1.0}
-
-    @pytest.mark.parametrize("ends", ["added", "refused", "given up"])
-    def test_a_gradient_that_comes_while_another_is_added_is_refused(self, ends: str) -> None:
-        held = WholePushes()
-        first = held.offer_pieces({} if ends == "refused" else {"w": 1.0}, 0, 1.0)
-        next(first)
-        assert refusal(held.apply, {"w": 2.0}, error=BusyError) == "another gradient is being added"
-        assert held.num_accumulated() == 0
-        if ends == "added":
-            assert at_once(first).count == 1
-        elif ends == "refused":
-            assert refusal(at_once, first) == "expected one variable or more"
-        else:
-            first.close()
-        assert held.apply({"w": 3.0}).count == 1 + (ends == "added")
-
-    def test_a_take_that_goes_while_its_result_is_made_consumes_nothing(self) -> None:
-        held = WholePushes()
-        held.apply({"w": 1.0})
-        first, second = held.enter(1), held.enter(2)
-        completing = held.complete_pieces()
-        next(completing)
-        assert held.withdraw(first)
-        assert at_once(completing) == ()
-        assert (first.state, second.state) == (CANCELLED, WAITING)
-        assert (held.num_accumulated(), held.step) == (1, 0)
-
-    def test_then_the_one_behind_it_is_served(self) -> None:
-        held = WholePushes()
-        held.apply({"w": 1.0})
-        first, second = held.enter(1), held.enter(1)
-        completing = held.complete_pieces()
-        next(completing)
-        held.withdraw(first)
-        assert at_once(completing) == (second,)
-        assert second.result() == {"w": 1.0}
-        assert held.step == 1
+        assert held.complete() is take
+        assert not held.withdraw(take)
+        assert (held.num_accumulated(), held.step) == (0, 1)
+        at_once(work)
+        at_once(take.making())
+        assert take.result().tolist() == [1]
 
     def test_a_take_that_has_ended_cannot_be_withdrawn(self) -> None:
         held = accumulator()
         held.apply_grad(array(1, 2))
         assert not held.withdraw(take_grad(held, 1))
 
-    def test_finite_values_are_looked_for_piece_by_piece(self) -> None:
-        held = accumulator(None, forbid_nonfinite=True)
-        values = np.ones(3 * PIECE_BYTES // 4, np.float32)
-        values[[0, -1]] = math.inf, math.nan
-        message = refusal(held.apply_grad, values)
-        assert message == f"expected finite values, got 2 of {values.size} that are not"
+    def test_who_knows_how_many_values_are_not_finite_may_say_so(self) -> None:
+        held = accumulator((2,), forbid_nonfinite=True)
+        message = refusal(held.offer, array(1, 1), 0, 1.0, 2)
+        assert message == "expected finite values, got 2 of 2 that are not"
         assert held.nbytes == 0
+        assert held.offer(array(1, 1), 0, 1.0, 0).outcome is ACCEPTED
+        assert accumulator((2,)).offer(array(1, 1), 0, 1.0, 2).outcome is ACCEPTED
 
     def test_it_knows_how_much_it_holds(self) -> None:
         held = accumulator((2,), "float16")
         assert held.nbytes == 0
         held.apply_grad(np.ones(2, np.float16))
         assert held.nbytes == 8  # summed in float32
-        assert not held.is_torn
 
 
 class AgainstAModel(RuleBasedStateMachine):
@@ -450,17 +424,17 @@ class AgainstAModel(RuleBasedStateMachine):
         self.waiting: list[Take] = []
         self.ended: dict[Take, tuple[TakeState, object]] = {}
 
-    def serve(self) -> tuple[Take, ...]:
+    def serve(self) -> Take | None:
         """Only the head, and only if enough gradients are there."""
         if not self.waiting or len(self.gradients) < self.waiting[0].num_required:
-            return ()
+            return None
         take = self.waiting.pop(0)
         weights = sum(weight for _, weight in self.gradients)
         mean = sum(value * weight for value, weight in self.gradients) / weights
         self.ended[take] = (READY, [float(mean)])
         self.step += 1
         self.gradients = []
-        return (take,)
+        return take
 
     @rule(value=st.integers(-9, 9), ahead=st.integers(-3, 2), weight=st.sampled_from([1, 2, 0.5]))
     def apply(self, value: int, ahead: int, weight: float) -> None:
@@ -481,7 +455,7 @@ class AgainstAModel(RuleBasedStateMachine):
     def take(self, number: int) -> None:
         take = take_grad(self.held, number)
         self.waiting.append(take)
-        assert self.serve() == ((take,) if take.state is READY else ())
+        assert self.serve() is (take if take.state is READY else None)
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -489,13 +463,13 @@ class AgainstAModel(RuleBasedStateMachine):
         if not takes:
             return
         take = data.draw(st.sampled_from(takes))
-        completed: tuple[Take, ...] = ()
+        completed: Take | None = None
         cancelled = cancel(self.held, take)
         if take in self.waiting:
             self.waiting.remove(take)
             self.ended[take] = (CANCELLED, None)
             completed = self.serve()
-        assert cancelled == completed
+        assert cancelled is completed
 
     @rule(step=st.integers(0, 5))
     def set_step(self, step: int) -> None:

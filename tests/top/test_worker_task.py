@@ -11,6 +11,7 @@ import pytest
 import memory_cluster
 import psync
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
+from ps_cluster import until
 from psync.errors import (
     ConnectionLost,
     FencedError,
@@ -102,9 +103,7 @@ async def test_without_a_coordinator_any_chief_stops_a_worker():
         peer = await old.connect()
         await new.endpoint.close()
         await control.wait_closed()
-        while task.statistics()["network"]["connections"] > 1:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        assert task.statistics()["network"]["connections"] == 1
+        await until(lambda: task.statistics()["network"]["connections"] == 1)
         await peer.call(Shutdown("the chief has ended"))
         assert task.stopped.is_set()
         await old.endpoint.close()

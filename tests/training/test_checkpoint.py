@@ -24,6 +24,7 @@ from psync.errors import (
     UsageError,
 )
 from psync.serialization.functions import FunctionTable
+from psync.testing import settle
 
 TABLE = np.arange(26, dtype=np.float32).reshape(13, 2)
 
@@ -258,7 +259,7 @@ async def test_who_is_cancelled_while_files_are_written_leaves_all_or_nothing(
         saving = asyncio.create_task(manager.save())
         await asyncio.to_thread(entered.wait, 60)
         saving.cancel()
-        await asyncio.sleep(0)  # it hears of it, and waits for its thread
+        await settle()  # it hears of it, and waits for its thread
         go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await saving

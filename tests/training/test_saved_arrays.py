@@ -135,6 +135,27 @@ async def test_a_ps_that_does_not_see_the_directory_sends_its_arrays(
     assert inspection(path)
 
 
+async def test_ps_tasks_find_out_at_each_save_whether_they_see_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be mounted, or a ps may start on another machine, in between."""
+    written, paths = [], []
+    async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, coordinator):
+        program = Program(strategy)
+        await program.train(coordinator)
+        for sees in (True, False, True):
+            with monkeypatch.context() as patched:
+                if not sees:
+                    patched.setattr(frozen_snapshots, "has_text", lambda path, text: False)
+                paths.append(await program.checkpoint.save(tmp_path))
+            statistics = await coordinator.ps_statistics()
+            written.append(sum(ps["snapshot"]["written_bytes"] for ps in statistics))
+    assert written[0] > 0
+    assert written == [written[0], written[0], 2 * written[0]]
+    assert all(inspection(path) for path in paths)
+    assert differences(paths[0], paths[1]) == []
+
+
 async def test_snapshots_hold_what_was_not_asked_for_and_inspection_finds_damage_in_it(
     tmp_path: Path,
 ) -> None:

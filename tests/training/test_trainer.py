@@ -203,11 +203,98 @@ class TestEnds:
         assert "Broken.on_train_end: RuntimeError: at the end" in caught.value.__notes__
 
 
-class TestMistakes:
-    def test_outside_of_a_coordinator_it_cannot_train(self) -> None:
-        with pytest.raises(ClosedError):
-            at_once(make(strategy_of()).fit(batches, steps_per_epoch=2))
+class Reading(psync.callbacks.Callback):
+    """Reads the trained values while they are there."""
 
+    async def on_train_end(self, logs: Any) -> None:
+        self.values = await psync.pull(self.trainer.variables)
+
+
+class TestWithoutACoordinator:
+    async def test_fit_opens_one_and_closes_it(self) -> None:
+        async with psync.LocalCluster(2, 1, processes=False) as cluster:
+            strategy = psync.ParameterServerStrategy(cluster.resolver)
+            trainer, reading = make(strategy), Reading()
+            history = await trainer.fit(
+                batches, epochs=2, steps_per_epoch=40, callbacks=[reading],
+                validation_data=(X, Y), verbose=False,
+            )  # fmt: skip
+            assert history.epoch == [0, 1]
+            assert history.history["val_loss"][-1] < 0.1
+            np.testing.assert_allclose(reading.values["w"], TRUE, atol=0.2)
+            for late in (
+                trainer.fit(batches, steps_per_epoch=1),
+                trainer.evaluate((X, Y)),
+                psync.pull(trainer.variables),
+            ):
+                with pytest.raises(ClosedError):
+                    await late
+
+    async def test_the_next_program_goes_on_from_its_checkpoint(self, tmp_path: Path) -> None:
+        async with psync.LocalCluster(2, 1, processes=False) as cluster:
+            for epochs in (1, 3):
+                strategy = psync.ParameterServerStrategy(cluster.resolver)
+                trainer = make(strategy, checkpoint_directory=tmp_path)
+                history = await trainer.fit(
+                    batches, epochs=epochs, steps_per_epoch=10, verbose=False
+                )
+                assert history.epoch == list(range(epochs))
+
+    async def test_it_is_closed_when_a_step_or_a_dataset_is_wrong(self) -> None:
+        def broken(values: Any, batch: Any) -> Any:
+            raise ZeroDivisionError("in the step")
+
+        async with psync.LocalCluster(1, 1, processes=False) as cluster:
+            for compute, dataset, error in (
+                (broken, batches, ZeroDivisionError),
+                (value_and_grad, 5, ConfigurationError),
+            ):
+                strategy = psync.ParameterServerStrategy(cluster.resolver)
+                with pytest.raises(error):
+                    await make(strategy, compute=compute).fit(
+                        dataset, steps_per_epoch=2, verbose=False
+                    )
+                assert "not running" in repr(psync.ClusterCoordinator(strategy))
+
+    async def test_it_is_closed_when_it_is_cancelled(self) -> None:
+        begun = asyncio.Event()
+
+        class Noting(psync.callbacks.Callback):
+            def on_epoch_begin(self, epoch: int) -> None:
+                begun.set()
+
+        async with psync.LocalCluster(1, 1, processes=False) as cluster:
+            strategy, reading = psync.ParameterServerStrategy(cluster.resolver), Reading()
+            fitting = asyncio.create_task(
+                make(strategy).fit(
+                    batches,
+                    steps_per_epoch=10**4,
+                    steps_per_execution=100,
+                    verbose=False,
+                    callbacks=[Noting(), reading],
+                )
+            )
+            await begun.wait()
+            fitting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await fitting
+            assert reading.values["w"].shape == (2, 1)  # it was told while they were there
+            assert "not running" in repr(psync.ClusterCoordinator(strategy))
+
+    async def test_it_starts_the_coordinator_that_the_program_has_made(self) -> None:
+        class Noting(psync.callbacks.Callback):
+            def on_train_begin(self) -> None:
+                self.seen = repr(coordinator)
+
+        async with psync.LocalCluster(1, 1, processes=False) as cluster:
+            strategy, noting = psync.ParameterServerStrategy(cluster.resolver), Noting()
+            coordinator = psync.ClusterCoordinator(strategy, closure_timeout=50)
+            await make(strategy).fit(batches, steps_per_epoch=1, callbacks=[noting], verbose=False)
+            assert noting.seen.endswith(", running>")
+            assert repr(coordinator).endswith(", not running>")
+
+
+class TestMistakes:
     def test_numbers_out_of_range_are_refused(self) -> None:
         trainer = make(strategy_of())
         with pytest.raises(ConfigurationError, match="steps_per_epoch above 0, got 0"):

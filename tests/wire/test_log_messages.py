@@ -25,7 +25,7 @@ from psync.wire.log_messages import (
 from wire_tools import check_bytes, kinds_of
 
 GOLDEN: list[tuple[Message, str]] = [
-    (CheckState(3, b"d"), "93cc8703c40164"),
+    (CheckState(3, b"d", 7), "94cc8703c4016407"),
     (BeginGroup(9, {"name": "g"}, 3), "941e0981a46e616d65a16703"),
     (
         CountPush(9, 3, 2, 5, 1, b"s", 2, 1.5, 0, [(1, 0, 0)], [8], None, True),

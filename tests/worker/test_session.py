@@ -11,6 +11,7 @@ import memory_cluster
 import psync
 from inside import iterators_of, points_of, session_of
 from memory_cluster import cluster_of, coordinating, event_of
+from ps_cluster import until
 from psync.errors import RemoteError
 from psync.testing.sabotage import FailpointError
 from psync.worker.session import Session
@@ -188,7 +189,7 @@ async def test_losing_the_bulk_connection_while_arguments_are_fetched_is_no_erro
 
 
 async def test_a_cancelled_closure_in_the_middle_of_its_queue_ends_at_once():
-    async with coordinating(num_workers=1) as (_, coordinator):
+    async with coordinating(num_workers=1) as (cluster, coordinator):
 
         async def quick():
             return 0
@@ -203,7 +204,7 @@ async def test_a_cancelled_closure_in_the_middle_of_its_queue_ends_at_once():
         coordinator.schedule(waits)
         values = [coordinator.schedule(quick) for _ in range(30)]
         await event_of("started").wait()
-        await asyncio.sleep(0.01)
+        await until(lambda: "queue: 0 closures" not in str(cluster.tasks["worker-0"].describe()))
         values[3].cancel()
         with pytest.raises(psync.errors.ClosureCancelled):
             await values[3]

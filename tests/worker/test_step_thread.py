@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from psync.testing import settle
 from psync.worker.step_thread import StepThread
 
 where: contextvars.ContextVar[str] = contextvars.ContextVar("where", default="nowhere")
@@ -120,8 +121,7 @@ async def test_a_call_that_is_cancelled_waits_for_the_function_unless_all_is_ove
     call = asyncio.create_task(thread.call(slow, lambda: is_over))
     await asyncio.sleep(0)
     call.cancel()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await settle()
     assert call.done() is is_over
     release.set()
     with pytest.raises(asyncio.CancelledError):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Self, TypeVar
 
 from psync.api.coordinator_options import (
     add_worker,
@@ -14,8 +15,14 @@ from psync.api.coordinator_options import (
     watchdog_timeout_of,
 )
 from psync.api.data_shards import Visits
-from psync.api.datasets import DistributedDataset, PerWorkerDataset, capture_dataset
+from psync.api.datasets import (
+    DatasetFunction,
+    DistributedDataset,
+    PerWorkerDataset,
+    capture_dataset,
+)
 from psync.api.optimizers.registry import optimizers_here
+from psync.api.scheduling import Scheduling
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.events import Event
 from psync.chief.reattachment import OwnOptimizers
@@ -23,12 +30,13 @@ from psync.client.context import forbid_in_step
 from psync.closures.flapping import LIMIT
 from psync.closures.queue import MAX_LOSSES
 from psync.coordinator import Coordinator, CoordinatorOptions
-from psync.errors import CaptureError, ClosedError, ConfigurationError, UsageError
+from psync.errors import ClosedError, ConfigurationError, UsageError
 from psync.net.environment import note_training_began, platform_of, script_is_shared
 from psync.net.process_state import PerProcess
 from psync.net.task_reports import add_description
-from psync.serialization.remote_value import RemoteValue, fetch_all
 from psync.specs import checked_kind
+
+T = TypeVar("T")
 
 _of_origin: PerProcess[weakref.WeakValueDictionary[str, ClusterCoordinator]] = PerProcess(
     weakref.WeakValueDictionary
@@ -36,7 +44,7 @@ _of_origin: PerProcess[weakref.WeakValueDictionary[str, ClusterCoordinator]] = P
 """The coordinator of each strategy, by the strategy's token, as long as somebody holds it."""
 
 
-class ClusterCoordinator:
+class ClusterCoordinator(Scheduling):
     """Schedules step functions onto the workers of a strategy's cluster.
 
     An async context manager: entering it connects to the cluster, leaving it cancels what is
@@ -215,47 +223,6 @@ class ClusterCoordinator:
         if coordinator is not None:
             await coordinator.close()
 
-    def schedule(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...] | list[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> RemoteValue:
-        """Queue ``fn(*args, **kwargs)`` to be run on some worker; never blocks.
-
-        It runs at least once: again, elsewhere, if its worker is lost. Its pushes are applied
-        at most once. After an error, and until ``join`` has raised it, what is scheduled is
-        cancelled at once.
-
-        A call takes some microseconds, and a queued closure half a KiB, beside its arguments, until
-        it has ended. Whoever schedules hundreds of thousands in one loop should ``await
-        asyncio.sleep(0)`` now and then: nothing is sent, and no result comes in, meanwhile.
-
-        Args:
-            fn: A coroutine function, which runs on the worker's event loop, or a plain one,
-                which runs in a thread there. It is pickled when it is first scheduled: what it
-                captured then is what workers see.
-            args: Arguments, captured by value now. A RemoteValue among them, at any depth, is
-                replaced by its value on the worker, and waited for. A per-worker iterator is
-                the worker's own.
-            kwargs: Likewise.
-
-        Returns:
-            The handle to its result.
-
-        Raises:
-            CaptureError: ``fn`` is not callable, or something cannot be sent to a worker; names it.
-            ClosedError: The coordinator is not running.
-        """
-        if isinstance(args, RemoteValue) or not isinstance(args, tuple | list):
-            raise CaptureError(
-                f"args: expected a tuple, got {type(args).__name__}",
-                hint="schedule(step, args=(value,))",
-            )
-        if kwargs is not None:
-            checked_kind("kwargs: expected a dict", kwargs, dict, error=CaptureError)
-        return self._running("schedule").schedule(fn, tuple(args), dict(kwargs or {}))
-
     async def join(self, timeout: float | None = None) -> None:
         """Wait for everything that was scheduled before this call.
 
@@ -289,29 +256,9 @@ class ClusterCoordinator:
         of a step."""
         return self._running("done").done()
 
-    async def fetch(self, structure: Any) -> Any:
-        """Return ``structure`` with each RemoteValue replaced by its value.
-
-        If one has failed, this collects the error as ``join`` does: it is raised when nothing is
-        running any more and nothing is queued, and the next closures run normally.
-
-        Args:
-            structure: A RemoteValue, or any nesting of dicts, lists and tuples.
-
-        Raises:
-            Exception: As ``RemoteValue.fetch``, of the first in the structure that failed; its
-                cause or a note names the first error of all, if that is another one.
-
-        Cancellation: Safe.
-        """
-        try:
-            return await fetch_all(structure)
-        except Exception as exc:
-            if self._coordinator is not None:
-                await self._coordinator.collect_into(exc)
-            raise
-
-    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+    def create_per_worker_dataset(
+        self, dataset_fn: DatasetFunction[T] | Iterable[T]
+    ) -> PerWorkerDataset[T]:
         """Return a dataset of which every worker reads its own.
 
         A worker that is lost and comes back starts its iterators from the beginning.
@@ -336,7 +283,8 @@ class ClusterCoordinator:
         num_workers = len(coordinator.links.workers.names())
         if isinstance(dataset_fn, DistributedDataset):
             num_workers = dataset_fn.num_workers
-        return PerWorkerDataset(DistributedDataset(captured, num_workers, None), function, self)
+        own: DistributedDataset[T] = DistributedDataset(captured, num_workers, None)
+        return PerWorkerDataset(own, function, self)
 
     add_worker = add_worker
     remove_worker = remove_worker
@@ -425,6 +373,22 @@ class ClusterCoordinator:
                 f"{operation} outside the event loop on which the coordinator runs"
             ) from exc
         return self._coordinator
+
+
+@asynccontextmanager
+async def running_coordinator(
+    strategy: ParameterServerStrategy,
+) -> AsyncGenerator[ClusterCoordinator, None]:
+    """Return a context manager with the strategy's coordinator, which runs in it.
+
+    One that was not running before is closed in the end.
+    """
+    coordinator = ClusterCoordinator(strategy)
+    if coordinator._coordinator is not None:
+        yield coordinator
+        return
+    async with coordinator:
+        yield coordinator
 
 
 def coordinator_of(origin: str) -> Coordinator | None:

@@ -46,7 +46,7 @@ class Visits:
 
     def __init__(
         self,
-        schedule: Callable[..., RemoteValue],
+        schedule: Callable[..., RemoteValue[Any]],
         join: Callable[[], Awaitable[None]],
         shards: Sequence[Any],
         num_epochs: int,
@@ -58,7 +58,7 @@ class Visits:
         self._digest = _digest(self.shards)
         self._num_epochs, self._shuffle_seed = num_epochs, shuffle_seed
         self._visitation = self._from(state)
-        self._running: dict[int, RemoteValue] = {}  # of the shards that are handed out
+        self._running: dict[int, RemoteValue[Any]] = {}  # of the shards that are handed out
         self._losses: dict[int, int] = {}  # of them, those that are noted
         self._num_scheduled = 0
 
@@ -97,7 +97,7 @@ class Visits:
         fn: Callable[..., Any],
         args: tuple[Any, ...] | list[Any] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> list[RemoteValue]:
+    ) -> list[RemoteValue[Any]]:
         """Schedule ``fn(shard, *args, **kwargs)`` for each shard that is to be done; never blocks.
 
         Returns:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from psync.api.variables import Variable
 from psync.client.context import DatasetContext, current_closure, inside
@@ -41,6 +41,10 @@ from psync.worker.iterators import IteratorHandle
 if TYPE_CHECKING:
     from psync.api.cluster_coordinator import ClusterCoordinator
 
+T = TypeVar("T")
+
+DatasetFunction: TypeAlias = Callable[[InputContext], Iterable[T]] | Callable[[], Iterable[T]]
+
 
 @dataclass(frozen=True, slots=True)
 class InputOptions:
@@ -63,7 +67,7 @@ class InputOptions:
             )
 
 
-class DistributedDataset:
+class DistributedDataset(Generic[T]):
     """A dataset of which each worker has its share. It is iterated over on workers only.
 
     On the coordinator it is given to ``ClusterCoordinator.create_per_worker_dataset``. A step that
@@ -90,7 +94,7 @@ class DistributedDataset:
     def __repr__(self) -> str:
         return f"<distributed dataset of {self.dataset_fn!r} for {self.num_workers} workers>"
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         closure = current_closure()
         index = closure.worker_index if closure is not None else self._worker_index
         if index is None:
@@ -138,7 +142,7 @@ def _elements(dataset_fn: Callable[..., Any], context: InputContext) -> Generato
 
 def distribute_dataset(
     dataset: Any, options: InputOptions | None, num_workers: int, worker_index: int | None
-) -> DistributedDataset:
+) -> DistributedDataset[Any]:
     """Return the dataset cut into shards; see
     ``ParameterServerStrategy.experimental_distribute_dataset``."""
     policy = _options("experimental_distribute_dataset", options).shard_policy
@@ -158,7 +162,7 @@ def distribute_dataset(
 
 def distribute_function(
     dataset_fn: Any, options: InputOptions | None, num_workers: int, worker_index: int | None
-) -> DistributedDataset:
+) -> DistributedDataset[Any]:
     """Return what each worker's call of a function returns; see
     ``ParameterServerStrategy.distribute_datasets_from_function``."""
     policy = _options("distribute_datasets_from_function", options).shard_policy
@@ -193,7 +197,7 @@ def _options(operation: str, options: Any) -> InputOptions:
     return checked_kind(f"{operation}: options: expected InputOptions", options, InputOptions)
 
 
-class PerWorkerDataset:
+class PerWorkerDataset(Generic[T]):
     """A dataset that every worker reads for itself.
 
     Iterating over it makes iterators on all workers: ``iter(dataset)`` returns one handle,
@@ -207,7 +211,7 @@ class PerWorkerDataset:
 
     def __init__(
         self,
-        dataset: DistributedDataset,
+        dataset: DistributedDataset[T],
         function: Function,
         coordinator: ClusterCoordinator,
     ) -> None:
@@ -215,10 +219,10 @@ class PerWorkerDataset:
         self._function = function
         self._coordinator = coordinator
 
-    def __iter__(self) -> PerWorkerIterator:
+    def __iter__(self) -> PerWorkerIterator[T]:
         return self.iterator()
 
-    def iterator(self, position: int | Mapping[int, int] = 0) -> PerWorkerIterator:
+    def iterator(self, position: int | Mapping[int, int] = 0) -> PerWorkerIterator[T]:
         """Return a new iterator, as ``iter`` does, that need not begin at the beginning.
 
         What comes before is loaded and thrown away. A worker that is lost and comes back
@@ -239,12 +243,14 @@ class PerWorkerDataset:
             )
         uid, coordinator, num_workers = random_hex(8), self._coordinator, self._dataset.num_workers
         starts = _checked(position, num_workers)
-        iterator = PerWorkerIterator(uid, self._function, num_workers, starts, coordinator)
+        iterator: PerWorkerIterator[T] = PerWorkerIterator(
+            uid, self._function, num_workers, starts, coordinator
+        )
         # Weakly: the coordinator itself may hold the iterator, in a closure that is queued.
         weakref.finalize(iterator, _release, weakref.ref(coordinator), uid).atexit = False
         return iterator
 
-    def build(self) -> DistributedDataset:
+    def build(self) -> DistributedDataset[T]:
         """Return the dataset without iterators: a step that gets it iterates over it itself.
 
         Source: ``build`` of TensorFlow's per-worker datasets.
@@ -262,8 +268,10 @@ class PerWorkerDataset:
         return self._dataset.element_spec
 
 
-class PerWorkerIterator(IteratorHandle):
+class PerWorkerIterator(IteratorHandle[T]):
     """The coordinator's handle of an iterator on each worker; released when it is dropped.
+
+    To type checkers it is an ``Iterator[T]`` of batches, as to the step that gets it.
 
     A closure or step function that carries it keeps it: see ``payloads``.
     """

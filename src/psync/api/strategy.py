@@ -10,11 +10,12 @@ the placement for each shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from psync.api.datasets import (
+    DatasetFunction,
     DistributedDataset,
     InputOptions,
     distribute_dataset,
@@ -48,6 +49,8 @@ from psync.replicas.context import cross_replica, replicas_in_sync
 from psync.replicas.run import ReplicaRuns
 from psync.specs import VariableSpec, checked_kind
 from psync.worker.data_sources import ArrayDataset
+
+T = TypeVar("T")
 
 Partitioner = Callable[[tuple[int, ...], Any], Any]
 
@@ -184,8 +187,8 @@ class ParameterServerStrategy(ReplicaRuns):
     # Data; see ``api.datasets``.
 
     def experimental_distribute_dataset(
-        self, dataset: Any, options: InputOptions | None = None
-    ) -> DistributedDataset:
+        self, dataset: Iterable[T], options: InputOptions | None = None
+    ) -> DistributedDataset[T]:
         """Return a dataset of which each worker reads its share: some files, or some elements.
 
         With one replica to a worker a global batch is the batch of that replica, so batches stay
@@ -205,8 +208,8 @@ class ParameterServerStrategy(ReplicaRuns):
         return distribute_dataset(dataset, options, *self._workers)
 
     def distribute_datasets_from_function(
-        self, dataset_fn: Callable[..., Any], options: InputOptions | None = None
-    ) -> DistributedDataset:
+        self, dataset_fn: DatasetFunction[T], options: InputOptions | None = None
+    ) -> DistributedDataset[T]:
         """Return a dataset of which each worker's share is what a function returns there.
 
         Args:

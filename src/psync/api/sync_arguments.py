@@ -16,7 +16,7 @@ from psync.api.variables import Handle, OnReadVariable, Variable
 from psync.errors import ConfigurationError, GradientError
 from psync.numerics.sums import check_weight
 from psync.schedules import as_number
-from psync.specs import checked_integer, checked_kind
+from psync.specs import checked_kind
 from psync.store.sync_config import SyncConfig
 
 STEP_DTYPE = "int64"
@@ -46,11 +46,6 @@ def check_wrapped(name: object, opt: object) -> None:
             "gradients of an earlier step are never applied",
             hint="leave out staleness_bound",
         )
-
-
-def count_of(name: str, argument: str, value: object) -> int:
-    """Return a whole number. Raises ConfigurationError if it is none."""
-    return checked_integer(f"{name}: expected a whole number as {argument}", value, -(1 << 63))
 
 
 def checked_weight(weight: object) -> float:

@@ -22,16 +22,14 @@ from psync.api.sync_arguments import (
     check_wrapped,
     checked_step,
     checked_weight,
-    count_of,
 )
 from psync.api.variables import Variable
 from psync.client.context import current_closure
 from psync.client.runtime import Runtime, current_runtime
 from psync.errors import ConfigurationError, UsageError
 from psync.numerics.rule_options import flag
-from psync.schedules import as_number
 from psync.specs import Outcome
-from psync.store.sync_config import SyncConfig
+from psync.store.sync_config import SyncConfig, count_of
 
 if TYPE_CHECKING:
     from psync.compat.chief_queue_runner import ChiefQueueRunner
@@ -137,17 +135,16 @@ class SyncReplicasOptimizer(Optimizer):
     ) -> None:
         check_wrapped(name, opt)
         total = replicas_to_aggregate if total_num_replicas is None else total_num_replicas
-        in_order = flag(name, "deterministic", deterministic)
         config = SyncConfig(
             name=name,
             optimizer=opt._config,
-            replicas_to_aggregate=count_of(name, "replicas_to_aggregate", replicas_to_aggregate),
-            total_num_replicas=count_of(name, "total_num_replicas", total),
-            min_replicas=count_of(name, "min_replicas", min_replicas),
-            patience_s=float(as_number(f"{name}: patience_s", patience_s)),
-            strict=flag(name, "strict", strict) or in_order,
-            deterministic=in_order,
-            tensorflow_compat=flag(name, "tensorflow_compat", tensorflow_compat),
+            replicas_to_aggregate=replicas_to_aggregate,
+            total_num_replicas=total,
+            min_replicas=min_replicas,
+            patience_s=patience_s,
+            strict=strict,
+            deterministic=deterministic,
+            tensorflow_compat=tensorflow_compat,
             reduction=reduction,
             sparse_divisor=sparse_divisor,
             global_step=NOWHERE,

@@ -178,7 +178,7 @@ class Variable(Handle):
         trainable: bool | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
-    ) -> Any:
+    ) -> Variable:  # to type checkers; it may be a ShardedVariable
         called = f'variable "{name or "Variable"}"'
         scope = scope_for(
             f"declaring {called}",
@@ -198,7 +198,7 @@ class Variable(Handle):
                 f"{called}: expected a variable creator to return a variable, got {made!r}",
                 hint="return next_creator(**kwargs)",
             )
-        return made
+        return cast(Variable, made)
 
     @property
     def device(self) -> str:

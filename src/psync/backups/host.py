@@ -28,24 +28,26 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from psync.backups.pairing import Computation, check_release
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
-from psync.net.peer import Handler, Later, Peer, Reply
+from psync.net.peer import AsIfFrom, Handler, Later, Peer, Reply
 from psync.net.platform import Parts
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
 from psync.ps.executor import Diverged
 from psync.ps.snapshots import unpack_answer
 from psync.ps.update import NO_BYTES
+from psync.store.commit_log import chained
 from psync.store.ledger import Ledger
 from psync.store.locate_ps import Copy, Primary
 from psync.store.snapshot import Loaded, load_snapshot
 from psync.store.snapshot_state import SnapshotState
 from psync.store.store import ShardStore
 from psync.wire.codec import Message, decode
+from psync.wire.log_messages import CheckState
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Assign, AttachPs, Push
 from psync.wire.recovery_messages import (
@@ -94,17 +96,6 @@ class BackupTask(Protocol):
         """End."""
 
 
-@dataclass(slots=True, eq=False)
-class AsIfFrom:
-    """Stands for the connection over which an entry came to the one that is backed up."""
-
-    task: str
-    incarnation: int
-    state: dict[str, Any]
-    lane: str = "control"
-    on_closed: list[Any] = field(default_factory=list)
-
-
 @dataclass(slots=True)
 class _Entry:
     number: int
@@ -131,6 +122,7 @@ class _Backup:
         self._state: dict[str, Any] = {}  # sets, by their numbers in the log
         self._doing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # an entry is done
+        self.chain = 0  # over the entries of the log
         self.diverged = False  # it was compared, and is another one
         self._failed = False  # an entry has failed as no ps may refuse one
 
@@ -166,21 +158,24 @@ class _Backup:
         self.loaded = None
         order = self.order
         attach = AttachPs(
-            order.coordinator, order.ps, list(order.ps_addresses), order.ps_timeout_s, keep=True
+            order.coordinator, list(order.ps_addresses), order.ps_timeout_s, keep=True
         )
         self.task.take_over(attach, loaded, order.timeline, order.lineage)
 
-    def add(self, number: int, entry: tuple[str, int, bytes, int], body: list[memoryview]) -> None:
+    def add(self, number: int, sent: tuple[str, int, bytes, int], body: list[memoryview]) -> None:
         """Take the next entry."""
-        task, incarnation, header, _ = entry
+        task, incarnation, header, _ = sent
         message, nbytes = decode(header), sum(map(len, body))
         if not body and isinstance(message, Push | Assign):
             body = [NO_BYTES]  # of shards without elements
-        peer = AsIfFrom(task, incarnation, self._state)
-        self._entries.append(_Entry(number, peer, message, body, nbytes))
+        entry = _Entry(number, AsIfFrom(task, incarnation, self._state), message, body, nbytes)
         self.waiting += 1
         self.pending_bytes += nbytes
         self.taken = number
+        if isinstance(message, CheckState) and message.chain != self.chain:
+            self._done(entry, Diverged(f"{self.sender}: its backup was sent other entries"))
+        self.chain = chained(self.chain, (task, incarnation), header, nbytes)
+        self._entries.append(entry)
         if self._doing is None:
             self._doing = asyncio.get_running_loop().create_task(self._do())
 
@@ -381,6 +376,8 @@ class BackupHost:
             raise RemoteProtocolError(
                 f"{known.sender}: entry {message.first} comes after {known.taken}"
             )
+        if not message.entries and message.first == known.taken + 1:
+            known.chain = 0  # before came what no snapshot has, and now the log
         at = 0
         for number, entry in enumerate(message.entries, message.first):
             segments = body[at : at + entry[3]]

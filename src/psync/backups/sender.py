@@ -115,7 +115,7 @@ class BackupSender:
         self._under_way = 0
         self._ships = False  # the snapshot is there
         self._reconnecting: asyncio.Task[None] | None = None
-        self._changed: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()  # the backup has more, or does not follow
         self._heard_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -151,8 +151,8 @@ class BackupSender:
         self.ship()
         while self._log.taken < wanted:
             self._check()
-            self._changed = asyncio.get_running_loop().create_future()
-            await self._changed
+            self._changed.clear()
+            await self._changed.wait()
         self._check()
 
     async def _send_snapshot(self, frozen: Frozen, first: int) -> None:
@@ -241,7 +241,7 @@ class BackupSender:
     def _taken(self, message: LogTaken) -> None:
         self._note_heard()
         self._log.note_taken(message.upto)
-        self._wake()
+        self._changed.set()
         self._advanced()
         self.ship()
 
@@ -304,13 +304,9 @@ class BackupSender:
         self.ended.set()
         self._ships = False
         logger.warning("%s: its backup does not follow: %s", self._task, error.message)
-        self._wake()
+        self._changed.set()
         if isinstance(error, FencedError):
             self._deposed()
-
-    def _wake(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
 
     def close(self) -> Coroutine[Any, Any, None]:
         """Send nothing more, and depose nobody; return what closes its connection.
@@ -324,7 +320,7 @@ class BackupSender:
         if self.error is None:
             self.error = PsyncError(f"{self._task}: its backup was given up")
         self.ended.set()
-        self._wake()
+        self._changed.set()
         if self._timer is not None:
             self._timer.cancel()
         if self._reconnecting is not None:

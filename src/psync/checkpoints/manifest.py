@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from psync.errors import CheckpointCorrupt, CheckpointError, PartitionError
 from psync.specs import dtype_of
-from psync.store.untrusted_json import UntrustedJson
+from psync.store.untrusted_json import read_json, to_json, wrong
 
 FORMAT = "psync checkpoint"
 VERSION = 1
@@ -121,30 +121,24 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the manifest as it is stored."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "number": self.number,
-                "tensors": [
-                    {
-                        "name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype,
-                        "slices": [list(piece) for piece in tensor.slices],
-                    }
-                    for tensor in self.tensors.values()
-                ],
-                "states": self.states,
-                "files": self.files,
-                "images": [
-                    {
-                        "state": snapshot.state, "crc32": snapshot.crc32, "data": snapshot.data,
-                        "places": [list(place) for place in snapshot.places],
-                    }
-                    for snapshot in self.snapshots
-                ],
-            },
-            indent=1,  # in the order of the objects' own state, which comes back as it was
-        ).encode()  # fmt: skip
+        stored = _Stored(
+            FORMAT, VERSION, self.number, tuple(self.tensors.values()), dict(self.states),
+            dict(self.files), self.snapshots,
+        )  # fmt: skip
+        return to_json(stored, indent=1)  # states come back in the order that they have
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The manifest, as JSON."""
+
+    format: str
+    version: int
+    number: int
+    tensors: tuple[Tensor, ...]
+    states: dict[str, Any]
+    files: dict[str, int]
+    images: tuple[Snapshot, ...] = ()  # which older ones do not have
 
 
 def commit_line(manifest: bytes) -> bytes:
@@ -170,75 +164,41 @@ def read_manifest(data: bytes, commit: bytes, where: str) -> Manifest:
             f"({len(data)} bytes, checksum {zlib.crc32(data):08x})",
             hint="restore an older checkpoint; this one was changed or damaged after it was saved",
         )
-    read = _Reader(f"{where}: the manifest")
-    top = read.parse(data)
-    if top.get("format") != FORMAT:
-        raise CheckpointCorrupt(f"{where}: the manifest is not one of psync")
-    version = read.number(top.get("version"), "version")
-    if version != VERSION:
-        raise CheckpointError(
-            f"{where}: format version {version}, this psync reads {VERSION}",
-            hint="install a newer psync",
-        )
-    files = {
-        read.file(name): read.number(size, f"size of {name!r}")
-        for name, size in read.mapping(top.get("files"), "files").items()
-    }
+    subject = f"{where}: the manifest"
+    stored = read_json(data, _Stored, subject, (FORMAT, VERSION))
+    for name in stored.files:
+        _check_name(name, subject)
     tensors: dict[str, Tensor] = {}
-    for entry in read.sequence(top.get("tensors"), "tensors"):
-        tensor = _tensor(read, read.mapping(entry, "a tensor"), files)
+    for tensor in stored.tensors:
+        _check_slices(tensor, stored.files, where)
         if tensors.setdefault(tensor.name, tensor) is not tensor:
             raise CheckpointCorrupt(f"{where}: tensor {tensor.name!r} occurs twice")
-    states = read.mapping(top.get("states"), "states")
-    snapshots = tuple(
-        _snapshot(read, read.mapping(entry, "a snapshot"), files)
-        for entry in read.sequence(top.get("images", []), "images")  # older ones have none
-    )
-    return Manifest(read.number(top.get("number"), "number"), tensors, states, files, snapshots)
+    for snapshot in stored.images:
+        for file in (snapshot.state, snapshot.data):
+            if file not in stored.files:
+                raise wrong(subject, "file of a snapshot", "one that is listed", file)
+        size = stored.files[snapshot.data]
+        for place in snapshot.places:
+            if place.start + place.nbytes > size:
+                what = f"a place in {snapshot.data!r}"
+                raise wrong(subject, what, f"one within {size} bytes", tuple(place))
+    return Manifest(stored.number, tensors, stored.states, stored.files, stored.images)
 
 
-def _snapshot(read: _Reader, entry: Mapping[str, Any], files: Mapping[str, int]) -> Snapshot:
-    state, data = read.file(entry.get("state")), read.file(entry.get("data"))
-    for file in (state, data):
-        if file not in files:
-            raise read.wrong("file of a snapshot", "one that is listed", file)
-    places = []
-    for listed in read.sequence(entry.get("places"), f"places in {data!r}"):
-        numbers = read.sequence(listed, f"a place in {data!r}", len(Place._fields))
-        place = Place(*(read.number(number, f"a place in {data!r}") for number in numbers))
-        if place.start + place.nbytes > files[data]:
-            raise read.wrong(f"a place in {data!r}", f"one within {files[data]} bytes", numbers)
-        places.append(place)
-    return Snapshot(
-        state, read.number(entry.get("crc32"), f"checksum of {state!r}"), data, tuple(places)
-    )
-
-
-def _tensor(read: _Reader, entry: Mapping[str, Any], files: Mapping[str, int]) -> Tensor:
-    name = read.text(entry.get("name"), "name of a tensor")
-    shape = tuple(
-        read.number(extent, f"shape of {name!r}")
-        for extent in read.sequence(entry.get("shape"), f"shape of {name!r}")
-    )
-    dtype = read.text(entry.get("dtype"), f"dtype of {name!r}")
-    try:
-        dtype_of(dtype)
-    except PartitionError as exc:
-        raise CheckpointCorrupt(f"{read.where}: tensor {name!r}: {exc.message}") from exc
-    slices = []
-    for listed in read.sequence(entry.get("slices"), f"slices of {name!r}"):
-        parts = read.sequence(listed, f"a slice of {name!r}", len(Slice._fields))
-        offset, rows, file, *place = parts
-        begin = read.number(offset, f"offset in {name!r}"), read.number(rows, f"rows of {name!r}")
-        what = (f"{each} in {name!r}" for each in ("start", "size", "checksum"))
-        slices.append(Slice(*begin, read.file(file), *map(read.number, place, what)))
-    tensor = Tensor(name, shape, dtype, tuple(slices))
-    _check_slices(tensor, files, read.where)
-    return tensor
+def _check_name(file: str, subject: str) -> None:
+    """Refuse the name of a file that is a path out of the directory."""
+    if not all(char.isascii() and (char.isalnum() or char in "-_.") for char in file) or (
+        not file or file.startswith(".")
+    ):
+        raise wrong(subject, "name of a file", "letters, digits, - _ .", file)
 
 
 def _check_slices(tensor: Tensor, files: Mapping[str, int], where: str) -> None:
     """Refuse slices that do not cover the tensor exactly once, or lie outside of their files."""
+    try:
+        dtype_of(tensor.dtype)
+    except PartitionError as exc:
+        raise CheckpointCorrupt(f"{where}: tensor {tensor.name!r}: {exc.message}") from exc
     subject = f"{where}: tensor {tensor.name!r} {tensor.shape} {tensor.dtype}"
     row, row_bytes = 0, tensor.row_bytes
     for piece in tensor.slices:
@@ -323,16 +283,3 @@ def compare(
     return Difference(
         tuple(sorted(asked - has)), tuple(sorted(has - asked - set(optional))), tuple(misshaped)
     )
-
-
-class _Reader(UntrustedJson):
-    """Takes values out of a manifest that may be anything."""
-
-    def file(self, value: Any) -> str:
-        """Return the name of a file beside the manifest: never a path out of the directory."""
-        name = self.text(value, "name of a file")
-        if not all(char.isascii() and (char.isalnum() or char in "-_.") for char in name) or (
-            name.startswith(".")
-        ):
-            raise self.wrong("name of a file", "letters, digits, - _ .", value)
-        return name

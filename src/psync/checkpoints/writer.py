@@ -43,7 +43,7 @@ from psync.checkpoints.manifest import (
 from psync.errors import CheckpointError, ConfigurationError
 
 NONCE = "nonce"
-"""A file that is there for a moment: who can read it shares the directory."""
+"""A file that is there until the checkpoint is complete: who can read it shares the directory."""
 
 STREAM_VARIABLE = "PSYNC_CHECKPOINT_STREAM"
 
@@ -70,6 +70,8 @@ class Writer:
         number: Of the save.
         tensors: Whole shape and dtype of each tensor.
         states: Of objects without tensors.
+        nonce: What to put into a file by which ps tasks see whether they share the directory; "":
+            they are not asked to write.
 
     Raises:
         CheckpointError: There is one of this name; or the disk is full, or fails.
@@ -80,6 +82,7 @@ class Writer:
     number: int
     tensors: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     states: Mapping[str, Any] = field(default_factory=dict)
+    nonce: str = ""
     _files: list[DataFile] = field(default_factory=list)
     _sizes: dict[str, int] = field(default_factory=dict)  # of complete files
     _slices: list[tuple[str, Slice]] = field(default_factory=list)  # in them, by tensor
@@ -91,22 +94,13 @@ class Writer:
                 raise CheckpointError(f"{self.directory / self.name}: exists already")
             self._throw_away()  # what a save has left that was interrupted
             current_disk.get().make_directory(self.temporary)
+            if self.nonce:
+                write_synced(self.temporary / NONCE, self.nonce.encode())
 
     @property
     def temporary(self) -> Path:
         """The directory in which files are written."""
         return self.directory / f"{self.name}.tmp"
-
-    def put_nonce(self, nonce: str) -> Path:
-        """Write a file by which others see whether they share the directory; return its path.
-
-        Raises:
-            CheckpointError: The disk is full, or fails.
-        """
-        path = self.temporary / NONCE
-        with disk_errors(f"writing {path}"):
-            write_synced(path, nonce.encode())
-        return path
 
     def remove_nonce(self) -> None:
         """Remove that file."""

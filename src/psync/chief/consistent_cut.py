@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -42,10 +41,10 @@ from psync.closures.membership import backoff
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
 from psync.specs import dtype_of
 from psync.store.snapshot import SnapshotState
+from psync.store.untrusted_json import read_json, to_json
 from psync.wire.codec import Message
 from psync.wire.recovery_messages import (
     Admit,
-    AskShared,
     DropFrozen,
     Freeze,
     Frozen,
@@ -53,7 +52,6 @@ from psync.wire.recovery_messages import (
     Gated,
     OpenGate,
     ReadFrozen,
-    Shared,
     WriteFrozen,
     Written,
 )
@@ -79,7 +77,7 @@ PIECE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class WrittenSnapshot:
-    """A file that a ps has written."""
+    """A file with arrays of a ps."""
 
     size: int  # in bytes
     places: Sequence[tuple[int, int, int]]  # first byte, bytes, crc32 of each item
@@ -96,19 +94,19 @@ class Cut:
     is_present: Callable[[], bool]  # whether no ps has gone back to an earlier instant
     is_over: bool = False
 
-    async def shared(self, path: str, nonce: str) -> list[bool]:
-        """Return for each ps whether it finds a file of this path that has this text.
-
-        Raises:
-            ParameterServerLost: A ps is gone.
-
-        Cancellation: Safe.
-        """
-        answers = await _ask_all(self.links, AskShared(path, nonce), Shared)
-        return [message.same for message, _ in answers]
-
-    async def write(self, ps: int, path: str, items: Sequence[tuple[int, str]]) -> WrittenSnapshot:
+    async def write(
+        self, ps: int, path: str, nonce: str, items: Sequence[tuple[int, str]]
+    ) -> WrittenSnapshot | None:
         """Let a ps write some of its items to a new file, under names of their own.
+
+        Args:
+            ps: Its index.
+            path: Of the file.
+            nonce: What a file says that lies beside it: see ``checkpoints.writer``.
+            items: (place in the state, name in the file) of each.
+
+        Returns:
+            What it wrote; None: it does not see the directory.
 
         Raises:
             CheckpointError: The disk is full, or fails.
@@ -118,15 +116,16 @@ class Cut:
         Cancellation: The file may be written.
         """
         self._check_held()
-        listed = json.dumps([list(item) for item in items]).encode()
-        order = WriteFrozen(self.number, path)
-        message, segments = await ask(self.links[ps], order, Written, [listed], cut=True)
-        places = json.loads(bytes(segments[0])) if segments else []
+        order = WriteFrozen(self.number, path, nonce)
+        message, segments = await ask(self.links[ps], order, Written, [to_json(items)], cut=True)
+        if message.size is None:
+            return None
+        places = read_json(b"".join(segments), list[tuple[int, int, int]], self.links[ps].task)
         if len(places) != len(items):
             raise RemoteProtocolError(
                 f"{self.links[ps].task} wrote {len(places)} items, expected {len(items)}"
             )
-        return WrittenSnapshot(message.size, [(at, nbytes, crc) for at, nbytes, crc in places])
+        return WrittenSnapshot(message.size, places)
 
     async def pieces(self, ps: int, item: int) -> AsyncIterator[memoryview]:
         """Yield the bytes of an item, at most 16 MiB at once.

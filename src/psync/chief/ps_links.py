@@ -119,7 +119,7 @@ class PsLinks:
         # One that was started again while this program runs is of no lineage: see ``reattach``.
         keep = self.keep or self.supervision.is_up
         return AttachPs(
-            self._endpoint.incarnation, link.index, list(self.addresses.values()),
+            self._endpoint.incarnation, list(self.addresses.values()),
             self.ps_timeout_s, keep, self._moves,
         )  # fmt: skip
 

@@ -16,7 +16,6 @@ Source: docs/design.md, "Rollback".
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import os
@@ -35,6 +34,7 @@ from psync.client.ps_link import PsLink, always, ask
 from psync.errors import CheckpointCorrupt, CheckpointError, PsyncError
 from psync.store.reattach import Orders
 from psync.store.snapshot_state import SnapshotState
+from psync.store.untrusted_json import to_json
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.recovery_messages import AdoptShards, FillSnapshot, PrepareSnapshot, RestoreSnapshot
@@ -156,7 +156,7 @@ class RollbackSteps:
         """Let a ps read its snapshot, or send it, where the ps does not find the file."""
         packed = state.to_bytes()
         if not streamed_by_environ(os.environ):
-            places = json.dumps([list(place) for place in snapshot.places]).encode()
+            places = to_json(snapshot.places)
             try:
                 await self._send(
                     link, PrepareSnapshot(self.loads, str(snapshot.file)), packed, places

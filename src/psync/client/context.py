@@ -17,13 +17,14 @@ import concurrent.futures
 import contextvars
 import inspect
 import itertools
-from collections.abc import Awaitable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 from psync.client.pulled_steps import PulledSteps
 from psync.errors import ClosureCancelled, ContextError, UsageError
+from psync.net.process_state import PerProcess
 
 T = TypeVar("T")
 
@@ -203,12 +204,16 @@ def forbid_in_step(
         raise UsageError(f"{operation} inside a step (closure {closure.closure_id})", hint=instead)
 
 
+program_waits: PerProcess[list[Callable[[Awaitable[Any]], Any]]] = PerProcess(list)
+"""How the program waits, where it is not on its event loop: see ``psync.blocking``."""
+
+
 def wait(awaitable: Awaitable[T]) -> T:
     """Wait, in a plain step, for what a coroutine step would ``await``.
 
     A step that is a plain function runs in a thread. ``wait`` hands ``awaitable`` to the
     worker's event loop and blocks the thread until its result is there. It runs as part of the
-    same closure.
+    same closure. In a program of ``psync.blocking`` it waits for what a coroutine would await.
 
     Args:
         awaitable: What a function of psync returned, or any awaitable of the worker's loop.
@@ -228,6 +233,9 @@ def wait(awaitable: Awaitable[T]) -> T:
             ...
     """
     try:
+        if current_closure() is None and program_waits():
+            forbid_in_dataset("wait")
+            return cast(T, program_waits()[-1](awaitable))
         closure, loop = _waiting_closure(awaitable)
     except BaseException:
         if inspect.iscoroutine(awaitable):
@@ -257,8 +265,8 @@ def _waiting_closure(awaitable: object) -> tuple[ClosureContext, asyncio.Abstrac
     if closure is None:
         raise UsageError(
             "wait outside a step",
-            hint="it serves plain functions given to schedule; a thread that a step starts "
-            "needs the step's context: contextvars.copy_context().run(…)",
+            hint="it serves plain functions given to schedule, and programs of psync.blocking; a "
+            "thread that a step starts needs the step's context: contextvars.copy_context().run(…)",
         )
     closure.check_open("wait")
     if closure.loop is None:

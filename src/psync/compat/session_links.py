@@ -113,8 +113,9 @@ class SessionLinks:
         note_incarnation(incarnation)
         ps = self._connect_as(CHIEF, incarnation)
 
+        message = AttachPs(incarnation, self._addresses, self._ps_timeout_s)
+
         async def attach(index: int) -> None:
-            message = AttachPs(incarnation, index, self._addresses, self._ps_timeout_s)
             await ps.links[index].call(lambda _: message)
 
         await self._to_each_ps(attach)

@@ -57,14 +57,14 @@ class _Live:
         tensors: Those of the module.
         version: Of the frozen values in it; None: they were not pulled yet.
         state: What was pulled of the arrays that are merged, by name; copies.
-        closure: That has pulled last; None: the program. False: nobody has.
+        puller: Who has pulled last, see ``_who``; None: nobody yet.
     """
 
     def __init__(self, tensors: ModuleTensors) -> None:
         self.tensors = tensors
         self.version: int | None = None
         self.state: dict[str, np.ndarray] = {}
-        self.closure: Any = False
+        self.puller: object = None
 
 
 _lives: PerProcess[weakref.WeakKeyDictionary[Runtime, dict[Any, _Live]]] = PerProcess(
@@ -177,18 +177,19 @@ class ServedModule(ServedVariables, Generic[M]):
         Cancellation: Safe; the tensors then hold anything, until the next pull.
         """
         live = await self._live()
-        tensors, closure = live.tensors, current_closure()
+        tensors, puller = live.tensors, _who()
         if device is not None:
             tensors.module.to(device)
-        if live.closure is not closure:
-            live.closure = closure
+        if live.puller is not puller:
+            live.puller = puller
             tensors.drop_gradients()
         written = tensors.begin_writing()
-        _, live.version = await self.pull_values(live.version, written.target)
+        _, version = await self.pull_values(live.version, written.target)
         if written.is_costly:
             await asyncio.to_thread(written.finish)
         else:
             written.finish()
+        live.version = version
         live.state = {key: np.array(tensors.array(key)) for key in self._state.names}
         return cast(M, tensors.module)
 
@@ -216,7 +217,7 @@ class ServedModule(ServedVariables, Generic[M]):
         Cancellation: As ``apply_gradients``: a push once begun ends in the background.
         """
         live = await self._live()
-        if live.closure is not current_closure():
+        if live.puller is not _who():
             raise UsageError(
                 f"ServedModule {self.name!r}: push in a step that has not pulled",
                 hint="module = await served.pull(), then loss.backward(), then await served.push()",
@@ -323,3 +324,9 @@ class ServedModule(ServedVariables, Generic[M]):
                 f"{type(module).__name__}"
             )
         return ModuleTensors(module)
+
+
+def _who() -> object:
+    """Return what only this run of a closure has, and does not keep it alive; or the program's."""
+    closure = current_closure()
+    return "program" if closure is None else closure.ordinals

@@ -11,7 +11,7 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from psync.errors import (
@@ -375,3 +375,14 @@ def _fitting(views: Sequence[memoryview], frame: Frame) -> list[memoryview]:
     if given != frame.nbytes:
         raise LocalProtocolError(f"{given} bytes of memory were given for a body of {frame.nbytes}")
     return list(views)
+
+
+@dataclass(slots=True, eq=False)
+class AsIfFrom:
+    """Stands for the connection over which an entry of a log came to the ps that has the log."""
+
+    task: str
+    incarnation: int
+    state: dict[str, Any]
+    lane: str = "control"
+    on_closed: list[Any] = field(default_factory=list)

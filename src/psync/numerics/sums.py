@@ -174,7 +174,6 @@ class DenseSum:
         self.dtype = dtype
         self.count = 0  # arrays added
         self.weight = 0.0  # sum of their weights
-        self.is_torn = False  # an array is being added, or was, half-way
         self._total = np.empty(self.shape, sum_dtype(dtype))  # not initialized while count is 0
 
     @property
@@ -206,11 +205,9 @@ class DenseSum:
             raise GradientError(f"shape mismatch: expected {self.shape}, got {values.shape}")
         operation = accumulate if self.count else begin
         totals, terms = self._total.reshape(-1), values.reshape(-1)
-        self.is_torn = self.count > 0
         for part in cuts(totals.size, totals.itemsize):
             operation(totals[part], terms[part], weight)
             yield
-        self.is_torn = False
         self.count += 1
         self.weight += weight
 
@@ -238,7 +235,6 @@ class SparseSum:
         self.row_shape = tuple(row_shape)
         self.dtype = dtype
         self.weight = 0.0  # sum of the weights of all that was added
-        self.is_torn = False  # rows are being added, or were, half-way
         self.indices = np.empty(0, np.int64)  # of the rows: ascending, each once
         self._rows = np.empty((0, *self.row_shape), sum_dtype(dtype))
         self._weights = np.empty(0)  # for each row, of the gradients that contained it
@@ -294,7 +290,6 @@ class SparseSum:
         rows, weights = self._rows, self._weights
         if union.size > self.indices.size:
             rows, weights = yield from self._spread(union)
-        self.is_torn = rows is self._rows
         for part in cuts(unique.size, self._row_cost):
             at = np.searchsorted(union, unique[part])
             touched = rows[at]
@@ -302,7 +297,6 @@ class SparseSum:
             rows[at] = touched
             weights[at] += weight
             yield
-        self.is_torn = False
         self.indices, self._rows, self._weights = union, rows, weights
         self.weight += weight
 

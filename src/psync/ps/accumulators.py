@@ -14,23 +14,25 @@ A take waits as long as a connection does on which it was asked for. One whose c
 whose client is fenced or gives it up, leaves the rule at once and consumes nothing;
 asked for again on another connection, it waits at the end of the queue.
 
-Small work is done within the turn of the loop, large work in pieces; meanwhile all later entries
-wait.
+Each of these messages is an entry of the log (``executor``): the rule decides when it is judged.
+What follows for arrays is a compute (``computes``), in the order of entries for each accumulator: a
+gradient is answered when it is added, a take gets its gradients at once and its value when that is
+made. The log does not record waiting requests: an entry of a take is executed when that waits in
+the rule, or is complete.
 
-Each of these messages is an entry of the log (``executor``). That of a take is executed when the
-take waits in the rule: the log does not record waiting requests.
+Whether the values of a large gradient are finite is looked for before it becomes an entry, if it
+matters: that is a fact of the message alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
+from psync.accumulators import count_nonfinite
 from psync.errors import (
     ConnectionLost,
     PsyncError,
@@ -38,8 +40,10 @@ from psync.errors import (
     UsageError,
 )
 from psync.net.peer import Handler, Peer, Reply
-from psync.numerics.sums import Pieces, at_once
-from psync.ps.cooperative_work import LongWork
+from psync.numerics.blocks import bytes_of
+from psync.numerics.sums import cuts
+from psync.ps.computes import Compute
+from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.ps.executor import Answer, Executor
 from psync.ps.takes import (
     GradientTakes,
@@ -47,11 +51,10 @@ from psync.ps.takes import (
     TakeName,
     TakeWaits,
     gradient_of,
-    in_pieces,
     other_parameters,
     settle,
 )
-from psync.store.ledger import Client, Duplicate, Fresh, Ledger, Ticket, Verdict
+from psync.store.ledger import Client, Duplicate, Fresh, Ledger, Ticket
 from psync.wire.accumulator_messages import (
     AccumulatorState,
     ApplyGradient,
@@ -71,30 +74,8 @@ logger = logging.getLogger(__name__)
 MAX_ACCUMULATORS = 65_536
 """Of one ps. Their names come from peers."""
 
-Turn = Callable[[Client, Any, Sequence[memoryview]], Reply | Awaitable[Reply | None] | None]
-"""Does what a message says: at once, or to its end when it is waited for."""
-
-
-@dataclass(slots=True)
-class _Update:
-    """What changes an accumulator, at most once."""
-
-    client: Client
-    message: ApplyGradient | SetAccumulatorStep
-    body: Sequence[memoryview]
-    hosted: HostedAccumulator
-    ledger: Ledger  # stays the same, even if a new coordinator comes meanwhile
-    begin: Callable[[], Pieces[GradientApplied]]
-
-    def judge(self) -> Verdict:
-        """Ask the ledger."""
-        message = self.message
-        closure = message.closure if message.closure >= 0 else None
-        what = f"{type(message).__name__} {message.accumulator}"
-        return self.ledger.judge(
-            self.client, message.sequence, message.acked_below, closure, message.ordinal,
-            what.encode(), (message.accumulator,),
-        )  # fmt: skip
+Turn = Callable[[Client, Any, Sequence[memoryview]], Reply | Compute | None]
+"""Judges what a message says."""
 
 
 class AccumulatorService:
@@ -124,7 +105,6 @@ class AccumulatorService:
         self.ledger = ledger
         self._executor = executor
         self._task = task
-        self._work = work
         self._waits = TakeWaits(task, self._left)
         self._takes = GradientTakes(task, work, self._waits)
         self._turns: dict[type[Message], Turn] = {
@@ -143,7 +123,7 @@ class AccumulatorService:
         """Return who serves which message."""
         return {
             DefineAccumulator: Handler(self._do),
-            ApplyGradient: Handler(self._do),
+            ApplyGradient: Handler(self._gradient),
             SetAccumulatorStep: Handler(self._do),
             TakeGradient: Handler(self._take),
             ForgetTakes: Handler(self._notified),
@@ -152,7 +132,9 @@ class AccumulatorService:
 
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who does which entry of the log of the one that is backed up."""
-        return dict.fromkeys(self._turns, Handler(self._do))
+        return dict.fromkeys(self._turns, Handler(self._do)) | {
+            ApplyGradient: Handler(self._gradient)
+        }
 
     def definitions(self) -> list[tuple[DefineAccumulator, int]]:
         """Return what each accumulator was defined as, and its global step."""
@@ -183,12 +165,8 @@ class AccumulatorService:
             for wanted in list(hosted.waiting.values()):
                 hosted.withdraw(wanted)
 
-    def fence(self, task: str, below: int) -> Awaitable[None] | None:
-        """Let incarnations of ``task`` below ``below`` wait no more, and forget their values.
-
-        Returns:
-            What is to be waited for until all is done that follows from it.
-        """
+    def fence(self, task: str, below: int) -> Compute | None:
+        """Let incarnations of ``task`` below ``below`` wait no more, and forget their values."""
         return self._takes.fence(self.hosted.values(), task, below)
 
     def statistics(self) -> dict[str, int]:
@@ -223,9 +201,9 @@ class AccumulatorService:
         turn = self._turns[type(message)]
         return self._executor.submit(client, message, body, lambda: turn(client, message, body))
 
-    def _notified(self, peer: Peer, message: Message, _: list[memoryview]) -> None:
-        with contextlib.suppress(PsyncError):  # nobody hears of it
-            self._in_turn((peer.task, peer.incarnation), message)
+    def _notified(self, peer: Peer, message: ForgetTakes, _: list[memoryview]) -> None:
+        client = (peer.task, peer.incarnation)
+        self._executor.note(client, message, (), lambda: self._forget(client, message, ()))
 
     def _define(self, client: Client, message: DefineAccumulator, _: Sequence[memoryview]) -> Reply:
         self.ledger.check_incarnation(*client)
@@ -244,72 +222,95 @@ class AccumulatorService:
 
     # What changes an accumulator.
 
+    def _gradient(
+        self, peer: Peer, message: ApplyGradient, body: Sequence[memoryview]
+    ) -> Reply | Answer | Awaitable[Reply | Answer | None] | None:
+        hosted = self.hosted.get(message.accumulator)
+        is_large = sum(map(len, body)) > INLINE_BYTES
+        if is_large and hosted is not None and hosted.rule.forbid_nonfinite:
+            return self._when_looked_through((peer.task, peer.incarnation), message, body, hosted)
+        return self._do(peer, message, body)
+
+    async def _when_looked_through(
+        self,
+        client: Client,
+        message: ApplyGradient,
+        body: Sequence[memoryview],
+        hosted: HostedAccumulator,
+    ) -> Reply | Answer | None:
+        """Count values that are not finite, with the loop running in between; then do it."""
+        data, dtype = bytes_of(body[-1]), hosted.rule.dtype
+        values = data[: data.size // dtype.itemsize * dtype.itemsize].view(dtype)
+        nonfinite = 0
+        for part in cuts(values.size, dtype.itemsize):
+            nonfinite += count_nonfinite(values[part])
+            await asyncio.sleep(0)
+        return self._executor.submit(
+            client, message, body, lambda: self._apply(client, message, body, nonfinite)
+        )
+
     def _apply(
-        self, client: Client, message: ApplyGradient, body: Sequence[memoryview]
-    ) -> Reply | Awaitable[Reply]:
+        self,
+        client: Client,
+        message: ApplyGradient,
+        body: Sequence[memoryview],
+        nonfinite: int | None = None,
+    ) -> Reply | Compute:
         hosted = self._known(client, message.accumulator)
-        given = gradient_of(message, body, hosted.rule)
+        rule = hosted.rule
+        given = gradient_of(message, body, rule)
 
-        def offer() -> Pieces[GradientApplied]:
-            applied = yield from hosted.rule.offer_pieces(given, message.local_step, message.weight)
-            self._takes.complete(hosted, applied.completed)
-            return GradientApplied(applied.outcome.value, applied.count, applied.step)
+        def offer(ticket: Ticket) -> Reply | Compute:
+            nbytes = rule.nbytes + sum(map(len, body))
+            applied = rule.offer(given, message.local_step, message.weight, nonfinite)
+            answer = GradientApplied(applied.outcome.value, applied.count, applied.step)
+            if applied.adding is None:  # nothing has changed: the closure's next run is judged anew
+                self.ledger.refuse(client, message.sequence)
+                return Reply(answer)
+            self.ledger.record(ticket, answer)
+            return self._takes.add(hosted, applied, Reply(answer), nbytes)
 
-        return self._update(client, message, body, hosted, offer)
+        return self._update(client, message, hosted, offer)
 
     def _set_step(
         self, client: Client, message: SetAccumulatorStep, _: Sequence[memoryview]
-    ) -> Reply | Awaitable[Reply]:
+    ) -> Reply | Compute:
         hosted = self._known(client, message.accumulator)
 
-        def setting() -> Pieces[GradientApplied]:
-            yield from ()
+        def set_step(ticket: Ticket) -> Reply:
             warning = hosted.rule.set_global_step(message.step)
             if warning is not None:
                 logger.warning("%s: %s", self._task, warning)
-            return _state("accepted", hosted)
+            return Reply(self.ledger.record(ticket, _state("accepted", hosted)))
 
-        return self._update(client, message, (), hosted, setting)
+        return self._update(client, message, hosted, set_step)
 
     def _update(
         self,
         client: Client,
         message: ApplyGradient | SetAccumulatorStep,
-        body: Sequence[memoryview],
         hosted: HostedAccumulator,
-        begin: Callable[[], Pieces[GradientApplied]],
-    ) -> Reply | Awaitable[Reply]:
-        update = _Update(client, message, body, hosted, self.ledger, begin)
+        act: Callable[[Ticket], Reply | Compute],
+    ) -> Reply | Compute:
+        """Do what changes an accumulator, at most once."""
+        closure = message.closure if message.closure >= 0 else None
+        what = f"{type(message).__name__} {message.accumulator}"
         try:
-            verdict = update.judge()
-        except PsyncError:
+            verdict = self.ledger.judge(
+                client, message.sequence, message.acked_below, closure, message.ordinal,
+                what.encode(), (message.accumulator,),
+            )  # fmt: skip
+            if isinstance(verdict, Fresh):
+                return act(verdict.ticket)
+        except Exception:
             self.ledger.refuse(client, message.sequence)
             raise
         if isinstance(verdict, Duplicate):
-            return Reply(cast(GradientApplied, verdict.answer))
-        if not isinstance(verdict, Fresh):
-            return Reply(self.ledger.record(verdict.ticket, _state("duplicate", hosted)))
-        if not hosted.fits_now(sum(map(len, body))):
-            return self._work.to_the_end(self._do_slowly(update, verdict.ticket))
-        try:
-            answer = at_once(begin())
-        except Exception as exc:
-            self._failed(update, exc)
-            raise
-        return _finished(update, verdict.ticket, answer)
-
-    async def _do_slowly(self, update: _Update, ticket: Ticket) -> Reply:
-        try:
-            answer = await in_pieces(update.begin())
-        except Exception as exc:
-            self._failed(update, exc)
-            raise
-        return _finished(update, ticket, answer)
-
-    def _failed(self, update: _Update, error: Exception) -> None:
-        self.ledger.refuse(update.client, update.message.sequence)  # nothing has changed
-        if update.hosted.rule.is_torn or not isinstance(error, PsyncError):
-            self._work.give_up(error)
+            answer = cast(GradientApplied, verdict.answer)
+        else:
+            answer = self.ledger.record(verdict.ticket, _state("duplicate", hosted))
+        # What it repeats may not be added yet.
+        return Compute([message.accumulator], lambda: Reply(answer))
 
     # Takes.
 
@@ -323,32 +324,31 @@ class AccumulatorService:
         future = self._waits.add(name, peer)
         try:
             turn = self._in_turn(client, message)
-        except Exception:
+        except PsyncError:
             self._waits.end(name, future)
             raise
+        except Exception:
+            turn = None  # the task ends, and its backup answers
         if isinstance(turn, Answer):
             turn.deliver_to(functools.partial(_refused, future))
         return future.result() if future.done() else self._waits.answer(name, future)
 
     def _enter(
         self, client: Client, message: TakeGradient, _: Sequence[memoryview]
-    ) -> Awaitable[None] | None:
+    ) -> Compute | None:
         return self._takes.enter(self._known(client, message.accumulator), client, message)
 
     def _forget(
         self, client: Client, message: ForgetTakes, _: Sequence[memoryview]
-    ) -> Awaitable[None] | None:
+    ) -> Compute | None:
         hosted = self.hosted.get(message.accumulator)  # a notification: nobody hears of an error
         return None if hosted is None else self._takes.forget(hosted, client, message)
 
     def _left(self, client: Client, takes: Sequence[TakeName]) -> None:
         message = EndTakes([(name.accumulator, name.number) for name in takes])
-        with contextlib.suppress(PsyncError):  # the log has ended: nobody waits in it
-            self._in_turn(client, message)
+        self._executor.note(client, message, (), lambda: self._end(client, message, ()))
 
-    def _end(
-        self, client: Client, message: EndTakes, _: Sequence[memoryview]
-    ) -> Awaitable[None] | None:
+    def _end(self, client: Client, message: EndTakes, _: Sequence[memoryview]) -> Compute | None:
         return self._takes.end(self.hosted, client, message)
 
 
@@ -356,15 +356,7 @@ def _state(outcome: str, hosted: HostedAccumulator) -> GradientApplied:
     return GradientApplied(outcome, hosted.rule.num_accumulated(), hosted.rule.step)
 
 
-def _finished(update: _Update, ticket: Ticket, answer: GradientApplied) -> Reply:
-    if answer.outcome == "stale":  # nothing has changed: the closure's next run is judged anew
-        update.ledger.refuse(update.client, update.message.sequence)
-    else:
-        update.ledger.record(ticket, answer)
-    return Reply(answer)
-
-
 def _refused(future: asyncio.Future[Reply], outcome: Reply | Exception) -> None:
-    """End a wait if the turn of its take has ended with an error."""
-    if isinstance(outcome, Exception):
+    """End a wait if its take is refused; if a compute has failed, the backup answers."""
+    if isinstance(outcome, PsyncError):
         settle(future, outcome)

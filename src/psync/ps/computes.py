@@ -1,9 +1,10 @@
-"""Computes of a ps: work on arrays, first in, first out for each shard.
+"""Computes of a ps: work on arrays, first in, first out for each shard and each accumulator.
 
 An entry of the log is judged within a turn of the loop; what it does to arrays is a *compute*. The
 computes of one shard are done in the order of their entries, one after the other; those of shards
-that do not meet do not wait for each other. A small one, before which there is none, is done within
-the turn in which its entry is judged; a large one piece by piece, with the loop running in between.
+that do not meet do not wait for each other. An accumulator is one more such place, with its name
+for a key. A small compute, before which there is none, is done within the turn in which its entry
+is judged; a large one piece by piece, with the loop running in between.
 
 Nothing can refuse a compute: what could be wrong was judged before. One that fails has torn its
 shards, and the task ends; so does a backup's process, and not the other one of the pair.
@@ -14,11 +15,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from psync.errors import BusyError
 from psync.net.peer import Reply
 from psync.ps.cooperative_work import LongWork
 from psync.store.store import Key, ShardStore
+
+Place = Key | str
+"""Key of a shard, or name of an accumulator."""
+
+Touches = Callable[[Any], Sequence[Key]]
+"""Returns the shards, given a message, whose computes have to be done before."""
 
 
 def _nothing() -> None:
@@ -29,7 +37,7 @@ def _nothing() -> None:
 class Compute:
     """What an entry does to arrays."""
 
-    keys: Sequence[Key]  # of the shards that it reads or changes
+    keys: Sequence[Place]  # of what it reads or changes
     reply: Callable[[], Reply]  # makes the answer, when it is done
     nbytes: int = 0  # that it touches
     at_once: Callable[[], None] = _nothing  # does it, if that is little
@@ -40,7 +48,7 @@ class Compute:
 class _Job:
     compute: Compute
     done: Callable[[Exception | None], None]
-    behind: int = 0  # shards at which others are before it
+    behind: int = 0  # places at which others are before it
 
 
 class Computes:
@@ -54,7 +62,7 @@ class Computes:
     def __init__(self, store: ShardStore, work: LongWork) -> None:
         self._store = store
         self._work = work
-        self._queues: dict[Key, deque[_Job]] = {}  # the first of each is being done, or waits
+        self._queues: dict[Place, deque[_Job]] = {}  # the first of each is being done, or waits
 
     @property
     def is_idle(self) -> bool:
@@ -62,13 +70,23 @@ class Computes:
         return not self._queues
 
     def check_idle(self) -> None:
-        """Raise BusyError unless all are done."""
-        if self._queues:
-            raise BusyError(f"{self._store.task}: updates of {len(self._queues)} shards wait")
+        """Raise BusyError unless all of shards are done."""
+        if shards := sum(not isinstance(key, str) for key in self._queues):
+            raise BusyError(f"{self._store.task}: updates of {shards} shards wait")
 
-    async def settled(self) -> None:
-        """Wait until all are done. Raises PsyncError: the task ends. Cancellation: safe."""
-        while self._queues:
+    def waits_at(self, places: Sequence[Place]) -> bool:
+        """Return whether some of these places are not done."""
+        return bool(self._queues) and any(place in self._queues for place in places)
+
+    async def settled(self, places: Sequence[Place] | None = None) -> None:
+        """Wait until all are done, or those of some places.
+
+        Raises:
+            PsyncError: The task ends.
+
+        Cancellation: Safe.
+        """
+        while self._queues if places is None else self.waits_at(places):
             await self._work.next_turn()
 
     def done_now(self, compute: Compute) -> bool:
@@ -78,8 +96,8 @@ class Computes:
             Exception: It failed, and the task ends.
         """
         self._work.check_whole()
-        keys, queues = compute.keys, self._queues
-        if queues and any(key in queues for key in keys):
+        keys = compute.keys
+        if self.waits_at(keys):
             return False
         if not self._work.fits_now(self._store, keys, compute.nbytes):
             return False

@@ -29,7 +29,31 @@ PIECE_S = 0.0
 """Pause between two pieces, in seconds: the loop runs once. The simulator has slow ones."""
 
 
-class LongWork:
+class Changing:
+    """Something that changes; requests wait for that, and look again.
+
+    Attributes:
+        waiting: Of these requests.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[asyncio.Future[None]] = []
+
+    async def changed(self) -> None:
+        """Wait until something has changed. Cancellation: safe."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting.append(turn)
+        await turn
+
+    def wake(self) -> None:
+        """Something has changed."""
+        waiting, self.waiting = self.waiting, []
+        for turn in waiting:
+            if not turn.done():
+                turn.set_result(None)
+
+
+class LongWork(Changing):
     """Updates under way on one ps, whatever they belong to.
 
     Args:
@@ -38,7 +62,7 @@ class LongWork:
     """
 
     def __init__(self, task: str, torn: Callable[[], None]) -> None:
-        self.waiting: list[asyncio.Future[None]] = []  # for an update that is under way
+        super().__init__()
         self.is_torn = False  # an update failed half-way
         self._task = task
         self._on_torn = torn
@@ -56,10 +80,15 @@ class LongWork:
         if self._updates:
             await asyncio.wait(list(self._updates))
 
-    def fits_now(self, store: ShardStore, keys: Sequence[Key], nbytes: int) -> bool:
-        """Return whether shards are idle, and their update small enough for one turn."""
+    def fits_now(self, store: ShardStore, keys: Sequence[Key | str], nbytes: int) -> bool:
+        """Return whether shards are idle, and an update small enough for one turn.
+
+        Names of accumulators are not looked up: nothing but computes works on these.
+        """
         cost = nbytes + SHARD_BYTES * len(keys)
-        return cost <= INLINE_BYTES and not any(map(store.busy, keys))
+        return cost <= INLINE_BYTES and not any(
+            store.busy(key) for key in keys if not isinstance(key, str)
+        )
 
     async def when_idle(self, function: Callable[..., T], *arguments: Any) -> T:
         """Read shards or begin work on them when all that it needs are idle.
@@ -134,19 +163,10 @@ class LongWork:
         Cancellation: Safe.
         """
         if not self.is_torn:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.waiting.append(turn)
-            await turn
+            await self.changed()
         self.check_whole()
 
     def check_whole(self) -> None:
         """Raise PsyncError if the task is about to end."""
         if self.is_torn:
             raise PsyncError(f"{self._task} ends: an update failed half-way")
-
-    def wake(self) -> None:
-        """Some update has ended: let those who wait look again."""
-        waiting, self.waiting = self.waiting, []
-        for turn in waiting:
-            if not turn.done():
-                turn.set_result(None)

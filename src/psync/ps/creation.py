@@ -132,3 +132,8 @@ class ShardCreation:
                 f"{spec} on {self._task}: expected an element of {spec.dtype}, got {data[:16]!r}"
             )
         return array_from_bytes(data, (), spec.dtype)
+
+
+def copied_by(message: CreateShards) -> list[Key]:
+    """Return the shards whose values others begin with."""
+    return [(each[0], each[1]) for each in message.sources if isinstance(each, tuple | list)]

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable
 from psync.errors import CutLost
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Parts
+from psync.ps.cooperative_work import Changing
 from psync.store.ledger import Client, Ledger
 from psync.store.update_gate import UpdateGate
 from psync.wire.codec import Message
@@ -42,7 +43,7 @@ LOOKS = 4
 """How often it is looked whether it still does, within that time."""
 
 
-class GateService:
+class GateService(Changing):
     """Serves one coordinator's cuts on one ps.
 
     Args:
@@ -65,6 +66,7 @@ class GateService:
         resume_steps: Callable[[], None],
         parts: Parts,
     ) -> None:
+        super().__init__()
         self.cuts = 0  # for which the gate was shut
         self._task = task
         self._ledger = ledger
@@ -73,7 +75,6 @@ class GateService:
         self._pause_steps = pause_steps
         self._resume_steps = resume_steps
         self._under_way = 0  # updates that take longer than a turn
-        self._waiting: list[asyncio.Future[None]] = []
         self._locked_out: set[tuple[Client, int]] = set()  # messages that wait for a lock
         self._timer: asyncio.TimerHandle | None = None
         self._peers: set[Peer] = set()  # whose end is heard of
@@ -97,7 +98,7 @@ class GateService:
             return []
         return [
             f"the gate is shut for cut {self._gate.cut}: {self._under_way} updates are under way, "
-            f"{len(self._waiting)} wait"
+            f"{len(self.waiting)} wait"
         ]
 
     def check(self, cut: int) -> None:
@@ -125,7 +126,7 @@ class GateService:
     async def turn(self, client: Client, sequence: int) -> None:
         """Wait until a message may begin. Cancellation: safe."""
         while self._gate.holds(client, sequence):
-            await self._changed()
+            await self.changed()
 
     def began(self) -> None:
         """An update has begun that takes longer than a turn of the loop."""
@@ -134,18 +135,11 @@ class GateService:
     def ended(self) -> None:
         """It has ended."""
         self._under_way -= 1
-        self.look_again()
+        self.wake()
 
     def waits_for_lock(self, client: Client, sequence: int, *, waits: bool) -> None:
         """Note that a message waits for a lock, or does so no more."""
         (self._locked_out.add if waits else self._locked_out.discard)((client, sequence))
-
-    def look_again(self) -> None:
-        """A message was settled, or a client was replaced."""
-        waiting, self._waiting = self._waiting, []
-        for turn in waiting:
-            if not turn.done():
-                turn.set_result(None)
 
     # Messages.
 
@@ -160,14 +154,14 @@ class GateService:
         self._set_timer(message.cut)
         await self._pause_steps()
         while self._under_way:
-            await self._changed()
+            await self.changed()
         return Reply(Gated(self._ledger.others()))
 
     async def _admit(self, peer: Peer, message: Admit, _: list[memoryview]) -> Reply:
         self._check_coordinator(peer)
         updates = [((task, incarnation), number) for task, incarnation, number in message.updates]
         self._gate.admit(message.cut, updates)
-        self.look_again()
+        self.wake()
         looks_left = LOOKS
         while self._gate.cut == message.cut and (left := self._gate.unsettled(updates)):
             if self._locked_out.isdisjoint(left):
@@ -179,7 +173,7 @@ class GateService:
                 )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOCK_PATIENCE_S / LOOKS):
-                    await self._changed()
+                    await self.changed()
                     continue
             looks_left -= 1
         return Reply(Done())
@@ -196,7 +190,7 @@ class GateService:
             if self._timer is not None:
                 self._timer.cancel()
             self._resume_steps()
-            self.look_again()
+            self.wake()
 
     def _connection_lost(self, peer: Peer) -> None:
         self._peers.discard(peer)
@@ -213,8 +207,3 @@ class GateService:
                 "%s: a cut has held updates up for %.0f s and is given up", self._task, MAX_SHUT_S
             )
             self._open(cut)
-
-    async def _changed(self) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        await turn

@@ -3,7 +3,7 @@
     submit    the entry gets its number, and is kept for the backup, if there is one
     execute   when the backup has it, and all before it were executed: it is judged, in a turn of
               the loop. Alone, that is at once
-    compute   what it does to arrays, in the order of entries for each shard (``computes``)
+    compute   what it does to arrays: first in, first out for each of them (``computes``)
     answer    when its computes are done
 
 This is the only rule of release: nothing is judged that the backup does not have, so whatever is
@@ -12,8 +12,8 @@ backup executes the same entries by the same code, so it gets the same bits and 
 synchronous push is answered later, when its token comes (``sync.token_waits``).
 
 Gates, and locks of variables, are passed before a message gets its number. From then on it waits
-only for the backup, for the entries before it, and for computes of its shards. An entry whose act
-returns something to be awaited holds up the entries after it until that has ended. What judging
+only for the backup, for the entries before it, and for computes of what it touches. An entry whose
+act returns something to be awaited holds up the entries after it until that has ended. What judging
 refuses is a PsyncError, on the backup as here, and has changed nothing. Any other error ends the
 task: nobody knows what is half done.
 """
@@ -21,6 +21,7 @@ task: nobody knows what is half done.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections import deque
@@ -31,11 +32,11 @@ from typing import Any, cast
 from psync.errors import ClosedError, FencedError, PsyncError
 from psync.net.peer import Handler, Later, Peer, Reply
 from psync.net.serving import fail
-from psync.ps.computes import Compute, Computes
+from psync.ps.computes import Compute, Computes, Touches
 from psync.ps.cooperative_work import LongWork
-from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull
+from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull, chained
 from psync.store.ledger import Client
-from psync.store.store import ShardStore
+from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, encode
 from psync.wire.log_messages import CheckState
 from psync.wire.messages import Done
@@ -91,7 +92,7 @@ class Answer(Later):
     __slots__ = ()
 
     def __init__(self) -> None:
-        super().__init__(_nobody_waits)
+        super().__init__(lambda _: None)  # an entry is executed whoever waits
 
     def __await__(self) -> Generator[Any, None, Any]:
         """Wait for it. Cancellation: safe, the entry is executed all the same."""
@@ -135,7 +136,7 @@ class Executor:
     ) -> None:
         self.log = log
         self.computes = Computes(store, work)
-        self.on_entry: Callable[[], None] = _nothing
+        self.on_entry: Callable[[], None] = lambda: None  # there is no backup
         self.digest: Callable[[], bytes] = bytes
         self._task = task
         self._coordinator = ("/job:chief/task:0", coordinator)
@@ -150,6 +151,7 @@ class Executor:
         self._check = 0  # number of the last one in the log
         self._digests: dict[int, bytes] = {}  # of checks that were executed, the last two
         self._to_check = CHECK_EVERY  # entries until the next one
+        self._chain = 0  # over the entries that a backup gets
         self._over: PsyncError | None = None
 
     @property
@@ -190,6 +192,13 @@ class Executor:
             return self._execute_now(number, act, claim)
         return self._enqueue(number, act, None if claim is None else claim())
 
+    def note(
+        self, client: Client, message: Message | Build, body: Sequence[memoryview], act: Act
+    ) -> None:
+        """Submit an entry for whose answer nobody waits: nobody hears of an error, either."""
+        with contextlib.suppress(PsyncError):  # it is refused, or the log has ended
+            self.submit(client, message, body, act)
+
     def in_turn(self, act: Callable[[], Any]) -> Any:
         """Do something between two entries: all up to now are executed, and none after them.
 
@@ -203,28 +212,32 @@ class Executor:
             return self._execute_now(0, act, None)
         return self._enqueue(0, act, None)
 
-    def logged(self, handler: Handler, *, settled: bool = False) -> Handler:
+    def logged(
+        self, handler: Handler, touches: Touches | None = None, *, notified: bool = False
+    ) -> Handler:
         """Return a handler whose messages are entries, and are acted upon by another one.
 
         Args:
             handler: Acts upon them.
-            settled: Whether all computes before it have to be done.
+            touches: What has to be computed before.
+            notified: Whether they are notifications, see ``note``.
         """
+        submit = self.note if notified else self.submit
 
         def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
             client = (peer.task, peer.incarnation)
             act = cast(Act, functools.partial(handler.run, peer, message, body))
-            if settled:
-                act = functools.partial(self._settled, act)
-            return self.submit(client, message, body, act)
+            if touches is None:
+                return submit(client, message, body, act)
+            return submit(client, message, body, lambda: self._settled(act, touches(message)))
 
         return Handler(run, handler.prepare)
 
-    def _settled(self, act: Act) -> Outcome:
-        return act() if self.computes.is_idle else self._when_settled(act)
+    def _settled(self, act: Act, keys: Sequence[Key]) -> Outcome:
+        return self._when_settled(act, keys) if self.computes.waits_at(keys) else act()
 
-    async def _when_settled(self, act: Act) -> Reply | None:
-        await self.computes.settled()
+    async def _when_settled(self, act: Act, keys: Sequence[Key]) -> Reply | None:
+        await self.computes.settled(keys)
         outcome = cast(Reply | Awaitable[Reply | None] | None, act())
         return await outcome if isinstance(outcome, Awaitable) else outcome
 
@@ -236,7 +249,7 @@ class Executor:
         """
         self._optimizers = set(self._store.optimizers())
         self._names.begin(groups)
-        self._check, self._digests = 0, {}
+        self._check, self._digests, self._chain = 0, {}, 0
         return self.log.begin_copy()
 
     def in_full(
@@ -253,7 +266,7 @@ class Executor:
         """Let the backup compare its state with this one."""
         self._to_check = CHECK_EVERY
         self._check += 1
-        message = CheckState(self._check, self._digests.get(self._check - 1, b""))
+        message = CheckState(self._check, self._digests.get(self._check - 1, b""), self._chain)
         number = self._keep(self._coordinator, message, ())
         self._enqueue(number, functools.partial(self._take_digest, message), None)
 
@@ -288,9 +301,10 @@ class Executor:
         if not isinstance(message, Message):
             message = message(self._names)
         header = encode(message)
+        nbytes = sum(map(len, body))
+        self._chain = chained(self._chain, client, header, nbytes)
         # Headers weigh more: those of all entries of a message are one frame's header.
-        nbytes = sum(map(len, body)) + HEADER_WEIGHT * len(header)
-        return self.log.append(Entry(client, header, body), nbytes)
+        return self.log.append(Entry(client, header, body), nbytes + HEADER_WEIGHT * len(header))
 
     # Executing them.
 
@@ -312,9 +326,7 @@ class Executor:
                 outcome = outcome.reply()
             else:
                 compute, outcome = outcome, Answer()
-                ended = None if claim is None else claim()
-                done = functools.partial(self._computed, compute, outcome, ended)
-                self.computes.add(compute, done)
+                self._compute(compute, outcome, None if claim is None else claim())
         elif outcome is not None and not isinstance(outcome, Reply):
             answer = Answer()
             self._await(_Queued(number, act, answer, None if claim is None else claim()), outcome)
@@ -373,8 +385,7 @@ class Executor:
             outcome = self._judge(queued.act)
             if isinstance(outcome, Compute):
                 if not self.computes.done_now(outcome):
-                    done = functools.partial(self._computed, outcome, queued.answer, queued.ended)
-                    self.computes.add(outcome, done)
+                    self._compute(outcome, queued.answer, queued.ended)
                     return
                 outcome = outcome.reply()
         except Exception as exc:
@@ -385,14 +396,8 @@ class Executor:
         else:
             self._await(queued, outcome)
 
-    def _computed(
-        self,
-        compute: Compute,
-        answer: Answer,
-        ended: Callable[[], None] | None,
-        failed: Exception | None,
-    ) -> None:
-        _settle(answer, ended, failed or compute.reply())
+    def _compute(self, compute: Compute, answer: Answer, ended: Callable[[], None] | None) -> None:
+        self.computes.add(compute, lambda failed: _settle(answer, ended, failed or compute.reply()))
 
     def _await(self, queued: _Queued, under_way: Awaitable[Reply | None]) -> None:
         self._busy = asyncio.get_running_loop().create_task(self._wait(queued, under_way))
@@ -436,14 +441,6 @@ def _settle(
     if ended is not None:
         ended()
     answer.give(Reply(Done()) if outcome is None else outcome)
-
-
-def _nothing() -> None:
-    """There is no backup to which something could be shipped."""
-
-
-def _nobody_waits(_: Later) -> None:
-    """An entry is executed whoever waits for its answer."""
 
 
 _NOBODY = Entry(("", 0), b"", ())

@@ -3,7 +3,8 @@
     message       then
     Freeze        once no update is under way: holds references to all blocks
     ReadFrozen    answers with them, uncopied
-    WriteFrozen   writes a file in a thread, and lets go of each block that is written
+    WriteFrozen   if this ps sees the directory, writes a file in a thread, and lets go of each
+                  block that is written
     DropFrozen    holds them no longer; nor when the connection is lost over which they were frozen
 
 A message that is repeated after a lost connection gets the answer of the first one.
@@ -12,36 +13,32 @@ A message that is repeated after a lost connection gets the answer of the first 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
+from psync.checkpoints.writer import NONCE
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
 from psync.net.peer import Handler, Peer, Reply
 from psync.ps.cooperative_work import LongWork
 from psync.ps.snapshot_files import has_text, write_items
 from psync.store.snapshot import Frozen
-from psync.store.untrusted_json import UntrustedJson
+from psync.store.untrusted_json import read_json, to_json
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import (
-    AskShared,
     DropFrozen,
     Freeze,
     FrozenBytes,
     ReadFrozen,
-    Shared,
     WriteFrozen,
     Written,
 )
 from psync.wire.recovery_messages import Frozen as FrozenAnswer
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 MAX_READ_BYTES = 16 << 20
 """Of one ReadFrozen."""
@@ -104,7 +101,6 @@ class FrozenSnapshots:
         return {
             Freeze: Handler(self._freeze),
             DropFrozen: Handler(self._drop),
-            AskShared: Handler(self._ask_shared),
             WriteFrozen: Handler(self._write),
             ReadFrozen: Handler(self._read),
         }
@@ -129,8 +125,9 @@ class FrozenSnapshots:
             self._cut.peer = peer
             self._watch(peer)
             return self._cut.answer
-        self._served().check_gate(message.cut)
-        for _ in self._served().settling():  # nothing changes meanwhile, as the gate is shut
+        served = self._served()
+        served.check_gate(message.cut)
+        for _ in served.settling():  # nothing changes meanwhile, as the gate is shut
             await asyncio.sleep(0)
         frozen, pending = await self._work.when_idle(lambda: self._served().freeze())
         self._check_coordinator(peer)
@@ -164,10 +161,6 @@ class FrozenSnapshots:
             self.let_go()
         return Reply(Done())
 
-    async def _ask_shared(self, peer: Peer, message: AskShared, _: list[memoryview]) -> Reply:
-        self._check_coordinator(peer)
-        return Reply(Shared(await asyncio.to_thread(has_text, Path(message.path), message.nonce)))
-
     def _read(self, peer: Peer, message: ReadFrozen, _: list[memoryview]) -> Reply:
         cut = self._held(peer, message.cut)
         if message.stop - message.start > MAX_READ_BYTES:
@@ -181,15 +174,21 @@ class FrozenSnapshots:
         cut = self._held(peer, message.cut)
         under_way = cut.writes.get(message.path)
         if under_way is None:
-            items = listed(body, f"{self._task}: items to be written", _item_and_name)
-            under_way = self._work.to_the_end(self._written(cut, Path(message.path), items))
+            listed, where = body[0] if body else b"", f"{self._task}: items to be written"
+            items = read_json(bytes(listed), list[tuple[int, str]], where)
+            under_way = self._work.to_the_end(self._written(cut, message, items))
             cut.writes[message.path] = under_way
         return again(under_way)
 
-    async def _written(self, cut: _Cut, path: Path, items: list[tuple[int, str]]) -> Reply:
+    async def _written(
+        self, cut: _Cut, message: WriteFrozen, items: list[tuple[int, str]]
+    ) -> Reply:
+        path = Path(message.path)
+        if not await asyncio.to_thread(has_text, path.with_name(NONCE), message.nonce):
+            return Reply(Written(None))
         size, places = await asyncio.to_thread(write_items, path, cut.frozen, items)
         self._written_bytes += size
-        return Reply(Written(size), [json.dumps(places).encode()])
+        return Reply(Written(size), [to_json(places)])
 
 
 def again(under_way: Awaitable[Reply]) -> Awaitable[Reply]:
@@ -202,17 +201,3 @@ def again(under_way: Awaitable[Reply]) -> Awaitable[Reply]:
 def _seen(work: asyncio.Future[Reply]) -> None:
     if not work.cancelled() and (error := work.exception()) is not None:
         logger.debug("what a snapshot was asked for failed: %s", error)
-
-
-def listed(
-    body: Sequence[memoryview], where: str, entry: Callable[[UntrustedJson, Any], T]
-) -> list[T]:
-    """Return the entries of a JSON list, which is the first segment."""
-    take = UntrustedJson(where)
-    entries = take.parse_list(bytes(body[0]) if body else b"")
-    return [entry(take, each) for each in entries]
-
-
-def _item_and_name(take: UntrustedJson, entry: Any) -> tuple[int, str]:
-    item, name = take.sequence(entry, "an entry", 2)
-    return take.number(item, "an item"), take.text(name, "a name")

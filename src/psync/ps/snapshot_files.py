@@ -12,17 +12,14 @@ from pathlib import Path
 
 from psync.checkpoints.disk import current_disk
 from psync.checkpoints.files import DataFile, disk_errors
-from psync.checkpoints.manifest import Planned
+from psync.checkpoints.manifest import Place, Planned
 from psync.errors import CheckpointCorrupt, CheckpointError
 from psync.store.snapshot import Frozen, Loaded
-
-Place = tuple[int, int, int]
-"""First byte in the file, bytes, crc32."""
 
 
 def write_items(
     path: Path, frozen: Frozen, items: Sequence[tuple[int, str]]
-) -> tuple[int, list[Place]]:
+) -> tuple[int, list[tuple[int, int, int]]]:
     """Write items to a new file, and let go of each block once it is written.
 
     Args:
@@ -31,7 +28,8 @@ def write_items(
         items: (place in the state, name in the file) of each, in the order that they get there.
 
     Returns:
-        The size of the file, which is on the disk then, and where each item lies.
+        The size of the file, which is on the disk then, and of each item the first byte, bytes
+        and crc32.
 
     Raises:
         CheckpointError: The file is there already, the disk is full, or fails; or an item is not
@@ -57,14 +55,14 @@ def write_items(
     return size, [(piece.start, piece.nbytes, piece.crc32) for _, piece in file.slices]
 
 
-def read_items(path: Path, loaded: Loaded, places: Sequence[tuple[int, Place]]) -> None:
+def read_items(path: Path, loaded: Loaded, places: Sequence[Place]) -> None:
     """Fill the items that are wanted from a file.
 
     Args:
         path: Of the file.
         loaded: Is filled.
-        places: (place in the state, where it lies in the file); those that are constant, and
-            need no bytes, are passed over.
+        places: Where items lie in the file; those that are constant, and need no bytes, are
+            passed over.
 
     Raises:
         CheckpointCorrupt: A checksum or a size is wrong, or an item is not in the file; names it.
@@ -72,7 +70,7 @@ def read_items(path: Path, loaded: Loaded, places: Sequence[tuple[int, Place]]) 
     """
     wanted = set(loaded.wanted())
     with disk_errors(f"reading {path}"), open(path, "rb") as file:
-        for place, (start, nbytes, crc32) in places:
+        for place, start, nbytes, crc32 in places:
             if place not in wanted:
                 continue
             item, crc = loaded.state.items[place], 0

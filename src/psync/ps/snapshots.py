@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from psync.checkpoints.manifest import Place
 from psync.errors import (
     CheckpointCorrupt,
     ConfigurationError,
@@ -29,14 +30,14 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Parts
 from psync.numerics.blocks import BlockPool
 from psync.ps.cooperative_work import LongWork
-from psync.ps.frozen_snapshots import Freezable, FrozenSnapshots, again, listed
-from psync.ps.snapshot_files import Place, read_items
+from psync.ps.frozen_snapshots import Freezable, FrozenSnapshots, again
+from psync.ps.snapshot_files import read_items
 from psync.ps.takes import rule_of
 from psync.store.ledger import Ledger
 from psync.store.shards import Optimizer
 from psync.store.snapshot import Loaded, SnapshotState, load_snapshot
 from psync.store.store import ShardStore
-from psync.store.untrusted_json import UntrustedJson
+from psync.store.untrusted_json import read_json
 from psync.wire.accumulator_messages import DefineAccumulator
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import Done
@@ -231,7 +232,7 @@ class Snapshots:
             load.loaded = self._load_state(state)
             unpack_accumulators(state.accumulators)  # that they can be
             if path:
-                places = listed(body[1:], f"{where}: places in {path}", _item_and_place)
+                places = read_json(bytes(body[1]), list[Place], f"{where}: places in {path}")
                 await asyncio.to_thread(read_items, Path(path), load.loaded, places)
         except Exception:
             if self._load is load:
@@ -280,10 +281,3 @@ class Snapshots:
             self._taken = message.load
             self._takes += 1
         return Reply(Done())
-
-
-def _item_and_place(take: UntrustedJson, entry: Any) -> tuple[int, Place]:
-    item, start, nbytes, crc32 = (
-        take.number(each, "a place") for each in take.sequence(entry, "a place", 4)
-    )
-    return item, (start, nbytes, crc32)

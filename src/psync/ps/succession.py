@@ -1,16 +1,9 @@
-"""Succession of coordinators in a ps process: grants, previous state, and what is served here.
+"""Succession of coordinators in a ps process: grants, and the state that the last one left.
 
 ``CoordinatorGrants`` is the rule of ps 0, which alone grants incarnations to coordinators: each
 grant is above every earlier one and above ps 0's clock. ``AdoptionService`` keeps what a ps held
 for an earlier program, describes it to the next one, and moves what that adopts into its store.
-``ServedService`` answers for the process:
-
-    AskServed   no backup of earlier coordinators is made or promoted from then on; one that is
-                being promoted finishes first; then the answer: the ps tasks that are served here,
-                the backups that are here
-    EndFormer   the rest of what earlier coordinators have left here ends
-
-Only the task at the process's own address is asked: a backup that serves speaks for itself alone.
+``backups.served`` says what is served in the process.
 
 Source: docs/design.md, "Attach".
 """
@@ -18,14 +11,11 @@ Source: docs/design.md, "Attach".
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from psync.errors import FencedError, UsageError
 from psync.net.peer import Handler, Peer, Reply
 from psync.ps.cooperative_work import LongWork
-from psync.store.locate_ps import Primary
 from psync.store.previous_store import FormerStore
 from psync.store.reattach import Orders
 from psync.store.store import ShardStore
@@ -33,17 +23,11 @@ from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import (
     AdoptShards,
-    AskServed,
     CoordinatorGranted,
     DescribeShards,
-    EndFormer,
     GrantCoordinator,
-    ServedHere,
     ShardsDescribed,
 )
-
-if TYPE_CHECKING:
-    from psync.backups.host import BackupHost
 
 
 def check_chief(peer: Peer) -> None:
@@ -57,51 +41,6 @@ def check_newest(peer: Peer, task: str, newest: int) -> None:
     check_chief(peer)
     if peer.incarnation < newest:
         raise FencedError(f"{task} serves a newer coordinator than {peer.task}")
-
-
-class ServedService:
-    """What one process says of itself to the next coordinator.
-
-    Args:
-        task: Name of the ps whose process it is.
-        host: The backups in this process.
-        newest: Returns the incarnation of the newest coordinator that was heard of in it.
-        primary: Returns what a newer coordinator has to know of the ps; None: it serves nobody.
-        end_below: Lets the ps hold nothing, if a coordinator that is served is an earlier one.
-    """
-
-    def __init__(
-        self,
-        task: str,
-        host: BackupHost,
-        newest: Callable[[], int],
-        primary: Callable[[str, int], Primary | None],
-        end_below: Callable[[int], None],
-    ) -> None:
-        self._task = task
-        self._host = host
-        self._newest = newest
-        self._primary = primary
-        self._end_below = end_below
-
-    def handlers(self) -> dict[type[Message], Handler]:
-        """Return who serves which message."""
-        return {AskServed: Handler(self._ask), EndFormer: Handler(self._end)}
-
-    async def _ask(self, peer: Peer, message: AskServed, _: list[memoryview]) -> Reply:
-        check_newest(peer, self._task, self._newest())
-        self._host.fence(peer.incarnation)
-        primaries, copies = await self._host.found()
-        own = self._primary("", 0)
-        if own is not None:
-            primaries.append(own)
-        return Reply(ServedHere([dataclasses.astuple(each) for each in primaries], copies))
-
-    def _end(self, peer: Peer, message: EndFormer, _: list[memoryview]) -> Reply:
-        check_newest(peer, self._task, self._newest())
-        self._host.end_below(peer.incarnation)
-        self._end_below(peer.incarnation)
-        return Reply(Done())
 
 
 class AdoptionService:

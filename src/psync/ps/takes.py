@@ -1,35 +1,42 @@
 """Takes of accumulators on a ps: the accumulator, its takes, and the requests that wait for them.
 
-``HostedAccumulator`` is one accumulator with its rule. ``GradientTakes`` has the takes
-of all: waiting in the rules, or with values that are kept until they are acknowledged; it knows no
-connection. Where a call returns something to wait for, large work is left to be done.
-``TakeWaits`` has the requests, and the connections over which they came.
+``HostedAccumulator`` is one accumulator with its rule. ``GradientTakes`` has the takes of all; it
+knows no connection. ``TakeWaits`` has the requests, and the connections over which they came.
+
+    a take     what it has                       ends
+    waits      a place in the rule               when nobody asks for it any more: it gets nothing
+    complete   its gradients, which are nobody   when its value is made, whoever is lost meanwhile:
+               else's: decided by an entry       a backup has decided the same, and makes it, too
+    kept       its value                         when its client has it, or wants it no more, or
+                                                 is fenced
+
+What completes takes returns the compute that makes their values.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from psync.accumulators import ArrayAccumulator, Take, TakeState
+from psync.accumulators import Applied, ArrayAccumulator, Take
 from psync.errors import (
     ConfigurationError,
     ConnectionLost,
     FencedError,
     GradientError,
-    PsyncError,
     RemoteProtocolError,
     UsageError,
 )
 from psync.net.peer import Peer, Reply
 from psync.numerics.blocks import bytes_of
 from psync.numerics.sums import Pieces, at_once
-from psync.ps.cooperative_work import INLINE_BYTES, LongWork
+from psync.ps.computes import Compute
+from psync.ps.cooperative_work import LongWork
 from psync.ps.update import NO_BYTES
 from psync.specs import dtype_name, dtype_of
 from psync.store.dense_accumulators import ConditionalAccumulator
@@ -43,9 +50,8 @@ from psync.wire.accumulator_messages import (
     TakeGradient,
 )
 from psync.wire.log_messages import EndTakes
+from psync.wire.messages import Done
 from psync.wire.tensors import to_bytes_view
-
-T = TypeVar("T")
 
 
 class TakeName(NamedTuple):
@@ -62,7 +68,7 @@ class Wanted:
 
     name: TakeName
     take: Take[Any] | None  # None: the one that is backed up has made its value
-    answer: Reply | None = None  # once it has its value
+    answer: Reply | None = None  # once its value is made
 
 
 @dataclass(slots=True)
@@ -81,10 +87,6 @@ class HostedAccumulator:
         self.rule = rule_of(definition)
         self.takers: dict[Client, Taker] = {}
         self.waiting: dict[Take[Any], Wanted] = {}  # in the order in which they are served
-
-    def fits_now(self, nbytes: int) -> bool:
-        """Return whether work on so many bytes, and on the sum held, may be done at once."""
-        return nbytes + self.rule.nbytes <= INLINE_BYTES
 
     def enter(self, name: TakeName, num_required: int) -> None:
         """Let a take wait.
@@ -110,16 +112,6 @@ class HostedAccumulator:
             taker.takes.pop(wanted.name.number, None)
         self.rule.withdraw(wanted.take)
         return True
-
-
-async def in_pieces(pieces: Pieces[T]) -> T:
-    """Do work with the loop running between its pieces; the executor does no other meanwhile."""
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            return cast(T, end.value)
-        await asyncio.sleep(0)
 
 
 def other_parameters(first: DefineAccumulator, second: DefineAccumulator) -> ConfigurationError:
@@ -302,12 +294,15 @@ def settle(future: asyncio.Future[Reply], outcome: Reply | Exception) -> None:
         future.exception()
 
 
+_DONE = Reply(Done())
+
+
 class GradientTakes:
     """What clients take of the accumulators of one ps.
 
     Args:
         task: Name of the ps, for messages.
-        work: What takes long.
+        work: Of the process.
         waits: Who waits for takes.
     """
 
@@ -318,7 +313,7 @@ class GradientTakes:
 
     def enter(
         self, hosted: HostedAccumulator, client: Client, message: TakeGradient
-    ) -> Awaitable[None] | None:
+    ) -> Compute | None:
         """Let a take wait; one that waits goes on waiting, one that has its value gets it.
 
         Raises:
@@ -343,7 +338,7 @@ class GradientTakes:
 
     def forget(
         self, hosted: HostedAccumulator, client: Client, message: ForgetTakes
-    ) -> Awaitable[None] | None:
+    ) -> Compute | None:
         """Forget takes that a client has, or does not want any more."""
         taker = hosted.takers.get(client)
         if taker is not None and self._acknowledge(hosted, taker, message.acked_below):
@@ -366,7 +361,7 @@ class GradientTakes:
 
     def end(
         self, accumulators: Mapping[str, HostedAccumulator], client: Client, message: EndTakes
-    ) -> Awaitable[None] | None:
+    ) -> Compute | None:
         """Let takes wait no longer for which no request waits."""
         left: dict[HostedAccumulator, None] = {}
         for accumulator, number in message.takes:
@@ -378,7 +373,7 @@ class GradientTakes:
 
     def fence(
         self, accumulators: Iterable[HostedAccumulator], task: str, below: int
-    ) -> Awaitable[None] | None:
+    ) -> Compute | None:
         """Let incarnations of ``task`` below ``below`` wait no more, and forget their values."""
         error = FencedError(f"{self._task}: {task} has been replaced by incarnation {below}")
         left: dict[HostedAccumulator, None] = {}
@@ -390,31 +385,43 @@ class GradientTakes:
                         self._waits.settle(wanted.name, error)
         return self._serve(left)
 
-    def _serve(self, changed: Iterable[HostedAccumulator]) -> Awaitable[None] | None:
+    def _serve(self, changed: Iterable[HostedAccumulator]) -> Compute | None:
         """Complete takes that have enough gradients now."""
-        large = []
+        completed: dict[Take[Any], Wanted] = {}
+        nbytes = 0
         for hosted in changed:
-            if hosted.fits_now(0):
-                self.complete(hosted, at_once(hosted.rule.complete_pieces()))
-            else:
-                large.append(hosted)
-        return self._work.to_the_end(self._serve_slowly(large)) if large else None
+            size = hosted.rule.nbytes
+            if (take := hosted.rule.complete()) is not None:
+                completed[take] = hosted.waiting.pop(take)
+                nbytes += size
+        if not completed:
+            return None
+        names = [wanted.name.accumulator for wanted in completed.values()]
+        making = (piece for take in completed for piece in take.making())
+        return self._compute(names, making, nbytes, completed)
 
-    async def _serve_slowly(self, changed: Iterable[HostedAccumulator]) -> None:
-        for hosted in changed:
-            self.complete(hosted, await in_pieces(hosted.rule.complete_pieces()))
+    def add(
+        self, hosted: HostedAccumulator, applied: Applied[Any], answer: Reply, nbytes: int
+    ) -> Compute:
+        """Add a gradient that has been accepted, and complete what it has completed."""
+        take = applied.completed
+        completed = {} if take is None else {take: hosted.waiting.pop(take)}
+        return self._compute([hosted.rule.name], applied.work(), nbytes, completed, answer)
 
-    def complete(self, hosted: HostedAccumulator, takes: Iterable[Take[Any]]) -> None:
-        """Answer those who wait for takes that have ended."""
-        for take in takes:
-            wanted = hosted.waiting.pop(take)
-            if take.state is TakeState.READY:
+    def _compute(
+        self,
+        accumulators: Sequence[str],
+        pieces: Pieces[None],
+        nbytes: int,
+        completed: Mapping[Take[Any], Wanted],
+        answer: Reply = _DONE,
+    ) -> Compute:
+        def reply() -> Reply:
+            for take, wanted in completed.items():
                 wanted.answer = reply_of(take)
                 self._waits.settle(wanted.name, wanted.answer)
-                continue
-            error = take.error or PsyncError(f"{self._task}: the take has no result")
-            if not isinstance(error, PsyncError):  # its backup, which may not fail, answers
-                self._work.give_up(error)
-                continue
-            hosted.takers[wanted.name.client].takes.pop(wanted.name.number)
-            self._waits.settle(wanted.name, error)
+            return answer
+
+        return Compute(
+            accumulators, reply, nbytes, lambda: at_once(pieces), lambda: self._work.finish(pieces)
+        )

@@ -117,7 +117,7 @@ class PsUpdates:
     def _refused(self, peer: Peer, message: Push | Assign | AverageShards) -> None:
         """Note that a message was refused before it was judged: no cut waits for it."""
         self._ledger.refuse((peer.task, peer.incarnation), message.sequence)
-        self._gate.look_again()
+        self._gate.wake()
 
     def _update(
         self, peer: Peer, message: Push | Assign, body: list[memoryview]
@@ -210,7 +210,7 @@ class PsUpdates:
                 return self._accept(update, verdict.ticket)
         except Exception:
             self._ledger.refuse(update.client, update.message.sequence)
-            self._gate.look_again()
+            self._gate.wake()
             raise
         return _answering(update, self._ledger.record(verdict.ticket, Pushed("duplicate", 0)))
 
@@ -231,7 +231,7 @@ class PsUpdates:
     def _applied(self, update: Update, answer: Pushed) -> Reply:
         """All shards have it, and nobody was told yet."""
         if self._gate.is_shut:
-            self._gate.look_again()
+            self._gate.wake()
         return Reply(answer)
 
 

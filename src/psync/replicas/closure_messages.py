@@ -30,7 +30,7 @@ class ScheduledCall:
     arguments: Payload  # keeps the RemoteValues and iterators among them alive
     replica: tuple[int, int] | None = None  # which one of how many, if it is of a gang
     sent_at: float | None = None  # loop time; None: to nobody so far
-    value: weakref.ref[RemoteValue] = field(init=False)  # the user may have dropped it
+    value: weakref.ref[RemoteValue[Any]] = field(init=False)  # the user may have dropped it
 
     @property
     def inline_bytes(self) -> int:
@@ -68,9 +68,9 @@ class ScheduledClosures(dict[int, Closure]):
         super().__init__()
         self._cancel = cancel
 
-    def adopt(self, closure: Closure) -> RemoteValue:
+    def adopt(self, closure: Closure) -> RemoteValue[Any]:
         """Take a closure that is about to be queued; return its value to be."""
-        value = RemoteValue(closure, self._cancel)
+        value: RemoteValue[Any] = RemoteValue(closure, self._cancel)
         closure.payload.value = weakref.ref(value)
         self[closure.id] = closure
         return value

@@ -51,7 +51,7 @@ class GangRun:
     # Once it has begun:
     gang: Gang | None = None
     closures: list[Replica] = field(default_factory=list)
-    values: list[RemoteValue] = field(default_factory=list)
+    values: list[RemoteValue[Any]] = field(default_factory=list)
     arrivals: list[dict[int, Arrival]] = field(default_factory=list)
     """Of each replica, by number, those not answered."""
     num_arrived: list[int] = field(default_factory=list)  # collectives that each has come to

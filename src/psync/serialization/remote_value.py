@@ -17,13 +17,15 @@ import asyncio
 import enum
 import numbers
 from collections.abc import Callable, Generator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 import numpy as np
 
 from psync.closures.closure import Closure
 from psync.errors import ClosureCancelled, UsageError
 from psync.serialization.payloads import Payload, unpack
+
+T_co = TypeVar("T_co", covariant=True)
 
 
 class RemoteValueStatus(enum.Enum):
@@ -34,8 +36,10 @@ class RemoteValueStatus(enum.Enum):
     ABORTED = "aborted"
 
 
-class RemoteValue:
+class RemoteValue(Generic[T_co]):
     """The result of a closure: await it, fetch it, or pass it to a later closure.
+
+    To type checkers it is a ``RemoteValue[T]`` of what the step returns.
 
     Args:
         closure: Whose result it is.
@@ -63,7 +67,7 @@ class RemoteValue:
     def __repr__(self) -> str:
         return f"<RemoteValue of {self.closure}, {self.status.value}>"
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, T_co]:
         return self.fetch().__await__()
 
     @property
@@ -88,7 +92,7 @@ class RemoteValue:
         if not self.done():
             self._cancel(self.closure.id)
 
-    async def fetch(self) -> Any:
+    async def fetch(self) -> T_co:
         """Wait for the closure to end and return its value; the same object every time.
 
         Raises:
@@ -107,7 +111,7 @@ class RemoteValue:
 
     get = fetch
 
-    def result(self) -> Any:
+    def result(self) -> T_co:
         """Return the value of a closure that has ended.
 
         Raises:
@@ -117,7 +121,7 @@ class RemoteValue:
         if self._error is not None:
             raise self._error.with_traceback(None)  # each time it is raised adds to it
         if self._unpacked:
-            return self._value
+            return cast(T_co, self._value)
         if self._payload is None:
             raise UsageError(
                 f"{self.closure} has not ended",
@@ -131,7 +135,7 @@ class RemoteValue:
         ]
         self._value = unpack(payload.data, buffers)
         self._unpacked = True
-        return self._value
+        return cast(T_co, self._value)
 
     @property
     def payload(self) -> Payload | None:
@@ -172,14 +176,16 @@ class AwaitFirst:
             hint=f"await its value first: {instead}",
         )
 
-    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
-        self._refuse("conversion to an array")
+    if not TYPE_CHECKING:  # to a type checker, too, it is nothing that numpy takes
 
-    def __array_ufunc__(self, ufunc: np.ufunc, *inputs: Any, **options: Any) -> NoReturn:
-        self._refuse(f"numpy.{ufunc.__name__}")
+        def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+            self._refuse("conversion to an array")
 
-    def __array_function__(self, function: Any, *arguments: Any) -> NoReturn:
-        self._refuse(f"numpy.{function.__name__}")
+        def __array_ufunc__(self, ufunc: np.ufunc, *inputs: Any, **options: Any) -> NoReturn:
+            self._refuse(f"numpy.{ufunc.__name__}")
+
+        def __array_function__(self, function: Any, *arguments: Any) -> NoReturn:
+            self._refuse(f"numpy.{function.__name__}")
 
     __hash__ = object.__hash__
 

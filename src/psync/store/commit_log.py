@@ -13,6 +13,7 @@ log's own (``LogNames``), which do not depend on connections.
 from __future__ import annotations
 
 import enum
+import zlib
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -164,6 +165,13 @@ class CommitLog(Generic[E]):
     def _check(self, expected: LogState) -> None:
         if self.state is not expected:
             raise LocalProtocolError(f"{self._task} is {self.state.value}, not {expected.value}")
+
+
+def chained(chain: int, client: tuple[str, int], header: bytes, nbytes: int) -> int:
+    """Return the checksum over the entries of a log with one more; of its body, the length."""
+    task, incarnation = client
+    start = b"%d %d %b" % (incarnation, nbytes, task.encode())
+    return zlib.crc32(header, zlib.crc32(start, chain))
 
 
 MAX_SETS = 32_768

@@ -41,7 +41,9 @@ class ConditionalAccumulator(ArrayAccumulator[np.ndarray, np.ndarray]):
                 dtype another; or if it is not stale and its shape does not fit, or it holds
                 infinities or NaN and these are forbidden. Nothing has changed.
         """
-        return at_once(self.offer_pieces(gradient, local_step, weight))
+        applied = self.offer(gradient, local_step, weight)
+        at_once(applied.work())
+        return applied
 
     def as_gradient(self, given: object) -> np.ndarray:
         """Return a gradient as an array, checked as far as it can be without those held.
@@ -70,18 +72,18 @@ class ConditionalAccumulator(ArrayAccumulator[np.ndarray, np.ndarray]):
     def _convert(self, given: Any) -> np.ndarray:
         return self._as_array(given)
 
-    def _check(self, gradient: np.ndarray) -> Pieces[None]:
+    def _check(self, gradient: np.ndarray, nonfinite: int | None) -> None:
         self._check_shape(gradient, self.shape if self._sum is None else self._sum.shape)
-        return self._check_finite(gradient)
+        self._check_finite(gradient, nonfinite)
 
     def _check_shape(self, gradient: np.ndarray, expected: Sequence[int | None] | None) -> None:
         if expected is not None and not fits(gradient.shape, expected):
             raise self._refused(f"shape mismatch: expected {expected}, got {gradient.shape}")
 
     def _add(self, gradient: np.ndarray, weight: float) -> Pieces[None]:
-        total = DenseSum(gradient.shape, self.dtype) if self._sum is None else self._sum
-        yield from total.adding(gradient, weight)
-        self._sum = total
+        if self._sum is None:
+            self._sum = DenseSum(gradient.shape, self.dtype)
+        return self._sum.adding(gradient, weight)
 
     def _reduce(self) -> Pieces[np.ndarray]:
         assert self._sum is not None, "a take needs one gradient at least"

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from psync.store.ledger import Call, Ledger, _Applied, _Message, _Sender
 
 
-@dataclass(frozen=True, slots=True)
-class SenderState:
+class SenderState(NamedTuple):
     """A task that has sent updates, or was fenced."""
 
     task: str

@@ -31,10 +31,13 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from psync.errors import AttachError, RemoteProtocolError
+from psync.errors import AttachError, CheckpointCorrupt, RemoteProtocolError
 from psync.specs import ShardSpec, VariableSpec
+from psync.store.untrusted_json import read_json, to_json
+
+T = TypeVar("T")
 
 Place = tuple[str, int]
 """A shard: (name of the variable, index of the shard)."""
@@ -66,8 +69,8 @@ class HeldOptimizer:
     """An optimizer that nobody has adopted."""
 
     identity: Identity
-    config: Mapping[str, Any]
-    learning_rate: Mapping[str, Any]  # config of the schedule that it has now
+    config: dict[str, Any]
+    learning_rate: dict[str, Any]  # config of the schedule that it has now
     step: int
     has_slots: bool
 
@@ -79,8 +82,7 @@ class HeldOptimizer:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(NamedTuple):
     """What one ps holds that nobody has adopted."""
 
     lineage: int  # 0: none
@@ -89,22 +91,7 @@ class Holding:
 
     def to_bytes(self) -> bytes:
         """Return it as JSON."""
-        return json.dumps(
-            {
-                "lineage": self.lineage,
-                "shards": [
-                    [shard.name, shard.index, shard.offset, shard.shape, shard.dtype]
-                    for shard in self.shards
-                ],
-                "optimizers": [
-                    [
-                        *optimizer.identity, optimizer.config, optimizer.learning_rate,
-                        optimizer.step, optimizer.has_slots,
-                    ]
-                    for optimizer in self.optimizers
-                ],
-            }
-        ).encode()  # fmt: skip
+        return to_json(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Holding:
@@ -113,28 +100,10 @@ class Holding:
         Raises:
             RemoteProtocolError: It is something else.
         """
-        try:
-            read = json.loads(data)
-            return cls(
-                int(read["lineage"]),
-                tuple(
-                    HeldShard(str(name), int(index), int(start), tuple(map(int, shape)), str(dtype))
-                    for name, index, start, shape, dtype in read["shards"]
-                ),
-                tuple(
-                    HeldOptimizer((int(lineage), int(number)), dict(config), dict(rate), int(step),
-                                  bool(slots))
-                    for lineage, number, config, rate, step, slots in read["optimizers"]
-                ),
-            )  # fmt: skip
-        except (ValueError, TypeError, KeyError, RecursionError) as exc:
-            raise RemoteProtocolError(
-                f"a ps has described what it holds as nonsense: {exc}"
-            ) from exc
+        return _read(data, cls, "a ps has described what it holds as nonsense")
 
 
-@dataclass(frozen=True, slots=True)
-class Orders:
+class Orders(NamedTuple):
     """What one ps is to do with what it holds; all of it or nothing."""
 
     shards: tuple[tuple[str, int, int], ...] = ()  # (name, index, id of the variable from now on)
@@ -143,7 +112,7 @@ class Orders:
 
     def to_bytes(self) -> bytes:
         """Return it as JSON."""
-        return json.dumps([self.shards, self.dropped, self.optimizers]).encode()
+        return to_json(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Orders:
@@ -152,15 +121,14 @@ class Orders:
         Raises:
             RemoteProtocolError: It is something else.
         """
-        try:
-            shards, dropped, optimizers = json.loads(data)
-            return cls(
-                tuple((str(name), int(index), int(number)) for name, index, number in shards),
-                tuple((str(name), int(index)) for name, index in dropped),
-                tuple((int(lineage), int(old), int(new)) for lineage, old, new in optimizers),
-            )
-        except (ValueError, TypeError, RecursionError) as exc:
-            raise RemoteProtocolError(f"what is to be adopted is nonsense: {exc}") from exc
+        return _read(data, cls, "what is to be adopted is nonsense")
+
+
+def _read(data: bytes, kind: type[T], where: str) -> T:
+    try:
+        return read_json(data, kind, where)
+    except CheckpointCorrupt as exc:  # which is what files are
+        raise RemoteProtocolError(exc.message) from exc
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,24 +24,23 @@ steps, contents and takes of accumulators (``backups.service``, ``Section.entrie
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from psync import schedules
-from psync.errors import CheckpointError, ConfigurationError, GradientError, PartitionError
+from psync.errors import ConfigurationError, GradientError, PartitionError
 from psync.numerics.rule_configs import rule_from_config
 from psync.numerics.update_rule import UpdateRule, slot_dtype
 from psync.schedules import Config
 from psync.specs import ShardSpec, dtype_name, dtype_of
-from psync.store.ledger import Call
 from psync.store.ledger_snapshot import LedgerState, SenderState
 from psync.store.shards import Key
 from psync.store.sync_config import SyncConfig
-from psync.store.untrusted_json import UntrustedJson
+from psync.store.untrusted_json import Signed, read_json, to_json, wrong
 
 FORMAT = "psync image"
 """What the first line of files on disk says: checkpoints of every version are read."""
@@ -134,50 +133,44 @@ class SnapshotState:
         """Return the state as it is stored."""
         sets: dict[tuple[int, tuple[str, ...]], int] = {}
         calls = [
-            [closure, ordinal, sets.setdefault((digest, names), len(sets))]
+            (closure, ordinal, sets.setdefault((digest, names), len(sets)))
             for closure, ordinal, digest, names in self.ledger.calls
         ]
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "shards": self._shards_as_json(),
-                "optimizers": [
-                    [number, dict(each.config), each.learning_rate, each.step]
-                    for number, each in self.optimizers.items()
-                ],
-                "senders": [_sender_as_json(sender) for sender in self.ledger.senders],
-                "variable_sets": list(sets),
-                "calls": calls,
-                "final_below": self.ledger.final_below,
-                "coordinator": self.ledger.coordinator,
-                "parts": list(self.ledger.parts),
-                "accumulators": [[packed.hex(), step] for packed, step in self.accumulators],
-                "groups": list(self.groups.items()),
-                "counted": [[*call, digest.hex()] for *call, digest in self.counted],
-                "pending": list(self.pending),
-            },
-            separators=(",", ":"),
-        ).encode()
-
-    def _shards_as_json(self) -> list[dict[str, Any]]:
-        items: dict[Key, list[SnapshotItem]] = {}
+        items: dict[Key, list[SnapshotItem]] = {}  # in the order of the shards
         for item in self.items:
             items.setdefault(item.key, []).append(item)
-        made = []
-        for spec in self.shards:
-            value, *slots = items[spec.key]
-            made.append(
-                {
-                    "variable": spec.variable, "id": spec.variable_id, "index": spec.index,
-                    "offset": spec.offset, "shape": spec.shape, "dtype": spec.dtype,
-                    "ps": spec.ps, "version": self.versions[spec.key],
-                    "fill": _hex(value.fill),
-                    "slots": [[slot.optimizer, slot.slot, _hex(slot.fill)] for slot in slots],
-                    "pushes": list(self.pushes.get(spec.key, {}).items()),
-                }
-            )  # fmt: skip
-        return made
+        shards = zip(self.shards, items.items(), strict=True)
+        stored = _Stored(
+            format=FORMAT,
+            version=VERSION,
+            shards=[self._shard(spec, key, *of) for spec, (key, of) in shards],
+            optimizers=[
+                (number, dict(each.config), dict(each.learning_rate), each.step)
+                for number, each in self.optimizers.items()
+            ],
+            senders=self.ledger.senders,
+            variable_sets=[(Signed(digest), names) for digest, names in sets],
+            calls=calls,
+            final_below=self.ledger.final_below,
+            coordinator=self.ledger.coordinator,
+            parts=self.ledger.parts,
+            accumulators=self.accumulators,
+            groups=[(number, dict(config)) for number, config in self.groups.items()],
+            counted=self.counted,
+            pending=self.pending,
+        )
+        return to_json(stored)
+
+    def _shard(
+        self, spec: ShardSpec, key: Key, value: SnapshotItem, *slots: SnapshotItem
+    ) -> _StoredShard:
+        return _StoredShard(
+            variable=spec.variable, id=spec.variable_id, index=spec.index, offset=spec.offset,
+            shape=spec.shape, dtype=spec.dtype, ps=spec.ps, version=self.versions[key],
+            fill=value.fill,
+            slots=[(slot.optimizer, slot.slot, slot.fill) for slot in slots],
+            pushes=list(self.pushes.get(key, {}).items()),
+        )  # fmt: skip
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> SnapshotState:
@@ -191,206 +184,146 @@ class SnapshotState:
             CheckpointCorrupt: It is not the state of a snapshot.
             CheckpointError: It is of a newer version.
         """
-        return _StateReader(UntrustedJson(where)).read(data)
+        stored = read_json(data, _Stored, where, (FORMAT, VERSION))
+        return _Checks(where).state_of(stored)
 
 
-def _hex(fill: bytes | None) -> str | None:
-    return None if fill is None else fill.hex()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredShard:
+    """A shard, as JSON."""
+
+    variable: str
+    id: int
+    index: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    ps: int
+    version: int
+    fill: bytes | None = None
+    slots: list[tuple[int, str, bytes | None]]
+    pushes: list[tuple[int, int]]
 
 
-def _sender_as_json(sender: SenderState) -> list[Any]:
-    answers = [[sequence, call, answer.hex()] for sequence, call, answer in sender.answers]
-    return [sender.task, sender.incarnation, sender.acked_below, answers]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """The state, as JSON. The names of variables in calls are there once."""
+
+    format: str
+    version: int
+    shards: list[_StoredShard]
+    optimizers: list[tuple[int, dict[str, Any], dict[str, Any], int]]
+    senders: tuple[SenderState, ...]
+    variable_sets: list[tuple[Signed, tuple[str, ...]]]
+    calls: list[tuple[int, int, int]]  # the last: the place of a variable set
+    final_below: int
+    coordinator: int = 0
+    parts: tuple[tuple[int, int, int], ...] = ()
+    accumulators: tuple[tuple[bytes, int], ...]
+    groups: list[tuple[int, dict[str, Any]]]
+    counted: tuple[tuple[int, int, int, bytes], ...]
+    pending: tuple[int, ...] = ()
 
 
-class _StateReader:
-    """Reads one state."""
+class _Checks:
+    """Checks what a type does not say of a state."""
 
-    def __init__(self, take: UntrustedJson) -> None:
-        self._take = take
+    def __init__(self, where: str) -> None:
+        self._wrong = functools.partial(wrong, where)
         self._rules: dict[int, UpdateRule] = {}
 
-    def read(self, data: bytes) -> SnapshotState:
-        take = self._take
-        top = take.parse(data)
-        if top.get("format") != FORMAT:
-            raise take.wrong("format", repr(FORMAT), top.get("format"))
-        version = take.number(top.get("version"), "version")
-        if version != VERSION:
-            raise CheckpointError(
-                f"{take.where}: format version {version}, this psync reads {VERSION}",
-                hint="install a newer psync",
-            )
-        optimizers = dict(map(self._optimizer, take.sequence(top.get("optimizers"), "optimizers")))
-        self._once(optimizers, top["optimizers"], "an optimizer")
-        shards: list[ShardSpec] = []
-        items: list[SnapshotItem] = []
-        versions: dict[Key, int] = {}
-        pushes: dict[Key, dict[int, int]] = {}
-        for entry in take.sequence(top.get("shards"), "shards"):
-            shard = take.mapping(entry, "a shard")
-            spec = self._spec(shard)
-            shards.append(spec)
-            versions[spec.key] = take.number(shard.get("version"), f"version of {spec}")
-            items += self._items(spec, shard)
-            pushes[spec.key] = self._pushes(spec, shard)
-        self._once(versions, shards, "a shard")
-        accumulators = tuple(
-            map(self._accumulator, take.sequence(top.get("accumulators"), "accumulators"))
-        )
-        listed = take.sequence(top.get("groups"), "groups")
-        groups = dict(map(self._group, listed))
-        self._once(groups, listed, "a group")
-        counted = tuple(map(self._counted, take.sequence(top.get("counted"), "counted")))
-        pending = tuple(take.numbers(top.get("pending", []), "pending closures"))
+    def state_of(self, stored: _Stored) -> SnapshotState:
+        """Return what was stored.
+
+        Raises:
+            CheckpointCorrupt: Something contradicts itself.
+        """
+        optimizers = {each[0]: self._optimizer(*each) for each in stored.optimizers}
+        self._once(stored.optimizers, optimizers, "an optimizer")
+        shards = {(each.id, each.index): each for each in stored.shards}
+        self._once(stored.shards, shards, "a shard")
+        specs = {key: self._spec(shard) for key, shard in shards.items()}
+        items = [
+            item for key, spec in specs.items() for item in self._items(spec, key, shards[key])
+        ]
+        for number, config in stored.groups:
+            try:
+                SyncConfig.from_config(config)
+            except (ConfigurationError, OverflowError) as exc:
+                raise self._wrong(f"group {number}", f"what fits: {exc}", config) from exc
+        groups = dict(stored.groups)
+        self._once(stored.groups, groups, "a group")
         return SnapshotState(
-            tuple(shards), tuple(items), versions,
-            {key: counts for key, counts in pushes.items() if counts}, optimizers,
-            self._ledger(top), accumulators, groups, counted, pending,
+            tuple(specs.values()), tuple(items),
+            {key: shard.version for key, shard in shards.items()},
+            {key: dict(shard.pushes) for key, shard in shards.items() if shard.pushes},
+            optimizers, self._ledger(stored), stored.accumulators, groups, stored.counted,
+            stored.pending,
         )  # fmt: skip
 
-    def _once(self, by_key: Mapping[Any, Any], listed: Sequence[Any], what: str) -> None:
-        if len(by_key) != len(listed):
-            raise self._take.wrong(what, "each once", f"{len(listed)} of {len(by_key)}")
+    def _once(self, listed: Sized, different: Sized, *what: object) -> None:
+        if len(different) != len(listed):
+            got = f"{len(listed)} of {len(different)}"
+            raise self._wrong(" ".join(map(str, what)), "each once", got)
 
-    def _optimizer(self, entry: Any) -> tuple[int, OptimizerSnapshot]:
-        take = self._take
-        number, config, rate, step = take.sequence(entry, "an optimizer", 4)
-        number = take.number(number, "number of an optimizer")
+    def _optimizer(self, number: int, config: Config, rate: Config, step: int) -> OptimizerSnapshot:
         try:
             rule = self._rules[number] = rule_from_config(config)
             schedules.from_config(rate)
         except (ConfigurationError, OverflowError) as exc:
-            raise take.wrong(f"optimizer {number}", f"what fits: {exc}", config) from exc
-        step = take.number(step, f"step of optimizer {number}")
-        return number, OptimizerSnapshot(rule.to_config(), rate, step)
+            raise self._wrong(f"optimizer {number}", f"what fits: {exc}", config) from exc
+        return OptimizerSnapshot(rule.to_config(), rate, step)
 
-    def _spec(self, shard: Mapping[str, Any]) -> ShardSpec:
-        take = self._take
-        name = take.text(shard.get("variable"), "name of a variable")
-        number, index, offset, ps = (
-            take.number(shard.get(field), f"{field} of a shard of {name!r}")
-            for field in ("id", "index", "offset", "ps")
-        )
-        shape = tuple(take.numbers(shard.get("shape"), f"shape of a shard of {name!r}"))
-        dtype = take.text(shard.get("dtype"), f"dtype of {name!r}")
+    def _spec(self, shard: _StoredShard) -> ShardSpec:
         try:
-            size = dtype_of(dtype).itemsize * math.prod(shape)
+            size = dtype_of(shard.dtype).itemsize * math.prod(shard.shape)
         except PartitionError as exc:
-            raise take.wrong(f"dtype of {name!r}", exc.message, dtype) from exc
+            raise self._wrong(f"dtype of {shard.variable!r}", exc.message, shard.dtype) from exc
         if size > MAX_ITEM_BYTES:
-            raise take.wrong(f"shape of a shard of {name!r}", "what fits a machine", shape)
-        return ShardSpec(name, number, index, offset, shape, dtype, ps)
+            what = f"shape of a shard of {shard.variable!r}"
+            raise self._wrong(what, "what fits a machine", shard.shape)
+        return ShardSpec(
+            shard.variable, shard.id, shard.index, shard.offset, shard.shape, shard.dtype, shard.ps
+        )
 
-    def _items(self, spec: ShardSpec, shard: Mapping[str, Any]) -> list[SnapshotItem]:
-        take = self._take
-        fill = self._fill(shard.get("fill"), spec.dtype, f"the element of {spec}")
-        items = [SnapshotItem(spec.key, -1, "", spec.shape, spec.dtype, fill)]
-        for entry in take.sequence(shard.get("slots"), f"slots of {spec}"):
-            number, slot, element = take.sequence(entry, f"a slot of {spec}", 3)
-            rule = self._rules.get(take.number(number, f"an optimizer of {spec}"))
+    def _items(self, spec: ShardSpec, key: Key, shard: _StoredShard) -> list[SnapshotItem]:
+        """Return the value and the slots of a shard."""
+        items = [SnapshotItem(key, -1, "", spec.shape, spec.dtype, shard.fill)]
+        for entry in shard.slots:
+            number, slot, fill = entry
+            rule = self._rules.get(number)
             if rule is None or slot not in rule.slot_names():
-                raise take.wrong(f"a slot of {spec}", "one that its optimizer has", entry)
+                raise self._wrong(f"a slot of {spec}", "one that its optimizer has", entry)
             try:
                 dtype = dtype_name(slot_dtype(dtype_of(spec.dtype)))
             except GradientError as exc:
-                raise take.wrong(f"a slot of {spec}", f"none: {exc.message}", entry) from exc
-            fill = self._fill(element, dtype, f"the element of slot {slot!r} of {spec}")
-            items.append(SnapshotItem(spec.key, number, slot, spec.shape, dtype, fill))
-        self._once({(item.optimizer, item.slot): 0 for item in items}, items, f"a slot of {spec}")
+                raise self._wrong(f"a slot of {spec}", f"none: {exc.message}", entry) from exc
+            items.append(SnapshotItem(key, number, slot, spec.shape, dtype, fill))
+        self._once(items, {(item.optimizer, item.slot) for item in items}, "a slot of", spec)
+        for item in items:
+            if (fill := item.fill) is None:
+                continue
+            if len(fill) != dtype_of(item.dtype).itemsize or (item.dtype == "bool" and fill[0] > 1):
+                what = f"the element of {f'slot {item.slot!r} of ' if item.slot else ''}{spec}"
+                raise self._wrong(what, f"one of {item.dtype}", fill.hex())
+        for number, count in shard.pushes:
+            if number not in self._rules:
+                what, got = f"pushes to {spec}", (number, count)
+                raise self._wrong(what, "of an optimizer that is there", got)
         return items
 
-    def _fill(self, value: Any, dtype: str, what: str) -> bytes | None:
-        if value is None:
-            return None
-        fill = self._take.hex(value, what)
-        if len(fill) != dtype_of(dtype).itemsize or (dtype == "bool" and fill[0] > 1):
-            raise self._take.wrong(what, f"one of {dtype}", value)
-        return fill
-
-    def _pushes(self, spec: ShardSpec, shard: Mapping[str, Any]) -> dict[int, int]:
-        take, counts = self._take, dict[int, int]()
-        for entry in take.sequence(shard.get("pushes"), f"pushes to {spec}"):
-            number, count = take.numbers(entry, f"pushes to {spec}", 2)
-            if number not in self._rules:
-                raise take.wrong(f"pushes to {spec}", "of an optimizer that is there", entry)
-            counts[number] = count
-        return counts
-
-    def _ledger(self, top: Mapping[str, Any]) -> LedgerState:
-        take = self._take
-        senders = tuple(map(self._sender, take.sequence(top.get("senders"), "senders")))
-        self._once({sender.task: 0 for sender in senders}, senders, "a sender")
-        sets = list(map(self._set, take.sequence(top.get("variable_sets"), "variable_sets")))
+    def _ledger(self, stored: _Stored) -> LedgerState:
+        self._once(stored.senders, {sender.task for sender in stored.senders}, "a sender")
+        for sender in stored.senders:
+            sequences = {sequence for sequence, *_ in sender.answers}
+            self._once(sender.answers, sequences, "an answer to", sender.task)
         calls = []
-        for entry in take.sequence(top.get("calls"), "calls"):
-            closure, ordinal, place = take.numbers(entry, "a call", 3)
-            if place >= len(sets):
-                raise take.wrong("a call", "the place of a variable set", entry)
-            calls.append((closure, ordinal, *sets[place]))
-        self._once({(closure, ordinal): 0 for closure, ordinal, *_ in calls}, calls, "a call")
+        for closure, ordinal, place in stored.calls:
+            if place >= len(stored.variable_sets):
+                got = (closure, ordinal, place)
+                raise self._wrong("a call", "the place of a variable set", got)
+            calls.append((closure, ordinal, *stored.variable_sets[place]))
+        self._once(calls, {(closure, ordinal) for closure, ordinal, *_ in calls}, "a call")
         return LedgerState(
-            senders,
-            tuple(calls),
-            take.number(top.get("final_below"), "final_below"),
-            take.number(top.get("coordinator", 0), "coordinator"),
-            self._parts(top),
+            stored.senders, tuple(calls), stored.final_below, stored.coordinator, stored.parts
         )
-
-    def _parts(self, top: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]:
-        take, parts = self._take, []
-        for entry in take.sequence(top.get("parts", []), "parts of calls"):
-            closure, ordinal, count = take.numbers(entry, "parts of a call", 3)
-            parts.append((closure, ordinal, count))
-        return tuple(parts)
-
-    def _sender(self, entry: Any) -> SenderState:
-        take = self._take
-        task, incarnation, acked_below, listed = take.sequence(entry, "a sender", 4)
-        task = take.text(task, "name of a sender")
-        answers: dict[int, tuple[int, Call | None, bytes]] = {}
-        for answer in take.sequence(listed, f"answers to {task}"):
-            sequence, call, data = take.sequence(answer, f"an answer to {task}", 3)
-            sequence = take.number(sequence, f"an answer to {task}")
-            if call is not None:
-                closure, ordinal = take.numbers(call, f"a call of {task}", 2)
-                call = closure, ordinal
-            answers[sequence] = (sequence, call, take.hex(data, f"an answer to {task}"))
-        self._once(answers, listed, f"an answer to {task}")
-        return SenderState(
-            task,
-            take.number(incarnation, f"incarnation of {task}"),
-            take.number(acked_below, f"acknowledgement of {task}"),
-            tuple(answers.values()),
-        )
-
-    def _set(self, entry: Any) -> tuple[int, tuple[str, ...]]:
-        take = self._take
-        digest, names = take.sequence(entry, "a variable set", 2)
-        listed = take.sequence(names, "names of a variable set")
-        return (
-            take.integer(digest, "a variable set"),
-            tuple(take.text(name, "name in a variable set") for name in listed),
-        )
-
-    def _accumulator(self, entry: Any) -> tuple[bytes, int]:
-        take = self._take
-        packed, step = take.sequence(entry, "an accumulator", 2)
-        return take.hex(packed, "an accumulator"), take.number(step, "step of an accumulator")
-
-    def _group(self, entry: Any) -> tuple[int, Config]:
-        take = self._take
-        number, raw = take.sequence(entry, "a group", 2)
-        number = take.number(number, "number of a group")
-        raw = take.mapping(raw, f"group {number}")
-        try:
-            SyncConfig.from_config(raw)
-        except (ConfigurationError, OverflowError) as exc:
-            raise take.wrong(f"group {number}", f"what fits: {exc}", raw) from exc
-        return number, dict(raw)
-
-    def _counted(self, entry: Any) -> tuple[int, int, int, bytes]:
-        take, what = self._take, "a call that was counted"
-        *numbers, digest = take.sequence(entry, what, 4)
-        group, closure, ordinal = take.numbers(numbers, what)
-        return group, closure, ordinal, take.hex(digest, what)

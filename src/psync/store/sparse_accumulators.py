@@ -106,7 +106,9 @@ class SparseConditionalAccumulator(ArrayAccumulator[GivenSlices, SparseGradient]
         Raises:
             GradientError: As there. Nothing has changed.
         """
-        return at_once(self.offer_pieces((indices, values, dense_shape), local_step, weight))
+        applied = self.offer((indices, values, dense_shape), local_step, weight)
+        at_once(applied.work())
+        return applied
 
     def apply_indexed_slices_grad(
         self, slices: Slices, local_step: int = 0, weight: float = 1.0
@@ -170,9 +172,9 @@ class SparseConditionalAccumulator(ArrayAccumulator[GivenSlices, SparseGradient]
             raise self._refused(f"expected integers as dense_shape, got {given!r:.80}")
         return known
 
-    def _check(self, gradient: GivenSlices) -> Pieces[None]:
+    def _check(self, gradient: GivenSlices, nonfinite: int | None) -> None:
         self._check_shapes(gradient, None if self._sum is None else self._sum.row_shape)
-        return self._check_finite(gradient.values)
+        self._check_finite(gradient.values, nonfinite)
 
     def _check_shapes(self, gradient: GivenSlices, row_shape: tuple[int, ...] | None) -> None:
         indices, values, dense_shape = gradient
@@ -228,15 +230,18 @@ class SparseConditionalAccumulator(ArrayAccumulator[GivenSlices, SparseGradient]
         return self.shape[0] if self.shape else None
 
     def _add(self, gradient: GivenSlices, weight: float) -> Pieces[None]:
-        total = self._sum or SparseSum(gradient.values.shape[1:], self.dtype)
-        yield from total.adding(gradient.indices, gradient.values, weight)
-        self._sum = total
+        if self._sum is None:
+            self._sum = SparseSum(gradient.values.shape[1:], self.dtype)
+        return self._sum.adding(gradient.indices, gradient.values, weight)
 
     def _reduce(self) -> Pieces[SparseGradient]:
-        total = self._sum
-        assert total is not None, "a take needs one gradient at least"
+        assert self._sum is not None, "a take needs one gradient at least"
+        return self._result_of(self._sum)
+
+    def _result_of(self, total: SparseSum) -> Pieces[SparseGradient]:
         values = yield from total.making(self.reduction, per_index=self.divisor == "per_index")
         rows = self._num_rows()
+        # The sum belongs to this take alone, and so do its indices.
         return SparseGradient(
-            total.indices.copy(), values, (-1 if rows is None else rows, *total.row_shape)
+            total.indices, values, (-1 if rows is None else rows, *total.row_shape)
         )

@@ -9,6 +9,9 @@ from typing import Any
 
 from psync.errors import ConfigurationError
 from psync.numerics.means import growing_decay
+from psync.numerics.rule_options import flag
+from psync.schedules import as_number
+from psync.specs import checked_integer
 
 REDUCTIONS = ("mean", "sum")
 SPARSE_DIVISORS = ("per_index", "total")
@@ -22,7 +25,7 @@ class SyncConfig:
     """One group: R gradients a step, N replicas, and the rule that applies their mean.
 
     Raises:
-        ConfigurationError: The numbers contradict each other.
+        ConfigurationError: Something is of another type, or the numbers contradict each other.
     """
 
     name: str
@@ -42,6 +45,23 @@ class SyncConfig:
     averages: tuple[tuple[int, int], ...] = field(default=())  # (variable id, its shadow's id)
 
     def __post_init__(self) -> None:
+        for each in ("replicas_to_aggregate", "total_num_replicas", "min_replicas"):
+            self._set(each, count_of(self.name, each, getattr(self, each)))
+        for each in ("patience_s", "decay"):
+            self._set(each, float(as_number(f"{self.name}: {each}", getattr(self, each))))
+        for each in ("strict", "deterministic", "tensorflow_compat", "num_updates"):
+            flag(self.name, each, getattr(self, each))
+        self._set("strict", self.strict or self.deterministic)
+        self._set("global_step", _integers(self.global_step, 3, "global_step"))
+        if not isinstance(self.averages, list | tuple):
+            raise ConfigurationError(f"{self.name}: expected pairs as averages")
+        self._set("averages", tuple(_integers(pair, 2, "averages") for pair in self.averages))
+        self._check_values()
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)
+
+    def _check_values(self) -> None:
         needed, total = self.replicas_to_aggregate, self.total_num_replicas
         if needed < 1 or total < 1:
             raise ConfigurationError(
@@ -58,7 +78,7 @@ class SyncConfig:
                 f"{self.name}: expected min_replicas from 1 to total_num_replicas ({total}), got "
                 f"{self.min_replicas}"
             )
-        if not 0 < self.patience_s < math.inf:
+        if self.patience_s <= 0:
             raise ConfigurationError(
                 f"{self.name}: expected patience_s above 0 s and finite, got {self.patience_s:g}"
             )
@@ -79,7 +99,7 @@ class SyncConfig:
                 f"replicas_to_aggregate={needed} of total_num_replicas={total}",
                 hint="give both the same value: there are no backup replicas then",
             )
-        if self.tensorflow_compat and (self.strict or self.deterministic):
+        if self.tensorflow_compat and self.strict:
             raise ConfigurationError(
                 f"{self.name}: tensorflow_compat=True has free tokens, as TensorFlow has",
                 hint="leave out strict and deterministic, or tensorflow_compat",
@@ -94,11 +114,6 @@ class SyncConfig:
     def allowance(self) -> int:
         """How often a replica contributes to a step where tokens are bound: ⌈R/N⌉."""
         return math.ceil(self.replicas_to_aggregate / self.total_num_replicas)
-
-    @property
-    def bound(self) -> bool:
-        """Whether tokens are bound to replicas."""
-        return self.strict or self.deterministic
 
     @property
     def fewest_initial_tokens(self) -> int:
@@ -145,38 +160,20 @@ class SyncConfig:
         Raises:
             ConfigurationError: It is none.
         """
-        if not isinstance(config, dict) or not config.keys() == _KINDS.keys():
+        names = {each.name for each in dataclasses.fields(cls)}
+        if not isinstance(config, dict) or config.keys() != names:
             raise ConfigurationError("a synchronous optimizer's configuration lacks fields")
-        values = dict(config)
-        for name, kinds in _KINDS.items():
-            value = values[name]
-            if type(value) not in kinds:
+        for name, kind in (("name", str), ("optimizer", dict)):
+            if type(config[name]) is not kind:
                 raise ConfigurationError(
-                    f"a synchronous optimizer's {name}: got {type(value).__name__}"
+                    f"a synchronous optimizer's {name}: got {type(config[name]).__name__}"
                 )
-        values["global_step"] = _integers(values["global_step"], 3, "global_step")
-        values["averages"] = tuple(_integers(pair, 2, "averages") for pair in values["averages"])
-        values["decay"], values["patience_s"] = float(values["decay"]), float(values["patience_s"])
-        return cls(**values)
+        return cls(**config)
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "name": (str,),
-    "optimizer": (dict,),
-    "replicas_to_aggregate": (int,),
-    "total_num_replicas": (int,),
-    "min_replicas": (int,),
-    "patience_s": (int, float),
-    "strict": (bool,),
-    "deterministic": (bool,),
-    "tensorflow_compat": (bool,),
-    "reduction": (str,),
-    "sparse_divisor": (str,),
-    "global_step": (list, tuple),
-    "decay": (int, float),
-    "num_updates": (bool,),
-    "averages": (list, tuple),
-}
+def count_of(name: str, argument: str, value: object) -> int:
+    """Return a whole number. Raises ConfigurationError if it is none."""
+    return checked_integer(f"{name}: expected a whole number as {argument}", value, -(1 << 63))
 
 
 def _integers(values: object, count: int, name: str) -> tuple[Any, ...]:

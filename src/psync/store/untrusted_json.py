@@ -1,102 +1,217 @@
-"""Validated access to JSON from disk or network, which may be anything.
+"""JSON from disk or network, read as a type and nothing else; and written.
 
-A value that is missing, of another type or out of range is a CheckpointCorrupt that names it.
+A type says what the JSON must be. Whatever does not fit is a CheckpointCorrupt that names its place
+in it, such as ``shards[0].version``.
+
+    type                       JSON
+    int, Signed                a whole number of 64 bits, from 0; of either sign
+    bool                       true or false
+    str                        text that is not empty
+    bytes                      its hexadecimal digits
+    list[X], tuple[X, …]       a list
+    tuple[X, Y], a NamedTuple  a list of as many
+    dict[str, X]               an object
+    a dataclass                an object with its fields; those with a default may be missing
+    X | None                   null, too
+    Any                        anything
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import operator
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from typing import Any, NewType, TypeVar
 
-from psync.errors import CheckpointCorrupt
+from psync.errors import CheckpointCorrupt, CheckpointError
 
+T = TypeVar("T")
 
-class UntrustedJson:
-    """Reads one JSON text.
-
-    Args:
-        where: For messages: the file, or what is in it.
-    """
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def parse(self, data: bytes) -> Mapping[str, Any]:
-        """Return the object that the text is.
-
-        Raises:
-            CheckpointCorrupt: It is none.
-        """
-        return self.mapping(self._loaded(data), "it")
-
-    def parse_list(self, data: bytes) -> Sequence[Any]:
-        """Return the list that the text is.
-
-        Raises:
-            CheckpointCorrupt: It is none.
-        """
-        return self.sequence(self._loaded(data), "it")
-
-    def _loaded(self, data: bytes) -> Any:
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as exc:
-            raise CheckpointCorrupt(f"{self.where}: damaged: it is not JSON: {exc}") from exc
-
-    def mapping(self, value: Any, what: str) -> Mapping[str, Any]:
-        """Return an object. Raises CheckpointCorrupt if ``value`` is none, as all that follow."""
-        if not isinstance(value, dict):
-            raise self.wrong(what, "an object", value)
-        return value
-
-    def sequence(self, value: Any, what: str, length: int | None = None) -> Sequence[Any]:
-        """Return a list, of ``length`` entries if that is given."""
-        if not isinstance(value, list) or (length is not None and len(value) != length):
-            entries = "" if length is None else f" of {length} entries"
-            raise self.wrong(what, f"a list{entries}", value)
-        return value
-
-    def number(self, value: Any, what: str) -> int:
-        """Return a whole number from 0 that fits 64 bits."""
-        if self.integer(value, what) < 0:
-            raise self.wrong(what, "a whole number from 0", value)
-        return int(value)
-
-    def numbers(self, value: Any, what: str, length: int | None = None) -> list[int]:
-        """Return a list of such numbers, of ``length`` entries if that is given."""
-        listed = self.sequence(value, what, length)
-        if not all(type(each) is int and 0 <= each < _MOST for each in listed):
-            raise self.wrong(what, "whole numbers from 0", value)
-        return list(listed)
-
-    def integer(self, value: Any, what: str) -> int:
-        """Return a whole number that fits 64 bits."""
-        if isinstance(value, bool) or not isinstance(value, int) or not -_MOST <= value < _MOST:
-            raise self.wrong(what, "a whole number", value)
-        return value
-
-    def text(self, value: Any, what: str) -> str:
-        """Return a text that is not empty."""
-        if not isinstance(value, str) or not value:
-            raise self.wrong(what, "text", value)
-        return value
-
-    def hex(self, value: Any, what: str) -> bytes:
-        """Return bytes that were written as ``bytes.hex`` does."""
-        try:
-            return bytes.fromhex(self.text(value, what))
-        except ValueError:
-            raise self.wrong(what, "bytes as hexadecimal digits", value) from None
-
-    def wrong(self, what: str, expected: str, got: Any) -> CheckpointCorrupt:
-        """Return the error for a value that is not what it must be."""
-        shown = repr(got)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return CheckpointCorrupt(
-            f"{self.where}: damaged: {what}: expected {expected}, got {shown}",
-            hint="use an older checkpoint; this one was changed or damaged after it was saved",
-        )
-
+Signed = NewType("Signed", int)
+"""A whole number that may be below 0."""
 
 _MOST = 1 << 63
+
+
+def read_json(data: bytes, kind: type[T], where: str, head: tuple[str, int] | None = None) -> T:
+    """Return what a JSON text says.
+
+    Args:
+        data: Anything.
+        kind: What it must be.
+        where: For messages: the file, or what is in it.
+        head: What "format" and "version" must be, which are looked at first.
+
+    Raises:
+        CheckpointCorrupt: It is something else.
+        CheckpointError: It is of a newer version.
+    """
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as exc:
+        raise CheckpointCorrupt(f"{where}: damaged: it is not JSON: {exc}") from exc
+    try:
+        if head is not None:
+            found = _reader(_Head)(value)
+            if found.format != head[0]:
+                raise wrong(where, "format", repr(head[0]), found.format)
+            if found.version != head[1]:
+                raise CheckpointError(
+                    f"{where}: format version {found.version}, this psync reads {head[1]}",
+                    hint="install a newer psync",
+                )
+        read: Callable[[Any], T] = _reader(typing.cast(Any, kind))
+        return read(value)
+    except _Misfit as exc:
+        raise wrong(where, exc.place.lstrip(".") or "it", exc.expected, exc.got) from None
+
+
+def to_json(value: object, indent: int | None = None) -> bytes:
+    """Return a value as ``read_json`` reads it."""
+    separators = (",", ":") if indent is None else None
+    return json.dumps(value, indent=indent, separators=separators, default=_plain).encode()
+
+
+def wrong(where: str, what: str, expected: str, got: object) -> CheckpointCorrupt:
+    """Return the error for a value that is not what it must be."""
+    shown = repr(got)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return CheckpointCorrupt(
+        f"{where}: damaged: {what}: expected {expected}, got {shown}",
+        hint="use an older checkpoint; this one was changed or damaged after it was saved",
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Mapping):
+        return dict(value)
+    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+
+
+class _Misfit(Exception):
+    """A value is not of its type; ``place`` grows on the way out."""
+
+    def __init__(self, expected: str, got: object, place: str = "") -> None:
+        self.expected, self.got, self.place = expected, got, place
+
+
+@dataclasses.dataclass
+class _Head:
+    format: str
+    version: int
+
+
+_Reader = Callable[[Any], Any]
+
+
+@functools.cache
+def _reader(kind: Any) -> _Reader:
+    """Return what checks a value, and makes of it what ``kind`` says."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind in _SIMPLE:
+        return _SIMPLE[kind]
+    if origin is types.UnionType:
+        read = _reader(args[0])
+        return lambda value: None if value is None else read(value)
+    if origin is dict:
+        return functools.partial(_mapping, _reader(args[1]))
+    if origin is list or (origin is tuple and args[-1] is ...):
+        return functools.partial(_listed, origin, _reader(args[0]))
+    if origin is tuple:
+        return functools.partial(_row, tuple, dict(enumerate(map(_reader, args))))
+    fields = {name: _reader(hint) for name, hint in typing.get_type_hints(kind).items()}
+    if issubclass(kind, tuple):
+        return functools.partial(_row, lambda values: kind(*values), fields)
+    optional = {
+        each.name
+        for each in dataclasses.fields(kind)
+        if not each.default is each.default_factory is dataclasses.MISSING
+    }
+    return functools.partial(_object, kind, fields, optional)
+
+
+def _taken(
+    steps: Iterable[int | str], reads: Iterable[_Reader], values: Collection[Any]
+) -> list[Any]:
+    """Return what is made of each value; one that does not fit says at which step that was."""
+    try:
+        return list(map(operator.call, reads, values))
+    except _Misfit:
+        for step, read, value in zip(steps, reads, values, strict=False):
+            try:
+                read(value)
+            except _Misfit as exc:
+                exc.place = (f"[{step}]" if isinstance(step, int) else f".{step}") + exc.place
+                raise
+        raise
+
+
+def _listed(make: Callable[[Iterable[Any]], Any], read: _Reader, value: Any) -> Any:
+    if not isinstance(value, list):
+        raise _Misfit("a list", value)
+    return make(_taken(itertools.count(), itertools.repeat(read), value))
+
+
+def _row(make: Callable[[Iterable[Any]], Any], columns: Mapping[Any, _Reader], value: Any) -> Any:
+    if not isinstance(value, list) or len(value) != len(columns):
+        raise _Misfit(f"a list of {len(columns)} entries", value)
+    return make(_taken(columns, columns.values(), value))
+
+
+def _mapping(read: _Reader, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _Misfit("an object", value)
+    made = _taken(value, itertools.repeat(read), value.values())
+    return dict(zip(value, made, strict=True))
+
+
+def _object(
+    make: Callable[..., Any], fields: Mapping[str, _Reader], optional: Set[str], value: Any
+) -> Any:
+    if not isinstance(value, dict):
+        raise _Misfit("an object", value)
+    names = [name for name in fields if name in value or name not in optional]
+    made = _taken(names, [fields[name] for name in names], list(map(value.get, names)))
+    return make(**dict(zip(names, made, strict=True)))
+
+
+def _whole(lowest: int, expected: str) -> _Reader:
+    def read(value: Any) -> int:
+        if type(value) is int and lowest <= value < _MOST:
+            return value
+        raise _Misfit(expected, value)
+
+    return read
+
+
+def _only(kind: type, expected: str) -> _Reader:
+    def read(value: Any) -> Any:
+        if isinstance(value, kind) and value != "":
+            return value
+        raise _Misfit(expected, value)
+
+    return read
+
+
+def _bytes(value: Any) -> bytes:
+    try:
+        return bytes.fromhex(_SIMPLE[str](value))
+    except ValueError:
+        raise _Misfit("bytes as hexadecimal digits", value) from None
+
+
+_SIMPLE: dict[Any, _Reader] = {
+    Any: lambda value: value,
+    bool: _only(bool, "true or false"),
+    bytes: _bytes,
+    int: _whole(0, "a whole number from 0"),
+    Signed: _whole(-_MOST, "a whole number"),
+    str: _only(str, "text"),
+}

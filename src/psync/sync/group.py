@@ -57,7 +57,7 @@ class Group:
         self.broken: PsyncError | None = None  # a step could not be applied
         self.short_since: float | None = None  # since when fewer live than ``min_replicas``
         self.tokens = TokenChannel(
-            config.allowance if config.bound else None, keeps_old=config.tensorflow_compat
+            config.allowance if config.strict else None, keeps_old=config.tensorflow_compat
         )
         self.tokens.put(step, 0)
         self.first_step = step  # values of before it (local step -1) count as of this step
@@ -370,7 +370,7 @@ class Group:
         It has not waited for the next step: its earlier push was cancelled, and this one came too
         early to count. If it still waits, the program does not wait for it.
         """
-        if not self.config.bound:
+        if not self.config.strict:
             return False
         replica = contribution.replica
         if self._shares[replica] < self.config.allowance:

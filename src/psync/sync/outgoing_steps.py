@@ -31,6 +31,7 @@ from typing import cast
 from psync.errors import PsyncError
 from psync.net.peer import Received, Reply
 from psync.net.platform import Parts
+from psync.ps.cooperative_work import Changing
 from psync.ps.executor import Answer
 from psync.store.ledger import Client
 from psync.sync.cross_ps_sets import Values
@@ -55,8 +56,8 @@ HOSTED = "it is a backup"
 """Why nothing is carried until the coordinator has said where all ps tasks are served."""
 
 
-class OutgoingSteps:
-    """The outgoing steps of one coordinator's cluster.
+class OutgoingSteps(Changing):
+    """The outgoing steps of one coordinator's cluster; requests wait for pauses, and for steps.
 
     Args:
         parts: Of the task.
@@ -82,6 +83,7 @@ class OutgoingSteps:
         *,
         is_hosted: bool,
     ) -> None:
+        super().__init__()
         self.pauses = {HOSTED} if is_hosted else set()
         self._wanted: set[str] = set()  # pauses that are wanted, also before they begin
         self._is_over = False  # nothing is decided here any more
@@ -93,7 +95,6 @@ class OutgoingSteps:
         self._rounds = parts.of(StepRounds)(all_ps, sync, self._log_factors)
         self._carried: set[int] = set()  # groups of which a step is on its way to every ps
         self._told: set[asyncio.Task[None]] = set()  # other ps tasks are told of a fence
-        self._turns: list[asyncio.Future[None]] = []  # of who waits for any of these to change
         self._is_torn = False  # a step that was decided could not be applied everywhere
 
     @property
@@ -265,19 +266,6 @@ class OutgoingSteps:
         """Wait until no other ps task is being told of a fence."""
         while self._told:
             await asyncio.wait(list(self._told))
-
-    async def changed(self) -> None:
-        """Wait until something has changed of pauses, and of what is on its way."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._turns.append(turn)
-        await turn
-
-    def wake(self) -> None:
-        """Something has changed."""
-        turns, self._turns = self._turns, []
-        for turn in turns:
-            if not turn.done():
-                turn.set_result(None)
 
 
 async def _fence_others(calls: Sequence[asyncio.Task[Received]]) -> None:

@@ -24,7 +24,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,9 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.accumulators import AccumulatorService
+from psync.ps.computes import Compute, Touches
 from psync.ps.cooperative_work import LongWork
-from psync.ps.creation import ShardCreation
+from psync.ps.creation import ShardCreation, copied_by
 from psync.ps.cut_gate import GateService
 from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
 from psync.ps.life import Life
@@ -205,17 +206,16 @@ class PsServices:
             handlers.update(service.handlers())
         for kind in NOT_JUDGED & handlers.keys():
             handlers[kind] = self._of_served(handlers[kind])
+        # What is copied, or set as a whole, and how updates are computed: between computes.
+        touches: dict[type[Message], Touches] = {
+            CreateShards: copied_by,
+            SetSlots: lambda message: [(each[0], each[1]) for each in message.members],
+            SetOptimizer: lambda _: self.store.keys(),
+        }
         for kind in LOGGED:
-            # What arrays are copied to, and how updates are computed, is set between computes.
-            settled = kind in (CreateShards, SetSlots, SetOptimizer)
-            handlers[kind] = self.executor.logged(handlers[kind], settled=settled)
-        final = handlers[FinalBelow].run
-
-        def note_final(peer: Peer, message: FinalBelow, body: list[memoryview]) -> None:
-            with contextlib.suppress(PsyncError):  # a notification: nobody hears of an error
-                final(peer, message, body)
-
-        handlers[FinalBelow] = Handler(note_final)
+            handlers[kind] = self.executor.logged(
+                handlers[kind], touches.get(kind), notified=kind is FinalBelow
+            )
         return {
             **handlers,
             AwaitWaiters: Handler(self._await_waiters),
@@ -340,23 +340,22 @@ class PsServices:
             self.closer.serve()
         self.replayed = {}
 
-    def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Reply | Awaitable[Reply]:
+    def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Any:
         if peer.task != CLOSER or peer.incarnation != self.closer_incarnation:
             self._process.check_coordinator(peer)
-        rest = self.refuse_below(message.task, message.below)
-        return Reply(Done()) if rest is None else _done_after(rest)
+        return self.refuse_below(message.task, message.below) or Reply(Done())
 
-    def refuse_below(self, task: str, below: int) -> Awaitable[None] | None:
-        """Serve no lower incarnation of a task; return what large work follows from that."""
+    def refuse_below(self, task: str, below: int) -> Compute | None:
+        """Serve no lower incarnation of a task; in its turn, as takes may be completed by that."""
         self.ledger.fence(task, below)
         self.sync.staging.fence(task, below)
-        self.gate.look_again()
+        self.gate.wake()
         if self.closer is not None:
             self.closer.lost(task, below)
         return self.accumulators.fence(task, below)
 
     def _final_below(self, peer: Peer, message: FinalBelow, _: list[memoryview]) -> None:
-        if peer.incarnation == self.coordinator:  # a notification: nobody hears of an error
+        if peer.incarnation == self.coordinator:
             self.ledger.final_below(message.closure)
             if self.closer is not None:
                 self.closer.steps.final_below(message.closure)
@@ -397,27 +396,34 @@ class PsServices:
         """Numbers of what other ps tasks hold, which connections to ps 0 use; None: not ps 0."""
         return None if self.closer is None else self.sync.shares
 
-    def end(self, timeline: int, patience_s: float | None, torn: Callable[[], None]) -> None:
+    def end(
+        self, life: Life, timeline: int, patience_s: float | None, torn: Callable[[], None]
+    ) -> None:
         """Serve nobody any more: pending requests fail; an update under way ends where it began.
 
         Args:
+            life: DEPOSED: nobody serves here from now on.
             timeline: That is served from now on; 0: that on which a newer coordinator begins.
             patience_s: How long a step that is decided may take to be applied everywhere, for a
                 coordinator that keeps the variables; None: it gets no further.
             torn: Called if it did not.
         """
         self._ended = True
-        task, by = self._process.task, "a newer coordinator"
+        task, reason = self._process.task, "serves a newer coordinator"
         why: PsyncError = FencedError(f"{task} serves a newer program")
-        if timeline:  # those of the same program say again what they had said
-            by, why = "an earlier snapshot", ConnectionLost(f"{task} rolls back to a snapshot")
+        if life is Life.DEPOSED:
+            reason = "has been replaced by its backup"
+            why = FencedError(f"{task} {reason}")
+        elif timeline:  # those of the same program say again what they had said
+            reason = "serves an earlier snapshot"
+            why = ConnectionLost(f"{task} rolls back to a snapshot")
         self.accumulators.end()
         if self.closer is None:
             self.backup.end(why)
         self.locks.close()
         self.gate.close()
         if self.closer is not None:
-            self.closer.replaced(by)
+            self.closer.replaced(reason)
             if patience_s is None:
                 self.backup.end(why)
             self._process.work.to_the_end(self._end_closer(self.closer, why, patience_s, torn))
@@ -439,8 +445,3 @@ class PsServices:
                 torn()
             self.backup.end(why)
         await closer.close()
-
-
-async def _done_after(rest: Awaitable[None]) -> Reply:
-    await rest
-    return Reply(Done())

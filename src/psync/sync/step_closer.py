@@ -22,7 +22,6 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -149,7 +148,11 @@ class StepCloser:
             **self._sync.replayed(),
             SetGroups: Handler(self._restore),
             CountPush: Handler(self._replay_count),
-            ForgetPush: Handler(lambda peer, message, _: self._forget(_client(peer), message)),
+            ForgetPush: Handler(
+                lambda peer, message, _: self._submit(
+                    _client(peer), message, functools.partial(self._forget, _client(peer))
+                )
+            ),
             BeginGroup: replay(self._define),
             SetMembers: replay(self._set_members),
             Tick: replay(self._tick),
@@ -167,14 +170,13 @@ class StepCloser:
 
     def _note(self, message: Message, act: Callable[[Any], None]) -> None:
         """Put into the log what nobody waits for; nothing once that has ended."""
-        with suppress(PsyncError):
-            self._submit(FROM_CLOSER, message, act)
+        self._sync.executor.note(FROM_CLOSER, message, (), lambda: act(message))
 
     # Its end, and the end of its life as a backup.
 
-    def replaced(self, by: str = "a newer coordinator") -> None:
+    def replaced(self, why: str) -> None:
         """Another one decides from now on: pending requests fail, and later ones."""
-        self._over = FencedError(f"{CLOSER} serves {by}")
+        self._over = FencedError(f"{CLOSER} {why}")
         self._waits.refuse_all(self._over)
         self.outgoing.end()
 
@@ -310,15 +312,12 @@ class StepCloser:
     def _left(self, key: PushKey) -> None:
         """Nobody waits for a push any more."""
         group, replica, push = key
-        with suppress(PsyncError):
-            self._forget(replica, ForgetPush(group, push))
+        message = ForgetPush(group, push)
+        self._sync.executor.note(replica, message, (), lambda: self._forget(replica, message))
 
-    def _forget(self, replica: Replica, message: ForgetPush) -> Reply | Answer | None:
-        def act(message: ForgetPush) -> None:
-            self.steps.forget(message.group, replica, message.push)
-            self._waits_changed()
-
-        return self._submit(replica, message, act)
+    def _forget(self, replica: Replica, message: ForgetPush) -> None:
+        self.steps.forget(message.group, replica, message.push)
+        self._waits_changed()
 
     def _ask_step(self, peer: Peer, message: AskStep, _: list[memoryview]) -> Reply:
         self._check(peer)

@@ -45,7 +45,7 @@ from psync.errors import (
     RemoteError,
     TransportError,
 )
-from psync.net.platform import Parts
+from psync.net.platform import Parts, random_hex
 from psync.specs import as_integer, checked_integer
 from psync.store.snapshot_state import SnapshotState
 from psync.training.saved_arrays import in_thread, write_by_reading, write_cut
@@ -191,9 +191,8 @@ class Checkpoint:
                 states[f"{name}/learning_rate"] = changed_rate(cut.snapshots, optimizer.number)
             path = await _written(
                 directory, number, contents, states, coordinator.parts,
-                lambda writer: write_cut(
-                    cut, contents, writer, streamed=streamed_by_environ(os.environ)
-                ),
+                functools.partial(write_cut, cut, contents),
+                nonce="" if streamed_by_environ(os.environ) else random_hex(16),
             )  # fmt: skip
             try:
                 cut.check_present()  # what was undone, and told so, must not be gone back to
@@ -210,7 +209,7 @@ class Checkpoint:
             states[f"{path}/step"] = int(await optimizer.iterations.read())
         return await _written(
             directory, number, contents, states, Parts(),
-            lambda writer: write_by_reading(contents, writer),
+            functools.partial(write_by_reading, contents),
         )  # fmt: skip
 
     async def restore(self, path: str | os.PathLike[str], *, partial: bool = False) -> Restored:
@@ -329,6 +328,7 @@ async def _written(
     states: dict[str, Any],
     parts: Parts,
     write: Callable[[Writer], Awaitable[None]],
+    nonce: str = "",
 ) -> Path:
     """Write a checkpoint, or leave nothing of it.
 
@@ -342,8 +342,10 @@ async def _written(
             if number is None:
                 number = max((n for n, _ in checkpoints_in(directory, PREFIX)), default=0) + 1
             name = f"{PREFIX}-{number:08d}"
-            begin = functools.partial(parts.of(Writer), directory, name, number, shapes, states)
-            await in_thread(lambda: begun.append(begin()))
+            make = parts.of(Writer)
+            await in_thread(
+                lambda: begun.append(make(directory, name, number, shapes, states, nonce))
+            )
             writer = begun[0]
             await write(writer)
             return await in_thread(writer.commit)

@@ -1,11 +1,10 @@
 """Writing the arrays of a checkpoint: each ps its own, in parallel, and the program the rest.
 
-Whether a ps sees the program's directory is tested at each save: the program writes a file with a
-random text there, and each ps tries to read it.
-
 ps tasks write their whole snapshots of a cut. The program writes computed arrays, whose inputs it
 reads from the same cut. A ps that does not see the program's directory sends its arrays, and the
-program writes the same file.
+program writes the same file. Each finds that out when it is to write: the program has put a file
+with a random text beside. It is asked at each save, for directories are mounted and ps tasks start
+on other machines at any time; and with the order itself, so it costs no message.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from psync.checkpoints.files import DataFile
 from psync.checkpoints.layout import Layout
 from psync.checkpoints.manifest import Planned
 from psync.checkpoints.writer import Writer
-from psync.chief.consistent_cut import Cut
+from psync.chief.consistent_cut import Cut, WrittenSnapshot
 from psync.errors import CheckpointError
-from psync.net.platform import random_hex
 from psync.numerics.blocks import BLOCK_ELEMENTS
 from psync.specs import dtype_of
 from psync.training.saved_objects import Contents, Part
@@ -55,14 +53,13 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     raise cancelled
 
 
-async def write_cut(cut: Cut, contents: Contents, writer: Writer, *, streamed: bool) -> None:
+async def write_cut(cut: Cut, contents: Contents, writer: Writer) -> None:
     """Write what ps tasks held at a cut.
 
     Args:
         cut: Held meanwhile.
         contents: What is wanted by name.
         writer: Of the checkpoint.
-        streamed: Whether ps tasks are not asked to write, even if they could.
 
     Raises:
         CheckpointError: The disk is full, or fails.
@@ -72,11 +69,8 @@ async def write_cut(cut: Cut, contents: Contents, writer: Writer, *, streamed: b
     """
     parts = contents.parts
     layout = Layout(cut.snapshots, [part for part in parts if part.compute is None])
-    shared = [False] * len(cut.snapshots) if streamed else await _shared(cut, writer)
     own = await _own(cut, parts, layout)  # first: a ps lets go of what it has written
-    theirs = [
-        _write_snapshot(cut, ps, layout, writer, shared[ps]) for ps in range(len(cut.snapshots))
-    ]
+    theirs = [_write_snapshot(cut, ps, layout, writer) for ps in range(len(cut.snapshots))]
     await _together([*theirs, _write_parts(writer, own)])
 
 
@@ -92,37 +86,26 @@ async def write_by_reading(contents: Contents, writer: Writer) -> None:
     await _write_parts(writer, contents.parts)
 
 
-async def _shared(cut: Cut, writer: Writer) -> list[bool]:
-    """Return for each ps whether it sees the directory: it can read what was just written there."""
-    nonce = random_hex(16)
-    path = await in_thread(writer.put_nonce, nonce)
-    answers = await cut.shared(str(path.absolute()), nonce)
-    await in_thread(writer.remove_nonce)
-    return answers
-
-
-async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: Writer, shared: bool) -> None:
+async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: Writer) -> None:
     """Have all arrays of a ps written, and note what is where."""
     name = f"ps-{ps:05d}-of-{len(cut.snapshots):05d}"
     path = writer.temporary.absolute() / f"{name}.safetensors"
-    if shared:
-        made = await cut.write(ps, str(path), layout.arrays[ps])
-        size, written = made.size, made.places
-    else:
-        size, written = await _write_streamed(cut, ps, layout, path)
+    made = None
+    if writer.nonce:
+        made = await cut.write(ps, str(path), writer.nonce, layout.arrays[ps])
+    if made is None:
+        made = await _write_streamed(cut, ps, layout, path)
 
     def note() -> None:
-        writer.add_file(path.name, size, layout.slices(ps, path.name, written))
+        writer.add_file(path.name, made.size, layout.slices(ps, path.name, made.places))
         state = cut.snapshots[ps].to_bytes()
-        writer.add_snapshot(ps, f"{name}.json", state, path.name, layout.places(ps, written))
+        writer.add_snapshot(ps, f"{name}.json", state, path.name, layout.places(ps, made.places))
 
     await in_thread(note)
 
 
-async def _write_streamed(
-    cut: Cut, ps: int, layout: Layout, path: Path
-) -> tuple[int, Sequence[tuple[int, int, int]]]:
-    """Write what a ps sends; return the file's size, and where arrays lie."""
+async def _write_streamed(cut: Cut, ps: int, layout: Layout, path: Path) -> WrittenSnapshot:
+    """Write what a ps sends."""
     planned = []
     for number, label in layout.arrays[ps]:
         item = cut.snapshots[ps].items[number]
@@ -139,7 +122,8 @@ async def _write_streamed(
     finally:
         for data_file in opened:
             data_file.abandon()
-    return size, [(piece.start, piece.nbytes, piece.crc32) for _, piece in data_file.slices]
+    places = [(piece.start, piece.nbytes, piece.crc32) for _, piece in data_file.slices]
+    return WrittenSnapshot(size, places)
 
 
 async def _own(cut: Cut, parts: Sequence[Part], layout: Layout) -> list[Part]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from psync.api.cluster_coordinator import ClusterCoordinator
+from psync.api.cluster_coordinator import ClusterCoordinator, running_coordinator
 from psync.api.datasets import PerWorkerDataset
 from psync.api.global_step import get_or_create_global_step
 from psync.api.optimizers.handles import Optimizer
@@ -75,7 +75,8 @@ class History:
 class Trainer:
     """Trains variables on the workers of a strategy, epoch by epoch.
 
-    Made in ``strategy.scope()``, or outside of it; used while a ``ClusterCoordinator`` runs.
+    Made in ``strategy.scope()``, or outside of it. ``evaluate`` needs a ``ClusterCoordinator`` that
+    runs; ``fit`` starts one where none does.
 
     Args:
         strategy: That declared the variables.
@@ -162,7 +163,13 @@ class Trainer:
         initial_epoch: int | None = None,
         verbose: bool | str = "auto",
     ) -> History:
-        """Train.
+        """Train, with the strategy's coordinator if that runs, else with one of its own.
+
+        One of its own is started here, with the options of the ``ClusterCoordinator(strategy, …)``
+        that the program has made, or the default ones, and closed in the end, however that comes;
+        and with it the values are gone from the ps tasks. What is left is the history, what
+        callbacks have read (``on_train_end`` can), and the checkpoints. To read variables after
+        ``fit``, or to go on, call it within ``async with psync.ClusterCoordinator(strategy):``.
 
         Args:
             dataset: What ``ClusterCoordinator.create_per_worker_dataset`` takes, or returns. Each
@@ -184,11 +191,16 @@ class Trainer:
             ConfigurationError: A number is out of range; validation data are none; the dataset has
                 no batch.
             GradientError: ``value_and_grad`` returned something else than it should.
-            ClosedError: No coordinator runs.
-            Exception: What a step or a callback raised. What callbacks raise in ``on_train_end``
-                after it is added to it as notes.
+            ClosedError: The strategy's coordinator was closed before, and its variables are gone.
+            Exception: What a step or a callback raised, or what starting a coordinator does. What
+                callbacks raise in ``on_train_end`` after it is added to it as notes.
 
-        Cancellation: What was scheduled goes on; ``on_train_end`` is called.
+        Cancellation: ``on_train_end`` is called. What was scheduled goes on in a coordinator that
+            ran before, and is cancelled in fit's own.
+
+        Example:
+            trainer = psync.Trainer(strategy, {"w": w}, value_and_grad, psync.optimizers.Adam())
+            history = await trainer.fit(batches, epochs=3, steps_per_epoch=100)  # opens one itself
         """
         for name, value in (
             ("epochs", epochs), ("steps_per_epoch", steps_per_epoch),
@@ -200,47 +212,48 @@ class Trainer:
         _check_all("fit", "callbacks", Callback, callbacks)
         if validation_data is not None:  # what is wrong with it is said before anything is trained
             self._shards(validation_data, validation_batch_size)
-        coordinator = ClusterCoordinator(self.strategy)
-        if not isinstance(dataset, PerWorkerDataset):
-            dataset = coordinator.create_per_worker_dataset(dataset)
-        history = self.history
-        history.epoch, history.history = [], {}
-        if self.manager is not None:
-            await self.manager.restore_or_initialize()
-        first = max(history.epoch, default=-1) + 1 if initial_epoch is None else initial_epoch
-        self.stop_training, run_steps = False, self._steps()
-        logs: dict[str, float] = {}
-        show = progress_of(verbose)
-        try:
-            await call_back(self, callbacks, "on_train_begin")
-            for epoch in range(first, epochs):
-                await call_back(self, callbacks, "on_epoch_begin", epoch)
-                began = time.perf_counter()
-                show.begin(epoch, epochs, steps_per_epoch)
-                starts = range(0, steps_per_epoch, steps_per_execution)
-                closures = [min(steps_per_execution, steps_per_epoch - start) for start in starts]
-                logs, ended = await self._epoch(coordinator, run_steps, dataset, closures, show)
-                validates = validation_data is not None and (epoch + 1) % validation_freq == 0
-                self.validation_skipped = validation_data is not None and not validates
-                if validates:
-                    found = await self.evaluate(validation_data, batch_size=validation_batch_size)
-                    logs |= {f"val_{name}": value for name, value in found.items()}
-                show.end(time.perf_counter() - began, logs)
-                history.add(epoch, logs)
-                await call_back(self, callbacks, "on_epoch_end", epoch, logs)
-                if self.manager is not None:
-                    await self.manager.save()
-                if ended or self.stop_training:
-                    break
+        async with running_coordinator(self.strategy) as coordinator:
+            if not isinstance(dataset, PerWorkerDataset):
+                dataset = coordinator.create_per_worker_dataset(dataset)
+            history = self.history
+            history.epoch, history.history = [], {}
             if self.manager is not None:
-                await self.manager.finish()
-        except BaseException as exc:
+                await self.manager.restore_or_initialize()
+            first = max(history.epoch, default=-1) + 1 if initial_epoch is None else initial_epoch
+            self.stop_training, run_steps = False, self._steps()
+            starts = range(0, steps_per_epoch, steps_per_execution)
+            closures = [min(steps_per_execution, steps_per_epoch - start) for start in starts]
+            logs: dict[str, float] = {}
+            show = progress_of(verbose)
+            try:
+                await call_back(self, callbacks, "on_train_begin")
+                for epoch in range(first, epochs):
+                    await call_back(self, callbacks, "on_epoch_begin", epoch)
+                    began = time.perf_counter()
+                    show.begin(epoch, epochs, steps_per_epoch)
+                    logs, ended = await self._epoch(coordinator, run_steps, dataset, closures, show)
+                    validates = validation_data is not None and (epoch + 1) % validation_freq == 0
+                    self.validation_skipped = validation_data is not None and not validates
+                    if validates:
+                        size = validation_batch_size
+                        found = await self.evaluate(validation_data, batch_size=size)
+                        logs |= {f"val_{name}": value for name, value in found.items()}
+                    show.end(time.perf_counter() - began, logs)
+                    history.add(epoch, logs)
+                    await call_back(self, callbacks, "on_epoch_end", epoch, logs)
+                    if self.manager is not None:
+                        await self.manager.save()
+                    if ended or self.stop_training:
+                        break
+                if self.manager is not None:
+                    await self.manager.finish()
+            except BaseException as exc:
+                show.close()
+                await self._end(callbacks, logs, exc)
+                raise
             show.close()
-            await self._end(callbacks, logs, exc)
-            raise
-        show.close()
-        await self._end(callbacks, logs)
-        return History(list(history.epoch), copy.deepcopy(history.history))
+            await self._end(callbacks, logs)
+            return History(list(history.epoch), copy.deepcopy(history.history))
 
     async def evaluate(
         self, data: Any, *, batch_size: int = 32, num_shards: int | None = None
@@ -329,7 +342,7 @@ class Trainer:
         self,
         coordinator: ClusterCoordinator,
         run_steps: Callable[..., Any],
-        dataset: PerWorkerDataset,
+        dataset: PerWorkerDataset[Any],
         counts: Sequence[int],
         show: Progress,
     ) -> tuple[dict[str, float], bool]:
@@ -408,7 +421,9 @@ def _check_all(where: str, what: str, kind: type, things: Sequence[Any]) -> None
         checked_kind(f"{where}: expected psync.{what}", thing, kind, hint=hint)
 
 
-async def _show(closures: Sequence[RemoteValue], counts: Sequence[int], show: Progress) -> None:
+async def _show(
+    closures: Sequence[RemoteValue[Any]], counts: Sequence[int], show: Progress
+) -> None:
     """Move the bar while the closures run; they are done about in order."""
     first = done = 0
     while True:

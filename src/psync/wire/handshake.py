@@ -40,7 +40,10 @@ from psync.wire.frames import SAME_TLS, VERSION
 from psync.wire.messages import Challenge, Hello, Proof, Refused
 
 RELEASE = "0.1.0"
-"""The version of psync. Tasks of two versions may connect where that of the wire is the same."""
+"""The version of psync, said here alone: pyproject.toml and ``psync.__version__`` read it.
+
+Tasks of two versions may connect where that of the wire is the same.
+"""
 
 NONCE_BYTES = 32
 MAX_NAME_CHARS = 200

@@ -13,10 +13,11 @@ from psync.wire.codec import Message, message
 
 @message(135)
 class CheckState(Message):
-    """Take a digest of the state that judging has made; and this is what the last one was."""
+    """Take a digest of the state that judging has made; here is the last one, and the chain."""
 
     number: int  # of this check in the log
     last: bytes  # digest of the check before; b"": there was none
+    chain: int  # over the entries before this one, see ``commit_log.chained``
 
 
 # Of synchronous steps, on ps 0.

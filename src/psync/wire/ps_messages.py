@@ -21,7 +21,6 @@ class AttachPs(Message):
     """
 
     coordinator: int
-    ps_index: int
     ps_addresses: list[str]  # of all ps tasks: ps 0 talks to the others
     ps_timeout_s: float
     keep: bool = False  # what is held; what has begun is then carried to its end first

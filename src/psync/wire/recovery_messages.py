@@ -64,37 +64,23 @@ class DropFrozen(Message):
     cut: int
 
 
-@message(85)
-class AskShared(Message):
-    """Is there a file of this path with this text? Answered by Shared."""
-
-    path: str
-    nonce: str
-
-
-@message(86)
-class Shared(Message):
-    """Whether there is."""
-
-    same: bool
-
-
 @message(87)
 class WriteFrozen(Message):
-    """Write items of a snapshot to a new file. Answered by Written.
+    """Write items of a snapshot to a new file, if you see its directory. Answered by Written.
 
     Segment: a JSON list of [item, name in the file], in the order in which they are to lie there.
     """
 
     cut: int
     path: str  # of a safetensors file, which must not exist
+    nonce: str  # the text of the file "nonce" beside it: who reads another, or none, writes nothing
 
 
 @message(88)
 class Written(Message):
     """The file is on the disk. Segment: a JSON list of [first byte, bytes, crc32], one an item."""
 
-    size: int  # of the file, in bytes
+    size: int | None  # of the file, in bytes; None: there is none, as the directory is not seen
 
 
 @message(89)

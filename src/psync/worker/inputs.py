@@ -53,7 +53,7 @@ class LoadedStep:
 
     fn: Callable[..., Any]
     name: str
-    handles: Sequence[IteratorHandle]  # per-worker iterators that it captured
+    handles: Sequence[IteratorHandle[Any]]  # per-worker iterators that it captured
     is_coroutine: bool
     seconds: float = math.inf  # that its last run took
 
@@ -76,7 +76,7 @@ class ClosureInputs:
 
         Cancellation: Safe.
         """
-        handles: list[IteratorHandle] = []
+        handles: list[IteratorHandle[Any]] = []
         fn, name = await self._load(key, handles)
         if len(self.steps) >= MAX_STEPS:
             del self.steps[next(iter(self.steps))]
@@ -94,14 +94,14 @@ class ClosureInputs:
 
         Cancellation: Safe; no batch is lost.
         """
-        handles: Sequence[IteratorHandle] = step.handles
+        handles: Sequence[IteratorHandle[Any]] = step.handles
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         if closure.num_segments:
             segments, counts, own = closure.segments, closure.counts, closure.num_segments
             if own < 0:
                 segments, counts, own = await self._fetch_arguments(closure.id)
-            arrived: list[IteratorHandle] = []
+            arrived: list[IteratorHandle[Any]] = []
             args, kwargs = _unpack(segments, counts, own, arrived)
             if arrived:
                 handles = (*handles, *arrived)
@@ -121,7 +121,7 @@ class ClosureInputs:
         return received.segments, message.remote_values, message.segments
 
     async def _load(
-        self, key: bytes, handles: list[IteratorHandle]
+        self, key: bytes, handles: list[IteratorHandle[Any]]
     ) -> tuple[Callable[..., Any], str]:
         """Return a function and its name; iterators that it captured are added to ``handles``."""
         received = await self.fetch(FetchFunction(key))
@@ -135,7 +135,7 @@ class ClosureInputs:
         finally:
             arriving.reset(token)
 
-    async def _prepare(self, handle: IteratorHandle) -> None:
+    async def _prepare(self, handle: IteratorHandle[Any]) -> None:
         """Build a per-worker iterator where it is first needed, and wait for its next batch."""
         iterator = self.iterators.get(handle.uid)
         if iterator is None:
@@ -161,7 +161,7 @@ def _unpack(
     segments: Sequence[memoryview],
     counts: Sequence[int],
     own: int,
-    arrived: list[IteratorHandle],
+    arrived: list[IteratorHandle[Any]],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return args and kwargs; iterators among them are added to ``arrived``."""
     values, at = [], own

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 from psync.client.context import DatasetContext, inside
 from psync.client.runtime import current_runtime
@@ -26,6 +26,8 @@ from psync.serialization.captures import name_of
 from psync.worker.dataset_functions import InputContext, open_dataset
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 BATCHES_AHEAD = 2  # one is being used up while the other is ready; more only takes memory
 
@@ -294,7 +296,7 @@ NOWHERE: Mapping[int, int] = {}
 """The positions of iterators that start from the beginning."""
 
 
-class IteratorHandle:
+class IteratorHandle(Generic[T]):
     """A per-worker iterator as steps see it: on each worker it stands for that worker's own.
 
     Args:
@@ -315,10 +317,10 @@ class IteratorHandle:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_arrived, (self.uid, self.key, self.num_pipelines, dict(self.starts)))
 
-    def __iter__(self) -> IteratorHandle:
+    def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
         """Return this worker's next element.
 
         Raises:
@@ -337,15 +339,18 @@ class IteratorHandle:
                 "a per-worker iterator reached the step in a way that psync cannot see",
                 hint="pass it as an argument of the step, or let the step capture it",
             )
-        return next(iterator)
+        element: T = next(iterator)
+        return element
 
 
-arriving: ContextVar[list[IteratorHandle] | None] = ContextVar("psync_arriving", default=None)
+arriving: ContextVar[list[IteratorHandle[Any]] | None] = ContextVar("psync_arriving", default=None)
 """Where iterators are noted that come in with a function or its arguments."""
 
 
-def _arrived(uid: str, key: bytes, num_pipelines: int, starts: Mapping[int, int]) -> IteratorHandle:
-    handle = IteratorHandle(uid, key, num_pipelines, starts)
+def _arrived(
+    uid: str, key: bytes, num_pipelines: int, starts: Mapping[int, int]
+) -> IteratorHandle[Any]:
+    handle: IteratorHandle[Any] = IteratorHandle(uid, key, num_pipelines, starts)
     noted = arriving.get()
     if noted is not None:
         noted.append(handle)

@@ -18,6 +18,7 @@ import asyncio
 import functools
 import inspect
 import logging
+import traceback
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -240,10 +241,8 @@ class Session:
             lines += [f"  {line}" for line in stack_of_task(self._runner)]
         queued, results = len(self._queue), len(self._results)
         lines.append(f"queue: {queued} closures; results to be sent: {results}")
-        lines += [
-            f"link to {link.task} at {link.address}: {link.state}" for link in self.runtime.ps.links
-        ]
-        return lines
+        links = self.runtime.ps.links
+        return lines + [f"link to {link.task} at {link.address}: {link.state}" for link in links]
 
     def stop(self, reason: str) -> None:
         """Say that this session cannot go on, and nothing more; ``close`` has yet to be called."""
@@ -289,7 +288,7 @@ class Session:
             except asyncio.CancelledError:
                 if self._ended:
                     raise
-                self._uncancel()  # a step cancelled its task, and ended before it noticed
+                self._uncancel()  # by what a step has left running
             except _CoordinatorGone as exc:
                 self.control.abort(exc.__cause__ if isinstance(exc.__cause__, Exception) else None)
                 return
@@ -342,7 +341,7 @@ class Session:
             end = await self._end(closure, context)
         finally:
             context.closed = True
-        if self.runtime.ps.outgoing.begun:
+        if self.runtime.ps.outgoing.begun or self._runner.cancelling():
             await self._drain_pushes()
         if self._runner.cancelling():
             self._uncancel()
@@ -426,6 +425,8 @@ class Session:
         """Wait for updates that the step has begun and not waited for, as when it is cancelled."""
         while True:
             try:
+                if self._runner.cancelling():
+                    await asyncio.sleep(0)  # uncancel leaves, before 3.13, what is not yet raised
                 return await self.runtime.ps.outgoing.drain()
             except asyncio.CancelledError:
                 if self._ended:
@@ -444,7 +445,5 @@ class Session:
 
 def _is_signal(error: KeyboardInterrupt) -> bool:
     """Whether a second Ctrl-C ends this process, and the step only happened to be computing."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_next is not None:
-        frames = frames.tb_next
-    return frames is not None and frames.tb_frame.f_globals.get("__name__") == "asyncio.runners"
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__") == "asyncio.runners"

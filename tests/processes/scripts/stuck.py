@@ -19,7 +19,7 @@ async def main() -> None:
         optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(0.1), 2)
 
         async def waits_for_ever() -> None:
-            asyncio.get_running_loop().call_later(0.05, print, "stuck")  # when it waits
+            asyncio.get_running_loop().call_soon(print, "stuck")  # when it waits
             await asyncio.Event().wait()
 
         async def computes_on_the_loop() -> None:
@@ -37,16 +37,18 @@ async def main() -> None:
 
         async def waits_for_a_token() -> None:
             await psync.pull(v)
-            pushing = asyncio.ensure_future(
-                optimizer.apply_gradients([(np.ones(4, np.float32), v)], global_step)
-            )
-            await asyncio.sleep(0.2)
-            print("stuck", flush=True)
-            await pushing
+            await optimizer.apply_gradients([(np.ones(4, np.float32), v)], global_step)
+
+        async def counted() -> int:
+            ps_0, *_ = await coordinator.ps_statistics()
+            return sum(group["counted"] for group in ps_0["sync"].values())
 
         coordinator.schedule(locals()[kind])
         if kind == "waits_for_a_token":
             coordinator.schedule(computes_on_the_loop)
+            while not await counted():
+                continue
+            print("stuck", flush=True)
         await coordinator.join()
 
 

@@ -115,12 +115,14 @@ async def test_late_requests_are_served_in_their_order_when_it_is_time(
     place: str, tmp_path: Path
 ) -> None:
     numbers: list[int] = []
-    go = tmp_path / "go"
+    go, last = tmp_path / "go", asyncio.Event()
     notes = Notes(str(tmp_path), "ps-0")
 
     def served(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
         assert peer.is_closed
         numbers.append(message.sequence)
+        if message.sequence == 3:
+            last.set()
         if message.sequence == 2:
             raise ConfigurationError("nobody hears of it")
         return Reply(Done())
@@ -139,8 +141,7 @@ async def test_late_requests_are_served_in_their_order_when_it_is_time(
         await asyncio.sleep(3 * LOOK_EVERY_S)
         assert numbers == []
         go.touch()
-        while len(numbers) < 3:  # noqa: ASYNC110 - a file has no event
-            await asyncio.sleep(0.001)
+        await last.wait()
     finally:
         await worker.close()
         await ps.close()

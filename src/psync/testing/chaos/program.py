@@ -155,7 +155,7 @@ class Program:
         self._journal = journal
         self._step = closure_of(settings, parts)
         self._progress: Any = psync.SavedState(next=0, pending=[])
-        self._running: dict[int, psync.RemoteValue] = {}  # by closure, until it is said
+        self._running: dict[int, psync.RemoteValue[Any]] = {}  # by closure, until it is said
         checkpoint = psync.Checkpoint(
             rows=parts.rows, total=parts.total, marked=parts.marked, by_sgd=parts.by_sgd,
             by_adam=parts.by_adam, counting=parts.counting, adam=parts.adam,

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import Any
 
 from psync.testing.simulation.faults import FaultDraw
-from psync.testing.simulation.plan import Batch, Call, ClosurePlan, GroupPlan, Plan
+from psync.testing.simulation.plan import (
+    Batch,
+    Call,
+    ClosurePlan,
+    Fault,
+    GroupPlan,
+    Plan,
+    Trigger,
+)
 from psync.testing.simulation.tight import SIZES
 
 
@@ -41,7 +50,8 @@ BOUNDED = ("dense", "rows", "both", "moved")
 
 WORKS = ("ganged", "visited")
 
-SHAPES = ("any", "async", "sync", "replica", "sync-replica", "checkpoint")
+SHAPES = ("any", "async", "sync", "replica", "sync-replica", "checkpoint", "metered", "gone")
+"""Kinds of plans. The last two: metrics alone; a ps goes for good, beside what else happens."""
 
 
 class _Draw:
@@ -64,7 +74,7 @@ class _Draw:
         num_groups = rng.choice((0, 1, 1, 2))
         if shape.startswith("sync"):
             num_groups = rng.choice((1, 1, 2))
-        elif shape == "async":
+        elif shape in ("async", "metered"):
             num_groups = 0
         groups = tuple(self._group(num_workers) for _ in range(num_groups))
         kinds = self._kinds(num_groups)
@@ -87,7 +97,7 @@ class _Draw:
         latency = (low, low + rng.choice((0.0, 0.001, 0.01, 0.1)))
         tightness = rng.choice((0.0, 0.0, 0.0, 0.1, 0.5))
         self.num_shards = rng.choice((1, num_ps, num_ps, 2 * num_ps))
-        return Plan(
+        plan = Plan(
             seed=self.seed,
             num_ps=num_ps,
             num_workers=num_workers,
@@ -101,7 +111,7 @@ class _Draw:
             groups=groups,
             bound=bound,
             batches=batches,
-            faults=() if races else faults.draw(),
+            faults=() if races else (*self._gone(num_ps, train_s), *faults.draw()),
             train_s=train_s,
             # With both, a ping takes as long as a peer may be silent.
             spread=rng.choice((0.0, 0.0, 1.0, 1.0 if latency[1] >= 0.1 else 2.0)),
@@ -118,6 +128,24 @@ class _Draw:
             sizes=self._sizes(tightness, has_padding=padding > 0),
             layouts=self._layouts(recovery, num_ps, groups),
         )
+        if recovery == "replica" and rng.random() < 0.1:
+            plan = self._with_small_budgets(plan)
+        return plan
+
+    def _with_small_budgets(self, plan: Plan) -> Plan:
+        """Let ps tasks have little room for pushes, and less for entries under way to backups."""
+        late_s = self.rng.choice(SIZES["acknowledged by a backup"].values[:2])
+        sizes = {"entries shipped": 1, "acknowledged by a backup": late_s}
+        return dataclasses.replace(
+            plan, limits=plan.limits | {"unfinished_bytes": 1}, sizes=plan.sizes | sizes
+        )
+
+    def _gone(self, num_ps: int, train_s: float) -> tuple[Fault, ...]:
+        """Draw when a ps goes for good, in plans of that shape."""
+        if self.shape != "gone":
+            return ()
+        when = Trigger(round(train_s * self.rng.random(), 4))
+        return (Fault("vanish", when, (f"ps-{self.rng.randrange(num_ps)}",)),)
 
     def _sizes(self, tightness: float, *, has_padding: bool) -> dict[str, float]:
         """Draw which sizes are small; blocks often are, so that others come in between."""
@@ -157,6 +185,8 @@ class _Draw:
         of_groups = [f"sync{number}" for number in range(num_groups)]
         if self.shape.startswith("sync"):
             return of_groups
+        if self.shape == "metered":
+            return ["metered"]
         kinds = rng.sample(ASYNCHRONOUS, rng.choice((1, 1, 2, 3))) + of_groups
         return [kind for kind in kinds for _ in range(rng.choice((1, 1, 5)))]
 

@@ -43,6 +43,7 @@ MARKS = (
     "a ps goes on without its backup",
     "a ps dies before its backup has acknowledged what came last",
     "a ps and its backup are compared",
+    "two ps tasks that back each other up have both budgets full",
     # Rollbacks and checkpoints.
     "a rollback undoes closures that were done",
     "a rollback undoes nothing",

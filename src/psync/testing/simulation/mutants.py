@@ -199,7 +199,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "stale_gradient_is_held": Mutant(
         "a gradient of an old step is in no take", ("async",),
-        ((Accumulator, "offer_pieces", wrong.is_of_now),),
+        ((Accumulator, "offer", wrong.is_of_now),),
     ),
     "ahead_by_one_more": Mutant(
         "no worker is further ahead than a bound of staleness allows", ("async",),
@@ -218,11 +218,11 @@ MUTANTS: Mapping[str, Mutant] = {
         ((ShardTable, "read", lambda original: wrong.read_at_any_time),),
     ),
     "metric_counts_each_run": Mutant(
-        "of the runs of a closure one counts in a metric", ("async",),
+        "of the runs of a closure one counts in a metric", ("metered",),
         ((Runtime, "begin_update", wrong.of_no_closure),),
     ),
     "lost_without_name": Mutant(
-        "who ends because somebody is lost names who that is", ("any",),
+        "who ends because somebody is lost names who that is", ("gone",),
         ((TaskLost, "__init__", wrong.says_no_name),
          (cluster_links, "_did_not_come_up", wrong.of_nobody)),
     ),

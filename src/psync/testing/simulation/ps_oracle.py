@@ -6,10 +6,10 @@ steps has seen. Not compared: counters of what was done.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from psync.backups.sender import MAX_UNDER_WAY
 from psync.cluster import parse_task_name
 from psync.errors import BusyError
 from psync.ps_task import PsTask
@@ -69,7 +69,7 @@ def faults_of_rest(
     """
     for task, host in _served_in(tasks.values()):
         # One that was taken for dead, and lives, keeps what it held until another chief comes
-        # and ends it: see ``ps.succession``, EndFormer.
+        # and ends it: see ``backups.served``, EndFormer.
         if moved.get(task.task, task.task) != host.task or task._index >= num_ps:
             continue
         name, statistics = f"{task.task} in the process of {host.task}", task.statistics()
@@ -91,6 +91,25 @@ def faults_of_rest(
         for clock, counters in statistics["clocks"].items():
             if counters["waiting"]:
                 yield "left over", f"{name}: clock {clock}: {counters}"
+
+
+def have_full_budgets(tasks: Mapping[str, Any]) -> bool:
+    """Whether two ps tasks that back each other up can neither read from clients nor ship entries.
+
+    Args:
+        tasks: Of the living processes, by name.
+    """
+    full = set()
+    for primary, host in _served_in(tasks.values()):
+        sender, log = primary.services.backup._sender, primary.services.executor.log
+        if (
+            sender is not None
+            and sender._under_way >= MAX_UNDER_WAY
+            and log._shipped < log.last
+            and any(peer._server._reading_paused for peer in primary._endpoint.peers)
+        ):
+            full.add((host.task, sender.order.task))
+    return any((backup, host) in full for host, backup in full)
 
 
 def _backup_of(primary: PsTask, tasks: dict[str, Any]) -> PsTask | None:
@@ -122,6 +141,8 @@ def _is_unwritten(name: str, held: dict[str, Any], copied: dict[str, Any]) -> bo
 
 def _contents(task: PsTask) -> dict[str, Any]:
     """Return all that a backup has to have, by what it is."""
+    if not task.services.executor.computes.is_idle:
+        raise BusyError("something is being computed")
     frozen, _ = task.services.freeze()
     state = frozen.state
     found: dict[str, Any] = {}
@@ -137,7 +158,7 @@ def _contents(task: PsTask) -> dict[str, Any]:
             found[f"optimizer {number}"] = optimizer
     found |= {f"group {number}": state.groups.get(number) for number in steps}
     for sender in state.ledger.senders:
-        found[f"ledger of {sender.task}"] = dataclasses.astuple(sender)
+        found[f"ledger of {sender.task}"] = tuple(sender)
     found["calls"] = sorted(state.ledger.calls), sorted(state.ledger.parts)
     found["final below"] = state.ledger.final_below
     found["steps"] = steps

@@ -33,6 +33,7 @@ from psync.testing.simulation.injection import Injector, Losses, Places
 from psync.testing.simulation.journal import Journal
 from psync.testing.simulation.plan import Plan
 from psync.testing.simulation.processes import Process, ProcessLoop, current_process
+from psync.testing.simulation.ps_oracle import have_full_budgets
 from psync.testing.simulation.workload import program
 from psync.testing.simulation.workload.table_kinds import tables_of
 from psync.wire.limits import Limits
@@ -355,6 +356,8 @@ class World:
     def reach(self, kind: str, name: str, process: str) -> str | None:
         """A process serves a message or reaches a place; return how the message is lost."""
         self.note(kind, process, name)
+        if name == "LogEntries" and have_full_budgets(self.tasks):
+            self.journal.say("mark", "two ps tasks that back each other up have both budgets full")
         return self._injector.reach(kind, name, process)
 
     def lose_unsynced(self, names: Sequence[str]) -> None:

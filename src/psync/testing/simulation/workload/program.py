@@ -228,8 +228,8 @@ class Life:
         if batch.save == "quiet":
             await self._save()
 
-    def _schedule(self, batch: Batch) -> list[tuple[Closure, psync.RemoteValue]]:
-        made: list[tuple[Closure, psync.RemoteValue]] = []
+    def _schedule(self, batch: Batch) -> list[tuple[Closure, psync.RemoteValue[Any]]]:
+        made: list[tuple[Closure, psync.RemoteValue[Any]]] = []
         for each in batch.closures:
             closure = self._journal.schedule(each)
             needed = made[each.needs][1] if each.needs >= 0 else None
@@ -242,7 +242,7 @@ class Life:
                 asyncio.get_running_loop().call_later(each.cancel_s, value.cancel)
         return made
 
-    async def _join(self, closures: Sequence[tuple[Closure, psync.RemoteValue]]) -> None:
+    async def _join(self, closures: Sequence[tuple[Closure, psync.RemoteValue[Any]]]) -> None:
         journal, failed = self._journal, False
         worked = journal.worked
         self._world.reach("moment", "join", "chief-0")

@@ -1,0 +1,361 @@
+"""psync without async: the same programs in plain calls, over an event loop in a thread.
+
+For scripts, notebooks and tests that are not coroutines. ``LocalCluster`` and
+``ClusterCoordinator`` are context managers here, and their methods block; everything else of psync
+that would be awaited is given to ``psync.wait``, as in a step that is a plain function:
+
+    from psync import blocking
+
+    with blocking.LocalCluster(2, 2) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        with blocking.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.zeros(10, np.float32), name="w")
+            value = coordinator.schedule(step, (w,))
+            coordinator.join()
+            print(coordinator.fetch(value), psync.wait(w.read()))
+
+Steps are what they always are: coroutine functions, or plain ones. The loop runs in a thread from
+the first of these context managers to the end of the last. Ctrl-C cancels what is waited for, and
+is raised when that has ended. In a notebook, whose cells run on a loop of its own, this works as
+well; other code on an event loop should await instead: a call here stops it until it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import contextvars
+import functools
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any, ParamSpec, Self, TypeVar, overload
+
+from psync.api.cluster_coordinator import ClusterCoordinator as AsyncCoordinator
+from psync.api.datasets import PerWorkerDataset
+from psync.api.strategy import ParameterServerStrategy
+from psync.client.context import program_waits, wait
+from psync.errors import UsageError
+from psync.launch import tasks
+from psync.launch.local import LocalCluster as AsyncLocalCluster
+from psync.launch.local import LocalClusterResolver
+from psync.launch.process_loop import loop_factory
+from psync.net.process_state import PerProcess
+from psync.net.resolvers import ClusterResolver
+from psync.serialization.remote_value import RemoteValue
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+__all__ = ["ClusterCoordinator", "LocalCluster", "run", "wait"]
+
+
+class _Waits:
+    """Waits of threads for what runs on one loop.
+
+    Args:
+        loop: Runs in another thread.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._task: asyncio.Task[Any] | None = None  # the newest that is waited for
+        self._interrupts = False  # the next wait is to be interrupted
+        self._interrupted: asyncio.Task[Any] | None = None
+
+    def __call__(self, awaitable: Awaitable[T]) -> T:
+        """Wait for ``awaitable``, in the context of the caller.
+
+        Raises:
+            UsageError: On the loop itself, which it would block for ever.
+            KeyboardInterrupt: After Ctrl-C, or when ``run`` is to end; ``awaitable`` was cancelled.
+        """
+        with contextlib.suppress(RuntimeError):
+            if asyncio.get_running_loop() is self._loop:
+                raise UsageError(
+                    "wait on the event loop of psync.blocking, which it would block for ever",
+                    hint="in a coroutine write `await …` instead of `psync.wait(…)`",
+                )
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        begin = functools.partial(self._begin, awaitable, contextvars.copy_context(), outcome)
+        try:
+            self._loop.call_soon_threadsafe(begin)
+            return outcome.result()
+        except KeyboardInterrupt:
+            self._loop.call_soon_threadsafe(self.interrupt)
+            concurrent.futures.wait((outcome,))
+            raise
+
+    def interrupt(self) -> None:
+        """Cancel what is waited for just now, or else next; called on the loop."""
+        self._interrupts = self._task is None
+        if self._task is not None:
+            self._interrupted = self._task
+            self._task.cancel()
+
+    def _begin(
+        self,
+        awaitable: Awaitable[T],
+        context: contextvars.Context,
+        outcome: concurrent.futures.Future[T],
+    ) -> None:
+        task = self._loop.create_task(_result_of(awaitable), context=context)
+        self._task = task
+
+        def ended(task: asyncio.Task[T]) -> None:
+            self._task = None if self._task is task else self._task
+            if task.cancelled():
+                interrupted = self._interrupted is task
+                outcome.set_exception(
+                    KeyboardInterrupt() if interrupted else asyncio.CancelledError()
+                )
+            elif (error := task.exception()) is not None:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(task.result())
+
+        task.add_done_callback(ended)
+        if self._interrupts:
+            self.interrupt()
+
+
+async def _result_of(awaitable: Awaitable[T]) -> T:
+    return await awaitable
+
+
+class _LoopThread:
+    """The loop of this process's blocking calls, as long as somebody uses it."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._lock = threading.Lock()
+        self._end: Callable[[], None] = lambda: None
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Return a context manager inside which a loop runs for ``wait``."""
+        with self._lock:
+            if not self._users and not program_waits():
+                self._end = _start_loop()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    end, self._end = self._end, lambda: None
+                    end()
+
+
+_loop_thread = PerProcess(_LoopThread)
+
+
+def _start_loop() -> Callable[[], None]:
+    """Run a loop in a thread; return what ends it."""
+    runner = asyncio.Runner(loop_factory=loop_factory())
+    loop = runner.get_loop()
+    over = asyncio.Event()
+    thread = threading.Thread(target=runner.run, args=(over.wait(),), name="psync.blocking")
+    waits = _Waits(loop)
+    thread.daemon = True  # a program that does not close what it has opened ends all the same
+    thread.start()
+    program_waits().append(waits)
+
+    def end() -> None:
+        program_waits().remove(waits)
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+        runner.close()
+
+    return end
+
+
+class _Blocking:
+    """A context manager whose asynchronous one runs on the loop."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._opened: contextlib.ExitStack | None = None
+
+    def __repr__(self) -> str:
+        return f"<blocking {self._inner!r}>"
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            with opened:
+                wait(self._inner.__aexit__(kind, error, traceback))
+
+    def start(self) -> None:
+        """Do what entering the context manager does; ``close`` is the other end."""
+        if self._opened is not None:
+            raise UsageError(f"{self._inner!r} was started before")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_loop_thread().used())
+            wait(self._inner.start())
+            self._opened = stack.pop_all()
+
+    def close(self) -> None:
+        """Do what leaving the context manager does. Again: nothing."""
+        self.__exit__(None, None, None)
+
+
+class LocalCluster(_Blocking):
+    """A ``psync.LocalCluster``, in plain calls: arguments and errors are the same.
+
+    Example:
+        with blocking.LocalCluster(2, 2) as cluster:
+            strategy = psync.ParameterServerStrategy(cluster.resolver)
+    """
+
+    __psync_capture_error__ = AsyncLocalCluster.__psync_capture_error__
+
+    def __init__(
+        self, num_ps: int, num_workers: int, processes: bool = True, **options: Any
+    ) -> None:
+        super().__init__(AsyncLocalCluster(num_ps, num_workers, processes, **options))
+
+    @property
+    def resolver(self) -> LocalClusterResolver:
+        """The chief's resolver; as that of ``psync.LocalCluster``."""
+        resolver: LocalClusterResolver = self._inner.resolver
+        return resolver
+
+
+class ClusterCoordinator(_Blocking):
+    """A ``psync.ClusterCoordinator``, in plain calls: arguments and errors are the same.
+
+    Attributes:
+        coordinator: That; for what is not here, with ``psync.wait``.
+
+    Example:
+        with blocking.ClusterCoordinator(strategy) as coordinator:
+            losses = [coordinator.schedule(step, (batches,)) for _ in range(100)]
+            coordinator.join()
+            print(np.mean(coordinator.fetch(losses)))
+    """
+
+    __psync_capture_error__ = AsyncCoordinator.__psync_capture_error__
+
+    def __init__(self, strategy: ParameterServerStrategy, **options: Any) -> None:
+        self.coordinator = AsyncCoordinator(strategy, **options)
+        super().__init__(self.coordinator)
+
+    @property
+    def strategy(self) -> ParameterServerStrategy:
+        """The strategy to whose cluster it belongs."""
+        return self.coordinator.strategy
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> RemoteValue[Any]:
+        """Queue ``fn(*args, **kwargs)``, see ``psync.ClusterCoordinator.schedule``."""
+        return _on_loop(self.coordinator.schedule, fn, args, kwargs)
+
+    @overload
+    def submit(
+        self, step: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RemoteValue[T]: ...
+    @overload
+    def submit(
+        self, step: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RemoteValue[T]: ...
+    def submit(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RemoteValue[Any]:
+        """Queue ``step(*args, **kwargs)``, see ``psync.ClusterCoordinator.submit``."""
+        return self.schedule(step, args, kwargs)
+
+    def schedule_all(self, fn: Callable[..., Any], calls: Sequence[Any]) -> list[RemoteValue[Any]]:
+        """Queue ``fn(*args)`` for each ``args`` of ``calls``: much faster than one by one."""
+        schedule = self.coordinator.schedule
+        return _on_loop(lambda: [schedule(fn, args) for args in calls])
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for what was scheduled, see ``psync.ClusterCoordinator.join``."""
+        wait(self.coordinator.join(timeout))
+
+    def done(self) -> bool:
+        """Return whether nothing is queued or running."""
+        return _on_loop(self.coordinator.done)
+
+    def fetch(self, structure: Any) -> Any:
+        """Return values, see ``psync.ClusterCoordinator.fetch``."""
+        return wait(self.coordinator.fetch(structure))
+
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset[Any]:
+        """Return a dataset, see ``psync.ClusterCoordinator.create_per_worker_dataset``."""
+        return _on_loop(self.coordinator.create_per_worker_dataset, dataset_fn)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters, see ``psync.ClusterCoordinator.statistics``."""
+        return _on_loop(self.coordinator.statistics)
+
+    def ps_statistics(self) -> list[dict[str, Any]]:
+        """Return each ps task's counters."""
+        return wait(self.coordinator.ps_statistics())
+
+
+def _on_loop(function: Callable[..., T], *args: Any) -> T:
+    """Return ``function(*args)``, called on the loop."""
+
+    async def call() -> T:
+        return function(*args)
+
+    return wait(call())
+
+
+def run(
+    main: Callable[[], T],
+    resolver: ClusterResolver | None = None,
+    *,
+    evaluator: Callable[[], Coroutine[Any, Any, Any]] | None = None,
+) -> T:
+    """Run this process as the task that the cluster says it is: ``psync.run`` for a plain ``main``.
+
+    ``main`` runs in a thread. Ctrl-C and SIGTERM cancel what it waits for, and raise
+    KeyboardInterrupt there; where it computes, at the next call that waits.
+
+    Args:
+        main: Function without arguments: the training program.
+        resolver: As that of ``psync.run``.
+        evaluator: Likewise.
+
+    Raises:
+        UsageError: ``main`` is a coroutine function.
+        SystemExit, Exception: As ``psync.run``.
+
+    Example:
+        if __name__ == "__main__":
+            blocking.run(main)
+    """
+    if inspect.iscoroutinefunction(main) or not callable(main):
+        raise UsageError(
+            f"blocking.run: expected a plain function, got {main!r}",
+            hint="psync.run(main) runs a coroutine function",
+        )
+
+    async def program() -> T:
+        waits = _Waits(asyncio.get_running_loop())
+        program_waits().append(waits)
+        running = asyncio.ensure_future(asyncio.to_thread(main))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            waits.interrupt()
+            await asyncio.wait((running,))
+            if not running.cancelled() and isinstance(running.exception(), Exception):
+                running.result()  # what it says about its end
+            raise
+        finally:
+            program_waits().remove(waits)
+
+    return tasks.run(program, resolver, evaluator=evaluator)

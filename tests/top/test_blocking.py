@@ -1,0 +1,111 @@
+"""Programs without async, in one process: the calls block, and raise what a coroutine would get."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import psync
+from psync import blocking
+from psync.errors import CaptureError, UsageError
+
+
+@pytest.fixture
+def coordinator() -> Iterator[blocking.ClusterCoordinator]:
+    with blocking.LocalCluster(1, 2, processes=False) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        with blocking.ClusterCoordinator(strategy) as coordinator:
+            yield coordinator
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def test_steps_are_scheduled_joined_and_fetched(coordinator: blocking.ClusterCoordinator) -> None:
+    with coordinator.strategy.scope():
+        w = psync.Variable(np.zeros(3, np.float32), name="w")
+    optimizer = psync.optimizers.SGD(0.5)
+    batches = iter(coordinator.create_per_worker_dataset([1.0, 2.0]))
+
+    async def step(batches: Iterator[float]) -> float:
+        size = next(batches)
+        await optimizer.apply_gradients([(np.full(3, size, np.float32), w)])
+        return size
+
+    values = [coordinator.schedule(step, (batches,)) for _ in range(2)]
+    coordinator.join(timeout=60)
+    assert coordinator.done()
+    total = sum(coordinator.fetch(values))
+    assert psync.wait(w.read()).tolist() == [-0.5 * total] * 3
+    assert coordinator.fetch(coordinator.schedule_all(square, [(i,) for i in range(50)])) == [
+        i * i for i in range(50)
+    ]
+    assert coordinator.fetch(coordinator.submit(square, number=4)) == 16
+    assert coordinator.statistics()["closures"].finished == 53
+    assert len(coordinator.ps_statistics()) == 1
+
+
+def test_an_error_of_a_step_is_raised_with_its_own_type(
+    coordinator: blocking.ClusterCoordinator,
+) -> None:
+    coordinator.schedule(square, ("two",))
+    with pytest.raises(TypeError, match="can't multiply"):
+        coordinator.join()
+
+
+def test_a_step_cannot_take_the_coordinator_along(
+    coordinator: blocking.ClusterCoordinator,
+) -> None:
+    with pytest.raises(CaptureError, match="the coordinator lives on the chief"):
+        coordinator.schedule(lambda: coordinator.join())
+
+
+def test_what_is_awaited_runs_in_the_context_of_the_caller(
+    coordinator: blocking.ClusterCoordinator,
+) -> None:
+    async def declare() -> str:
+        return psync.Variable(np.zeros(1), name="inside").name
+
+    with coordinator.strategy.scope():
+        assert psync.wait(declare()) == "inside"
+
+
+def test_on_its_own_loop_it_says_what_to_do_instead(
+    coordinator: blocking.ClusterCoordinator,
+) -> None:
+    async def waits() -> None:
+        psync.wait(asyncio.sleep(0))
+
+    with pytest.raises(UsageError, match="which it would block for ever"):
+        psync.wait(waits())
+
+
+async def test_it_works_beside_a_loop_that_runs(coordinator: blocking.ClusterCoordinator) -> None:
+    """As in the cell of a notebook."""
+    assert coordinator.fetch(coordinator.schedule(square, (7,))) == 49
+
+
+def test_the_loop_ends_with_the_last_context_manager() -> None:
+    for _ in range(2):
+        with blocking.LocalCluster(1, 1, processes=False) as cluster:
+            assert "psync.blocking" in {thread.name for thread in threading.enumerate()}
+            with pytest.raises(UsageError, match="was started before"):
+                cluster.start()
+        cluster.close()
+        assert "psync.blocking" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(UsageError, match="wait outside a step"):
+        psync.wait(asyncio.sleep(0))
+
+
+async def coroutine() -> None: ...
+
+
+@pytest.mark.parametrize("main", [coroutine, None])
+def test_run_takes_a_plain_function(main: object) -> None:
+    with pytest.raises(UsageError, match="expected a plain function"):
+        blocking.run(main)  # type: ignore[arg-type]
