@@ -170,10 +170,10 @@ class ServedModel(ServedVariables):
     async def fit(
         self,
         dataset: Any,
-        epochs: int = 1,
-        steps_per_epoch: int = 1,
+        epochs: int,
+        steps_per_epoch: int,
         validation_data: Any = None,
-        callbacks: Sequence[keras.callbacks.Callback | Callback] = (),
+        callbacks: Sequence[keras.callbacks.Callback | Callback] | None = None,
         *,
         steps_per_execution: int = 1,
         validation_batch_size: int = 32,
@@ -181,7 +181,7 @@ class ServedModel(ServedVariables):
         initial_epoch: int | None = None,
         verbose: bool | str = "auto",
     ) -> keras.callbacks.History:
-        """Train.
+        """Train; without async, ``psync.wait(model.fit(…))`` under ``psync.blocking``.
 
         Args:
             dataset: A function that each worker calls, with an ``InputContext`` if it takes one,
@@ -214,6 +214,7 @@ class ServedModel(ServedVariables):
         Cancellation: What was scheduled goes on; ``on_train_end`` is called.
         """
         _, trainer = self._of_program("fit")
+        callbacks = callbacks or ()
         others = [each for each in callbacks if not isinstance(each, keras.callbacks.Callback)]
         of_keras = [each for each in callbacks if isinstance(each, keras.callbacks.Callback)]
         hooks = KerasCallbacks(self, of_keras, {"epochs": epochs, "steps": steps_per_epoch})

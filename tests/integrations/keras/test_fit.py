@@ -408,7 +408,38 @@ def synchronous_of(workers: int) -> Callable[[Any], Any]:
     return lambda rule: psync.SyncReplicasOptimizer(rule, workers)
 
 
-# --- resuming, and processes ----------------------------------------------------------------------
+async def test_mixed_precision_is_that_of_the_program(floats: Callable[..., None]) -> None:
+    floats("float32", "mixed_bfloat16")
+    async with training(1, 1) as (strategy, _):
+        model = served_of(strategy, lambda: net(norm=True))
+        history = await model.fit(batches, 2, 30, verbose=False)
+        assert history.history["loss"][1] < history.history["loss"][0]
+        assert {weight.dtype.name for weight in await model.get_weights()} == {"float32"}
+        outputs = await model.predict(points(1)[0])
+        assert outputs.dtype.name == "bfloat16" or keras.config.backend() == "torch"
+
+
+# --- data, resuming, and processes ----------------------------------------------------------------
+
+
+async def test_training_ends_with_the_epoch_in_which_the_data_of_a_worker_end() -> None:
+    async with training(1, 1) as (strategy, _):
+        model = served_of(strategy, lambda: net(metrics=[Rows()]))
+        history = await model.fit(lambda: [points(1)] * 3, 9, 5, verbose=False)
+        assert history.epoch == [0]
+        assert history.history["rows"] == [3 * 32]
+        with pytest.raises(psync.errors.ConfigurationError, match="at least one batch, got none"):
+            await model.fit(lambda: [], 1, 5, verbose=False)
+
+
+def test_it_trains_without_async() -> None:
+    with psync.blocking.LocalCluster(1, 1, processes=False) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        with psync.blocking.ClusterCoordinator(strategy):
+            model = served_of(strategy)
+            history = psync.wait(model.fit(batches, 2, 3, verbose=False))
+            assert history.epoch == [0, 1]
+            assert psync.wait(model.evaluate(points(1))).keys() == {"accuracy", "loss"}
 
 
 async def test_fit_resumes_from_its_checkpoints(tmp_path: Path) -> None:
