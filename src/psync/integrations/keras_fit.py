@@ -15,7 +15,7 @@ from keras.src.utils.python_utils import is_default, pythonify_logs
 import psync.callbacks
 from psync.api.cluster_coordinator import ClusterCoordinator
 from psync.errors import ConfigurationError, EndOfData
-from psync.integrations.keras_steps import BatchSpec, build_metrics, set_metrics, spec_of
+from psync.integrations.keras_metrics import BatchSpec, build_metrics, set_metrics, spec_of
 from psync.metrics import Metric
 from psync.serialization.remote_value import RemoteValue
 from psync.training.evaluation import Shard
@@ -82,7 +82,7 @@ class KerasTrainer(Trainer):
         super().__init__(
             strategy,
             dict(served.checkpoint_items()),
-            served.train_batch,
+            lambda _, batch: served.train_batch(batch),
             served.optimizer,
             checkpoint_directory=checkpoint_directory,
         )
@@ -107,7 +107,7 @@ class KerasTrainer(Trainer):
         return run_steps
 
     async def _values(
-        self, closures: Sequence[RemoteValue], ended: bool
+        self, closures: Sequence[RemoteValue[Any]], ended: bool
     ) -> tuple[dict[str, float], bool]:
         counted = await _total(closures)
         if counted.spec is None:
@@ -233,7 +233,7 @@ class KerasCallbacks(psync.callbacks.Callback):
         return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
-async def _total(closures: Sequence[RemoteValue]) -> Counted:
+async def _total(closures: Sequence[RemoteValue[Any]]) -> Counted:
     """Return the sum of what closures have counted, in their order."""
     total = Counted()
     for closure in closures:

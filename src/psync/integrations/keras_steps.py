@@ -1,9 +1,4 @@
-"""What a worker computes of one batch with Keras: gradients, changed state, what metrics add up.
-
-Metrics of Keras hold sums, such as a total and a count, or positives and negatives at thresholds.
-What a batch adds to them is found by beginning with metrics that are reset; sums of that, over
-batches and workers, put back into the metrics of a model, give their results.
-"""
+"""What a worker computes of one batch with Keras: gradients, changed state, what metrics add up."""
 
 from __future__ import annotations
 
@@ -17,11 +12,16 @@ import numpy as np
 from psync.client.tensors import array_of, is_tensor
 from psync.errors import ConfigurationError
 from psync.gradients import gradient_of
+from psync.integrations.keras_metrics import (
+    all_metrics,
+    as_tuple,
+    build_metrics,
+    parts_of,
+    reset_metrics,
+    set_metrics,
+)
 from psync.integrations.keras_models import BuiltModel, checked_backend
 from psync.numerics.indexed_slices import IndexedSlices
-
-BatchSpec = Any
-"""A batch whose arrays are ``keras.KerasTensor``s: shapes and dtypes, for ``Sums.build``."""
 
 _SPREAD = 0x9E3779B9
 """By how much the seeds of two workers differ, modulo 2**32: the golden ratio's bits."""
@@ -97,7 +97,7 @@ class Steps(ABC):
 
     def _prepared(self, batch: Any) -> Any:
         """Return a batch as the backend takes it; the first one builds the metrics."""
-        made = keras.tree.map_structure(self._data, _as_tuple(batch))
+        made = keras.tree.map_structure(self._data, as_tuple(batch))
         if self._reset is None:
             build_metrics(self.built.model, made)
             self._reset = reset_metrics(self.built.model)
@@ -110,13 +110,16 @@ class Steps(ABC):
         Raises:
             ConfigurationError: One is none.
         """
-        model = self.built.model
-        if all(type(metric).__module__.startswith("keras.") for metric in _leaves_of(model)):
+        own = [
+            metric.name
+            for metric in all_metrics(self.built.model)
+            if not type(metric).__module__.startswith("keras.")
+        ]
+        if not own:
             return
         once = self._test(batch)
         twice = self._test_after(batch, once)
         if not np.allclose(twice, 2 * once, rtol=1e-3, atol=1e-6, equal_nan=True):
-            own = [m.name for m in _leaves_of(model) if not type(m).__module__.startswith("keras.")]
             raise ConfigurationError(
                 f"ServedModel: metrics {', '.join(own)}: their variables are no sums over batches, "
                 "so that workers' values cannot be merged",
@@ -275,82 +278,6 @@ class TorchSteps(Steps):
 def steps_of(built: BuiltModel, worker: int) -> Steps:
     """Return what computes with a model, on the backend of this process."""
     return {"jax": JaxSteps, "torch": TorchSteps}[checked_backend()](built, worker)
-
-
-# --- metrics -----------------------------------------------------------------------------------
-
-
-def build_metrics(model: Any, batch: Any) -> None:
-    """Make the variables of a model's metrics, which depend on the shapes of a batch.
-
-    Args:
-        model: Compiled.
-        batch: Arrays, or a ``BatchSpec``.
-    """
-    optimizer, model.optimizer = model.optimizer, None  # or its slots would be made, too
-    try:
-        model._symbolic_build(data_batch=batch)
-    finally:
-        model.optimizer = optimizer
-
-
-def reset_metrics(model: Any) -> list[np.ndarray]:
-    """Reset the metrics of a model, and return the values of their variables."""
-    model.reset_metrics()
-    return [np.asarray(keras.ops.convert_to_numpy(v.value)) for v in model.metrics_variables]
-
-
-def set_metrics(model: Any, sums: np.ndarray) -> None:
-    """Let metrics be as if they alone had counted all batches.
-
-    Args:
-        model: Its metrics are built.
-        sums: Of what batches have added to them.
-    """
-    reset = reset_metrics(model)
-    for variable, first, part in zip(
-        model.metrics_variables, reset, parts_of(sums, reset), strict=True
-    ):
-        variable.assign((first + part).astype(first.dtype))
-
-
-def parts_of(sums: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Cut a vector into arrays of the shapes of others."""
-    ends = np.cumsum([each.size for each in like])
-    parts = np.split(sums, ends[:-1])
-    return [part.reshape(each.shape) for part, each in zip(parts, like, strict=True)]
-
-
-def spec_of(batch: Any) -> BatchSpec:
-    """Return shapes and dtypes of a batch, as plain data: (shape, dtype) in place of arrays."""
-
-    def spec(value: Any) -> Any:
-        if value is None:
-            return None
-        array = keras.ops.convert_to_tensor(value) if not hasattr(value, "shape") else value
-        return _Spec(tuple(array.shape), keras.backend.standardize_dtype(array.dtype))
-
-    return keras.tree.map_structure(spec, _as_tuple(batch))
-
-
-class _Spec:
-    """Shape and dtype of an array: what Keras asks of it to build metrics."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
-        self.shape, self.dtype = shape, dtype
-
-
-def _as_tuple(batch: Any) -> Any:
-    """Return a batch as Keras tells (x, y) from x: by its being a tuple."""
-    return tuple(batch) if isinstance(batch, list) else batch
-
-
-def _leaves_of(model: Any) -> list[Any]:
-    """Return the metrics of a model, those in a compiled group one by one."""
-    found: list[Any] = []
-    for metric in model.metrics:
-        found += getattr(metric, "metrics", None) or [metric]
-    return found
 
 
 def _moved(seed: np.ndarray, shift: int) -> np.ndarray:

@@ -362,7 +362,7 @@ class Trainer:
         return await self._values(closures, ended)
 
     async def _values(
-        self, closures: Sequence[RemoteValue], ended: bool
+        self, closures: Sequence[RemoteValue[Any]], ended: bool
     ) -> tuple[dict[str, float], bool]:
         """Return the values of an epoch, and whether the data of a worker ended.
 
