@@ -9,6 +9,7 @@ EXTRAS_test := test,examples
 EXTRAS_lint := test,lint,examples
 EXTRAS_coverage := test
 EXTRAS_fuzz := fuzz
+EXTRAS_models := test,examples,models,dashboard
 FUZZ_SECONDS := 60
 
 DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
@@ -17,7 +18,7 @@ DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
 printing = $(BIN)/psync run examples/$(2) > out/examples/printed.txt; code=$$?; cat out/examples/printed.txt; \
 	test $$code = 0 && grep -q $(1) out/examples/printed.txt
 
-.PHONY: help demo demo-short examples test test-first test-second test-more more-processes more-others test-all full \
+.PHONY: help models models-here demo demo-short examples test test-first test-second test-more more-processes more-others test-all full \
 	chaos chaos-short sim sim-mutants coverage lint fuzz bench clean
 .DELETE_ON_ERROR:
 
@@ -27,6 +28,7 @@ help:
 	@echo "make examples     the other examples"
 	@echo "make test         the test suite: every test that is not slow, once; four minutes"
 	@echo "make test-more    the rest of it: slow tests, real processes, the stock loop; test-all: both"
+	@echo "make models       models of torch, JAX and Keras, notebooks: tests and examples, in an environment of their own"
 	@echo "make full         before a change of what psync does is final: sim with 20000 seeds, sim-mutants, chaos, coverage, fuzz"
 	@echo "make chaos        train for a quarter of an hour while tasks are killed, stopped and cut off; chaos-short: one minute"
 	@echo "make sim          simulate whole clusters that things happen to: SEEDS=300 of them from SEED=1; REPLAY=17 shows one"
@@ -75,6 +77,19 @@ more-others: $(VENV)/.installed-test
 
 test-all: test test-more
 
+# Libraries of models are large: an environment of their own has all of them. They compute in one thread here.
+models:
+	@$(MAKE) VENV=.venv-models models-here
+
+models-here: export OMP_NUM_THREADS = 1
+models-here: $(VENV)/.installed-models
+	$(BIN)/python -m pytest -q tests/integrations -m "not slow"
+	KERAS_BACKEND=torch $(BIN)/python -m pytest -q tests/integrations/keras -m "not slow"
+	$(BIN)/psync run examples/torch_digits.py --ps 2 --workers 2
+	$(BIN)/psync run examples/torch_embeddings.py --ps 2 --workers 2
+	$(BIN)/psync run examples/jax_digits.py --ps 2 --workers 2
+	$(BIN)/psync run examples/keras_fit.py --ps 2 --workers 2
+
 full: SEEDS := 20000
 full: coverage fuzz sim sim-mutants chaos
 
@@ -117,7 +132,7 @@ bench: $(VENV)/.installed-demo
 	$(BIN)/psync bench sync-async --out out
 
 clean:
-	rm -rf $(VENV) build dist out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) .venv-models build dist out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each set of extras: pip runs again only when the requirements have changed.

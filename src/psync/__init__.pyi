@@ -7,6 +7,7 @@ from psync import gradients as gradients
 from psync import metrics as metrics
 from psync import optimizers as optimizers
 from psync import partitioners as partitioners
+from psync import rules as rules
 from psync import schedules as schedules
 from psync import testing as testing
 from psync.api.accumulators import GradientResult as GradientResult
@@ -85,6 +86,7 @@ from psync.errors import PsyncError as PsyncError
 from psync.errors import RemoteError as RemoteError
 from psync.errors import RemoteProtocolError as RemoteProtocolError
 from psync.errors import ReplicaValueError as ReplicaValueError
+from psync.errors import RuleError as RuleError
 from psync.errors import TaskLost as TaskLost
 from psync.errors import TrainingEnded as TrainingEnded
 from psync.errors import TransportError as TransportError
@@ -124,6 +126,7 @@ from psync.serialization.captures import StaleCaptureWarning as StaleCaptureWarn
 from psync.serialization.remote_value import RemoteValue as RemoteValue
 from psync.serialization.remote_value import RemoteValueStatus as RemoteValueStatus
 from psync.specs import Outcome as Outcome
+from psync.status.model import Status as Status
 from psync.training.checkpoint import Checkpoint as Checkpoint
 from psync.training.checkpoint_manager import CheckpointManager as CheckpointManager
 from psync.training.checkpoint_manager import latest_checkpoint as latest_checkpoint

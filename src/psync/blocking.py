@@ -30,7 +30,7 @@ import contextvars
 import functools
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from psync.api.cluster_coordinator import ClusterCoordinator as AsyncCoordinator
@@ -45,6 +45,7 @@ from psync.launch.process_loop import loop_factory
 from psync.net.process_state import PerProcess
 from psync.net.resolvers import ClusterResolver
 from psync.serialization.remote_value import RemoteValue
+from psync.status.model import Status
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -294,6 +295,14 @@ class ClusterCoordinator(_Blocking):
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset[Any]:
         """Return a dataset, see ``psync.ClusterCoordinator.create_per_worker_dataset``."""
         return _on_loop(self.coordinator.create_per_worker_dataset, dataset_fn)
+
+    def status(self) -> Status:
+        """Return what the cluster does just now, see ``psync.ClusterCoordinator.status``."""
+        return wait(self.coordinator.status())
+
+    def report(self, values: Mapping[str, float]) -> None:
+        """Show values in the status, see ``psync.ClusterCoordinator.report``."""
+        _on_loop(self.coordinator.report, values)
 
     def statistics(self) -> dict[str, Any]:
         """Return counters, see ``psync.ClusterCoordinator.statistics``."""

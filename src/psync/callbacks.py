@@ -1,16 +1,14 @@
-"""Callbacks of ``Trainer.fit``: hooks between epochs, and the built-in ones.
+"""Callbacks of ``Trainer.fit``: hooks between epochs and batches, and the built-in ones.
 
-They run in the program, not on workers; there are none for batches, since steps run elsewhere and
-several at once. Each method may be a coroutine function or a plain one.
+They run in the program, not on workers, so what they are told of batches comes when these are done.
+Each method may be a coroutine function or a plain one.
 
 Source: ``keras.callbacks`` of Keras 3, for names, arguments and when they are called.
 """
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import importlib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from psync.api.pulls import pull
 from psync.errors import ConfigurationError
 from psync.training.checkpoint_manager import CheckpointManager
+from psync.training.event_file import EventFile
 
 if TYPE_CHECKING:
     from psync.training.trainer import Trainer
@@ -32,11 +31,29 @@ class Callback:
 
     trainer: Trainer
 
+    @property
+    def wants_batches(self) -> bool:
+        """Whether it is told of batches: by default, if its class has ``on_train_batch_end``."""
+        return type(self).on_train_batch_end is not Callback.on_train_batch_end
+
     def on_train_begin(self) -> Any:
         """Before the first epoch, after what was saved has been restored."""
 
     def on_epoch_begin(self, epoch: int) -> Any:
         """Before an epoch; epochs count from 0."""
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> Any:
+        """After each closure of an epoch: ``steps_per_execution`` batches. In order.
+
+        Workers send back what they have counted only if some callback ``wants_batches``. A closure
+        whose worker is lost counts once. None is told of one that met the end of its data.
+        With ``trainer.stop_training = True`` what has not ended is cancelled, and so it is where
+        this raises.
+
+        Args:
+            batch: Number of the last batch, from 0 in each epoch.
+            logs: Means over these batches: "loss", and the metrics by name.
+        """
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> Any:
         """After an epoch and its validation.
@@ -232,45 +249,79 @@ class CSVLogger(Callback):
 
 
 class TensorBoard(Callback):
-    """Writes values for TensorBoard, with what of these is installed: tensorboardX, torch.
+    """Writes values for TensorBoard, which reads them while training goes on.
+
+    Epochs are the charts ``epoch_loss`` and the like, each with "train" and "validation"; batches,
+    if they are written, are ``batch_loss``, by the number of the batch since training began.
 
     Args:
-        log_dir: Directory of the event files.
+        log_dir: Directory of the event files. Each ``fit`` begins one.
+        update_freq: "epoch": epochs only; a number: also each n-th time that batches are told of,
+            see ``Callback.on_train_batch_end``; "batch": each time.
 
     Raises:
-        ImportError: Neither is installed.
+        ConfigurationError: ``update_freq`` is none of these.
+
+    Example:
+        await trainer.fit(..., callbacks=[psync.callbacks.TensorBoard("logs/run-1")])
+        # tensorboard --logdir logs
+
+    Source: ``keras.callbacks.TensorBoard``; there "train" and "validation" are folders.
     """
 
-    def __init__(self, log_dir: str | os.PathLike[str] = "logs") -> None:
+    def __init__(
+        self, log_dir: str | os.PathLike[str] = "logs", update_freq: int | str = "epoch"
+    ) -> None:
+        words: dict[int | str, int | str] = {"epoch": 0, "batch": 1}
+        every = words.get(update_freq, update_freq)
+        if not isinstance(every, int) or every < (update_freq != "epoch"):
+            raise ConfigurationError(
+                f'tensorboard: expected update_freq "epoch", "batch" or a number above 0, got '
+                f"{update_freq!r}"
+            )
         self._log_dir = os.fspath(log_dir)
-        self._writer_class = _summary_writer()
-        self._writer: Any = None
+        self._every = every  # 0: never
+        self._file: EventFile | None = None
+
+    @property
+    def wants_batches(self) -> bool:
+        """Whether batches are written."""
+        return self._every > 0
 
     def on_train_begin(self) -> None:
         """Begin an event file."""
-        self._writer = self._writer_class(self._log_dir)
+        self._file = EventFile(self._log_dir)
+        self._told = self._before = 0  # times that it was told of batches; batches of past epochs
+        self._newest = -1
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        """Write the values of each n-th."""
+        self._told += 1
+        if batch < self._newest:  # an epoch has begun
+            self._before += self._newest + 1
+        self._newest = batch
+        if self._told % self._every == 0:
+            self._write(self._before + batch, {f"batch_{name}": v for name, v in logs.items()})
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Write the values."""
+        values = {}
         for name, value in logs.items():
             where = "validation" if name.startswith("val_") else "train"
-            self._writer.add_scalar(f"epoch_{name.removeprefix('val_')}/{where}", value, epoch)
-        self._writer.flush()
+            values[f"epoch_{name.removeprefix('val_')}/{where}"] = value
+        self._write(epoch, values)
+
+    def _write(self, step: int, values: Logs) -> None:
+        assert self._file is not None, "training has begun"
+        for tag, value in values.items():
+            self._file.add_scalar(tag, value, step)
+        self._file.flush()
 
     def on_train_end(self, logs: Logs) -> None:
         """End the event file."""
-        if self._writer is not None:
-            self._writer.close()
-
-
-def _summary_writer() -> Any:
-    for module in ("tensorboardX", "torch.utils.tensorboard"):
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(module).SummaryWriter
-    raise ImportError(
-        "psync.callbacks.TensorBoard needs tensorboardX, or torch with tensorboard: "
-        "pip install tensorboardX"
-    )
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class ModelCheckpoint(Callback):

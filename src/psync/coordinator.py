@@ -21,7 +21,6 @@ from psync.chief.cluster_links import ClusterLinks
 from psync.chief.consistent_cut import Cuts
 from psync.chief.creation import Creation
 from psync.chief.declarations import Declaration
-from psync.chief.events import Events
 from psync.chief.joins import Joins, describe_waiting
 from psync.chief.reattachment import OwnOptimizers, reattach
 from psync.chief.recovery import ClusterRecovery
@@ -130,7 +129,7 @@ class Coordinator:
         )  # fmt: skip
         self._reports = ScheduleReports(self.links.workers.names(), self._queue)
         self._creation = Creation(declared, self.links.ps)
-        self.events = Events()
+        self.events = self.links.events
         self.cuts = Cuts(self.links.ps, functools.partial(self._creation.ensure, last=True))
         self.recovery = ClusterRecovery(
             self.links, self._queue, self.gangs, self._reports, self._creation, self.events,

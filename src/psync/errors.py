@@ -34,6 +34,7 @@ The class answers one question: who must act.
     │   └── ParameterServerLost                shards are gone
     ├── FencedError                       an older incarnation of a task spoke
     ├── RemoteError                       a handler or step on the peer raised
+    │   └── RuleError                          an update rule or schedule of the user's, on a ps
     ├── ClosureError
     │   ├── ClosureCancelled                   not run, or stopped; schedule it again
     │   └── ClosureInputError                  an input of the closure had failed
@@ -239,6 +240,30 @@ class RemoteError(PsyncError):
         if not self.traceback_text:
             return self.message
         return f"{self.message}\nremote traceback ({self.task}):\n{self.traceback_text.rstrip()}"
+
+
+class RuleError(RemoteError):
+    """An update rule, or a schedule, of a plugin raised on a ps; see ``psync.rules``.
+
+    The shard and its slots are as they were; the other shards of the push have been updated. The
+    same push, sent again, or made again by another run of its closure, gets the same error.
+    """
+
+    def __init__(
+        self, task: str, what: str, type_name: str, message: str, traceback_text: str = ""
+    ) -> None:
+        """Tell of an error.
+
+        Args:
+            task: Name of the ps.
+            what: The rule or schedule, and the variable.
+            type_name: As for ``RemoteError``, as all that follow.
+            message: Likewise.
+            traceback_text: Likewise.
+        """
+        super().__init__(task, type_name, message, traceback_text)
+        self.message = f"{what} raised {type_name} on {task}: {message}"
+        self.args = (self.message,)
 
 
 class ClosureError(PsyncError):

@@ -15,6 +15,10 @@ counts once, also when it runs again elsewhere.
     print(await accuracy.result())
     await accuracy.reset_state()
 
+A metric of your own is a rule of your own, a subclass of ``MetricRule``: what a batch adds to the
+sums, and the value of the sums. It is computed where it is updated and read, never on a ps:
+``psync.metrics.Metric(MyRule())``. See ``docs/rules.md``.
+
 Source: ``keras.metrics`` of Keras 3, for names, arguments and formulas.
 """
 
@@ -26,6 +30,8 @@ import numpy as np
 
 from psync.api.variables import Variable, VariableAggregation, VariableSynchronization
 from psync.numerics import metric_rules
+from psync.numerics.metric_rules import Averaged as Averaged
+from psync.numerics.metric_rules import MetricRule as MetricRule
 
 
 class Metric:

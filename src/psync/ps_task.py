@@ -35,6 +35,7 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
+from psync.numerics.rule_configs import registered
 from psync.ps.cooperative_work import LongWork
 from psync.ps.life import Life, LifeEvent
 from psync.ps.report import describe_ps
@@ -52,7 +53,7 @@ from psync.sync.groups import CLOSER
 from psync.sync.ps_services import PsProcess, PsServices
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Done, Hello, Refused, Shutdown, Statistics
-from psync.wire.ps_messages import AttachPs
+from psync.wire.ps_messages import AttachPs, PsAttached
 from psync.wire.recovery_messages import RestoreSnapshot
 from psync.wire.session_messages import ON_EACH_PS, ON_PS_0
 
@@ -218,6 +219,10 @@ class PsTask:
             return Refused("fenced", exc.message)
         return None
 
+    async def _attached(self) -> Reply:
+        await self._adoption.settled()
+        return Reply(PsAttached(registered()))
+
     def _attach(self, peer: Peer, message: AttachPs, _: list[memoryview]) -> Awaitable[Reply]:
         check_chief(peer)
         if message.coordinator != peer.incarnation:
@@ -230,7 +235,7 @@ class PsTask:
             self._begin(message)
         else:
             self.services.moved(message.ps_addresses, message.moves)
-        return self._adoption.settled()
+        return self._attached()
 
     def _begin(self, attach: AttachPs) -> None:
         """Begin empty for a newer coordinator."""

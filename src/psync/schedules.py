@@ -1,8 +1,8 @@
 """Learning-rate schedules as plain data, evaluated on the ps tasks.
 
 A ps evaluates the learning rate itself, because only it knows how many updates it has
-applied. It runs no user code, so a schedule is not a function that travels, but one of the
-classes below: a few numbers that go over the wire as msgpack and come back through
+applied. A schedule is not a function that travels, but one of the classes below, or one that a
+plugin has registered: a few numbers that go over the wire as msgpack and come back through
 ``from_config``, which accepts exactly what ``to_config`` produces and nothing else.
 
 Names, arguments and formulas are those of Keras 3 (``keras.optimizers.schedules``), computed
@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
+from typing import ClassVar, TypeVar, dataclass_transform
 
 from psync.errors import ConfigurationError
 
@@ -31,17 +32,33 @@ Config = dict[str, object]
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """A learning rate as a function of the number of updates applied so far."""
+    """A learning rate as a function of the number of updates applied so far.
+
+    To write one: a subclass with ``rate``, under ``@register``, in a module that all tasks load as
+    a plugin (``docs/rules.md``). Its annotated fields are its arguments: numbers, bools, None.
+
+    Example:
+        @psync.schedules.register
+        class Halving(psync.schedules.Schedule):
+            initial_learning_rate: float
+            every: float = 1000
+
+            def rate(self, step):
+                return self.initial_learning_rate * 0.5 ** (step // self.every)
+    """
+
+    version: ClassVar[int] = 1  # raise it when rates change: tasks with others are refused
 
     def __call__(self, step: float) -> float:
         """Return the learning rate of the update that follows ``step`` updates."""
         try:
-            return float(self._rate(step))
+            return float(self.rate(step))
         except OverflowError:  # a growing "decay": what the formula gives in float arithmetic
             return math.inf
 
     @abstractmethod
-    def _rate(self, step: float) -> float: ...
+    def rate(self, step: float) -> float:
+        """Return the rate of the update that follows ``step``: a function of that alone."""
 
     def to_config(self) -> Config:
         """Return a dict of msgpack types from which ``from_config`` rebuilds an equal schedule."""
@@ -59,11 +76,12 @@ class Schedule(ABC):
         """Check the arguments, and make numbers plain ones; a field's metadata are its bounds."""
         for each in fields(self):
             value, what = getattr(self, each.name), type(self).__name__
-            if each.type == "bool" and not isinstance(value, bool):
+            kind = getattr(each.type, "__name__", str(each.type))  # as it is written, or the type
+            if kind == "bool" and not isinstance(value, bool):
                 raise ConfigurationError(
                     f"{what}: expected {each.name} to be True or False, got {value!r}"
                 )
-            if each.type == "float" or (each.type == "float | None" and value is not None):
+            if kind == "float" or (kind == "float | None" and value is not None):
                 number = as_number(f"{what}: {each.name}", value)
                 for sign, bound in each.metadata.items():
                     if not _WITHIN[sign](number, bound):
@@ -106,7 +124,7 @@ class Constant(Schedule):
 
     value: float
 
-    def _rate(self, step: float) -> float:
+    def rate(self, step: float) -> float:
         return self.value
 
 
@@ -133,7 +151,7 @@ class ExponentialDecay(_Decay):
         staircase: Whether the exponent is rounded down to a whole number.
     """
 
-    def _rate(self, step: float) -> float:
+    def rate(self, step: float) -> float:
         return self.initial_learning_rate * math.pow(self.decay_rate, self._time(step))
 
 
@@ -148,7 +166,7 @@ class InverseTimeDecay(_Decay):
         staircase: Whether ``step / decay_steps`` is rounded down to a whole number.
     """
 
-    def _rate(self, step: float) -> float:
+    def rate(self, step: float) -> float:
         return self.initial_learning_rate / (1 + self.decay_rate * self._time(step))
 
 
@@ -170,7 +188,7 @@ class PolynomialDecay(Schedule):
     power: float = field(default=1.0, metadata={">=": 0})
     cycle: bool = False
 
-    def _rate(self, step: float) -> float:
+    def rate(self, step: float) -> float:
         decay_steps = self.decay_steps
         if self.cycle:
             decay_steps *= max(1, math.ceil(step / decay_steps))
@@ -200,7 +218,7 @@ class CosineDecay(Schedule):
     warmup_target: float | None = None
     warmup_steps: float = field(default=0, metadata={">=": 0})
 
-    def _rate(self, step: float) -> float:
+    def rate(self, step: float) -> float:
         start = self.initial_learning_rate
         if self.warmup_target is not None:
             if step < self.warmup_steps:
@@ -237,7 +255,7 @@ class CosineDecayRestarts(Schedule):
     m_mul: float = field(default=1.0, metadata={">=": 0})
     alpha: float = 0.0
 
-    def _rate(self, step: float) -> float:
+    def rate(self, step: float) -> float:
         period, completed = self._period(step / self.first_decay_steps)
         cosine = 0.5 * math.pow(self.m_mul, period) * (1 + math.cos(math.pi * completed))
         return self.initial_learning_rate * ((1 - self.alpha) * cosine + self.alpha)
@@ -286,7 +304,7 @@ class PiecewiseConstantDecay(Schedule):
                 f"got {list(self.boundaries)}"
             )
 
-    def _rate(self, step: float) -> float:
+    def rate(self, step: float) -> float:
         return self.values[bisect_left(self.boundaries, step)]
 
 
@@ -311,7 +329,7 @@ class Warmup(Schedule):
         object.__setattr__(self, "schedule", as_schedule(self.schedule))
         super().__post_init__()
 
-    def _rate(self, step: float) -> float:
+    def rate(self, step: float) -> float:
         if step >= self.warmup_steps:
             return self.schedule(step - self.warmup_steps)
         start = self.initial_learning_rate
@@ -321,16 +339,61 @@ class Warmup(Schedule):
 _SCHEDULES: dict[str, type[Schedule]] = {
     cls.__name__: cls
     for cls in (
-        Constant,
-        CosineDecay,
-        CosineDecayRestarts,
-        ExponentialDecay,
-        InverseTimeDecay,
-        PiecewiseConstantDecay,
-        PolynomialDecay,
-        Warmup,
+        Constant, CosineDecay, CosineDecayRestarts, ExponentialDecay, InverseTimeDecay,
+        PiecewiseConstantDecay, PolynomialDecay, Warmup,
     )
-}
+}  # fmt: skip
+
+_OWN = frozenset(_SCHEDULES)
+
+OR_OWN = "or load the plugin that registers it: --plugin MODULE, or PSYNC_PLUGINS=MODULE"
+"""In hints: what to do where a name is not known."""
+
+_S = TypeVar("_S", bound=Schedule)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def register(made: type[_S]) -> type[_S]:
+    """Class decorator: make a schedule of the user's known to this process, by its class's name.
+
+    It becomes a frozen dataclass. ConfigurationError: it is none, or another one has its name.
+    """
+    name = made.__name__
+    if not issubclass(made, Schedule):
+        raise ConfigurationError(f"expected a subclass of psync.schedules.Schedule, got {made!r}")
+    known = _SCHEDULES.get(name)
+    if known is not None and (name in _OWN or known.__module__ != made.__module__):
+        raise ConfigurationError(
+            f"schedule {name!r} of {made.__module__}: there is one of this name already, of "
+            f"{known.__module__}",
+            hint="give the class a name that nobody else has",
+        )
+    cls = made if "__dataclass_fields__" in vars(made) else dataclass(frozen=True)(made)
+    _SCHEDULES[name] = cls
+    return cls
+
+
+def registered() -> list[tuple[str, int]]:
+    """Return (name, version) of each schedule that was registered, in order of the names."""
+    if len(_SCHEDULES) == len(_OWN):
+        return []
+    return sorted((name, cls.version) for name, cls in _SCHEDULES.items() if name not in _OWN)
+
+
+def registered_in(schedule: Schedule) -> list[type[Schedule]]:
+    """Return the classes in a schedule that are registered ones: its own, and of those in it."""
+    parts = [getattr(schedule, each.name) for each in fields(schedule)]
+    inner = [cls for part in parts if isinstance(part, Schedule) for cls in registered_in(part)]
+    return inner if type(schedule).__name__ in _OWN else [type(schedule), *inner]
+
+
+def unknown_in(config: object) -> str:
+    """Return the first name in the config of a schedule that is not known; "": all are."""
+    while isinstance(config, Mapping):
+        if isinstance(kind := config.get("kind"), str) and kind not in _SCHEDULES:
+            return kind
+        config = config.get("schedule")
+    return ""
 
 
 def as_schedule(value: object) -> Schedule:
@@ -344,8 +407,8 @@ def as_schedule(value: object) -> Schedule:
     if callable(value):
         raise ConfigurationError(
             f"expected a number or a schedule as learning rate, got the callable {value!r}",
-            hint="a ps evaluates the learning rate and runs no user code; use one of "
-            f"{', '.join(_SCHEDULES)} of psync.schedules",
+            hint="a ps evaluates the learning rate and runs no user code but plugins; use one of "
+            f"{', '.join(_SCHEDULES)} of psync.schedules, or register your own",
         )
     return Constant(as_number("learning rate", value))
 
@@ -371,7 +434,8 @@ def _from_config(config: object, depth: int) -> Schedule:
     cls = _SCHEDULES.get(kind)
     if cls is None:
         raise ConfigurationError(
-            f"unknown schedule {shortened(kind)}", hint=f"use one of {', '.join(_SCHEDULES)}"
+            f"unknown schedule {shortened(kind)}",
+            hint=f"use one of {', '.join(_SCHEDULES)}, {OR_OWN}",
         )
     arguments = {name: value for name, value in config.items() if name != "kind"}
     expected = {field.name for field in fields(cls)}

@@ -185,7 +185,7 @@ Sent = tuple[str, int, bytes, int]
 async def test_a_backup_that_got_other_entries_is_discarded_though_no_digest_differs(
     alter: Callable[..., Sent] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("psync.ps.executor.CHECK_EVERY", 2)
+    monkeypatch.setattr("psync.ps.comparison.CHECK_EVERY", 2)
     async with PsCluster(2) as cluster:
         await create(cluster)
         await back_up(cluster)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import own_rules
 import psync
 from psync.backups.pairing import Computation, check_deterministic, check_release
 from psync.errors import ConfigurationError, VersionMismatch
@@ -24,9 +25,18 @@ def test_another_version_is_refused_and_the_error_names_both_and_what_to_do() ->
         "/job:ps/task:1 runs psync 1.2.4 and cannot back up /job:ps/task:0, which runs 1.2.3"
     )
     assert caught.value.hint == (
-        "run one version of psync on all ps tasks: save a checkpoint, stop the cluster, start it "
-        "with the new version, restore"
+        "run one version of psync, and the same plugins, on all ps tasks: save a checkpoint, stop "
+        "the cluster, start it with the new version, restore"
     )
+
+
+def test_rules_of_plugins_belong_to_the_version() -> None:
+    with own_rules.forgetting():
+        own_rules.register()
+        release = Computation().release
+    assert release == f"{RELEASE}, rule tests.momentum 1, schedule Halving 1"
+    with pytest.raises(VersionMismatch, match=r"rule tests\.momentum 1.* which runs 0\S+\n"):
+        check_release("/job:ps/task:1", release, "/job:ps/task:0", RELEASE)
 
 
 def test_deterministic_groups_are_refused_by_name_and_others_are_not() -> None:

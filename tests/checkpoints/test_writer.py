@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -104,6 +106,23 @@ def test_the_nonce_is_no_part_of_it(tmp_path: Path) -> None:
     assert (writer.temporary / "nonce").read_text() == "abc"
     path = writer.commit()
     assert sorted(found.name for found in path.iterdir()) == ["COMMIT", "manifest.json"]
+
+
+class Full(Disk):
+    """A disk that has room for names, and for nothing in files."""
+
+    def sync(self, file: BinaryIO) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_without_room_for_the_nonce_keeps_nothing(tmp_path: Path) -> None:
+    token = current_disk.set(Full())
+    try:
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            Writer(tmp_path, "ckpt-1", 1, nonce="abc")
+    finally:
+        current_disk.reset(token)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("place", ["checkpoint.before_commit", "checkpoint.before_rename"])

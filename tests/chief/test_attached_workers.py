@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -81,3 +82,16 @@ def test_what_is_said_is_said_on_the_control_connection(workers, records):
 async def test_a_worker_that_is_lost_meanwhile_is_left_out_of_the_answers(workers, records):
     records[W2].peers = peers(W2, is_lost=True)
     assert await workers.ask_all(Done()) == {W10: Done()}
+
+
+@pytest.mark.virtual_time
+async def test_what_is_known_of_a_worker_stays_with_it(workers, records):
+    await asyncio.sleep(3)
+    assert workers.heard(records[W2].peers[0])
+    workers.note_error(W2, "closure 1 (step): ValueError: no")
+    await asyncio.sleep(1)
+    assert not workers.heard(peers(W2)[0])  # a connection that was given up
+    assert (records[W2].heard_at, records[W10].heard_at) == (3.0, 0.0)
+    assert records[W2].last_error == (3.0, "closure 1 (step): ValueError: no")
+    records[W2].begin(peers(W2))  # it comes again
+    assert records[W2].failed == 1

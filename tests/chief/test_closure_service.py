@@ -45,6 +45,7 @@ class World:
         self.performed: list[Action] = []
         self.done_when_performing: list[list[bool]] = []
         self.num_reports = 0
+        self.errors: list[str] = []
         reports = ScheduleReports([WORKER], self.queue)
         reports.worker_joined(WORKER, 1)
         self._handlers = ClosureService(
@@ -71,6 +72,11 @@ class World:
 
     def is_current(self, peer: Any) -> bool:
         return peer.task == WORKER
+
+    heard = is_current
+
+    def note_error(self, worker: str, text: str) -> None:
+        self.errors.append(text)
 
     def perform(self, actions: Sequence[Action]) -> None:
         self.performed += actions

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from psync.chief.events import Events, RollbackEvent
+import pytest
+
+from psync.chief.events import KEPT_NOTES, Events, FailoverEvent, RollbackEvent
 
 
 def event(timeline: int) -> RollbackEvent:
@@ -39,3 +41,22 @@ async def test_one_who_waits_may_give_up() -> None:
     await asyncio.wait((waiting,))
     events.emit(event(1))
     assert await anext(events.stream()) == event(1)
+
+
+@pytest.mark.virtual_time
+async def test_notes_are_for_people_and_the_newest_are_kept() -> None:
+    events = Events()
+    events.emit(event(1))
+    events.emit(FailoverEvent(("/job:ps/task:0",), ("/job:ps/task:1",), 0.5))
+    await asyncio.sleep(2)
+    events.note("joined", "/job:worker/task:0 takes part")
+    assert [(note.at, note.kind, note.text) for note in events.notes] == [
+        (0.0, "rollback", "/job:ps/task:0 lost: from step 9 back to 5, 1 closures undone"),
+        (0.0, "failover", "/job:ps/task:0 lost: served by /job:ps/task:1"),
+        (2.0, "joined", "/job:worker/task:0 takes part"),
+    ]
+    events.close()
+    assert len([one async for one in events.stream()]) == 2
+    for number in range(KEPT_NOTES):
+        events.note("lost", str(number))
+    assert [note.text for note in events.notes] == [str(each) for each in range(KEPT_NOTES)]

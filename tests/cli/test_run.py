@@ -51,3 +51,13 @@ def test_a_secret_that_cannot_be_used_is_an_error_before_anything_starts(tmp_pat
     script.touch()
     with pytest.raises(ConfigurationError, match="PSYNC_SECRET: expected at least 16 bytes, got 5"):
         launch(str(script), environ={"PSYNC_SECRET": "short"})
+
+
+def test_a_plugin_that_is_not_there_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(ConfigurationError, match="no module or package 'psync_nothing'") as caught:
+        launch(str(script), plugins=["psync_nothing.rules"])
+    assert str(caught.value.hint).startswith(f"it was looked for in '{tmp_path}', '{Path.cwd()}'")
+    with pytest.raises(ConfigurationError, match="expected names of modules"):
+        launch(str(script), plugins=["rules.py!"])

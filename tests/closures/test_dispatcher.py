@@ -172,6 +172,16 @@ def test_depth_is_the_target_divided_by_the_mean_duration(mean_s: float, ahead: 
     assert bench.dispatcher.statistics() == (WorkerStatistics("a", 0, 1, ahead, mean_s),)
 
 
+def test_the_oldest_closure_of_a_worker_is_the_one_that_it_runs() -> None:
+    bench = Bench("a", "b")
+    bench.add(1, 2, 3, 4, 5, 6)
+    bench.decide()
+    for ids in ({"a": 1, "b": 2}, {"a": 3, "b": 2}):
+        oldest = bench.dispatcher.oldest()
+        assert {worker: closure.id for worker, closure in oldest.items()} == ids
+        bench.finish("a", ids["a"])
+
+
 def test_depth_follows_the_moving_mean() -> None:
     bench = Bench("a")
     bench.add(1, 2)

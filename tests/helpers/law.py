@@ -39,9 +39,10 @@ LAW = (
     "ps_task",
     "worker_task",
     "coordinator",
+    "status",
     "api",
     "compat",
-    "optimizers gradients metrics data",
+    "optimizers gradients metrics data rules",
     "training callbacks",
     "integrations",
     "testing",
@@ -60,7 +61,7 @@ PURE = (
     "numerics accumulators store closures net.handshake_limits client.numbers client.pulled_steps "
     "worker.element_specs checkpoints.manifest checkpoints.layout ps.life backups.pairing "
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
-    "chief.recovery_rule compat.session_members"
+    "chief.recovery_rule compat.session_members status.model status.rates status.exposition"
 ).split()
 
 # What is pure is given these as a value.

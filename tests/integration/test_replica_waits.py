@@ -31,8 +31,7 @@ from psync.ps_task import PsTask
 from psync.testing import settle
 from psync.wire.codec import Message
 from psync.wire.lock_messages import LockShards, UnlockShards
-from psync.wire.messages import Done
-from psync.wire.ps_messages import AttachPs
+from psync.wire.ps_messages import AttachPs, PsAttached
 from psync.wire.recovery_messages import BackUp
 from psync.wire.sync_messages import CloseStep
 from replica_training import LARGE, SMALL, ColumnsTraining, StepsTraining
@@ -178,7 +177,7 @@ async def test_a_chief_of_another_number_of_ps_tasks_may_attach(addresses: list[
         await cluster.replica(0).push((v,), (1.0,))  # ps 0 is connected to the other one
         chief = cluster.client(CHIEF, 200)
         attach = AttachPs(200, addresses, 15.0, keep=True)
-        assert isinstance((await chief.links[0].call(lambda _: attach)).message, Done)
+        assert isinstance((await chief.links[0].call(lambda _: attach)).message, PsAttached)
 
 
 @pytest.mark.virtual_time

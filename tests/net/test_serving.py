@@ -17,7 +17,7 @@ from psync.errors import (
     RemoteError,
     WorkerLost,
 )
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.peer import Handler, Later, Peer, Reply
 from psync.testing import MemoryNetwork, settle
 from psync.wire.limits import Limits
 from psync.wire.messages import AskStatistics, Done
@@ -283,6 +283,37 @@ async def test_requests_are_read_only_while_the_handlers_bodies_fit_the_limit() 
         gate.open.set()
         await asyncio.gather(*calls)
         assert gate.begun == 20
+        assert pair.back.statistics()["unfinished_bytes"] == 0
+
+
+@pytest.mark.virtual_time
+async def test_a_body_counts_until_its_answer_is_given_though_the_handler_has_ended() -> None:
+    given: list[Later] = []
+
+    async def handle(peer: Peer, message: Push, segments: list[memoryview]) -> Later:
+        await asyncio.sleep(0)
+        given.append(Later(lambda _: None))
+        return given[-1]
+
+    limits = Limits(unfinished_bytes=250 * KIB)
+    async with connected(server={Push: Handler(handle)}, limits=limits) as pair:
+        calls = [
+            asyncio.create_task(pair.peer.call(push(number), [bytes(100 * KIB)]))
+            for number in range(20)
+        ]
+        await settle()
+        assert len(given) == 3
+        assert pair.back.statistics()["unfinished_bytes"] == 300 * KIB
+        for number, call in enumerate(calls):
+            await settle()
+            given[number].give(Reply(Done()))
+            await call
+        given_up = asyncio.create_task(pair.peer.call(push(20), [bytes(100 * KIB)]))
+        await settle()
+        assert pair.back.statistics()["unfinished_bytes"] == 100 * KIB
+        given_up.cancel()
+        await settle()
+        assert given[20].over
         assert pair.back.statistics()["unfinished_bytes"] == 0
 
 

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.numerics.fingerprint import DTYPES, fingerprint, probe, values
+import own_rules
+from psync import rules
+from psync.numerics.fingerprint import (
+    DTYPES,
+    _fingerprint_with,
+    fingerprint,
+    probe,
+    values,
+)
 
 RULES_AND_SCHEDULES = """
 import hashlib, sys
@@ -100,3 +108,44 @@ def test_its_numbers_are_of_all_sizes_and_of_no_library(dtype: np.dtype) -> None
     assert (made < 0).any()
     assert np.signbit(made[made == 0]).any()
     assert made[:3].tobytes() == values(3, dtype, 1).tobytes() != values(3, dtype, 2).tobytes()
+
+
+class Scaling(rules.UpdateRule):
+    name = "tests.scaling"
+    by = 1.0
+
+    def update(self, value: Any, slots: Any, gradient: Any, step: Any) -> Any:
+        return value * value.dtype.type(self.by)
+
+
+def test_names_and_versions_are_part_of_the_fingerprint() -> None:
+    with own_rules.forgetting():
+        own_rules.register()
+        check_names_and_versions()
+
+
+def check_names_and_versions() -> None:
+    marks = {fingerprint()}
+    rules.register(Scaling)
+    marks.add(fingerprint())
+    Scaling.version = 2
+    try:
+        marks.add(fingerprint())
+    finally:
+        del Scaling.version
+    own_rules.Halving.version = 7
+    try:
+        marks.add(fingerprint())
+    finally:
+        del own_rules.Halving.version
+    assert len(marks) == 4
+
+
+def test_results_are_part_of_the_fingerprint() -> None:
+    marks = set()
+    for factor in (1.0, 1.0000001):
+        with own_rules.forgetting():
+            rules.register(type("Scaled", (Scaling,), {"name": "scaled", "by": factor}))
+            marks.add(fingerprint())
+            _fingerprint_with.cache_clear()
+    assert len(marks) == 2

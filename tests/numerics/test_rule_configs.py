@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgpack
 import pytest
 
+import own_rules
 from psync.errors import ConfigurationError
 from psync.numerics import rule_configs
 from psync.numerics.adaptive_rules import Adagrad, Ftrl
 from psync.numerics.moment_rules import Adam, Lion
-from psync.numerics.rule_configs import rule_from_config
+from psync.numerics.rule_configs import (
+    registered,
+    registered_in,
+    rule_from_config,
+    unknown_in,
+)
 from psync.numerics.rule_options import RuleOptions
 from psync.numerics.update_rule import SGD
 from rule_table import RULES
@@ -83,3 +91,59 @@ def test_the_message_names_what_is_expected() -> None:
     with pytest.raises(ConfigurationError) as caught:
         rule_from_config({"rule": "sgd"})
     assert caught.value.message == f"sgd: expected the arguments {OPTIONS}, got []"
+
+
+# Those of plugins.
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    with own_rules.forgetting():
+        own_rules.register()
+        yield
+
+
+@pytest.mark.usefixtures("registry")
+def test_one_of_a_plugin_survives_the_wire() -> None:
+    rule = own_rules.Momentum(own_rules.Halving(0.5), momentum=0.25)
+    config = msgpack.unpackb(msgpack.packb(rule.to_config()))
+    rebuilt = rule_from_config(config)
+    assert type(rebuilt) is own_rules.Momentum
+    assert rebuilt.to_config() == config
+    assert registered_in(rebuilt) == [
+        ("rule", "tests.momentum", 1),
+        ("schedule", "Halving", 1),
+    ]
+
+
+@pytest.mark.usefixtures("registry")
+def test_what_is_registered_is_listed_in_order() -> None:
+    assert registered() == [("rule", "tests.momentum", 1), ("schedule", "Halving", 1)]
+    assert registered_in(SGD(0.1)) == []
+    assert registered_in(SGD(own_rules.Halving(0.1))) == [("schedule", "Halving", 1)]
+
+
+@pytest.mark.usefixtures("registry")
+def test_one_name_is_of_one_class() -> None:
+    rule_configs.register_rule(own_rules.Momentum)
+    with pytest.raises(ConfigurationError, match=r"'tests\.momentum' of .*, of own_rules"):
+        rule_configs.register_rule(type("Other", (own_rules.Momentum,), {}))
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_number_without_a_range_may_be_any() -> None:
+    assert own_rules.Momentum(most=-3).most == -3.0
+
+
+@pytest.mark.parametrize(
+    ("config", "unknown"),
+    [
+        (None, ""),
+        ({"rule": 3}, ""),
+        (SGD().to_config(), ""),
+        ({"rule": "mine"}, "update rule 'mine'"),
+        (SGD().to_config() | {"learning_rate": {"kind": "Mine"}}, "schedule 'Mine'"),
+    ],
+)
+def test_names_what_is_not_known(config: object, unknown: str) -> None:
+    assert unknown_in(config) == unknown

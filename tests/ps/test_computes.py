@@ -140,6 +140,7 @@ def test_what_is_small_is_done_in_the_turn_in_which_it_is_judged() -> None:
 def test_it_is_settled_when_all_are_done() -> None:
     bench = Bench()
     bench.entry(0, pieces=1)
+    assert bench.computes.waiting == 1
     with pytest.raises(BusyError, match="updates of 1 shards wait"):
         bench.computes.check_idle()
     settled = bench.computes.settled()

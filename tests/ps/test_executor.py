@@ -18,7 +18,7 @@ from psync.numerics.blocks import BlockPool
 from psync.numerics.update_rule import SGD
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
-from psync.ps.executor import AT_ONCE, Answer, Diverged, Entry, Executor
+from psync.ps.executor import AT_ONCE, Answer, Entry, Executor
 from psync.specs import ShardSpec
 from psync.store.commit_log import CommitLog
 from psync.store.store import ShardStore
@@ -425,43 +425,28 @@ def test_nobody_hears_of_the_error_of_a_notification(paired: bool) -> None:
 # A backup that is not what it should be.
 
 
-@pytest.mark.parametrize("diverges", [False, True])
-def test_a_primary_and_its_backup_compare_what_judging_has_made(
-    diverges: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.virtual_time
+async def test_a_new_backup_is_not_compared_with_what_the_one_before_was_to_be(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("psync.ps.executor.CHECK_EVERY", 2)
-    primary, backup = Ps(paired=True), Ps()
-    for ps in (primary, backup):
-        ps.executor.digest = lambda ps=ps: repr(ps.done).encode()  # type: ignore[misc]
-    checks: list[CheckState] = []
-
-    def step(number: int) -> None:
-        primary.note(number)
-        for message in primary.shipped():
-            if isinstance(message, CheckState):
-                checks.append(message)
-                backup.executor.compare(message)
-            else:
-                backup.note(number)
-        primary.log.note_taken(primary.log.last)
-        primary.executor.advance()
-
+    monkeypatch.setattr("psync.ps.comparison.CHECK_EVERY", 1)
+    ps = Ps(paired=True)
+    ps.executor.digest = lambda: repr(ps.done).encode()
+    ps.note("that the backup does not have when it is lost")  # and a check
+    ps.log.give_up()
+    ps.executor.begin_copy()
+    frozen = asyncio.get_running_loop().create_future()
+    ps.executor.in_turn(lambda: frozen)  # the entries before are executed by then
     for number in range(2):
-        step(number)
-    assert [check.number for check in checks] == [1]
-    if diverges:
-        backup.done[0] = "something else"
-    for number in range(2, 4):
-        step(number)
-    assert [check.last for check in checks] == [b"", b"[0]"]
-    if diverges:
-        step(4)
-        with pytest.raises(Diverged, match="its backup has diverged before check 3"):
-            step(5)
-    else:
-        for number in range(4, 9):
-            step(number)
-        assert len(checks) > 3
+        ps.note(number)
+    checks = [message for message in ps.shipped() if isinstance(message, CheckState)]
+    frozen.set_result(None)
+    await settle()
+    assert [(check.number, check.last) for check in checks] == [(1, b"")]
+    ps.note(2)
+    (check,) = [message for message in ps.shipped() if isinstance(message, CheckState)]
+    assert check.number == 2
+    assert check.last == repr(ps.done[:1]).encode()
 
 
 # Ends.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,16 @@ def test_bytes_of_an_array_are_those_of_the_gradient() -> None:
     array = np.arange(4, dtype=np.float32).reshape(2, 2)
     values: Any = gradient_of(applying([2, 2]), [to_bytes_view(array)], rule_of(DENSE))
     assert (values == array).all()
+
+
+@pytest.mark.parametrize("shape", [[0, 1 << 61], [0, 1 << 62], [0, 1 << 40, 1 << 40]])
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_a_gradient_without_elements_of_which_no_sum_can_be_made_is_refused(
+    kind: str, shape: list[int]
+) -> None:
+    rule = rule_of(dataclasses.replace(SPARSE, kind=kind))
+    with pytest.raises(GradientError, match="no array has the shape"):
+        gradient_of(applying(shape), [], rule)
 
 
 def test_a_gradient_of_a_shape_that_no_array_has_is_refused() -> None:

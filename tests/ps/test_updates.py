@@ -28,6 +28,7 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
+from psync.ps.updates import MAX_STALENESS, PushStaleness
 from psync.specs import VariableSpec
 from psync.store.ledger import Client
 from psync.store.store import Key
@@ -123,6 +124,32 @@ class TestCalls:
         assert ps.count("calls") == 2
         assert ps.push(B, ps.v, 2.0, 3) == "duplicate"
         assert (ps.value(ps.v) == -20).all()
+
+
+class TestStaleness:
+    """Updates of others since the same task's last push."""
+
+    def test_it_is_counted_for_each_task(self) -> None:
+        ps = Ps()
+        for client in (A, A, B, A, B, B):
+            ps.push(client, ps.v, 1.0)
+        counted = ps.services.statistics()["staleness"]
+        assert dict(counted["newest"]) == {A[0]: 1, B[0]: 0}
+        assert counted["counts"] == {"0": 2, "1": 2}
+
+    def test_duplicates_are_not_counted(self) -> None:
+        ps = Ps()
+        ps.push(A, ps.v, 1.0, 5)
+        ps.push(B, ps.v, 1.0, 5)
+        assert ps.services.statistics()["staleness"] == {"newest": [], "counts": {}}
+
+    def test_a_high_one_is_counted_as_the_highest(self) -> None:
+        staleness = PushStaleness()
+        staleness.note("a", 1, 0)
+        staleness.note("a", 1, 5000)
+        assert staleness.statistics() == {
+            "newest": [("a", 4999)], "counts": {str(MAX_STALENESS): 1},
+        }  # fmt: skip
 
 
 class TestIdentity:

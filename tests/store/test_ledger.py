@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from psync.errors import FencedError, UsageError
-from psync.store.ledger import AlreadyApplied, Duplicate, Fresh, Ledger, Ticket, Verdict
+from psync.store.ledger import STEP, AlreadyApplied, Duplicate, Fresh, Ledger, Ticket, Verdict
 
 W0, W1 = ("/job:worker/task:0", 1), ("/job:worker/task:1", 1)
 SET = 77
@@ -399,3 +399,44 @@ def test_what_is_recorded_is_not_noted_as_refused(ledger: Ledger) -> None:
     ledger.refuse(W0, 0)
     assert ledger.is_settled(W0, 0)
     assert ledger.statistics().refused == 1
+
+
+class TestFailures:
+    """What is noted when an update that was recorded fails while it is computed."""
+
+    def test_a_message_and_its_call_are_answered_so(self, ledger: Ledger) -> None:
+        ledger.record(fresh(push(ledger, sequence=1, closure=5)), "answer")
+        ledger.note_failure(("/job:worker/task:0", 1), 1, (5, 0), b"failed")
+        assert ledger.failure_of(("/job:worker/task:0", 1), 1, (5, 0)) == b"failed"
+        assert ledger.failure_of(("/job:worker/task:1", 1), 9, (5, 0)) == b"failed"
+        assert ledger.failure_of(("/job:worker/task:1", 1), 9, (5, 1)) is None
+        assert ledger.failure_of(("/job:worker/task:1", 1), 1, None) is None
+
+    def test_verdicts_do_not_know_of_it(self, ledger: Ledger) -> None:
+        ledger.record(fresh(push(ledger, sequence=1, closure=5)), "answer")
+        ledger.note_failure(("/job:worker/task:0", 1), 1, (5, 0), b"failed")
+        assert push(ledger, sequence=1, closure=5) == Duplicate("answer")
+
+    def test_it_is_forgotten_with_the_message_and_the_closure(self, ledger: Ledger) -> None:
+        client = ("/job:worker/task:0", 1)
+        ledger.record(fresh(push(ledger, sequence=1, closure=5)), "answer")
+        ledger.note_failure(client, 1, (5, 0), b"failed")
+        ledger.acknowledge(client, 2)
+        assert ledger.failure_of(client, 1, None) is None
+        assert ledger.failure_of(client, 1, (5, 0)) == b"failed"
+        ledger.final_below(6)
+        assert ledger.failure_of(client, 1, (5, 0)) is None
+
+    def test_it_is_forgotten_with_a_client_that_is_fenced(self, ledger: Ledger) -> None:
+        client = ("/job:worker/task:0", 1)
+        ledger.record(fresh(push(ledger, sequence=1, closure=5)), "answer")
+        ledger.fence("/job:worker/task:0", 2)
+        ledger.note_failure(client, 1, (5, 0), b"failed")  # as late as the arrays
+        assert ledger.failure_of(client, 1, None) is None
+        assert ledger.failure_of(("/job:worker/task:0", 2), 1, (5, 0)) == b"failed"
+
+    def test_that_of_a_synchronous_step_stays(self, ledger: Ledger) -> None:
+        ledger.note_failure((STEP, 3), 7, None, b"failed")
+        ledger.final_below(100)
+        assert ledger.failure_of((STEP, 3), 7, None) == b"failed"
+        assert ledger.failure_of((STEP, 3), 8, None) is None

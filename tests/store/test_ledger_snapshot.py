@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psync.errors import FencedError, UsageError
-from psync.store.ledger import AlreadyApplied, Duplicate, Fresh, Ledger, Verdict
+from psync.store.ledger import STEP, AlreadyApplied, Duplicate, Fresh, Ledger, Verdict
 from psync.store.ledger_snapshot import (
     GradientStates,
     LedgerState,
@@ -248,3 +248,18 @@ def test_a_copy_judges_as_the_original(
 def is_known(ledger: Ledger, client: Any, sequence: int, closure: Any, ordinal: int) -> bool:
     call = None if closure is None else (closure, ordinal)
     return ledger._senders[client[0]].messages[sequence].call == call
+
+
+def test_what_failed_while_it_was_computed_is_remembered_and_is_in_no_digest(
+    ledger: Ledger,
+) -> None:
+    apply(ledger)
+    before = control_of(ledger, bytes_of)
+    ledger.note_failure(W0, 0, (5, 0), b"failed")
+    ledger.note_failure((STEP, 3), 7, None, b"too")
+    assert control_of(ledger, bytes_of) == before
+    copy = again(ledger)
+    assert copy.failure_of(W0, 0, None) == copy.failure_of(W1, 4, (5, 0)) == b"failed"
+    assert copy.failure_of((STEP, 3), 7, None) == b"too"
+    copy.final_below(6)
+    assert copy.failure_of(W1, 4, (5, 0)) is None

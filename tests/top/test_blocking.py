@@ -48,6 +48,9 @@ def test_steps_are_scheduled_joined_and_fetched(coordinator: blocking.ClusterCoo
     assert coordinator.fetch(coordinator.submit(square, number=4)) == 16
     assert coordinator.statistics()["closures"].finished == 53
     assert len(coordinator.ps_statistics()) == 1
+    coordinator.report({"loss": 0.5})
+    assert coordinator.status().queue.finished == 53
+    assert coordinator.status().reported == {"loss": 0.5}
 
 
 def test_an_error_of_a_step_is_raised_with_its_own_type(

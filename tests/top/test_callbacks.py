@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from event_files import scalars
 from local_training import at_once
 from psync import callbacks
 from psync.errors import ConfigurationError
@@ -71,28 +71,57 @@ def test_arguments_out_of_range_are_refused(make: Any, text: str) -> None:
         make()
 
 
-def test_without_a_writer_for_tensorboard_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("tensorboardX", "torch.utils.tensorboard", "torch"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match="pip install tensorboardX"):
-        callbacks.TensorBoard()
+def written(folder: Path) -> list[tuple[str, float, int]]:
+    """The scalars of the only event file in a folder."""
+    (path,) = folder.glob("events.out.tfevents.*")
+    return scalars(path.read_bytes())
 
 
 def test_tensorboard_gets_every_value(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
-    board = callbacks.TensorBoard(tmp_path)
+    board = callbacks.TensorBoard(tmp_path / "logs")
+    assert not board.wants_batches
     board.on_train_begin()
     board.on_epoch_end(0, {"loss": 1.0, "val_loss": 2.0})
+    assert written(tmp_path / "logs") == [  # while training goes on
+        ("epoch_loss/train", 1.0, 0), ("epoch_loss/validation", 2.0, 0),
+    ]  # fmt: skip
     board.on_train_end({})
-    (events,) = tmp_path.glob("events*")
-    assert b"epoch_loss/validation" in events.read_bytes()
+    board.on_train_end({})  # also if it never began
+
+
+@pytest.mark.parametrize(
+    ("update_freq", "steps"), [("batch", [1, 3, 5, 7]), (1, [1, 3, 5, 7]), (2, [3, 7]), (3, [5])]
+)
+def test_tensorboard_counts_batches_through_all_epochs(
+    update_freq: int | str, steps: list[int], tmp_path: Path
+) -> None:
+    board = callbacks.TensorBoard(tmp_path, update_freq)
+    assert board.wants_batches
+    board.on_train_begin()
+    for batch in (1, 3, 1, 3):  # two epochs of four batches, two in each closure
+        board.on_train_batch_end(batch, {"loss": 0.5})
+    board.on_train_end({})
+    assert written(tmp_path) == [("batch_loss", 0.5, step) for step in steps]
+
+
+@pytest.mark.parametrize("update_freq", [0, -1, "never", None])
+def test_another_frequency_for_tensorboard_is_refused(update_freq: Any) -> None:
+    with pytest.raises(ConfigurationError, match="expected update_freq"):
+        callbacks.TensorBoard("logs", update_freq)
+
+
+def test_a_callback_wants_batches_if_it_has_the_method() -> None:
+    class OfBatches(callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None: ...
+
+    assert OfBatches().wants_batches
+    assert not callbacks.EarlyStopping().wants_batches
 
 
 def test_a_callback_that_does_nothing_may_be_told_everything() -> None:
     callback = callbacks.Callback()
     callback.on_train_begin()
     callback.on_epoch_begin(0)
+    callback.on_train_batch_end(0, {})
     callback.on_epoch_end(0, {})
     callback.on_train_end({})

@@ -13,9 +13,11 @@ from psync.errors import (
     ParameterServerLost,
     PsyncError,
     RemoteError,
+    RuleError,
     TaskLost,
     WorkerLost,
 )
+from psync.wire.remote_errors import exception_of, failure_of
 
 TREE = {name: cls for name, cls in vars(errors).items() if isinstance(cls, type)}
 MADE = {
@@ -114,6 +116,17 @@ def test_a_remote_error_shows_the_remote_traceback() -> None:
     assert str(RemoteError("/job:ps/task:0", "KeyError", "'x'")) == (
         "KeyError on /job:ps/task:0: 'x'"
     )
+
+
+def test_an_error_of_a_rule_names_what_raised_and_travels() -> None:
+    error = RuleError("/job:ps/task:1", 'update rule "x" for "w/part_0"', "ValueError", "bad", "T")
+    assert (
+        error.message == 'update rule "x" for "w/part_0" raised ValueError on /job:ps/task:1: bad'
+    )
+    for again in (pickle.loads(pickle.dumps(error)), exception_of(failure_of(error), "elsewhere")):
+        assert type(again) is RuleError
+        assert (again.message, again.task) == (error.message, "/job:ps/task:1")
+        assert (again.type_name, again.traceback_text) == ("ValueError", "T")
 
 
 def test_the_cause_of_an_error_is_not_part_of_its_pickle() -> None:

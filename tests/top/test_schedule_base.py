@@ -22,7 +22,7 @@ class Line(Schedule):
     inner: Schedule | None = None
     up: bool = True
 
-    def _rate(self, step: float) -> float:
+    def rate(self, step: float) -> float:
         return self.slope**step
 
 

@@ -426,7 +426,6 @@ async def test_a_callback_may_end_it(tmp_path: Path) -> None:
 
 
 async def test_tensorboard_writes_them_too(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
     board = psync.callbacks.TensorBoard(tmp_path / "logs")
     async with saving(tmp_path / "run") as save:
         await save(1, last=True)

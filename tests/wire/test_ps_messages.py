@@ -18,6 +18,7 @@ from psync.wire.ps_messages import (
     Measured,
     MeasurePush,
     OptimizerState,
+    PsAttached,
     Pull,
     Pulled,
     PullRows,
@@ -50,6 +51,7 @@ GOLDEN: list[tuple[Message, str]] = [
     (PullRows([(3, 0, 7, 0, 0, 0)], -1, ""), "94489196030007000000ffa0"),
     (RowsPulled([(4, 7)]), "9249919204" + "07"),
     (AttachPs(1, ["a"], 1.5, moves=3), "96200191a161cb3ff8000000000000c203"),
+    (PsAttached([("rule", "a", 3)]), "92cc899193a472756c65a16103"),
     (
         CreateShards([("v", 0, 1, 2, [3], "float32")], [None, b"0", (0, 1)]),
         "93219196a1760001029103a7666c6f6174333293c0c40130920001",

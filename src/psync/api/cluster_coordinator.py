@@ -12,6 +12,8 @@ from psync.api.coordinator_options import (
     add_worker,
     check_options,
     remove_worker,
+    report,
+    status,
     watchdog_timeout_of,
 )
 from psync.api.data_shards import Visits
@@ -35,6 +37,8 @@ from psync.net.environment import note_training_began, platform_of, script_is_sh
 from psync.net.process_state import PerProcess
 from psync.net.task_reports import add_description
 from psync.specs import checked_kind
+from psync.status.sampling import StatusSource
+from psync.status.serving import ServedStatus
 
 T = TypeVar("T")
 
@@ -74,6 +78,7 @@ class ClusterCoordinator(Scheduling):
             make the same optimizers, before it schedules anything; what it has not declared then
             is dropped. Slots, steps and learning rates go on, too. Closures are new. Where nothing
             is left anywhere, this is a normal start.
+        metrics: Address for Prometheus, "host:port"; the log has the URL. None: ``PSYNC_METRICS``.
 
     Raises:
         ConfigurationError: If an option is out of range, or the strategy is no
@@ -108,6 +113,7 @@ class ClusterCoordinator(Scheduling):
         on_stall: Callable[[str], object] | None = None,
         insecure: bool = False,
         attach: bool = False,
+        metrics: str | None = None,
     ) -> None:
         if hasattr(self, "strategy"):
             return  # made before for this strategy
@@ -131,9 +137,11 @@ class ClusterCoordinator(Scheduling):
             attach=attach,
         )
         check_options(self._options, num_workers)
+        self._metrics = metrics
         self.strategy = strategy
         self._undescribe: Callable[[], None] = lambda: None
         self._coordinator: Coordinator | None = None  # None before start and after close
+        self._seen: ServedStatus  # like it
         self._starting = False
 
     def __repr__(self) -> str:
@@ -159,7 +167,8 @@ class ClusterCoordinator(Scheduling):
             ConnectFailed: They are not there in time; names who is missing, and where.
             AuthenticationError: A task holds another secret.
             ProtocolError: Something else answers at a task's address.
-            ConfigurationError: There is no secret.
+            ConfigurationError: There is no secret; or a ps lacks the update rule or the schedule of
+                an optimizer that this program has made and not used yet.
             ClosedError: The coordinator was started before.
 
         Cancellation: Everything is closed again.
@@ -186,16 +195,20 @@ class ClusterCoordinator(Scheduling):
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
             has_backups=self.strategy.ps_recovery == "replica",
         )
+        seen = ServedStatus(StatusSource(coordinator), platform, self._metrics)
         self._starting = True
         try:
+            await seen.start()
             await coordinator.start()
+            optimizers.check_unused(coordinator.links.ps.links)
         except BaseException:
+            await seen.close()
             await coordinator.close()
             raise
         finally:
             self._starting = False
         note_training_began()
-        self._coordinator = coordinator
+        self._coordinator, self._seen = coordinator, seen
         self._undescribe = add_description(coordinator.describe)
         self.strategy.runtime = coordinator.runtime
         self.strategy.gangs = coordinator.gangs
@@ -221,7 +234,10 @@ class ClusterCoordinator(Scheduling):
         self._undescribe()
         self.strategy.runtime = self.strategy.gangs = None
         if coordinator is not None:
-            await coordinator.close()
+            try:
+                await self._seen.close()
+            finally:
+                await coordinator.close()
 
     async def join(self, timeout: float | None = None) -> None:
         """Wait for everything that was scheduled before this call.
@@ -313,6 +329,9 @@ class ClusterCoordinator(Scheduling):
         """
         self._running("distribute_once")
         return Visits(self.schedule, self.join, shards, num_epochs, shuffle_seed, state)
+
+    status = status
+    report = report
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: closures queued, in flight, finished, put back; bytes on the wire."""

@@ -1,6 +1,6 @@
-"""Options of a coordinator, validated; and workers added to, or removed from, a running cluster.
+"""Options of a coordinator, validated; and what a program asks of a running cluster.
 
-``add_worker`` and ``remove_worker`` are methods of ``ClusterCoordinator``.
+``add_worker``, ``remove_worker``, ``status`` and ``report`` are methods of ``ClusterCoordinator``.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from psync.closures.flapping import Flapping
@@ -19,6 +20,7 @@ from psync.net.environment import watchdog_timeout as watchdog_timeout_here
 
 if TYPE_CHECKING:
     from psync.api.cluster_coordinator import ClusterCoordinator
+    from psync.status.model import Status
 
 
 def check_options(options: CoordinatorOptions, num_workers: int) -> None:
@@ -144,3 +146,49 @@ async def remove_worker(self: ClusterCoordinator, task: str, timeout: float | No
     added = added_workers.get()
     if added is not None:
         added.pop(task, None)
+
+
+async def status(self: ClusterCoordinator) -> Status:
+    """Return what the cluster does just now: workers, ps tasks, steps, closures, recent events.
+
+    Counters that tasks keep in any case become rates here, as means over the last five seconds. ps
+    tasks are asked, all at once; one that does not answer within a second keeps the numbers that
+    it gave last, which then have an age. Workers are not asked: nobody waits for a step that
+    computes. Whoever asks again within 0.2 s gets the same value. ``psync top`` shows it from
+    outside.
+
+    Raises:
+        ClosedError: The coordinator is not running.
+
+    Cancellation: Safe.
+
+    Example:
+        status = await coordinator.status()
+        for worker in status.workers:
+            print(worker.task, worker.state, worker.closures_per_s)
+    """
+    self._running("status")
+    return await self._seen.source.status()
+
+
+def report(self: ClusterCoordinator, values: Mapping[str, float]) -> None:
+    """Show values of the program's own in its status: the loss, the epoch, an accuracy.
+
+    ``Trainer.fit`` does, so this is for loops of one's own. The newest value of each name is shown.
+
+    Args:
+        values: Numbers by name.
+
+    Raises:
+        ConfigurationError: One is no number.
+        ClosedError: The coordinator is not running.
+
+    Example:
+        coordinator.report({"epoch": epoch, "loss": np.mean(await coordinator.fetch(losses))})
+    """
+    self._running("report")
+    for name, value in values.items():
+        try:
+            self._seen.source.reported[str(name)] = float(value)
+        except (TypeError, ValueError) as exc:
+            raise ConfigurationError(f"report: {name}: expected a number, got {value!r}") from exc

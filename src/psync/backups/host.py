@@ -37,7 +37,7 @@ from psync.net.peer import AsIfFrom, Handler, Later, Peer, Reply
 from psync.net.platform import Parts
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
-from psync.ps.executor import Diverged
+from psync.ps.comparison import Diverged
 from psync.ps.snapshots import unpack_answer
 from psync.ps.update import NO_BYTES
 from psync.store.commit_log import chained

@@ -2,6 +2,7 @@
 
     the backup's process has    then
     another version of psync    it refuses: its rules, or its log, may be others
+    other plugins               the same: they belong to the release, by names and versions
     another fingerprint         the primary decides, see ``numerics.fingerprint``. Where a
                                 synchronous group is deterministic it refuses: bits are promised.
                                 Else they are paired, and it is counted and logged: a value of the
@@ -16,13 +17,18 @@ from collections.abc import Sequence
 
 from psync.errors import ConfigurationError, VersionMismatch
 from psync.numerics.fingerprint import fingerprint
+from psync.numerics.rule_configs import registered
 from psync.wire.handshake import RELEASE
 
 
 class Computation:
     """By what this process computes; see ``Platform.parts``."""
 
-    release = RELEASE
+    @property
+    def release(self) -> str:
+        """The version of psync, and what plugins have registered."""
+        plugins = [f"{kind} {name} {version}" for kind, name, version in registered()]
+        return ", ".join((RELEASE, *plugins))
 
     @property
     def numerics(self) -> str:
@@ -35,7 +41,7 @@ def check_release(host: str, own: str, primary: str, release: str) -> None:
 
     Args:
         host: In whose process the backup is to be.
-        own: The version that it runs.
+        own: The version that it runs, and its plugins.
         primary: Who is to be backed up.
         release: The version that that one runs.
 
@@ -44,9 +50,10 @@ def check_release(host: str, own: str, primary: str, release: str) -> None:
     """
     if release != own:
         raise VersionMismatch(
-            f"{host} runs psync {own} and cannot back up {primary}, which runs {release:.50}",
-            hint="run one version of psync on all ps tasks: save a checkpoint, stop the cluster, "
-            "start it with the new version, restore",
+            f"{host} runs psync {own:.1000} and cannot back up {primary}, which runs "
+            f"{release:.1000}",
+            hint="run one version of psync, and the same plugins, on all ps tasks: save a "
+            "checkpoint, stop the cluster, start it with the new version, restore",
         )
 
 

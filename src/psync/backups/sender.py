@@ -100,7 +100,7 @@ class BackupSender:
         self.order = order
         self.ended = asyncio.Event()  # it does not follow any more
         self.error: PsyncError | None = None  # why
-        self._release = platform.parts.of(Computation).release
+        self._release = platform.parts.of(Computation)().release
         self._served = served
         self._log = log
         self._begun = begun

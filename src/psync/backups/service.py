@@ -58,7 +58,7 @@ class Section(Protocol):
     has been replaced (``PsServices.refuse_below``), if requests wait in it, when it ends (``end``).
 
     What checkpoints have of it besides: a field of ``SnapshotState`` (``to_bytes``; for older files
-    a default in ``_StateReader``), filled in ``PsServices.freeze`` and taken from ``Contents``.
+    a default in ``_Stored``), filled in ``PsServices.freeze`` and taken from ``Contents``.
     """
 
     def control(self) -> Any:

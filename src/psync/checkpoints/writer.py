@@ -95,12 +95,19 @@ class Writer:
             self._throw_away()  # what a save has left that was interrupted
             current_disk.get().make_directory(self.temporary)
             if self.nonce:
-                write_synced(self.temporary / NONCE, self.nonce.encode())
+                self._put_nonce()
 
     @property
     def temporary(self) -> Path:
         """The directory in which files are written."""
         return self.directory / f"{self.name}.tmp"
+
+    def _put_nonce(self) -> None:
+        try:
+            write_synced(self.temporary / NONCE, self.nonce.encode())
+        except BaseException:  # nobody has this writer yet, who could abandon it
+            self._throw_away()
+            raise
 
     def remove_nonce(self) -> None:
         """Remove that file."""

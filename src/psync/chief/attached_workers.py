@@ -33,6 +33,11 @@ class WorkerRecord:
     is_kept: bool = True  # it is connected to again; False: it is not wanted any more
     joined: asyncio.Future[None] | None = None  # whoever added it waits for that
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # set while it does not take part
+    # For the status of the cluster:
+    heard_at: float = 0.0  # loop time when it last said how closures had ended
+    losses: int = 0  # how often it was lost
+    failed: int = 0  # closures that have raised on it
+    last_error: tuple[float, str] | None = None  # loop time, and what the last of them has raised
     # Of its session:
     peers: tuple[Peer, Peer] | None = None  # control and bulk, while it takes part
     leaving: bool = False  # it has said that it leaves
@@ -74,6 +79,20 @@ class AttachedWorkers:
     def is_current(self, peer: Peer) -> bool:
         """Return whether this is a connection of a worker that was not given up."""
         return self.current(peer) is not None
+
+    def heard(self, peer: Peer) -> bool:
+        """Do as ``is_current``, and note that its worker has just said how closures ended."""
+        worker = self.current(peer)
+        if worker is None:
+            return False
+        worker.heard_at = asyncio.get_running_loop().time()
+        return True
+
+    def note_error(self, name: str, text: str) -> None:
+        """Note that a closure has raised on a worker."""
+        worker = self._workers[name]
+        worker.failed += 1
+        worker.last_error = asyncio.get_running_loop().time(), text
 
     def ready(self) -> list[str]:
         """Return the workers that are ready for closures, by index."""

@@ -21,6 +21,9 @@ from psync.serialization.payloads import EMPTY, Payload
 from psync.wire.codec import Message
 from psync.wire.worker_messages import ClosureResults, FetchArguments, FetchFunction, GivenBack
 
+MAX_ERROR_CHARS = 300
+"""Of an error that the status of the cluster shows; ``join`` raises all of it."""
+
 
 @dataclass(eq=False)
 class ClosureService:
@@ -49,7 +52,7 @@ class ClosureService:
         }
 
     def _results(self, peer: Peer, message: ClosureResults, segments: list[memoryview]) -> None:
-        if not self.workers.is_current(peer):
+        if not self.workers.heard(peer):
             return  # of a worker that was given up: its closures run elsewhere
         finished: list[tuple[int, Payload]] = []
         at = 0
@@ -101,7 +104,10 @@ class ClosureService:
             self.reports.out_of_data(worker)
             self.perform(actions)
         elif not (isinstance(exc, ParameterServerLost) and self.will_recover(exc)):
-            self.perform(self.queue.failed(worker, closure_id, exc))
+            closure = self.closures.get(closure_id)
+            actions = self.queue.failed(worker, closure_id, exc)  # raises if it is not its own
+            self.workers.note_error(worker, f"{closure}: {type_name}: {text}"[:MAX_ERROR_CHARS])
+            self.perform(actions)
 
     def _given_back(self, peer: Peer, message: GivenBack, _: list[memoryview]) -> None:
         if self.workers.is_current(peer):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from psync.chief.enquiry import ServedSearch, absent
+from psync.chief.events import Events
 from psync.chief.ps_links import PsLinks
 from psync.chief.supervision import Supervision
 from psync.chief.worker_links import WorkerLinks
@@ -46,6 +47,7 @@ class ClusterLinks:
     Attributes:
         ps: The client that has the links to ps tasks.
         served, workers, supervision: Keep the connections.
+        events: Of this coordinator.
         on_worker_given_up: Called when a worker will not come again.
     """
 
@@ -71,7 +73,8 @@ class ClusterLinks:
         client = platform.parts.of(PsClient)
         self.ps = client(self.endpoint, list(ps.values()), pool, ps_timeout_s)
         self.membership = Membership(workers, ps)
-        self.supervision = Supervision(self.endpoint, ps)
+        self.events = Events()
+        self.supervision = Supervision(self.endpoint, ps, self.events)
         self.served = PsLinks(
             self.supervision,
             self.ps.links,

@@ -1,10 +1,15 @@
-"""Events of a cluster, in order, for its program: rollbacks and failovers."""
+"""Events of a cluster, in order: rollbacks and failovers for its program, and notes for people."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+KEPT_NOTES = 100
+"""The newest are kept: what a status shows as recent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +53,23 @@ class FailoverEvent:
 Event = RollbackEvent | FailoverEvent
 
 
+class Note(NamedTuple):
+    """Something that happened to a task, for people who look at the cluster."""
+
+    at: float  # loop time
+    kind: str  # "joined", "lost", "left", "error", "rollback", …: one word, or two
+    text: str
+
+
 class Events:
-    """The events of one coordinator, all of which are kept: there are few."""
+    """The events of one coordinator, all of which are kept: there are few.
+
+    Attributes:
+        notes: The newest notes, oldest first.
+    """
 
     def __init__(self) -> None:
+        self.notes: deque[Note] = deque(maxlen=KEPT_NOTES)
         self._events: list[Event] = []
         self._news = asyncio.Event()  # another one for each event
         self._closed = False
@@ -59,7 +77,18 @@ class Events:
     def emit(self, event: Event) -> None:
         """Note an event, and tell whoever waits for the next one."""
         self._events.append(event)
+        lost = ", ".join(event.lost)
+        if isinstance(event, RollbackEvent):
+            undone = f"{len(event.closures)} closures undone"
+            text = f"{lost} lost: from step {event.from_step} back to {event.to_step}, {undone}"
+            self.note("rollback", text)
+        else:
+            self.note("failover", f"{lost} lost: served by {', '.join(event.served_by)}")
         self._wake()
+
+    def note(self, kind: str, text: str) -> None:
+        """Note something that is shown to people, and told to no program."""
+        self.notes.append(Note(asyncio.get_running_loop().time(), kind, text))
 
     def close(self) -> None:
         """There are no further ones: streams end after the last."""

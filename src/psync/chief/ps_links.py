@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from psync.chief.supervision import Supervision
+from psync.client.optimizer_client import note_plugins
 from psync.client.ps_link import PsLink, ask
 from psync.closures.membership import Fence, Membership
 from psync.errors import FencedError, ParameterServerLost, PsyncError
@@ -69,7 +70,7 @@ class PsLinks:
                     await self._ps_0_attached.wait()
                 peer = await link.peer("control")
                 link.lost_after_s = self.ps_timeout_s
-                await link.call(lambda _: self.attachment(link))
+                note_plugins(link, await link.call(lambda _: self.attachment(link)))
             except ParameterServerLost:
                 if not await link.recovered():
                     raise
@@ -87,11 +88,13 @@ class PsLinks:
             self.fence(self.membership.connected(link.task, peer.incarnation))
             if not first:
                 logger.warning("%s is reachable again", link.task)
+                supervision.note("reachable", f"{link.task} is reachable again")
             first = False
             supervision.changed.set()
             await peer.wait_closed()
             self.membership.disconnected(link.task)
             logger.warning("%s cannot be reached; waiting for it", link.task)
+            supervision.note("unreachable", f"{link.task} cannot be reached; waiting for it")
 
     async def attach(self, link: PsLink) -> None:
         """Attach a ps that may have been started again, while others are held back.
@@ -101,7 +104,7 @@ class PsLinks:
 
         Cancellation: Safe.
         """
-        await link.call(lambda _: self.attachment(link), urgent=True)
+        note_plugins(link, await link.call(lambda _: self.attachment(link), urgent=True))
 
     def move(self, link: PsLink, address: str) -> None:
         """Look for a ps at another address, which workers that are attached then are told."""

@@ -125,6 +125,11 @@ class ClusterRecovery:
         return lines
 
     @property
+    def is_recovering(self) -> bool:
+        """Whether closures are held back until a ps is there again."""
+        return self._began is not None
+
+    @property
     def is_rolling_back(self) -> bool:
         """Whether all ps tasks go back to a checkpoint."""
         return self.rule.state is State.ROLLBACK

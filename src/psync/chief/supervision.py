@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from psync.chief.enquiry import enquire
+from psync.chief.events import Events
 from psync.errors import ConnectionLost, FencedError, PsyncError
 from psync.net.endpoint import Endpoint
 from psync.net.environment import note_incarnation
@@ -25,6 +26,7 @@ class Supervision:
     Args:
         endpoint: Bears the incarnation.
         processes: Address of each ps at first, by name; that of ps 0 grants incarnations.
+        events: Where it is noted that tasks come and go.
 
     Attributes:
         on_replaced: Called when a newer coordinator has taken the cluster over.
@@ -35,8 +37,9 @@ class Supervision:
         is_closing: Whether connections end because they are closed here.
     """
 
-    def __init__(self, endpoint: Endpoint, processes: Mapping[str, str]) -> None:
+    def __init__(self, endpoint: Endpoint, processes: Mapping[str, str], events: Events) -> None:
         self.endpoint = endpoint
+        self.note = events.note
         self.on_replaced: Callable[[FencedError], None] = lambda _: None
         self.is_up = False
         self.failure: BaseException | None = None

@@ -80,6 +80,10 @@ class WorkerLinks:
         """Return where each worker of the cluster listens, by name."""
         return {worker.name: worker.address for worker in self._workers.values()}
 
+    def records(self) -> list[WorkerRecord]:
+        """Return all workers of the cluster, those too that are not there; to be read only."""
+        return list(self._workers.values())
+
     def describe(self) -> list[str]:
         """Say who is set aside and who is about to leave."""
         aside = "is set aside for %.0f s, for it was lost again and again"
@@ -255,6 +259,7 @@ class WorkerLinks:
                 logger.warning("%s takes part again", worker.name)
             failures, returns = 0, True
             worker.begin(lanes)
+            supervision.note("joined", f"{worker.name} takes part")
             self.on_joined(worker.name)
             supervision.changed.set()
             if worker.joined is not None and not worker.joined.done():
@@ -276,10 +281,13 @@ class WorkerLinks:
         )
         if end.in_order:
             logger.info("%s", end.text)
+            self.supervision.note("left", end.text)
             self.ps.fence(self.membership.left(worker.name))
         else:
             self._lost(worker.name)
             logger.warning("%s; its closures run again", end.text)
+            self.supervision.note("lost", end.text)
+            worker.losses += 1
         if end.counts:
             self._count_loss(worker)
         worker.leaving = False
@@ -292,6 +300,7 @@ class WorkerLinks:
             logger.warning(
                 "%s is lost again and again; it is set aside for %g s", worker.name, pause
             )
+            self.supervision.note("set aside", f"{worker.name}, for {pause:g} s")
 
     async def _attach(self, worker: WorkerRecord) -> tuple[Peer, Peer] | None:
         """Return its control and bulk connection; None if one is gone already.

@@ -44,7 +44,9 @@ def list_command(directory: Path) -> int:
 def inspect_command(path: Path) -> int:
     """List what is in the checkpoint PATH, and check every byte of it."""
     from psync.cli.checkpoint_reports import inspection
+    from psync.launch.plugins import load_plugins
 
+    load_plugins("psync checkpoint")  # it names rules
     return _report(lambda: inspection(path))
 
 

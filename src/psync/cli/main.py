@@ -1,4 +1,4 @@
-"""The command line: ``psync run``, ``serve``, ``bench``, ``checkpoint`` and ``certs``.
+"""The command line: ``psync run``, ``serve``, ``top``, ``bench``, ``checkpoint`` and ``certs``.
 
 Every option also reads an environment variable, ``PSYNC_<COMMAND>_<OPTION>``. Wrong usage is one
 line on stderr and exit code 2. Imports are late: the launcher has its tasks running before it could
@@ -19,6 +19,7 @@ import click
 
 from psync.cli.certs import certs, tls_environ, tls_options
 from psync.cli.checkpoint import checkpoint
+from psync.cli.top import top
 from psync.errors import ConfigurationError, TrainingEnded
 from psync.launch.task_output import configure_logging, fill_standard_streams
 
@@ -34,6 +35,16 @@ log_level_option = click.option(
     envvar="PSYNC_LOG_LEVEL",
     default="info",
     help="Lowest level of psync's own log that is shown.",
+)
+
+
+plugin_option = click.option(
+    "--plugin",
+    "plugins",
+    metavar="MODULE",
+    multiple=True,
+    envvar="PSYNC_PLUGINS",  # as for the level: it is how `run` hands them to the tasks
+    help="A module with update rules or schedules of your own; several times for several.",
 )
 
 
@@ -88,6 +99,13 @@ def psync(context: click.Context) -> int:
     "neither 0 nor 2. It goes on from its newest checkpoint if the script restores that.",
 )
 @click.option("--quiet", is_flag=True, help="Show the chief's output only.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    help="Serve metrics for Prometheus on this port of 127.0.0.1, while a coordinator runs. 0: a "
+    "free one; the chief's log has the URL.",
+)
+@plugin_option
 @tls_options
 @log_level_option
 def run(
@@ -99,6 +117,8 @@ def run(
     max_restarts: int,
     chief_restarts: int,
     quiet: bool,
+    metrics_port: int | None,
+    plugins: tuple[str, ...],
     log_level: str,
     **tls: Any,
 ) -> int:
@@ -115,6 +135,7 @@ def run(
     """
     from psync.cli.run import launch
 
+    metrics = {} if metrics_port is None else {"PSYNC_METRICS": f"127.0.0.1:{metrics_port}"}
     return launch(
         script,
         args,
@@ -124,7 +145,8 @@ def run(
         max_restarts=max_restarts,
         chief_restarts=chief_restarts,
         quiet=quiet,
-        environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **tls_environ(**tls)},
+        plugins=plugins,
+        environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **metrics, **tls_environ(**tls)},
     )
 
 
@@ -210,14 +232,21 @@ def sync_async(
     help="How long to be without a chief, before the first one and after the last one has gone; "
     "none: for ever.  [default: 3600 before, 600 after; none under a launcher]",
 )
+@plugin_option
 @tls_options
 @log_level_option
-def serve(insecure: bool, chief_timeout: str | None, log_level: str, **tls: Any) -> int:
+def serve(
+    insecure: bool,
+    chief_timeout: str | None,
+    plugins: tuple[str, ...],
+    log_level: str,
+    **tls: Any,
+) -> int:
     """Serve as the ps or the worker that TF_CONFIG says this process is.
 
-    It loads no script: a worker gets its steps from the chief. Ends when the chief says so, on
-    SIGTERM, or, with code 1, when no chief comes. The cluster's secret comes from PSYNC_SECRET or
-    PSYNC_SECRET_FILE.
+    It loads no script, only plugins: a worker gets its steps from the chief. Ends when the chief
+    says so, on SIGTERM, or, with code 1, when no chief comes. The cluster's secret comes from
+    PSYNC_SECRET or PSYNC_SECRET_FILE.
 
     \b
     The first ps of a cluster of two machines:
@@ -226,8 +255,11 @@ def serve(insecure: bool, chief_timeout: str | None, log_level: str, **tls: Any)
         PSYNC_SECRET_FILE=~/cluster.secret psync serve
     """
     from psync.launch import tasks
+    from psync.launch.plugins import plugins_environ
 
-    os.environ.update(tls_environ(**tls))
+    os.environ.update({**tls_environ(**tls), **plugins_environ(plugins, {})})
+    if plugins:  # what lies here, as for `python -m psync serve`
+        sys.path.insert(0, "")
     configure_logging(log_level)
     try:
         tasks.serve_forever(insecure=insecure, chief_timeout=chief_timeout)
@@ -236,6 +268,7 @@ def serve(insecure: bool, chief_timeout: str | None, log_level: str, **tls: Any)
     return 0
 
 
+psync.add_command(top)
 psync.add_command(checkpoint)
 psync.add_command(certs)
 

@@ -20,6 +20,7 @@ from io import FileIO
 from pathlib import Path
 
 from psync.errors import ConfigurationError
+from psync.launch.plugins import check_found, plugins_environ
 from psync.launch.processes import SERVE_COMMAND, Output, ProcessGroup, RestartPolicy
 from psync.launch.task_output import also_release_blocked_output, write_stderr
 from psync.launch.task_process import TaskProcess, describe_exit
@@ -60,6 +61,7 @@ def launch(
     max_restarts: int = 3,
     chief_restarts: int = 0,
     quiet: bool = False,
+    plugins: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
     ps_command: Sequence[str] = SERVE_COMMAND,
 ) -> int:
@@ -87,6 +89,8 @@ def launch(
         chief_restarts: How often, in all, a chief may be started again that a signal has killed or
             that has ended with another code than 0 and 2.
         quiet: Drop what ps tasks and workers print.
+        plugins: Modules that all tasks load. They are looked for beside the script, too, and where
+            this process is.
         environ: What tasks inherit. A secret is minted unless there is one.
         ps_command: What a ps runs.
 
@@ -95,7 +99,8 @@ def launch(
         stopped the run, 1 if a worker died too often.
 
     Raises:
-        ConfigurationError: If the script is missing or not one, or the secret cannot be used.
+        ConfigurationError: If the script is missing or not one, the secret cannot be used, or a
+            plugin is not found.
     """
     command = script_command(script, args)
     commands = {"chief": command, "ps": ps_command, "worker": command, "evaluator": command}
@@ -103,6 +108,13 @@ def launch(
     if evaluator:
         jobs["evaluator"] = 1
     # Checked here, where it is one error, and not one on each task.
+    variables = plugins_environ(plugins, environ)
+    if plugins:
+        directory = script if os.path.isdir(script) else os.path.dirname(script)
+        places = [os.path.abspath(directory), os.getcwd()]
+        check_found(plugins, [*places, *sys.path])
+        python_path = [*places, *filter(None, [environ.get("PYTHONPATH")])]
+        environ = {**environ, **variables, "PYTHONPATH": os.pathsep.join(python_path)}
     secret = mint_secret() if load_secret(environ) is None else None
     return asyncio.run(
         _Run(commands, jobs, environ, secret, max_restarts, chief_restarts, quiet).run()

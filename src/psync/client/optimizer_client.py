@@ -14,11 +14,12 @@ import numpy as np
 
 from psync.client.plans import Plan, Request, body_of
 from psync.client.ps_client import PsClient, members_for
-from psync.client.ps_link import Call, always, together
-from psync.errors import RemoteProtocolError
-from psync.net.peer import Peer
+from psync.client.ps_link import Call, PsLink, always, expect, together
+from psync.errors import ConfigurationError, RemoteProtocolError
+from psync.net.peer import Peer, Received
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.layerwise_rules import LayerwiseRule, Sums
+from psync.numerics.rule_configs import registered_in
 from psync.numerics.update_rule import UpdateRule
 from psync.specs import VariableSpec
 from psync.wire.frames import SMALL_BODY_BYTES
@@ -28,10 +29,55 @@ from psync.wire.ps_messages import (
     Measured,
     MeasurePush,
     OptimizerState,
+    PsAttached,
     SetOptimizer,
     SetSlots,
 )
 from psync.wire.tensors import to_bytes_view
+
+
+def note_plugins(link: PsLink, received: Received) -> None:
+    """Note what a ps has answered when it was attached.
+
+    Raises:
+        RemoteProtocolError: That is something else.
+    """
+    attached = expect(received, PsAttached, link.task, "an attachment")
+    link.plugins = attached.plugins
+
+
+def check_plugins(links: Sequence[PsLink], name: str, rule: UpdateRule) -> None:
+    """Check that all ps tasks know the rule and the schedules of an optimizer.
+
+    Args:
+        links: To all ps tasks; those that were never attached from here are not asked.
+        name: Of the optimizer.
+        rule: That it has.
+
+    Raises:
+        ConfigurationError: One does not, or in another version.
+    """
+    for kind, needed, version in registered_in(rule):
+        asked = [link for link in links if link.plugins is not None]
+        there = {
+            link.task: {(each[0], each[1]): each[2] for each in link.plugins or ()}
+            for link in asked
+        }
+        what = f"{kind} {needed!r}"
+        lacking = [task for task, known in there.items() if (kind, needed) not in known]
+        if lacking:
+            raise ConfigurationError(
+                f"optimizer {name!r}: the {what} is not known to {', '.join(lacking)}",
+                hint="start all tasks with the plugin that registers it: psync run --plugin MODULE,"
+                " psync serve --plugin MODULE, LocalCluster(…, plugins=[MODULE])",
+            )
+        for task, known in there.items():
+            if known[kind, needed] != version:
+                raise ConfigurationError(
+                    f"optimizer {name!r}: {task} has version {known[kind, needed]} of the {what}, "
+                    f"this process has version {version}",
+                    hint="install one version of the plugin for all tasks",
+                )
 
 
 async def trust_ratios(

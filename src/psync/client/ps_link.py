@@ -25,6 +25,7 @@ from psync.errors import (
     RemoteProtocolError,
 )
 from psync.net.peer import Into, Peer, Received
+from psync.numerics.rule_configs import Registered
 from psync.wire.codec import Message, check
 from psync.wire.frames import Segment
 from psync.wire.tensors import to_bytes_view
@@ -57,7 +58,14 @@ class Question:
 
 
 class PsLink(Lanes):
-    """The way to one ps task."""
+    """The way to one ps task.
+
+    Attributes:
+        plugins: What plugins have registered there, as it said when it was attached from here;
+            None: it was not.
+    """
+
+    plugins: Sequence[Registered] | None = None
 
     async def call(
         self,

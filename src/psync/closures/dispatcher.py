@@ -285,6 +285,10 @@ class Dispatcher:
         """Return, for every worker that holds closures, its name and these in the order sent."""
         return [(w.name, list(w.held.values())) for w in self._workers.values() if w.held]
 
+    def oldest(self) -> dict[str, Closure]:
+        """Return the first closure of each worker that holds any: the one that it runs."""
+        return {w.name: next(iter(w.held.values())) for w in self._workers.values() if w.held}
+
     def statistics(self) -> tuple[WorkerStatistics, ...]:
         """Return a snapshot of every living worker, in the order in which they joined."""
         return tuple(

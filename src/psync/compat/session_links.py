@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from psync.chief.creation import MESSAGE_SHARDS, Creation
 from psync.chief.declarations import Declaration
 from psync.chief.enquiry import enquire
+from psync.client.optimizer_client import note_plugins
 from psync.client.ps_client import PsClient
 from psync.client.runtime import Runtime
 from psync.cluster_roles import CHIEF, ENQUIRER
@@ -116,7 +117,7 @@ class SessionLinks:
         message = AttachPs(incarnation, self._addresses, self._ps_timeout_s)
 
         async def attach(index: int) -> None:
-            await ps.links[index].call(lambda _: message)
+            note_plugins(ps.links[index], await ps.links[index].call(lambda _: message))
 
         await self._to_each_ps(attach)
         creation = Creation(self._declared, ps)

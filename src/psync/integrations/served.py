@@ -11,9 +11,11 @@ kinds:
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,12 +24,15 @@ from psync.api.modules import Module
 from psync.api.optimizers.handles import Optimizer
 from psync.api.optimizers.state import PushResult
 from psync.api.pulls import pull
+from psync.api.reads import runtime_of
 from psync.api.variables import Variable, VariableAggregation
 from psync.client.calls import all_of
-from psync.client.context import forbid_in_step
+from psync.client.context import current_closure, forbid_in_step
+from psync.client.runtime import Runtime
 from psync.client.scopes import Scope, scope_for
 from psync.errors import ConfigurationError, GradientError, UsageError
 from psync.integrations.merging import AnyVariable, StateMerge
+from psync.net.process_state import PerProcess
 from psync.numerics.casting import fitting
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.replicas.context import current_gang
@@ -41,6 +46,13 @@ which frozen values it belongs to."""
 
 SHOWN = 5
 """Differences between two builds of a model that a message names."""
+
+L = TypeVar("L")
+
+_kept: PerProcess[weakref.WeakKeyDictionary[Runtime, dict[Any, Any]]] = PerProcess(
+    weakref.WeakKeyDictionary
+)
+"""What each task in this process keeps of models; it ends with the task's session."""
 
 
 class LoadedKeys(NamedTuple):
@@ -144,6 +156,49 @@ class ServedVariables(Module):
         """Return what a checkpoint holds: "model/weight" is the array "weight" of "model"."""
         version = {} if self._version is None else {VERSION: self._version}
         return {**self._by_name, **version}
+
+    async def kept_here(self, begin: Callable[[], L]) -> L:
+        """Return what this task keeps of the model, for as long as it serves this coordinator.
+
+        Args:
+            begin: Returns it, the first time; runs in a thread. It must not refer to a step's run,
+                by which the session would be kept.
+
+        Raises:
+            UsageError: Neither in a step nor within a running coordinator.
+            Exception: What ``begin`` raises.
+        """
+        variable = next(iter(self._by_name.values()))
+        runtime = await runtime_of(f"{self._what} {self.name!r}", variable)
+        models = _kept().setdefault(runtime, {})
+        key = variable.origin, variable.spec.variable_id
+        if key not in models:
+            models.setdefault(key, await asyncio.to_thread(begin))
+        kept: L = models[key]
+        return kept
+
+    def compare_keys(
+        self, names: Collection[str], given: Collection[str], *, strict: bool
+    ) -> LoadedKeys:
+        """Return which names are missing or unknown in what is to be loaded.
+
+        Raises:
+            UsageError: There are some, and ``strict``.
+        """
+        found = LoadedKeys(
+            [key for key in names if key not in given], [key for key in given if key not in names]
+        )
+        if strict and any(found):
+            raise UsageError(
+                f"{self._what} {self.name!r}: load_state_dict: "
+                + "; ".join(
+                    f"{what}: {', '.join(keys[:10])}"
+                    for what, keys in zip(("missing", "unknown"), found, strict=True)
+                    if keys
+                ),
+                hint="load_state_dict(…, strict=False) loads what is there",
+            )
+        return found
 
     # Values.
 
@@ -284,6 +339,12 @@ def checked_scope(what: str, optimizer: object) -> Scope:
         hint="psync.optimizers.Adam(1e-3), say, or a SyncReplicasOptimizer around it",
     )  # fmt: skip
     return scope
+
+
+def current_run() -> object:
+    """Return what only this run of a closure has, and does not keep it alive; or the program's."""
+    closure = current_closure()
+    return "program" if closure is None else closure.ordinals
 
 
 Kind = tuple[tuple[int, ...], str]

@@ -20,7 +20,6 @@ workers; ``merging`` says how that is done and why.
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar, cast
@@ -29,12 +28,14 @@ import numpy as np
 
 from psync.api.optimizers.handles import Optimizer
 from psync.api.optimizers.state import PushResult
-from psync.api.reads import runtime_of
-from psync.client.context import current_closure
-from psync.client.runtime import Runtime
 from psync.errors import ConfigurationError, GradientError, UsageError
-from psync.integrations.served import LoadedKeys, ServedVariables, check_same, checked_scope
-from psync.net.process_state import PerProcess
+from psync.integrations.served import (
+    LoadedKeys,
+    ServedVariables,
+    check_same,
+    checked_scope,
+    current_run,
+)
 
 try:
     import torch
@@ -57,7 +58,7 @@ class _Live:
         tensors: Those of the module.
         version: Of the frozen values in it; None: they were not pulled yet.
         state: What was pulled of the arrays that are merged, by name; copies.
-        puller: Who has pulled last, see ``_who``; None: nobody yet.
+        puller: Who has pulled last, see ``current_run``; None: nobody yet.
     """
 
     def __init__(self, tensors: ModuleTensors) -> None:
@@ -65,12 +66,6 @@ class _Live:
         self.version: int | None = None
         self.state: dict[str, np.ndarray] = {}
         self.puller: object = None
-
-
-_lives: PerProcess[weakref.WeakKeyDictionary[Runtime, dict[Any, _Live]]] = PerProcess(
-    weakref.WeakKeyDictionary
-)
-"""The modules of each task in this process, which end with its session."""
 
 
 class ServedModule(ServedVariables, Generic[M]):
@@ -177,7 +172,7 @@ class ServedModule(ServedVariables, Generic[M]):
         Cancellation: Safe; the tensors then hold anything, until the next pull.
         """
         live = await self._live()
-        tensors, puller = live.tensors, _who()
+        tensors, puller = live.tensors, current_run()
         if device is not None:
             tensors.module.to(device)
         if live.puller is not puller:
@@ -217,7 +212,7 @@ class ServedModule(ServedVariables, Generic[M]):
         Cancellation: As ``apply_gradients``: a push once begun ends in the background.
         """
         live = await self._live()
-        if live.puller is not _who():
+        if live.puller is not current_run():
             raise UsageError(
                 f"ServedModule {self.name!r}: push in a step that has not pulled",
                 hint="module = await served.pull(), then loss.backward(), then await served.push()",
@@ -280,20 +275,7 @@ class ServedModule(ServedVariables, Generic[M]):
         Cancellation: Once begun, it ends in the background.
         """
         given = {key.removeprefix("_orig_mod."): each for key, each in state_dict.items()}
-        found = LoadedKeys(
-            [key for key in self._names if key not in given],
-            [key for key in given if key not in self._names],
-        )
-        if strict and any(found):
-            raise UsageError(
-                f"ServedModule {self.name!r}: load_state_dict: "
-                + "; ".join(
-                    f"{what}: {', '.join(keys[:10])}"
-                    for what, keys in zip(("missing", "unknown"), found, strict=True)
-                    if keys
-                ),
-                hint="load_state_dict(…, strict=False) loads what is there",
-            )
+        found = self.compare_keys(self._names, given, strict=strict)
         arrays = {
             own: ModuleTensors.array_of(given[key])
             for key, own in self._names.items()
@@ -304,17 +286,15 @@ class ServedModule(ServedVariables, Generic[M]):
 
     async def _live(self) -> _Live:
         """Return this task's module, which is built if it has none yet."""
-        variable = next(iter(self._by_name.values()))
-        runtime = await runtime_of(f"ServedModule {self.name!r}", variable)
-        lives = _lives().setdefault(runtime, {})
-        key = variable.origin, variable.spec.variable_id
-        if key not in lives:
-            tensors = self._built
-            if tensors is None:
-                tensors = await asyncio.to_thread(self._build)
-                check_same(f"ServedModule {self.name!r}", self._kinds, tensors.kinds())
-            lives[key] = _Live(tensors)
-        return lives[key]
+
+        def begin() -> _Live:
+            if self._built is not None:
+                return _Live(self._built)
+            tensors = self._build()
+            check_same(f"ServedModule {self.name!r}", self._kinds, tensors.kinds())
+            return _Live(tensors)
+
+        return await self.kept_here(begin)
 
     def _build(self) -> ModuleTensors:
         module = self._build_module()
@@ -324,9 +304,3 @@ class ServedModule(ServedVariables, Generic[M]):
                 f"{type(module).__name__}"
             )
         return ModuleTensors(module)
-
-
-def _who() -> object:
-    """Return what only this run of a closure has, and does not keep it alive; or the program's."""
-    closure = current_closure()
-    return "program" if closure is None else closure.ordinals

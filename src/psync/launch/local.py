@@ -9,10 +9,12 @@ import logging
 import os
 import sys
 import sysconfig
+from collections.abc import Sequence
 from typing import Self
 
-from psync.cluster import ClusterSpec
+from psync.cluster import ClusterSpec, task_name
 from psync.errors import ConfigurationError, UsageError
+from psync.launch.plugins import load_plugins, plugins_environ
 from psync.launch.processes import ProcessGroup, RestartPolicy
 from psync.launch.task_process import TaskProcess, describe_exit
 from psync.launch.tasks import make_task
@@ -62,10 +64,13 @@ class LocalCluster:
         security: Whether connections between the processes have TLS, with certificates that are
             made for this cluster and removed with it (``pip install 'psync[tls]'``). Without, they
             have it if the environment names certificates.
+        plugins: Modules with rules of your own, which this process and all tasks load; see
+            ``psync.rules``.
 
     Raises:
-        ConfigurationError: If a number is too small, processes are given a network, or tasks
-            without processes security. From ``start``: if certificates cannot be made or used.
+        ConfigurationError: If a number is too small, processes are given a network, tasks
+            without processes security, or plugins are no modules. From ``start``: if certificates
+            cannot be made or used, or a plugin cannot be imported.
 
     Example:
         async with psync.LocalCluster(2, 2) as cluster:
@@ -85,6 +90,7 @@ class LocalCluster:
         max_restarts: int = 3,
         network: MemoryNetwork | None = None,
         security: bool = False,
+        plugins: Sequence[str] = (),
     ) -> None:
         for name, count in (("num_ps", num_ps), ("num_workers", num_workers)):
             if not isinstance(count, int) or count < 1:
@@ -98,6 +104,7 @@ class LocalCluster:
         if security and not processes:
             raise ConfigurationError("security: tasks in one process have nothing to hide")
         self._security = security
+        self._plugins = plugins_environ(plugins, os.environ)
         self._processes = processes
         self._network = network
         self._max_restarts = max_restarts
@@ -136,6 +143,7 @@ class LocalCluster:
         """Start all tasks. Cancellation: they are stopped again."""
         if self._resources is not None:
             raise UsageError("the local cluster was started before")
+        load_plugins(task_name("chief", 0), {**os.environ, **self._plugins})
         async with contextlib.AsyncExitStack() as resources:
             if self._processes:
                 await self._start_processes(resources)
@@ -169,7 +177,7 @@ class LocalCluster:
 
     async def _start_processes(self, resources: contextlib.AsyncExitStack) -> None:
         secret = mint_secret()
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(_own_import_path())}
+        environ = {**os.environ, **self._plugins, "PYTHONPATH": os.pathsep.join(_own_import_path())}
         if self._security:
             for name in TLS_VARIABLES:
                 environ.pop(name, None)

@@ -24,6 +24,7 @@ from psync.errors import (
     UsageError,
 )
 from psync.launch.identity import OwnTask, own_task, shut_down
+from psync.launch.plugins import load_plugins
 from psync.launch.process_loop import asked_first, end_of_run, run_loop, watch_lifeline
 from psync.launch.task_output import configure_logging, fill_standard_streams, write_whole_lines
 from psync.net.chief_presence import (
@@ -89,12 +90,13 @@ def run(
     Raises:
         SystemExit: Where a task serves (code 0). With code 2, and the reason instead of a
             traceback on stderr, where the set-up is wrong: the cluster's description or an option,
-            there is no secret or another one, an address is taken, a task is not there or is
-            another one. That is so until a coordinator or session has started, and the other tasks
-            then go on waiting for a chief. Likewise with code 1 where a task serves and no chief
-            comes, or an evaluator sees nobody train (``PSYNC_CHIEF_TIMEOUT``), and where ``main``
-            runs on workers and training has ended before its time, as when the chief was lost. With
-            code 130 after Ctrl-C and 143 after SIGTERM, which cancel ``main``.
+            there is no secret or another one, an address is taken, a plugin cannot be imported, a
+            task is not there or is another one. That is so until a coordinator or session has
+            started, and the other tasks then go on waiting for a chief. Likewise with code 1 where
+            a task serves and no chief comes, or an evaluator sees nobody train
+            (``PSYNC_CHIEF_TIMEOUT``), and where ``main`` runs on workers and training has ended
+            before its time, as when the chief was lost. With code 130 after Ctrl-C and 143 after
+            SIGTERM, which cancel ``main``.
         Exception: What else ``main`` raised, and all that it raised once a coordinator or session
             had started. The other tasks are told to exit.
 
@@ -113,6 +115,7 @@ def run(
         own = own_task(resolver)
         job = own.job
         launched = _prepare_process(own)
+        load_plugins(own.name)
         if job == "chief" or (on_workers and job == "worker"):
             jobs = ("ps",) if on_workers else ("worker", "ps")
             over = asyncio.Event()
@@ -197,12 +200,14 @@ async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = Fal
         insecure: Whether to serve without a secret, to everybody who can reach the address.
 
     Raises:
-        ConfigurationError: This process is neither; no secret; the address is taken.
+        ConfigurationError: This process is neither; no secret; the address is taken; a plugin
+            (``PSYNC_PLUGINS``, entry points ``psync.plugins``) cannot be imported.
         TrainingEnded: No chief has come for too long (``PSYNC_CHIEF_TIMEOUT``).
 
     Cancellation: Updates that have begun are finished, then everything is closed.
     """
     own = own_task(resolver or TFConfigClusterResolver())
+    load_plugins(own.name)
     await _serve(own, insecure=insecure, shared=False)
 
 
@@ -218,6 +223,7 @@ def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -
     """
     own = own_task(TFConfigClusterResolver())
     _watch_launcher()
+    load_plugins(own.name)
     run_loop(
         lambda: _serve(own, insecure=insecure, shared=False, chief_timeout=chief_timeout),
         terminated_code=0,

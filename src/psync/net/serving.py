@@ -218,7 +218,7 @@ class RequestServer:
             if isinstance(serving, Later):
                 serving.give_up()
 
-    def _answer_later(self, request_id: int, later: Later, nbytes: int = 0) -> None:
+    def _answer_later(self, request_id: int, later: Later, nbytes: int) -> None:
         """Answer when that is given."""
         has_to_wait = later.outcome is None
 
@@ -260,7 +260,7 @@ class RequestServer:
         serving = Serving()
         if request_id:
             self._serving[request_id] = serving
-        task = self._spawn(self._answer_when_ready(request_id, answer, serving))
+        task = self._spawn(self._answer_when_ready(request_id, answer, serving, nbytes))
         self._hold(nbytes)
 
         def served(task: asyncio.Task[None]) -> None:
@@ -273,7 +273,7 @@ class RequestServer:
         task.add_done_callback(served)
 
     async def _answer_when_ready(
-        self, request_id: int, answer: Awaitable[Answer], serving: Serving
+        self, request_id: int, answer: Awaitable[Answer], serving: Serving, nbytes: int
     ) -> None:
         serving.begin()
         try:
@@ -285,8 +285,8 @@ class RequestServer:
         except Exception as exc:
             self._failed(request_id, exc)
         else:
-            if isinstance(reply, Later):
-                self._answer_later(request_id, reply)
+            if isinstance(reply, Later):  # until that is given, the body is still needed
+                self._answer_later(request_id, reply, nbytes)
             else:
                 self._answer(request_id, reply)
 

@@ -312,6 +312,10 @@ class BlockArray:
             return Block(pool.take(self._nbytes(i)), self.dtype)
         return block
 
+    def apart(self, i: int, pool: BlockPool) -> Block:
+        """As ``writable``, but never the block itself: until ``commit``, its contents stay."""
+        return Block(pool.take(self._nbytes(i)), self.dtype)
+
     def commit(self, i: int, block: Block, pool: BlockPool) -> bool:
         """Make ``block`` the block ``i``. Returns whether it replaced another one."""
         old = self._blocks[i]

@@ -7,6 +7,8 @@ and means of gradients, norms, moving averages, operations on rows, schedules. A
 last has the same bits on every CPU that was tried; schedules, and the coefficients of rules, go
 through the C library's ``pow`` and ``cos``, which differ between its versions and with the CPU.
 
+What plugins have registered is in it, too: names, versions, results of the rules' own probes.
+
 The probe is longer than the widest registers and than the library's pieces, and holds numbers of
 all sizes, subnormal ones and infinities too. NaN is hashed as one: its bits mean nothing.
 """
@@ -25,7 +27,7 @@ from psync.numerics import clipping, means
 from psync.numerics.adaptive_rules import Ftrl, RMSprop
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.moment_rules import Adam
-from psync.numerics.rule_configs import RULES
+from psync.numerics.rule_configs import OWN, RULES, Registered, registered
 from psync.numerics.rule_options import RuleOptions
 from psync.numerics.scatter import combine, merged
 from psync.numerics.sums import DenseSum, SparseSum, at_once, finish
@@ -42,10 +44,14 @@ CALLS = 4000
 OPERATIONS = ("add", "sub", "mul", "div", "min", "max")
 
 
-@functools.cache
 def fingerprint() -> str:
     """Return 16 hexadecimal digits. The first call takes some milliseconds."""
-    digest = hashlib.blake2b(digest_size=8)
+    return _fingerprint_with(tuple(registered()))
+
+
+@functools.cache
+def _fingerprint_with(plugins: tuple[Registered, ...]) -> str:
+    digest = hashlib.blake2b(repr(plugins).encode() if plugins else b"", digest_size=8)
     with np.errstate(all="ignore"):
         for array in probe():
             plain = np.where(np.isnan(array), np.nan, array).astype(array.dtype)
@@ -62,6 +68,9 @@ def probe() -> Iterator[np.ndarray]:
         yield from _summed(dtype)
         yield from _operated(dtype)
     yield np.array(list(_numbers()))
+    for kind, name, _ in registered():
+        if kind == "rule":
+            yield from RULES[name]().probe()
 
 
 def values(size: int, dtype: np.dtype, seed: int) -> np.ndarray:
@@ -81,7 +90,7 @@ def values(size: int, dtype: np.dtype, seed: int) -> np.ndarray:
 
 def _rules() -> Iterator[UpdateRule]:
     rate = schedules.ExponentialDecay(0.1, 7, 0.9)
-    yield from (cls(rate) for cls in RULES.values())
+    yield from (cls(rate) for name, cls in RULES.items() if name in OWN)
     options = RuleOptions(weight_decay=0.3, clipvalue=2.0)
     for rule in (
         SGD(rate, 0.9, nesterov=True),

@@ -99,6 +99,11 @@ class RowBlocks(BlockArray):
         home = self._away.get(i)
         return super().writable(i, pool) if home is None or home.held() else home
 
+    def apart(self, i: int, pool: BlockPool) -> Block:
+        """As ``writable``, but never the block itself; back home, where that can be."""
+        home = self._away.get(i)
+        return super().apart(i, pool) if home is None or home.held() else home
+
     def commit(self, i: int, block: Block, pool: BlockPool) -> bool:
         """Make ``block`` the block ``i``. Returns whether it replaced another one."""
         old = self.block(i)

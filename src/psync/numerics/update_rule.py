@@ -20,7 +20,8 @@ they are stored, and their slots are float32 (a float16 second moment would unde
 to 0 below gradients of 2e-4). float32 and float64 are computed in themselves, with
 coefficients evaluated in double precision. Integers have no gradient: refused.
 
-A new rule is one subclass: hyper-parameters, slots, ``_coefficients`` and ``_update``; one name in
+Rules of users are subclasses of ``psync.rules.UpdateRule``, which is one of this. A new rule of
+psync's own is one subclass: hyper-parameters, slots, ``_coefficients`` and ``_update``; one name in
 ``rule_configs``; and its public handle in ``psync.optimizers``. In the tests a line in
 ``helpers/rule_table``, and the values of Keras by ``helpers/golden_optimizers``.
 """
@@ -90,6 +91,10 @@ class Scratch:
         return [made[i][:size] for i in range(count)]
 
 
+class RuleRaised(Exception):
+    """Code of a user's raised in a rule; its ``__cause__`` is what it raised."""
+
+
 Arrays = Sequence[np.ndarray]
 
 Coefficients = tuple[float, ...]
@@ -127,6 +132,8 @@ class UpdateRule(ABC):
     """
 
     name: ClassVar[str]  # in configs, and of the optimizer by default
+    version: ClassVar[int] = 1  # of the results, where psync's own version does not say it
+    may_raise: ClassVar[bool] = False  # RuleRaised, from ``apply``: then nothing must have changed
     slots: ClassVar[tuple[str, ...]] = ()  # see ``own_slots``
     temporaries = 2  # scratch arrays that ``_update`` needs, at least 1
     options = RuleOptions()
@@ -138,8 +145,17 @@ class UpdateRule(ABC):
             if isinstance(argument.default, bool):
                 flag(self.name, argument.name, value)
             else:
-                value = number(self.name, argument.name, value, *argument.metadata["range"])
+                limits = argument.metadata.get("range", (-math.inf,))
+                value = number(self.name, argument.name, value, *limits)
             setattr(self, argument.name, value)
+
+    def probe(self) -> Sequence[np.ndarray]:
+        """Check a rule of a user's by applying it; return the results.
+
+        Raises:
+            ConfigurationError: It fails, or does not compute what a rule may compute.
+        """
+        return ()
 
     def with_options(self, options: RuleOptions) -> Self:
         """Return the same rule with other options."""

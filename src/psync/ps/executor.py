@@ -32,9 +32,10 @@ from typing import Any, cast
 from psync.errors import ClosedError, FencedError, PsyncError
 from psync.net.peer import Handler, Later, Peer, Reply
 from psync.net.serving import fail
+from psync.ps.comparison import Comparison
 from psync.ps.computes import Compute, Computes, Touches
 from psync.ps.cooperative_work import LongWork
-from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull, chained
+from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull
 from psync.store.ledger import Client
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, encode
@@ -53,13 +54,6 @@ HEADER_WEIGHT = 8
 AT_ONCE = 64
 """Entries that are executed in one turn of the loop."""
 
-CHECK_EVERY = 1024
-"""Entries between two comparisons of a primary's state with its backup's."""
-
-
-class Diverged(PsyncError):
-    """A backup is not what its primary is, though it has executed the same entries."""
-
 
 Build = Callable[[LogNames], Message]
 """Makes the message of an entry, if there is a backup that will read it."""
@@ -73,6 +67,7 @@ Outcome = Reply | Compute | Awaitable[Reply | None] | None
 Act = Callable[[], Outcome]
 """Judges an entry, and does what takes no arrays."""
 
+Ended = Callable[[], None] | None
 Claim = Callable[[], Callable[[], None]]
 """Called when an entry takes longer than this turn; returns what to call at its end."""
 
@@ -113,7 +108,7 @@ class _Queued:
     number: int  # 0: it is no entry, and comes between two
     act: Act
     answer: Answer
-    ended: Callable[[], None] | None
+    ended: Ended
 
 
 class Executor:
@@ -148,10 +143,7 @@ class Executor:
         self._acting = False  # an entry is being judged just now
         self._optimizers: set[int] = set()  # that the backup knows
         self._names = LogNames()
-        self._check = 0  # number of the last one in the log
-        self._digests: dict[int, bytes] = {}  # of checks that were executed, the last two
-        self._to_check = CHECK_EVERY  # entries until the next one
-        self._chain = 0  # over the entries that a backup gets
+        self._comparison = Comparison(task, lambda: self.digest())
         self._over: PsyncError | None = None
 
     @property
@@ -249,7 +241,7 @@ class Executor:
         """
         self._optimizers = set(self._store.optimizers())
         self._names.begin(groups)
-        self._check, self._digests, self._chain = 0, {}, 0
+        self._comparison = Comparison(self._task, lambda: self.digest())
         return self.log.begin_copy()
 
     def in_full(
@@ -262,25 +254,9 @@ class Executor:
 
     # A backup that is not what it should be.
 
-    def _compare(self) -> None:
-        """Let the backup compare its state with this one."""
-        self._to_check = CHECK_EVERY
-        self._check += 1
-        message = CheckState(self._check, self._digests.get(self._check - 1, b""), self._chain)
-        number = self._keep(self._coordinator, message, ())
-        self._enqueue(number, functools.partial(self._take_digest, message), None)
-
     def compare(self, message: CheckState) -> Reply | Answer | None:
         """Execute a check, on a backup."""
-        return self.in_turn(functools.partial(self._take_digest, message))  # type: ignore[no-any-return]
-
-    def _take_digest(self, message: CheckState) -> None:
-        mine = self._digests.get(message.number - 1)
-        self._digests = {message.number - 1: mine or b"", message.number: self.digest()}
-        if mine is not None and message.last and mine != message.last:
-            raise Diverged(
-                f"{self._task}: its backup has diverged before check {message.number} of the log"
-            )
+        return self.in_turn(lambda: self._comparison.execute(message))  # type: ignore[no-any-return]
 
     def _append(self, client: Client, message: Message | Build, body: Sequence[memoryview]) -> int:
         """Give an entry its number; with a backup, ship it, after what that must know before."""
@@ -290,9 +266,9 @@ class Executor:
         for new in known.keys() - self._optimizers:  # that a message has defined in passing
             self._optimizers.add(new)
             self._keep(self._coordinator, DefineOptimizer(new, dict(known[new].config)), ())
-        self._to_check -= 1
-        if self._to_check <= 0 and self._check in (0, *self._digests):
-            self._compare()
+        if (check := self._comparison.due()) is not None:
+            act = functools.partial(self._comparison.execute, check)
+            self._enqueue(self._keep(self._coordinator, check, ()), act, None)
         number = self._keep(client, message, body)
         self.on_entry()
         return number
@@ -302,7 +278,7 @@ class Executor:
             message = message(self._names)
         header = encode(message)
         nbytes = sum(map(len, body))
-        self._chain = chained(self._chain, client, header, nbytes)
+        self._comparison.shipped(client, header, nbytes)
         # Headers weigh more: those of all entries of a message are one frame's header.
         return self.log.append(Entry(client, header, body), nbytes + HEADER_WEIGHT * len(header))
 
@@ -313,7 +289,7 @@ class Executor:
         """Whether nothing is before what comes now."""
         return not (self._queue or self._acting or self._busy is not None)
 
-    def _enqueue(self, number: int, act: Act, ended: Callable[[], None] | None) -> Answer:
+    def _enqueue(self, number: int, act: Act, ended: Ended) -> Answer:
         answer = Answer()
         self._queue.append(_Queued(number, act, answer, ended))
         self.advance()
@@ -323,7 +299,11 @@ class Executor:
         outcome = self._judge(act)
         if isinstance(outcome, Compute):
             if self.computes.done_now(outcome):
-                outcome = outcome.reply()
+                try:
+                    outcome = outcome.reply()
+                except PsyncError:  # a rule of a user's raised
+                    self._look_soon()
+                    raise
             else:
                 compute, outcome = outcome, Answer()
                 self._compute(compute, outcome, None if claim is None else claim())
@@ -396,8 +376,8 @@ class Executor:
         else:
             self._await(queued, outcome)
 
-    def _compute(self, compute: Compute, answer: Answer, ended: Callable[[], None] | None) -> None:
-        self.computes.add(compute, lambda failed: _settle(answer, ended, failed or compute.reply()))
+    def _compute(self, compute: Compute, answer: Answer, ended: Ended) -> None:
+        self.computes.add(compute, lambda exc: _settle(answer, ended, exc or compute.outcome()))
 
     def _await(self, queued: _Queued, under_way: Awaitable[Reply | None]) -> None:
         self._busy = asyncio.get_running_loop().create_task(self._wait(queued, under_way))
@@ -435,9 +415,7 @@ class Executor:
             await asyncio.wait((self._busy,))
 
 
-def _settle(
-    answer: Answer, ended: Callable[[], None] | None, outcome: Reply | Exception | None
-) -> None:
+def _settle(answer: Answer, ended: Ended, outcome: Reply | Exception | None) -> None:
     if ended is not None:
         ended()
     answer.give(Reply(Done()) if outcome is None else outcome)

@@ -146,6 +146,7 @@ class MeasureService:
         known = set_of(peer, message, self._task).look_up(self._store)
         whole = known.body_of(body, self._task)
         gradients = known.gradients(self._store, message.optimizer, whole)
+        self._store.check_rate(message.optimizer, self._step_of(message))
         if not self._work.fits_now(self._store, known.keys, known.nbytes):
             return self._work.to_the_end(self._measure_slowly(message, known, gradients))
         sums: list[Sums] = []
@@ -171,6 +172,8 @@ class MeasureService:
         position: int,
         sums: list[Sums],
     ) -> Work:
-        store, optimizer = self._store, message.optimizer
-        step = max(store.optimizer_step(optimizer), message.step)
+        store, optimizer, step = self._store, message.optimizer, self._step_of(message)
         return store.measure(optimizer, known.keys[position], gradients[position], step, sums)
+
+    def _step_of(self, message: MeasurePush) -> int:
+        return max(self._store.optimizer_step(message.optimizer), message.step)

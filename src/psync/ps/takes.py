@@ -34,7 +34,7 @@ from psync.errors import (
 )
 from psync.net.peer import Peer, Reply
 from psync.numerics.blocks import bytes_of
-from psync.numerics.sums import Pieces, at_once
+from psync.numerics.sums import Pieces, at_once, sum_dtype
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.update import NO_BYTES
@@ -177,6 +177,8 @@ def gradient_of(
         )
     try:
         values = bytes_of(segments[-1]).view(rule.dtype).reshape(message.shape)
+        if not values.size:  # then numpy bounds the shape by the size of an element
+            np.empty(values.shape, sum_dtype(rule.dtype))
     except (ValueError, OverflowError) as exc:
         raise GradientError(f"{rule}: no array has the shape {message.shape!r:.80}") from exc
     if not sparse:

@@ -18,7 +18,7 @@ from psync.net.peer import Peer
 from psync.numerics.blocks import BlockPool, bytes_of, roomy
 from psync.specs import ShardSpec, dtype_of
 from psync.store.commit_log import LogNames
-from psync.store.ledger import Client, Ledger, Verdict
+from psync.store.ledger import Call, Client, Ledger, Verdict
 from psync.store.rows import RowValues
 from psync.store.store import AssignOp, Key, ShardStore, Work
 from psync.wire.codec import Message
@@ -283,6 +283,13 @@ class Update:
                 number, members, message.op, message.rows, message.spread,
             )  # fmt: skip
         return replace(message, set_id=number, members=members)
+
+    @property
+    def identity(self) -> tuple[Client, int, Call | None]:
+        """Who sent it, its sequence, and its call in a closure: as the ledger knows it."""
+        message = self.message
+        call = None if message.closure < 0 else (message.closure, message.ordinal)
+        return self.client, message.sequence, call
 
     def judge(self) -> Verdict:
         """Ask the ledger."""

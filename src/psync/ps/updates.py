@@ -9,7 +9,9 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
                same sequence               the recorded answer again, once that is applied
                same call, other run        "duplicate": another run of the closure was first
                old incarnation             FencedError
-    applied    shard by shard (``computes``); then the answer leaves
+    applied    shard by shard (``computes``); then the answer leaves. A rule of a user's may raise
+               here: its shard is as it was, the answer is a RuleError, and is noted for those who
+               ask again (``ledger.note_failure``)
 """
 
 from __future__ import annotations
@@ -30,9 +32,49 @@ from psync.ps.update import NO_BYTES, ShardSet, Update, memory_for, set_of
 from psync.store.ledger import Duplicate, Fresh, Ledger, Ticket
 from psync.store.ledger_snapshot import control_of
 from psync.store.store import ShardStore
-from psync.wire.codec import Message, encode
+from psync.wire.codec import Message, decode, encode
 from psync.wire.lock_messages import AssignLocked
+from psync.wire.messages import Failure
 from psync.wire.ps_messages import Assign, AverageShards, Push, Pushed
+from psync.wire.remote_errors import exception_of, failure_of
+
+MAX_STALENESS = 255
+"""What is staler is counted as this."""
+
+
+class PushStaleness:
+    """Staleness of asynchronous pushes: updates of others since the same task's last push.
+
+    The same as ``PushResult.staleness``, where a task pushes to the same ps tasks each time.
+    """
+
+    def __init__(self) -> None:
+        # By task and optimizer: step of its last push, and staleness of that; -1: it is the first.
+        self._last: dict[tuple[str, int], list[int]] = {}
+        self._counts = [0] * (MAX_STALENESS + 1)
+
+    def note(self, task: str, optimizer: int, step: int) -> None:
+        """Note that a push is applied as the optimizer's step ``step``."""
+        last = self._last.get((task, optimizer))
+        if last is None:
+            self._last[task, optimizer] = [step, -1]
+            return
+        staleness = step - last[0] - 1
+        if staleness < 0:  # the program has set the optimizer back
+            staleness = 0
+        last[0], last[1] = step, staleness
+        self._counts[staleness if staleness < MAX_STALENESS else MAX_STALENESS] += 1
+
+    def statistics(self) -> dict[str, Any]:
+        """Return that of each task's newest push, and how often each staleness occurred."""
+        newest: dict[str, int] = {}
+        for (task, _), (_, staleness) in self._last.items():
+            newest[task] = max(staleness, newest.get(task, -1))
+        return {
+            # A list: there may be many workers.
+            "newest": [(task, steps) for task, steps in newest.items() if steps >= 0],
+            "counts": {str(steps): count for steps, count in enumerate(self._counts) if count},
+        }
 
 
 class PsUpdates:
@@ -61,6 +103,7 @@ class PsUpdates:
         gate: GateService,
     ) -> None:
         self.pushes = self.assigns = 0  # that were applied
+        self.staleness = PushStaleness()
         self._executor = executor
         self._task = task
         self._store = store
@@ -204,7 +247,7 @@ class PsUpdates:
         try:
             verdict = update.judge()
             if isinstance(verdict, Duplicate):  # the first one may not be applied yet
-                return _answering(update, cast(Pushed, verdict.answer))
+                return self._answering(update, cast(Pushed, verdict.answer))
             if isinstance(verdict, Fresh):
                 update.begin()
                 return self._accept(update, verdict.ticket)
@@ -212,12 +255,14 @@ class PsUpdates:
             self._ledger.refuse(update.client, update.message.sequence)
             self._gate.wake()
             raise
-        return _answering(update, self._ledger.record(verdict.ticket, Pushed("duplicate", 0)))
+        return self._answering(update, self._ledger.record(verdict.ticket, Pushed("duplicate", 0)))
 
     def _accept(self, update: Update, ticket: Ticket) -> Compute:
         is_push = isinstance(update.message, Push)
         answer = Pushed("accepted", update.step + 1 if is_push else 0)
         self._ledger.record(ticket, answer)
+        if isinstance(update.message, Push):
+            self.staleness.note(update.client[0], update.message.optimizer, update.step)
         self.pushes += is_push
         self.assigns += not is_push
         return Compute(
@@ -232,9 +277,21 @@ class PsUpdates:
         """All shards have it, and nobody was told yet."""
         if self._gate.is_shut:
             self._gate.wake()
+        if isinstance(update.message, Push):
+            failed = self._store.take_failure(update.message.optimizer, update.step)
+            if failed is not None:
+                client, sequence, call = update.identity
+                self._ledger.note_failure(client, sequence, call, encode(failure_of(failed)))
+                raise failed
         return Reply(answer)
 
+    def _answering(self, update: Update, answer: Pushed) -> Compute:
+        """Return what answers once the shards are as an earlier update has left them."""
 
-def _answering(update: Update, answer: Pushed) -> Compute:
-    """Return what answers once the shards are as an earlier update has left them."""
-    return Compute(update.needed, lambda: Reply(answer))
+        def reply() -> Reply:
+            failure = self._ledger.failure_of(*update.identity)
+            if failure is not None:
+                raise exception_of(cast(Failure, decode(failure)), self._task)
+            return Reply(answer)
+
+        return Compute(update.needed, reply)

@@ -45,9 +45,12 @@ class GradientTable(RowTable):
 
         Raises:
             UsageError: If the optimizer is not defined.
+            RuleError: As ``check_rate``; the push is not counted.
         """
         optimizer = self._optimizer(optimizer_id)
         step = max(optimizer.step, carried_step)
+        if optimizer.own_schedules:
+            self.check_rate(optimizer_id, step)
         optimizer.step = step + 1
         return step
 
@@ -97,13 +100,17 @@ class GradientTable(RowTable):
         update, accumulator = self._update_of(shard, optimizer_id, gradient, step, ratio)
 
         def finished() -> None:
+            if update.raised is not None:
+                self._note_failure(optimizer_id, step, shard, update.raised)
+                return
+            shard.version += 1
             self._applies += 1
             self._copies += update.copies
             if accumulator is not None:
                 self._copies += accumulator.copies
                 shard.pushes[optimizer_id] = shard.pushes.get(optimizer_id, 0) + 1
 
-        return started(shard, update.piece, finished, update.pieces)
+        return started(shard, update.piece, finished, update.pieces, changes=False)
 
     def _update_of(
         self,
@@ -310,6 +317,7 @@ class GradientTable(RowTable):
         options = rule.options
         if (
             isinstance(rule, LayerwiseRule)
+            or rule.may_raise
             or options.gradient_accumulation_steps is not None
             or options.excludes_any
         ):

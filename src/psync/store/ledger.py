@@ -24,6 +24,10 @@ update gets; of one that is refused nothing is recorded, and it has changed noth
 judged again. The answer is recorded when it is known, which is before the arrays are changed: the
 answer to a repetition waits for these as the first one does (``ps.computes``).
 
+A rule of a user's may raise while the arrays are changed. What it raised is noted beside the record
+(``note_failure``), as the answer to a repetition of the message, and to the same call of another
+run. No verdict depends on it, and no digest: it is known as late as the arrays are.
+
 Nothing is forgotten because a cache is full. Answers go when their client says that it has
 them (``acked_below``) or is fenced; calls go when the coordinator says that their closures are
 final. What remains is one small record per task that ever sent an update.
@@ -42,6 +46,14 @@ Client = tuple[str, int]
 
 Call = tuple[int, int]
 """Closure and the ordinal of the call within it."""
+
+STEP = "a synchronous step"
+"""In place of a task, of what was closed: (STEP, number of the group)."""
+
+CALL = "a call"
+
+FailureKey = tuple[str, int, int]
+"""(task, incarnation, sequence) of a message; (STEP, group, step); (CALL, closure, ordinal)."""
 
 A = TypeVar("A")
 
@@ -131,6 +143,7 @@ class Ledger:
         self._senders: dict[str, _Sender] = {}  # by task
         self._closures: dict[int, dict[int, _Applied]] = {}  # by closure, by ordinal
         self._final_below = 0  # closures below are final
+        self._failures: dict[FailureKey, bytes] = {}  # of updates that failed while computed
         # Sequences that were refused, by client: no part of the state, only cuts ask.
         self._refused: dict[Client, set[int]] = {}
         self._fresh = 0
@@ -219,8 +232,47 @@ class Ledger:
             messages = sender.messages
             for sequence in [s for s in messages if s < acked_below]:
                 del messages[sequence]
+            self._forget_failures()
             if client in self._refused:
                 self._refused[client] = {s for s in self._refused[client] if s >= acked_below}
+
+    def note_failure(
+        self, client: Client, sequence: int, call: Call | None, failure: bytes
+    ) -> None:
+        """Note that a recorded update has failed while it was computed; shards are as they were.
+
+        Args:
+            client: Who sent it; or (STEP, number of the group).
+            sequence: Of the message; or the step.
+            call: That was made by it, if it is of a closure.
+            failure: What is answered from now on.
+        """
+        self._failures[*client, sequence] = failure
+        if call is not None:
+            self._failures[CALL, *call] = failure
+        self._forget_failures()
+
+    def failure_of(self, client: Client, sequence: int, call: Call | None) -> bytes | None:
+        """Return what was noted of a message, or of the same call of another run; None: nothing."""
+        if not self._failures:
+            return None
+        failure = self._failures.get((*client, sequence))
+        if failure is None and call is not None:
+            failure = self._failures.get((CALL, *call))
+        return failure
+
+    def _forget_failures(self) -> None:
+        """Forget those whose messages and calls are forgotten."""
+        if self._failures:
+            self._failures = {
+                key: failure for key, failure in self._failures.items() if self._is_awaited(key)
+            }
+
+    def _is_awaited(self, key: FailureKey) -> bool:
+        task, number, sequence = key
+        if task == CALL:
+            return number >= self._final_below
+        return task == STEP or self.knows((task, number), sequence)
 
     def refuse(self, client: Client, sequence: int) -> None:
         """Note that a message was refused, or judged in vain: ``is_settled`` knows of it."""
@@ -268,12 +320,14 @@ class Ledger:
         self._final_below = closure
         for number in [number for number in self._closures if number < closure]:
             del self._closures[number]
+        self._forget_failures()
 
     def fence(self, task: str, incarnation: int) -> None:
         """Serve only this and newer incarnations of ``task`` from now on."""
         sender = self._senders.get(task)
         if sender is None or sender.incarnation < incarnation:
             self._senders[task] = _Sender(incarnation)
+            self._forget_failures()
             for client in [c for c in self._refused if c[0] == task and c[1] < incarnation]:
                 del self._refused[client]
 

@@ -48,6 +48,8 @@ class LedgerState:
     coordinator: int = 0  # whose closures these numbers are; 0: it is not known
     parts: tuple[tuple[int, int, int], ...] = ()
     """(closure, ordinal, parts of the update on all ps tasks) of each call that has several."""
+    failures: tuple[tuple[str, int, int, bytes], ...] = ()
+    """Of updates that failed while they were computed, by ``FailureKey``, what is answered."""
 
 
 def state_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> LedgerState:
@@ -74,8 +76,9 @@ def state_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> LedgerSt
                 answers.append((sequence, message.call, answer))
         senders.append(SenderState(task, sender.incarnation, sender.acked_below, tuple(answers)))
     return LedgerState(
-        tuple(senders), tuple(calls), ledger._final_below, ledger._floor, tuple(parts)
-    )
+        tuple(senders), tuple(calls), ledger._final_below, ledger._floor, tuple(parts),
+        tuple((*key, failure) for key, failure in ledger._failures.items()),
+    )  # fmt: skip
 
 
 def control_of(ledger: Ledger, pack: Callable[[Any], bytes]) -> list[Any]:
@@ -111,6 +114,7 @@ def restore_ledger(ledger: Ledger, state: LedgerState, unpack: Callable[[bytes],
         count = parts.get((closure, ordinal), 1)
         calls = ledger._closures.setdefault(closure, {})
         calls[ordinal] = _Applied(variable_set, names, count)
+    ledger._failures.update({(task, a, b): failure for task, a, b, failure in state.failures})
     ledger.final_below(state.final_below)
 
 

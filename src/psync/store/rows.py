@@ -24,7 +24,7 @@ from psync.numerics.clipping import PIECE, scaled, sum_of_squares
 from psync.numerics.row_blocks import RowBlocks
 from psync.numerics.scatter import combine
 from psync.numerics.sums import Pieces, Reduction, SparseSum, cuts
-from psync.numerics.update_rule import Scratch
+from psync.numerics.update_rule import RuleRaised, Scratch
 from psync.store.row_checks import RowChecks
 from psync.store.shard import Shard, Work
 from psync.store.shards import Key
@@ -318,15 +318,24 @@ class RowTable(RowChecks):
         arrays += [self._rows(slot) for slot in self._slots(shard, optimizer_id)]
         for array in arrays:
             yield from self._free(array, rows)
+        apart: list[tuple[np.ndarray, list[np.ndarray]]] = []
         for part in _pieces(arrays[0], len(rows)):
             touched = rows[part]
             gathered = [self._gathered(array, touched) for array in arrays]
             param, *slots = [array.reshape(-1) for array in gathered]
             grad = np.ascontiguousarray(grads[part]).reshape(-1)
-            rule.apply(param, grad, slots, param, slots, step, self._scratch)
-            for array, new in zip(arrays, gathered, strict=True):
-                array.scatter(touched, new)
+            try:
+                rule.apply(param, grad, slots, param, slots, step, self._scratch)
+            except RuleRaised as exc:
+                self._note_failure(optimizer_id, step, shard, exc)
+                shard.version -= 1  # the work ends as any other, and counts
+                self._row_updates -= 1
+                return
+            apart.append((touched, gathered))
+            if not rule.may_raise:  # else all of it at the end
+                _scatter(arrays, apart)
             yield
+        _scatter(arrays, apart)
         self._count(shard, rows)
 
     def _free(self, array: RowBlocks, rows: np.ndarray) -> Iterator[None]:
@@ -362,6 +371,14 @@ class RowTable(RowChecks):
             counters.blocks += values.blocks_between(rows.start * size, rows.stop * size)
         else:
             counters.blocks += self._rows(values).num_blocks_of(rows)
+
+
+def _scatter(arrays: Sequence[RowBlocks], apart: list[tuple[np.ndarray, list[np.ndarray]]]) -> None:
+    """Write rows to where they belong, and hold them no more."""
+    for rows, values in apart:
+        for array, new in zip(arrays, values, strict=True):
+            array.scatter(rows, new)
+    apart.clear()
 
 
 def _pieces(array: RowBlocks, count: int) -> Iterator[slice]:

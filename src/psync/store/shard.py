@@ -10,6 +10,10 @@ leaves the shard busy for good, as its value is torn: the task must end.
 
 A push does up to three things to a shard, block by block: accumulate gradients of several pushes
 until their mean makes one update, measure norms, apply the rule.
+
+A rule that may raise (of a user's) never writes where the shard is: all its results go apart, and
+are swapped in when the last block is done. If it raises they are dropped, and the shard is as it
+was.
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from psync.numerics.blocks import BlockArray, BlockPool
+from psync.numerics.blocks import Block, BlockArray, BlockPool
 from psync.numerics.layerwise_rules import LayerwiseRule, Measurement
 from psync.numerics.means import MeanGradient
-from psync.numerics.update_rule import Scratch, UpdateRule
+from psync.numerics.update_rule import RuleRaised, Scratch, UpdateRule
 from psync.specs import ShardSpec
 
 Work = Generator[None, None, None]
@@ -92,7 +96,7 @@ class GradientAccumulator:
         scratch: Memory for the mean of a block, apart from what its gradient may lie in.
     """
 
-    __slots__ = ("_due", "_pool", "_scratch", "_steps", "_sums", "copies")
+    __slots__ = ("_pool", "_scratch", "_steps", "_sums", "copies", "due")
 
     def __init__(
         self, sums: BlockArray, steps: int, due: bool, pool: BlockPool, scratch: Scratch
@@ -100,7 +104,7 @@ class GradientAccumulator:
         self.copies = 0  # blocks that were replaced, because a reader held them
         self._sums = sums
         self._steps = steps
-        self._due = due
+        self.due = due
         self._pool = pool
         self._scratch = scratch
 
@@ -121,17 +125,21 @@ class GradientAccumulator:
         Returns:
             The mean, as ``peek``, after which the block is 0 again; None if it is not due.
         """
-        mean = self.peek(i, gradient) if self._due else None
+        if self.due:
+            mean = self.peek(i, gradient)
+            self.empty(i)
+            return mean
         target = self._sums.writable(i, self._pool)
-        if mean is None:
-            with np.errstate(all="ignore"):
-                np.add(
-                    self._sums.block(i).array, gradient, out=target.array, dtype=self._sums.dtype
-                )
-        else:
-            target.array.fill(0)
+        with np.errstate(all="ignore"):
+            np.add(self._sums.block(i).array, gradient, out=target.array, dtype=self._sums.dtype)
         self.copies += self._sums.commit(i, target, self._pool)
-        return mean
+        return None
+
+    def empty(self, i: int) -> None:
+        """Let block ``i`` be 0."""
+        target = self._sums.writable(i, self._pool)
+        target.array.fill(0)
+        self.copies += self._sums.commit(i, target, self._pool)
 
 
 class ShardUpdate:
@@ -174,6 +182,8 @@ class ShardUpdate:
         self._scratch = scratch
         self._accumulator = accumulator
         self._ratio = ratio
+        self.raised: RuleRaised | None = None  # by the rule; the shard is as it was
+        self._apart: list[tuple[Block, list[Block]]] = []  # new contents, not swapped in yet
         # Blocks to be measured before the first one changes.
         self._to_measure = 0
         if isinstance(rule, LayerwiseRule) and ratio is None:
@@ -188,7 +198,10 @@ class ShardUpdate:
             return
         if i == self._to_measure > 0:
             self._ratio = LayerwiseRule.trust_ratio([self._measurement.sums()])
-        self._apply(i - self._to_measure)
+        if self._rule.may_raise and (self._accumulator is None or self._accumulator.due):
+            self._apply_apart(i)
+        else:
+            self._apply(i - self._to_measure)
 
     def measure(self, i: int, measurement: Measurement) -> None:
         """Measure block ``i``, which changes nothing."""
@@ -224,3 +237,38 @@ class ShardUpdate:
         self.copies += values.commit(i, target, pool)
         for slot, slot_target in zip(self._slots, targets, strict=True):
             self.copies += slot.commit(i, slot_target, pool)
+
+    def _apply_apart(self, i: int) -> None:
+        """As ``_apply`` of block ``i``, and with the last one of all: nothing changes before."""
+        if self.raised is not None:
+            return
+        values, pool, accumulator = self._values, self._pool, self._accumulator
+        start, stop = values.bounds(i)
+        gradient = self._gradient[start:stop]
+        if accumulator is not None:
+            gradient = accumulator.peek(i, gradient)
+        target, targets = values.apart(i, pool), [slot.apart(i, pool) for slot in self._slots]
+        try:
+            self._rule.apply(
+                values.block(i).array,
+                gradient,
+                [slot.block(i).array for slot in self._slots],
+                target.array,
+                [slot_target.array for slot_target in targets],
+                self._step,
+                self._scratch,
+            )
+        except RuleRaised as exc:
+            self.raised = exc
+            self._apart.clear()
+            return
+        self._apart.append((target, targets))
+        if i + 1 < self.pieces:
+            return
+        for at, (target, targets) in enumerate(self._apart):
+            values.commit(at, target, pool)
+            for slot, slot_target in zip(self._slots, targets, strict=True):
+                slot.commit(at, slot_target, pool)
+            if accumulator is not None:
+                accumulator.empty(at)
+        self._apart.clear()

@@ -6,8 +6,10 @@ are worked on piece by piece, see ``shard``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from traceback import format_exception
 
 import numpy as np
 
@@ -18,13 +20,14 @@ from psync.errors import (
     GradientError,
     PartitionError,
     PsyncError,
+    RuleError,
     UnknownVariableError,
     UsageError,
 )
 from psync.numerics.blocks import BlockArray, BlockPool, bytes_of
 from psync.numerics.rule_configs import rule_from_config
-from psync.numerics.update_rule import ACCUMULATOR, UpdateRule, slot_dtype
-from psync.schedules import Config
+from psync.numerics.update_rule import ACCUMULATOR, RuleRaised, UpdateRule, slot_dtype
+from psync.schedules import Config, Schedule
 from psync.specs import ShardSpec, dtype_of
 from psync.store.shard import Shard, Work, started
 
@@ -32,13 +35,18 @@ Key = tuple[int, int]
 """(variable id, shard index): see ``ShardSpec.key``."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Optimizer:
     """One optimizer, as this ps knows it."""
 
     rule: UpdateRule
     config: Config  # with which it was defined
     step: int = 0  # the lowest step that the next push may have
+
+    @functools.cached_property
+    def own_schedules(self) -> list[type[Schedule]]:
+        """The schedules in its learning rate that plugins have registered."""
+        return schedules.registered_in(self.rule.learning_rate)
 
 
 class ShardTable:
@@ -54,6 +62,8 @@ class ShardTable:
         self._pool = BlockPool() if pool is None else pool
         self._shards: dict[Key, Shard] = {}
         self._optimizers: dict[int, Optimizer] = {}
+        # By optimizer and step, the first error of what is being computed.
+        self._failures: dict[tuple[int, int], RuleError] = {}
 
     def create(
         self, spec: ShardSpec, value: object = None, *, fill: float | np.ndarray = 0
@@ -216,7 +226,10 @@ class ShardTable:
         Raises:
             ConfigurationError: If the config is not one, or differs from the one known.
         """
-        rule = rule_from_config(config)
+        try:
+            rule = rule_from_config(config)
+        except ConfigurationError as exc:
+            raise ConfigurationError(f"{self._task}: {exc.message}", hint=exc.hint) from exc
         known = self._optimizers.get(optimizer_id)
         if known is None:
             self._optimizers[optimizer_id] = Optimizer(rule, rule.to_config())
@@ -267,7 +280,35 @@ class ShardTable:
             UsageError: If the optimizer is not defined.
             ConfigurationError: If the config is not that of a schedule.
         """
-        self._optimizer(optimizer_id).rule.learning_rate = schedules.from_config(config)
+        optimizer = self._optimizer(optimizer_id)
+        optimizer.rule.learning_rate = schedules.from_config(config)
+        vars(optimizer).pop("own_schedules", None)
+
+    def check_rate(self, optimizer_id: int, step: int) -> None:
+        """Check that a schedule of a user's has a rate for a step, before anything is changed.
+
+        Raises:
+            RuleError: It raises.
+        """
+        optimizer = self._optimizers[optimizer_id]
+        for cls in optimizer.own_schedules[:1]:
+            try:
+                optimizer.rule.learning_rate(step)
+            except Exception as exc:
+                raise rule_error(self._task, f'schedule "{cls.__name__}"', exc) from None
+
+    def take_failure(self, optimizer_id: int, step: int) -> RuleError | None:
+        """Return what a rule of a user's raised in the updates of a step; None: nothing.
+
+        To be asked when all of them are done; once.
+        """
+        return self._failures.pop((optimizer_id, step), None) if self._failures else None
+
+    def _note_failure(self, optimizer_id: int, step: int, shard: Shard, raised: RuleRaised) -> None:
+        """A rule has raised, and the shard is as it was."""
+        what = f'update rule "{self._optimizers[optimizer_id].rule.name}" for {shard.spec}'
+        error = rule_error(self._task, what, raised.__cause__ or raised)
+        self._failures.setdefault((optimizer_id, step), error)
 
     def load_slot(self, key: Key, optimizer_id: int, slot: str, data: object) -> Work:
         """Start to replace a slot's value, as when it comes from a checkpoint.
@@ -390,6 +431,15 @@ class ShardTable:
 
 def _nothing() -> Work:
     yield from ()
+
+
+def rule_error(task: str, what: str, cause: BaseException) -> RuleError:
+    """Return what is told of an error that code of a user's has raised on a ps."""
+    try:
+        text = str(cause)
+    except Exception:
+        text = "its text cannot be had"
+    return RuleError(task, what, type(cause).__name__, text, "".join(format_exception(cause)))
 
 
 def described(spec: ShardSpec) -> str:

@@ -10,7 +10,8 @@ An array to which nothing was ever written, such as a large table that was decla
     of a ps                       in its snapshot
     shards, slots                 the bytes of each; counts of updates and of accumulated gradients
     optimizers                    the configuration of the definition, learning rate, step
-    ledger                        fences, unacknowledged answers, calls, the low-water mark
+    ledger                        fences, unacknowledged answers, calls, the low-water mark; what
+                                  rules of users have raised
     synchronous groups            configurations; on ps 0 the calls in steps that were applied. A
                                   step that is open is not there: its pushes are *pending*, and
                                   count again when their closures run again
@@ -33,9 +34,9 @@ from typing import Any
 
 from psync import schedules
 from psync.errors import ConfigurationError, GradientError, PartitionError
-from psync.numerics.rule_configs import rule_from_config
+from psync.numerics.rule_configs import rule_from_config, unknown_in
 from psync.numerics.update_rule import UpdateRule, slot_dtype
-from psync.schedules import Config
+from psync.schedules import OR_OWN, Config
 from psync.specs import ShardSpec, dtype_name, dtype_of
 from psync.store.ledger_snapshot import LedgerState, SenderState
 from psync.store.shards import Key
@@ -154,10 +155,11 @@ class SnapshotState:
             final_below=self.ledger.final_below,
             coordinator=self.ledger.coordinator,
             parts=self.ledger.parts,
-            accumulators=self.accumulators,
+            accumulators=tuple((packed, Signed(step)) for packed, step in self.accumulators),
             groups=[(number, dict(config)) for number, config in self.groups.items()],
             counted=self.counted,
             pending=self.pending,
+            failures=self.ledger.failures,
         )
         return to_json(stored)
 
@@ -183,6 +185,7 @@ class SnapshotState:
         Raises:
             CheckpointCorrupt: It is not the state of a snapshot.
             CheckpointError: It is of a newer version.
+            ConfigurationError: It has an optimizer whose rule or schedule is not known here.
         """
         stored = read_json(data, _Stored, where, (FORMAT, VERSION))
         return _Checks(where).state_of(stored)
@@ -219,16 +222,18 @@ class _Stored:
     final_below: int
     coordinator: int = 0
     parts: tuple[tuple[int, int, int], ...] = ()
-    accumulators: tuple[tuple[bytes, int], ...]
+    accumulators: tuple[tuple[bytes, Signed], ...]
     groups: list[tuple[int, dict[str, Any]]]
     counted: tuple[tuple[int, int, int, bytes], ...]
     pending: tuple[int, ...] = ()
+    failures: tuple[tuple[str, int, int, bytes], ...] = ()
 
 
 class _Checks:
     """Checks what a type does not say of a state."""
 
     def __init__(self, where: str) -> None:
+        self._where = where
         self._wrong = functools.partial(wrong, where)
         self._rules: dict[int, UpdateRule] = {}
 
@@ -267,6 +272,11 @@ class _Checks:
             raise self._wrong(" ".join(map(str, what)), "each once", got)
 
     def _optimizer(self, number: int, config: Config, rate: Config, step: int) -> OptimizerSnapshot:
+        if unknown := unknown_in(config) or unknown_in({"learning_rate": rate}):
+            raise ConfigurationError(
+                f"{self._where}: optimizer {number} has the {unknown}, which is not known here",
+                hint=OR_OWN.removeprefix("or "),
+            )
         try:
             rule = self._rules[number] = rule_from_config(config)
             schedules.from_config(rate)
@@ -325,5 +335,6 @@ class _Checks:
             calls.append((closure, ordinal, *stored.variable_sets[place]))
         self._once(calls, {(closure, ordinal) for closure, ordinal, *_ in calls}, "a call")
         return LedgerState(
-            stored.senders, tuple(calls), stored.final_below, stored.coordinator, stored.parts
-        )
+            stored.senders, tuple(calls), stored.final_below, stored.coordinator, stored.parts,
+            stored.failures,
+        )  # fmt: skip

@@ -334,6 +334,7 @@ class Group:
             "steps": self._steps,
             "partial_steps": self._partial_steps,
             "waiting": tokens.waiting,
+            "waits": sorted({task for (task, _), _ in self.tokens.waiting}),
             "tokens": {
                 "published": tokens.published, "taken": tokens.taken, "void": tokens.void,
                 "left": tokens.left,

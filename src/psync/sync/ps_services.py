@@ -253,6 +253,8 @@ class PsServices:
             "row_pulls": self.rows.pulls,
             "pushes": self.updates.pushes,
             "assigns": self.updates.assigns,
+            "staleness": self.updates.staleness.statistics(),
+            "queue": self.executor.waiting + self.executor.computes.waiting,
             "store": plain_counters(self.store.statistics()),
             "ledger": plain_counters(self.ledger.statistics()),
             "locks": self.locks.statistics(),

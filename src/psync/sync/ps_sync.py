@@ -95,7 +95,7 @@ class PsSync(GroupTable):
         self.executor = executor
         self.staging = Staging(platform.limits.staging_bytes, task)
         make = platform.parts.of(StepApplier)
-        self.applier = make(self, self.staging, work, locks, executor)
+        self.applier = make(self, ledger, self.staging, work, locks, executor)
         self._serves = serves
         self._pool = pool
 

@@ -9,6 +9,7 @@ locks before it is an entry.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import cast
 
 from psync.net.peer import Reply
 from psync.numerics.layerwise_rules import Sums
@@ -16,12 +17,16 @@ from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Answer, Executor
 from psync.ps.locks import PsLocks
+from psync.store.ledger import STEP, Ledger
 from psync.store.step_norms import ShardSums, StepNorms
 from psync.store.store import Key
 from psync.sync.groups import GroupTable, KnownGroup
 from psync.sync.log_entries import FROM_CLOSER, closing_entry
 from psync.sync.staging import Staging
 from psync.sync.step_update import Average, Part, StepUpdate, averages_of
+from psync.wire.codec import decode, encode
+from psync.wire.messages import Failure
+from psync.wire.remote_errors import exception_of, failure_of
 from psync.wire.sync_messages import CloseStep, MeasureStep
 
 
@@ -30,6 +35,7 @@ class StepApplier:
 
     Args:
         groups: What is known of groups, and the store.
+        ledger: Notes steps in which a rule of a user's has raised.
         staging: Parts of pushes.
         work: What takes long.
         locks: Who must wait.
@@ -39,6 +45,7 @@ class StepApplier:
     def __init__(
         self,
         groups: GroupTable,
+        ledger: Ledger,
         staging: Staging,
         work: LongWork,
         locks: PsLocks,
@@ -47,6 +54,7 @@ class StepApplier:
         self._executor = executor
         self._table = groups
         self._store = groups.store
+        self._ledger = ledger
         self._staging = staging
         self._work = work
         self._locks = locks
@@ -95,8 +103,11 @@ class StepApplier:
         Raises:
             RemoteProtocolError: A part of it is still coming in.
             ConfigurationError: Moving averages are not beside their variables.
+            RuleError: A rule of a user's raised for some shard, which is as it was; all others are
+                updated. ps 0 then ends the group (``outgoing_steps``).
         """
         known = self._table.known(message.group, message.config)
+        reply = self._unless_failed(message, reply)
         if self._is_closed(message):
             again: Reply | Answer = self._executor.in_turn(lambda: Compute(known.touched, reply))
             return again
@@ -172,6 +183,21 @@ class StepApplier:
     def _applied(self, update: StepUpdate, nbytes: int) -> None:
         """A step is applied here, and ps 0 does not know yet."""
         self._staging.applied(update.group, update.step, nbytes)
+        failed = self._store.take_failure(update.group, update.optimizer_step)
+        if failed is not None:
+            failure = encode(failure_of(failed))
+            self._ledger.note_failure((STEP, update.group), update.step, None, failure)
+
+    def _unless_failed(self, message: CloseStep, reply: Callable[[], Reply]) -> Callable[[], Reply]:
+        """Return what answers, when a step is applied; raises RuleError where a rule did."""
+
+        def checked() -> Reply:
+            failure = self._ledger.failure_of((STEP, message.group), message.step, None)
+            if failure is not None:
+                raise exception_of(cast(Failure, decode(failure)), self._store.task)
+            return reply()
+
+        return checked
 
     def _is_closed(self, message: CloseStep) -> bool:
         """Return whether a step was closed here, so that this is a repetition."""

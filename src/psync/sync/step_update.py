@@ -104,6 +104,7 @@ class StepUpdate:
             GradientError: A weight is none, or the global step is no integer.
             UnknownVariableError: The global step is not here.
             RemoteProtocolError: Some factors of a shard are known, and others are not.
+            RuleError: A schedule of a user's raised.
         """
         for weight in weights:
             check_weight(weight)
@@ -119,6 +120,7 @@ class StepUpdate:
                 "which no norms were measured"
             )
         self.optimizer_step = max(self.store.optimizer_step(self.group), self.step)
+        self.store.check_rate(self.group, self.optimizer_step)
         self.touched = self.keys
         if self.averages:
             self.costs = [*self.costs, *(average.nbytes for average in self.averages)]

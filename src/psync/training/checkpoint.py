@@ -48,6 +48,7 @@ from psync.errors import (
 from psync.net.platform import Parts, random_hex
 from psync.specs import as_integer, checked_integer
 from psync.store.snapshot_state import SnapshotState
+from psync.training.progress import kind_of, showing_bytes, size_of
 from psync.training.saved_arrays import in_thread, write_by_reading, write_cut
 from psync.training.saved_names import with_names_of
 from psync.training.saved_objects import Contents
@@ -55,6 +56,9 @@ from psync.training.saved_objects import Contents
 logger = logging.getLogger(__name__)
 
 PREFIX = "ckpt"
+
+LOOK_EVERY_S = 0.1
+"""How often progress is looked at."""
 
 TRIES = 5
 """A save is begun anew when the cut is lost, since a ps was cut off, or lost and recovered."""
@@ -117,7 +121,13 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"Checkpoint({', '.join(self._objects)})"
 
-    async def save(self, directory: str | os.PathLike[str], *, number: int | None = None) -> Path:
+    async def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        number: int | None = None,
+        verbose: bool | str = False,
+    ) -> Path:
         """Write a checkpoint and return its path; it is complete or absent.
 
         It holds one instant: of every update that has been answered, everything; of every other
@@ -131,6 +141,8 @@ class Checkpoint:
             directory: Of all checkpoints; made if it is not there. Where ps tasks see it under the
                 same path, they write there themselves.
             number: Of this one, from 0. Default: one more than the highest there.
+            verbose: Whether progress is shown: False, "lines", "bar"; "auto" or True: a bar on a
+                terminal, else lines.
 
         Raises:
             CheckpointError: The disk is full, or fails, or the directory is none: path, number and
@@ -142,22 +154,25 @@ class Checkpoint:
 
         Cancellation: Nothing is left of the checkpoint, unless it was complete by then.
         """
-        return (await self._saved(Path(directory), number)).path
+        return (await self._saved(Path(directory), number, verbose)).path
 
-    async def _saved(self, directory: Path, number: int | None) -> Saved:
+    async def _saved(
+        self, directory: Path, number: int | None, verbose: bool | str = False
+    ) -> Saved:
         """As ``save``; also say whose ps tasks wrote the checkpoint."""
         forbid_in_step("saving a checkpoint")
         if number is not None:
             hint = "save(int(await global_step.read()))"
             expected = "checkpoint: expected a whole number from 0"
             number = checked_integer(expected, number, 0, 10**18 - 1, hint=hint)
+        kind_of(verbose)  # is it one?
         contents = self._contents()
         coordinator = await coordinator_for(contents)
         if coordinator is None:
-            return Saved(await self._save_by_reading(contents, directory, number))
+            return Saved(await self._save_by_reading(contents, directory, number, verbose))
         for tries_left in reversed(range(TRIES)):
             try:
-                return await self._save_cut(coordinator, contents, directory, number)
+                return await self._save_cut(coordinator, contents, directory, number, verbose)
             except (CutLost, FencedError, RemoteError, TransportError) as exc:
                 recovering = coordinator.recovery.is_rolling_back
                 if tries_left and (isinstance(exc, CutLost) or recovering):
@@ -170,8 +185,9 @@ class Checkpoint:
         raise AssertionError("unreachable")
 
     async def _save_cut(
-        self, coordinator: Coordinator, contents: Contents, directory: Path, number: int | None
-    ) -> Saved:
+        self, coordinator: Coordinator, contents: Contents, directory: Path, number: int | None,
+        verbose: bool | str,
+    ) -> Saved:  # fmt: skip
         """Take a cut and write it."""
         states: dict[str, Any] = {}
         errors: list[Exception] = []
@@ -191,7 +207,10 @@ class Checkpoint:
                 states[f"{name}/learning_rate"] = changed_rate(cut.snapshots, optimizer.number)
             path = await _written(
                 directory, number, contents, states, coordinator.parts,
-                functools.partial(write_cut, cut, contents),
+                _shown(
+                    functools.partial(write_cut, cut, contents), verbose, directory,
+                    sum(item.nbytes for state in cut.snapshots for item in state.items),
+                ),
                 nonce="" if streamed_by_environ(os.environ) else random_hex(16),
             )  # fmt: skip
             try:
@@ -202,23 +221,33 @@ class Checkpoint:
         return Saved(path, coordinator, cut.snapshots)
 
     async def _save_by_reading(
-        self, contents: Contents, directory: Path, number: int | None
+        self, contents: Contents, directory: Path, number: int | None, verbose: bool | str
     ) -> Path:
         states = contents.present_states()
         for path, optimizer in contents.optimizers.items():
             states[f"{path}/step"] = int(await optimizer.iterations.read())
         return await _written(
             directory, number, contents, states, Parts(),
-            functools.partial(write_by_reading, contents),
+            _shown(
+                functools.partial(write_by_reading, contents), verbose, directory,
+                sum(part.nbytes for part in contents.parts),
+            ),
         )  # fmt: skip
 
-    async def restore(self, path: str | os.PathLike[str], *, partial: bool = False) -> Restored:
+    async def restore(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        partial: bool = False,
+        verbose: bool | str = False,
+    ) -> Restored:
         """Take everything from a checkpoint, whatever number of ps tasks and shards it was of.
 
         Args:
             path: Of the checkpoint, as ``save`` returned it.
             partial: Whether what the checkpoint does not have is left as it is. What it has
                 beyond that is ignored in any case, and named in the result.
+            verbose: As for ``save``.
 
         Raises:
             CheckpointNotFound: There is none.
@@ -241,10 +270,17 @@ class Checkpoint:
             "restore(path, partial=True) leaves what is missing as it is",
             partial=partial,
         )
-        for part in contents.parts:
-            if (tensor := manifest.tensors.get(part.tensor)) is not None:
+        found = [
+            (part, tensor)
+            for part in contents.parts
+            if (tensor := manifest.tensors.get(part.tensor)) is not None
+        ]
+        total, done = sum(part.nbytes for part, _ in found), 0
+        with showing_bytes(verbose, f"restoring {reader.path}", total) as show:
+            for part, tensor in found:
                 stop = part.offset + part.rows
                 await part.write(await asyncio.to_thread(reader.read, tensor, part.offset, stop))
+                show(done := done + part.nbytes)
         for each, optimizer in contents.optimizers.items():
             if (name := f"{each}/step") in manifest.states:
                 await optimizer.iterations.assign(_as_step(manifest.states[name], name, reader))
@@ -303,6 +339,30 @@ class Checkpoint:
         for name, thing in self._objects.items():
             contents.add(name, thing)
         return contents
+
+
+def _shown(
+    write: Callable[[Writer], Awaitable[None]], verbose: bool | str, directory: Path, total: int
+) -> Callable[[Writer], Awaitable[None]]:
+    """Return what writes a checkpoint and shows how far it is: as its files grow."""
+    if not verbose:
+        return write
+
+    async def shown(writer: Writer) -> None:
+        async def look() -> None:
+            while True:
+                show(min(total, await asyncio.to_thread(size_of, writer.temporary)))
+                await asyncio.sleep(LOOK_EVERY_S)
+
+        with showing_bytes(verbose, f"saving {directory}", total) as show:
+            looking = asyncio.create_task(look())
+            try:
+                await write(writer)
+            finally:
+                looking.cancel()
+                await asyncio.wait((looking,))
+
+    return shown
 
 
 async def coordinator_for(contents: Contents) -> Coordinator | None:

@@ -85,12 +85,19 @@ class CheckpointManager:
         """The newest complete checkpoint, or None; raises as ``checkpoints``."""
         return latest_checkpoint(self.directory)
 
-    async def save(self, checkpoint_number: int | None = None, *, last: bool = False) -> Path:
+    async def save(
+        self,
+        checkpoint_number: int | None = None,
+        *,
+        last: bool = False,
+        verbose: bool | str = False,
+    ) -> Path:
         """Save, then remove those that need not be kept; see ``Checkpoint.save``.
 
         Args:
             checkpoint_number: From 0, such as the global step. Default: one more than the highest.
             last: Whether no other one follows; see ``finish``.
+            verbose: As for ``Checkpoint.save``.
 
         Returns:
             The path of the new checkpoint.
@@ -106,7 +113,7 @@ class CheckpointManager:
         self._under_way += 1
         try:
             path, coordinator, snapshots = await self._checkpoint._saved(
-                self.directory, checkpoint_number
+                self.directory, checkpoint_number, verbose
             )
         finally:
             self._under_way -= 1
@@ -144,8 +151,11 @@ class CheckpointManager:
             await asyncio.to_thread(mark_last, newest)
         return newest
 
-    async def restore_or_initialize(self) -> Path | None:
+    async def restore_or_initialize(self, *, verbose: bool | str = False) -> Path | None:
         """Restore the newest checkpoint; without one, everything stays as it was declared.
+
+        Args:
+            verbose: As for ``Checkpoint.save``.
 
         Returns:
             Its path, or None.
@@ -157,7 +167,7 @@ class CheckpointManager:
         """
         latest = await asyncio.to_thread(latest_checkpoint, self.directory)
         if latest is not None:
-            await self._checkpoint.restore(latest)
+            await self._checkpoint.restore(latest, verbose=verbose)
             await asyncio.to_thread(unmark_last, latest)
             await self._offer_restored(latest)
         return latest

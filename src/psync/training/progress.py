@@ -1,9 +1,15 @@
-"""Progress output of ``Trainer.fit``: a bar on a terminal, plain lines elsewhere."""
+"""Progress output of ``fit``, ``save`` and ``restore``: a bar on a terminal, plain lines elsewhere.
+
+``Progress`` is for epochs of steps, ``showing_bytes`` for what is counted in bytes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from psync.errors import ConfigurationError
@@ -86,12 +92,96 @@ def progress_of(verbose: bool | str) -> Progress:
     Raises:
         ConfigurationError: It is none of these.
     """
+    kind = kind_of(verbose)
+    return Progress() if kind is None else Bar() if kind == "bar" else Lines()
+
+
+def kind_of(verbose: bool | str) -> str | None:
+    """Return "bar", "lines", or None for no output; else as ``progress_of``."""
     if verbose not in (False, True, "auto", "lines", "bar"):
         raise ConfigurationError(
             f'verbose: expected "auto", "bar", "lines", True or False, got {verbose!r}'
         )
     if not verbose:
-        return Progress()
-    if verbose == "bar" or (verbose != "lines" and sys.stdout.isatty()):
-        return Bar()
-    return Lines()
+        return None
+    return "bar" if verbose == "bar" or (verbose != "lines" and sys.stdout.isatty()) else "lines"
+
+
+LINE_EVERY_S = 10.0
+"""Work that takes so long gets a line more."""
+
+
+@contextlib.contextmanager
+def showing_bytes(verbose: bool | str, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show how much of some work is done; when it is, say so in a line.
+
+    Args:
+        verbose: As for ``progress_of``.
+        what: "saving run/checkpoints".
+        total: Bytes.
+
+    Returns:
+        A context manager of what is to be called with the bytes that are done so far.
+    """
+    kind, began = kind_of(verbose), time.perf_counter()
+    if kind is None:
+        yield lambda done: None
+        return
+    if kind == "bar":
+        with _bytes_bar(what, total) as at:
+            yield at
+    else:
+        yield _bytes_lines(what, total)
+    seconds = time.perf_counter() - began
+    print(f"{what}: {bytes_text(total)} in {seconds:.1f} s", flush=True)
+
+
+@contextlib.contextmanager
+def _bytes_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.progress import Progress as RichProgress
+
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(),
+        DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with RichProgress(*columns, transient=True) as rich:
+        task = rich.add_task(what, total=total)
+        yield lambda done: rich.update(task, completed=done)
+
+
+def _bytes_lines(what: str, total: int) -> Callable[[int], None]:
+    due = time.perf_counter() + LINE_EVERY_S
+
+    def at(done: int) -> None:
+        nonlocal due
+        if (now := time.perf_counter()) >= due:
+            due = now + LINE_EVERY_S
+            print(f"{what}: {bytes_text(done)} of {bytes_text(total)}", flush=True)
+
+    return at
+
+
+def bytes_text(nbytes: float) -> str:
+    """Return a size in words: "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of the files in a folder, whatever happens to them meanwhile."""
+    nbytes = 0
+    with contextlib.suppress(OSError):
+        for file in folder.iterdir():
+            with contextlib.suppress(OSError):
+                nbytes += file.stat().st_size
+    return nbytes

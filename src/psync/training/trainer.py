@@ -1,7 +1,7 @@
 """Trainer: a Keras-like training loop, ``fit`` and ``evaluate``, on a cluster.
 
 Source: ``Model.fit`` of Keras under ``tf.distribute.ParameterServerStrategy``: ``steps_per_epoch``
-is needed, callbacks for batches do not exist, metrics are seen at the end of an epoch.
+is needed. Different: callbacks may be told of batches.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from psync.metrics import Mean, Metric
 from psync.serialization.failures import text_of
 from psync.serialization.remote_value import RemoteValue
 from psync.specs import checked_integer, checked_kind
+from psync.training.batch_callbacks import follow
 from psync.training.checkpoint import Checkpoint
 from psync.training.checkpoint_manager import CheckpointManager
 from psync.training.evaluation import (
@@ -36,6 +37,7 @@ from psync.training.evaluation import (
     Shard,
     awaited,
     evaluate,
+    no_batch,
     parts_of,
     shards_of,
 )
@@ -180,7 +182,7 @@ class Trainer:
             validation_data: As ``evaluate`` takes it.
             validation_batch_size: Of validation data that are arrays.
             validation_freq: After each n-th epoch.
-            callbacks: Called between epochs.
+            callbacks: Called between epochs, and after batches if they want that.
             initial_epoch: From 0. Default: where the last checkpoint was saved, else 0.
             verbose: False, "lines", "bar"; "auto" or True: a bar on a terminal, else lines.
 
@@ -220,7 +222,8 @@ class Trainer:
             if self.manager is not None:
                 await self.manager.restore_or_initialize()
             first = max(history.epoch, default=-1) + 1 if initial_epoch is None else initial_epoch
-            self.stop_training, run_steps = False, self._steps()
+            told = [callback for callback in callbacks if callback.wants_batches]
+            self.stop_training, run_steps = False, self._steps(tells=bool(told))
             starts = range(0, steps_per_epoch, steps_per_execution)
             closures = [min(steps_per_execution, steps_per_epoch - start) for start in starts]
             logs: dict[str, float] = {}
@@ -231,7 +234,9 @@ class Trainer:
                     await call_back(self, callbacks, "on_epoch_begin", epoch)
                     began = time.perf_counter()
                     show.begin(epoch, epochs, steps_per_epoch)
-                    logs, ended = await self._epoch(coordinator, run_steps, dataset, closures, show)
+                    logs, ended = await self._epoch(
+                        coordinator, run_steps, dataset, closures, show, told
+                    )
                     validates = validation_data is not None and (epoch + 1) % validation_freq == 0
                     self.validation_skipped = validation_data is not None and not validates
                     if validates:
@@ -240,6 +245,7 @@ class Trainer:
                         logs |= {f"val_{name}": value for name, value in found.items()}
                     show.end(time.perf_counter() - began, logs)
                     history.add(epoch, logs)
+                    coordinator.report({"epoch": epoch, **logs})
                     await call_back(self, callbacks, "on_epoch_end", epoch, logs)
                     if self.manager is not None:
                         await self.manager.save()
@@ -289,23 +295,36 @@ class Trainer:
             checked_integer(f"evaluate: expected {name} above 0", value, 1)
         return shards_of(data, num_shards, batch_size)
 
-    # An integration whose library has models and metrics of its own overrides these, and evaluate.
+    # Integrations of libraries that have metrics of their own override these four, and evaluate.
 
     def _counters(self) -> dict[str, Metric]:
         """Return what counts on the ps tasks, by name; called in the strategy's scope."""
         return {"loss": Mean("loss"), **self.metrics}
 
-    def _steps(self) -> Callable[..., Any]:
+    async def _logs_of(self, sums: Any) -> dict[str, float]:
+        """Return the values of what a step function has counted."""
+        counted = zip(self._counted.items(), sums, strict=True)
+        return {name: metric.value_of(total) for (name, metric), total in counted}
+
+    async def _values(
+        self, closures: Sequence[RemoteValue[Any]], ended: bool
+    ) -> tuple[dict[str, float], bool]:
+        """Return the values of an epoch, and whether data ended, as a step function has raised."""
+        if ended and not any(await self._counted["loss"].variables[0].read()):
+            raise no_batch()
+        return {name: await metric.result() for name, metric in self._counted.items()}, ended
+
+    def _steps(self, *, tells: bool) -> Callable[..., Any]:
         """Return the step function: some steps, then one message for each metric.
 
-        It gets the worker's batches and how many steps it is to run. If the batches end it raises
-        EndOfData, or the values of the epoch say so.
+        Args:
+            tells: Whether it returns what it has counted, too.
         """
         variables, value_and_grad = self.variables, self._value_and_grad
         optimizer, global_step = self.optimizer, self._global_step
         metrics = self._counted
 
-        async def run_steps(batches: Any, count: int) -> None:
+        async def run_steps(batches: Any, count: int) -> list[Any] | None:
             counts = Counts(metrics)
             ended: EndOfData | None = None
             closure = current_closure()
@@ -335,6 +354,7 @@ class Trainer:
                     await metric.add(total)
             if ended is not None:
                 raise ended
+            return counts.sums if tells else None
 
         return run_steps
 
@@ -345,34 +365,35 @@ class Trainer:
         dataset: PerWorkerDataset[Any],
         counts: Sequence[int],
         show: Progress,
+        told: Sequence[Callback],
     ) -> tuple[dict[str, float], bool]:
         """Run one epoch; return its values, and whether the data of a worker ended."""
+
+        async def tell(batch: int, sums: Any) -> None:
+            logs = await self._logs_of(sums)
+            coordinator.report(logs)
+            await call_back(self, told, "on_train_batch_end", batch, logs)
+
         for metric in self._counted.values():
             await metric.reset_state()
         batches, ended = iter(dataset), False
         closures = [coordinator.schedule(run_steps, args=(batches, count)) for count in counts]
-        shown = asyncio.create_task(_show(closures, counts, show))
+        tasks = [asyncio.create_task(_show(closures, counts, show))]
+        if told:
+            batches_told = follow(closures, counts, tell, lambda: self.stop_training)
+            tasks.append(asyncio.create_task(batches_told))
         try:
-            await coordinator.join()
-        except EndOfData:
-            ended = True
+            try:
+                await coordinator.join()
+            except EndOfData:
+                ended = True
+            for telling in tasks[1:]:
+                await telling
         finally:
-            shown.cancel()
-            await asyncio.wait((shown,))
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
         return await self._values(closures, ended)
-
-    async def _values(
-        self, closures: Sequence[RemoteValue[Any]], ended: bool
-    ) -> tuple[dict[str, float], bool]:
-        """Return the values of an epoch, and whether the data of a worker ended.
-
-        Args:
-            closures: Of its step functions; all are done.
-            ended: Whether one has raised EndOfData.
-        """
-        if ended and not any(await self._counted["loss"].variables[0].read()):
-            raise no_batch()
-        return {name: await metric.result() for name, metric in self._counted.items()}, ended
 
     async def _end(
         self, callbacks: Sequence[Callback], logs: Mapping[str, float],
@@ -393,13 +414,6 @@ class Trainer:
                     before.add_note(f"{name}: {type(exc).__name__}: {text_of(exc)}")
         if error is None and first is not None:
             raise first
-
-
-def no_batch() -> ConfigurationError:
-    """Return the error of an epoch without a batch."""
-    return ConfigurationError(
-        "fit: expected at least one batch, got none", hint="the dataset of a worker is empty"
-    )
 
 
 async def call_back(

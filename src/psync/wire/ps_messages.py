@@ -14,7 +14,7 @@ from psync.wire.codec import Message, message
 
 @message(32)
 class AttachPs(Message):
-    """The coordinator takes a ps into its cluster; answered by Done.
+    """The coordinator takes a ps into its cluster; answered by PsAttached.
 
     A coordinator incarnation that the ps has not seen yet fences the older one, and what was held
     for that is dropped, or kept to be adopted; see ``DescribeShards``.
@@ -25,6 +25,14 @@ class AttachPs(Message):
     ps_timeout_s: float
     keep: bool = False  # what is held; what has begun is then carried to its end first
     moves: int = 0  # how often a ps was served elsewhere before: of two addresses the newer counts
+
+
+@message(137)
+class PsAttached(Message):
+    """The ps serves this coordinator."""
+
+    # ("rule" or "schedule", name, version) of what plugins have registered in its process
+    plugins: list[tuple[str, str, int]]
 
 
 @message(33)

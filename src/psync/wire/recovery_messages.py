@@ -166,7 +166,7 @@ class BeginBackup(Message):
     timeline: int
     first: int  # number of the first entry that the snapshot does not have
     lineage: int  # of what is backed up, see ``reattach``
-    release: str  # the version of psync that the ps runs
+    release: str  # the version of psync that the ps runs, and its plugins
 
 
 @message(136)

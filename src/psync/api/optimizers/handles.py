@@ -28,13 +28,13 @@ from psync.api.optimizers.state import Iterations, PushResult
 from psync.api.optimizers.state import Slot as Slot
 from psync.api.reads import runtime_of
 from psync.client.context import forbid_in_step
-from psync.client.optimizer_client import set_optimizer, trust_ratios
+from psync.client.optimizer_client import check_plugins, set_optimizer, trust_ratios
 from psync.client.runtime import Runtime
 from psync.client.scopes import running_scopes
 from psync.errors import ConfigurationError, UsageError
 from psync.numerics.clipping import clipped_by_norm
 from psync.numerics.indexed_slices import IndexedSlices
-from psync.numerics.rule_configs import rule_from_config
+from psync.numerics.rule_configs import registered_in, rule_from_config
 from psync.numerics.rule_options import RuleOptions
 from psync.numerics.update_rule import UpdateRule
 from psync.replicas import gang_updates
@@ -53,8 +53,8 @@ class Optimizer:
     ``synchronous``: whether its pushes are counted in steps, which several replicas complete.
 
     Args:
-        rule: What is applied to each shard.
-        name: For messages; default: the class's name.
+        rule: What is applied to each shard: one of your own, see ``psync.rules``.
+        name: For messages; default: the class's name, or of ``Optimizer`` itself the rule's.
         forbid_nonfinite: Whether a gradient with NaN or infinity is an error.
         staleness_bound: How far a worker may run ahead of the others; None: as far as it likes.
         weight_decay: ``w -= learning_rate * weight_decay * w`` before each update ("decoupled"),
@@ -70,7 +70,9 @@ class Optimizer:
             Norms are clipped of each push.
 
     Raises:
-        ConfigurationError: An argument is wrong, or there are two ways to clip; also ValueError.
+        ConfigurationError: An argument is wrong, there are two ways to clip, or a rule or schedule
+            of your own is not registered here, or not known to a ps of a running coordinator
+            (which else says so when it starts); also ValueError.
 
     Source: ``keras.optimizers.Optimizer`` of Keras 3, whose names and defaults these are. There
         norms of accumulated gradients are clipped after the mean.
@@ -107,7 +109,12 @@ class Optimizer:
             weight_decay, clipnorm, global_clipnorm, clipvalue, gradient_accumulation_steps
         )
         self._set_rule(rule if options == RuleOptions() else rule.with_options(options))
-        self._name = name or type(self).__name__
+        self._name = name or type(rule if type(self) is Optimizer else self).__name__
+        if registered_in(rule):
+            rule_from_config(self._config)  # it is registered here, and bears its probe
+            for scope in running_scopes():
+                if scope.runtime is not None:
+                    check_plugins(scope.runtime.ps.links, self._name, rule)
         self._forbid_nonfinite = forbid_nonfinite
         self._staleness_bound = staleness_bound
         self._begin(in_use=False)

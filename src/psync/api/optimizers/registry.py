@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from psync.client.optimizer_client import check_plugins
+from psync.client.ps_link import PsLink
 from psync.net.platform import random_hex
 from psync.net.process_state import PerProcess
 from psync.schedules import from_config as schedule_from_config
@@ -52,6 +54,15 @@ class OptimizerRegistry:
             for optimizer in sorted(own, key=lambda optimizer: optimizer.number)
             if id(optimizer) not in wrapped
         ]
+
+    def check_unused(self, links: Sequence[PsLink]) -> None:
+        """Check that all ps tasks know the rules of the optimizers that were not used yet.
+
+        Those that were may belong to another cluster. Raises ConfigurationError: one does not.
+        """
+        for optimizer in list(self.known.values()):
+            if optimizer.origin == self.process and not optimizer._in_use:
+                check_plugins(links, optimizer._name, optimizer._rule)
 
     def note_learning_rate(self, number: int, config: Mapping[str, Any]) -> None:
         """The ps tasks go on with a learning rate that another program has set."""

@@ -22,7 +22,7 @@ from typing import Any
 import psync
 from psync.client import scopes
 from psync.net.process_state import fresh_process
-from psync.ps import executor
+from psync.ps import comparison
 from psync.serialization import failures
 from psync.testing.deadlock import Deadlock, describe_tasks
 from psync.testing.simulation.journal import Journal, Violation
@@ -55,7 +55,7 @@ for _name in psync.__all__:  # names are loaded when they are first used, which 
 ALIKE = (
     (scopes, "place_of", lambda _: lambda frame: "program.py:1"),
     (failures, "format_exception", _without_directories),
-    (executor, "CHECK_EVERY", lambda _: 1),
+    (comparison, "CHECK_EVERY", lambda _: 1),
 )
 """What would travel, and says where the source lies: a seed had another history there. And each
 backup is compared with its primary after each entry.

@@ -1,4 +1,4 @@
-"""Keras models on ps tasks: ``fit`` of a compiled model, its batches trained on all workers.
+"""A served Keras model: ``fit``, ``evaluate`` and ``predict`` with its variables on the ps tasks.
 
     from psync.integrations.keras import ServedModel
 
@@ -9,11 +9,9 @@
 
     with strategy.scope():
         model = ServedModel(build_model, name="net")
-    history = await model.fit(batches, epochs=5, steps_per_epoch=200, validation_data=(x, y))
+    history = await model.fit(batches, 5, 200, validation_data=(x, y))
 
-What Keras 3 has dropped: parameter-server training. On the backends jax and torch. ``served`` has
-what all integrations share; ``keras_steps`` what a worker computes, ``keras_fit`` how ``Trainer``
-drives it, ``keras_rules`` which optimizers there are.
+What Keras 3 has dropped: parameter-server training. On the backends jax and torch.
 """
 
 from __future__ import annotations
@@ -41,10 +39,10 @@ from psync.specs import checked_integer, checked_kind
 try:
     import keras
 
-    from psync.integrations.keras_fit import KerasCallbacks, KerasTrainer
-    from psync.integrations.keras_models import BuiltModel, KerasSettings, weights_of
-    from psync.integrations.keras_rules import optimizer_of, undecayed
-    from psync.integrations.keras_steps import Steps, steps_of
+    from psync.integrations.keras.fit import KerasCallbacks, KerasTrainer
+    from psync.integrations.keras.models import BuiltModel, KerasSettings, weights_of
+    from psync.integrations.keras.rules import optimizer_of, undecayed
+    from psync.integrations.keras.steps import Steps, steps_of
 except ImportError as exc:
     raise ConfigurationError(
         f"psync.integrations.keras needs the package keras, which cannot be imported here: {exc}",
@@ -117,8 +115,7 @@ class ServedModel(ServedVariables):
         (await model.pull()).save("model.keras")
 
     Source: ``keras.Model`` of Keras 3 for fit, evaluate and predict; ``Model.fit`` of TensorFlow
-        2.x under ``ParameterServerStrategy`` for ``steps_per_epoch`` and the missing hooks of
-        batches.
+        2.x under ``ParameterServerStrategy`` for ``steps_per_epoch``.
     """
 
     def __init__(
@@ -181,7 +178,9 @@ class ServedModel(ServedVariables):
         initial_epoch: int | None = None,
         verbose: bool | str = "auto",
     ) -> keras.callbacks.History:
-        """Train; without async, ``psync.wait(model.fit(…))`` under ``psync.blocking``.
+        """Train, with the strategy's coordinator or one of its own; see ``Trainer.fit``.
+
+        Without async: ``psync.wait(model.fit(…))``, under ``psync.blocking``.
 
         Args:
             dataset: A function that each worker calls, with an ``InputContext`` if it takes one,
@@ -192,7 +191,8 @@ class ServedModel(ServedVariables):
             validation_data: As ``evaluate`` takes it.
             callbacks: Of Keras, called in a thread of the program with logs as Keras has them; or
                 of psync. What they change of the model (weights, the learning rate of the
-                optimizer, ``stop_training``) holds for all. Hooks of batches are refused.
+                optimizer, ``stop_training``) holds for all. Hooks of batches are called when a
+                closure has ended, with the values of the epoch so far.
             steps_per_execution: Steps of one closure: more cost less, and are lost together.
             validation_batch_size: Of validation data that are arrays.
             validation_freq: After each n-th epoch.
@@ -208,7 +208,7 @@ class ServedModel(ServedVariables):
                 cannot work here, a metric's values cannot be added up, or a worker builds another
                 model than was declared.
             GradientError: A gradient is none that its variable can take.
-            ClosedError: No coordinator runs.
+            ClosedError: The strategy's coordinator was closed before, and its variables are gone.
             Exception: What a step or a callback raised.
 
         Cancellation: What was scheduled goes on; ``on_train_end`` is called.
@@ -338,7 +338,7 @@ class ServedModel(ServedVariables):
         await asyncio.to_thread(built.assign, values)
         return built.model
 
-    # For ``keras_fit``.
+    # For ``fit``.
 
     def chief_model(self) -> keras.Model:
         """Return the program's own model as it is."""

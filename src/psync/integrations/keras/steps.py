@@ -12,7 +12,7 @@ import numpy as np
 from psync.client.tensors import array_of, is_tensor
 from psync.errors import ConfigurationError
 from psync.gradients import gradient_of
-from psync.integrations.keras_metrics import (
+from psync.integrations.keras.metrics import (
     all_metrics,
     as_tuple,
     build_metrics,
@@ -20,7 +20,7 @@ from psync.integrations.keras_metrics import (
     reset_metrics,
     set_metrics,
 )
-from psync.integrations.keras_models import BuiltModel, checked_backend
+from psync.integrations.keras.models import BuiltModel, checked_backend
 from psync.numerics.indexed_slices import IndexedSlices
 
 _SPREAD = 0x9E3779B9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,16 +15,16 @@ from keras.src.utils.python_utils import is_default, pythonify_logs
 
 import psync.callbacks
 from psync.api.cluster_coordinator import ClusterCoordinator
-from psync.errors import ConfigurationError, EndOfData
-from psync.integrations.keras_metrics import BatchSpec, build_metrics, set_metrics, spec_of
+from psync.errors import ClosureCancelled, ConfigurationError, EndOfData
+from psync.integrations.keras.metrics import BatchSpec, build_metrics, set_metrics, spec_of
 from psync.metrics import Metric
 from psync.serialization.remote_value import RemoteValue
-from psync.training.evaluation import Shard
-from psync.training.trainer import Trainer, no_batch
+from psync.training.evaluation import Shard, no_batch
+from psync.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from psync.api.strategy import ParameterServerStrategy
-    from psync.integrations.keras import ServedModel
+    from psync.integrations.keras.served_model import ServedModel
 
 NO_SUMS = np.zeros(0)
 
@@ -79,6 +80,7 @@ class KerasTrainer(Trainer):
     ) -> None:
         self._served = served
         self.keras_callbacks: KerasCallbacks | None = None  # while fit runs
+        self._so_far = Counted()  # in this epoch, by closures that callbacks were told of
         super().__init__(
             strategy,
             dict(served.checkpoint_items()),
@@ -90,7 +92,7 @@ class KerasTrainer(Trainer):
     def _counters(self) -> dict[str, Metric]:
         return {}
 
-    def _steps(self) -> Callable[..., Any]:
+    def _steps(self, *, tells: bool) -> Callable[..., Any]:
         served = self._served
 
         def run_steps(batches: Any, count: int) -> Counted:  # plain: it computes in a thread
@@ -106,10 +108,16 @@ class KerasTrainer(Trainer):
 
         return run_steps
 
+    async def _logs_of(self, sums: Counted) -> dict[str, float]:
+        self._so_far.add_all(sums)  # as Keras has it: of the epoch, and not of the batch
+        if self._so_far.spec is None:
+            return {}
+        return await asyncio.to_thread(self._results, self._so_far)
+
     async def _values(
         self, closures: Sequence[RemoteValue[Any]], ended: bool
     ) -> tuple[dict[str, float], bool]:
-        counted = await _total(closures)
+        self._so_far, counted = Counted(), await _total(closures)
         if counted.spec is None:
             raise no_batch()
         return await asyncio.to_thread(self._results, counted), counted.ended
@@ -170,7 +178,13 @@ class KerasCallbacks(psync.callbacks.Callback):
         params: Mapping[str, Any],
     ) -> None:
         for callback in callbacks:
-            _check_callback(callback)
+            if isinstance(callback, keras.callbacks.BackupAndRestore):
+                raise ConfigurationError(
+                    "fit: BackupAndRestore would save the program's model without what the "
+                    "optimizer keeps on the ps tasks",
+                    hint="ServedModel(…, checkpoint_directory=…) saves and resumes all of it",
+                )
+        self._has_batches = any(_has_batches(callback) for callback in callbacks)
         self._served = served
         self._model = served.chief_model()
         self._seen = bool(callbacks)  # whether anybody looks at the model
@@ -178,6 +192,11 @@ class KerasCallbacks(psync.callbacks.Callback):
             list(callbacks), add_history=True, model=self._model, **params
         )
         self.history: keras.callbacks.History = self._model.history
+
+    @property
+    def wants_batches(self) -> bool:
+        """Whether one of them does."""
+        return self._has_batches
 
     async def on_train_begin(self) -> None:
         """Hand on, with the values that were restored."""
@@ -188,6 +207,12 @@ class KerasCallbacks(psync.callbacks.Callback):
     async def on_epoch_begin(self, epoch: int) -> None:
         """Hand on."""
         await self.call("on_epoch_begin", epoch)
+
+    async def on_train_batch_end(self, batch: int, logs: Mapping[str, float]) -> None:
+        """Hand on, with present values: both hooks of the last batch of a closure."""
+        await self._refresh()
+        await self.call("on_train_batch_begin", batch)
+        await self.call("on_train_batch_end", batch, dict(logs))
 
     async def on_epoch_end(self, epoch: int, logs: Mapping[str, float]) -> None:
         """Hand on, with the values after the epoch."""
@@ -234,27 +259,19 @@ class KerasCallbacks(psync.callbacks.Callback):
 
 
 async def _total(closures: Sequence[RemoteValue[Any]]) -> Counted:
-    """Return the sum of what closures have counted, in their order."""
+    """Return the sum of what closures have counted, in their order.
+
+    Those that a callback has stopped count nothing.
+    """
     total = Counted()
     for closure in closures:
-        total.add_all(await closure.fetch())
+        with contextlib.suppress(ClosureCancelled):
+            total.add_all(await closure.fetch())
     return total
 
 
-def _check_callback(callback: Any) -> None:
-    name = type(callback).__name__
-    if isinstance(callback, keras.callbacks.BackupAndRestore):
-        raise ConfigurationError(
-            f"fit: {name} would save the chief's model without what the optimizer keeps on the ps "
-            "tasks",
-            hint="ServedModel(…, checkpoint_directory=…) saves and resumes all of it",
-        )
+def _has_batches(callback: keras.callbacks.Callback) -> bool:
+    """Return whether a callback has hooks of batches that do something."""
     if "epoch" in (getattr(callback, "save_freq", None), getattr(callback, "update_freq", None)):
-        return  # Keras's own, which have hooks of batches for other settings
-    own = [hook for hook in _BATCH_HOOKS if not is_default(getattr(callback, hook))]
-    if own:
-        raise ConfigurationError(
-            f"fit: {name} has {own[0]}, and batches are trained on workers, several at once",
-            hint="on_epoch_begin and on_epoch_end are called; more epochs of fewer steps_per_epoch "
-            "call them more often",
-        )
+        return False  # Keras's own, which have hooks of batches for other settings
+    return not all(is_default(getattr(callback, hook)) for hook in _BATCH_HOOKS)

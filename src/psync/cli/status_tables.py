@@ -1,0 +1,223 @@
+"""Tables of a status for a terminal, fitted to its height."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from psync.status.model import GroupStatus, PsStatus, Status, WorkerStatus
+from psync.training.progress import bytes_text
+
+MAX_EVENTS = 8
+MAX_ERRORS = 3
+MAX_NAMED = 3
+
+TROUBLE = ("lost", "set aside", "given up", "silent", "broken", "connecting", "unconnected")
+STYLES = {
+    **dict.fromkeys(TROUBLE, "red"),
+    "busy": "green", "connected": "green", "running": "green", "waiting": "yellow",
+    "leaving": "yellow", "recovering": "red", "failed": "red", "starting": "yellow",
+}  # fmt: skip
+
+
+def tables_of(status: Status, height: int | None = None) -> RenderableType:
+    """Return what is shown of a status.
+
+    Args:
+        status: Of a run.
+        height: Lines that there are; None: as many as it takes. Of workers that do not fit, those
+            in trouble are shown, then the slowest.
+    """
+    parts: list[RenderableType] = [*_head(status)]
+    if status.steps.groups:
+        parts += ["", _groups(status.steps.groups)]
+    parts += ["", _ps(status.ps)]
+    events = status.events[:MAX_EVENTS]
+    room = None
+    if height is not None:
+        used = len(parts) + len(status.ps) + 2 * len(status.steps.groups) + 2 + len(events) + 5
+        room = max(3, height - used)
+    parts += ["", *_workers(status.workers, room)]
+    if events:
+        parts += ["", *(_line(f"{_seconds(each.seconds)} ago", each.text) for each in events)]
+    return Group(*parts)
+
+
+def _head(status: Status) -> list[RenderableType]:
+    queue, steps = status.queue, status.steps
+    first = Text.assemble(
+        (status.program, "bold"), f" (process {status.pid})  ",
+        (status.state, STYLES.get(status.state, "")), f"  up {_seconds(status.uptime_s)}",
+    )  # fmt: skip
+    counts = [
+        f"{_number(queue.closures_per_s)} closures/s", f"{queue.in_flight} in flight",
+        f"{queue.queued} queued", f"{queue.finished} finished",
+        *_if_any(queue.waiting, "waiting for inputs"), *_if_any(queue.failed, "failed"),
+        *_if_any(queue.cancelled, "cancelled"), *_if_any(queue.put_back, "run again"),
+    ]  # fmt: skip
+    stale = ", ".join(f"{count} of {staleness}" for staleness, count in _coarse(steps.staleness))
+    lines = [
+        first,
+        _line("closures", ", ".join(counts)),
+        _line("step", f"{steps.global_step}, {_number(steps.steps_per_s)} steps/s"),
+    ]
+    if stale:
+        lines.append(_line("staleness", stale))
+    for bound in steps.bounds:
+        text = f"rounds {bound.slowest} to {bound.fastest}, at most {bound.max_staleness} apart"
+        if bound.waiting:
+            text += f"; {_names(bound.waiting)} too far ahead of {_names(bound.waits_for)}"
+        lines.append(_line("bound", text))
+    if status.reported:
+        values = (f"{name} {value:.4g}" for name, value in status.reported.items())
+        lines.append(_line("reported", ", ".join(values)))
+    lines.append(_line("waits for", status.waits_for))
+    lines += _errors(status.workers)
+    lines += [_line("note", note) for note in status.notes]
+    return [*lines]
+
+
+def _if_any(count: int, what: str) -> list[str]:
+    return [f"{count} {what}"] if count else []
+
+
+def _coarse(staleness: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return the counts of each staleness up to 4, and of all above together."""
+    pairs = staleness.items()
+    few = [(name, count) for name, count in pairs if int(name) <= 4]
+    many = sum(count for name, count in pairs if int(name) > 4)
+    return [*few, *([("5 and more", many)] if many else [])]
+
+
+def _table(*columns: str, left: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        last = name == columns[-1]
+        table.add_column(
+            name, justify="left" if name in left else "right", no_wrap=not last, overflow="ellipsis"
+        )
+    return table
+
+
+def _groups(groups: Sequence[GroupStatus]) -> Table:
+    table = _table(
+        "synchronous", "step", "/s", "counted", "partial", "dropped", "duplicate", "waits for",
+        left=("synchronous", "waits for"),
+    )  # fmt: skip
+    for group in groups:
+        table.add_row(
+            Text(_plain(group.name)), str(group.step), _number(group.steps_per_s),
+            f"{group.counted} of {group.target}", str(group.partial_steps), str(group.dropped),
+            str(group.duplicates), _names(group.waits_for),
+        )  # fmt: skip
+    return table
+
+
+def _ps(tasks: Sequence[PsStatus]) -> Table:
+    backed_up = any(ps.backup is not None for ps in tasks)
+    table = _table(
+        "ps", "state", "variables", "slots", "push/s", "pull/s", "in/s", "out/s", "queue", "dup.",
+        *(["backup"] if backed_up else []),
+        left=("ps", "state", "backup"),
+    )  # fmt: skip
+    for ps in tasks:
+        state = Text(ps.state, STYLES.get(ps.state, ""))
+        if ps.age_s is None:
+            table.add_row(_short(ps.task), state)
+            continue
+        cells = [
+            bytes_text(ps.bytes), bytes_text(ps.slot_bytes), _number(ps.pushes_per_s),
+            _number(ps.pulls_per_s), bytes_text(ps.bytes_in_per_s), bytes_text(ps.bytes_out_per_s),
+            str(ps.queue), str(ps.duplicates),
+        ]  # fmt: skip
+        if ps.backup is not None:
+            behind = f" -{ps.backup.behind}" if ps.backup.behind else ""  # entries that it lacks
+            cells.append(f"{ps.backup.state}{behind}")
+        table.add_row(_short(ps.task), state, *cells)
+    return table
+
+
+def _workers(workers: Sequence[WorkerStatus], room: int | None) -> list[RenderableType]:
+    shown, more = list(workers), 0
+    if room is not None and len(shown) > room:
+        more = len(shown) - room + 1
+        shown = sorted(shown, key=_by_trouble)[: room - 1]
+    table = _table(
+        "worker", "state", "/s", "mean", "stale", "dropped", "lost", "for", "runs",
+        left=("worker", "state", "runs"),
+    )  # fmt: skip
+    for each in shown:
+        closure = each.closure
+        table.add_row(
+            _short(each.task), Text(each.state, STYLES.get(each.state, "")),
+            _number(each.closures_per_s), "" if each.mean_s is None else _seconds(each.mean_s),
+            "" if each.staleness is None else str(each.staleness), str(each.dropped),
+            str(each.losses),
+            "" if closure is None else _seconds(closure.seconds),
+            Text("" if closure is None else _plain(f"{closure.name} {closure.id}")),
+        )  # fmt: skip
+    return [table, *([f"and {more} more workers"] if more else [])]
+
+
+def _errors(workers: Sequence[WorkerStatus]) -> list[Text]:
+    """Return lines on the newest errors."""
+    seen = [(each.last_error, each.task) for each in workers if each.last_error is not None]
+    newest = sorted(seen, key=lambda each: each[0].seconds)[:MAX_ERRORS]
+    return [
+        _line(
+            "error", f"{_seconds(error.seconds)} ago on {_short(task)}: {_first_line(error.text)}"
+        )
+        for error, task in newest
+    ]
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _by_trouble(worker: WorkerStatus) -> tuple[bool, float]:
+    seconds = 0.0 if worker.closure is None else worker.closure.seconds
+    return worker.state not in TROUBLE, -seconds
+
+
+# Words and numbers.
+
+
+def _line(head: str, text: str) -> Text:
+    return Text.assemble((f"{head:>10}  ", "dim"), _plain(text), no_wrap=True, overflow="ellipsis")
+
+
+def _plain(text: str) -> str:
+    """Return a text of the program's without what a terminal would obey."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _short(task: str) -> str:
+    """Return "worker 0" for "/job:worker/task:0"."""
+    return task.removeprefix("/job:").replace("/task:", " ")
+
+
+def _names(tasks: Sequence[str]) -> str:
+    more = len(tasks) - MAX_NAMED
+    names = ", ".join(map(_short, tasks[:MAX_NAMED]))
+    return f"{names} and {more} more" if more > 0 else names
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _seconds(value: float) -> str:
+    if value < 1e-3:
+        return f"{value * 1e6:.0f} µs"
+    if value < 1:
+        return f"{value * 1e3:.0f} ms"
+    if value < 120:
+        return f"{value:.0f} s"
+    minutes, seconds = divmod(int(value), 60)
+    if minutes < 120:
+        return f"{minutes}:{seconds:02} min"
+    return f"{minutes // 60}:{minutes % 60:02} h"

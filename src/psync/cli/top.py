@@ -1,0 +1,109 @@
+"""``psync top``: what a running program does, live in the terminal, or once as a table or JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from psync.status.reading import StatusReader, UrlReader
+
+    Reader = StatusReader | UrlReader
+
+FIRST_WINDOW_S = 1.0
+"""Rates of one look are means over so long."""
+
+
+@click.command()
+@click.argument("run", required=False, metavar="[RUN]")
+@click.option("--once", is_flag=True, help="Print one table, and end.")
+@click.option("--json", "as_json", is_flag=True, help="Print the status as JSON; needs --once.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.2),
+    default=1.0,
+    metavar="SECONDS",
+    help="How often to look.",
+)
+def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
+    """Show what a running program does: its workers, ps tasks, steps and events.
+
+    RUN is the path of a run file, or the URL of a status as a program with --metrics-port logs it;
+    without it, your newest program on this machine is shown. Ctrl-C ends it; the program goes on.
+
+    \b
+    What a script can read, of what happens just now:
+        psync top --once --json
+    """
+    from psync.errors import ConfigurationError, DeadlineExceeded, ProtocolError
+
+    if as_json and not once:
+        raise click.UsageError("--json prints one status: give --once with it")
+    try:
+        asyncio.run(_show(run, once or not sys.stdout.isatty(), as_json, interval))
+    except (ProtocolError, DeadlineExceeded) as exc:
+        raise ConfigurationError(exc.message, hint=exc.hint) from exc
+    return 0
+
+
+async def _show(path: str | None, once: bool, as_json: bool, interval: float) -> None:
+    from psync.status.reading import UrlReader, reading_status
+    from psync.status.run_files import newest_run, read_run
+
+    if path is not None and path.startswith(("http://", "https://")):
+        reading: AbstractAsyncContextManager[Reader] = nullcontext(UrlReader(path))
+    else:
+        reading = reading_status(newest_run() if path is None else read_run(Path(path)))
+    async with reading as reader:
+        await reader.read()  # rates are counted from here on, if nobody has asked for a while
+        if not once:
+            from rich.console import Console
+
+            await _follow(reader, Console(), interval)
+            return
+        await asyncio.sleep(FIRST_WINDOW_S)
+        status = await reader.read()
+    if as_json:
+        click.echo(status.to_json())
+        return
+    from rich.console import Console
+
+    from psync.cli.status_tables import tables_of
+
+    Console().print(tables_of(status))
+
+
+async def _follow(reader: Reader, console: Console, interval: float) -> None:
+    """Show the status again and again, until the run ends."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    from psync.cli.status_tables import tables_of
+    from psync.errors import ConfigurationError, DeadlineExceeded
+
+    silent = Text()
+    tables: RenderableType = ""
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                status = await reader.read()
+            except ConfigurationError as exc:
+                ended = Text(exc.message)
+                break
+            except DeadlineExceeded as exc:
+                silent = Text(exc.message, "red")
+            else:
+                silent = Text()
+                tables = tables_of(status, height=console.height - 1)
+            live.update(Group(silent, tables) if silent else tables, refresh=True)
+            await asyncio.sleep(interval)
+    console.print(tables)
+    console.print(ended)

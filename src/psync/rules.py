@@ -1,0 +1,289 @@
+"""Update rules of your own: what a ps does with a gradient, in numpy.
+
+A rule is a class in a module that all tasks load as a *plugin*: ``psync run --plugin MODULE``,
+``psync serve --plugin MODULE``, ``LocalCluster(plugins=[MODULE])``, or an entry point of the group
+``psync.plugins``. What travels is its name and its arguments; nothing is unpickled on a ps.
+
+    @psync.rules.register
+    class SignMomentum(psync.rules.UpdateRule):
+        name = "mypackage.sign_momentum"
+        slots = ("momentum",)
+        beta: float = 0.9
+
+        def update(self, value, slots, gradient, step):
+            momentum = self.beta * slots["momentum"] + (1 - self.beta) * gradient
+            return value - step.learning_rate * np.sign(momentum), {"momentum": momentum}
+
+    optimizer = psync.optimizers.Optimizer(SignMomentum(0.01, beta=0.8), weight_decay=1e-4)
+
+``docs/rules.md`` is the how-to. Metrics are computed on workers and need no plugin: subclass
+``psync.metrics.MetricRule``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar, dataclass_transform
+
+import numpy as np
+
+from psync.errors import ConfigurationError
+from psync.numerics import rule_configs
+from psync.numerics.update_rule import (
+    ACCUMULATOR,
+    Arrays,
+    Coefficients,
+    Part,
+    Rate,
+    RuleRaised,
+    Scratch,
+)
+from psync.numerics.update_rule import UpdateRule as _AnyRule
+from psync.numerics.update_rule import within as within
+
+__all__ = ["Step", "UpdateRule", "register", "within"]
+
+MAX_NAME_CHARS = 100
+
+PROBED = tuple(np.dtype(name) for name in ("float32", "float64"))
+PROBE_SIZE = 97
+PROBE_STEPS = 3
+TOLERANCE = 1e-4
+"""Relative, between a whole and the same in two pieces: libraries may round the end of an array
+otherwise; a rule that looks at other elements is far off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is the same for all elements of an update.
+
+    Attributes:
+        number: Of the update, from 1: Adam's "t".
+        learning_rate: Of this update; a schedule has been evaluated.
+    """
+
+    number: int
+    learning_rate: float
+
+
+class UpdateRule(_AnyRule):
+    """Base of update rules of your own. A subclass goes under ``@register``.
+
+    Annotated fields are arguments, numbers or bools with defaults; ``within(default, minimum,
+    maximum)`` gives a number its range. The first argument is always ``learning_rate``, a number
+    or a schedule. All options of ``psync.optimizers.Optimizer`` (weight decay, clipping,
+    accumulation) are done around ``update``.
+
+    Class attributes:
+        name: By which ps tasks know it; say whose it is: "mypackage.sign".
+        version: Raise it when the results change. Tasks with different versions refuse each other.
+        slots: Names of the arrays that are kept beside each value. They begin as 0, or as the
+            argument ``initial_<slot>_value`` says.
+
+    Example: that of this module, and ``docs/rules.md``.
+    """
+
+    may_raise: ClassVar[bool] = True
+    temporaries = 1
+
+    @abstractmethod
+    def update(
+        self,
+        value: np.ndarray,
+        slots: Mapping[str, np.ndarray],
+        gradient: np.ndarray,
+        step: Step,
+    ) -> Any:
+        """Return the new value and the new slots.
+
+        Elementwise: element i of the results follows from element i of the arrays. The arrays are
+        pieces of a shard, or some rows of it, one behind the other; which ones is not said, and a
+        norm or mean over them means nothing. It must be a function of its arguments: a ps and its
+        backup, and a repetition after a failure, call it and have to get the same bits. So no
+        randomness, no clock, no state on ``self`` or elsewhere.
+
+        It runs on the event loop of the ps, in a few milliseconds, and blocks everybody meanwhile.
+
+        Args:
+            value: 1-D, float32 or float64 (variables of half precision come as float32).
+                Read-only, like all that follow; do not keep them.
+            slots: By name, each of the value's shape and dtype.
+            gradient: Of the value's shape and dtype; clipped by value if the optimizer does so.
+            step: What is the same for all elements.
+
+        Returns:
+            ``(new value, {slot: new array})`` with all slots, or the new value alone if there are
+            none. Of the same shape; float64 is rounded to float32 where the value is that.
+
+        Raises:
+            Exception: Anything but MemoryError: the shard stays as it is, with its slots, and the
+                push fails with a ``psync.RuleError``. A synchronous step that raises ends the
+                training of its ``SyncReplicasOptimizer`` with that error.
+        """
+
+    def _coefficients(self, rate: float, t: int) -> Coefficients:
+        return (rate, t)
+
+    def _update(self, part: Part, coefficients: Coefficients, scratch: Arrays) -> None:
+        value, gradient, slots, out_value, out_slots = part
+        rate, number = coefficients
+        names = self.own_slots()
+        by_name = dict(zip(names, map(_readonly, slots), strict=True))
+        try:
+            returned = self.update(
+                _readonly(value), by_name, _readonly(gradient), Step(int(number), rate)
+            )
+            new_value, new_slots = self._checked(returned, value)
+        except MemoryError:  # nothing of the rule's: the task ends, as with any other rule
+            raise
+        except Exception as exc:
+            raise RuleRaised from exc
+        outs = (out_value, *out_slots)
+        news = [  # what is written first must not change what is written then
+            np.array(new) if any(np.may_share_memory(new, out) for out in outs) else new
+            for new in (new_value, *new_slots)
+        ]
+        for out, new in zip(outs, news, strict=True):
+            np.copyto(out, new, casting="same_kind")
+
+    def _checked(self, returned: Any, value: np.ndarray) -> tuple[np.ndarray, Sequence[np.ndarray]]:
+        """Return the new value, and the new slots in their order."""
+        names = self.own_slots()
+        if not names and not isinstance(returned, tuple):
+            returned = returned, {}
+        if (
+            not isinstance(returned, tuple)
+            or len(returned) != 2
+            or not isinstance(returned[1], Mapping)
+            or returned[1].keys() != set(names)
+        ):
+            wanted = f"(value, {{{', '.join(map(repr, names))}}})" if names else "the value"
+            raise TypeError(f"update: expected it to return {wanted}, got {_shown(returned)}")
+        arrays = [np.asarray(each) for each in (returned[0], *(returned[1][n] for n in names))]
+        for what, given in zip(("the value", *names), arrays, strict=True):
+            if given.shape != value.shape or not np.can_cast(given.dtype, value.dtype, "same_kind"):
+                raise TypeError(
+                    f"update: expected {what} to be of shape {value.shape} {value.dtype}, got "
+                    f"{given.shape} {given.dtype}"
+                )
+        return arrays[0], arrays[1:]
+
+    # The probe.
+
+    def probe(self) -> Sequence[np.ndarray]:
+        """Apply the rule to a few numbers, twice, and in pieces; return the results.
+
+        Raises:
+            ConfigurationError: It raises, returns something else than values and slots, gives
+                other bits the second time, or looks at other elements than the one that changes.
+        """
+        results: list[np.ndarray] = []
+        for dtype in PROBED:
+            first, again = (self._probed(dtype, [slice(None)]) for _ in range(2))
+            if any(_bits(a) != _bits(b) for a, b in zip(first, again, strict=True)):
+                raise ConfigurationError(
+                    f"{self.name}: update gave other bits when it was called again with the same "
+                    "arguments",
+                    hint="a ps and its backup both call it: no randomness, no clock, no state",
+                )
+            in_pieces = self._probed(dtype, [slice(0, 41), slice(41, PROBE_SIZE)])
+            for whole, cut in zip(first, in_pieces, strict=True):
+                if not np.allclose(whole, cut, rtol=TOLERANCE, atol=0, equal_nan=True):
+                    raise ConfigurationError(
+                        f"{self.name}: update gives an element another value if it does not see "
+                        "the others",
+                        hint="a variable is cut into shards, and these into pieces: a rule has to "
+                        "be elementwise. Norms can be limited by clipnorm and global_clipnorm",
+                    )
+            results += first
+        return results
+
+    def _probed(self, dtype: np.dtype, pieces: Sequence[slice]) -> list[np.ndarray]:
+        numbers = (np.arange(PROBE_SIZE) * 37 % PROBE_SIZE / PROBE_SIZE * 4 - 2).astype(dtype)
+        arrays = [numbers] + [
+            np.full(PROBE_SIZE, self.initial_slot(name), dtype) for name in self.own_slots()
+        ]
+        gradients = [np.roll(numbers, 11 * (i + 1)) * dtype.type(0.3) for i in range(PROBE_STEPS)]
+        try:
+            for piece in pieces:
+                value, *slots = (array[piece] for array in arrays)
+                for step, gradient in enumerate(gradients):
+                    self.apply(value, gradient[piece], slots, value, slots, step, Scratch(128))
+        except Exception as exc:
+            cause = exc.__cause__ if isinstance(exc, RuleRaised) else exc  # else of a schedule
+            raise ConfigurationError(
+                f"{self.name}: update raised {type(cause).__name__} in a probe, with {dtype} "
+                f"between -2 and 2: {cause}"
+            ) from cause
+        return arrays
+
+
+R = TypeVar("R", bound=UpdateRule)
+
+
+@dataclass_transform(eq_default=False, field_specifiers=(field, within))
+def register(made: type[R]) -> type[R]:
+    """Class decorator: make an update rule known to this process, by its ``name``.
+
+    The class becomes a dataclass, and is probed with its default arguments: see
+    ``UpdateRule.probe``. The same class again, as when its module is loaded once more, replaces
+    itself.
+
+    Raises:
+        ConfigurationError: It is no rule, its class attributes are wrong, another rule has its
+            name, or the probe fails.
+    """
+    if not (isinstance(made, type) and issubclass(made, UpdateRule)):
+        raise ConfigurationError(f"expected a subclass of psync.rules.UpdateRule, got {made!r}")
+    where = f"update rule {made.__module__}.{made.__qualname__}"
+    _check_attributes(made, where)
+    cls = made
+    if "__dataclass_fields__" not in vars(made):  # else it is registered again
+        rate = vars(made).get("learning_rate")  # another default
+        if isinstance(rate, int | float):
+            made.learning_rate = Rate(rate)
+        cls = dataclass(eq=False)(made)
+    if inspect.isabstract(cls):
+        raise ConfigurationError(f"{where}: expected a method update(value, slots, gradient, step)")
+    cls().probe()
+    rule_configs.register_rule(cls)
+    return cls
+
+
+def _check_attributes(made: type[UpdateRule], where: str) -> None:
+    name, slots = getattr(made, "name", None), made.slots
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+        raise ConfigurationError(
+            f"{where}: expected a text of 1 to {MAX_NAME_CHARS} characters as its name, got "
+            f"{name!r}",
+            hint='name = "mypackage.sign"',
+        )
+    if not isinstance(made.version, int) or isinstance(made.version, bool):
+        raise ConfigurationError(f"{where}: expected an integer as version, got {made.version!r}")
+    if (
+        not isinstance(slots, tuple)
+        or not all(isinstance(slot, str) and slot for slot in slots)
+        or len({*slots, ACCUMULATOR}) != len(slots) + 1
+    ):
+        raise ConfigurationError(
+            f"{where}: expected a tuple of different names as slots, none of them {ACCUMULATOR!r}, "
+            f"got {slots!r}"
+        )
+
+
+def _readonly(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _bits(array: np.ndarray) -> bytes:
+    return bytes(array.view(np.uint8).data)
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if not isinstance(value, np.ndarray) else f"an array of {value.shape}"
+    return text if len(text) <= 200 else f"{text[:200]}…"

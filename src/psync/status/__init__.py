@@ -1,0 +1,8 @@
+"""The status of a running cluster: counters read when somebody asks, as one value with a JSON form.
+
+Tasks count in any case; nothing here runs unless a status is asked for. ``model`` has the value,
+``rates`` makes it of two readings of the counters, ``exposition`` writes it for Prometheus: all
+three are pure. ``sampling`` reads the counters of a coordinator, its workers and ps tasks,
+``serving`` answers this user's other processes, which find it by ``run_files`` and ask by
+``reading``, and ``http`` whoever asks for metrics. Read ``model`` first.
+"""

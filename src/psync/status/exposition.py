@@ -1,0 +1,154 @@
+"""The status as Prometheus reads it: the text format, version 0.0.4.
+
+Totals are counters, all else are gauges; rates are left to Prometheus, but for what it cannot
+know. Names of tasks are the label ``task``. Texts (names of steps, errors) are not in it.
+
+Source: https://prometheus.io/docs/instrumenting/exposition_formats/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from psync.status.model import PsStatus, Status, WorkerStatus
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+WORKER_STATES = (
+    "connecting", "idle", "busy", "waiting", "leaving", "set aside", "lost", "left", "given up",
+)  # fmt: skip
+PS_STATES = ("unconnected", "connected", "silent", "broken", "lost")
+
+
+class _Metric(NamedTuple):
+    name: str
+    help: str
+    samples: Iterable[tuple[Mapping[str, str], float]]
+
+
+def exposition(status: Status) -> str:
+    """Return the text."""
+    lines: list[str] = []
+    for metric in (*_cluster(status), *_workers(status.workers), *_ps(status.ps)):
+        kind = "counter" if metric.name.endswith("_total") else "gauge"
+        lines += [f"# HELP psync_{metric.name} {metric.help}", f"# TYPE psync_{metric.name} {kind}"]
+        for labels, value in metric.samples:
+            lines.append(f"psync_{metric.name}{_labels(labels)} {float(value)!r}")
+    return "\n".join(lines) + "\n"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    if not labels:
+        return ""
+    pairs = (f'{name}="{_escaped(value)}"' for name, value in labels.items())
+    return "{" + ",".join(pairs) + "}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _cluster(status: Status) -> list[_Metric]:
+    queue, steps = status.queue, status.steps
+    now = {"queued": queue.queued, "in_flight": queue.in_flight, "waiting": queue.waiting}
+    ended = {
+        "finished": queue.finished, "failed": queue.failed, "exhausted": queue.exhausted,
+        "cancelled": queue.cancelled,
+    }  # fmt: skip
+    return [
+        _one("up_seconds", "Seconds since the coordinator began.", status.uptime_s),
+        _Metric(
+            "closures", "Closures that have not ended, by where they are.",
+            [({"state": state}, count) for state, count in now.items()],
+        ),
+        _Metric(
+            "closures_total", "Closures that have ended, by how.",
+            [({"end": end}, count) for end, count in ended.items()],
+        ),
+        _one("closures_again_total", "Closures put back: their worker was gone.", queue.put_back),
+        _one("global_step", "Steps of training.", steps.global_step),
+        _Metric(
+            "reported", "Values that the program has reported.",
+            [({"name": name}, value) for name, value in status.reported.items()],
+        ),
+        _Metric(
+            "pushes_by_staleness", "Pushes, by how many steps their values were old.",
+            [({"staleness": steps}, count) for steps, count in steps.staleness.items()],
+        ),
+        _Metric(
+            "synchronous_pushes_total", "Synchronous pushes, by what became of them.",
+            [
+                ({"optimizer": group.name, "outcome": outcome}, count)
+                for group in steps.groups
+                for outcome, count in (
+                    ("accepted", group.accepted), ("dropped", group.dropped),
+                    ("duplicate", group.duplicates),
+                )
+            ],
+        ),
+        _Metric(
+            "synchronous_waiting", "Workers that wait for a synchronous step.",
+            [({"optimizer": group.name}, len(group.waiting)) for group in steps.groups],
+        ),
+    ]  # fmt: skip
+
+
+def _one(name: str, text: str, value: float) -> _Metric:
+    return _Metric(name, text, [({}, value)])
+
+
+def _workers(workers: Iterable[WorkerStatus]) -> list[_Metric]:
+    workers = list(workers)
+
+    def each(name: str, text: str, value: Callable[[WorkerStatus], float | None]) -> _Metric:
+        values = [(worker.task, value(worker)) for worker in workers]
+        return _Metric(name, text, [({"task": task}, v) for task, v in values if v is not None])
+
+    states = [
+        ({"task": worker.task, "state": state}, worker.state == state)
+        for worker in workers
+        for state in WORKER_STATES
+    ]
+    return [
+        _Metric("worker_state", "1 for the state of the worker, else 0.", states),
+        each("worker_closures_total", "Closures finished since it joined.", lambda w: w.finished),
+        each("worker_errors_total", "Closures that have raised.", lambda w: w.failed),
+        each("worker_losses_total", "How often it was lost.", lambda w: w.losses),
+        each("worker_closure_mean_seconds", "Seconds of its newest closures.", lambda w: w.mean_s),
+        each(
+            "worker_running_seconds", "Seconds that its closure has run; 0: it holds none.",
+            lambda w: 0.0 if w.closure is None else w.closure.seconds,
+        ),
+        each("worker_staleness", "Of its newest push, in steps.", lambda w: w.staleness),
+        each("worker_dropped_total", "Its gradients that came too late.", lambda w: w.dropped),
+    ]  # fmt: skip
+
+
+def _ps(tasks: Iterable[PsStatus]) -> list[_Metric]:
+    tasks = list(tasks)
+    known = [ps for ps in tasks if ps.age_s is not None]
+
+    def each(name: str, text: str, value: Callable[[PsStatus], float]) -> _Metric:
+        return _Metric(name, text, [({"task": ps.task}, value(ps)) for ps in known])
+
+    states = [
+        ({"task": ps.task, "state": state}, ps.state == state)
+        for ps in tasks
+        for state in PS_STATES
+    ]
+    behind = [({"task": ps.task}, ps.backup.behind) for ps in known if ps.backup is not None]
+    return [
+        _Metric("ps_state", "1 for the state of the ps, else 0.", states),
+        each("ps_shards", "Shards that it holds.", lambda ps: ps.shards),
+        each("ps_bytes", "Bytes of variables.", lambda ps: ps.bytes),
+        each("ps_slot_bytes", "Bytes of optimizers' slots.", lambda ps: ps.slot_bytes),
+        each("ps_pushes_total", "Gradients that have come in.", lambda ps: ps.pushes),
+        each("ps_pulls_total", "Pulls that were answered.", lambda ps: ps.pulls),
+        each("ps_bytes_in_per_second", "Bytes received.", lambda ps: ps.bytes_in_per_s),
+        each("ps_bytes_out_per_second", "Bytes sent.", lambda ps: ps.bytes_out_per_s),
+        each("ps_queue", "Updates that wait.", lambda ps: ps.queue),
+        each("ps_duplicates_total", "Messages answered from memory.", lambda ps: ps.duplicates),
+        each("ps_refused_total", "Messages refused.", lambda ps: ps.refused),
+        _Metric("ps_backup_behind", "Entries that its backup does not have yet.", behind),
+    ]

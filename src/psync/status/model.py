@@ -1,0 +1,270 @@
+"""The status of a cluster at one moment: a value, and its JSON form.
+
+All times are durations in seconds up to the moment of the status, ``Status.time`` alone is a date.
+All ``…_per_s`` are means over the last ``Status.window_s`` seconds. A total counts since the
+coordinator, or the ps in its present state, began; it may fall when a task was started again.
+
+The JSON form has the same names, tuples as arrays. Within a schema fields are only added, so
+who reads it passes over what it does not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, Union, get_args, get_origin, get_type_hints
+
+from psync.errors import RemoteProtocolError
+
+SCHEMA = 1
+"""Of the JSON form; another one where a field is gone or means something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningClosure:
+    """The closure that a worker runs, or that is on its way there or back."""
+
+    id: int
+    name: str  # of the step function
+    seconds: float  # since it was sent, or the closure before it ended
+
+
+@dataclass(frozen=True, slots=True)
+class SeenError:
+    """The last error of a task."""
+
+    text: str  # "closure 7 (step): ValueError: …"
+    seconds: float  # ago
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker. Its states:
+
+    - "connecting": it was never here, and is waited for;
+    - "idle": it holds no closure;
+    - "busy": it holds closures;
+    - "waiting": its closure waits for others, at a synchronous step or a staleness bound;
+    - "leaving": it ends its closure and goes;
+    - "set aside": it was lost again and again, and is not connected to for a while;
+    - "lost": it is gone, and is waited for;
+    - "left", "given up": it is gone, and is not waited for.
+    """
+
+    task: str  # "/job:worker/task:0"
+    address: str
+    state: str
+    closure: RunningClosure | None = None
+    held: int = 0  # closures that it holds, the running one too
+    finished: int = 0  # closures since it joined
+    failed: int = 0  # closures that have raised here
+    losses: int = 0  # how often it was lost
+    closures_per_s: float = 0.0
+    mean_s: float | None = None  # seconds per closure, of the newest; None: none has ended
+    staleness: int | None = None  # of its newest push, in steps; None: unknown
+    accepted: int = 0  # of its synchronous pushes
+    dropped: int = 0  # that came too late
+    duplicates: int = 0  # that another run of their closure had made before
+    last_error: SeenError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BackupStatus:
+    """The backup of a ps."""
+
+    state: str  # "alone": there is none; "copying"; "paired": it may take over; "deposed"
+    behind: int  # entries of the log that it does not have yet
+
+
+@dataclass(frozen=True, slots=True)
+class PsStatus:
+    """One ps. Its states are those of the coordinator's connection to it:
+
+    - "unconnected": it was never here;
+    - "connected";
+    - "silent": connected, and it has not answered within a second;
+    - "broken": the connection is gone, and made again;
+    - "lost": its shards are gone.
+    """
+
+    task: str
+    address: str
+    state: str
+    age_s: float | None = None  # of what follows; None: it was never read
+    shards: int = 0
+    bytes: int = 0  # of variables
+    slot_bytes: int = 0  # of optimizers' slots
+    pushes: int = 0  # gradients that have come in whole
+    pulls: int = 0
+    pushes_per_s: float = 0.0
+    pulls_per_s: float = 0.0
+    bytes_in_per_s: float = 0.0
+    bytes_out_per_s: float = 0.0
+    queue: int = 0  # updates that wait for their turn, their backup, or are being computed
+    duplicates: int = 0  # messages and calls that were answered from memory
+    refused: int = 0  # of tasks that were replaced, or wrong
+    backup: BackupStatus | None = None  # None: the cluster has none
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatus:
+    """One synchronous optimizer."""
+
+    name: str
+    step: int
+    target: int  # gradients that the step takes
+    counted: int  # that it has
+    waiting: tuple[str, ...]  # workers that wait for it
+    waits_for: tuple[str, ...]  # workers that have work and have not come
+    steps_per_s: float
+    partial_steps: int
+    accepted: int
+    dropped: int  # gradients that came too late
+    duplicates: int
+
+
+@dataclass(frozen=True, slots=True)
+class BoundStatus:
+    """One bound of staleness."""
+
+    max_staleness: int
+    slowest: int  # rounds
+    fastest: int
+    waiting: tuple[str, ...]  # workers that are too far ahead
+    waits_for: tuple[str, ...]  # the slowest
+
+
+@dataclass(frozen=True, slots=True)
+class StepsStatus:
+    """How far training is."""
+
+    global_step: int = 0  # of the synchronous optimizer that is farthest; else updates applied
+    steps_per_s: float = 0.0
+    staleness: Mapping[str, int] = field(default_factory=dict)
+    """How many pushes were so stale: "0": 90, "1": 10. The highest, "255", counts all above."""
+    groups: tuple[GroupStatus, ...] = ()
+    bounds: tuple[BoundStatus, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """Closures of the coordinator: where they are, and totals."""
+
+    waiting: int = 0  # for the value of another closure, or for the end of a gang
+    queued: int = 0
+    in_flight: int = 0
+    finished: int = 0
+    failed: int = 0
+    exhausted: int = 0  # their data had ended
+    cancelled: int = 0
+    put_back: int = 0  # times a closure ran again because its worker was gone
+    closures_per_s: float = 0.0  # finished ones
+
+
+@dataclass(frozen=True, slots=True)
+class EventStatus:
+    """Something that has happened."""
+
+    kind: str  # "joined", "lost", "left", "set aside", "unreachable", "reachable", "rollback", …
+    text: str
+    seconds: float  # ago
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A cluster as its coordinator sees it, at one moment.
+
+    States of the coordinator: "starting" (tasks are waited for), "idle" (nothing is scheduled),
+    "running", "recovering" (closures are held back until a ps is there again), "failed" (an error
+    is about to be raised), "ended".
+
+    Example:
+        status = await coordinator.status()
+        print(status.queue.closures_per_s, [w.task for w in status.workers if w.state == "lost"])
+    """
+
+    time: float  # seconds since 1970
+    pid: int  # of the coordinator's process
+    program: str  # what it runs
+    uptime_s: float  # since the coordinator began to connect
+    window_s: float  # of the rates
+    state: str
+    waits_for: str  # what a join waits for, in words; "nothing"
+    queue: QueueStatus = field(default_factory=QueueStatus)
+    steps: StepsStatus = field(default_factory=StepsStatus)
+    workers: tuple[WorkerStatus, ...] = ()  # by index
+    ps: tuple[PsStatus, ...] = ()  # by index
+    reported: Mapping[str, float] = field(default_factory=dict)  # by the program: loss, epoch, …
+    notes: tuple[str, ...] = ()  # on recovery, backups and who is set aside
+    events: tuple[EventStatus, ...] = ()  # the newest, newest first
+    schema: int = SCHEMA
+
+    def to_json(self) -> str:
+        """Return the JSON form: one object, in one line.
+
+        Reported values that JSON has no numbers for, such as a loss that is NaN, are null.
+        """
+        data = _fields(self)
+        data["reported"] = {
+            name: value if math.isfinite(value) else None for name, value in self.reported.items()
+        }
+        return json.dumps(data, default=_fields, separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Return the status of a JSON form; fields that it has beyond this version's are dropped.
+
+        Raises:
+            RemoteProtocolError: It is none, or of another schema.
+        """
+        try:
+            data = json.loads(text)
+            schema = data["schema"]
+        except (ValueError, TypeError, KeyError) as exc:
+            raise RemoteProtocolError("expected the status of a run as JSON") from exc
+        if schema != SCHEMA:
+            raise RemoteProtocolError(
+                f"expected a status of schema {SCHEMA}, got {schema}",
+                hint="use the version of psync that the run uses",
+            )
+        try:
+            for name, value in data.get("reported", {}).items():
+                data["reported"][name] = math.nan if value is None else value
+            made: Self = _built(cls, data)
+        except (ValueError, TypeError, KeyError, AttributeError) as exc:
+            raise RemoteProtocolError(f"expected a status of schema {SCHEMA}: {exc}") from exc
+        return made
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    kind: type = type(value)
+    return {name: getattr(value, name) for name in _names(kind)}
+
+
+@functools.cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(each.name for each in dataclasses.fields(kind))
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _built(kind: Any, data: Any) -> Any:
+    """Return a value of a field's type, made of plain data."""
+    if dataclasses.is_dataclass(kind):
+        hints = _hints(kind)  # type: ignore[arg-type]  # a class can be hashed
+        known = {name: _built(hints[name], value) for name, value in data.items() if name in hints}
+        return kind(**known)  # type: ignore[operator]
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):  # of something and None
+        return None if data is None else _built(get_args(kind)[0], data)
+    if origin is tuple:
+        return tuple(_built(get_args(kind)[0], each) for each in data)
+    return data

@@ -1,0 +1,204 @@
+"""Run files: how this user's programs are found that can be asked for their status.
+
+A coordinator's process writes one into a directory that only its user can enter, ``psync`` in
+``$XDG_RUNTIME_DIR`` or ``psync-UID`` in the directory for temporary files: a JSON object with the
+address of a Unix socket, which lies beside it, and the token that whoever asks there has to prove.
+The token is good for the status and for nothing else; the cluster's secret is not in it. The file
+goes when the coordinator is closed. One that was killed leaves it behind; nobody listens at its
+socket then, and the next run takes it away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from psync.errors import ConfigurationError
+from psync.net.secret import read_private
+
+SCHEMA = 1
+"""Of run files."""
+
+SUFFIX = ".json"
+
+NEW_S = 60.0
+"""A socket of which there is no run file is left alone for so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A program that can be asked for its status."""
+
+    pid: int
+    started: float  # seconds since 1970
+    program: str  # name of its script
+    address: str  # "unix:/run/user/1000/psync/123-9f3a.sock"
+    token: str  # in hexadecimal digits
+    metrics: str = ""  # URL for Prometheus; "" where there is none
+
+    def __str__(self) -> str:
+        return f"{self.program} (process {self.pid})"
+
+
+def directory_of_runs(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the directory of this user's run files, whether it is there or not."""
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    with contextlib.suppress(OSError):
+        if os.path.isabs(runtime) and os.stat(runtime).st_uid == os.getuid():
+            return Path(runtime, "psync")
+    return Path(tempfile.gettempdir(), f"psync-{os.getuid()}")
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory that nobody else can enter, or check that it is one.
+
+    Raises:
+        OSError: It cannot be made, or is another user's, or others may enter it.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    _check_private(path)
+
+
+def _check_private(path: Path) -> None:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(
+            errno.EACCES, "expected a directory of this user's own, of mode 0700", str(path)
+        )
+
+
+@contextlib.contextmanager
+def run_file(path: Path, run: Run) -> Iterator[None]:
+    """Return a context in which a run can be found; its socket goes with the file.
+
+    Args:
+        path: Of the file, in a directory that ``make_directory`` has made.
+        run: What it says.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    fd, draft = tempfile.mkstemp(dir=path.parent)  # mode 0600
+    try:
+        with open(fd, "w", encoding="utf-8") as file:
+            json.dump({"schema": SCHEMA, **dataclasses.asdict(run)}, file)
+        os.rename(draft, path)  # so nobody reads half of it
+    except BaseException:
+        os.unlink(draft)
+        raise
+    try:
+        yield
+    finally:
+        # The socket, too: a program may end without closing anything.
+        _remove(path, socket_of(run))
+
+
+def read_run(path: Path) -> Run:
+    """Return what a run file says.
+
+    Raises:
+        ConfigurationError: It is none; or there is none, as where the run has ended.
+    """
+    try:
+        data = json.loads(read_private(str(path), str(path)))
+        known = {each.name for each in dataclasses.fields(Run)}
+        if data.pop("schema") != SCHEMA:
+            raise ConfigurationError(
+                f"{path}: expected a run file of schema {SCHEMA}",
+                hint="use the version of psync that the run uses",
+            )
+        return Run(**{name: value for name, value in data.items() if name in known})
+    except FileNotFoundError:
+        raise ConfigurationError(f"{path}: there is no such file: has the run ended?") from None
+    except OSError as exc:
+        raise ConfigurationError(f"{path}: cannot be read: {exc.strerror}") from exc
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+        if isinstance(exc, ConfigurationError):
+            raise
+        raise ConfigurationError(f"{path}: expected a run file of psync") from exc
+
+
+def newest_run(directory: Path | None = None) -> Run:
+    """Return this user's newest run that is there.
+
+    Args:
+        directory: Of run files; default: this user's.
+
+    Raises:
+        ConfigurationError: There is none; or the newest has ended in a way that left its file.
+    """
+    directory = directory_of_runs() if directory is None else directory
+    try:
+        _check_private(directory)  # what somebody else has put there is not this user's run
+        runs = _runs(directory)
+    except FileNotFoundError:
+        runs = []
+    except OSError as exc:
+        raise ConfigurationError(f"{directory}: {exc.strerror}") from exc
+    for _, run in runs:
+        if not has_ended(run):
+            return run
+    hint = "start one on this machine, or give the path of its run file"
+    if runs:
+        raise ConfigurationError(f"the newest run, {runs[0][1]}, has ended", hint=hint)
+    raise ConfigurationError(f"no program of this user runs (looked in {directory})", hint=hint)
+
+
+def _runs(directory: Path) -> list[tuple[Path, Run]]:
+    """Return all runs, the newest first; what cannot be read is passed over."""
+    found: list[tuple[Path, Run]] = []
+    for path in directory.glob(f"*{SUFFIX}"):
+        with contextlib.suppress(ConfigurationError):
+            found.append((path, read_run(path)))
+    return sorted(found, key=lambda each: each[1].started, reverse=True)
+
+
+def socket_of(run: Run) -> Path:
+    """Return the path of its socket."""
+    return Path(run.address.removeprefix("unix:"))
+
+
+def has_ended(run: Run) -> bool:
+    """Whether nobody listens any more where the run did."""
+    return _is_deserted(socket_of(run))
+
+
+def _is_deserted(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a full backlog would keep us waiting
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def take_away_ended(directory: Path) -> None:
+    """Remove what runs that were killed have left: their files, and sockets without a file."""
+    for path, run in _runs(directory):
+        if has_ended(run):
+            _remove(path, socket_of(run))
+    for path in directory.glob("*.sock"):
+        with contextlib.suppress(OSError):
+            # One that is new may be about to listen, and to get its file.
+            if time.time() - path.stat().st_mtime > NEW_S and _is_deserted(path):
+                _remove(path)
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -1,0 +1,194 @@
+"""Readings of a running cluster: what its coordinator knows, and what ps tasks answer.
+
+Nothing happens here unless somebody asks. Of ps tasks the counters are asked for, all at once; one
+that does not answer in time keeps the counters that it gave last. Workers are not asked: a step may
+compute for minutes on the loop of its worker, and what the coordinator knows is enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from psync.closures.membership import TaskState
+from psync.errors import ClosedError, PsyncError
+from psync.net.peer import Peer
+from psync.status.model import EventStatus, RunningClosure, SeenError, Status
+from psync.status.rates import History, PsReading, Reading, WorkerReading, status_of
+from psync.wire.messages import AskStatistics, Statistics
+
+if TYPE_CHECKING:
+    from psync.chief.attached_workers import WorkerRecord
+    from psync.client.ps_link import PsLink
+    from psync.closures.closure import Closure
+    from psync.coordinator import Coordinator
+
+PS_ANSWERS_WITHIN_S = 1.0
+"""A ps runs no user code, and answers within milliseconds."""
+
+FRESH_S = 0.2
+"""Who asks again sooner gets the same status: that bounds what it costs, whoever asks."""
+
+_GONE = {
+    TaskState.CONNECTING: "connecting",
+    TaskState.LOST: "lost",
+    TaskState.LEFT: "left",
+    TaskState.ALIVE: "connecting",  # connected, and about to take part
+}
+
+
+@dataclass(slots=True)
+class _LastCounters:
+    at: float  # loop time
+    counters: dict[str, Any]
+
+
+class StatusSource:
+    """The status of one coordinator's cluster.
+
+    Args:
+        coordinator: Running, or starting.
+
+    Attributes:
+        reported: Values of the program's own, the newest by name.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._history = History(self._began)
+        self._ps: dict[str, _LastCounters] = {}
+        self._newest: tuple[float, Status] | None = None
+        self._asking: asyncio.Task[Status] | None = None
+        self.reported: dict[str, float] = {}
+        self.program = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
+
+    async def status(self) -> Status:
+        """Return the status, at most 0.2 s old.
+
+        Raises:
+            ClosedError: The coordinator is closed meanwhile.
+
+        Cancellation: Safe; others who ask get theirs.
+        """
+        if self._newest is not None and self._loop.time() - self._newest[0] < FRESH_S:
+            return self._newest[1]
+        asking = self._asking
+        if asking is None:
+            asking = self._asking = self._loop.create_task(self._read())
+            asking.add_done_callback(self._ended)
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if asking.cancelled() and (task is None or not task.cancelling()):
+                raise ClosedError("status: the coordinator was closed") from None
+            raise
+
+    def _ended(self, asking: asyncio.Task[Status]) -> None:
+        self._asking = None
+        if not asking.cancelled():
+            asking.exception()  # whoever has waited for it has it; perhaps nobody does any more
+
+    async def close(self) -> None:
+        """Stop asking. Cancellation: safe."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait((self._asking,))
+
+    async def _read(self) -> Status:
+        peers = self._coordinator.links.endpoint.peers
+        controls = {peer.task: peer for peer in peers if peer.lane == "control"}
+        links = self._coordinator.links.ps.links
+        asked = (self._ask(controls[link.task]) for link in links if link.task in controls)
+        began = self._loop.time()
+        await asyncio.gather(*asked)
+        status = status_of(self._reading(began), self._history)
+        self._newest = self._loop.time(), status
+        return status
+
+    async def _ask(self, ps: Peer) -> None:
+        """Ask a ps over the connection that it has: nothing is sent again, or waits for it."""
+        try:
+            deadline = self._loop.time() + PS_ANSWERS_WITHIN_S
+            received = await ps.call(AskStatistics(), deadline=deadline)
+        except PsyncError:
+            return  # its link sees to it, and the age of its counters shows it
+        assert isinstance(received.message, Statistics), "its only answer"
+        self._ps[ps.task] = _LastCounters(self._loop.time(), received.message.counters)
+
+    def _reading(self, began: float) -> Reading:
+        coordinator, now = self._coordinator, self._loop.time()
+        queue, links = coordinator.recovery.queue, coordinator.links
+        oldest = queue.dispatcher.oldest()
+        given_up = links.workers.given_up.items()
+        return Reading(
+            at=now,
+            time=time.time(),
+            pid=os.getpid(),
+            program=self.program,
+            uptime_s=now - self._began,
+            state=self._state(),
+            waits_for=coordinator.waits_for(),
+            closures=queue.statistics(),
+            workers=[
+                *(self._worker(each, oldest.get(each.name), now) for each in self._records()),
+                *(WorkerReading(task, "", "given up", last_error=SeenError(why, 0.0))
+                  for task, why in given_up),
+            ],
+            ps=[self._ps_reading(link, began, now) for link in links.ps.links],
+            has_backups=coordinator.recovery.has_backups,
+            reported=dict(self.reported),
+            notes=[*coordinator.recovery.describe(), *links.workers.describe()],
+            events=[
+                EventStatus(note.kind, note.text, now - note.at)
+                for note in reversed(links.events.notes)
+            ],
+        )  # fmt: skip
+
+    def _records(self) -> list[WorkerRecord]:
+        return sorted(self._coordinator.links.workers.records(), key=lambda each: each.place)
+
+    def _state(self) -> str:
+        coordinator = self._coordinator
+        if not coordinator.links.supervision.is_up:
+            return "starting"
+        if coordinator.recovery.is_recovering:
+            return "recovering"
+        if coordinator.recovery.queue.has_failed:
+            return "failed"
+        return "idle" if coordinator.done() else "running"
+
+    def _worker(self, worker: WorkerRecord, closure: Closure | None, now: float) -> WorkerReading:
+        workers, membership = self._coordinator.links.workers, self._coordinator.links.membership
+        if worker.peers is not None:
+            state = "leaving" if worker.leaving else "idle"
+        elif workers.flapping.remaining(worker.name, now) > 0:
+            state = "set aside"
+        else:
+            state = _GONE[membership.state(worker.name)]
+        running, error = None, None
+        if closure is not None:
+            sent_at = getattr(closure.payload, "sent_at", None)
+            since = max(now if sent_at is None else sent_at, worker.heard_at)
+            running = RunningClosure(closure.id, closure.name, now - since)
+        if worker.last_error is not None:
+            at, text = worker.last_error
+            error = SeenError(text, now - at)
+        return WorkerReading(
+            worker.name, worker.address, state, running, worker.losses, worker.failed, error
+        )
+
+    def _ps_reading(self, link: PsLink, began: float, now: float) -> PsReading:
+        known = self._ps.get(link.task)
+        if known is None:
+            return PsReading(link.task, link.address, link.state)
+        state = link.state
+        if state == "connected" and known.at < began:
+            state = "silent"
+        return PsReading(link.task, link.address, state, now - known.at, known.counters)

@@ -1,0 +1,133 @@
+"""The status of a running coordinator, for its program and for other processes of its user.
+
+Others ask over a Unix socket, with psync's own handshake and a token made for that, both of which
+a run file names (``run_files``). The cluster's connections have nothing to do with it: what comes
+over the socket may ask for the status, as ``AskStatistics``, and for nothing else. A cluster in
+memory is seen by its program only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from psync.cluster_roles import CHIEF
+from psync.errors import ConfigurationError
+from psync.net.endpoint import Endpoint
+from psync.net.peer import Handler, Peer, Reply
+from psync.net.platform import Platform, random_hex
+from psync.net.secret import Secret
+from psync.net.tls import TlsNetwork
+from psync.net.transport import SocketNetwork
+from psync.status.http import StatusServer
+from psync.status.run_files import (
+    SUFFIX,
+    Run,
+    directory_of_runs,
+    make_directory,
+    run_file,
+    take_away_ended,
+)
+from psync.wire.messages import AskStatistics, Statistics
+
+if TYPE_CHECKING:
+    from psync.status.sampling import StatusSource
+
+logger = logging.getLogger(__name__)
+
+TOKEN_BYTES = 32
+
+
+def is_served(platform: Platform, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether other processes may ask: ``PSYNC_STATUS`` is not 0, the cluster is not in memory.
+
+    Raises:
+        ConfigurationError: The variable is neither 0 nor 1.
+    """
+    value = environ.get("PSYNC_STATUS", "")
+    if value not in ("", "0", "1"):
+        raise ConfigurationError(f"PSYNC_STATUS: expected 0 or 1, got {value!r}")
+    return value != "0" and is_outside(platform)
+
+
+def is_outside(platform: Platform) -> bool:
+    """Whether the cluster is on a network of the machine's, and not in memory."""
+    return isinstance(platform.network, SocketNetwork | TlsNetwork)
+
+
+class ServedStatus:
+    """The status of one coordinator, which may be asked for while it starts and while it runs.
+
+    Args:
+        source: Of the status.
+        platform: Of the coordinator.
+        metrics: Where to serve it over HTTP, as "host:port"; None: as ``PSYNC_METRICS`` says.
+
+    Raises:
+        ConfigurationError: ``PSYNC_STATUS`` is neither 0 nor 1, or an address is none.
+    """
+
+    def __init__(
+        self, source: StatusSource, platform: Platform, metrics: str | None = None
+    ) -> None:
+        self.source = source
+        self._is_served = is_served(platform)
+        if metrics is None and is_outside(platform):
+            metrics = os.environ.get("PSYNC_METRICS")
+        self._http = StatusServer(source, metrics) if metrics else None
+        self._stack = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        """Let processes of this user ask.
+
+        That they cannot, because a directory cannot be written for example, is no more than noted
+        in the log.
+
+        Raises:
+            ConfigurationError: The address for metrics is in use.
+
+        Cancellation: ``close`` still has to be called; so it is after an error.
+        """
+        url = ""
+        if self._http is not None:
+            await self._http.start()
+            url = self._http.url
+        if not self._is_served:
+            return
+        try:
+            await _serve(self.source, url, self._stack)
+        except (OSError, ConfigurationError) as exc:
+            logger.info("nobody can ask for the status of this run: %s", exc)
+            await self._stack.aclose()
+
+    async def close(self) -> None:
+        """Answer nobody any more. Cancellation: a connection may still be closing."""
+        try:
+            await self._stack.aclose()
+        finally:
+            if self._http is not None:
+                await self._http.close()
+            await self.source.close()
+
+
+async def _serve(source: StatusSource, metrics: str, stack: contextlib.AsyncExitStack) -> None:
+    directory = directory_of_runs()
+    make_directory(directory)
+    take_away_ended(directory)
+    path = directory / f"{os.getpid()}-{random_hex(4)}{SUFFIX}"
+    token, address = random_hex(TOKEN_BYTES), f"unix:{path.with_suffix('.sock')}"
+
+    async def answer(peer: Peer, message: AskStatistics, _: list[memoryview]) -> Reply:
+        status = await source.status()
+        return Reply(Statistics({}), [status.to_json().encode()])
+
+    platform = Platform(SocketNetwork(), Secret(token.encode()))
+    endpoint = Endpoint(platform, CHIEF, 0, {AskStatistics: Handler(answer)})
+    stack.push_async_callback(endpoint.close)
+    await endpoint.listen(address)
+    run = Run(os.getpid(), time.time(), source.program, address, token, metrics)
+    stack.enter_context(run_file(path, run))

@@ -1,0 +1,56 @@
+"""Callbacks for batches: told of each closure of an epoch as it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from psync.errors import EndOfData
+from psync.serialization.remote_value import RemoteValue
+
+
+async def follow(
+    closures: Sequence[RemoteValue[Any]],
+    counts: Sequence[int],
+    tell: Callable[[int, Any], Awaitable[None]],
+    stopped: Callable[[], bool],
+) -> None:
+    """Call ``tell(step, result)`` for each closure that has a result, in the order of the epoch.
+
+    Where that raises, or ``stopped()`` becomes true, the closures that have not ended are
+    cancelled. An error of a closure is left to whoever joins.
+
+    Args:
+        closures: Of an epoch.
+        counts: How many steps each has.
+        tell: Gets the last step of the closure, from 0, and its result.
+        stopped: Asked after each.
+
+    Raises:
+        Exception: What ``tell`` raised.
+
+    Cancellation: Safe; closures go on.
+    """
+    steps = 0
+    for place, (closure, count) in enumerate(zip(closures, counts, strict=True)):
+        steps += count
+        try:
+            result = await closure
+        except EndOfData:  # of this worker; others may have more
+            continue
+        except Exception:
+            return
+        try:
+            await tell(steps - 1, result)
+            if not stopped():
+                continue
+        except Exception:
+            _cancel(closures[place:])
+            raise
+        _cancel(closures[place:])
+        return
+
+
+def _cancel(closures: Sequence[RemoteValue[Any]]) -> None:
+    for closure in closures:
+        closure.cancel()

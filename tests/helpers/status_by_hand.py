@@ -1,0 +1,43 @@
+"""A status without a cluster, and who serves it over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from psync.net.platform import Platform
+from psync.net.transport import SocketNetwork
+from psync.status.model import Status
+from psync.status.serving import ServedStatus
+
+STATUS = Status(1.0, 7, "train.py", 2.0, 3.0, "running", "nothing")
+
+
+class Source:
+    """A status without a cluster."""
+
+    program = "train.py"
+
+    def __init__(self) -> None:
+        self.answer: Any = STATUS
+
+    async def status(self) -> Status:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        if self.answer is None:
+            await asyncio.Event().wait()
+        return self.answer
+
+    async def close(self) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def serving_of(source: Any = None) -> AsyncIterator[ServedStatus]:
+    status = ServedStatus(source or Source(), Platform(SocketNetwork()))
+    await status.start()
+    try:
+        yield status
+    finally:
+        await status.close()

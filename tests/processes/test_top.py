@@ -1,0 +1,88 @@
+"""`psync top` beside `psync run`: one user's processes, a real run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from psync.status.model import Status
+from psync.status.run_files import read_run
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PSYNC = [sys.executable, "-m", "psync"]
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+
+@pytest.fixture
+def environ() -> Iterator[dict[str, str]]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        yield {**os.environ, "XDG_RUNTIME_DIR": made, "COLUMNS": "120"}
+
+
+def top(environ: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PSYNC, "top", *args], env=environ, capture_output=True, text=True)
+
+
+def started(environ: dict[str, str]) -> subprocess.Popen[str]:
+    run = subprocess.Popen(
+        [*PSYNC, "run", str(SCRIPTS / "seen.py"), "--ps", "2", "--workers", "2",
+         "--metrics-port", "0"],
+        env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    return run
+
+
+@pytest.mark.smoke
+def test_a_run_is_seen_while_it_lasts(environ: dict[str, str]) -> None:
+    with started(environ) as run:
+        try:
+            once = top(environ, "--once", "--json")
+            assert once.stderr == ""
+            status = Status.from_json(once.stdout)
+            assert (status.program, status.state) == ("seen.py", "running")
+            assert status.queue.closures_per_s > 0
+            assert status.steps.global_step > 0
+            assert [worker.task for worker in status.workers] == [
+                "/job:worker/task:0", "/job:worker/task:1",
+            ]  # fmt: skip
+            assert {worker.state for worker in status.workers} <= {"busy", "idle"}
+            assert sum(worker.closures_per_s for worker in status.workers) > 0
+            assert [ps.bytes for ps in status.ps] == [4000, 0]
+            assert status.ps[0].pushes_per_s > 0
+            table = top(environ, "--once").stdout
+            assert table.startswith("seen.py (process")
+            assert "train_step" in table
+            (file,) = Path(environ["XDG_RUNTIME_DIR"], "psync").glob("*.json")
+            assert top(environ, str(file), "--once").returncode == 0
+            with urllib.request.urlopen(f"{read_run(file).metrics}/metrics") as answer:
+                assert b'psync_ps_bytes{task="/job:ps/task:0"} 4000.0' in answer.read()
+        finally:
+            run.communicate("\n")
+        assert run.returncode == 0
+    ended = top(environ, "--once")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("psync: error: no program of this user runs")
+
+
+def test_a_run_that_was_killed_has_ended(environ: dict[str, str]) -> None:
+    with started(environ) as run:
+        status = Status.from_json(top(environ, "--once", "--json").stdout)
+        os.kill(status.pid, signal.SIGKILL)
+        run.communicate()
+    assert run.returncode == 128 + signal.SIGKILL
+    ended = top(environ, "--once")
+    assert "psync: error: the newest run, seen.py (process" in ended.stderr
+    with started(environ) as run:  # takes away what that one has left
+        assert len(list(Path(environ["XDG_RUNTIME_DIR"], "psync").glob("*.json"))) == 1
+        run.communicate("\n")

@@ -1,0 +1,151 @@
+"""The status over HTTP: what is answered to whom."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from psync.errors import ClosedError, ConfigurationError
+from psync.status import http
+from psync.status.http import StatusServer
+from psync.status.model import Status
+from status_by_hand import STATUS, Source
+
+
+class World:
+    def __init__(self, server: StatusServer, source: Source, token: str) -> None:
+        self.source, self.token = source, token
+        self.host, _, port = server.url.removeprefix("http://").rpartition(":")
+        self.port = int(port)
+
+    async def say(self, request: bytes) -> tuple[int, str]:
+        """Send bytes; return status code and body."""
+        reader, writer = await asyncio.open_connection(self.host, self.port)
+        writer.write(request)
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        head, _, body = answer.decode().partition("\r\n\r\n")
+        return int(head.split()[1]) if head else 0, body
+
+    async def get(self, path: str, host: str = "localhost", method: str = "GET") -> tuple[int, str]:
+        return await self.say(f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    caplog: pytest.LogCaptureFixture, address: str = "127.0.0.1:0"
+) -> AsyncIterator[World]:
+    caplog.set_level(logging.INFO, "psync")
+    source: Any = Source()
+    server = StatusServer(source, address)
+    await server.start()
+    try:
+        found = re.search(r"status at \S+/status\?token=(\w+)", caplog.text)
+        assert found is not None
+        yield World(server, source, found[1])
+    finally:
+        await server.close()
+
+
+async def test_metrics_are_for_everybody(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(caplog) as world:
+        code, text = await world.get("/metrics")
+        assert (code, "psync_up_seconds 2.0" in text) == (200, True)
+
+
+async def test_the_status_needs_the_token(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(caplog) as world:
+        code, text = await world.get(f"/status?token={world.token}")
+        assert code == 200
+        assert Status.from_json(text) == STATUS
+        for query in ("", "?token=", "?token=00", "?tok=é"):
+            code, text = await world.get(f"/status{query}")
+            assert (code, "the token is missing" in text) == (403, True)
+
+
+async def test_a_head_has_no_body(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(caplog) as world:
+        assert await world.get("/metrics", method="HEAD") == (200, "")
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:80", "127.0.0.1:9", "[::1]:9"])
+async def test_a_host_of_this_machine_is_answered(
+    host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(caplog) as world:
+        assert (await world.get("/metrics", host))[0] == 200
+
+
+@pytest.mark.parametrize("host", ["", "evil.example", "127.0.0.1.evil.example", "10.0.0.1", "a b"])
+async def test_another_host_is_refused(host: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(caplog) as world:
+        assert (await world.get("/metrics", host))[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (b"POST /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
+        (b"GET /secrets HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (b"GET /metrics HTTP/1.1\r\n\r\n", 403),
+        (b"nonsense\r\n\r\n", 400),
+        (b"\x00\xff\r\n\r\n", 400),
+        (b"GET / HTTP/2\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000, 431),
+    ],
+)
+async def test_what_else_is_asked_is_refused(
+    request_: bytes, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(caplog) as world:
+        with contextlib.suppress(ConnectionError):  # it hangs up while we still send
+            assert (await world.say(request_))[0] == code
+        assert (await world.get("/metrics"))[0] == 200  # it goes on
+
+
+async def test_one_who_says_nothing_is_hung_up_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "REQUEST_WITHIN_S", 0.01)
+    async with serving(caplog) as world:
+        assert await world.say(b"GET /met") == (0, "")
+
+
+async def test_one_who_is_connected_does_not_keep_it_from_ending(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(caplog) as world:
+        reader, writer = await asyncio.open_connection(world.host, world.port)
+        assert (await world.get("/metrics"))[0] == 200
+    assert await reader.read() == b""
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_coordinator_that_ends_is_unavailable(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(caplog) as world:
+        world.source.answer = ClosedError("it is closed")
+        assert await world.get("/metrics") == (503, "it is closed\n")
+
+
+async def test_an_address_that_is_taken_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(caplog) as world:
+        source: Any = Source()
+        server = StatusServer(source, f"127.0.0.1:{world.port}")
+        with pytest.raises(ConfigurationError, match=r"metrics: cannot listen on 127.*in use"):
+            await server.start()
+        await server.close()
+
+
+@pytest.mark.parametrize("address", ["", "9100", ":9100", "unix:/tmp/a", "a:b", "a:99999"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    source: Any = Source()
+    with pytest.raises(ConfigurationError, match=f'metrics: expected "host:port", got {address!r}'):
+        StatusServer(source, address)

@@ -1,0 +1,111 @@
+"""Programs are asked for their status from outside, over real sockets; and what goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from psync.errors import (
+    ConfigurationError,
+    DeadlineExceeded,
+    RemoteProtocolError,
+)
+from psync.status import reading
+from psync.status.http import StatusServer
+from psync.status.reading import UrlReader, reading_status
+from psync.status.run_files import Run, newest_run
+from status_by_hand import STATUS, Source, serving_of
+
+
+async def test_a_reader_hears_that_the_run_has_ended(runtime: Path) -> None:
+    async with serving_of() as status:
+        run = newest_run()
+        async with reading_status(run) as reader:
+            await status.close()
+            with pytest.raises(ConfigurationError, match=r"train.py \(process \d+\) has ended"):
+                await reader.read()
+        with pytest.raises(ConfigurationError, match=r"\(process \d+\) has ended, or cannot be"):
+            async with reading_status(run):
+                pass
+
+
+async def test_who_has_another_token_gets_nothing(runtime: Path) -> None:
+    async with serving_of():
+        run = dataclasses.replace(newest_run(), token="0" * 64)
+        with pytest.raises(ConfigurationError, match="cannot be reached"):
+            async with reading_status(run):
+                pass
+
+
+async def test_a_run_that_does_not_answer_is_named(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "ANSWERS_WITHIN_S", 0.01)
+    source = Source()
+    async with serving_of(source):
+        async with reading_status(newest_run()) as reader:
+            source.answer = None
+            with pytest.raises(DeadlineExceeded, match=r"\(process \d+\) has not answered"):
+                await reader.read()
+            source.answer = ValueError("a bug")
+            with pytest.raises(RemoteProtocolError, match=r"cannot say its status: .*a bug"):
+                await reader.read()
+
+
+async def test_what_is_no_status_is_refused(runtime: Path) -> None:
+    async with serving_of() as status:
+        run: Run = newest_run()
+        async with reading_status(run) as reader:
+            status.source.answer = type("Odd", (), {"to_json": lambda self: "[]"})()
+            with pytest.raises(RemoteProtocolError, match="expected the status of a run"):
+                await reader.read()
+
+
+# By URL.
+
+
+@contextlib.asynccontextmanager
+async def over_http(caplog: pytest.LogCaptureFixture) -> AsyncIterator[tuple[str, str]]:
+    """A server; its URL, and the token."""
+    caplog.set_level(logging.INFO, "psync")
+    source: Any = Source()
+    server = StatusServer(source, "127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"{server.url}/status", caplog.text.rpartition("?token=")[2].strip()
+    finally:
+        await server.close()
+
+
+async def test_a_url_gives_the_status_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
+    async with over_http(caplog) as (url, token):
+        reader = UrlReader(f"{url}?token={token}")
+        assert await reader.read() == STATUS
+        assert await reader.read() == STATUS
+
+
+async def test_a_url_with_another_token_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    async with over_http(caplog) as (url, _):
+        with pytest.raises(ConfigurationError, match=f"{url}: 403 Forbidden: the token is missing"):
+            await UrlReader(f"{url}?token=secret").read()
+
+
+async def test_where_nobody_answers_the_url_is_named_without_its_token(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with over_http(caplog) as (url, _):
+        pass
+    with pytest.raises(ConfigurationError, match=f"{url} does not answer: ") as failed:
+        await UrlReader(f"{url}?token=secret").read()
+    assert "secret" not in str(failed.value)
+
+
+async def test_a_url_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="does not answer"):
+        await UrlReader("http://[/").read()

@@ -1,0 +1,232 @@
+"""Run files: where they lie, who can read them, and which run is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from psync.errors import ConfigurationError
+from psync.status import run_files
+from psync.status.run_files import (
+    Run,
+    directory_of_runs,
+    has_ended,
+    make_directory,
+    newest_run,
+    read_run,
+    run_file,
+    socket_of,
+    take_away_ended,
+)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A short path: that of a Unix socket may have 107 characters."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        yield Path(made)
+
+
+def run_of(directory: Path, name: str, started: float = 1.0) -> Run:
+    return Run(7, started, name, f"unix:{directory / name}.sock", "ab" * 32)
+
+
+def listening(run: Run) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.bind(run.address.removeprefix("unix:"))
+    sock.listen()
+    return sock
+
+
+# The directory.
+
+
+def test_it_is_in_the_runtime_directory_of_the_user(directory: Path) -> None:
+    assert directory_of_runs({"XDG_RUNTIME_DIR": str(directory)}) == directory / "psync"
+
+
+@pytest.mark.parametrize("runtime", ["", "/nonexistent", "relative"])
+def test_without_one_it_is_in_the_directory_for_temporary_files(runtime: str) -> None:
+    expected = Path(tempfile.gettempdir(), f"psync-{os.getuid()}")
+    assert directory_of_runs({"XDG_RUNTIME_DIR": runtime}) == expected
+    assert directory_of_runs({}) == expected
+
+
+def test_the_runtime_directory_of_another_user_is_not_used(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    found = directory_of_runs({"XDG_RUNTIME_DIR": str(directory)})
+    assert found == Path(tempfile.gettempdir(), f"psync-{other}")
+
+
+def test_nobody_else_can_enter_it(directory: Path) -> None:
+    make_directory(directory / "psync")
+    make_directory(directory / "psync")  # it may be there
+    assert stat.S_IMODE((directory / "psync").stat().st_mode) == 0o700
+
+
+def test_one_that_others_can_enter_is_refused(directory: Path) -> None:
+    (directory / "psync").mkdir()
+    (directory / "psync").chmod(0o755)
+    with pytest.raises(PermissionError, match="of this user's own, of mode 0700"):
+        make_directory(directory / "psync")
+
+
+def test_a_link_is_refused(directory: Path) -> None:
+    (directory / "other").mkdir(mode=0o700)
+    (directory / "psync").symlink_to("other")
+    with pytest.raises(PermissionError):
+        make_directory(directory / "psync")
+
+
+# Files.
+
+
+def test_a_run_file_says_what_it_was_given_and_goes_with_its_context(directory: Path) -> None:
+    path, run = directory / "7.json", run_of(directory, "train.py")
+    with run_file(path, run):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert read_run(path) == run
+        assert str(run) == "train.py (process 7)"
+    assert list(directory.iterdir()) == []
+    with run_file(path, run):
+        path.unlink()  # somebody has tidied up
+
+
+def test_one_that_cannot_be_written_leaves_nothing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(OSError, match="no"), run_file(directory / "7.json", run_of(directory, "a")):
+        pass
+    assert list(directory.iterdir()) == []
+
+
+def written(path: Path, text: str, mode: int = 0o600) -> Path:
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_a_file_that_is_not_there_says_so(directory: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"7\.json: there is no such file: has the run"):
+        read_run(directory / "7.json")
+
+
+def test_a_file_that_others_can_read_is_refused(directory: Path) -> None:
+    with pytest.raises(ConfigurationError, match="others than its owner can read"):
+        read_run(written(directory / "7.json", "{}", 0o644))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 1, "pid": 3}'])
+def test_what_is_no_run_file_is_refused(directory: Path, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"7\.json: expected a run file of psync"):
+        read_run(written(directory / "7.json", text))
+
+
+def test_a_run_file_of_another_version_says_so(directory: Path) -> None:
+    with pytest.raises(ConfigurationError, match="expected a run file of schema 1"):
+        read_run(written(directory / "7.json", '{"schema": 9}'))
+
+
+def test_what_a_later_version_adds_is_passed_over(directory: Path) -> None:
+    path, run = directory / "7.json", run_of(directory, "a")
+    with run_file(path, run):
+        written(path, json.dumps({**json.loads(path.read_text()), "colour": "red"}))
+        assert read_run(path) == run
+
+
+def test_a_directory_is_no_run_file(directory: Path) -> None:
+    with pytest.raises(ConfigurationError):
+        read_run(directory)
+
+
+# Which run.
+
+
+def test_the_newest_run_that_is_there_is_found(directory: Path) -> None:
+    runs = [run_of(directory, name, at) for at, name in enumerate(("a", "b", "c"))]
+    with (
+        run_file(directory / "x.json", runs[1]), run_file(directory / "y.json", runs[0]),
+        run_file(directory / "z.json", runs[2]), listening(runs[0]), listening(runs[1]),
+    ):  # fmt: skip
+        written(directory / "w.json", "nonsense")
+        assert has_ended(runs[2])
+        assert newest_run(directory) == runs[1]
+
+
+def test_where_only_ended_ones_are_left_the_newest_is_named(directory: Path) -> None:
+    with run_file(directory / "x.json", run_of(directory, "train.py")):
+        with pytest.raises(ConfigurationError, match=r"the newest run, train.py .*, has ended"):
+            newest_run(directory)
+
+
+def test_where_there_is_none_the_place_is_named(directory: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"no program of this user runs .*{directory}"):
+        newest_run(directory)
+    with pytest.raises(ConfigurationError, match="no program of this user runs"):
+        newest_run(directory / "nowhere")
+
+
+def test_a_directory_that_others_can_enter_is_not_looked_into(directory: Path) -> None:
+    directory.chmod(0o755)
+    with pytest.raises(ConfigurationError, match=f"{directory}: expected a directory of this user"):
+        newest_run(directory)
+
+
+def test_this_user_s_directory_is_where_it_looks(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_files, "directory_of_runs", lambda: directory)
+    with pytest.raises(ConfigurationError, match=str(directory)):
+        newest_run()
+
+
+def test_what_killed_runs_have_left_is_taken_away(directory: Path) -> None:
+    killed, alive = run_of(directory, "killed"), run_of(directory, "alive")
+    listening(killed).close()
+    with (
+        run_file(directory / "x.json", killed), run_file(directory / "y.json", alive),
+        listening(alive),
+    ):  # fmt: skip
+        take_away_ended(directory)
+        assert {path.name for path in directory.iterdir()} == {"y.json", "alive.sock"}
+
+
+def test_sockets_without_a_file_are_taken_away_when_they_are_old(directory: Path) -> None:
+    runs = {name: run_of(directory, name) for name in ("old", "new", "alive")}
+    for name, run in runs.items():
+        sock = listening(run)
+        if name != "new":
+            os.utime(socket_of(run), (1.0, 1.0))
+        if name != "alive":
+            sock.close()
+        else:
+            alive = sock
+    take_away_ended(directory)
+    assert {path.name for path in directory.iterdir()} == {"new.sock", "alive.sock"}
+    alive.close()
+
+
+def test_the_socket_goes_with_the_file(directory: Path) -> None:
+    run = run_of(directory, "a")
+    with run_file(directory / "a.json", run):
+        listening(run).close()
+    assert list(directory.iterdir()) == []
+
+
+def test_a_socket_of_which_nothing_is_known_is_not_ended(directory: Path) -> None:
+    long = Run(7, 1.0, "a", f"unix:{directory}/{'x' * 200}", "ab")
+    assert not has_ended(long)

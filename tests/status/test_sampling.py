@@ -1,0 +1,246 @@
+"""The status of clusters in memory, as their coordinator says it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+import memory_cluster
+import psync
+from memory_cluster import cluster_of, coordinating, replicated
+from psync.errors import ClosedError, ConfigurationError
+from psync.status.model import Status
+
+pytestmark = pytest.mark.virtual_time
+
+
+def states(status: Status) -> list[str]:
+    return [worker.state for worker in status.workers]
+
+
+async def test_it_tells_what_runs_where_and_since_when() -> None:
+    async with coordinating(num_ps=1, num_workers=3) as (_, coordinator):
+
+        async def slow_step() -> None:
+            await asyncio.sleep(10)
+
+        for _ in range(2):
+            coordinator.schedule(slow_step)
+        await asyncio.sleep(4)
+        status = await coordinator.status()
+        assert sorted(states(status)) == ["busy", "busy", "idle"]
+        busy = next(worker for worker in status.workers if worker.state == "busy")
+        assert busy.closure is not None
+        assert busy.closure.name.endswith("slow_step")
+        assert busy.closure.seconds == pytest.approx(4, abs=0.1)
+        assert (status.state, status.queue.in_flight) == ("running", 2)
+        assert "slow_step" in status.waits_for
+        await coordinator.join()
+        status = await coordinator.status()
+        assert (status.state, status.waits_for, status.queue.finished) == ("idle", "nothing", 2)
+        assert [event.kind for event in status.events] == ["joined"] * 3
+
+
+async def test_a_closure_behind_another_one_runs_since_that_one_has_ended() -> None:
+    async with coordinating(num_ps=1, num_workers=1) as (_, coordinator):
+
+        async def step() -> None:
+            await asyncio.sleep(10)
+
+        for _ in range(4):  # two of them are sent at once
+            coordinator.schedule(step)
+        await asyncio.sleep(13)
+        (worker,) = (await coordinator.status()).workers
+        assert worker.held == 2
+        assert worker.closure is not None
+        assert worker.closure.seconds == pytest.approx(3, abs=0.1)
+        await coordinator.join()
+
+
+async def test_it_tells_steps_pushes_pulls_and_staleness() -> None:
+    async with cluster_of(num_ps=2) as cluster:
+        strategy = cluster.strategy(psync.FixedShardsPartitioner(2))
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.zeros(8, np.float32), name="w")
+            sgd = psync.optimizers.SGD(0.5)
+
+            async def step() -> None:
+                value = await psync.pull(w)
+                await asyncio.sleep(1)
+                await sgd.apply_gradients([(value, w)])
+
+            for _ in range(8):
+                coordinator.schedule(step)
+            await coordinator.join()
+            status = await coordinator.status()
+            assert status.steps.global_step == 8
+            assert status.steps.steps_per_s > 0
+            # Of all but the first of each worker, which take turns.
+            assert sum(status.steps.staleness.values()) == 6
+            assert sum(int(name) * count for name, count in status.steps.staleness.items()) == 6
+            assert None not in [worker.staleness for worker in status.workers]
+            for task in status.ps:
+                assert (task.state, task.pushes, task.bytes, task.shards) == ("connected", 8, 16, 1)
+                assert task.pulls == 8
+                assert task.pushes_per_s == status.queue.closures_per_s > 0
+                assert task.backup is None
+
+
+async def test_it_tells_for_whom_a_synchronous_step_waits() -> None:
+    async with cluster_of(num_ps=1, num_workers=3) as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.zeros(8, np.float32), name="w")
+                global_step = psync.get_or_create_global_step()
+            sync = psync.SyncReplicasOptimizer(
+                psync.optimizers.SGD(0.5), replicas_to_aggregate=3, total_num_replicas=3,
+                strict=True,
+            )  # fmt: skip
+
+            async def step() -> None:
+                value = await psync.pull(w)
+                await asyncio.sleep(100 if psync.get_worker_index() == 1 else 1)
+                await sync.apply_gradients([(value, w)], global_step)
+
+            for _ in range(3):
+                coordinator.schedule(step)
+            await asyncio.sleep(50)
+            status = await coordinator.status()
+            (group,) = status.steps.groups
+            waiting = ("/job:worker/task:0", "/job:worker/task:2")
+            assert (group.counted, group.target, group.waiting) == (2, 3, waiting)
+            assert group.waits_for == ("/job:worker/task:1",)
+            assert states(status) == ["waiting", "busy", "waiting"]
+            assert [worker.accepted for worker in status.workers] == [1, 0, 1]
+            await coordinator.join()
+            assert (await coordinator.status()).steps.global_step == 1
+
+
+async def test_the_error_of_a_step_stays_with_its_worker() -> None:
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        def broken_step() -> None:
+            raise ValueError("x" * 1000)
+
+        coordinator.schedule(broken_step)
+        with pytest.raises(ValueError, match="xxx"):
+            await coordinator.join()
+        await asyncio.sleep(7)
+        status = await coordinator.status()
+        (worker,) = status.workers
+        assert (worker.failed, status.queue.failed) == (1, 1)
+        assert worker.last_error is not None
+        assert worker.last_error.seconds == pytest.approx(7, abs=0.1)
+        assert "broken_step): ValueError: xxx" in worker.last_error.text
+        assert len(worker.last_error.text) == 300
+
+
+async def test_a_worker_is_lost_and_comes_back() -> None:
+    async with coordinating(num_workers=2) as (cluster, coordinator):
+        await cluster.stop("worker-1")
+        await asyncio.sleep(1)
+        status = await coordinator.status()
+        assert states(status) == ["idle", "lost"]
+        assert (status.events[0].kind, status.workers[1].losses) == ("lost", 1)
+        await cluster.start("worker-1")
+        await asyncio.sleep(5)
+        status = await coordinator.status()
+        assert states(status) == ["idle", "idle"]
+        assert (status.events[0].kind, status.workers[1].losses) == ("joined", 1)
+
+
+async def test_a_worker_that_leaves_is_not_lost() -> None:
+    async with coordinating(num_workers=2) as (cluster, coordinator):
+        task: Any = cluster.tasks["worker-1"]
+
+        async def step() -> None:
+            await asyncio.sleep(10)
+
+        for _ in range(2):
+            coordinator.schedule(step)
+        await asyncio.sleep(1)
+        leaving = asyncio.ensure_future(task.leave("the machine is taken"))
+        await asyncio.sleep(1)
+        assert states(await coordinator.status()) == ["busy", "leaving"]
+        await leaving
+        await cluster.stop("worker-1")
+        await asyncio.sleep(1)
+        status = await coordinator.status()
+        assert states(status)[1] == "left"
+        assert status.events[0].kind == "left"
+        await coordinator.join()
+
+
+async def test_a_ps_that_does_not_answer_keeps_its_numbers_and_gets_an_age() -> None:
+    async with coordinating(num_ps=2, ps_timeout=60.0) as (cluster, coordinator):
+        assert [ps.state for ps in (await coordinator.status()).ps] == ["connected"] * 2
+        await asyncio.sleep(2)
+        cluster.network.stop("ps-1")
+        status = await coordinator.status()
+        assert [ps.state for ps in status.ps] == ["connected", "silent"]
+        assert status.ps[0].age_s is not None
+        assert status.ps[1].age_s is not None
+        assert status.ps[0].age_s < status.ps[1].age_s == pytest.approx(3, abs=0.1)
+        cluster.network.go_on("ps-1")
+
+
+async def test_a_failover_is_an_event_and_backups_are_shown() -> None:
+    async with replicated() as (cluster, coordinator):
+        status = await coordinator.status()
+        assert [ps.backup and ps.backup.state for ps in status.ps] == ["paired"] * 2
+        await cluster.kill("ps-1")
+        await asyncio.sleep(5)
+        status = await coordinator.status()
+        assert "failover" in [event.kind for event in status.events]
+        assert [ps.state for ps in status.ps] == ["connected"] * 2
+
+
+async def test_what_the_program_reports_is_shown() -> None:
+    async with coordinating() as (_, coordinator):
+        coordinator.report({"loss": np.float32(0.5), "epoch": 1})
+        coordinator.report({"loss": 0.25})
+        assert (await coordinator.status()).reported == {"loss": 0.25, "epoch": 1.0}
+        with pytest.raises(ConfigurationError, match="report: loss: expected a number, got 'low'"):
+            coordinator.report({"loss": "low"})
+
+
+async def test_who_asks_at_once_gets_the_same_status() -> None:
+    async with coordinating() as (_, coordinator):
+        first, second = await asyncio.gather(coordinator.status(), coordinator.status())
+        assert first is second
+        assert await coordinator.status() is first
+        await asyncio.sleep(1)
+        assert await coordinator.status() is not first
+
+
+async def test_one_who_gives_up_takes_nothing_from_another_one() -> None:
+    async with coordinating() as (_, coordinator):
+        one = asyncio.ensure_future(coordinator.status())
+        other = asyncio.ensure_future(coordinator.status())
+        await asyncio.sleep(0)
+        one.cancel()
+        assert (await other).state == "idle"
+
+
+async def test_a_coordinator_that_does_not_run_has_no_status() -> None:
+    async with cluster_of() as cluster:
+        coordinator = psync.ClusterCoordinator(cluster.strategy())
+        with pytest.raises(ClosedError, match="status: the coordinator is not running"):
+            await coordinator.status()
+
+
+async def test_who_still_asks_when_the_coordinator_is_closed_is_told() -> None:
+    async with cluster_of() as cluster:
+        coordinator = psync.ClusterCoordinator(cluster.strategy())
+        await coordinator.start()
+        asking = asyncio.ensure_future(coordinator.status())
+        await asyncio.sleep(0)
+        await coordinator.close()
+        with pytest.raises(ClosedError, match="status: the coordinator was closed"):
+            await asking
+    memory_cluster.shared.clear()

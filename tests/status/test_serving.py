@@ -1,0 +1,152 @@
+"""Other processes of this user ask for the status: here another endpoint, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import psync
+from psync.cluster_roles import CHIEF
+from psync.errors import (
+    ConfigurationError,
+    ConnectionLost,
+)
+from psync.launch.local import LocalClusterResolver
+from psync.net.endpoint import Endpoint
+from psync.net.platform import Platform
+from psync.net.secret import Secret
+from psync.net.transport import SocketNetwork
+from psync.status.model import Status
+from psync.status.reading import reading_status
+from psync.status.run_files import newest_run
+from psync.status.serving import ServedStatus, is_served
+from psync.testing import MemoryNetwork
+from psync.wire.messages import Shutdown
+from status_by_hand import STATUS, Source, serving_of
+
+
+async def test_whoever_finds_the_run_file_gets_the_status(runtime: Path) -> None:
+    async with serving_of():
+        run = newest_run()
+        assert run.program == "train.py"
+        async with reading_status(run) as reader:
+            assert await reader.read() == STATUS
+            assert await reader.read() == STATUS
+    assert list((runtime / "psync").iterdir()) == []
+
+
+async def test_nothing_but_the_status_can_be_asked_for(
+    runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving_of():
+        run = newest_run()
+        endpoint = Endpoint(Platform(SocketNetwork(), Secret(run.token.encode())), CHIEF, 0, {})
+        peer = await endpoint.connect(run.address, CHIEF)
+        with pytest.raises(ConnectionLost):
+            await peer.call(Shutdown("please"))
+        await endpoint.close()
+        assert "this task does not serve Shutdown" in caplog.text
+
+
+@pytest.mark.parametrize("obstacle", ["a file", "open to all", "too long"])
+async def test_where_the_file_cannot_be_written_the_log_says_so_and_that_is_all(
+    runtime: Path,
+    obstacle: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "psync")
+    if obstacle == "a file":
+        (runtime / "psync").write_text("")
+    elif obstacle == "open to all":
+        (runtime / "psync").mkdir()
+        (runtime / "psync").chmod(0o777)
+    else:
+        long = runtime / ("x" * 100)
+        long.mkdir()
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    async with serving_of():
+        assert "nobody can ask for the status of this run: " in caplog.text
+
+
+async def test_what_a_killed_run_has_left_is_taken_away(runtime: Path) -> None:
+    (runtime / "psync").mkdir(mode=0o700)
+    left = runtime / "psync" / "1-0.json"
+    left.write_text(
+        '{"schema": 1, "pid": 1, "started": 1, "program": "a", "token": "", '
+        f'"address": "unix:{runtime}/1-0.sock"}}'
+    )
+    left.chmod(0o600)
+    async with serving_of():
+        assert not left.exists()
+
+
+@pytest.mark.parametrize(("value", "expected"), [("", True), ("1", True), ("0", False)])
+def test_it_can_be_turned_off(value: str, expected: bool) -> None:
+    assert is_served(Platform(SocketNetwork()), {"PSYNC_STATUS": value}) is expected
+
+
+def test_another_value_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="PSYNC_STATUS: expected 0 or 1, got 'no'"):
+        is_served(Platform(SocketNetwork()), {"PSYNC_STATUS": "no"})
+
+
+async def test_a_cluster_in_memory_is_not_seen_from_outside(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSYNC_METRICS", "nowhere")
+    source: Any = Source()
+    status = ServedStatus(source, Platform(MemoryNetwork()))
+    await status.start()
+    assert list(runtime.iterdir()) == []
+    await status.close()
+    with pytest.raises(ConfigurationError, match="metrics: expected"):
+        ServedStatus(source, Platform(SocketNetwork()))
+
+
+@pytest.mark.processes
+async def test_the_coordinator_of_a_local_cluster_can_be_asked(runtime: Path) -> None:
+    async with psync.LocalCluster(1, 1) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            async with reading_status(newest_run()) as reader:
+                seen = await reader.read()
+            assert seen == await coordinator.status()
+            assert [worker.task for worker in seen.workers] == ["/job:worker/task:0"]
+    assert list((runtime / "psync").iterdir()) == []
+
+
+@pytest.mark.processes
+async def test_a_coordinator_that_waits_for_a_worker_says_for_whom(runtime: Path) -> None:
+    async with psync.LocalCluster(1, 1) as cluster:
+        there = cluster.resolver.cluster_spec().as_dict()
+        with socket.create_server(("127.0.0.1", 0)) as nobody:  # who listens, and never answers
+            missing = f"127.0.0.1:{nobody.getsockname()[1]}"
+            resolver = LocalClusterResolver(
+                {**there, "worker": [*there["worker"], missing]}, cluster.resolver.platform
+            )
+            coordinator = psync.ClusterCoordinator(psync.ParameterServerStrategy(resolver))
+            starting = asyncio.ensure_future(coordinator.start())
+            seen = await status_when(lambda seen: seen.workers[0].state == "idle")
+            assert (seen.state, seen.workers[1].state) == ("starting", "connecting")
+            assert seen.workers[1].address == missing
+            starting.cancel()
+            await asyncio.wait((starting,))
+    assert list((runtime / "psync").iterdir()) == []
+
+
+async def status_when(holds: Callable[[Status], bool]) -> Status:
+    """The newest run's status, as soon as something holds."""
+    while True:
+        try:
+            async with reading_status(newest_run()) as reader:
+                if holds(seen := await reader.read()):
+                    return seen
+        except ConfigurationError:  # it has not begun
+            await asyncio.sleep(0)

@@ -1,0 +1,260 @@
+"""Update rules of users: what they compute, and what is refused when they are registered."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import own_rules
+import psync
+from psync import optimizers, rules, schedules
+from psync.errors import ConfigurationError
+from psync.numerics.rule_configs import RULES, registered
+from psync.numerics.rule_options import RuleOptions
+from psync.numerics.update_rule import SGD, RuleRaised, Scratch, UpdateRule
+from rule_table import run, start
+
+
+@pytest.fixture(autouse=True)
+def registry() -> Iterator[None]:
+    with own_rules.forgetting():
+        own_rules.register()
+        yield
+
+
+FLOAT32 = np.dtype(np.float32)
+
+
+class Plain(rules.UpdateRule):
+    """Gradient descent, without a slot."""
+
+    name = "tests.plain"
+
+    def update(self, value: Any, slots: Any, gradient: Any, step: rules.Step) -> Any:
+        return value - step.learning_rate * gradient
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "options",
+    [RuleOptions(), RuleOptions(weight_decay=0.3), RuleOptions(clipvalue=0.2, weight_decay=0.1)],
+)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_computes_what_the_same_rule_of_psync_does(
+    dtype: str, options: RuleOptions, in_place: bool
+) -> None:
+    rate = schedules.ExponentialDecay(0.1, 3, 0.9)
+    own: UpdateRule = own_rules.Momentum(rate, momentum=0.8).with_options(options)
+    theirs = SGD(rate, 0.8, nesterov=True).with_options(options)
+    found, expected = (
+        run(rule, np.dtype(dtype), chunk=300, in_place=in_place) for rule in (own, theirs)
+    )
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-3 if dtype == "float16" else 1e-6)
+    np.testing.assert_allclose(found[1][0], expected[1][0], rtol=1e-5)
+
+
+def test_one_without_slots_returns_the_value_alone() -> None:
+    rules.register(Plain)
+    found, _ = run(Plain(0.1), FLOAT32, chunk=300)
+    expected, _ = run(SGD(0.1), FLOAT32, chunk=300)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_the_step_has_a_number_from_one_and_the_rate_of_the_pushes_so_far() -> None:
+    seen = []
+
+    @rules.register
+    class Seeing(rules.UpdateRule):
+        name = "tests.seeing"
+
+        def update(self, value: Any, slots: Any, gradient: Any, step: rules.Step) -> Any:
+            seen.append((step.number, step.learning_rate))
+            return value
+
+    seen.clear()
+    rule = Seeing(schedules.PiecewiseConstantDecay([1], [0.5, 0.25]))
+    run(rule, FLOAT32, chunk=1000)
+    assert seen[:4] == [(1, 0.5), (2, 0.5), (3, 0.25), (4, 0.25)]
+
+
+def test_results_that_are_the_arguments_themselves_are_copied_in_time() -> None:
+    @rules.register
+    class Before(rules.UpdateRule):
+        name = "tests.before"
+        slots = ("before", "gradient")
+
+        def update(self, value: Any, slots: Any, gradient: Any, step: rules.Step) -> Any:
+            return value - gradient, {"before": value, "gradient": gradient}
+
+    param, slots = start(Before(), 10, FLOAT32)
+    was, gradient = param.copy(), np.ones(10, np.float32)
+    Before().apply(param, gradient, slots, param, slots, 0, Scratch())
+    assert np.array_equal(param, was - 1)
+    assert np.array_equal(slots[0], was)
+    assert np.array_equal(slots[1], gradient)
+
+
+def test_arguments_have_their_range() -> None:
+    with pytest.raises(ConfigurationError, match=r"tests.momentum: expected momentum between 0"):
+        own_rules.Momentum(momentum=1.5)
+    with pytest.raises(ConfigurationError, match=r"tests.momentum: most: expected a number"):
+        own_rules.Momentum(most="much")  # type: ignore[arg-type]
+
+
+def test_a_default_rate_and_initial_values_of_slots() -> None:
+    @rules.register
+    class Filled(rules.UpdateRule):
+        name = "tests.filled"
+        slots = ("sums",)
+        learning_rate: float = 0.25  # type: ignore[assignment]
+        initial_sums_value: float = 0.1
+
+        def update(self, value: Any, slots: Any, gradient: Any, step: rules.Step) -> Any:
+            return value - step.learning_rate * gradient, dict(slots)
+
+    assert Filled().learning_rate(0) == 0.25
+    assert Filled(0.5).learning_rate(0) == 0.5
+    assert Filled().initial_slot("sums") == 0.1
+    assert Filled(initial_sums_value=2).initial_slot("sums") == 2
+
+
+def test_what_it_raises_is_the_cause_and_nothing_is_written() -> None:
+    rule = own_rules.Momentum(0.1)
+    param, slots = start(rule, 10, FLOAT32)
+    was = param.copy()
+    with pytest.raises(RuleRaised) as caught:
+        rule.apply(param, np.full(10, 1e9, np.float32), slots, param, slots, 0, Scratch())
+    assert str(caught.value.__cause__) == "a gradient above 100"
+    assert np.array_equal(param, was)
+    assert not slots[0].any()
+
+
+def test_out_of_memory_is_no_error_of_the_rule() -> None:
+    rule = Plain()
+    rule.update = lambda *_: (_ for _ in ()).throw(MemoryError)  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        run(rule, FLOAT32, chunk=1000)
+
+
+# What is refused.
+
+
+def of(**attributes: Any) -> type[rules.UpdateRule]:
+    return type("Given", (Plain,), {"name": "tests.given", **attributes})
+
+
+def returning(make: Any, **attributes: Any) -> type[rules.UpdateRule]:
+    return of(update=lambda self, *arguments: make(*arguments), **attributes)
+
+
+counter = itertools.count()
+
+
+def raising(*_: Any) -> Any:
+    raise KeyError("nothing")
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (SGD, "expected a subclass of psync.rules.UpdateRule, got <class 'psync"),
+        (of(name=""), "expected a text of 1 to 100 characters as its name, got ''\nhint: name ="),
+        (of(name=3), "as its name, got 3"),
+        (of(name="sgd"), "'sgd' of .*there is one of this name already, of psync.numerics"),
+        (of(name="tests.momentum"), "there is one of this name already, of own_rules"),
+        (of(version="2"), "expected an integer as version, got '2'"),
+        (of(slots=["m"]), r"expected a tuple of different names as slots, .* got \['m'\]"),
+        (of(slots=("m", "m")), "different names"),
+        (of(slots=("gradient_accumulator",)), "none of them 'gradient_accumulator'"),
+        (type("Given", (rules.UpdateRule,), {"name": "g"}), r"expected a method update\(value,"),
+        (returning(raising), "update raised KeyError in a probe, with float32 between -2 and 2"),
+        (returning(lambda *_: None), r"expected the value to be of shape .*, got \(\) object"),
+        (returning(lambda v, *_: v[1:]), r"expected the value to be of shape \(97,\) float32, got"),
+        (returning(lambda v, *_: v * 1j), "got .*complex64"),
+        (returning(lambda v, *_: v, slots=("m",)), r"to return \(value, \{'m'\}\), got an array"),
+        (returning(lambda v, *_: (v, {}), slots=("m",)), r"to return \(value, \{'m'\}\)"),
+        (returning(lambda v, s, g, _: v.__iadd__(g)), "read-only"),
+        (returning(lambda v, *_: v + next(counter)), "update gave other bits when it was called"),
+        (returning(lambda v, s, g, _: v - g / np.linalg.norm(g)), "if it does not see the others"),
+    ],
+)
+def test_refuses(rule: Any, message: str) -> None:
+    before = registered()
+    with pytest.raises(ConfigurationError, match=message):
+        rules.register(rule)
+    assert registered() == before
+
+
+def test_the_same_class_again_replaces_itself() -> None:
+    rules.register(own_rules.Momentum)
+    assert RULES["tests.momentum"] is own_rules.Momentum
+
+
+def test_an_optimizer_needs_one_that_is_registered_and_bears_a_probe_of_its_arguments() -> None:
+    with pytest.raises(ConfigurationError, match=r"unknown optimizer 'tests.plain'") as caught:
+        optimizers.Optimizer(Plain(0.1))
+    assert "--plugin MODULE" in str(caught.value.hint)
+    with pytest.raises(ConfigurationError, match=r"tests.momentum: update raised ValueError"):
+        optimizers.Optimizer(own_rules.Momentum(0.1, most=0.01))
+    optimizer = optimizers.Optimizer(own_rules.Momentum(0.1), weight_decay=0.1)
+    assert optimizer.get_name() == "Momentum"
+    assert optimizer.get_slot_names() == ["momentum"]
+
+
+def test_an_optimizer_refuses_a_schedule_that_is_not_registered() -> None:
+    class Other(own_rules.Halving):
+        pass
+
+    with pytest.raises(ConfigurationError, match="unknown schedule 'Other'"):
+        optimizers.SGD(Other(0.1))
+
+
+# The page that tells users.
+
+PAGE = Path(__file__).parents[2] / "docs" / "rules.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def load(place: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> Any:
+    """A module of the page."""
+    (place / "myrules.py").write_text(text)
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.delitem(sys.modules, "myrules", raising=False)
+    return importlib.import_module("myrules")
+
+
+def test_the_rule_of_the_page_has_at_most_twenty_lines_and_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len([line for line in BLOCKS[0].splitlines() if line]) <= 20
+    module = load(tmp_path, monkeypatch, BLOCKS[0])
+    names: dict[str, Any] = {"psync": psync}
+    exec(BLOCKS[1], names)
+    assert names["optimizer"].get_slot_names() == ["momentum"]
+    param, (slot,) = run(module.SignMomentum(0.5), FLOAT32, chunk=1000)
+    moved = param - np.linspace(-2, 2, 1000).astype(np.float32)
+    np.testing.assert_allclose(moved * 2, (moved * 2).round(), atol=1e-4)
+    assert slot.any()
+
+
+def test_the_schedule_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedules._SCHEDULES.pop("Halving")
+    module = load(tmp_path, monkeypatch, f"import psync\n{BLOCKS[2]}")
+    assert module.optimizer.learning_rate(1499) == 0.01 / 4
+
+
+def test_the_metric_of_the_page() -> None:
+    names: dict[str, Any] = {"psync": psync, "__name__": "script"}
+    exec(BLOCKS[3].partition("with strategy")[0], names)
+    rule = names["Within"]()
+    sums = rule.contribution(np.array([1.0, 2.0, 3.0]), np.array([1.2, 2.7, 3.0]))
+    sums += rule.contribution(np.array([0.0]), np.array([9.0]))
+    assert rule.result(sums) == 0.5
