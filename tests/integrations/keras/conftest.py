@@ -14,12 +14,12 @@ HERE = [name for name in ("jax", "torch") if importlib.util.find_spec(name)]
 if HERE:
     os.environ.setdefault("KERAS_BACKEND", HERE[0])
 
-keras: Any = pytest.importorskip("keras") if HERE else pytest.skip("no backend of Keras is here")
-
 
 @pytest.fixture
 def floats() -> Iterator[Callable[[str], None]]:
     """Set the dtype in which everything is computed, until the test ends."""
+    import keras
+
     before = keras.config.floatx(), keras.config.dtype_policy()
 
     def set_to(name: str, policy: Any = None) -> None:
