@@ -304,6 +304,11 @@ class ClusterCoordinator(_Blocking):
         """Show values in the status, see ``psync.ClusterCoordinator.report``."""
         _on_loop(self.coordinator.report, values)
 
+    @property
+    def dashboard_url(self) -> str:
+        """URL of the dashboard, see ``psync.ClusterCoordinator.dashboard_url``."""
+        return _on_loop(lambda: self.coordinator.dashboard_url)
+
     def statistics(self) -> dict[str, Any]:
         """Return counters, see ``psync.ClusterCoordinator.statistics``."""
         return _on_loop(self.coordinator.statistics)

@@ -145,8 +145,9 @@ class WorkerTask:
         return [head, *(f"  {line}" for line in self._session.describe())]
 
     def statistics(self) -> dict[str, Any]:
-        """Return counters of the connections."""
-        return {"network": self._endpoint.statistics()}
+        """Return counters of the connections, and what its time went to while it had a session."""
+        work = {} if self._session is None else self._session.runtime.ps.work.read()
+        return {"network": self._endpoint.statistics(), "work": work}
 
     def _handlers(self) -> dict[type[Message], Handler]:
         return {

@@ -40,6 +40,7 @@ LAW = (
     "worker_task",
     "coordinator",
     "status",
+    "dashboard",
     "api",
     "compat",
     "optimizers gradients metrics data rules",
@@ -61,7 +62,9 @@ PURE = (
     "numerics accumulators store closures net.handshake_limits client.numbers client.pulled_steps "
     "worker.element_specs checkpoints.manifest checkpoints.layout ps.life backups.pairing "
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
-    "chief.recovery_rule compat.session_members status.model status.rates status.exposition"
+    "chief.recovery_rule compat.session_members status.model status.rates status.exposition "
+    "status.diagnosis status.units client.work_meter "
+    "dashboard.history dashboard.view dashboard.guard"
 ).split()
 
 # What is pure is given these as a value.

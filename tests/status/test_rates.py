@@ -8,7 +8,14 @@ import pytest
 
 from psync.closures.dispatcher import WorkerStatistics
 from psync.closures.queue import QueueStatistics
-from psync.status.model import BackupStatus, EventStatus, RunningClosure, SeenError, Status
+from psync.status.model import (
+    BackupStatus,
+    EventStatus,
+    RunningClosure,
+    SeenError,
+    Status,
+    WorkShares,
+)
 from psync.status.rates import (
     SPACING_S,
     WINDOW_S,
@@ -16,6 +23,7 @@ from psync.status.rates import (
     PsReading,
     Reading,
     WorkerReading,
+    shares_of,
     status_of,
 )
 
@@ -260,3 +268,23 @@ def test_a_cluster_that_is_not_there_yet_has_a_status() -> None:
     status = seen(reading(1.0, servers=[], notes=["a note"], events=[event], state="starting"))
     assert (status.ps, status.state, status.notes) == ((), "starting", ("a note",))
     assert status.events == (event,)
+
+
+def work(at: float, *seconds: float) -> dict[str, float]:
+    return {"at": at, **dict(zip(("compute", "pull", "push", "wait"), seconds, strict=True))}
+
+
+def test_what_a_worker_spends_its_time_on_is_told_between_two_readings() -> None:
+    assert shares_of(work(10, 1, 2, 3, 4), work(14, 3, 2, 4, 4)) == WorkShares(0.5, 0, 0.25, 0, 4)
+
+
+def test_nothing_is_told_of_a_worker_that_has_begun_anew_or_of_no_time() -> None:
+    assert shares_of(work(10, 1, 2, 3, 4), work(14, 3, 1, 4, 4)) is None
+    assert shares_of(work(10, 1, 2, 3, 4), work(10, 1, 2, 3, 4)) is None
+
+
+def test_a_counter_that_falls_has_begun_anew() -> None:
+    history = History(0.0)
+    history.rates(1.0, {"pushes": 100.0})
+    _, rate = history.rates(WINDOW_S + 1.0, {"pushes": 30.0})
+    assert rate("pushes") == 30.0 / WINDOW_S

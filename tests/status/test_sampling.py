@@ -12,6 +12,7 @@ import memory_cluster
 import psync
 from memory_cluster import cluster_of, coordinating, replicated
 from psync.errors import ClosedError, ConfigurationError
+from psync.status import sampling
 from psync.status.model import Status
 
 pytestmark = pytest.mark.virtual_time
@@ -244,3 +245,46 @@ async def test_who_still_asks_when_the_coordinator_is_closed_is_told() -> None:
         with pytest.raises(ClosedError, match="status: the coordinator was closed"):
             await asking
     memory_cluster.shared.clear()
+
+
+async def test_workers_are_asked_what_their_time_goes_to_once_somebody_wants_that() -> None:
+    async with cluster_of(num_ps=1, num_workers=2) as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.zeros(8, np.float32), name="w")
+
+            async def step() -> None:
+                await asyncio.sleep(3)
+                await psync.pull(w)
+
+            for _ in range(20):
+                coordinator.schedule(step)
+            await asyncio.sleep(1)
+            assert [worker.work for worker in (await coordinator.status()).workers] == [None, None]
+            coordinator._seen.source.asks_workers = True
+            for _ in range(4):  # the second answer tells of the time since the first
+                await asyncio.sleep(1)
+                status = await coordinator.status()
+            for worker in status.workers:
+                assert worker.work is not None
+                assert worker.work.compute == pytest.approx(1, abs=0.05)
+                assert worker.work.pull < 0.05
+                assert worker.work.seconds == pytest.approx(1, abs=0.05)
+            await coordinator.join()
+            for _ in range(3):
+                await asyncio.sleep(1)
+                status = await coordinator.status()
+            assert [worker.work and worker.work.compute for worker in status.workers] == [0, 0]
+
+
+async def test_of_many_workers_some_are_asked_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "ASKED_AT_ONCE", 2)
+    async with coordinating(num_workers=3) as (_, coordinator):
+        coordinator._seen.source.asks_workers = True
+        known = []
+        for _ in range(6):
+            status = await coordinator.status()
+            known.append(sum(worker.work is not None for worker in status.workers))
+            await asyncio.sleep(1)
+        assert known == [0, 0, 1, 3, 3, 3] or known[-1] == 3

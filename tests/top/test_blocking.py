@@ -51,6 +51,7 @@ def test_steps_are_scheduled_joined_and_fetched(coordinator: blocking.ClusterCoo
     coordinator.report({"loss": 0.5})
     assert coordinator.status().queue.finished == 53
     assert coordinator.status().reported == {"loss": 0.5}
+    assert coordinator.dashboard_url == ""
 
 
 def test_an_error_of_a_step_is_raised_with_its_own_type(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -25,6 +26,7 @@ from psync.api.datasets import (
 )
 from psync.api.optimizers.registry import optimizers_here
 from psync.api.scheduling import Scheduling
+from psync.api.seeing import SeenRun
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.events import Event
 from psync.chief.reattachment import OwnOptimizers
@@ -37,8 +39,6 @@ from psync.net.environment import note_training_began, platform_of, script_is_sh
 from psync.net.process_state import PerProcess
 from psync.net.task_reports import add_description
 from psync.specs import checked_kind
-from psync.status.sampling import StatusSource
-from psync.status.serving import ServedStatus
 
 T = TypeVar("T")
 
@@ -79,6 +79,10 @@ class ClusterCoordinator(Scheduling):
             is dropped. Slots, steps and learning rates go on, too. Closures are new. Where nothing
             is left anywhere, this is a normal start.
         metrics: Address for Prometheus, "host:port"; the log has the URL. None: ``PSYNC_METRICS``.
+        dashboard: Address of a web page that shows the run, "127.0.0.1:0"; its URL, with the token
+            that it needs, is printed, and is ``dashboard_url``. None: ``PSYNC_DASHBOARD``.
+        run_log: File in which the run is written down, for ``psync dashboard RUN.jsonl``. None:
+            ``PSYNC_RUN_LOG``.
 
     Raises:
         ConfigurationError: If an option is out of range, or the strategy is no
@@ -114,6 +118,8 @@ class ClusterCoordinator(Scheduling):
         insecure: bool = False,
         attach: bool = False,
         metrics: str | None = None,
+        dashboard: str | None = None,
+        run_log: str | os.PathLike[str] | None = None,
     ) -> None:
         if hasattr(self, "strategy"):
             return  # made before for this strategy
@@ -137,11 +143,13 @@ class ClusterCoordinator(Scheduling):
             attach=attach,
         )
         check_options(self._options, num_workers)
-        self._metrics = metrics
+        self._shown: dict[str, Any] = {
+            "metrics": metrics, "dashboard": dashboard, "run_log": run_log,
+        }  # fmt: skip
         self.strategy = strategy
         self._undescribe: Callable[[], None] = lambda: None
         self._coordinator: Coordinator | None = None  # None before start and after close
-        self._seen: ServedStatus  # like it
+        self._seen: SeenRun  # like it
         self._starting = False
 
     def __repr__(self) -> str:
@@ -195,7 +203,7 @@ class ClusterCoordinator(Scheduling):
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
             has_backups=self.strategy.ps_recovery == "replica",
         )
-        seen = ServedStatus(StatusSource(coordinator), platform, self._metrics)
+        seen = SeenRun(coordinator, platform, self.strategy, **self._shown)
         self._starting = True
         try:
             await seen.start()
@@ -332,6 +340,16 @@ class ClusterCoordinator(Scheduling):
 
     status = status
     report = report
+
+    @property
+    def dashboard_url(self) -> str:
+        """The URL of the dashboard, with the token that it needs; "" where there is none.
+
+        Raises:
+            ClosedError: The coordinator is not running.
+        """
+        self._running("dashboard_url")
+        return self._seen.url
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: closures queued, in flight, finished, put back; bytes on the wire."""

@@ -1,4 +1,4 @@
-"""The command line: ``psync run``, ``serve``, ``top``, ``bench``, ``checkpoint`` and ``certs``.
+"""The command line: ``psync run``, ``serve``, ``top``, ``dashboard``, ``bench`` and others.
 
 Every option also reads an environment variable, ``PSYNC_<COMMAND>_<OPTION>``. Wrong usage is one
 line on stderr and exit code 2. Imports are late: the launcher has its tasks running before it could
@@ -19,6 +19,7 @@ import click
 
 from psync.cli.certs import certs, tls_environ, tls_options
 from psync.cli.checkpoint import checkpoint
+from psync.cli.dashboard import dashboard as dashboard_command
 from psync.cli.top import top
 from psync.errors import ConfigurationError, TrainingEnded
 from psync.launch.task_output import configure_logging, fill_standard_streams
@@ -105,6 +106,22 @@ def psync(context: click.Context) -> int:
     help="Serve metrics for Prometheus on this port of 127.0.0.1, while a coordinator runs. 0: a "
     "free one; the chief's log has the URL.",
 )
+@click.option(
+    "--dashboard", is_flag=True, help="Show the run in a web page; its URL is printed (127.0.0.1)."
+)
+@click.option(
+    "--dashboard-address",
+    metavar="HOST:PORT",
+    help="The same, there. Port 0: a free one.",
+)
+@click.option(
+    "--log",
+    "run_log",
+    envvar="PSYNC_RUN_LOG",  # the same that the chief reads
+    type=click.Path(dir_okay=False),
+    metavar="RUN.jsonl",
+    help="Write the run down, for psync dashboard RUN.jsonl.",
+)
 @plugin_option
 @tls_options
 @log_level_option
@@ -118,6 +135,9 @@ def run(
     chief_restarts: int,
     quiet: bool,
     metrics_port: int | None,
+    dashboard: bool,
+    dashboard_address: str | None,
+    run_log: str | None,
     plugins: tuple[str, ...],
     log_level: str,
     **tls: Any,
@@ -135,7 +155,14 @@ def run(
     """
     from psync.cli.run import launch
 
-    metrics = {} if metrics_port is None else {"PSYNC_METRICS": f"127.0.0.1:{metrics_port}"}
+    shown = {} if metrics_port is None else {"PSYNC_METRICS": f"127.0.0.1:{metrics_port}"}
+    if dashboard_address or dashboard:
+        from psync.dashboard.server import DEFAULT_ADDRESS, check_can_serve
+
+        shown["PSYNC_DASHBOARD"] = dashboard_address or DEFAULT_ADDRESS
+        check_can_serve(shown["PSYNC_DASHBOARD"])
+    if run_log:
+        shown["PSYNC_RUN_LOG"] = run_log
     return launch(
         script,
         args,
@@ -146,7 +173,7 @@ def run(
         chief_restarts=chief_restarts,
         quiet=quiet,
         plugins=plugins,
-        environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **metrics, **tls_environ(**tls)},
+        environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **shown, **tls_environ(**tls)},
     )
 
 
@@ -269,6 +296,7 @@ def serve(
 
 
 psync.add_command(top)
+psync.add_command(dashboard_command)
 psync.add_command(checkpoint)
 psync.add_command(certs)
 

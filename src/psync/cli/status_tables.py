@@ -9,11 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from psync.status.model import GroupStatus, PsStatus, Status, WorkerStatus
-from psync.training.progress import bytes_text
+from psync.status.units import bytes_text, number_text, seconds_text, task_text, tasks_text
 
 MAX_EVENTS = 8
 MAX_ERRORS = 3
-MAX_NAMED = 3
 
 TROUBLE = ("lost", "set aside", "given up", "silent", "broken", "connecting", "unconnected")
 STYLES = {
@@ -42,7 +41,7 @@ def tables_of(status: Status, height: int | None = None) -> RenderableType:
         room = max(3, height - used)
     parts += ["", *_workers(status.workers, room)]
     if events:
-        parts += ["", *(_line(f"{_seconds(each.seconds)} ago", each.text) for each in events)]
+        parts += ["", *(_line(f"{seconds_text(each.seconds)} ago", each.text) for each in events)]
     return Group(*parts)
 
 
@@ -50,10 +49,10 @@ def _head(status: Status) -> list[RenderableType]:
     queue, steps = status.queue, status.steps
     first = Text.assemble(
         (status.program, "bold"), f" (process {status.pid})  ",
-        (status.state, STYLES.get(status.state, "")), f"  up {_seconds(status.uptime_s)}",
+        (status.state, STYLES.get(status.state, "")), f"  up {seconds_text(status.uptime_s)}",
     )  # fmt: skip
     counts = [
-        f"{_number(queue.closures_per_s)} closures/s", f"{queue.in_flight} in flight",
+        f"{number_text(queue.closures_per_s)} closures/s", f"{queue.in_flight} in flight",
         f"{queue.queued} queued", f"{queue.finished} finished",
         *_if_any(queue.waiting, "waiting for inputs"), *_if_any(queue.failed, "failed"),
         *_if_any(queue.cancelled, "cancelled"), *_if_any(queue.put_back, "run again"),
@@ -62,14 +61,14 @@ def _head(status: Status) -> list[RenderableType]:
     lines = [
         first,
         _line("closures", ", ".join(counts)),
-        _line("step", f"{steps.global_step}, {_number(steps.steps_per_s)} steps/s"),
+        _line("step", f"{steps.global_step}, {number_text(steps.steps_per_s)} steps/s"),
     ]
     if stale:
         lines.append(_line("staleness", stale))
     for bound in steps.bounds:
         text = f"rounds {bound.slowest} to {bound.fastest}, at most {bound.max_staleness} apart"
         if bound.waiting:
-            text += f"; {_names(bound.waiting)} too far ahead of {_names(bound.waits_for)}"
+            text += f"; {tasks_text(bound.waiting)} too far ahead of {tasks_text(bound.waits_for)}"
         lines.append(_line("bound", text))
     if status.reported:
         values = (f"{name} {value:.4g}" for name, value in status.reported.items())
@@ -109,9 +108,9 @@ def _groups(groups: Sequence[GroupStatus]) -> Table:
     )  # fmt: skip
     for group in groups:
         table.add_row(
-            Text(_plain(group.name)), str(group.step), _number(group.steps_per_s),
+            Text(_plain(group.name)), str(group.step), number_text(group.steps_per_s),
             f"{group.counted} of {group.target}", str(group.partial_steps), str(group.dropped),
-            str(group.duplicates), _names(group.waits_for),
+            str(group.duplicates), tasks_text(group.waits_for),
         )  # fmt: skip
     return table
 
@@ -126,17 +125,17 @@ def _ps(tasks: Sequence[PsStatus]) -> Table:
     for ps in tasks:
         state = Text(ps.state, STYLES.get(ps.state, ""))
         if ps.age_s is None:
-            table.add_row(_short(ps.task), state)
+            table.add_row(task_text(ps.task), state)
             continue
         cells = [
-            bytes_text(ps.bytes), bytes_text(ps.slot_bytes), _number(ps.pushes_per_s),
-            _number(ps.pulls_per_s), bytes_text(ps.bytes_in_per_s), bytes_text(ps.bytes_out_per_s),
-            str(ps.queue), str(ps.duplicates),
+            bytes_text(ps.bytes), bytes_text(ps.slot_bytes), number_text(ps.pushes_per_s),
+            number_text(ps.pulls_per_s), bytes_text(ps.bytes_in_per_s),
+            bytes_text(ps.bytes_out_per_s), str(ps.queue), str(ps.duplicates),
         ]  # fmt: skip
         if ps.backup is not None:
             behind = f" -{ps.backup.behind}" if ps.backup.behind else ""  # entries that it lacks
             cells.append(f"{ps.backup.state}{behind}")
-        table.add_row(_short(ps.task), state, *cells)
+        table.add_row(task_text(ps.task), state, *cells)
     return table
 
 
@@ -152,11 +151,12 @@ def _workers(workers: Sequence[WorkerStatus], room: int | None) -> list[Renderab
     for each in shown:
         closure = each.closure
         table.add_row(
-            _short(each.task), Text(each.state, STYLES.get(each.state, "")),
-            _number(each.closures_per_s), "" if each.mean_s is None else _seconds(each.mean_s),
+            task_text(each.task), Text(each.state, STYLES.get(each.state, "")),
+            number_text(each.closures_per_s),
+            "" if each.mean_s is None else seconds_text(each.mean_s),
             "" if each.staleness is None else str(each.staleness), str(each.dropped),
             str(each.losses),
-            "" if closure is None else _seconds(closure.seconds),
+            "" if closure is None else seconds_text(closure.seconds),
             Text("" if closure is None else _plain(f"{closure.name} {closure.id}")),
         )  # fmt: skip
     return [table, *([f"and {more} more workers"] if more else [])]
@@ -168,7 +168,8 @@ def _errors(workers: Sequence[WorkerStatus]) -> list[Text]:
     newest = sorted(seen, key=lambda each: each[0].seconds)[:MAX_ERRORS]
     return [
         _line(
-            "error", f"{_seconds(error.seconds)} ago on {_short(task)}: {_first_line(error.text)}"
+            "error",
+            f"{seconds_text(error.seconds)} ago on {task_text(task)}: {_first_line(error.text)}",
         )
         for error, task in newest
     ]
@@ -193,31 +194,3 @@ def _line(head: str, text: str) -> Text:
 def _plain(text: str) -> str:
     """Return a text of the program's without what a terminal would obey."""
     return "".join(char if char.isprintable() else "?" for char in text)
-
-
-def _short(task: str) -> str:
-    """Return "worker 0" for "/job:worker/task:0"."""
-    return task.removeprefix("/job:").replace("/task:", " ")
-
-
-def _names(tasks: Sequence[str]) -> str:
-    more = len(tasks) - MAX_NAMED
-    names = ", ".join(map(_short, tasks[:MAX_NAMED]))
-    return f"{names} and {more} more" if more > 0 else names
-
-
-def _number(value: float) -> str:
-    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def _seconds(value: float) -> str:
-    if value < 1e-3:
-        return f"{value * 1e6:.0f} µs"
-    if value < 1:
-        return f"{value * 1e3:.0f} ms"
-    if value < 120:
-        return f"{value:.0f} s"
-    minutes, seconds = divmod(int(value), 60)
-    if minutes < 120:
-        return f"{minutes}:{seconds:02} min"
-    return f"{minutes // 60}:{minutes % 60:02} h"

@@ -6,6 +6,7 @@ Every push and assign carries (sequence) and (closure, ordinal), so it may be se
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from psync.client.plans import Given, Plan, Request, body_of, given_of, landing,
 from psync.client.ps_link import Body, Call, PsLink, always, together
 from psync.client.pulled_steps import PulledSteps
 from psync.client.rows import PsRows, check_exist
+from psync.client.work_meter import WorkMeter
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer
 from psync.numerics.blocks import BlockPool
@@ -67,6 +69,9 @@ class PsClient(PsRows):
         addresses: Of the ps tasks, in order.
         pool: Memory of pulled arrays, recycled once nobody holds them.
         lost_after_s: A ps that cannot be reached for this many seconds is lost.
+
+    Attributes:
+        work: What the time of this task goes to.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class PsClient(PsRows):
         self.parts = endpoint.platform.parts
         self.outgoing = self.parts.of(Outgoing)()
         self._pool = pool
+        self.work = WorkMeter(asyncio.get_running_loop().time)
         # By each variable's id, which shards it stands for, dtype; the last used at the end.
         self._plans: OrderedDict[tuple[tuple[int, int, int, str], ...], Plan] = OrderedDict()
         self._set_ids = itertools.count(1)
@@ -156,8 +162,10 @@ class PsClient(PsRows):
                 self._pull(request, where, optimizer, slot, lock)
                 for request, where in zip(plan.requests, targets, strict=True)
             ]
-            for pulled in await together(calls):
-                if seen is not None:
+            with self.work.pull:
+                answers = await together(calls)
+            if seen is not None:
+                for pulled in answers:
                     seen.note(pulled.steps)
         return arrays
 
@@ -377,7 +385,8 @@ class PsClient(PsRows):
                 for at, request in enumerate(plan.requests)
             ]
 
-        return await self.outgoing.deliver([link.updates for link in links], calls_of)
+        with self.work.push:
+            return await self.outgoing.deliver([link.updates for link in links], calls_of)
 
     def _update(
         self,

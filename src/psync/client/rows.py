@@ -16,6 +16,7 @@ import numpy as np
 
 from psync.client.ps_link import Body, Call, PsLink, always, together
 from psync.client.pulled_steps import PulledSteps
+from psync.client.work_meter import WorkMeter
 from psync.errors import GradientError
 from psync.numerics.blocks import BlockPool, roomy
 from psync.numerics.scatter import distinct
@@ -51,6 +52,7 @@ class PsRows:
     """Reads of single rows, the part of ``PsClient`` that is not concerned with plans."""
 
     links: list[PsLink]
+    work: WorkMeter
     _pool: BlockPool
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -151,8 +153,10 @@ class PsRows:
             calls.append(
                 Call(link, always(message), RowsPulled, "a pull of rows", numbers, bulk, body)
             )
-        for pulled in await together(calls):
-            if seen is not None:
+        with self.work.pull:
+            answers = await together(calls)
+        if seen is not None:
+            for pulled in answers:
                 seen.note(pulled.steps)
 
 

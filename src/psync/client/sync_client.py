@@ -159,7 +159,8 @@ class SyncClient:
 
         with self._ps.outgoing.numbered([pushes]) as (number,):
             push = _Push(group, config, number, local_step)
-            along, segments, rows = await self._stage_large(plan, gradients, push)
+            with self._ps.work.push:
+                along, segments, rows = await self._stage_large(plan, gradients, push)
             next_set = None
             if ahead is not None and (wanted := ahead.want()) is not None:
                 next_set = wanted.plan.whole
@@ -174,13 +175,14 @@ class SyncClient:
                     *_named(peer, along), *_named(peer, next_set), rows, plan.spread,
                 )  # fmt: skip
 
-            received = await self._ps.links[0].call(
-                build,
-                segments,
-                into=functools.partial(self._receive, wanted),
-                set_ids=[-each.set_id for each in (along, next_set) if each],
-                at_once=True,  # this task has nothing else to say before it is answered
-            )
+            with self._ps.work.wait:
+                received = await self._ps.links[0].call(
+                    build,
+                    segments,
+                    into=functools.partial(self._receive, wanted),
+                    set_ids=[-each.set_id for each in (along, next_set) if each],
+                    at_once=True,  # this task has nothing else to say before it is answered
+                )
 
         self._deciding.add(group)
         answer = expect(received, Contributed, self._ps.links[0].task, "a push")

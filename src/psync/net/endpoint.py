@@ -83,6 +83,7 @@ class Endpoint:
         self.on_peer: list[Callable[[Peer], None]] = []  # told of each accepted connection
         self._admit = admit
         self._peers: dict[Peer, None] = {}  # open, or in their handshake, in this order
+        self._sent = self._received = 0  # bytes over connections that are gone
         # Of them, accepted ones in their handshake, the oldest first, and where they come from.
         self._unproven: dict[Peer, Place] = {}
         self._failures = FailedHandshakes(platform.limits.handshake_failures)
@@ -152,7 +153,7 @@ class Endpoint:
         over = asyncio.Event()  # the handshake
 
         def on_closed(peer: Peer, error: Exception | None) -> None:
-            self._peers.pop(peer, None)
+            self._forget(peer)
             if peer.task:  # else the caller is told
                 self._report_closed(peer, error)
             over.set()
@@ -179,7 +180,7 @@ class Endpoint:
                     f"{incarnation}, which is {self.incarnation} by now"
                 )
         except BaseException as exc:
-            self._peers.pop(peer, None)
+            self._forget(peer)
             peer.abort()
             if isinstance(exc, OSError) and not isinstance(exc, PsyncError):
                 late = f"no answer within {seconds} s"
@@ -269,14 +270,21 @@ class Endpoint:
             await listener.wait_closed()
 
     def statistics(self) -> dict[str, int]:
-        """Return how many connections are open, or are not yet, and the bytes over open ones."""
-        connections = [peer.connection for peer in self.peers]
+        """Return how many connections are open, or are not yet, and the bytes over all so far."""
+        num_open = len(self.peers)
+        connections = [peer.connection for peer in self._peers]
         return {
-            "connections": len(connections),
-            "handshakes": len(self._peers) - len(connections),
-            "bytes_sent": sum(connection.bytes_sent for connection in connections),
-            "bytes_received": sum(connection.bytes_received for connection in connections),
+            "connections": num_open,
+            "handshakes": len(connections) - num_open,
+            "bytes_sent": self._sent + sum(each.bytes_sent for each in connections),
+            "bytes_received": self._received + sum(each.bytes_received for each in connections),
         }
+
+    def _forget(self, peer: Peer) -> None:
+        """A connection is gone; what it has carried still counts."""
+        if self._peers.pop(peer, self) is None:
+            self._sent += peer.connection.bytes_sent
+            self._received += peer.connection.bytes_received
 
     # Accepting.
 
@@ -315,7 +323,7 @@ class Endpoint:
             listener(peer)
 
     def _on_accepted_closed(self, peer: Peer, error: Exception | None) -> None:
-        self._peers.pop(peer, None)
+        self._forget(peer)
         place = self._unproven.pop(peer, None)
         self._report_closed(peer, error)
         if place is None or self._closed:

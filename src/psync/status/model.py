@@ -15,7 +15,7 @@ import functools
 import json
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
@@ -40,6 +40,21 @@ class SeenError:
 
     text: str  # "closure 7 (step): ValueError: …"
     seconds: float  # ago
+
+
+@dataclass(frozen=True, slots=True)
+class WorkShares:
+    """What a worker's time went to, as shares of ``seconds``; the rest is time without work.
+
+    Known while a dashboard or a run log is open; ``psync.client.work_meter`` says what counts.
+    """
+
+    compute: float
+    pull: float
+    push: float
+    wait: float
+    seconds: float  # between the last two answers of the worker
+    age_s: float = 0.0  # of the newest; a step that computes on the loop keeps it from answering
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +86,7 @@ class WorkerStatus:
     dropped: int = 0  # that came too late
     duplicates: int = 0  # that another run of their closure had made before
     last_error: SeenError | None = None
+    work: WorkShares | None = None  # None: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +251,9 @@ class Status:
         try:
             for name, value in data.get("reported", {}).items():
                 data["reported"][name] = math.nan if value is None else value
-            made: Self = _built(cls, data)
+            build = _builder(cls)  # type: ignore[arg-type]  # a class can be hashed
+            assert build is not None, "a dataclass is built"
+            made: Self = build(data)
         except (ValueError, TypeError, KeyError, AttributeError) as exc:
             raise RemoteProtocolError(f"expected a status of schema {SCHEMA}: {exc}") from exc
         return made
@@ -252,19 +270,23 @@ def _names(kind: type) -> tuple[str, ...]:
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _built(kind: Any, data: Any) -> Any:
-    """Return a value of a field's type, made of plain data."""
+def _builder(kind: Any) -> Callable[[Any], Any] | None:
+    """Return what makes a value of a field's type of plain data; None: the data are one."""
     if dataclasses.is_dataclass(kind):
-        hints = _hints(kind)  # type: ignore[arg-type]  # a class can be hashed
-        known = {name: _built(hints[name], value) for name, value in data.items() if name in hints}
-        return kind(**known)  # type: ignore[operator]
+        fields = {name: _builder(hint) for name, hint in get_type_hints(kind).items()}
+
+        def build(data: Any) -> Any:
+            known = {name: value for name, value in data.items() if name in fields}
+            for name, value in known.items():
+                if (made := fields[name]) is not None:
+                    known[name] = made(value)
+            return kind(**known)  # type: ignore[operator]  # a class
+
+        return build
     origin = get_origin(kind)
-    if origin in (Union, types.UnionType):  # of something and None
-        return None if data is None else _built(get_args(kind)[0], data)
+    inner = _builder(get_args(kind)[0]) if origin in (Union, types.UnionType, tuple) else None
     if origin is tuple:
-        return tuple(_built(get_args(kind)[0], each) for each in data)
-    return data
+        return tuple if inner is None else lambda data: tuple(map(inner, data))
+    if inner is None:
+        return None
+    return lambda data: None if data is None else inner(data)  # of something and None

@@ -24,6 +24,7 @@ from psync.status.model import (
     Status,
     StepsStatus,
     WorkerStatus,
+    WorkShares,
 )
 
 WINDOW_S = 5.0
@@ -80,6 +81,7 @@ class WorkerReading:
     losses: int = 0
     failed: int = 0
     last_error: SeenError | None = None
+    work: WorkShares | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,7 @@ def _workers(
                 sum([each["stale"] for each in pushes]),
                 sum([each["duplicate"] for each in pushes]),
                 worker.last_error,
+                worker.work,
             )
         )
     return tuple(workers)
@@ -299,3 +302,13 @@ def _backup(counters: Mapping[str, Any]) -> BackupStatus:
     state = counters["state"]
     has_one = state in ("paired", "copying")
     return BackupStatus(state, counters["entries"] - counters["taken"] if has_one else 0)
+
+
+def shares_of(before: Mapping[str, float], now: Mapping[str, float]) -> WorkShares | None:
+    """Return what a worker's time went to between two readings of its meter; None: unknown."""
+    seconds = now["at"] - before["at"]
+    kinds = ("compute", "pull", "push", "wait")
+    if seconds <= 0 or any(now[kind] < before[kind] for kind in kinds):  # it has begun anew
+        return None
+    shares = {kind: (now[kind] - before[kind]) / seconds for kind in kinds}
+    return WorkShares(**shares, seconds=seconds)

@@ -1,24 +1,34 @@
 """Readings of a running cluster: what its coordinator knows, and what ps tasks answer.
 
 Nothing happens here unless somebody asks. Of ps tasks the counters are asked for, all at once; one
-that does not answer in time keeps the counters that it gave last. Workers are not asked: a step may
-compute for minutes on the loop of its worker, and what the coordinator knows is enough.
+that does not answer in time keeps the counters that it gave last. Nobody waits for workers: a step
+may compute for minutes on the loop of its worker, and what the coordinator knows is enough. Only
+for a dashboard or a run log they are asked what their time went to, and answer when they can.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from psync.closures.membership import TaskState
 from psync.errors import ClosedError, PsyncError
 from psync.net.peer import Peer
-from psync.status.model import EventStatus, RunningClosure, SeenError, Status
-from psync.status.rates import History, PsReading, Reading, WorkerReading, status_of
+from psync.status.model import EventStatus, RunningClosure, SeenError, Status, WorkShares
+from psync.status.rates import (
+    History,
+    PsReading,
+    Reading,
+    WorkerReading,
+    shares_of,
+    status_of,
+)
 from psync.wire.messages import AskStatistics, Statistics
 
 if TYPE_CHECKING:
@@ -32,6 +42,9 @@ PS_ANSWERS_WITHIN_S = 1.0
 
 FRESH_S = 0.2
 """Who asks again sooner gets the same status: that bounds what it costs, whoever asks."""
+
+ASKED_AT_ONCE = 100
+"""Workers are asked by turns: many of them cost no more than so many."""
 
 _GONE = {
     TaskState.CONNECTING: "connecting",
@@ -47,6 +60,13 @@ class _LastCounters:
     counters: dict[str, Any]
 
 
+@dataclass(slots=True)
+class _Worked:
+    at: float  # loop time here
+    work: Mapping[str, float]  # as ``WorkMeter.read`` gives it
+    shares: WorkShares | None = None  # None after the first answer
+
+
 class StatusSource:
     """The status of one coordinator's cluster.
 
@@ -54,6 +74,7 @@ class StatusSource:
         coordinator: Running, or starting.
 
     Attributes:
+        asks_workers: Whether each status asks workers, too; their answers are in a later one.
         reported: Values of the program's own, the newest by name.
     """
 
@@ -63,6 +84,10 @@ class StatusSource:
         self._began = self._loop.time()
         self._history = History(self._began)
         self._ps: dict[str, _LastCounters] = {}
+        self._worked: dict[str, _Worked] = {}
+        self._asked: dict[str, asyncio.Task[None]] = {}  # workers that have not answered yet
+        self._turn = 0  # place of the worker that is asked next
+        self.asks_workers = False
         self._newest: tuple[float, Status] | None = None
         self._asking: asyncio.Task[Status] | None = None
         self.reported: dict[str, float] = {}
@@ -97,9 +122,11 @@ class StatusSource:
 
     async def close(self) -> None:
         """Stop asking. Cancellation: safe."""
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.wait((self._asking,))
+        asked = [*self._asked.values(), *([] if self._asking is None else [self._asking])]
+        for task in asked:
+            task.cancel()
+        if asked:
+            await asyncio.wait(asked)
 
     async def _read(self) -> Status:
         peers = self._coordinator.links.endpoint.peers
@@ -108,6 +135,8 @@ class StatusSource:
         asked = (self._ask(controls[link.task]) for link in links if link.task in controls)
         began = self._loop.time()
         await asyncio.gather(*asked)
+        if self.asks_workers:
+            self._ask_workers()
         status = status_of(self._reading(began), self._history)
         self._newest = self._loop.time(), status
         return status
@@ -121,6 +150,33 @@ class StatusSource:
             return  # its link sees to it, and the age of its counters shows it
         assert isinstance(received.message, Statistics), "its only answer"
         self._ps[ps.task] = _LastCounters(self._loop.time(), received.message.counters)
+
+    def _ask_workers(self) -> None:
+        """Ask some workers what their time went to; forget those that are gone."""
+        workers = [each for each in self._records() if each.peers is not None]
+        names = {each.name for each in workers}
+        self._worked = {name: each for name, each in self._worked.items() if name in names}
+        count = min(len(workers), ASKED_AT_ONCE)
+        for place in range(self._turn, self._turn + count):
+            worker = workers[place % len(workers)]
+            if worker.name not in self._asked and worker.peers is not None:
+                task = self._loop.create_task(self._ask_worker(worker.name, worker.peers[0]))
+                self._asked[worker.name] = task
+        self._turn = (self._turn + count) % max(1, len(workers))
+
+    async def _ask_worker(self, name: str, control: Peer) -> None:
+        try:
+            received = await control.call(AskStatistics())
+        except PsyncError:
+            return
+        finally:
+            del self._asked[name]
+        assert isinstance(received.message, Statistics), "its only answer"
+        work = received.message.counters.get("work")
+        if work:
+            known = self._worked.get(name)
+            shares = None if known is None else shares_of(known.work, work)
+            self._worked[name] = _Worked(self._loop.time(), work, shares)
 
     def _reading(self, began: float) -> Reading:
         coordinator, now = self._coordinator, self._loop.time()
@@ -180,8 +236,11 @@ class StatusSource:
         if worker.last_error is not None:
             at, text = worker.last_error
             error = SeenError(text, now - at)
+        worked, work = self._worked.get(worker.name), None
+        if worked is not None and worked.shares is not None:
+            work = dataclasses.replace(worked.shares, age_s=now - worked.at)
         return WorkerReading(
-            worker.name, worker.address, state, running, worker.losses, worker.failed, error
+            worker.name, worker.address, state, running, worker.losses, worker.failed, error, work
         )
 
     def _ps_reading(self, link: PsLink, began: float, now: float) -> PsReading:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from psync.errors import ConfigurationError
+from psync.status.units import bytes_text
 
 
 class Progress:
@@ -166,15 +167,6 @@ def _bytes_lines(what: str, total: int) -> Callable[[int], None]:
             print(f"{what}: {bytes_text(done)} of {bytes_text(total)}", flush=True)
 
     return at
-
-
-def bytes_text(nbytes: float) -> str:
-    """Return a size in words: "1.5 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
 
 
 def size_of(folder: Path) -> int:

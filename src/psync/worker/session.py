@@ -195,8 +195,7 @@ class Session:
 
     def _give_back_all(self) -> None:
         """Return all closures that have not started, but replicas: nobody else can run them."""
-        ids = [closure.id for closure in self._queue if closure.replica is None]
-        self.give_back(GiveBack(ids))
+        self.give_back(GiveBack([each.id for each in self._queue if each.replica is None]))
 
     async def _wait_idle(self) -> None:
         """Wait until nothing runs, and all that ran is told. Cancellation: safe."""
@@ -338,7 +337,8 @@ class Session:
             )  # fmt: skip
         began = closure.began = self._loop.time()
         try:
-            end = await self._end(closure, context)
+            with self.runtime.ps.work.compute:
+                end = await self._end(closure, context)
         finally:
             context.closed = True
         if self.runtime.ps.outgoing.begun or self._runner.cancelling():

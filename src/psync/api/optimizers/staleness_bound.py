@@ -64,4 +64,5 @@ class StalenessBound:
         """
         number = runtime.rounds[optimizer] = runtime.rounds.get(optimizer, 0) + 1
         message = TickClock(optimizer, self.max_staleness, number)
-        await runtime.ps.links[0].call(lambda _: message)
+        with runtime.ps.work.wait:
+            await runtime.ps.links[0].call(lambda _: message)

@@ -1,0 +1,48 @@
+"""``psync dashboard``: the web page of a run that has ended, from its log."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from psync.dashboard.shows import Show
+
+
+@click.command()
+@click.argument("log", type=click.Path(), metavar="RUN.jsonl")
+@click.option(
+    "--address",
+    default="127.0.0.1:0",
+    metavar="HOST:PORT",
+    help="Where to serve the page. Port 0: a free one.",
+)
+def dashboard(log: str, address: str) -> int:
+    """Show the run of a log in a web page, whose URL is printed. Ctrl-C ends it.
+
+    psync run --log RUN.jsonl writes one, and so does ClusterCoordinator(run_log=…). For a run that
+    goes on: psync run --dashboard.
+    """
+    from psync.dashboard.run_log import FinishedRun
+    from psync.dashboard.server import check_can_serve
+    from psync.dashboard.shows import LogShow
+
+    check_can_serve(address)
+    asyncio.run(_serve(LogShow(FinishedRun(log)), address))
+    return 0
+
+
+async def _serve(show: Show, address: str) -> None:
+    from psync.dashboard.attached import hosts_of
+    from psync.dashboard.server import serving
+
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, ended.set)
+    async with serving(show, address, hosts_of(os.environ)) as url:
+        click.echo(url)
+        await ended.wait()

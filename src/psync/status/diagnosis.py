@@ -1,0 +1,283 @@
+"""What a status means, in sentences: why a run is slow or waits, the gravest first.
+
+Each rule looks at one thing and says nothing where that is fine. Thresholds are where somebody who
+watches a run begins to care, not where something is broken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from psync.status.model import PsStatus, RunningClosure, Status, WorkerStatus
+from psync.status.units import bytes_text, seconds_text, short_names, task_text, tasks_text
+
+STRAGGLER = 1.5
+"""A worker whose closures take so many times the median is one."""
+
+STUCK_S, STUCK = 10.0, 5.0
+"""A closure that has run for so many seconds, and so many times what one takes, is remarkable."""
+
+AWAITED_S = 1.0
+"""Others wait for a worker in every synchronous step; when it has run for longer, that is news."""
+
+RECENT_S = 60.0
+"""What has happened since then explains what is slow now."""
+
+LARGE_SHARE = 0.3
+"""Of the workers' time: more than that on anything but computing is worth a word."""
+
+UNEVEN = 1.6
+"""A ps that sends so many times its fair share of all bytes."""
+
+BUSY_BYTES_PER_S = 1 << 20
+"""Below, nobody asks whether the load of ps tasks is even."""
+
+LONG_QUEUE = 32
+"""Updates that wait on a ps; a few for each worker are normal."""
+
+LATE_SHARE = 0.25
+"""Of synchronous gradients: more than that come too late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence.
+
+    Attributes:
+        level: "bad": it stands still or something is lost; "warn": it could be faster; "good".
+        text: A sentence or two: what it is, and what to do.
+    """
+
+    level: str
+    text: str
+
+
+def diagnose(status: Status) -> list[Finding]:
+    """Return why a cluster is slow or waits; if it does neither, what its workers do.
+
+    Example:
+        for finding in diagnose(await coordinator.status()):
+            print(finding.level, finding.text)
+    """
+    findings = [finding for rule in _RULES for finding in rule(status)]
+    findings.sort(key=lambda finding: finding.level != "bad")  # stable
+    return findings or [_all_is_well(status)]
+
+
+# Rules. What stands still comes first.
+
+
+def _states(status: Status) -> Iterator[Finding]:
+    if status.state == "starting":
+        waits_for = short_names(status.waits_for)
+        yield Finding("warn", f"The cluster is starting. It waits for: {waits_for}.")
+    elif status.state == "recovering":
+        yield Finding("bad", "A ps was lost: closures are held back until its contents are back.")
+    elif status.state == "failed":
+        yield Finding("bad", "A step has raised: nothing new is started until a join raises it.")
+
+
+def _values(status: Status) -> Iterator[Finding]:
+    for name, value in status.reported.items():
+        if not math.isfinite(value):
+            yield Finding("bad", f"The reported {name} is not a finite number.")
+
+
+def _gone(status: Status) -> Iterator[Finding]:
+    for state, one, more in (
+        ("lost", "is gone; it rejoins once it is reached", "are gone; they rejoin once reached"),
+        (
+            "set aside",
+            "was lost too often, and is left alone for a while",
+            "were lost too often, and are left alone for a while",
+        ),
+        ("given up", "is gone for good: its process could not be kept alive", "are gone for good"),
+    ):
+        tasks = [each.task for each in status.workers if each.state == state]
+        if tasks:
+            text = one if len(tasks) == 1 else more
+            yield Finding("bad", f"{_capital(tasks_text(tasks))} {text}.")
+    for ps in status.ps:
+        if ps.state in ("lost", "broken"):
+            yield Finding(
+                "bad", f"{_capital(task_text(ps.task))} is {ps.state}: steps wait for it."
+            )
+        elif ps.state == "silent":
+            text = "has not answered for a second: it computes, swaps, or is stopped"
+            yield Finding("warn", f"{_capital(task_text(ps.task))} {text}.")
+
+
+def _barriers(status: Status) -> Iterator[Finding]:
+    closures = {each.task: each.closure for each in status.workers}
+
+    def longest(tasks: Sequence[str]) -> RunningClosure | None:
+        """Return what runs longest on them, if that is long enough to be worth a word."""
+        running = [closure for task in tasks if (closure := closures.get(task)) is not None]
+        found = max(running, key=lambda closure: closure.seconds, default=None)
+        return found if found is not None and found.seconds > AWAITED_S else None
+
+    for group in status.steps.groups:
+        if not group.waiting:
+            continue
+        head = f"Step {group.step} of {group.name} has {group.counted} of {group.target} gradients"
+        held = f"{len(group.waiting)} of {len(status.workers)} workers wait for it"
+        if not group.waits_for:
+            yield Finding("bad", f"{head}; {held}, and no other worker has anything to do.")
+        elif (closure := longest(group.waits_for)) is not None:
+            since = f"in {closure.name} since {seconds_text(closure.seconds)}"
+            who = f"{tasks_text(group.waits_for)}, {since}"
+            yield Finding("warn", f"{head}; {held}. It waits for {who}.")
+    for bound in status.steps.bounds:
+        if bound.waiting and longest(bound.waits_for) is not None:
+            wait = "waits" if len(bound.waiting) == 1 else "wait"
+            yield Finding(
+                "warn",
+                f"{_capital(tasks_text(bound.waiting))} may be at most {bound.max_staleness} "
+                f"rounds ahead, and {wait} for {tasks_text(bound.waits_for)}.",
+            )
+
+
+def _work(status: Status) -> Iterator[Finding]:
+    queue, here = status.queue, _here(status)
+    if status.state == "running" and not here:
+        yield Finding("bad", f"No worker is here. It waits for: {short_names(status.waits_for)}.")
+    idle = [each for each in here if each.state == "idle"]
+    if status.state not in ("running", "idle") or not idle or queue.queued:
+        return
+    if len(idle) == len(here):
+        yield Finding("warn", "Nothing is scheduled: all workers wait for the program.")
+    elif queue.waiting:
+        text = "closures that are left wait for the value of another one"
+        yield Finding("warn", f"{_of(idle, here)} have nothing to do: {text}.")
+    else:
+        text = "the queue is empty. Schedule further ahead, or join less often"
+        yield Finding("warn", f"{_of(idle, here)} have nothing to do: {text}.")
+
+
+def _stragglers(status: Status) -> Iterator[Finding]:
+    paces = {each.task: each.mean_s for each in status.workers if each.mean_s}
+    usual = median(paces.values()) if len(paces) > 2 else 0.0
+    if usual:
+        slow = sorted((task for task in paces if paces[task] > STRAGGLER * usual),
+                      key=lambda task: -paces[task])  # fmt: skip
+        if slow:
+            times = paces[slow[0]] / usual
+            verb = "takes" if len(slow) == 1 else "take up to"
+            yield Finding(
+                "warn",
+                f"{_capital(tasks_text(slow))} {verb} {seconds_text(paces[slow[0]])} for a closure,"
+                f" {times:.1f} times the median of {seconds_text(usual)}.",
+            )
+    for each in status.workers:
+        closure, pace = each.closure, each.mean_s or 0.0
+        if closure is None or each.state != "busy":
+            continue
+        if closure.seconds > STUCK_S and closure.seconds > STUCK * pace:
+            text = f"has run {closure.name} for {seconds_text(closure.seconds)}"
+            than = f"; its closures take {seconds_text(pace)}" if pace else ""
+            yield Finding("warn", f"{_capital(task_text(each.task))} {text}{than}.")
+            return  # of many stuck ones the first will do
+
+
+def _shares(status: Status) -> Iterator[Finding]:
+    known = [each.work for each in _here(status) if each.work is not None]
+    if not known:
+        return
+    means = {
+        kind: sum(getattr(each, kind) for each in known) / len(known)
+        for kind in ("compute", "pull", "push", "wait")
+    }
+    for kind, text, advice in (
+        ("pull", "for values from ps tasks", "pull less often, or use more ps tasks"),
+        ("push", "for pushes to arrive", "push fewer bytes, or use more ps tasks"),
+        ("wait", "for other workers", "backup workers, or a looser bound, make that less"),
+    ):
+        if means[kind] > LARGE_SHARE:
+            compute = f"they compute for {means['compute']:.0%}"
+            head = f"Workers wait {text} {means[kind]:.0%} of the time"
+            yield Finding("warn", f"{head}, and {compute}: {advice}.")
+
+
+def _servers(status: Status) -> Iterator[Finding]:
+    long = [each for each in status.ps if each.queue > LONG_QUEUE]
+    if long:
+        most = max(long, key=lambda each: each.queue)
+        text = f"has {most.queue} updates waiting: the ps tasks are what everybody waits for"
+        yield Finding("warn", f"{_capital(task_text(most.task))} {text}.")
+    yield from _uneven(status.ps)
+    behind = [each for each in status.ps if each.backup is not None and each.backup.behind > 1000]
+    if behind:
+        text = "is far behind its log; updates wait for it"
+        yield Finding("warn", f"The backup of {tasks_text([each.task for each in behind])} {text}.")
+
+
+def _uneven(tasks: Sequence[PsStatus]) -> Iterator[Finding]:
+    loads = {each.task: each.bytes_in_per_s + each.bytes_out_per_s for each in tasks}
+    total = sum(loads.values())
+    if len(loads) < 2 or total < BUSY_BYTES_PER_S:
+        return
+    task = max(loads, key=lambda each: loads[each])
+    if loads[task] * len(loads) > UNEVEN * total:
+        yield Finding(
+            "warn",
+            f"{_capital(task_text(task))} moves {loads[task] / total:.0%} of all bytes "
+            f"({bytes_text(loads[task])}/s); a partitioner would spread the variables.",
+        )
+
+
+def _lost_work(status: Status) -> Iterator[Finding]:
+    late = [
+        each.task
+        for each in status.workers
+        if each.accepted + each.dropped >= 20 and each.dropped > each.accepted
+    ]
+    if late:
+        text = "more than half of the gradients come too late, and are dropped"
+        yield Finding("warn", f"{_capital(tasks_text(late))}: {text}.")
+    for group in status.steps.groups if not late else ():
+        offered = group.accepted + group.dropped
+        if offered >= 20 and group.dropped > LATE_SHARE * offered:
+            share = group.dropped / offered
+            text = f"{share:.0%} of the gradients for {group.name} came too late, and were dropped"
+            yield Finding("warn", f"{text}: that much computing is for nothing.")
+    for event in status.events:
+        if event.kind == "lost" and event.seconds < RECENT_S and status.queue.put_back:
+            count = status.queue.put_back
+            text = f"Closures that ran again because of such losses: {count:,}."
+            yield Finding("warn", f"Within a minute: {short_names(event.text)}. {text}")
+            return
+
+
+def _all_is_well(status: Status) -> Finding:
+    here = _here(status)
+    known = [each.work for each in here if each.work is not None]
+    if status.state == "ended":
+        return Finding("good", "The run has ended.")
+    if known:
+        share = sum(each.compute for each in known) / len(known)
+        return Finding("good", f"Nothing holds it up: workers compute for {share:.0%} of the time.")
+    busy = sum(each.state == "busy" for each in here)
+    return Finding("good", f"Nothing holds it up: {busy} of {len(here)} workers are busy.")
+
+
+_RULES: tuple[Callable[[Status], Iterable[Finding]], ...] = (
+    _states, _values, _gone, _barriers, _work, _stragglers, _shares, _servers, _lost_work,
+)  # fmt: skip
+
+
+# Words.
+
+
+def _here(status: Status) -> list[WorkerStatus]:
+    return [each for each in status.workers if each.state in ("idle", "busy", "waiting", "leaving")]
+
+
+def _of(some: Sequence[object], all_: Sequence[object]) -> str:
+    return f"{len(some)} of {len(all_)} workers"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,55 @@
+"""Numbers, durations, sizes and names of tasks, as people read them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+MAX_NAMED = 3
+
+_TASK = re.compile(r"/job:(\w+)/task:(\d+)")
+
+
+def task_text(task: str) -> str:
+    """Return "worker 0" for "/job:worker/task:0"."""
+    return task.removeprefix("/job:").replace("/task:", " ")
+
+
+def short_names(text: str) -> str:
+    """Return a text in which "/job:worker/task:0" is "worker 0", wherever it stands."""
+    return _TASK.sub(r"\1 \2", text)
+
+
+def tasks_text(tasks: Sequence[str]) -> str:
+    """Return "worker 0, worker 1, worker 2 and 4 more"."""
+    more = len(tasks) - MAX_NAMED
+    names = ", ".join(map(task_text, tasks[:MAX_NAMED]))
+    return f"{names} and {more} more" if more > 0 else names
+
+
+def number_text(value: float) -> str:
+    """Return a rate: "3.2", "1,250"."""
+    return f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
+
+
+def bytes_text(value: float) -> str:
+    """Return a size: "512 B", "1.9 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def seconds_text(value: float) -> str:
+    """Return a duration: "15 ms", "3.2 s", "42 s", "3:05 min"."""
+    if value < 1e-3:
+        return f"{value * 1e6:.0f} µs"
+    if value < 1:
+        return f"{value * 1e3:.0f} ms"
+    if value < 120:
+        return f"{value:.2g} s" if value < 10 else f"{value:.0f} s"
+    minutes, seconds = divmod(int(value), 60)
+    if minutes < 120:
+        return f"{minutes}:{seconds:02} min"
+    return f"{minutes // 60}:{minutes % 60:02} h"

@@ -1,0 +1,76 @@
+"""What a program shows of its run: a dashboard, a log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import psync
+from memory_cluster import cluster_of, coordinating
+from psync.dashboard.run_log import FinishedRun
+from psync.dashboard.view import Placed
+from psync.errors import ClosedError, ConfigurationError
+
+
+async def test_a_run_log_has_statuses_and_placement(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    async with cluster_of(num_ps=2) as cluster:
+        strategy = cluster.strategy(psync.FixedShardsPartitioner(2))
+        async with psync.ClusterCoordinator(strategy, run_log=path) as coordinator:
+            with strategy.scope():
+                psync.Variable(np.zeros((4, 2), np.float32), name="w")
+            assert coordinator.dashboard_url == ""
+            await _a_moment(coordinator)
+    run = FinishedRun(path)
+    assert run.placed == [
+        Placed("w", 0, (2, 2), "float32", 16, 0), Placed("w", 1, (2, 2), "float32", 16, 1),
+    ]  # fmt: skip
+    last = list(run.statuses())[-1]
+    assert (run.ended, len(last.workers), last.state) == (True, 2, "idle")
+
+
+async def test_a_log_that_cannot_be_written_ends_the_start(tmp_path: Path) -> None:
+    async with cluster_of() as cluster:
+        coordinator = psync.ClusterCoordinator(cluster.strategy(), run_log=tmp_path / "no" / "x")
+        with pytest.raises(ConfigurationError, match="No such file or directory"):
+            await coordinator.start()
+
+
+async def test_the_environment_asks_for_a_log_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSYNC_RUN_LOG", str(tmp_path / "run.jsonl"))
+    async with coordinating():
+        pass
+    assert FinishedRun(tmp_path / "run.jsonl").ended
+    async with coordinating(run_log=""):
+        pass
+
+
+async def test_a_dashboard_lasts_as_long_as_its_coordinator(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    aiohttp = pytest.importorskip("aiohttp")
+    async with coordinating(dashboard="127.0.0.1:0") as (_, coordinator):
+        url = coordinator.dashboard_url
+        assert f"psync: dashboard at {url}\n" in capsys.readouterr().err
+        coordinator.report({"loss": 0.5})
+        base, _, token = url.partition("?token=")
+        headers = {"Authorization": f"Bearer {token}"}
+        async with aiohttp.ClientSession(headers=headers) as client:
+            async with client.get(f"{base}api/view") as answer:
+                view = json.loads(await answer.text())
+        assert view["num_workers"] == 2
+    async with aiohttp.ClientSession() as client:
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await client.get(base)
+    with pytest.raises(ClosedError, match="dashboard_url"):
+        _ = coordinator.dashboard_url
+
+
+async def _a_moment(coordinator: psync.ClusterCoordinator) -> None:
+    """Let the newest status become old: whoever asks again at once gets the same."""
+    coordinator._seen.source._newest = None

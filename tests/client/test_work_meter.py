@@ -1,0 +1,84 @@
+"""What time goes to, by a clock that the test moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from psync.client.work_meter import KINDS, WorkMeter
+
+
+class Clock:
+    """Says what it is told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def meter(clock: Clock) -> WorkMeter:
+    return WorkMeter(clock)
+
+
+def spent(meter: WorkMeter) -> list[float]:
+    reading = meter.read()
+    return [reading[kind] for kind in KINDS]
+
+
+def test_time_without_work_counts_nowhere(meter: WorkMeter, clock: Clock) -> None:
+    clock.now += 5
+    assert meter.read() == {"at": 105.0, "compute": 0, "pull": 0, "push": 0, "wait": 0}
+
+
+def test_a_pull_within_a_step_is_no_computing(meter: WorkMeter, clock: Clock) -> None:
+    with meter.compute:
+        clock.now += 1
+        with meter.pull:
+            clock.now += 2
+        clock.now += 4
+    clock.now += 8
+    assert spent(meter) == [5, 2, 0, 0]
+
+
+def test_what_goes_on_at_once_counts_once(meter: WorkMeter, clock: Clock) -> None:
+    with meter.compute, meter.pull:
+        with meter.pull:
+            clock.now += 1
+        clock.now += 2
+        with meter.push:
+            clock.now += 4
+            with meter.wait:
+                clock.now += 8
+            clock.now += 16
+    assert spent(meter) == [0, 3, 20, 8]
+
+
+def test_a_kind_that_ends_behind_a_later_one_is_forgotten(meter: WorkMeter, clock: Clock) -> None:
+    pull, push = meter.pull, meter.push
+    pull.__enter__()
+    push.__enter__()
+    pull.__exit__(None, None, None)
+    clock.now += 1
+    push.__exit__(None, None, None)
+    clock.now += 2
+    assert spent(meter) == [0, 0, 1, 0]
+
+
+def test_what_goes_on_counts_up_to_now(meter: WorkMeter, clock: Clock) -> None:
+    with meter.wait:
+        clock.now += 3
+        assert meter.read()["wait"] == 3
+
+
+def test_an_error_ends_it(meter: WorkMeter, clock: Clock) -> None:
+    with pytest.raises(ValueError, match="x"), meter.push:
+        raise ValueError("x")
+    clock.now += 3
+    assert spent(meter) == [0, 0, 0, 0]

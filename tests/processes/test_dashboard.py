@@ -1,0 +1,101 @@
+"""`psync run --dashboard --log`, and `psync dashboard` of the log: a real run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from psync.dashboard.run_log import FinishedRun
+from view_schema import check_view
+
+pytest.importorskip("aiohttp")
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PSYNC = [sys.executable, "-m", "psync"]
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+
+def url_in(stream: IO[str]) -> str:
+    for line in stream:
+        found = re.search(r"http://\S+token=\w+", line)
+        if found:
+            return found[0]
+    raise AssertionError("no URL was printed")
+
+
+def view(url: str, query: str = "") -> dict[str, Any]:
+    base, _, token = url.partition("?token=")
+    asked = urllib.request.Request(f"{base}api/view{query}")
+    asked.add_header("Authorization", f"Bearer {token}")
+    with urllib.request.urlopen(asked) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def views(url: str) -> Iterator[dict[str, Any]]:
+    while True:
+        found = view(url)
+        if found:
+            yield found
+
+
+def test_a_run_is_shown_while_it_lasts_and_afterwards_from_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    environ = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    with subprocess.Popen(
+        [*PSYNC, "run", str(SCRIPTS / "seen.py"), "--ps", "2", "--workers", "2", "--dashboard",
+         "--log", str(log)],
+        env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    ) as run:  # fmt: skip
+        try:
+            assert run.stderr is not None
+            url = url_in(run.stderr)
+            for found in views(url):  # until workers have said twice what their time went to
+                check_view(found)
+                if found["series"].get("compute", [None])[-1] and found["placement"]:
+                    break
+            assert (found["program"], found["mode"]) == ("seen.py", "live")
+            shares = [found["series"][kind][-1] for kind in ("compute", "pull", "push", "free")]
+            assert 80 < sum(shares) <= 100.5
+            assert found["placement"][0]["parts"][0]["name"] == "w [0]"
+        finally:
+            run.communicate("\n")
+        assert run.returncode == 0
+    assert FinishedRun(log).ended
+    with subprocess.Popen(
+        [*PSYNC, "dashboard", str(log)], stdout=subprocess.PIPE, text=True
+    ) as page:
+        try:
+            assert page.stdout is not None
+            found = view(url_in(page.stdout), "?span=run")
+            check_view(found)
+            assert (found["program"], found["mode"], found["ended"]) == ("seen.py", "log", True)
+        finally:
+            page.send_signal(signal.SIGINT)
+            page.communicate()
+        assert page.returncode == 0
+
+
+def test_a_port_in_use_ends_the_run_with_one_error(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        run = subprocess.run(
+            [*PSYNC, "run", str(SCRIPTS / "seen.py"), "--dashboard-address", address],
+            env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+            capture_output=True, text=True, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    assert run.returncode == 2
+    assert f"dashboard: {address} is in use by another program" in run.stderr

@@ -1,0 +1,44 @@
+"""How numbers and names of tasks read."""
+
+from __future__ import annotations
+
+import pytest
+
+from psync.status.units import (
+    bytes_text,
+    number_text,
+    seconds_text,
+    short_names,
+    task_text,
+    tasks_text,
+)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(2e-6, "2 µs"), (0.015, "15 ms"), (3.24, "3.2 s"), (42, "42 s"), (185, "3:05 min"),
+     (7500, "2:05 h")],
+)  # fmt: skip
+def test_durations(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(512, "512 B"), (2048, "2.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5.0 TiB")],
+)
+def test_sizes(size: float, text: str) -> None:
+    assert bytes_text(size) == text
+
+
+@pytest.mark.parametrize(("rate", "text"), [(0, "0.0"), (99.94, "99.9"), (1250.4, "1,250")])
+def test_rates(rate: float, text: str) -> None:
+    assert number_text(rate) == text
+
+
+def test_names_of_tasks() -> None:
+    names = [f"/job:worker/task:{index}" for index in range(5)]
+    assert task_text(names[0]) == "worker 0"
+    assert tasks_text(names[:2]) == "worker 0, worker 1"
+    assert tasks_text(names) == "worker 0, worker 1, worker 2 and 2 more"
+    assert short_names("closure 3 on /job:worker/task:12; x") == "closure 3 on worker 12; x"
