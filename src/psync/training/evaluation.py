@@ -98,6 +98,13 @@ def parts_of(made: Any) -> Sequence[Any]:
     return made
 
 
+def no_batch() -> ConfigurationError:
+    """Return the error of an epoch without a batch."""
+    return ConfigurationError(
+        "fit: expected at least one batch, got none", hint="the dataset of a worker is empty"
+    )
+
+
 class Counts:
     """Sums of batches for the loss and the metrics, not yet added to these.
 

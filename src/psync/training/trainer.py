@@ -37,6 +37,7 @@ from psync.training.evaluation import (
     Shard,
     awaited,
     evaluate,
+    no_batch,
     parts_of,
     shards_of,
 )
@@ -138,7 +139,7 @@ class Trainer:
         self._value_and_grad = _of_batch(value_and_grad)
         self._evaluated = _of_batch(loss_and_predictions or value_and_grad)
         with strategy.scope():
-            self._counted = {"loss": Mean("loss"), **self.metrics}
+            self._counted = self._counters()
             self._global_step = get_or_create_global_step() if optimizer.synchronous else None
         self.history = History()
         self.checkpoint = Checkpoint(
@@ -294,6 +295,25 @@ class Trainer:
             checked_integer(f"evaluate: expected {name} above 0", value, 1)
         return shards_of(data, num_shards, batch_size)
 
+    # Integrations of libraries that have metrics of their own override these four, and evaluate.
+
+    def _counters(self) -> dict[str, Metric]:
+        """Return what counts on the ps tasks, by name; called in the strategy's scope."""
+        return {"loss": Mean("loss"), **self.metrics}
+
+    async def _logs_of(self, sums: Any) -> dict[str, float]:
+        """Return the values of what a step function has counted."""
+        counted = zip(self._counted.items(), sums, strict=True)
+        return {name: metric.value_of(total) for (name, metric), total in counted}
+
+    async def _values(
+        self, closures: Sequence[RemoteValue[Any]], ended: bool
+    ) -> tuple[dict[str, float], bool]:
+        """Return the values of an epoch, and whether data ended, as a step function has raised."""
+        if ended and not any(await self._counted["loss"].variables[0].read()):
+            raise no_batch()
+        return {name: await metric.result() for name, metric in self._counted.items()}, ended
+
     def _steps(self, *, tells: bool) -> Callable[..., Any]:
         """Return the step function: some steps, then one message for each metric.
 
@@ -349,9 +369,8 @@ class Trainer:
     ) -> tuple[dict[str, float], bool]:
         """Run one epoch; return its values, and whether the data of a worker ended."""
 
-        async def tell(batch: int, sums: Sequence[Any]) -> None:
-            counted = zip(self._counted.items(), sums, strict=True)
-            logs = {name: metric.value_of(total) for (name, metric), total in counted}
+        async def tell(batch: int, sums: Any) -> None:
+            logs = await self._logs_of(sums)
             coordinator.report(logs)
             await call_back(self, told, "on_train_batch_end", batch, logs)
 
@@ -374,12 +393,7 @@ class Trainer:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-        if ended and not any(await self._counted["loss"].variables[0].read()):
-            raise ConfigurationError(
-                "fit: expected at least one batch, got none",
-                hint="the dataset of a worker is empty",
-            )
-        return {name: await metric.result() for name, metric in self._counted.items()}, ended
+        return await self._values(closures, ended)
 
     async def _end(
         self, callbacks: Sequence[Callback], logs: Mapping[str, float],

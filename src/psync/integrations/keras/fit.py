@@ -1,0 +1,277 @@
+"""Training of a served Keras model: its steps, its metrics and its callbacks in psync's Trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+from keras.src.utils.python_utils import is_default, pythonify_logs
+
+import psync.callbacks
+from psync.api.cluster_coordinator import ClusterCoordinator
+from psync.errors import ClosureCancelled, ConfigurationError, EndOfData
+from psync.integrations.keras.metrics import BatchSpec, build_metrics, set_metrics, spec_of
+from psync.metrics import Metric
+from psync.serialization.remote_value import RemoteValue
+from psync.training.evaluation import Shard, no_batch
+from psync.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from psync.api.strategy import ParameterServerStrategy
+    from psync.integrations.keras.served_model import ServedModel
+
+NO_SUMS = np.zeros(0)
+
+_BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+
+
+class Counted:
+    """What the metrics of a model have counted; a result of closures.
+
+    Attributes:
+        sums: What batches have added to their variables, as one vector; empty if there was none.
+        spec: Of the first batch.
+        ended: Whether the data of the worker are over.
+    """
+
+    def __init__(self) -> None:
+        self.sums: np.ndarray = NO_SUMS
+        self.spec: BatchSpec = None
+        self.ended = False
+
+    def add(self, sums: np.ndarray, batch: Any) -> None:
+        """Count a batch."""
+        if self.spec is None:
+            self.spec = spec_of(batch)
+        self.sums = self.sums + sums if len(self.sums) else sums
+
+    def add_all(self, other: Counted) -> None:
+        """Count what another one has counted."""
+        if other.spec is not None:
+            self.sums = self.sums + other.sums if len(self.sums) else other.sums
+            self.spec = self.spec or other.spec
+        self.ended |= other.ended
+
+
+class KerasTrainer(Trainer):
+    """The Trainer of one served model: batches are trained by Keras's own step.
+
+    Metrics are Keras's. Each closure returns what its batches have added to their variables, and
+    the results are those of the model here when it holds the sum: a batch counts once, on whichever
+    worker it was, also if that was lost and the closure ran again.
+
+    Args:
+        strategy: Of the model.
+        served: The model.
+        checkpoint_directory: As of ``Trainer``.
+    """
+
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        served: ServedModel,
+        checkpoint_directory: str | os.PathLike[str] | None,
+    ) -> None:
+        self._served = served
+        self.keras_callbacks: KerasCallbacks | None = None  # while fit runs
+        self._so_far = Counted()  # in this epoch, by closures that callbacks were told of
+        super().__init__(
+            strategy,
+            dict(served.checkpoint_items()),
+            lambda _, batch: served.train_batch(batch),
+            served.optimizer,
+            checkpoint_directory=checkpoint_directory,
+        )
+
+    def _counters(self) -> dict[str, Metric]:
+        return {}
+
+    def _steps(self, *, tells: bool) -> Callable[..., Any]:
+        served = self._served
+
+        def run_steps(batches: Any, count: int) -> Counted:  # plain: it computes in a thread
+            counted = Counted()
+            for _ in range(count):
+                try:
+                    batch = next(batches)
+                except EndOfData:
+                    counted.ended = True
+                    break
+                counted.add(served.train_batch(batch), batch)
+            return counted
+
+        return run_steps
+
+    async def _logs_of(self, sums: Counted) -> dict[str, float]:
+        self._so_far.add_all(sums)  # as Keras has it: of the epoch, and not of the batch
+        if self._so_far.spec is None:
+            return {}
+        return await asyncio.to_thread(self._results, self._so_far)
+
+    async def _values(
+        self, closures: Sequence[RemoteValue[Any]], ended: bool
+    ) -> tuple[dict[str, float], bool]:
+        self._so_far, counted = Counted(), await _total(closures)
+        if counted.spec is None:
+            raise no_batch()
+        return await asyncio.to_thread(self._results, counted), counted.ended
+
+    async def evaluate(
+        self, data: Any, *, batch_size: int = 32, num_shards: int | None = None
+    ) -> dict[str, float]:
+        """Return loss and metrics on data, as ``Trainer.evaluate``, by the names Keras gives."""
+        served, hooks = self._served, self.keras_callbacks
+        coordinator = ClusterCoordinator(self.strategy)
+
+        def evaluate_shard(shard: Shard) -> Counted:
+            counted, steps = Counted(), served.loaded()
+            for batch in shard() if isinstance(shard, partial) else shard:
+                counted.add(steps.test(batch), batch)
+            return counted
+
+        shards = self._shards(data, batch_size, num_shards)
+        if hooks is not None:
+            await hooks.call("on_test_begin")
+        results = [coordinator.schedule(evaluate_shard, args=(shard,)) for shard in shards]
+        await coordinator.join()
+        counted = await _total(results)
+        if counted.spec is None:
+            raise ConfigurationError("validation data: expected at least one batch, got none")
+        logs = await asyncio.to_thread(self._results, counted)
+        if hooks is not None:
+            await hooks.call("on_test_end", logs)
+        return logs
+
+    def _results(self, counted: Counted) -> dict[str, float]:
+        """Return what the model's metrics say of counted batches."""
+        model = self._served.chief_model()
+        build_metrics(model, counted.spec)
+        set_metrics(model, counted.sums)
+        logs: dict[str, float] = pythonify_logs(model.get_metrics_result())
+        return logs
+
+
+class KerasCallbacks(psync.callbacks.Callback):
+    """Callbacks of Keras in psync's fit: they see the model of the chief, with present values.
+
+    What they change in it goes to the ps tasks: weights, the learning rate, ``stop_training``.
+
+    Args:
+        served: The model.
+        callbacks: Of Keras.
+        params: What they see as ``params``.
+
+    Raises:
+        ConfigurationError: One of them cannot work here.
+    """
+
+    def __init__(
+        self,
+        served: ServedModel,
+        callbacks: Sequence[keras.callbacks.Callback],
+        params: Mapping[str, Any],
+    ) -> None:
+        for callback in callbacks:
+            if isinstance(callback, keras.callbacks.BackupAndRestore):
+                raise ConfigurationError(
+                    "fit: BackupAndRestore would save the program's model without what the "
+                    "optimizer keeps on the ps tasks",
+                    hint="ServedModel(…, checkpoint_directory=…) saves and resumes all of it",
+                )
+        self._has_batches = any(_has_batches(callback) for callback in callbacks)
+        self._served = served
+        self._model = served.chief_model()
+        self._seen = bool(callbacks)  # whether anybody looks at the model
+        self._list = keras.callbacks.CallbackList(
+            list(callbacks), add_history=True, model=self._model, **params
+        )
+        self.history: keras.callbacks.History = self._model.history
+
+    @property
+    def wants_batches(self) -> bool:
+        """Whether one of them does."""
+        return self._has_batches
+
+    async def on_train_begin(self) -> None:
+        """Hand on, with the values that were restored."""
+        self._model.stop_training = False
+        await self._refresh()
+        await self.call("on_train_begin")
+
+    async def on_epoch_begin(self, epoch: int) -> None:
+        """Hand on."""
+        await self.call("on_epoch_begin", epoch)
+
+    async def on_train_batch_end(self, batch: int, logs: Mapping[str, float]) -> None:
+        """Hand on, with present values: both hooks of the last batch of a closure."""
+        await self._refresh()
+        await self.call("on_train_batch_begin", batch)
+        await self.call("on_train_batch_end", batch, dict(logs))
+
+    async def on_epoch_end(self, epoch: int, logs: Mapping[str, float]) -> None:
+        """Hand on, with the values after the epoch."""
+        await self._refresh()
+        await self.call("on_epoch_end", epoch, dict(logs))
+
+    async def on_train_end(self, logs: Mapping[str, float]) -> None:
+        """Hand on."""
+        await self.call("on_train_end", dict(logs))
+
+    async def call(self, method: str, *arguments: Any) -> None:
+        """Call one method of all callbacks, in a thread; then send what they have changed."""
+        before, rate = self._values(), self._rate()
+        await asyncio.to_thread(getattr(self._list, method), *arguments)
+        if self._model.stop_training:
+            self.trainer.stop_training = True
+        changed = {
+            name: value for name, value in self._values().items()
+            if not np.array_equal(value, before[name], equal_nan="float" in value.dtype.name)
+        }  # fmt: skip
+        if changed:
+            await self._served.load_values(changed)
+        if (now := self._rate()) != rate and now is not None:
+            await self._served.optimizer.set_learning_rate(now)
+
+    async def _refresh(self) -> None:
+        """Bring present values into the model, and the count of updates into its optimizer."""
+        if not self._seen:
+            return
+        await self._served.pull()
+        optimizer = self._model.optimizer
+        if not optimizer.gradient_accumulation_steps:
+            optimizer.iterations.assign(await self._served.optimizer.iterations.read())
+
+    def _values(self) -> dict[str, np.ndarray]:
+        return self._served.chief_values() if self._seen else {}
+
+    def _rate(self) -> float | None:
+        """Return the learning rate of the model's optimizer; None: it is a schedule's."""
+        optimizer = self._model.optimizer
+        if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+            return None
+        return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+
+
+async def _total(closures: Sequence[RemoteValue[Any]]) -> Counted:
+    """Return the sum of what closures have counted, in their order.
+
+    Those that a callback has stopped count nothing.
+    """
+    total = Counted()
+    for closure in closures:
+        with contextlib.suppress(ClosureCancelled):
+            total.add_all(await closure.fetch())
+    return total
+
+
+def _has_batches(callback: keras.callbacks.Callback) -> bool:
+    """Return whether a callback has hooks of batches that do something."""
+    if "epoch" in (getattr(callback, "save_freq", None), getattr(callback, "update_freq", None)):
+        return False  # Keras's own, which have hooks of batches for other settings
+    return not all(is_default(getattr(callback, hook)) for hook in _BATCH_HOOKS)

@@ -1,0 +1,404 @@
+"""A served Keras model: ``fit``, ``evaluate`` and ``predict`` with its variables on the ps tasks.
+
+    from psync.integrations.keras import ServedModel
+
+    def build_model():
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)])
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+        return model
+
+    with strategy.scope():
+        model = ServedModel(build_model, name="net")
+    history = await model.fit(batches, 5, 200, validation_data=(x, y))
+
+What Keras 3 has dropped: parameter-server training. On the backends jax and torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from psync.api.cluster_coordinator import ClusterCoordinator
+from psync.api.optimizers.handles import Optimizer
+from psync.api.reads import runtime_of
+from psync.callbacks import Callback
+from psync.client.context import current_closure, wait
+from psync.client.runtime import Runtime
+from psync.client.scopes import scope_for
+from psync.errors import ConfigurationError, UsageError
+from psync.integrations.served import ServedVariables, check_same
+from psync.net.process_state import PerProcess
+from psync.specs import checked_integer, checked_kind
+
+try:
+    import keras
+
+    from psync.integrations.keras.fit import KerasCallbacks, KerasTrainer
+    from psync.integrations.keras.models import BuiltModel, KerasSettings, weights_of
+    from psync.integrations.keras.rules import optimizer_of, undecayed
+    from psync.integrations.keras.steps import Steps, steps_of
+except ImportError as exc:
+    raise ConfigurationError(
+        f"psync.integrations.keras needs the package keras, which cannot be imported here: {exc}",
+        hint="pip install 'psync[keras]' and jax or torch, on the chief and on every worker",
+    ) from exc
+
+
+class _Live:
+    """The model of one task that computes, and what was pulled into it.
+
+    Attributes:
+        steps: Compute with it.
+        version: Of the frozen values in it; None: they were not pulled yet.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self.version: int | None = None
+
+
+_lives: PerProcess[weakref.WeakKeyDictionary[Runtime, dict[Any, _Live]]] = PerProcess(
+    weakref.WeakKeyDictionary
+)
+"""The models of each task in this process, which end with its session."""
+
+
+class ServedModel(ServedVariables):
+    """A compiled Keras model whose variables are on the ps tasks, and whose workers train it.
+
+    Made in ``strategy.scope()``; used while a ``ClusterCoordinator`` runs. The model is built here
+    and once on each worker. Variables are called by their Keras paths without the model's own name,
+    after ``name``: "net/dense/kernel". Their first values are those of the model that is built
+    here.
+
+    - The model's optimizer becomes the update rule on the ps tasks, with its schedule, clipping,
+      weight decay and accumulation; what it has learnt so far does not.
+    - Metrics of all workers are added up exactly; each batch counts once.
+    - What the model changes itself, moving statistics and seeds of dropout, is merged over workers.
+      Each worker draws masks of its own.
+    - Layers with ``trainable=False`` are frozen: their values are pulled once.
+    - Callbacks of Keras run in the program, on a model with the present values.
+
+    Args:
+        build_model: Returns a compiled and built ``keras.Model``; the same architecture wherever it
+            runs. It travels to the workers.
+        name: Prefix of the variables' names, an identifier; None: there is none.
+        synchronous: Makes the optimizer synchronous: gets the psync optimizer that stands for the
+            model's and returns what is to be used, such as ``lambda rule:
+            psync.SyncReplicasOptimizer(rule, 2, deterministic=True)``. None: asynchronous.
+        state: How what the model changes itself is merged: "mean", "first" or "local"; see
+            ``psync.integrations.merging``.
+        cast_gradients: Whether gradients of another floating dtype than their variable's are cast.
+        checkpoint_directory: As of ``Trainer``: where all is saved after each epoch, and from where
+            ``fit`` resumes.
+
+    Attributes:
+        optimizer: The psync optimizer.
+
+    Raises:
+        ConfigurationError: Keras is not installed or has another backend; an argument is none; the
+            model is not compiled, not built, or has a step of its own; its optimizer, its learning
+            rate or a constraint has no rule here.
+        UsageError: Outside of a strategy's scope, or inside a step.
+
+    Example:
+        with strategy.scope():
+            model = ServedModel(build_model)
+        await model.fit(batches, epochs=5, steps_per_epoch=200)
+        print(await model.evaluate((x, y)))
+        (await model.pull()).save("model.keras")
+
+    Source: ``keras.Model`` of Keras 3 for fit, evaluate and predict; ``Model.fit`` of TensorFlow
+        2.x under ``ParameterServerStrategy`` for ``steps_per_epoch``.
+    """
+
+    def __init__(
+        self,
+        build_model: Callable[[], keras.Model],
+        *,
+        name: str | None = None,
+        synchronous: Callable[[Optimizer], Optimizer] | None = None,
+        state: str = "mean",
+        cast_gradients: bool = True,
+        checkpoint_directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        strategy = scope_for(
+            "making a ServedModel",
+            instead="make it in `with strategy.scope():` on the coordinator",
+            hint="make it in `with strategy.scope():`",
+        )
+        if not callable(build_model) or isinstance(build_model, keras.Model):
+            raise ConfigurationError(
+                f"ServedModel: expected a function that builds the model, got "
+                f"{type(build_model).__name__}",
+                hint="ServedModel(build_model): every worker builds its own",
+            )
+        self._build_model, self._settings = build_model, KerasSettings()
+        built = BuiltModel(build_model, self._settings)
+        optimizer = optimizer_of(built.model.optimizer)
+        if synchronous is not None:
+            optimizer = checked_kind(
+                "ServedModel: expected synchronous to return an optimizer of psync",
+                synchronous(optimizer), Optimizer,
+            )  # fmt: skip
+        self._kinds = dict(built.kinds())
+        self._weights = built.weights
+        super().__init__(
+            "ServedModel", built.values(), built.trained, built.state, optimizer,
+            name=name, merge=state, cast_gradients=cast_gradients,
+        )  # fmt: skip
+        trained = {key: built.variables[key] for key in built.trained}
+        if excluded := undecayed(built.model.optimizer, trained):
+            optimizer.exclude_from_weight_decay([self.variable(key) for key in excluded])
+        self._built: BuiltModel | None = built  # the program's own, as is the trainer
+        self._trainer: KerasTrainer | None = KerasTrainer(strategy, self, checkpoint_directory)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_built": None, "_trainer": None}
+
+    # As of a Keras model.
+
+    async def fit(
+        self,
+        dataset: Any,
+        epochs: int,
+        steps_per_epoch: int,
+        validation_data: Any = None,
+        callbacks: Sequence[keras.callbacks.Callback | Callback] | None = None,
+        *,
+        steps_per_execution: int = 1,
+        validation_batch_size: int = 32,
+        validation_freq: int = 1,
+        initial_epoch: int | None = None,
+        verbose: bool | str = "auto",
+    ) -> keras.callbacks.History:
+        """Train, with the strategy's coordinator or one of its own; see ``Trainer.fit``.
+
+        Without async: ``psync.wait(model.fit(…))``, under ``psync.blocking``.
+
+        Args:
+            dataset: A function that each worker calls, with an ``InputContext`` if it takes one,
+                and that returns batches: x, (x, y) or (x, y, sample_weight); or what else
+                ``ClusterCoordinator.create_per_worker_dataset`` takes.
+            epochs: Number of the last epoch, plus 1.
+            steps_per_epoch: Steps of all workers together; a step is a batch of one worker.
+            validation_data: As ``evaluate`` takes it.
+            callbacks: Of Keras, called in a thread of the program with logs as Keras has them; or
+                of psync. What they change of the model (weights, the learning rate of the
+                optimizer, ``stop_training``) holds for all. Hooks of batches are called when a
+                closure has ended, with the values of the epoch so far.
+            steps_per_execution: Steps of one closure: more cost less, and are lost together.
+            validation_batch_size: Of validation data that are arrays.
+            validation_freq: After each n-th epoch.
+            initial_epoch: From 0. Default: where the last checkpoint was saved, else 0.
+            verbose: False, "lines", "bar"; "auto" or True: a bar on a terminal, else lines.
+
+        Returns:
+            As of Keras, of the epochs that ran now: ``history`` and ``epoch``. If the data of a
+            worker ended, training ended with the epoch.
+
+        Raises:
+            ConfigurationError: An argument is out of range, the dataset has no batch, a callback
+                cannot work here, a metric's values cannot be added up, or a worker builds another
+                model than was declared.
+            GradientError: A gradient is none that its variable can take.
+            ClosedError: The strategy's coordinator was closed before, and its variables are gone.
+            Exception: What a step or a callback raised.
+
+        Cancellation: What was scheduled goes on; ``on_train_end`` is called.
+        """
+        _, trainer = self._of_program("fit")
+        callbacks = callbacks or ()
+        others = [each for each in callbacks if not isinstance(each, keras.callbacks.Callback)]
+        of_keras = [each for each in callbacks if isinstance(each, keras.callbacks.Callback)]
+        hooks = KerasCallbacks(self, of_keras, {"epochs": epochs, "steps": steps_per_epoch})
+        trainer.keras_callbacks = hooks
+        try:
+            await trainer.fit(
+                dataset,
+                epochs=epochs,
+                steps_per_epoch=steps_per_epoch,
+                steps_per_execution=steps_per_execution,
+                validation_data=validation_data,
+                validation_batch_size=validation_batch_size,
+                validation_freq=validation_freq,
+                callbacks=[hooks, *others],
+                initial_epoch=initial_epoch,
+                verbose=verbose,
+            )
+        finally:
+            trainer.keras_callbacks = None
+        return hooks.history
+
+    async def evaluate(self, data: Any, *, batch_size: int = 32) -> dict[str, float]:
+        """Return loss and metrics on data by name, each example counted exactly once.
+
+        Args:
+            data: (x, y) or (x, y, sample_weight), arrays of one length; a function (shard, number
+                of shards) → finite iterable of batches, called on workers; or a list of shards,
+                each a finite iterable of batches.
+            batch_size: Of arrays.
+
+        Raises:
+            ConfigurationError: The data are none, or a number is out of range.
+            ClosedError: No coordinator runs.
+            Exception: What a step raised.
+
+        Cancellation: What was scheduled goes on.
+        """
+        _, trainer = self._of_program("evaluate")
+        return await trainer.evaluate(data, batch_size=batch_size)
+
+    async def predict(self, x: Any, *, batch_size: int = 32) -> Any:
+        """Return the outputs for x, computed by all workers, in the order of x.
+
+        Args:
+            x: An array, or a nesting of arrays of one length, as the model takes it.
+            batch_size: Of what a worker computes at once.
+
+        Returns:
+            Arrays, nested as the model's outputs.
+
+        Raises:
+            ConfigurationError: There is no example, or a number is out of range.
+            ClosedError: No coordinator runs.
+            Exception: What a step raised.
+
+        Cancellation: What was scheduled goes on.
+        """
+        _, trainer = self._of_program("predict")
+        checked_integer("predict: expected batch_size above 0", batch_size, 1)
+        lengths = {len(array) for array in keras.tree.flatten(x)}
+        if len(lengths) != 1 or 0 in lengths:
+            raise ConfigurationError(
+                f"predict: expected arrays of one length, at least 1, got {sorted(lengths)}"
+            )
+        coordinator = ClusterCoordinator(trainer.strategy)
+
+        def predict_part(part: Any) -> Any:
+            return self.loaded().predict(part)
+
+        starts = range(0, lengths.pop(), batch_size)
+        results = [
+            coordinator.schedule(
+                predict_part,
+                args=(keras.tree.map_structure(lambda a, i=start: a[i : i + batch_size], x),),
+            )
+            for start in starts
+        ]
+        await coordinator.join()
+        parts = await coordinator.fetch(results)
+        return keras.tree.map_structure(lambda *each: np.concatenate(each), *parts)
+
+    async def get_weights(self) -> list[np.ndarray]:
+        """Return the present values in the order of Keras's ``get_weights()``.
+
+        Raises:
+            UsageError: Neither in a step nor within a running coordinator.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe.
+        """
+        values = await self.read_values()
+        return [values[name] for name in self._weights]
+
+    async def set_weights(self, weights: Sequence[Any]) -> None:
+        """Set values, in the order of Keras's ``get_weights()``; slots of the optimizer stay.
+
+        Raises:
+            UsageError: Their number or a shape differs; inside a step, or outside of a running
+                coordinator. Nothing was changed.
+            GradientError: A dtype cannot hold the numbers. Nothing was changed.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Once begun, it ends in the background.
+        """
+        kinds = {name: self._kinds[name] for name in self._weights}
+        await self.load_values(weights_of(kinds, weights))
+
+    async def pull(self) -> keras.Model:
+        """Return the program's own Keras model with the present values: to save, to export.
+
+        Always the same object. Changes of it stay here: ``set_weights`` sends them.
+
+        Raises:
+            UsageError: Outside of a running coordinator, or inside a step.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe.
+        """
+        built, _ = self._of_program("pull")
+        values = await self.read_values()
+        await asyncio.to_thread(built.assign, values)
+        return built.model
+
+    # For ``fit``.
+
+    def chief_model(self) -> keras.Model:
+        """Return the program's own model as it is."""
+        return self._of_program("its own model")[0].model
+
+    def chief_values(self) -> dict[str, np.ndarray]:
+        """Return the values of the program's own model; copies."""
+        values = self._of_program("its own model")[0].values()
+        return {name: np.array(value) for name, value in values.items()}
+
+    def loaded(self) -> Steps:
+        """Return what computes with this task's model, which has the present values; in a step.
+
+        Raises:
+            ConfigurationError: What ``build_model`` returns here differs from what was declared.
+            PsyncError: As ``psync.pull``.
+        """
+        live, values = wait(self._pulled())
+        live.steps.load(values)
+        return live.steps
+
+    def train_batch(self, batch: Any) -> np.ndarray:
+        """Pull, compute, push, in a plain step; return what the batch adds to metrics."""
+        live, values = wait(self._pulled())
+        live.steps.load(values)
+        gradients, sums = live.steps.train(batch)
+        merged = self._state.names
+        before = {name: values[name] for name in merged}
+        wait(self.push_values(gradients, before, live.steps.state(merged)))
+        return sums
+
+    async def _pulled(self) -> tuple[_Live, dict[str, np.ndarray]]:
+        """Return this task's model, which is built if it has none yet, and values to load."""
+        variable = next(iter(self._by_name.values()))
+        runtime = await runtime_of(f"ServedModel {self.name!r}", variable)
+        lives = _lives().setdefault(runtime, {})
+        key = variable.origin, variable.spec.variable_id
+        if key not in lives:
+            closure = current_closure()
+            worker = 0 if closure is None else closure.worker_index
+            lives[key] = _Live(await asyncio.to_thread(self._build, worker))
+        live = lives[key]
+        values, live.version = await self.pull_values(live.version)
+        return live, values
+
+    def _build(self, worker: int) -> Steps:
+        built = BuiltModel(self._build_model, self._settings)
+        check_same(f"ServedModel {self.name!r}", self._kinds, built.kinds())
+        return steps_of(built, worker)
+
+    def _of_program(self, what: str) -> tuple[BuiltModel, KerasTrainer]:
+        """Return what only the program has.
+
+        Raises:
+            UsageError: Inside a step.
+        """
+        if self._built is None or self._trainer is None:
+            raise UsageError(
+                f"ServedModel {self.name!r}: {what} inside a step",
+                hint="a step is what fit, evaluate and predict run on workers: call them in the "
+                "program",
+            )
+        return self._built, self._trainer
