@@ -159,7 +159,12 @@ def _start_loop() -> Callable[[], None]:
     runner = asyncio.Runner(loop_factory=loop_factory())
     loop = runner.get_loop()
     over = asyncio.Event()
-    thread = threading.Thread(target=runner.run, args=(over.wait(),), name="psync.blocking")
+
+    def run() -> None:  # to the end: a caller's thread may have a running loop, as in a notebook
+        with runner:
+            runner.run(over.wait())
+
+    thread = threading.Thread(target=run, name="psync.blocking")
     waits = _Waits(loop)
     thread.daemon = True  # a program that does not close what it has opened ends all the same
     thread.start()
@@ -169,7 +174,6 @@ def _start_loop() -> Callable[[], None]:
         program_waits().remove(waits)
         loop.call_soon_threadsafe(over.set)
         thread.join()
-        runner.close()
 
     return end
 
@@ -183,6 +187,10 @@ class _Blocking:
 
     def __repr__(self) -> str:
         return f"<blocking {self._inner!r}>"
+
+    def _repr_html_(self) -> str:
+        show: Callable[[], str] = self._inner._repr_html_
+        return show() if self._opened is None else _on_loop(show)
 
     def __enter__(self) -> Self:
         self.start()
@@ -228,6 +236,14 @@ class LocalCluster(_Blocking):
         """The chief's resolver; as that of ``psync.LocalCluster``."""
         resolver: LocalClusterResolver = self._inner.resolver
         return resolver
+
+    def scale(self, workers: int) -> None:
+        """Change the number of workers, see ``psync.LocalCluster.scale``."""
+        wait(self._inner.scale(workers))
+
+    def adapt(self, minimum: int = 1, maximum: int = 1, **options: Any) -> None:
+        """Let the number of workers follow the queue, see ``psync.LocalCluster.adapt``."""
+        _on_loop(functools.partial(self._inner.adapt, minimum, maximum, **options))
 
 
 class ClusterCoordinator(_Blocking):

@@ -53,6 +53,13 @@ def test_a_secret_that_cannot_be_used_is_an_error_before_anything_starts(tmp_pat
         launch(str(script), environ={"PSYNC_SECRET": "short"})
 
 
+def test_too_few_gpus_are_an_error_before_anything_starts(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(ConfigurationError, match="gpus_per_worker: 2 workers with 1 each need 2"):
+        launch(str(script), num_workers=2, gpus_per_worker=1, environ={"CUDA_VISIBLE_DEVICES": "0"})
+
+
 def test_a_plugin_that_is_not_there_is_an_error_before_anything_starts(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()

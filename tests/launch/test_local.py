@@ -187,3 +187,158 @@ def test_workers_find_what_lies_beside_the_script_wherever_it_was_started(tmp_pa
         command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, check=False
     )
     assert (run.returncode, run.stdout) == (0, "found\n"), run.stderr
+
+
+# --- more and fewer workers ---------------------------------------------------------------------
+
+
+async def workers_of(coordinator: psync.ClusterCoordinator) -> list[str]:
+    """Who takes part, by the coordinator's own account."""
+    return sorted(each.worker for each in coordinator.statistics()["closures"].workers)
+
+
+def names(*indices: int) -> list[str]:
+    return [f"/job:worker/task:{index}" for index in indices]
+
+
+@BOTH_KINDS
+async def test_a_running_coordinator_takes_in_workers_and_lets_them_go(processes: bool) -> None:
+    async with psync.LocalCluster(1, 2, processes) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                v = psync.Variable(0)
+
+            async def step() -> None:
+                await v.assign_add(1)
+
+            async def train(total: int) -> None:
+                for _ in range(50):
+                    coordinator.schedule(step)
+                await coordinator.join()
+                assert await v.read() == total
+
+            await train(50)
+            await cluster.scale(workers=4)
+            assert await workers_of(coordinator) == names(0, 1, 2, 3)
+            assert cluster.resolver.cluster_spec().num_tasks("worker") == 4
+            await train(100)
+
+            async def index() -> int:
+                return psync.get_replica_context().replica_id_in_sync_group
+
+            replicas = strategy.experimental_local_results(await strategy.run(index))
+            assert list(replicas) == [0, 1, 2, 3]
+            await cluster.scale(workers=1)
+            assert await workers_of(coordinator) == names(0)
+            assert cluster.resolver.cluster_spec().num_tasks("worker") == 1
+            await train(150)
+            await cluster.scale(workers=3)
+            assert await workers_of(coordinator) == names(0, 1, 2)
+            await train(200)
+        assert repr(cluster) == "<LocalCluster, 1 ps, 3 workers, running>"
+        if processes:
+            ended = [cluster.tasks[f"worker-{index}"].returncode for index in range(4)]
+            assert ended == [None, None, None, 0]
+
+
+@BOTH_KINDS
+async def test_without_a_coordinator_the_next_strategy_is_of_the_workers_there_are(
+    processes: bool,
+) -> None:
+    async with psync.LocalCluster(1, 3, processes) as cluster:
+        for number in (1, 2):
+            await cluster.scale(number)
+            strategy = psync.ParameterServerStrategy(cluster.resolver)
+            async with psync.ClusterCoordinator(strategy) as coordinator:
+                assert await workers_of(coordinator) == names(*range(number))
+
+
+@pytest.mark.virtual_time
+async def test_a_coordinator_takes_in_who_came_after_its_strategy_was_made() -> None:
+    async with psync.LocalCluster(1, 1, processes=False) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        await cluster.scale(3)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            await asyncio.sleep(1)
+            assert await workers_of(coordinator) == names(0, 1, 2)
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_leaves_ends_its_closure_and_its_index_is_not_used_meanwhile() -> None:
+    async with psync.LocalCluster(1, 2, processes=False) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            values = [coordinator.schedule(asyncio.sleep, (10, number)) for number in range(2)]
+            await asyncio.sleep(1)
+            leaving = asyncio.create_task(cluster.scale(1))
+            await asyncio.sleep(1)
+            await cluster.scale(2)
+            assert cluster.resolver.cluster_spec().task_indices("worker") == [0, 2]
+            assert not leaving.done()
+            await leaving
+            assert await coordinator.fetch(values) == [0, 1]
+            assert coordinator.statistics()["closures"].put_back == 0
+            assert await workers_of(coordinator) == names(0, 2)
+
+
+async def test_wrong_numbers_of_workers_are_errors() -> None:
+    cluster = psync.LocalCluster(1, 1, processes=False)
+    with pytest.raises(UsageError, match="the local cluster is not running"):
+        await cluster.scale(2)
+    with pytest.raises(UsageError, match="the local cluster is not running"):
+        cluster.adapt(1, 2)
+    async with cluster:
+        with pytest.raises(ConfigurationError, match="workers: expected a whole number above 0"):
+            await cluster.scale(0)
+        with pytest.raises(ConfigurationError, match="interval: expected seconds above 0, got 0"):
+            cluster.adapt(1, 2, interval=0)
+
+
+@pytest.mark.processes
+async def test_more_workers_than_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    async with psync.LocalCluster(1, 1, gpus_per_worker=1) as cluster:
+        with pytest.raises(ConfigurationError, match="3 workers with 1 each need 3 GPUs"):
+            await cluster.scale(3)
+        with pytest.raises(ConfigurationError, match="3 workers with 1 each need 3 GPUs"):
+            cluster.adapt(1, 3)
+        await cluster.scale(2)
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy):
+            seen = await strategy.run(os.getenv, ("CUDA_VISIBLE_DEVICES",))
+            assert list(strategy.experimental_local_results(seen)) == ["0", "1"]
+
+
+@pytest.mark.virtual_time
+async def test_an_adaptive_cluster_follows_the_queue() -> None:
+    async with psync.LocalCluster(1, 1, processes=False) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            cluster.adapt(minimum=1, maximum=6)
+
+            async def step() -> None:
+                await asyncio.sleep(10)
+
+            def number() -> int:
+                return cluster.resolver.cluster_spec().num_tasks("worker")
+
+            await asyncio.sleep(5)
+            assert number() == 1
+            for _ in range(6):
+                coordinator.schedule(step)
+            await asyncio.sleep(2)
+            assert number() == 6
+            assert len(await workers_of(coordinator)) == 6
+            await coordinator.join()
+            await asyncio.sleep(1.5)  # it has looked, and waits
+            assert number() == 6
+            await asyncio.sleep(5)
+            assert number() == 1
+            assert await workers_of(coordinator) == names(0)
+            await cluster.scale(2)
+            await asyncio.sleep(10)
+            assert number() == 2  # it is adaptive no more
+            cluster.adapt(3, 3)
+            await asyncio.sleep(0.5)
+            assert number() == 3

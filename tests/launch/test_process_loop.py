@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import threading
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
 import uvloop
 
+from psync.closures.scaling_rule import Load
 from psync.errors import ConfigurationError
 from psync.launch import process_loop
-from psync.launch.process_loop import end_of_run, loop_factory, run_loop
+from psync.launch.process_loop import end_of_run, following_launcher, loop_factory, run_loop
+from psync.net.resolvers import TFConfigClusterResolver
+from psync.net.workforce import Workforce
 from psync.testing import settle
 
 
@@ -158,3 +163,52 @@ def test_a_hangup_that_is_ignored_or_handled_stays_so(handler: Any) -> None:
         assert signal.getsignal(signal.SIGHUP) is handler
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+async def test_a_chief_hears_of_workers_and_its_next_strategy_is_made_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read_end, write_end = os.pipe()
+    monkeypatch.setenv("PSYNC_WORKERS_FD", f"{read_end}:{os.fstat(read_end).st_ino}")
+    config = {"cluster": {"ps": ["a:1"], "worker": ["b:1", "b:2"]}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    workforce, follower = Workforce(), Follower()
+    workforce.follow(follower)
+    first = {"added": {"2": "b:3"}, "removed": [], "workers": {"0": "b:1", "1": "b:2", "2": "b:3"}}
+    second = {"added": {}, "removed": [2, 1], "workers": {"0": "b:1"}}
+    news = f"{json.dumps(first)}\n{json.dumps(second)}\n".encode()
+    with following_launcher(workforce):
+        for part in (news[:30], news[30:]):  # a pipe knows no lines
+            os.write(write_end, part)
+            await turns_of_io()
+        os.close(write_end)
+        await turns_of_io()
+    assert follower.heard == [({}, []), ({2: "b:3"}, []), ({}, [2, 1])]
+    assert TFConfigClusterResolver().cluster_spec().as_dict()["worker"] == ["b:1"]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(read_end)
+
+
+async def turns_of_io() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Follower:
+    def __init__(self) -> None:
+        self.heard: list[tuple[dict[int, str], list[int]]] = []
+
+    def workers_changed(
+        self, added: Mapping[int, str], removed: Collection[int]
+    ) -> list[asyncio.Task[None]]:
+        self.heard.append((dict(added), list(removed)))
+        return []
+
+    def load(self) -> Load:
+        return Load()
+
+
+async def test_without_a_launcher_nobody_says_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PSYNC_WORKERS_FD", "0:0")  # inherited from a chief: another file is there
+    with following_launcher(Workforce()):
+        pass

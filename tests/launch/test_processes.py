@@ -113,6 +113,25 @@ async def test_peers_can_connect_before_a_task_is_up_and_after_it_was_started_ag
                 assert json.loads(report["environ"]["TF_CONFIG"])["cluster"] == processes.cluster
 
 
+async def test_tasks_are_added_and_those_that_were_removed_are_not_named_any_more() -> None:
+    screen = Screen()
+    async with group(screen) as processes:
+        before = list(processes.cluster["worker"])
+        added = processes.add_task("worker", 2)
+        assert processes.cluster["worker"] == [*before, added]
+        report = await report_of(processes, screen, "worker", 2)
+        assert json.loads(report["environ"]["TF_CONFIG"])["cluster"] == processes.cluster
+        processes.remove_task("worker", 1)
+        assert processes.cluster["worker"] == [*before, added]  # a list has no gaps
+        processes.remove_task("worker", 2)
+        assert processes.cluster["worker"] == before[:1]
+        again = processes.add_task("worker", 1)
+        assert processes.cluster["worker"] == [before[0], again]
+        processes.remove_task("worker", 1)
+        processes.remove_task("worker", 0)
+        assert processes.cluster["worker"] == before[:1]  # a cluster without any is none
+
+
 # --- the group ---------------------------------------------------------------------------------
 
 

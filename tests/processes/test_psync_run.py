@@ -139,6 +139,23 @@ def test_a_chief_that_is_killed_takes_everybody_along() -> None:
         assert run.errors == "psync: the chief was killed by SIGKILL\n"
 
 
+def test_each_worker_sees_gpus_of_its_own_also_when_it_is_started_again() -> None:
+    visible = {"CUDA_VISIBLE_DEVICES": "4,5,6"}
+    with launched(gpus_per_worker=1, environ=visible) as run:
+        run.wait_ready(*ALL)
+        assert [gpus_of(run.pids[name]) for name in ALL] == ["4,5,6", "", "4", "5"]
+        os.kill(run.pids["worker-1"], signal.SIGKILL)
+        run.wait_ready("worker-1")
+        assert gpus_of(run.pids["worker-1"]) == "5"
+        run.tell_chief("exit 0")
+        assert run.wait() == 0
+
+
+def gpus_of(pid: int) -> str:
+    environ = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(line.partition("=")[::2] for line in environ)["CUDA_VISIBLE_DEVICES"]
+
+
 # --- tasks die ---------------------------------------------------------------------------------
 
 

@@ -94,6 +94,23 @@ async def test_it_works_beside_a_loop_that_runs(coordinator: blocking.ClusterCoo
     assert coordinator.fetch(coordinator.schedule(square, (7,))) == 49
 
 
+def test_a_cluster_is_scaled_in_plain_calls() -> None:
+    with blocking.LocalCluster(1, 1, processes=False) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        with blocking.ClusterCoordinator(strategy) as coordinator:
+            cluster.adapt(1, 2, interval=60)
+            cluster.scale(3)
+            assert len(coordinator.statistics()["closures"].workers) == 3
+
+
+async def test_its_loop_ends_where_another_one_runs() -> None:
+    """As when a cell closes what an earlier one has opened."""
+    with blocking.LocalCluster(1, 1, processes=False) as cluster:
+        assert "running" in cluster._repr_html_()
+    assert "not running" in cluster._repr_html_()
+    assert "psync.blocking" not in {thread.name for thread in threading.enumerate()}
+
+
 def test_the_loop_ends_with_the_last_context_manager() -> None:
     for _ in range(2):
         with blocking.LocalCluster(1, 1, processes=False) as cluster:

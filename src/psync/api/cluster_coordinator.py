@@ -29,6 +29,7 @@ from psync.api.scheduling import Scheduling
 from psync.api.seeing import SeenRun
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.events import Event
+from psync.chief.followed_workers import FollowedWorkers
 from psync.chief.reattachment import OwnOptimizers
 from psync.client.context import forbid_in_step
 from psync.closures.flapping import LIMIT
@@ -36,9 +37,11 @@ from psync.closures.queue import MAX_LOSSES
 from psync.coordinator import Coordinator, CoordinatorOptions
 from psync.errors import ClosedError, ConfigurationError, UsageError
 from psync.net.environment import note_training_began, platform_of, script_is_shared
+from psync.net.notebook_cells import of_no_cell
 from psync.net.process_state import PerProcess
 from psync.net.task_reports import add_description
 from psync.specs import checked_kind
+from psync.status.html_tables import table_of_workers
 
 T = TypeVar("T")
 
@@ -148,6 +151,7 @@ class ClusterCoordinator(Scheduling):
         }  # fmt: skip
         self.strategy = strategy
         self._undescribe: Callable[[], None] = lambda: None
+        self._unfollow: Callable[[], object] = lambda: None
         self._coordinator: Coordinator | None = None  # None before start and after close
         self._seen: SeenRun  # like it
         self._starting = False
@@ -155,6 +159,9 @@ class ClusterCoordinator(Scheduling):
     def __repr__(self) -> str:
         state = "not running" if self._coordinator is None else "running"
         return f"<ClusterCoordinator of {self.strategy!r}, {state}>"
+
+    def _repr_html_(self) -> str:
+        return table_of_workers(self._coordinator)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -206,8 +213,8 @@ class ClusterCoordinator(Scheduling):
         seen = SeenRun(coordinator, platform, self.strategy, **self._shown)
         self._starting = True
         try:
-            await seen.start()
-            await coordinator.start()
+            await of_no_cell(seen.start())
+            await of_no_cell(coordinator.start())
             optimizers.check_unused(coordinator.links.ps.links)
         except BaseException:
             await seen.close()
@@ -218,6 +225,8 @@ class ClusterCoordinator(Scheduling):
         note_training_began()
         self._coordinator, self._seen = coordinator, seen
         self._undescribe = add_description(coordinator.describe)
+        follower = FollowedWorkers(coordinator.links, coordinator.recovery.queue)
+        self._unfollow = platform.workforce.follow(follower)
         self.strategy.runtime = coordinator.runtime
         self.strategy.gangs = coordinator.gangs
         self.strategy.created = True
@@ -240,6 +249,7 @@ class ClusterCoordinator(Scheduling):
         """
         coordinator, self._coordinator = self._coordinator, None
         self._undescribe()
+        self._unfollow()
         self.strategy.runtime = self.strategy.gangs = None
         if coordinator is not None:
             try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from psync.cluster import device_name
 from psync.specs import VariableSpec
+from psync.status.html_tables import table
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class PlacedShard:
 
 @dataclass(frozen=True, slots=True)
 class PlacementReport:
-    """Where the variables of a strategy lie. ``str()`` is a table."""
+    """Where the variables of a strategy lie. ``str()`` is a table, as is what a notebook shows."""
 
     rows: tuple[PlacedShard, ...]  # in the order of declaration
     totals: tuple[int, ...]  # bytes on each ps
@@ -49,6 +50,18 @@ class PlacementReport:
             )
             for line in cells
         )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (row.variable, row.shard, row.shape, row.dtype, row.nbytes, f"ps {row.ps}")
+            for row in self.rows
+        ]
+        totals = [
+            ("all of it", "", "", "", nbytes, f"ps {ps}") for ps, nbytes in enumerate(self.totals)
+        ]
+        title = f"Placement: {sum(self.totals):,} bytes on {len(self.totals)} ps"
+        head = ("variable", "shard", "shape", "dtype", "bytes", "ps")
+        return table(title, head, [*totals, *rows])
 
 
 def report_of(specs: Iterable[VariableSpec], num_ps: int) -> PlacementReport:

@@ -38,6 +38,7 @@ from psync.net.process_state import PerProcess
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.specs import VariableAggregation as VariableAggregation
 from psync.specs import VariableSynchronization as VariableSynchronization
+from psync.status.html_tables import table
 
 Creator = Callable[..., Any]
 
@@ -139,6 +140,14 @@ class Handle(ValueAccess):
             f"<{type(self).__name__} {self.name!r} shape={self.shape} "
             f"dtype={self.spec.dtype}{shards}>"
         )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (shard.index, shard.shape, shard.offset, shard.nbytes, f"ps {shard.ps}")
+            for shard in self.spec.shards
+        ]
+        title = f"{type(self).__name__} {self.name!r}, {self.spec.dtype} of shape {self.shape}"
+        return table(title, ("shard", "shape", "first row", "bytes", "ps"), rows)
 
 
 class Variable(Handle):

@@ -149,7 +149,7 @@ class WorkerLinks:
                 await worker.peers[0].call(LeaveCluster(reason))
             except TransportError as exc:
                 logger.info("%s was not told to leave: %s", name, exc)
-        await self._forget_gone(worker)
+        await self._forget_gone(worker, "was removed")
 
     async def give_up(self, name: str, reason: str) -> None:
         """Forget a worker whose process has ended, and is not started again.
@@ -162,14 +162,17 @@ class WorkerLinks:
         """
         worker = self._workers.get(name)
         if worker is not None:
-            await self._forget_gone(worker)  # its connections end as it did: it is lost, or left
+            # Its connections end as it did: it is lost, or left.
+            await self._forget_gone(worker, reason)
             if name not in self._workers:
                 self.given_up[name] = reason
 
-    async def _forget_gone(self, worker: WorkerRecord) -> None:
+    async def _forget_gone(self, worker: WorkerRecord, reason: str) -> None:
         worker.is_kept = False
         await worker.gone.wait()
         await self._forget(worker)
+        if worker.joined is not None and not worker.joined.done():  # somebody adds it just now
+            worker.joined.set_exception(ConnectFailed(f"{worker.name} {reason}"))
 
     def all_given_up(self) -> WorkerLost | None:
         """Return who is gone, if there is no worker that might come again."""

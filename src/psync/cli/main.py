@@ -1,4 +1,4 @@
-"""The command line: ``psync run``, ``serve``, ``top``, ``dashboard``, ``bench`` and others.
+"""The command line: ``psync run``, ``scale``, ``top``, ``serve``, ``dashboard`` and others.
 
 Every option also reads an environment variable, ``PSYNC_<COMMAND>_<OPTION>``. Wrong usage is one
 line on stderr and exit code 2. Imports are late: the launcher has its tasks running before it could
@@ -20,6 +20,7 @@ import click
 from psync.cli.certs import certs, tls_environ, tls_options
 from psync.cli.checkpoint import checkpoint
 from psync.cli.dashboard import dashboard as dashboard_command
+from psync.cli.scale import scale
 from psync.cli.top import top
 from psync.errors import ConfigurationError, TrainingEnded
 from psync.launch.task_output import configure_logging, fill_standard_streams
@@ -101,6 +102,12 @@ def psync(context: click.Context) -> int:
 )
 @click.option("--quiet", is_flag=True, help="Show the chief's output only.")
 @click.option(
+    "--gpus-per-worker",
+    type=click.IntRange(min=0),
+    help="GPUs that each worker sees and no other one does, of those in CUDA_VISIBLE_DEVICES or of "
+    "this machine; ps tasks see none. Without it all tasks see what psync run does.",
+)
+@click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
     help="Serve metrics for Prometheus on this port of 127.0.0.1, while a coordinator runs. 0: a "
@@ -134,6 +141,7 @@ def run(
     max_restarts: int,
     chief_restarts: int,
     quiet: bool,
+    gpus_per_worker: int | None,
     metrics_port: int | None,
     dashboard: bool,
     dashboard_address: str | None,
@@ -173,6 +181,7 @@ def run(
         chief_restarts=chief_restarts,
         quiet=quiet,
         plugins=plugins,
+        gpus_per_worker=gpus_per_worker,
         environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **shown, **tls_environ(**tls)},
     )
 
@@ -296,6 +305,7 @@ def serve(
 
 
 psync.add_command(top)
+psync.add_command(scale)
 psync.add_command(dashboard_command)
 psync.add_command(checkpoint)
 psync.add_command(certs)

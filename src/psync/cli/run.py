@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -19,7 +20,10 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
+from psync.cli.scale import scaled_on_request
+from psync.closures.scaling_rule import changes
 from psync.errors import ConfigurationError
+from psync.launch.gpus import GpuShares
 from psync.launch.plugins import check_found, plugins_environ
 from psync.launch.processes import SERVE_COMMAND, Output, ProcessGroup, RestartPolicy
 from psync.launch.task_output import also_release_blocked_output, write_stderr
@@ -61,6 +65,7 @@ def launch(
     max_restarts: int = 3,
     chief_restarts: int = 0,
     quiet: bool = False,
+    gpus_per_worker: int | None = None,
     plugins: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
     ps_command: Sequence[str] = SERVE_COMMAND,
@@ -89,6 +94,8 @@ def launch(
         chief_restarts: How often, in all, a chief may be started again that a signal has killed or
             that has ended with another code than 0 and 2.
         quiet: Drop what ps tasks and workers print.
+        gpus_per_worker: GPUs that each worker sees, and no other worker does; ps tasks see none.
+            None: all tasks see what this process does.
         plugins: Modules that all tasks load. They are looked for beside the script, too, and where
             this process is.
         environ: What tasks inherit. A secret is minted unless there is one.
@@ -99,8 +106,8 @@ def launch(
         stopped the run, 1 if a worker died too often.
 
     Raises:
-        ConfigurationError: If the script is missing or not one, the secret cannot be used, or a
-            plugin is not found.
+        ConfigurationError: If the script is missing or not one, the secret cannot be used, a plugin
+            is not found, or there are fewer GPUs.
     """
     command = script_command(script, args)
     commands = {"chief": command, "ps": ps_command, "worker": command, "evaluator": command}
@@ -116,8 +123,10 @@ def launch(
         python_path = [*places, *filter(None, [environ.get("PYTHONPATH")])]
         environ = {**environ, **variables, "PYTHONPATH": os.pathsep.join(python_path)}
     secret = mint_secret() if load_secret(environ) is None else None
+    gpus = GpuShares(gpus_per_worker, environ)
+    gpus.check(num_workers)
     return asyncio.run(
-        _Run(commands, jobs, environ, secret, max_restarts, chief_restarts, quiet).run()
+        _Run(commands, jobs, environ, secret, gpus, max_restarts, chief_restarts, quiet).run()
     )
 
 
@@ -129,10 +138,17 @@ class _Run:
     jobs: Mapping[str, int]
     environ: Mapping[str, str]
     secret: str | None
+    gpus: GpuShares
     max_restarts: int
     chief_restarts: int
     quiet: bool
     num_chiefs: int = 0  # so far
+    news: FileIO | None = None  # where the chief hears of workers that come and leave
+
+    def __post_init__(self) -> None:
+        self._working = set(range(self.jobs["worker"]))  # workers that are kept running
+        self._leaving: set[int] = set()  # of these, those that were asked to leave
+        self._workers: dict[int, TaskProcess] = {}
 
     async def run(self) -> int:
         self._outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -145,17 +161,54 @@ class _Run:
             # The evaluator hears that the run ends by the end of a pipe to which nobody writes.
             with self._signals(), _pipe() as (self._heard, ending):
                 async with asyncio.TaskGroup() as tasks:
+                    self._tasks = tasks
                     watchers = {
                         (job, index): tasks.create_task(watch[job](index))
                         for job, count in self.jobs.items()
                         for index in range(count)
                     }
-                    code = await self._outcome
+                    program = os.path.basename(self.commands["chief"][1])
+                    async with scaled_on_request(self.scale, program, self.environ):
+                        code = await self._outcome
                     if code == 0 and ("evaluator", 0) in watchers:
                         ending.close()
                         await self._let_evaluator_end(watchers["evaluator", 0])
                     await self._group.stop()
         return code
+
+    async def scale(self, number: int) -> str:
+        """Start workers or let some leave, so that there are ``number``; return what to say.
+
+        Raises:
+            ConfigurationError: It is no such number, or there are too few GPUs.
+            OSError: The machine has no free port or descriptor.
+        """
+        come, leave = changes(self._working - self._leaving, self._leaving, number)
+        if come:
+            self.gpus.check(max(come) + 1)
+        added: dict[int, str] = {}
+        try:
+            for index in come:
+                added[index] = self._group.add_task("worker", index)
+                self._working.add(index)
+                self._tasks.create_task(self._watch_worker(index))
+        finally:
+            self._leaving.update(leave)
+            self._tell_chief(added, leave)
+            for index in leave:
+                if index in self._workers:
+                    self._workers[index].send_signal(signal.SIGTERM)
+        if leave:
+            return f"{number} workers; {len(leave)} leave when what they run has ended"
+        return f"{number} workers; {len(come)} more are started" if come else f"{number} workers"
+
+    def _tell_chief(self, added: Mapping[int, str], leave: Sequence[int]) -> None:
+        there = dict(enumerate(self._group.cluster["worker"]))
+        workers = {index: there[index] for index in sorted(self._working - self._leaving)}
+        line = json.dumps({"added": added, "removed": leave, "workers": workers})
+        if self.news is not None:
+            with contextlib.suppress(OSError, ValueError):  # it does not listen, or has gone
+                self.news.write(f"{line}\n".encode())
 
     # Watchers: one for each task. When the outcome is known they end with their process.
 
@@ -164,12 +217,16 @@ class _Run:
         while True:
             restarts = self.num_chiefs
             # That it takes part in its cluster a chief says by a byte in a pipe.
-            with _pipe() as (membership, write_end):
+            with _pipe() as (membership, write_end), _pipe() as (heard, self.news):
                 os.set_blocking(membership.fileno(), False)
-                fd = write_end.fileno()
-                member = f"{fd}:{os.fstat(fd).st_ino}"
-                environ = {"PSYNC_RESTART_COUNT": str(restarts), "PSYNC_MEMBER_FD": member}
-                chief = self._start("chief", index, environ, fd)
+                os.set_blocking(self.news.fileno(), False)
+                environ = {
+                    "PSYNC_RESTART_COUNT": str(restarts),
+                    "PSYNC_MEMBER_FD": _named(write_end),
+                    "PSYNC_WORKERS_FD": _named(heard),
+                }
+                fds = write_end.fileno(), heard.fileno()
+                chief = self._start("chief", index, environ, *fds)
                 if chief is None:
                     return
                 self.num_chiefs += 1
@@ -206,11 +263,23 @@ class _Run:
             _say(f"{death} and is started again ({self._at_most})")
 
     async def _watch_worker(self, index: int) -> None:
+        try:
+            await self._keep_worker(index)
+        finally:
+            self._working.discard(index)
+            self._leaving.discard(index)
+
+    async def _keep_worker(self, index: int) -> None:
         policy = RestartPolicy(self.max_restarts)
         while (worker := self._start("worker", index)) is not None:
+            self._workers[index] = worker
             chiefs = self.num_chiefs
             code = await worker.wait()
             if self._outcome.done():
+                return
+            if index in self._leaving:
+                self._group.remove_task("worker", index)
+                _say(f"{worker.name} has left")
                 return
             death = f"{worker.name} {describe_exit(code)}"
             if code == 0:
@@ -274,6 +343,7 @@ class _Run:
         output: Output = (
             "inherited" if job == "chief" else "discarded" if self.quiet else "prefixed"
         )
+        env = {**self.gpus.environ_of(job, index), **(env or {})}
         try:
             return self._group.start_task(
                 job, index, self.commands[job], env=env, output=output, pass_fds=pass_fds
@@ -320,6 +390,11 @@ class _Run:
         else:
             _say(f"{signum.name}: stopping all tasks; once more to kill them")
             self._finish(128 + signum)
+
+
+def _named(file: FileIO) -> str:
+    """Return how a process that inherits a file recognizes it."""
+    return f"{file.fileno()}:{os.fstat(file.fileno()).st_ino}"
 
 
 @contextlib.contextmanager

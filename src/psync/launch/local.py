@@ -4,43 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
-import sys
-import sysconfig
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Self
 
+from psync.closures.scaling_rule import AdaptiveRule, changes
 from psync.cluster import ClusterSpec, task_name
-from psync.errors import ConfigurationError, UsageError
+from psync.errors import ConfigurationError, PsyncError, UsageError
+from psync.launch.gpus import GpuShares
+from psync.launch.local_tasks import Host, TasksHere, TasksInProcesses
 from psync.launch.plugins import load_plugins, plugins_environ
-from psync.launch.processes import ProcessGroup, RestartPolicy
-from psync.launch.task_process import TaskProcess, describe_exit
-from psync.launch.tasks import make_task
-from psync.net import certificates
-from psync.net.platform import GivenUp, Platform
+from psync.launch.task_process import TaskProcess
+from psync.net.notebook_cells import of_no_cell
+from psync.net.platform import Platform
 from psync.net.resolvers import SimpleClusterResolver
-from psync.net.secret import Secret, mint_secret
-from psync.net.tls import TlsNetwork
-from psync.net.tls_config import TLS_VARIABLES, load_tls
-from psync.net.transport import SocketNetwork
-from psync.ps_task import PsTask
-from psync.testing import MemoryNetwork, VirtualClockLoop
-from psync.worker_task import WorkerTask
+from psync.net.workforce import Workforce
+from psync.status.html_tables import table
+from psync.testing import MemoryNetwork
 
 logger = logging.getLogger(__name__)
-
-CERTIFICATE_DAYS = 365
-"""Of those that are made for one cluster, and go with it."""
 
 
 class LocalClusterResolver(SimpleClusterResolver):
     """The chief's resolver in a local cluster; it also says how to reach the tasks."""
 
-    def __init__(self, addresses: dict[str, list[str]], platform: Platform) -> None:
-        super().__init__(ClusterSpec(addresses), task_type="chief", task_id=0)
+    def __init__(self, platform: Platform) -> None:
+        super().__init__(ClusterSpec({}), task_type="chief", task_id=0)
         self.platform = platform
+
+    def name_tasks(self, addresses: Mapping[str, Mapping[int, str]]) -> None:
+        """These are the tasks from now on: address by job and index."""
+        self._cluster_spec = ClusterSpec(addresses)
 
 
 class LocalCluster:
@@ -64,13 +59,17 @@ class LocalCluster:
         security: Whether connections between the processes have TLS, with certificates that are
             made for this cluster and removed with it (``pip install 'psync[tls]'``). Without, they
             have it if the environment names certificates.
+        gpus_per_worker: GPUs that each worker process sees, out of those that this one does, and
+            none of which another worker sees; ps tasks see none. 0: nor do workers. None: all
+            tasks see what this process does.
         plugins: Modules with rules of your own, which this process and all tasks load; see
             ``psync.rules``.
 
     Raises:
         ConfigurationError: If a number is too small, processes are given a network, tasks
-            without processes security, or plugins are no modules. From ``start``: if certificates
-            cannot be made or used, or a plugin cannot be imported.
+            without processes security or GPUs, or plugins are no modules. From ``start``: if
+            certificates cannot be made or used, there are fewer GPUs, or a plugin cannot be
+            imported.
 
     Example:
         async with psync.LocalCluster(2, 2) as cluster:
@@ -90,6 +89,7 @@ class LocalCluster:
         max_restarts: int = 3,
         network: MemoryNetwork | None = None,
         security: bool = False,
+        gpus_per_worker: int | None = None,
         plugins: Sequence[str] = (),
     ) -> None:
         for name, count in (("num_ps", num_ps), ("num_workers", num_workers)):
@@ -103,20 +103,42 @@ class LocalCluster:
             )
         if security and not processes:
             raise ConfigurationError("security: tasks in one process have nothing to hide")
+        if gpus_per_worker is not None and not processes:
+            raise ConfigurationError(
+                "gpus_per_worker: tasks in one process see the same GPUs",
+                hint="LocalCluster(…, processes=True)",
+            )
         self._security = security
+        self._gpus = GpuShares(gpus_per_worker, os.environ)
         self._plugins = plugins_environ(plugins, os.environ)
         self._processes = processes
         self._network = network
         self._max_restarts = max_restarts
         self._resources: contextlib.AsyncExitStack | None = None  # None before start
         self._resolver: LocalClusterResolver | None = None
-        self._given_up = GivenUp()  # those that died too often, or have left
-        self._watchers: list[asyncio.Task[None]] = []
+        self._host: Host  # once it is started
+        self._addresses: dict[str, dict[int, str]] = {job: {} for job in self._counts}
+        self._changing = asyncio.Lock()  # which workers there are
+        self._leaving: dict[int, asyncio.Task[None]] = {}  # workers that are about to
+        self._adapting: asyncio.Task[None] | None = None
         self.tasks: dict[str, TaskProcess] = {}  # the newest process of each, as "worker-0"
 
     def __repr__(self) -> str:
-        state = "not running" if self._resolver is None else "running"
-        return f"<LocalCluster, {self._counts['ps']} ps, {self._counts['worker']} workers, {state}>"
+        state, workers = "not running", self._counts["worker"]
+        if self._resolver is not None:
+            state, workers = "running", len(self._addresses["worker"])
+        return f"<LocalCluster, {self._counts['ps']} ps, {workers} workers, {state}>"
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, str, str]] = []
+        for job in self._counts if self._resolver is not None else ():
+            spec = self.resolver.cluster_spec()
+            for index in spec.task_indices(job):
+                name = f"{job}-{index}"
+                process = self.tasks.get(name)
+                state = "in this process" if process is None else process.describe()
+                rows.append((name, spec.task_address(job, index), state))
+        return table(repr(self).strip("<>"), ("task", "address", "process"), rows)
 
     @property
     def resolver(self) -> LocalClusterResolver:
@@ -145,10 +167,7 @@ class LocalCluster:
             raise UsageError("the local cluster was started before")
         load_plugins(task_name("chief", 0), {**os.environ, **self._plugins})
         async with contextlib.AsyncExitStack() as resources:
-            if self._processes:
-                await self._start_processes(resources)
-            else:
-                await self._start_here(resources)
+            await of_no_cell(self._start(resources))
             self._resources = resources.pop_all()
 
     async def stop(self) -> None:
@@ -158,82 +177,161 @@ class LocalCluster:
         if resources is not None:
             await resources.aclose()
 
-    async def _start_here(self, resources: contextlib.AsyncExitStack) -> None:
-        network = self._network
-        if network is None:
-            network = MemoryNetwork(chunk=(1 << 20, 1 << 20), check_buffers=False)
-        virtual = isinstance(asyncio.get_running_loop(), VirtualClockLoop)
-        platform = Platform(network, Secret(mint_secret().encode()), threads=not virtual)
-        addresses = {
-            job: [f"{job}-{index}:1" for index in range(count)]
-            for job, count in self._counts.items()
-        }
-        for job, places in addresses.items():
-            for index, address in enumerate(places):
-                task: PsTask | WorkerTask = make_task(platform, job, index, address)
-                await task.start()
-                resources.push_async_callback(task.close)
-        self._resolver = LocalClusterResolver({"chief": ["chief-0:1"], **addresses}, platform)
+    async def scale(self, workers: int) -> None:
+        """Change the number of workers, while a ``ClusterCoordinator`` of this cluster runs or not.
 
-    async def _start_processes(self, resources: contextlib.AsyncExitStack) -> None:
-        secret = mint_secret()
-        environ = {**os.environ, **self._plugins, "PYTHONPATH": os.pathsep.join(_own_import_path())}
-        if self._security:
-            for name in TLS_VARIABLES:
-                environ.pop(name, None)
-            environ |= resources.enter_context(certificates.temporary(CERTIFICATE_DAYS))
-        tls = load_tls(environ)
-        group = ProcessGroup({"chief": 1, **self._counts}, secret=secret, environ=environ)
-        await resources.enter_async_context(group)
-        resources.push_async_callback(self._stop_watching)
+        Further workers are started, with the lowest indices that are free, in place of any that was
+        given up, too. A coordinator that runs takes them in: they get closures, and take part in
+        the next ``strategy.run``; see ``ClusterCoordinator.add_worker``. Those with the highest
+        indices leave in order, as by ``remove_worker``: they end the closure that they run. The
+        next strategy is made of the workers that there are then. ``adapt`` ends.
+
+        Args:
+            workers: How many there shall be, at least 1.
+
+        Returns:
+            When those that come take part in the coordinator that runs, or could not be taken in,
+            which its log says; and those that leave have left.
+
+        Raises:
+            ConfigurationError: It is no such number, or there are too few GPUs.
+            UsageError: The cluster is not running.
+            OSError: A process cannot be started.
+
+        Cancellation: Workers come and leave all the same.
+
+        Example:
+            async with psync.LocalCluster(1, 2) as cluster:
+                ...
+                await cluster.scale(workers=8)
+        """
+        self._end_adapting()
+        moving = await self._change(workers)
+        if moving:
+            await asyncio.wait(moving)
+
+    def adapt(
+        self,
+        minimum: int = 1,
+        maximum: int = 1,
+        *,
+        target_duration: float = 5.0,
+        interval: float = 1.0,
+        wait_count: int = 3,
+    ) -> None:
+        """Let the number of workers follow the queue, from now on until ``scale`` or ``stop``.
+
+        There are as many workers as do within ``target_duration`` what is queued and running, by
+        the mean duration of closures, but no more than there are closures. More come at once; fewer
+        stay only when several looks in a row asked for fewer, and those leave in order.
+
+        Args:
+            minimum: Of workers, at least 1.
+            maximum: Of workers.
+            target_duration: In seconds.
+            interval: Seconds between two looks.
+            wait_count: So many looks in a row have to ask for fewer before any leaves.
+
+        Raises:
+            ConfigurationError: One of them is out of range, or there are too few GPUs.
+            UsageError: The cluster is not running.
+
+        Example:
+            cluster.adapt(minimum=1, maximum=8)
+
+        Source: Dask's ``Cluster.adapt``.
+        """
+        rule = AdaptiveRule(minimum, maximum, target_duration, wait_count)
+        if not interval > 0:
+            raise ConfigurationError(f"interval: expected seconds above 0, got {interval!r}")
+        workforce = self.resolver.platform.workforce
+        self._gpus.check(maximum)
+        self._end_adapting()
+        adapting = self._adapt(workforce, rule, interval)
+        self._adapting = asyncio.get_running_loop().create_task(adapting)
+
+    def _end_adapting(self) -> None:
+        adapting, self._adapting = self._adapting, None
+        if adapting is not None:
+            adapting.cancel()
+
+    async def _adapt(self, workforce: Workforce, rule: AdaptiveRule, interval: float) -> None:
+        while True:
+            present = len(self._present())
+            target = rule.decide(workforce.load(), present)
+            if target != present:
+                logger.info("%d workers instead of %d", target, present)
+                try:
+                    await self._change(target)
+                except (PsyncError, OSError) as exc:
+                    logger.error("there are still %d workers: %s", len(self._present()), exc)
+            await asyncio.sleep(interval)
+
+    def _present(self) -> list[int]:
+        """Return the workers that are there, and are not about to leave, by index."""
+        known = self._addresses["worker"]
+        return [i for i in known if i not in self._leaving and not self._host.has_left(i)]
+
+    async def _change(self, number: int) -> Collection[asyncio.Task[None]]:
+        """Start workers or let them leave; return what ends when they have come or left.
+
+        Cancellation: Those that were started stay.
+        """
+        changes((), (), number)  # is it a number?
+        return await of_no_cell(self._change_to(self.resolver.platform.workforce, number))
+
+    async def _change_to(self, workforce: Workforce, number: int) -> Collection[asyncio.Task[None]]:
+        async with self._changing:
+            known, present = self._addresses["worker"], self._present()
+            come, leave = changes(present, self._leaving, number)
+            if come:
+                await self._host.check(max(come) + 1)
+            added: dict[int, str] = {}
+            try:
+                for index in come:
+                    added[index] = await self._host.start("worker", index)
+            finally:
+                there = {**{index: known[index] for index in present}, **added}
+                for index in leave:
+                    del there[index]
+                self._addresses["worker"] = dict(sorted(there.items()))
+                self._name_tasks()
+                moving = workforce.change(added, leave)
+                for index in leave:
+                    leaving = asyncio.get_running_loop().create_task(self._leave(index))
+                    self._leaving[index] = leaving
+                    moving.append(leaving)
+        return moving
+
+    async def _leave(self, index: int) -> None:
+        try:
+            await self._host.leave(index)
+        finally:
+            del self._leaving[index]
+
+    async def _end_changes(self) -> None:
+        self._end_adapting()
+        for leaving in (tasks := list(self._leaving.values())):
+            leaving.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _start(self, resources: contextlib.AsyncExitStack) -> None:
+        if self._processes:
+            in_processes = TasksInProcesses(
+                self._counts, {**os.environ, **self._plugins}, self._gpus, self._max_restarts,
+                security=self._security, resources=resources,
+            )  # fmt: skip
+            self.tasks = in_processes.processes
+            self._host = in_processes
+        else:
+            self._host = TasksHere(self._network, resources)
+        resources.push_async_callback(self._end_changes)
+        await self._host.check(self._counts["worker"])
         for job, count in self._counts.items():
             for index in range(count):
-                self._watch(group, job, index)
-        network = SocketNetwork() if tls is None else TlsNetwork(SocketNetwork(), tls)
-        platform = Platform(network, Secret(secret.encode()), given_up=self._given_up)
-        self._resolver = LocalClusterResolver(group.cluster, platform)
+                self._addresses[job][index] = await self._host.start(job, index)
+        self._resolver = LocalClusterResolver(self._host.platform)
+        self._name_tasks()
 
-    def _watch(self, group: ProcessGroup, job: str, index: int) -> None:
-        name = f"{job}-{index}"
-        self.tasks[name] = group.start_task(job, index)
-
-        async def watch() -> None:
-            policy = RestartPolicy(self._max_restarts)
-            level = logging.ERROR
-            while True:
-                code = await self.tasks[name].wait()
-                death = describe_exit(code)
-                if job == "worker" and code == 0:  # it was asked to leave, and did
-                    level, why = logging.INFO, "has ended by itself and is not started again"
-                    break
-                if not policy.allow(asyncio.get_running_loop().time()):
-                    why = f"{death} and is not started again ({policy.exceeded})"
-                    break
-                logger.warning("%s %s and is started again", name, death)
-                try:
-                    self.tasks[name] = group.start_task(job, index)
-                except OSError as exc:
-                    why = f"{death} and could not be started again: {exc}"
-                    break
-            logger.log(level, "%s %s", name, why)
-            group.abandon(job, index)
-            self._given_up.note(group.cluster[job][index], why)
-
-        self._watchers.append(asyncio.get_running_loop().create_task(watch()))
-
-    async def _stop_watching(self) -> None:
-        for task in self._watchers:
-            task.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
-
-
-def _own_import_path() -> list[str]:
-    """Return where this program finds its own modules: its script's directory, PYTHONPATH.
-
-    That is what stands before Python's own directories, which tasks have, too.
-    """
-    stdlib = sysconfig.get_path("stdlib")
-    zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
-    pythons = {stdlib, os.path.join(os.path.dirname(stdlib), zipped)}
-    own = itertools.takewhile(lambda path: path not in pythons, sys.path)
-    return [os.path.abspath(path) for path in own]  # an empty one is the working directory
+    def _name_tasks(self) -> None:
+        self.resolver.name_tasks({"chief": {0: self._host.chief}, **self._addresses})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -19,7 +20,9 @@ from typing import TypeVar
 
 from psync.errors import ConfigurationError
 from psync.launch.task_output import release_blocked_output
+from psync.net.process_state import inherited_file
 from psync.net.task_reports import report_on_signal
+from psync.net.workforce import Workforce
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +179,45 @@ def end_of_run(fd: int) -> Iterator[asyncio.Event]:
     loop.add_reader(fd, ended)
     try:
         yield over
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def following_launcher(workforce: Workforce) -> Iterator[None]:
+    """Return a context manager in which a chief hears which workers its launcher starts and ends.
+
+    It hears it by a pipe, ``PSYNC_WORKERS_FD``: a line of JSON for each change. ``TF_CONFIG`` is
+    changed as well, so that the program's next strategy is made of the workers that there are then.
+
+    Args:
+        workforce: What is told.
+    """
+    fd = inherited_file("PSYNC_WORKERS_FD")
+    if fd is None:
+        yield
+        return
+    os.set_inheritable(fd, False)
+    os.set_blocking(fd, False)
+    loop, lines = asyncio.get_running_loop(), [b""]
+
+    def heard() -> None:
+        data = os.read(fd, 1 << 16)
+        if not data:  # the launcher has gone; the lifeline says so, too
+            loop.remove_reader(fd)
+        *whole, lines[0] = (lines[0] + data).split(b"\n")
+        for line in whole:
+            news = json.loads(line)
+            config = json.loads(os.environ["TF_CONFIG"])
+            config["cluster"]["worker"] = news["workers"]
+            os.environ["TF_CONFIG"] = json.dumps(config)
+            added = {int(index): address for index, address in news["added"].items()}
+            workforce.change(added, news["removed"])
+
+    loop.add_reader(fd, heard)
+    try:
+        yield
     finally:
         loop.remove_reader(fd)
         os.close(fd)

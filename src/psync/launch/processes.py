@@ -121,10 +121,15 @@ class ProcessGroup:
             resources.callback(os.close, write_end)
             for job, count in jobs.items():
                 for index in range(count):
-                    listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-                    self._listeners[job, index] = resources.enter_context(listener)
-                    self.cluster[job].append(f"127.0.0.1:{listener.getsockname()[1]}")
+                    self._listen(resources, job, index)
             self._resources = resources.pop_all()  # closed by `stop`
+
+    def _listen(self, resources: contextlib.ExitStack, job: str, index: int) -> str:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        self._listeners[job, index] = resources.enter_context(listener)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        self.cluster[job][index:] = [address, *self.cluster[job][index + 1 :]]
+        return address
 
     async def __aenter__(self) -> Self:
         return self
@@ -214,7 +219,29 @@ class ProcessGroup:
 
         Who connects to it then is refused, and does not wait for an answer.
         """
-        self._listeners.pop((job, index)).close()
+        listener = self._listeners.pop((job, index), None)
+        if listener is not None:
+            listener.close()
+
+    def add_task(self, job: str, index: int) -> str:
+        """Make an address for another task, to be started; return it.
+
+        Args:
+            job: One of the jobs of the group.
+            index: At most that of the last task and one more. One that was abandoned gets a new
+                address.
+
+        Raises:
+            OSError: The machine has no free port or descriptor.
+        """
+        return self._listen(self._resources, job, index)
+
+    def remove_task(self, job: str, index: int) -> None:
+        """Abandon a task; tasks that are started from now on do not hear of the last ones."""
+        self.abandon(job, index)
+        tasks = self.cluster[job]
+        while len(tasks) > 1 and (job, len(tasks) - 1) not in self._listeners:
+            tasks.pop()
 
     def own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something that must be over before the group is."""

@@ -76,8 +76,12 @@ class TaskProcess:
         threading.Thread(target=self._reap, name=f"psync-wait-{name}", daemon=True).start()
 
     def __repr__(self) -> str:
+        return f"<TaskProcess {self.name}: {self.describe()}>"
+
+    def describe(self) -> str:
+        """Return "process 4711 is running", or how it has ended."""
         state = "is running" if self.returncode is None else describe_exit(self.returncode)
-        return f"<TaskProcess {self.name}: process {self.pid} {state}>"
+        return f"process {self.pid} {state}"
 
     @property
     def returncode(self) -> int | None:

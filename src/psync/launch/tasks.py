@@ -25,7 +25,13 @@ from psync.errors import (
 )
 from psync.launch.identity import OwnTask, own_task, shut_down
 from psync.launch.plugins import load_plugins
-from psync.launch.process_loop import asked_first, end_of_run, run_loop, watch_lifeline
+from psync.launch.process_loop import (
+    asked_first,
+    end_of_run,
+    following_launcher,
+    run_loop,
+    watch_lifeline,
+)
 from psync.launch.task_output import configure_logging, fill_standard_streams, write_whole_lines
 from psync.net.chief_presence import (
     TrainingPresence,
@@ -48,6 +54,7 @@ from psync.net.platform import Platform
 from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver
 from psync.net.task_reports import described_by
 from psync.net.transport import SocketNetwork
+from psync.net.workforce import workforce_of_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +162,8 @@ async def _run_main(
     note_incarnation(0)
     tasks_end, since = own.leads, time.time_ns()
     try:
-        return await main()
+        with following_launcher(workforce_of_launcher()):
+            return await main()
     except SETUP_ERRORS:
         # Whoever corrects what is wrong here, or starts who is missing, finds the others still
         # there. They may also serve a chief that has a better right to them.

@@ -16,11 +16,13 @@ from contextvars import ContextVar
 from psync.errors import ConfigurationError
 from psync.net.chief_presence import TrainingPresence
 from psync.net.platform import Parts, Platform
+from psync.net.process_state import inherited_file
 from psync.net.resolvers import ClusterResolver
 from psync.net.secret import insecure_by_environ, load_secret, require_secret
 from psync.net.tls import TlsNetwork
 from psync.net.tls_config import load_tls
 from psync.net.transport import Network, SocketNetwork
+from psync.net.workforce import workforce_of_launcher
 from psync.wire.limits import Limits
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ def platform_of(
         secret,
         limits=limits_of(environ),
         parts=parts_of(environ),
+        workforce=workforce_of_launcher(),
     )
 
 
@@ -104,15 +107,10 @@ def parts_of(environ: Mapping[str, str]) -> Parts:
 
 def tell_launcher() -> None:
     """Tell the launcher, if there is one, that this program takes part in its cluster."""
-    known = os.environ.pop("PSYNC_MEMBER_FD", None)
-    if known is None:
-        return
-    fd, _, inode = known.partition(":")
     with contextlib.suppress(OSError):  # it has gone
-        # A process that the program has started has the variable, and another file there, or none.
-        if os.fstat(int(fd)).st_ino == int(inode):
-            os.write(int(fd), b"1")
-            os.close(int(fd))
+        if (fd := inherited_file("PSYNC_MEMBER_FD")) is not None:
+            os.write(fd, b"1")
+            os.close(fd)
 
 
 def note_training_began() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from psync.net.secret import Secret
+from psync.net.workforce import Workforce
 from psync.wire.limits import Limits
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ class GivenUp:
         self._reasons[address] = reason
         for listener in list(self._listeners):
             listener(address, reason)
+
+    def forget(self, address: str) -> None:
+        """Another task listens at ``address`` now."""
+        self._reasons.pop(address, None)
 
     def reason(self, address: str) -> str | None:
         """Return what became of a task; None: it is there, or may come."""
@@ -86,4 +91,5 @@ class Platform:
     uniform: Callable[[], float] = random.random  # jitter, in [0, 1)
     new_incarnation: Callable[[], int] = time.time_ns  # grows each time a task starts
     given_up: GivenUp = field(default_factory=GivenUp)  # told by whoever starts the tasks
+    workforce: Workforce = field(default_factory=Workforce)  # likewise
     threads: bool = True  # whether user code may run in threads: not under a virtual clock

@@ -7,6 +7,7 @@ as if nothing had run there before, and leave nothing behind.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -42,3 +43,16 @@ def fresh_process() -> Iterator[None]:
     finally:
         for each in _all:  # a module may have been imported meanwhile
             each.value = before[id(each)] if id(each) in before else each.make()
+
+
+def inherited_file(variable: str) -> int | None:
+    """Return the descriptor that a launcher has passed on under this name; it has one owner."""
+    known = os.environ.pop(variable, None)
+    if known is None:
+        return None
+    fd, _, inode = known.partition(":")
+    with contextlib.suppress(OSError):
+        # A process that the program has started has the variable, and another file there, or none.
+        if os.fstat(int(fd)).st_ino == int(inode):
+            return int(fd)
+    return None

@@ -47,6 +47,7 @@ from psync.errors import (
 )
 from psync.net.platform import Parts, random_hex
 from psync.specs import as_integer, checked_integer
+from psync.status.html_tables import table
 from psync.store.snapshot_state import SnapshotState
 from psync.training.progress import kind_of, showing_bytes, size_of
 from psync.training.saved_arrays import in_thread, write_by_reading, write_cut
@@ -120,6 +121,18 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"Checkpoint({', '.join(self._objects)})"
+
+    def _repr_html_(self) -> str:
+        contents = self._contents(slots=False)
+        rows: list[tuple[object, ...]] = [
+            (name, "variable", each.shape, each.dtype, each.nbytes)
+            for name, each in contents.arrays.items()
+        ]
+        others: dict[str, object] = {**contents.optimizers, **contents.states}
+        rows += [(name, type(thing).__name__, "", "", "") for name, thing in others.items()]
+        slots = ", with the slots of its optimizers" if contents.optimizers else ""
+        title = f"Checkpoint of {', '.join(self._objects)}{slots}"
+        return table(title, ("name", "what", "shape", "dtype", "bytes"), rows)
 
     async def save(
         self,

@@ -25,6 +25,7 @@ from psync.checkpoints.stored_snapshots import SavedSnapshots, stored_snapshots,
 from psync.coordinator import Coordinator
 from psync.errors import CheckpointError
 from psync.specs import checked_integer, checked_kind
+from psync.status.html_tables import table
 from psync.training.checkpoint import PREFIX, Checkpoint, coordinator_for
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,10 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._checkpoint!r} in {str(self.directory)!r}>"
+
+    def _repr_html_(self) -> str:
+        rows = [(number, str(path)) for number, path in checkpoints_in(self.directory, PREFIX)]
+        return table(f"Checkpoints in {self.directory}", ("number", "path"), rows)
 
     @property
     def checkpoints(self) -> list[Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -24,7 +25,7 @@ from psync.checkpoints.layout import Wanted
 from psync.checkpoints.manifest import Difference, Manifest, check_state, compare
 from psync.errors import CheckpointMismatch, UsageError
 from psync.metrics import Metric
-from psync.specs import ShardSpec
+from psync.specs import ShardSpec, dtype_of
 
 
 @runtime_checkable
@@ -90,6 +91,11 @@ class Array:
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
 @dataclass(slots=True)

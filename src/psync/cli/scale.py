@@ -1,0 +1,134 @@
+"""``psync scale``: more or fewer workers for a run that goes on, asked of its launcher.
+
+``psync run`` listens at a Unix socket in a directory that only its user can enter, beside a file
+that names it, as coordinators do for ``psync top`` (``status.run_files``). A request is a line of
+JSON with the token of that file, the answer likewise; numpy is not needed for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from psync.errors import ConfigurationError, PsyncError
+from psync.net.platform import random_hex
+from psync.status.run_files import (
+    SUFFIX,
+    Run,
+    directory_of_runs,
+    make_directory,
+    newest_run,
+    read_run,
+    run_file,
+    socket_of,
+    take_away_ended,
+)
+
+LAUNCHERS = "launchers"
+"""The directory of their files, in that of run files, which are of coordinators."""
+
+MAX_REQUEST_BYTES = 4096
+
+Scale = Callable[[int], Awaitable[str]]
+
+
+@contextlib.asynccontextmanager
+async def scaled_on_request(
+    scale: Scale, program: str, environ: Mapping[str, str]
+) -> AsyncIterator[None]:
+    """Return a context in which this user's processes may ask a launcher for other workers.
+
+    Where no directory can be made for it, they cannot.
+
+    Args:
+        scale: Called with a number of workers; returns what to say, or raises a PsyncError.
+        program: Name of the script.
+        environ: As for ``directory_of_runs``; with ``PSYNC_STATUS=0`` nobody may ask.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        if environ.get("PSYNC_STATUS") != "0":
+            with contextlib.suppress(OSError):
+                await _listen(stack, scale, program, environ)
+        yield
+
+
+async def _listen(
+    stack: contextlib.AsyncExitStack, scale: Scale, program: str, environ: Mapping[str, str]
+) -> None:
+    directory = _directory(environ)
+    make_directory(directory.parent)
+    make_directory(directory)
+    take_away_ended(directory)
+    path = directory / f"{os.getpid()}-{random_hex(4)}{SUFFIX}"
+    socket, token = path.with_suffix(".sock"), random_hex(32)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, ValueError), contextlib.closing(writer):
+            reply = await _reply(await reader.readline(), token, scale)
+            writer.write(json.dumps(reply).encode() + b"\n")
+            await writer.drain()
+
+    server = await asyncio.start_unix_server(answer, socket, limit=MAX_REQUEST_BYTES)
+    stack.callback(server.close)
+    run = Run(os.getpid(), time.time(), program, f"unix:{socket}", token)
+    stack.enter_context(run_file(path, run))
+
+
+async def _reply(line: bytes, token: str, scale: Scale) -> dict[str, str]:
+    try:
+        request = json.loads(line)
+        given, workers = str(request["token"]), request["workers"]
+    except (ValueError, TypeError, KeyError):
+        return {"error": "expected a request of psync scale"}
+    if not hmac.compare_digest(given.encode(), token.encode()):
+        return {"error": "the token is not that of this run"}
+    try:
+        return {"said": await scale(workers)}
+    except (PsyncError, OSError) as exc:
+        return {"error": str(exc)}
+
+
+def _directory(environ: Mapping[str, str] = os.environ) -> Path:
+    return directory_of_runs(environ) / LAUNCHERS
+
+
+@click.command()
+@click.argument("workers", type=click.IntRange(min=1))
+@click.argument("run", required=False, metavar="[RUN]", type=click.Path(path_type=Path))
+def scale(workers: int, run: Path | None) -> int:
+    """Let a program that psync run has started have WORKERS workers from now on.
+
+    Further ones are started, and its coordinator takes them in; those with the highest indices
+    end the closure that they run, and leave. It is your newest run on this machine, or that whose
+    file RUN is.
+
+    \b
+    Eight workers for the program in the other terminal:
+        psync scale 8
+    """
+    asked = newest_run(_directory()) if run is None else read_run(run)
+    answer = asyncio.run(_ask(asked, workers))
+    if "error" in answer:
+        raise ConfigurationError(f"{asked}: {answer['error']}")
+    click.echo(f"{asked}: {answer['said']}")
+    return 0
+
+
+async def _ask(run: Run, workers: int) -> dict[str, Any]:
+    try:
+        reader, writer = await asyncio.open_unix_connection(socket_of(run))
+        with contextlib.closing(writer):
+            writer.write(json.dumps({"token": run.token, "workers": workers}).encode() + b"\n")
+            answer: dict[str, Any] = json.loads(await reader.readline())
+    except (OSError, ValueError) as exc:
+        raise ConfigurationError(f"{run} has ended, or cannot be reached: {exc}") from exc
+    return answer

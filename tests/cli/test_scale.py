@@ -1,0 +1,83 @@
+"""`psync scale` and the launcher's end of it; with real tasks: tests/processes/test_scale.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from psync.cli.main import main
+from psync.cli.scale import LAUNCHERS, scaled_on_request
+from psync.errors import ConfigurationError
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", made)
+        yield {"XDG_RUNTIME_DIR": made}
+
+
+def files(environ: dict[str, str]) -> list[Path]:
+    return sorted(Path(environ["XDG_RUNTIME_DIR"], "psync", LAUNCHERS).glob("*"))
+
+
+async def scale(number: int) -> str:
+    if number > 4:
+        raise ConfigurationError("there is no room", hint="take fewer")
+    return f"{number} workers"
+
+
+async def test_a_launcher_is_found_asked_and_answers(
+    environ: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with scaled_on_request(scale, "train.py", environ):
+        run, _ = files(environ)
+        assert (run.suffix, run.stat().st_mode & 0o077) == (".json", 0)
+        assert await asyncio.to_thread(main, ["scale", "3"]) == 0
+        assert capsys.readouterr().out.endswith("): 3 workers\n")
+        assert await asyncio.to_thread(main, ["scale", "3", str(files(environ)[0])]) == 0
+        assert await asyncio.to_thread(main, ["scale", "5"]) == 2
+        assert "there is no room" in capsys.readouterr().err
+    assert files(environ) == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        ({"token": "ab", "workers": 1}, "the token is not that of this run"),
+        ({"workers": 1}, "expected a request of psync scale"),
+        ([], "expected a request of psync scale"),
+    ],
+)
+async def test_whoever_has_not_read_the_file_is_refused(
+    environ: dict[str, str], request_: object, error: str
+) -> None:
+    async with scaled_on_request(scale, "train.py", environ):
+        (socket,) = (path for path in files(environ) if path.suffix == ".sock")
+        reader, writer = await asyncio.open_unix_connection(socket)
+        writer.write(json.dumps(request_).encode() + b"\n")
+        assert json.loads(await reader.readline()) == {"error": error}
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_it_may_be_turned_off_or_impossible(environ: dict[str, str], tmp_path: Path) -> None:
+    async with scaled_on_request(scale, "train.py", {**environ, "PSYNC_STATUS": "0"}):
+        assert files(environ) == []
+    blocked = tmp_path / "psync"
+    blocked.write_text("")
+    async with scaled_on_request(scale, "train.py", {"XDG_RUNTIME_DIR": str(tmp_path)}):
+        assert blocked.read_text() == ""
+
+
+def test_where_nothing_runs_that_is_said(
+    environ: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["scale", "3"]) == 2
+    assert "no program of this user runs" in capsys.readouterr().err
+    assert main(["scale", "0"]) == 2
