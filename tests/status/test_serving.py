@@ -128,9 +128,10 @@ async def test_a_coordinator_that_waits_for_a_worker_says_for_whom(runtime: Path
         there = cluster.resolver.cluster_spec().as_dict()
         with socket.create_server(("127.0.0.1", 0)) as nobody:  # who listens, and never answers
             missing = f"127.0.0.1:{nobody.getsockname()[1]}"
-            resolver = LocalClusterResolver(
-                {**there, "worker": [*there["worker"], missing]}, cluster.resolver.platform
-            )
+            resolver = LocalClusterResolver(cluster.resolver.platform)
+            workers = {0: there["worker"][0], 1: missing}
+            by_index = {job: dict(enumerate(places)) for job, places in there.items()}
+            resolver.name_tasks({**by_index, "worker": workers})
             coordinator = psync.ClusterCoordinator(psync.ParameterServerStrategy(resolver))
             starting = asyncio.ensure_future(coordinator.start())
             seen = await status_when(lambda seen: seen.workers[0].state == "idle")
