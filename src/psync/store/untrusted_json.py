@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import operator
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
@@ -141,16 +140,14 @@ def _taken(
     steps: Iterable[int | str], reads: Iterable[_Reader], values: Collection[Any]
 ) -> list[Any]:
     """Return what is made of each value; one that does not fit says at which step that was."""
-    try:
-        return list(map(operator.call, reads, values))
-    except _Misfit:
-        for step, read, value in zip(steps, reads, values, strict=False):
-            try:
-                read(value)
-            except _Misfit as exc:
-                exc.place = (f"[{step}]" if isinstance(step, int) else f".{step}") + exc.place
-                raise
-        raise
+    made = []
+    for step, read, value in zip(steps, reads, values, strict=False):
+        try:
+            made.append(read(value))
+        except _Misfit as exc:
+            exc.place = (f"[{step}]" if isinstance(step, int) else f".{step}") + exc.place
+            raise
+    return made
 
 
 def _listed(make: Callable[[Iterable[Any]], Any], read: _Reader, value: Any) -> Any:
