@@ -44,7 +44,7 @@ def test_training_ends_well_while_the_output_of_tasks_meets_a_full_disk() -> Non
 def test_a_log_on_a_full_disk_stops_nobody() -> None:
     ended = shell(f"{RUN} 2> /dev/full")
     assert ended.returncode == 0
-    assert ended.stdout.endswith("the chief has ended\n")
+    assert "the chief has ended\n" in ended.stdout  # what workers print may come after it
 
 
 def test_a_chief_whose_own_output_cannot_be_written_fails_as_any_program() -> None:
