@@ -1,4 +1,4 @@
-"""docs/tensorflow.md: what its tables name is there, and each row is run or says why not."""
+"""docs/howto/tensorflow.md: what its tables name is there, and each row is run or says why not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import psync
 
 TESTS = Path(__file__).parent
-DOCUMENT = (TESTS.parent / "docs" / "tensorflow.md").read_text()
+DOCUMENT = (TESTS.parent / "docs" / "howto" / "tensorflow.md").read_text()
 
 
 class Row(NamedTuple):

@@ -17,7 +17,7 @@ counts once, also when it runs again elsewhere.
 
 A metric of your own is a rule of your own, a subclass of ``MetricRule``: what a batch adds to the
 sums, and the value of the sums. It is computed where it is updated and read, never on a ps:
-``psync.metrics.Metric(MyRule())``. See ``docs/rules.md``.
+``psync.metrics.Metric(MyRule())``. See ``docs/howto/rules.md``.
 
 Source: ``keras.metrics`` of Keras 3, for names, arguments and formulas.
 """

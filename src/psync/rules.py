@@ -16,7 +16,7 @@ A rule is a class in a module that all tasks load as a *plugin*: ``psync run --p
 
     optimizer = psync.optimizers.Optimizer(SignMomentum(0.01, beta=0.8), weight_decay=1e-4)
 
-``docs/rules.md`` is the how-to. Metrics are computed on workers and need no plugin: subclass
+``docs/howto/rules.md`` is the how-to. Metrics are computed on workers and need no plugin: subclass
 ``psync.metrics.MetricRule``.
 """
 
@@ -83,7 +83,7 @@ class UpdateRule(_AnyRule):
         slots: Names of the arrays that are kept beside each value. They begin as 0, or as the
             argument ``initial_<slot>_value`` says.
 
-    Example: that of this module, and ``docs/rules.md``.
+    Example: that of this module, and ``docs/howto/rules.md``.
     """
 
     may_raise: ClassVar[bool] = True

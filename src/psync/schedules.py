@@ -35,7 +35,8 @@ class Schedule(ABC):
     """A learning rate as a function of the number of updates applied so far.
 
     To write one: a subclass with ``rate``, under ``@register``, in a module that all tasks load as
-    a plugin (``docs/rules.md``). Its annotated fields are its arguments: numbers, bools, None.
+    a plugin (``docs/howto/rules.md``). Its annotated fields are its arguments: numbers,
+    bools, None.
 
     Example:
         @psync.schedules.register

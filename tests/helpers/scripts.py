@@ -9,7 +9,8 @@ A script is a text file of paragraphs, separated by empty lines:
     ps 0 → worker 0, Push 1: accepted, step 1
 
 What is below the line is compared, and written anew with PSYNC_REWRITE=1. The commands are the
-methods of ``Player`` whose names begin with ``do_``; docs/testing.md says how to add a script.
+methods of ``Player`` whose names begin with ``do_``; docs/explanation/testing.md says
+how to add a script.
 """
 
 from __future__ import annotations

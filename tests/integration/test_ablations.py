@@ -1,7 +1,7 @@
 """Without a safeguard something goes wrong, and the oracles of the simulations notice it.
 
 Which safeguards have a switch: ``psync.testing.sabotage.switches``. Real processes with a switch
-off: ``tests/processes/test_chaos_command.py``; docs/testing.md has a table.
+off: ``tests/processes/test_chaos_command.py``; docs/explanation/testing.md has a table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The examples of docs/seeing.md for Weights & Biases and MLflow run as they stand there.
+"""The examples of docs/howto/seeing.md for Weights & Biases and MLflow run as they stand there.
 
 Each in a process of its own: trackers leave threads and processes behind until theirs ends.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "seeing.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "seeing.md"
 
 PROGRAM = """
 import asyncio

@@ -94,7 +94,7 @@ def test_limits_are_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_limit_is_described_with_its_default() -> None:
-    described = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    described = (Path(__file__).parents[2] / "docs" / "reference" / "configuration.md").read_text()
     for field in dataclasses.fields(Limits):
         row = rf"^\| `PSYNC_LIMIT_{field.name.upper()}` \| {field.default}\b"
         assert re.search(row, described, re.MULTILINE), field.name

@@ -1,4 +1,4 @@
-"""The exit codes of the table in docs/configuration.md, "How a process ends"."""
+"""The exit codes of the table in docs/reference/configuration.md, "How a process ends"."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tasks_by_hand import (
     wait_until_gone,
 )
 
-DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "configuration.md"
+DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "reference" / "configuration.md"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

@@ -1,6 +1,6 @@
 """Datasets, ``fit`` and accumulators of TensorFlow's guide, on two real workers.
 
-What docs/tensorflow.md says of these names is run here.
+What docs/howto/tensorflow.md says of these names is run here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ported script of docs/tensorflow.md, as it stands there."""
+"""The ported script of docs/howto/tensorflow.md, as it stands there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tasks_by_hand import ended, plain_environ
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "tensorflow.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "howto" / "tensorflow.md"
 
 
 def test_the_ported_script_learns_on_two_workers(tmp_path: Path) -> None:

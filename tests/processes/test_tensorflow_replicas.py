@@ -1,7 +1,7 @@
 """StrategyExtended and replica contexts as TensorFlow's pages show them, on real tasks.
 
-What docs/tensorflow.md says of these names is run here. There are two ps tasks, and two workers,
-each of which is a replica of what ``strategy.run`` is given.
+What docs/howto/tensorflow.md says of these names is run here. There are two ps tasks, and two
+workers, each of which is a replica of what ``strategy.run`` is given.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ParameterServerStrategy and ClusterCoordinator as TensorFlow's guide shows them, on real tasks.
 
-What docs/tensorflow.md says of these names is run here. There are three ps tasks, as in the guide's
-example of placement, and two workers.
+What docs/howto/tensorflow.md says of these names is run here. There are three ps tasks, as in the
+guide's example of placement, and two workers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The usage example of TensorFlow's SyncReplicasOptimizer, on a chief and two workers.
 
-What docs/tensorflow.md says of its names is run here, in scripts/tensorflow_sync.py. Backup
+What docs/howto/tensorflow.md says of its names is run here, in scripts/tensorflow_sync.py. Backup
 replicas, late gradients and TensorFlow's own tokens: test_sync_sequences.py.
 """
 

@@ -1,6 +1,6 @@
 """The scripts beside this file: what one ps does, alone, with a backup, and in its backup's place.
 
-PSYNC_REWRITE=1 writes their traces anew: read the diff. See docs/testing.md.
+PSYNC_REWRITE=1 writes their traces anew: read the diff. See docs/explanation/testing.md.
 """
 
 from __future__ import annotations

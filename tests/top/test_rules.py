@@ -219,7 +219,7 @@ def test_an_optimizer_refuses_a_schedule_that_is_not_registered() -> None:
 
 # The page that tells users.
 
-PAGE = Path(__file__).parents[2] / "docs" / "rules.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "rules.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 

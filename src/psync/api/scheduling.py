@@ -205,7 +205,8 @@ class Scheduling:
 
         ``schedule`` in the form of ``concurrent.futures``, and the same in all else. Type checkers
         compare the arguments with the step's parameters, where a RemoteValue of the right type
-        passes, as a per-worker iterator does, and know what the result is: docs/typing.md.
+        passes, as a per-worker iterator does, and know what the result is:
+        docs/reference/typing.md.
 
         Args:
             step: As ``fn`` of ``schedule``.

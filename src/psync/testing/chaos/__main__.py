@@ -59,7 +59,8 @@ DRAWN, NONE = "drawn", "none"
 )
 @click.option(
     "--scene", type=click.Choice(["", *SCENES]), default="",
-    help="One fault by a script, instead of kills and losses by chance: see docs/testing.md.",
+    help="One fault by a script, instead of kills and losses by chance: "
+    "see docs/explanation/testing.md.",
 )  # fmt: skip
 @click.option("--without", default="", help="As in PSYNC_TESTING_WITHOUT.")
 @click.option(

@@ -1,8 +1,9 @@
 """Tasks that die, fail, forget or lose something on purpose, so that a test sees what follows.
 
-``PSYNC_FAILPOINTS`` and the variables ``PSYNC_TESTING_...`` ask for it (docs/testing.md); without
-them nothing of this package is loaded. Tasks know nothing of it either: they build their parts
-through ``Platform.parts``, and ``SabotagedParts`` returns subclasses that do something else.
+``PSYNC_FAILPOINTS`` and the variables ``PSYNC_TESTING_...`` ask for it
+(docs/explanation/testing.md); without them nothing of this package is loaded. Tasks know nothing
+of it either: they build their parts through ``Platform.parts``, and ``SabotagedParts`` returns
+subclasses that do something else.
 
 Begin with ``parts``: which subclass takes whose place. ``places`` is the table of all failpoints.
 """
