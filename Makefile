@@ -9,6 +9,7 @@ EXTRAS_test := test,examples
 EXTRAS_lint := test,lint,examples
 EXTRAS_coverage := test
 EXTRAS_fuzz := fuzz
+EXTRAS_docs := docs,dashboard
 EXTRAS_models := test,examples,models,dashboard
 FUZZ_SECONDS := 60
 
@@ -18,7 +19,7 @@ DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
 printing = $(BIN)/psync run examples/$(2) > out/examples/printed.txt; code=$$?; cat out/examples/printed.txt; \
 	test $$code = 0 && grep -q $(1) out/examples/printed.txt
 
-.PHONY: help models models-here demo demo-short examples test test-first test-second test-more more-processes more-others test-all full \
+.PHONY: help docs docs-here pages pages-here pictures models models-here demo demo-short examples test test-first test-second test-more more-processes more-others test-all full \
 	chaos chaos-short sim sim-mutants coverage lint fuzz bench clean
 .DELETE_ON_ERROR:
 
@@ -28,6 +29,8 @@ help:
 	@echo "make examples     the other examples"
 	@echo "make test         the test suite: every test that is not slow, once; four minutes"
 	@echo "make test-more    the rest of it: slow tests, real processes, the stock loop; test-all: both"
+	@echo "make docs         the site, in out/site; a warning is an error, and internal links are checked"
+	@echo "make pages        every code block of README and site runs, and prints what the page says; pictures: draws theirs"
 	@echo "make models       models of torch, JAX and Keras, notebooks: tests and examples, in an environment of their own"
 	@echo "make full         before a change of what psync does is final: sim with 20000 seeds, sim-mutants, chaos, coverage, fuzz"
 	@echo "make chaos        train for a quarter of an hour while tasks are killed, stopped and cut off; chaos-short: one minute"
@@ -90,8 +93,28 @@ models-here: $(VENV)/.installed-models
 	$(BIN)/psync run examples/jax_digits.py --ps 2 --workers 2
 	$(BIN)/psync run examples/keras_fit.py --ps 2 --workers 2
 
+# Sphinx and the theme are in an environment of their own, too.
+docs:
+	@$(MAKE) VENV=.venv-docs docs-here
+
+docs-here: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet -b html docs out/site
+	$(BIN)/python tests/helpers/site_links.py out/site
+
+pages:
+	@$(MAKE) VENV=.venv-models pages-here
+
+pages-here: export PSYNC_PAGES = all
+pages-here: $(VENV)/.installed-models
+	$(BIN)/python -m pytest -q tests/pages
+
+# The pictures that pages show, by the programs that stand there and by those of docs/pictures.
+pictures: export PSYNC_PICTURES = 1
+pictures: pages
+	.venv-models/bin/python docs/pictures/modes.py docs/images/modes.png
+
 full: SEEDS := 20000
-full: coverage fuzz sim sim-mutants chaos
+full: pages coverage fuzz sim sim-mutants chaos
 
 # Ten minutes and three with backups, half of them synchronous. Another seed: make chaos SEED=2
 SEED := 1
@@ -132,7 +155,7 @@ bench: $(VENV)/.installed-demo
 	$(BIN)/psync bench sync-async --out out
 
 clean:
-	rm -rf $(VENV) .venv-models build dist out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) .venv-models .venv-docs build dist out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each set of extras: pip runs again only when the requirements have changed.
