@@ -5,7 +5,7 @@ has a dark mode, a search in the page, and works without JavaScript. Material fo
 one that was looked at, is in maintenance mode, and MkDocs itself unmaintained.
 """
 
-import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -26,8 +26,7 @@ extensions = [
 ]
 exclude_patterns = ["_build", "pictures"]
 source_suffix = {".md": "markdown"}
-nitpicky = False
-suppress_warnings = ["config.cache"]
+suppress_warnings = ["config.cache", "ref.python"]  # names that several modules have
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
@@ -39,6 +38,8 @@ autodoc_mock_imports = ["torch", "jax", "keras", "optax", "ray", "dask", "distri
 python_use_unqualified_type_names = True
 napoleon_google_docstring = True
 napoleon_use_rtype = False
+napoleon_use_ivar = True
+napoleon_custom_sections = [("Class attributes", "Attributes")]
 
 html_theme = "pydata_sphinx_theme"
 html_title = "psync"
@@ -56,12 +57,31 @@ html_show_sourcelink = False
 copybutton_prompt_text = "$ "
 
 
-def _plain_docstrings(app, what, name, obj, options, lines):
-    """Say once what is inherited: psync's errors and handles have docstrings of their own."""
-    if what == "class" and inspect.isclass(obj) and not inspect.getdoc(obj):
-        lines[:] = [f"See {obj.__mro__[1].__name__}."]
+def _mark_code(app, what, name, obj, options, lines):
+    """Say which lines of a docstring are code: those of "Example:", and what is indented alone."""
+    marked, after_blank, section = [], True, False
+    for line in lines:
+        indented = line.startswith(" ")
+        if not indented and line:
+            section = bool(re.fullmatch(r"[A-Z]\w*:", line))
+            if line in ("Example:", "Examples:"):
+                marked += [".. rubric:: Example", "", "::", ""]
+                after_blank, section = False, True
+                continue
+        elif indented and after_blank and not section and not _lists(marked):
+            marked += ["::", ""]
+            section = True
+        marked.append(line)
+        after_blank = not line
+    lines[:] = marked
+
+
+def _lists(lines):
+    """Whether the last paragraph is an item of a list, which goes on in indented lines."""
+    last = next((line for line in reversed(lines) if line), "")
+    return bool(re.match(r"\s*([-*]|\d+\.) |\s{2,}\S", last)) or last.endswith("::")
 
 
 def setup(app):
-    app.connect("autodoc-process-docstring", _plain_docstrings)
+    app.connect("autodoc-process-docstring", _mark_code, priority=400)  # before napoleon
     return {"parallel_read_safe": True, "parallel_write_safe": True}

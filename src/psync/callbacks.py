@@ -60,7 +60,8 @@ class Callback:
 
         Args:
             epoch: From 0.
-            logs: "loss", the metrics by name, and with "val_" before each those of the validation.
+            logs: "loss", the metrics by name, and with ``"val_"`` before each those of the
+                validation.
         """
 
     def on_train_end(self, logs: Logs) -> Any:

@@ -120,18 +120,20 @@ class PageRun:
         else:
             assert block.kind in ("elsewhere", "drawing"), f"{block.where}: block without a mark"
 
-    def close(self) -> None:
-        """End the session, and whatever commands have left in the background."""
+    def end(self) -> None:
+        """End the session; every file that was saved has been used."""
         assert not self.waiting, f"saved, and used by no block: {', '.join(self.waiting)}"
-        if self._session is not None:
-            assert self._session.stdin
+        if self._session is not None and self._session.stdin is not None:
             self._session.stdin.close()
             self._session.wait(30)
-            self._session = None
 
-    def kill(self) -> None:
+    def close(self) -> None:
+        """Stop whatever still runs."""
         if self._session is not None:
             _kill_group(self._session)
+            for pipe in (self._session.stdin, self._session.stdout):
+                if pipe is not None:
+                    pipe.close()
 
     def _run(self, block: Block, file: str | None) -> None:
         self.waiting = {name for name in self.waiting if name not in block.text}

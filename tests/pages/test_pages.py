@@ -34,7 +34,7 @@ def test_every_block_has_a_mark_and_few_are_elsewhere(capsys: pytest.CaptureFixt
 def test_no_block_that_runs_leaves_something_out() -> None:
     for page in all_pages():
         for block in blocks(page):
-            if block.kind in ("run", "elsewhere"):
+            if block.kind == "run":
                 assert "…" not in block.text, block.where
 
 
@@ -50,6 +50,6 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     try:
         for block in blocks(page):
             run.run(block)
-        run.close()
+        run.end()
     finally:
-        run.kill()
+        run.close()
