@@ -24,6 +24,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
+highlight_language = "none"  # of blocks that name none: commands and outputs
 exclude_patterns = ["_build", "pictures"]
 source_suffix = {".md": "markdown"}
 suppress_warnings = ["config.cache", "ref.python"]  # names that several modules have
@@ -53,6 +54,7 @@ html_theme_options = {
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
 }
+html_sidebars = {"index": [], "start": []}
 html_show_sourcelink = False
 copybutton_prompt_text = "$ "
 

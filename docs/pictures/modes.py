@@ -81,9 +81,15 @@ def draw(runs, path):
         axis = axes[mode]
         for worker, began, pulled, computed, ended, late in records:
             row = 3 - worker
-            parts = [(began, pulled - began), (pulled, computed - pulled), (computed, ended - computed)]
+            parts = [
+                (began, pulled - began),
+                (pulled, computed - pulled),
+                (computed, ended - computed),
+            ]
             push = COLORS["dropped" if late else "push"]
-            axis.broken_barh(parts, (row - 0.4, 0.8), color=[COLORS["pull"], COLORS["compute"], push])
+            axis.broken_barh(
+                parts, (row - 0.4, 0.8), color=[COLORS["pull"], COLORS["compute"], push]
+            )
         counted = sum(not record[-1] for record in records)
         lost = len(records) - counted
         title = f"{mode}: {counted / SECONDS:.0f} gradients a second count"

@@ -6,9 +6,9 @@ import inspect
 import re
 
 import pytest
-from pages import ROOT, blocks
 
 import psync
+from pages import ROOT, blocks
 
 PAGES = sorted((ROOT / "docs" / "reference" / "api").glob("*.md"))
 TEXT = "\n".join(page.read_text() for page in PAGES)
