@@ -106,6 +106,7 @@ async def main():
             accuracies.append(np.mean(logits.argmax(axis=1) == test_labels))
             log += results
             losses, workers, _ = map(np.array, zip(*results, strict=True))
+            coordinator.report({"loss": losses.mean(), "accuracy": accuracies[-1]})  # for viewers
             shares = np.bincount(workers, minlength=num_workers) / STEPS
             row = f"{epoch:5}  {losses.mean():6.4f}  {accuracies[-1]:8.4f}  {STEPS / seconds:7.0f}"
             print(row, *(f"{share:5.0%}" for share in shares))
