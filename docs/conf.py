@@ -54,6 +54,8 @@ html_theme_options = {
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
 }
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_sidebars = {"index": [], "start": []}
 html_show_sourcelink = False
 copybutton_prompt_text = "$ "

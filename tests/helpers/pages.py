@@ -12,7 +12,8 @@ A comment before a block, which no reader sees, says what becomes of it::
 After ``run`` may stand ``, needs torch`` (a module without which the block is passed over) and
 ``, draws loss.png`` (a picture that has to be there afterwards, and that the page shows). A comment
 that begins with ``<!-- run`` and goes on with lines of code is run, too, and not shown: the
-context of a fragment. In outputs a line ``…`` stands for any lines.
+context of a fragment. In outputs a line ``…`` stands for any lines, and lines of psync's log, which
+depend on what else the machine does, are left out.
 
 markdown-it-py, which also reads the pages for the site, finds the blocks. What runs them is ours:
 libraries for this (Sybil, pytest-markdown-docs, mktestdocs, pytest-codeblocks) run Python in the
@@ -39,6 +40,7 @@ ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
 MARK = re.compile(r"<!--\s*(.*?)\s*-->\s*\Z", re.DOTALL)
 RUN = re.compile(r"run(?:: (?P<file>\S+?))?(?:, needs (?P<needs>\w+))?(?:, draws (?P<draws>\S+))?")
+LOGGED = re.compile(r"^(\[[\w-]+\] )?\d\d:\d\d:\d\d [A-Z]+ psync.*\n?", re.MULTILINE)
 LIMIT_S = 300.0
 
 
@@ -221,7 +223,8 @@ def _compare(block: Block, printed: str) -> None:
 
 
 def _plain(text: str, numbers_vary: bool) -> str:
-    """Blanks do not count; with ``numbers_vary`` words with digits neither."""
+    """Blanks and lines of logs do not count; with ``numbers_vary`` words with digits neither."""
+    text = LOGGED.sub("", text)
     if numbers_vary:
         text = re.sub(r"[\w.+-]*\d[\w.+-]*", "#", text)
         text = re.sub(r"#(\s+#)+", "#", text)  # so wraps an array
