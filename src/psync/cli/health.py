@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
 import click
 
@@ -34,7 +33,6 @@ def health(timeout: float) -> int:
         2  wrong set-up, as that of psync serve; or the task is a chief or evaluator, which
            listen nowhere
     """
-    logging.getLogger("psync").setLevel(logging.ERROR)
     from psync.errors import AuthenticationError, ConfigurationError, PsyncError, VersionMismatch
     from psync.launch.identity import own_task
 
@@ -47,6 +45,8 @@ def health(timeout: float) -> int:
     try:
         with asyncio.Runner() as runner:
             runner.run(_knock(own.resolver, own.name, own.address, timeout))
+    except ConfigurationError:
+        raise
     except (AuthenticationError, VersionMismatch) as error:
         raise ConfigurationError(error.message, hint=error.hint) from error
     except (PsyncError, TimeoutError) as error:

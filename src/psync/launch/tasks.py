@@ -42,7 +42,6 @@ from psync.net.chief_presence import (
 )
 from psync.net.environment import (
     added_workers,
-    is_supervised,
     note_incarnation,
     platform_of,
     run_over,
@@ -141,7 +140,7 @@ def run(
             if job == "evaluator"
             else partial(_serve, own, insecure=False, shared=True)
         )
-        sys.exit(run_loop(serving, terminated_code=_terminated_code(job)))
+        sys.exit(run_loop(serving, terminated_code=_terminated_code(own)))
     except SETUP_ERRORS as exc:
         if began.is_set():
             raise
@@ -176,7 +175,7 @@ async def _run_main(
         raise
     except BaseException:
         # Where it is started again it goes on with them, or waits for them.
-        tasks_end = tasks_end and not is_supervised(os.environ)
+        tasks_end = tasks_end and not own.is_supervised
         raise
     finally:
         if tasks_end:
@@ -247,7 +246,7 @@ def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -
     load_plugins(own.name)
     return run_loop(
         lambda: _serve(own, insecure=insecure, shared=False, chief_timeout=chief_timeout),
-        terminated_code=_terminated_code(own.job),
+        terminated_code=_terminated_code(own),
     )
 
 
@@ -281,12 +280,12 @@ async def _serve(
         await task.close()
     if getattr(task, "is_torn", False):  # a ps
         raise PsyncError(f"{task.task} ended: an update failed half-way, see the log")
-    return _terminated_code(own.job) if leaving else 0
+    return _terminated_code(own) if leaving else 0
 
 
-def _terminated_code(job: str) -> int:
+def _terminated_code(own: OwnTask) -> int:
     """Return with which code a task ends that serves, or evaluates, and gets SIGTERM."""
-    return LEFT if job == "worker" and is_supervised(os.environ) else 0
+    return LEFT if own.job == "worker" and own.is_supervised else 0
 
 
 @contextlib.contextmanager

@@ -98,7 +98,8 @@ def pod_template(launch: Launch, job: str) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": job,
         "image": launch.image,
-        "command": ["psync", "serve"] if job == "ps" else list(launch.command),
+        # Not "command": the image's entry point stays, which hands signals on.
+        "args": ["psync", "serve"] if job == "ps" else list(launch.command),
         "env": [*_environ(launch), *environ],
         "ports": [{"name": "psync", "containerPort": launch.port}],
         **_resources(launch.resources.get(job, {})),
