@@ -144,7 +144,8 @@ class PlayedKubernetes:
             code, out = self._network.call(container["command"], self._environ(pod, container))
             assert code == 0, out
         (container,) = spec["containers"]
-        process = self._network.start(container["args"], self._environ(pod, container))
+        words = [word.replace("$$(", "$(") for word in container["args"]]
+        process = self._network.start(words, self._environ(pod, container))
         self._processes[pod] = process
         follower = threading.Thread(target=self._follow, args=(pod, process), daemon=True)
         follower.start()

@@ -16,7 +16,7 @@ from psync.cli.launch.kubernetes import manifests
 from psync.cli.launch.pods import Launch
 from tasks_by_hand import script
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(170)]
 
 
 @pytest.fixture
@@ -77,6 +77,7 @@ def test_a_chief_that_is_evicted_finds_the_others_and_goes_on(
 ) -> None:
     kubernetes = applied(tls=True)
     kubernetes.wait_for("counted 60")
+    kubernetes.wait_until_ready("train-ps-0")
     assert kubernetes.evict("train-chief-0") == 143
     assert int(kubernetes.wait_for("began at ").split()[-1]) >= 60
     assert [pod for pod, _ in kubernetes.ended] == ["train-chief-0"]

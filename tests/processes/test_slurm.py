@@ -19,7 +19,7 @@ from psync.cli.launch.slurm import Batch, script
 from tasks_by_hand import plain_environ
 from tasks_by_hand import script as script_of_tests
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(170)]
 
 SRUN = """\
 #!{python}

@@ -95,6 +95,17 @@ def test_checkpoints_go_through_the_chief_unless_ps_tasks_have_its_volume() -> N
     assert not {"data", stream} & variables(launch(volume=None), "Job train-chief").keys()
 
 
+def test_members_reach_each_other_at_any_port_and_nobody_else_does() -> None:
+    """A backup that takes over for a ps serves at a port of its own."""
+    labels = {"app.kubernetes.io/name": "psync", "app.kubernetes.io/instance": "train"}
+    members = {"podSelector": {"matchLabels": labels}}
+    spec = objects(launch())["NetworkPolicy train"]["spec"]
+    assert spec == {**members, "policyTypes": ["Ingress"], "ingress": [{"from": [members]}]}
+    for owner in ("StatefulSet train-ps", "Job train-worker", "Job train-chief"):
+        pod = objects(launch())[owner]["spec"]["template"]["metadata"]["labels"]
+        assert labels.items() <= pod.items()
+
+
 def test_a_secret_that_is_there_is_not_printed() -> None:
     named = objects(launch(secret="mine"), None)
     assert not any(name.startswith("Secret") for name in named)

@@ -54,6 +54,12 @@ def test_only_a_ps_is_asked_whether_it_lives() -> None:
     }
 
 
+def test_arguments_are_not_expanded() -> None:
+    asked = Launch("train", "train:1", ("python", "train.py", "$(HOME)", "$HOME"), 1, 1)
+    (container,) = pod_template(asked, "chief")["spec"]["containers"]
+    assert container["args"] == ["python", "train.py", "$$(HOME)", "$HOME"]
+
+
 def test_a_limit_is_set_on_memory_and_devices_and_not_on_cores() -> None:
     amounts = {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "1"}
     (container,) = spec("worker", resources={"worker": amounts})["containers"]

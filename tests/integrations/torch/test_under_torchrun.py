@@ -12,7 +12,7 @@ from tasks_by_hand import SECRET, plain_environ, script
 
 pytest.importorskip("torch.distributed.run")
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(170)]
 
 RANKS = ("--standalone", "--nproc-per-node=4")
 

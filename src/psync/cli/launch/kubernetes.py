@@ -65,20 +65,13 @@ def _service(launch: Launch) -> dict[str, Any]:
 
 
 def _network_policy(launch: Launch) -> dict[str, Any]:
+    """At any port: a backup that takes over for a ps serves at one of its own."""
+    members = {"podSelector": {"matchLabels": launch.labels()}}
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": launch.metadata(launch.name),
-        "spec": {
-            "podSelector": {"matchLabels": launch.labels()},
-            "policyTypes": ["Ingress"],
-            "ingress": [
-                {
-                    "from": [{"podSelector": {"matchLabels": launch.labels()}}],
-                    "ports": [{"protocol": "TCP", "port": launch.port}],
-                }
-            ],
-        },
+        "spec": {**members, "policyTypes": ["Ingress"], "ingress": [{"from": [members]}]},
     }
 
 

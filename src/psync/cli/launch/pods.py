@@ -99,7 +99,7 @@ def pod_template(launch: Launch, job: str) -> dict[str, Any]:
         "name": job,
         "image": launch.image,
         # Not "command": the image's entry point stays, which hands signals on.
-        "args": ["psync", "serve"] if job == "ps" else list(launch.command),
+        "args": [_literal(word) for word in (_SERVE if job == "ps" else launch.command)],
         "env": [*_environ(launch), *environ],
         "ports": [{"name": "psync", "containerPort": launch.port}],
         **_resources(launch.resources.get(job, {})),
@@ -140,6 +140,14 @@ def pod_template(launch: Launch, job: str) -> dict[str, Any]:
     if volumes:
         spec["volumes"] = volumes
     return {"metadata": {"labels": launch.labels(job)}, "spec": spec}
+
+
+_SERVE = ("psync", "serve")
+
+
+def _literal(word: str) -> str:
+    """Return an argument that Kubernetes does not expand: it takes $(NAME) for a variable."""
+    return word.replace("$(", "$$(")
 
 
 _CONFINED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
