@@ -29,8 +29,9 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from psync.api.cluster_coordinator import ClusterCoordinator as AsyncCoordinator
@@ -46,6 +47,7 @@ from psync.net.process_state import PerProcess
 from psync.net.resolvers import ClusterResolver
 from psync.serialization.remote_value import RemoteValue
 from psync.status.model import Status
+from psync.tracing.stretch import Trace
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -315,6 +317,16 @@ class ClusterCoordinator(_Blocking):
     def status(self) -> Status:
         """Return what the cluster does just now, see ``psync.ClusterCoordinator.status``."""
         return wait(self.coordinator.status())
+
+    @contextlib.contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Generator[Trace, None, None]:
+        """Trace what happens within, see ``psync.ClusterCoordinator.trace``."""
+        inner = self.coordinator.trace(path)
+        traced = wait(inner.__aenter__())
+        try:
+            yield traced
+        finally:
+            wait(inner.__aexit__(None, None, None))
 
     def report(self, values: Mapping[str, float]) -> None:
         """Show values in the status, see ``psync.ClusterCoordinator.report``."""
