@@ -12,7 +12,13 @@ from typing import Any
 
 Event = dict[str, Any]
 
-NEEDED = {"X": {"dur", "name"}, "C": {"args", "name"}, "M": {"args", "name"}, "s": {"id"}, "f": {"id"}}
+NEEDED = {
+    "X": {"dur", "name"},
+    "C": {"args", "name"},
+    "M": {"args", "name"},
+    "s": {"id"},
+    "f": {"id"},
+}
 
 
 class TraceFile:
@@ -26,9 +32,7 @@ class TraceFile:
             assert event["ph"] in NEEDED, event
             assert {"ts", "pid", "tid"} | NEEDED[event["ph"]] <= set(event), event
             assert event["ts"] >= 0, event
-        self.tasks = {
-            each["pid"]: each["args"]["name"] for each in self._all("M", "process_name")
-        }
+        self.tasks = {each["pid"]: each["args"]["name"] for each in self._all("M", "process_name")}
         self.lanes = {
             (each["pid"], each["tid"]): each["args"]["name"]
             for each in self._all("M", "thread_name")
@@ -96,7 +100,11 @@ class TraceFile:
         """Return (name of the request, task that sent it, task that served it)."""
         ends = {each["id"]: each for each in self._all("f")}
         return [
-            (self._slice_at(each)["name"], self.tasks[each["pid"]], self.tasks[ends[each["id"]]["pid"]])
+            (
+                self._slice_at(each)["name"],
+                self.tasks[each["pid"]],
+                self.tasks[ends[each["id"]]["pid"]],
+            )
             for each in self._all("s")
         ]
 

@@ -19,7 +19,7 @@ from psync.tracing.readings import Half, TaskLog, logs_of, pairs_of
 
 Event = dict[str, Any]
 
-_ORDER = ("chief", "ps", "worker")
+_JOBS = ("chief", "ps", "worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +100,10 @@ def _events(
     first: float,
 ) -> Iterator[Event]:
     names, places = Names.of(logs), {}
-    for pid, (log, task) in enumerate(zip(logs, tasks, strict=True), 1):
-        offset = first + alignment.ahead[pid - 1]
-        job, _, index = label(log.task).partition("-")
-        order = _ORDER.index(job) if job in _ORDER else len(_ORDER)
-        yield _named("process_name", pid, 0, name=task)
-        yield _named("process_sort_index", pid, 0, sort_index=order * 100_000 + int(index or 0))
+    for pid, place in enumerate(sorted(range(len(logs)), key=lambda at: _order(logs[at].task)), 1):
+        log, offset = logs[place], first + alignment.ahead[place]
+        yield _named("process_name", pid, 0, name=tasks[place])
+        yield _named("process_sort_index", pid, 0, sort_index=pid)
         lanes: dict[str, int] = {}
         slices = slices_of(log, names)
         for lane in sorted({each.lane for each in slices}, key=_lane_order):
@@ -139,6 +137,11 @@ def _complete(each: Slice, pid: int, tid: int, begin: int, end: int) -> Event:
 
 def _named(what: str, pid: int, tid: int, **args: Any) -> Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}
+
+
+def _order(task: str) -> tuple[int, int]:
+    job, _, index = label(task).partition("-")
+    return (_JOBS.index(job) if job in _JOBS else len(_JOBS)), int(index or 0)
 
 
 def _lane_order(lane: str) -> tuple[bool, str]:

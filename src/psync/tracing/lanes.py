@@ -23,7 +23,7 @@ KINDS = ("compute", "pull", "push", "wait")  # as ``client.work_meter``
 SHOWN_NAMES = 4
 """Of the variables of a request; then how many more there are."""
 
-_TOLD = ("closure", "local_step", "op", "outcome", "staleness", "token", "partial", "group")
+_TOLD = ("closure", "local_step", "step", "op", "outcome", "staleness", "token", "partial", "group")
 """Fields of messages that are worth showing."""
 
 
@@ -75,7 +75,19 @@ class Names:
                 if members and hasattr(half.message, "set_id"):
                     key = _set_of(half.link, half.message)
                     names.sets[key] = [member[-2] for member in members]
+        names._name_unfinished(logs)
         return names
+
+    def _name_unfinished(self, logs: Sequence[TaskLog]) -> None:
+        """Name closures that did not come to their end, after others of the same function."""
+        keys: dict[int, bytes] = {}
+        for log in logs:
+            for _, _, _, message in log.told:
+                keys.update((closure[0], closure[1]) for closure in _closures_of(message))
+        functions = {keys[each]: name for each, name in self.closures.items() if each in keys}
+        for closure, key in keys.items():
+            if key in functions:
+                self.closures.setdefault(closure, functions[key])
 
     def of_request(self, half: Half) -> str:
         """Return the names of the variables of a request; "": it has none, or nobody knows."""
@@ -176,7 +188,10 @@ def _requests(log: TaskLog, names: Names) -> Iterator[Slice]:
         args = {**_fields(half.message), **(_fields(half.answer) if half.answer else {})}
         if variables := names.of_request(half):
             args["variables"] = variables
-        args |= {"bytes sent": half.sent, "bytes received": half.received}
+        if half.sent:
+            args["bytes sent"] = half.sent
+        if half.received:
+            args["bytes received"] = half.received
         if half.outcome or not half.is_over:
             args["end"] = half.outcome or "not in this trace"
         lane = f"{'to' if half.is_client else 'from'} {label(half.other)}"
@@ -193,14 +208,12 @@ def _results(log: TaskLog, names: Names) -> Iterator[Slice]:
     sent: dict[tuple[str, int], float] = {}
     last: dict[str, float] = defaultdict(lambda: log.begin)
     for at, is_sent, peer, message in log.told:
-        if is_sent and isinstance(message, RunClosures | RunReplica):
-            several = message.closures if isinstance(message, RunClosures) else [message.closure]
-            for closure in several:
-                sent[peer, closure[0]] = at
-        elif not is_sent and isinstance(message, GivenBack):
+        if is_sent:
+            sent.update(((peer, closure[0]), at) for closure in _closures_of(message))
+        elif isinstance(message, GivenBack):
             for number in message.closures:
                 sent.pop((peer, number), None)
-        elif not is_sent and isinstance(message, ClosureResults) and message.results:
+        elif isinstance(message, ClosureResults) and message.results:
             numbers = [result[0] for result in message.results]
             begins = [sent.pop((peer, number), log.begin) for number in numbers]
             yield _batch(peer, numbers, names, max(min(begins), last[peer]), at)
@@ -209,6 +222,12 @@ def _results(log: TaskLog, names: Names) -> Iterator[Slice]:
         numbers = [number for name, number in sent if name == peer]
         begin = max(min(sent[peer, number] for number in numbers), last[peer])
         yield _batch(peer, numbers, names, begin, log.end, is_over=False)
+
+
+def _closures_of(message: Message) -> Sequence[tuple[int, bytes, int, list[int]]]:
+    if isinstance(message, RunReplica):
+        return [message.closure]
+    return message.closures if isinstance(message, RunClosures) else ()
 
 
 def _batch(
