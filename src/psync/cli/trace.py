@@ -14,6 +14,9 @@ import click
 if TYPE_CHECKING:
     from psync.tracing.stretch import Trace
 
+RUN_LOG = b'{"psync_run_log"'
+"""How the log of a run begins."""
+
 
 @click.command()
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT.json")
@@ -39,6 +42,11 @@ def trace(out: Path, run: str | None, seconds: float) -> int:
     """
     from psync.errors import ConfigurationError, DeadlineExceeded, ProtocolError
 
+    if run is not None and _is_run_log(run):
+        raise ConfigurationError(
+            f"{run}: a run that has ended cannot be traced, and this is its log",
+            hint=f"psync dashboard {run} shows it",
+        )
     try:
         traced = asyncio.run(_trace(out, run, seconds))
     except (ProtocolError, DeadlineExceeded) as exc:
@@ -57,13 +65,21 @@ async def _trace(out: Path, path: str | None, seconds: float) -> Trace:
     async with reading_of(path) as reader:
         status = await reader.read()
         async with tracing(reader.read_spans, status.program, out) as traced:
-            click.echo(f"recording {status.program} for {seconds:g} s ...", err=True)
             loop.add_signal_handler(signal.SIGINT, ended.set)
+            click.echo(f"recording {status.program} for {seconds:g} s ...", err=True)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await traced.wait(ended)
             loop.remove_signal_handler(signal.SIGINT)
     return traced
+
+
+def _is_run_log(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(RUN_LOG)) == RUN_LOG
+    except OSError:
+        return False
 
 
 def _lines(out: Path, traced: Trace) -> list[str]:

@@ -29,7 +29,7 @@ from psync.net.secret import Secret
 from psync.net.transport import SocketNetwork
 from psync.status.model import Status
 from psync.status.run_files import Run
-from psync.tracing.collecting import Reading
+from psync.tracing.readings import Reading
 from psync.wire.codec import Message
 from psync.wire.messages import AskSpans, AskStatistics, Statistics
 
@@ -105,10 +105,13 @@ class StatusReader:
         """Return what tasks have recorded; see ``SpanCollector.read``, and ``read`` for errors."""
         received = await self._ask(AskSpans(name, last))
         message = received.message
-        tasks = message.counters.get("tasks", ()) if isinstance(message, Statistics) else ()
-        if len(tasks) != len(received.segments):
+        told = message.counters.get("readings", ()) if isinstance(message, Statistics) else ()
+        if len(told) != len(received.segments):
             raise RemoteProtocolError(f"{self._run}: expected parts of a trace, got something else")
-        return [(task, bytes(body)) for task, body in zip(tasks, received.segments, strict=True)]
+        return [
+            Reading(task, bytes(body), asked, got)
+            for (task, asked, got), body in zip(told, received.segments, strict=True)
+        ]
 
 
 class UrlReader:
@@ -146,7 +149,7 @@ class UrlReader:
         path = url.path.removesuffix("/status") + "/spans"
         body = await asyncio.to_thread(self._get, url._replace(path=path, query=query).geturl())
         try:
-            return [(str(task), bytes(reading)) for task, reading in msgpack.unpackb(body)]
+            return [Reading(*reading) for reading in msgpack.unpackb(body)]
         except (ValueError, TypeError, msgpack.UnpackException) as exc:
             where = self._url.partition("?")[0]
             raise RemoteProtocolError(f"{where}: expected parts of a trace") from exc

@@ -128,9 +128,8 @@ async def _serve(source: StatusSource, metrics: str, stack: contextlib.AsyncExit
 
     async def spans(peer: Peer, message: AskSpans, _: list[memoryview]) -> Reply:
         readings = await source.spans.read(message.reader, last=message.last)
-        return Reply(
-            Statistics({"tasks": [task for task, _ in readings]}), [r for _, r in readings]
-        )
+        told = [(reading.task, reading.asked, reading.got) for reading in readings]
+        return Reply(Statistics({"readings": told}), [reading.body for reading in readings])
 
     platform = Platform(SocketNetwork(), Secret(token.encode()))
     handlers: dict[type[Message], Handler] = {

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from psync.tracing.clocks import Alignment, Bound, align
 from psync.tracing.lanes import Names, Slice, label, samples_of, slices_of
-from psync.tracing.readings import Half, TaskLog, logs_of, pairs_of
+from psync.tracing.readings import Half, Reading, TaskLog, logs_of, pairs_of
 
 Event = dict[str, Any]
 
@@ -41,11 +41,11 @@ class Summary:
     within_s: float
 
 
-def write_trace(readings: Sequence[tuple[str, bytes]], file: IO[str], **about: Any) -> Summary:
+def write_trace(readings: Sequence[Reading], file: IO[str], **about: Any) -> Summary:
     """Write what tasks have recorded.
 
     Args:
-        readings: See ``readings.logs_of``; the first is the coordinator's, whose clock counts.
+        readings: The first is the coordinator's, whose clock counts.
         file: Of text, empty.
         about: What is said of the trace in its file, besides.
 
@@ -54,7 +54,7 @@ def write_trace(readings: Sequence[tuple[str, bytes]], file: IO[str], **about: A
     """
     logs = logs_of(readings)
     pairs = list(pairs_of(logs))
-    alignment = align(len(logs), _bounds(pairs))
+    alignment = align(len(logs), _bounds(logs, pairs))
     first = min(log.begin - ahead for log, ahead in zip(logs, alignment.ahead, strict=True))
     last = max(log.end - ahead for log, ahead in zip(logs, alignment.ahead, strict=True))
     tasks = _tasks(logs)
@@ -76,7 +76,13 @@ def write_trace(readings: Sequence[tuple[str, bytes]], file: IO[str], **about: A
     return Summary(tasks, last - first, count, lost, within)
 
 
-def _bounds(pairs: Sequence[tuple[int, Half, int, Half]]) -> Iterator[Bound]:
+def _bounds(
+    logs: Sequence[TaskLog], pairs: Sequence[tuple[int, Half, int, Half]]
+) -> Iterator[Bound]:
+    for place, log in enumerate(logs[1:], 1):
+        for asked, at, got in log.asked:
+            yield 0, place, at - asked
+            yield place, 0, got - at
     for client, sent, server, served in pairs:
         yield client, server, served.begin - sent.begin
         if sent.is_over and served.is_over and sent.answer is not None:

@@ -2,10 +2,10 @@
 
 Nothing comes before it was sent: a request that a sent at s and b had at r says that b's clock is
 at most r - s ahead of a's, and its answer says the same the other way round. Every request between
-any two tasks is such a *bound*. What satisfies all of them is convex, so the middle between the
-most and the least that a clock can be ahead is a solution, too, in which no message arrives before
-it has left. (The shortest paths of difference constraints: Cormen et al., "Introduction to
-Algorithms", 24.4.)
+any two tasks is such a *bound*, and so is each reading that the coordinator has asked for. What
+satisfies all of them is convex, so the middle between the most and the least that a clock can be
+ahead is a solution, too, in which no message arrives before it has left. (The shortest paths of
+difference constraints: Cormen et al., "Introduction to Algorithms", 24.4.)
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from psync.errors import PsyncError
 from psync.net.peer import Peer
+from psync.tracing.readings import Reading
 from psync.tracing.recorder import LEASE_S, SpanRecorder
 from psync.wire.messages import AskSpans
 
@@ -19,9 +20,6 @@ LAST_WITHIN_S = 2.0
 
 ASKED_AT_ONCE = 100
 """Tasks are asked by turns: many of them cost no more than so many."""
-
-Reading = tuple[str, bytes]
-"""Name of a task, and what it has answered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +58,8 @@ class SpanCollector:
             reader = self._readers[name] = _Reader()
         self._renew(reader, name)
         self._ask(reader, name, last=last)
-        reader.came.append((self._recorder.task, self._recorder.read(name, last=last)))
+        now, body = self._recorder.now(), self._recorder.read(name, last=last)
+        reader.came.append(Reading(self._recorder.task, body, now, now))
         if reader.asked:
             within_s = LAST_WITHIN_S if last else ANSWERS_WITHIN_S
             await asyncio.wait(list(reader.asked.values()), timeout=within_s)
@@ -104,8 +103,11 @@ class SpanCollector:
 
     async def _ask_one(self, reader: _Reader, peer: Peer, message: AskSpans) -> None:
         try:
+            asked = self._recorder.now()
             received = await peer.call(message)
-            reader.came.extend((peer.task, bytes(segment)) for segment in received.segments)
+            got = self._recorder.now()
+            for segment in received.segments:
+                reader.came.append(Reading(peer.task, bytes(segment), asked, got))
         except PsyncError:
             pass  # it is gone: what it has said before is there
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -22,6 +22,16 @@ SENT = 256  # as ``net.connection``
 
 _REQUEST, _REPLY, _ERROR = int(Kind.REQUEST), int(Kind.REPLY), int(Kind.ERROR)
 _NOTIFY, _CANCEL = int(Kind.NOTIFY), int(Kind.CANCEL)
+
+
+class Reading(NamedTuple):
+    """What a task has answered."""
+
+    task: str
+    body: bytes  # see ``recorder``
+    asked: float  # when it was asked, and when its answer had come, by the coordinator's clock
+    got: float
+
 
 Link = tuple[str, int, str, int, str]
 """A connection as both ends know it: client and its incarnation, server and its, lane."""
@@ -65,6 +75,8 @@ class TaskLog:
         told: (time, sent?, other task, notification).
         notes: (time, name, …), see ``worker.traced``.
         facts: By name, the newest.
+        asked: (when the coordinator asked, when that was answered, when the coordinator had it):
+            the second by the clock of this task.
     """
 
     task: str
@@ -75,6 +87,7 @@ class TaskLog:
     told: list[tuple[float, bool, str, Message]] = field(default_factory=list)
     notes: list[Sequence[Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    asked: list[tuple[float, float, float]] = field(default_factory=list)
     _links: dict[int, Sequence[Any]] = field(default_factory=dict)
     _open: dict[tuple[int, int, bool], Half] = field(default_factory=dict)
 
@@ -126,19 +139,20 @@ class TaskLog:
                 self.told.append((at, is_sent, peer, message))
 
 
-def logs_of(readings: Iterable[tuple[str, bytes]]) -> list[TaskLog]:
+def logs_of(readings: Iterable[Reading]) -> list[TaskLog]:
     """Return what each process has recorded, in the order in which it was first heard of.
 
     Args:
-        readings: Names of tasks, and what their recorders have answered, in order.
+        readings: In order.
     """
     logs: dict[tuple[str, str], TaskLog] = {}
-    for task, packed in readings:
-        reading = msgpack.unpackb(packed, strict_map_key=False)
+    for task, body, asked, got in readings:
+        reading = msgpack.unpackb(body, strict_map_key=False)
         key = task, reading["origin"]
         if key not in logs:
             logs[key] = TaskLog(task, reading["at"], reading["at"])
         logs[key].add(reading)
+        logs[key].asked.append((asked, reading["at"], got))
     return list(logs.values())
 
 

@@ -62,6 +62,9 @@ class SpanRecorder:
         task: Its name.
         facts: Returns what a reader has to know besides, when it begins and when it ends.
         counters: Returns what is looked at again and again, by name; None: nothing is.
+
+    Attributes:
+        now: The clock.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class SpanRecorder:
         self.task = task
         self._facts = facts
         self._counters = counters
-        self._now = platform.now
+        self.now = platform.now
         self._origin = ""  # tells this process's clock from that of its successor; once it records
         self._entries: deque[Entry] = deque()
         self._first = 0  # number of the oldest entry in the ring
@@ -114,7 +117,7 @@ class SpanRecorder:
 
     def note(self, *note: Any) -> None:
         """Record something: a name, and what msgpack can carry."""
-        self._add((self._now(), *note), 0)
+        self._add((self.now(), *note), 0)
 
     def answer(self, peer: Peer, message: AskSpans, _: list[memoryview]) -> Reply:
         """Serve ``AskSpans``."""
@@ -136,7 +139,7 @@ class SpanRecorder:
         at = reader.next + lost - self._first
         reading = {
             "origin": self._origin,
-            "at": self._now(),
+            "at": self.now(),
             "lost": lost,
             "entries": list(itertools.islice(self._entries, at, None)),
             "connections": list(self._connections.items())[reader.connections :],
@@ -197,7 +200,7 @@ class SpanRecorder:
             watched(None)
 
     def _tap(self, endpoint: Endpoint, peer: Peer) -> Tap:
-        number, now, add = next(self._numbers), self._now, self._add
+        number, now, add = next(self._numbers), self.now, self._add
         connections = self._connections
 
         def tap(kind: int, request: int, header: bytes, nbytes: int) -> None:

@@ -14,7 +14,7 @@ from typing import IO, Protocol
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.platform import random_hex
 from psync.tracing.chrome import Summary, write_trace
-from psync.tracing.collecting import Reading
+from psync.tracing.readings import Reading
 
 READ_EVERY_S = 0.25
 """What a task has recorded since is lost with it, if it is killed."""
@@ -100,7 +100,7 @@ class Trace:
 
     def _take(self, readings: list[Reading]) -> None:
         self._readings += readings
-        self._nbytes += sum(len(reading) for _, reading in readings)
+        self._nbytes += sum(len(reading.body) for reading in readings)
         if self._nbytes > MAX_BYTES:
             self.cut_short = f"more than {MAX_BYTES >> 20} MiB were recorded"
 
