@@ -45,9 +45,9 @@ from psync.launch.local import LocalClusterResolver
 from psync.launch.process_loop import loop_factory
 from psync.net.process_state import PerProcess
 from psync.net.resolvers import ClusterResolver
+from psync.net.tracing.stretch import Trace
 from psync.serialization.remote_value import RemoteValue
 from psync.status.model import Status
-from psync.tracing.stretch import Trace
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -33,6 +33,7 @@ from psync.net.chief_presence import ChiefPresence
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
+from psync.net.tracing.recorder import SpanRecorder
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
 from psync.numerics.rule_configs import registered
@@ -51,7 +52,6 @@ from psync.store.locate_ps import Primary
 from psync.store.snapshot import Loaded
 from psync.sync.groups import CLOSER
 from psync.sync.ps_services import PsProcess, PsServices
-from psync.tracing.recorder import SpanRecorder
 from psync.wire.codec import Message
 from psync.wire.messages import AskSpans, AskStatistics, Done, Hello, Refused, Shutdown, Statistics
 from psync.wire.ps_messages import AttachPs, PsAttached

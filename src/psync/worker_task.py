@@ -33,9 +33,9 @@ from psync.net.chief_presence import ChiefPresence
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
+from psync.net.tracing.recorder import SpanRecorder
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
-from psync.tracing.recorder import SpanRecorder
 from psync.wire.codec import Message
 from psync.wire.messages import AskSpans, AskStatistics, Done, Shutdown, Statistics
 from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, LeaveCluster

@@ -14,12 +14,12 @@ import pytest
 from psync.cli import trace as command
 from psync.cli.main import main
 from psync.errors import ConfigurationError, DeadlineExceeded
+from psync.net.tracing.chrome import Summary
+from psync.net.tracing.readings import Reading
+from psync.net.tracing.stretch import Trace
 from psync.status import reading
 from psync.status.model import Status
 from psync.status.run_files import Run, run_file
-from psync.tracing.chrome import Summary
-from psync.tracing.readings import Reading
-from psync.tracing.stretch import Trace
 from trace_events import TraceFile
 from traced_by_hand import CHIEF, ByHand
 
@@ -78,7 +78,7 @@ def test_a_file_is_written_and_said_how_to_open(
 def test_ctrl_c_ends_it_sooner(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Interrupted(Reader):
         async def read_spans(self, name: str, *, last: bool = False) -> list[Reading]:
-            if self._answers < 10:
+            if self._answers == 9:
                 os.kill(os.getpid(), signal.SIGINT)
             return await super().read_spans(name, last=last)
 

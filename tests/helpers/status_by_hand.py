@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from psync.net.platform import Platform
+from psync.net.tracing.readings import Reading
 from psync.net.transport import SocketNetwork
 from psync.status.model import Status
 from psync.status.serving import ServedStatus
-from psync.tracing.readings import Reading
 
 STATUS = Status(1.0, 7, "train.py", 2.0, 3.0, "running", "nothing")
 

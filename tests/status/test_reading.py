@@ -16,11 +16,11 @@ from psync.errors import (
     DeadlineExceeded,
     RemoteProtocolError,
 )
+from psync.net.tracing.readings import Reading
 from psync.status import reading
 from psync.status.http import StatusServer
 from psync.status.reading import UrlReader, reading_status
 from psync.status.run_files import Run, newest_run
-from psync.tracing.readings import Reading
 from status_by_hand import STATUS, Source, serving_of
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from psync.tracing.stretch import Trace
+    from psync.net.tracing.stretch import Trace
 
 RUN_LOG = b'{"psync_run_log"'
 """How the log of a run begins."""
@@ -58,7 +58,7 @@ def trace(out: Path, run: str | None, seconds: float) -> int:
 
 async def _trace(out: Path, path: str | None, seconds: float) -> Trace:
     from psync.cli.top import reading_of
-    from psync.tracing.stretch import tracing
+    from psync.net.tracing.stretch import tracing
 
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -21,6 +21,8 @@ from psync.closures.membership import TaskState
 from psync.cluster_roles import CHIEF
 from psync.errors import ClosedError, PsyncError
 from psync.net.peer import Peer
+from psync.net.tracing.collecting import SpanCollector
+from psync.net.tracing.recorder import SpanRecorder
 from psync.status.model import EventStatus, RunningClosure, SeenError, Status, WorkShares
 from psync.status.rates import (
     History,
@@ -30,8 +32,6 @@ from psync.status.rates import (
     shares_of,
     status_of,
 )
-from psync.tracing.collecting import SpanCollector
-from psync.tracing.recorder import SpanRecorder
 from psync.wire.messages import AskStatistics, Statistics
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import IO, Protocol
 
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.platform import random_hex
-from psync.tracing.chrome import Summary, write_trace
-from psync.tracing.readings import Reading
+from psync.net.tracing.chrome import Summary, write_trace
+from psync.net.tracing.readings import Reading
 
 READ_EVERY_S = 0.25
 """What a task has recorded since is lost with it, if it is killed."""

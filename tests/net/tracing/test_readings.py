@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psync.tracing.readings import logs_of, pairs_of
+from psync.net.tracing.readings import logs_of, pairs_of
 from psync.wire.frames import Kind
 from psync.wire.messages import AskStatistics, Failure, Shutdown, Statistics
 from psync.wire.worker_messages import GiveBack

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from psync.errors import PsyncError
 from psync.net.peer import Peer
-from psync.tracing.readings import Reading
-from psync.tracing.recorder import LEASE_S, SpanRecorder
+from psync.net.tracing.readings import Reading
+from psync.net.tracing.recorder import LEASE_S, SpanRecorder
 from psync.wire.messages import AskSpans
 
 ANSWERS_WITHIN_S = 0.1

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from psync.tracing.chrome import Summary, write_trace
-from psync.tracing.readings import Reading
+from psync.net.tracing.chrome import Summary, write_trace
+from psync.net.tracing.readings import Reading
 from psync.wire.messages import AskSpans, AskStatistics, Statistics
 from trace_events import TraceFile
 from traced_by_hand import CHIEF, PS, WORKER, ByHand, exchange

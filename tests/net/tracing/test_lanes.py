@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from psync.tracing.lanes import Names, Slice, label, samples_of, slices_of, spread
-from psync.tracing.readings import TaskLog, logs_of
+from psync.net.tracing.lanes import Names, Slice, label, samples_of, slices_of, spread
+from psync.net.tracing.readings import TaskLog, logs_of
 from psync.wire.codec import Message
 from psync.wire.frames import Kind
 from psync.wire.messages import AskSpans, Done, Failure, Shutdown, Statistics

@@ -13,9 +13,9 @@ import pytest
 import psync
 from memory_cluster import MemoryCluster, coordinating, running
 from psync.errors import ClosedError, ConfigurationError
-from psync.tracing import stretch
-from psync.tracing.readings import Reading
-from psync.tracing.stretch import Trace, tracing
+from psync.net.tracing import stretch
+from psync.net.tracing.readings import Reading
+from psync.net.tracing.stretch import Trace, tracing
 from trace_events import TraceFile
 from traced_by_hand import CHIEF, ByHand
 

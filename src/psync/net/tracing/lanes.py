@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from psync.tracing.readings import Half, Link, TaskLog
+from psync.net.tracing.readings import Half, Link, TaskLog
 from psync.wire.codec import Message
 from psync.wire.messages import AskSpans
 from psync.wire.ps_messages import PullRows, Pushed

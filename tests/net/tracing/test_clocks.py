@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from psync.tracing.clocks import MAX_SLACK_S, Bound, align
+from psync.net.tracing.clocks import MAX_SLACK_S, Bound, align
 
 
 def exchanges(ahead: list[float], pairs: list[tuple[int, int]], seed: int = 1) -> list[Bound]:

@@ -12,9 +12,9 @@ import pytest
 from endpoints import PS, SECRET, connected, done
 from psync.net.peer import Handler, Peer
 from psync.net.platform import Platform
+from psync.net.tracing import recorder as module
+from psync.net.tracing.recorder import GRACE_S, LEASE_S, SAMPLE_S, SpanRecorder
 from psync.testing import MemoryNetwork
-from psync.tracing import recorder as module
-from psync.tracing.recorder import GRACE_S, LEASE_S, SAMPLE_S, SpanRecorder
 from psync.wire.messages import AskSpans, AskStatistics, Shutdown
 
 pytestmark = pytest.mark.virtual_time

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from psync.tracing.clocks import Alignment, Bound, align
-from psync.tracing.lanes import Names, Slice, label, samples_of, slices_of
-from psync.tracing.readings import Half, Reading, TaskLog, logs_of, pairs_of
+from psync.net.tracing.clocks import Alignment, Bound, align
+from psync.net.tracing.lanes import Names, Slice, label, samples_of, slices_of
+from psync.net.tracing.readings import Half, Reading, TaskLog, logs_of, pairs_of
 
 Event = dict[str, Any]
 

@@ -9,10 +9,10 @@ import msgpack
 import pytest
 
 from memory_cluster import cluster_of, coordinating, event_of, note
-from psync.tracing import collecting
-from psync.tracing.collecting import SpanCollector
-from psync.tracing.readings import Reading
-from psync.tracing.recorder import LEASE_S
+from psync.net.tracing import collecting
+from psync.net.tracing.collecting import SpanCollector
+from psync.net.tracing.readings import Reading
+from psync.net.tracing.recorder import LEASE_S
 
 pytestmark = pytest.mark.virtual_time
 
