@@ -72,22 +72,26 @@ class WorkMeter:
         """Note that something has begun or ended, while it is on."""
         before = self._current
         self._count()
-        if self._current != before and self._watch is not None:
-            self._watch(self._current)
-        if self._since > self._until and self._watch is None:
-            self.is_on = False
+        watch = self._watch
+        if watch is None:
+            if self._since > self._until:
+                self.is_on = False
+        elif self._current != before:
+            watch(self._current)
 
     def _count(self) -> None:
         """Count up to now."""
-        now = self._clock()
+        now, current = self._clock(), self._current
         if not self.is_on:
             self.is_on, self._begun = True, now
             self._seconds = [0.0] * len(KINDS)
-        elif self._current >= 0:
-            self._seconds[self._current] += now - self._since
+        elif current >= 0:
+            self._seconds[current] += now - self._since
         self._since = now
-        going_on = [number for number, kind in enumerate(self._kinds) if kind.going_on]
-        self._current = max(going_on, default=-1)
+        kinds, current = self._kinds, len(KINDS) - 1
+        while current >= 0 and not kinds[current].going_on:
+            current -= 1
+        self._current = current
 
 
 class _Kind:
