@@ -32,7 +32,7 @@ help:
 	@echo "make docs         the site, in out/site; a warning is an error, and internal links are checked"
 	@echo "make pages        every code block of README and site runs, and prints what the page says; pictures: draws theirs"
 	@echo "make models       models of torch, JAX and Keras, notebooks: tests and examples, in an environment of their own"
-	@echo "make full         before a change of what psync does is final: sim with 20000 seeds, sim-mutants, chaos, coverage, fuzz"
+	@echo "make full         before a change of what psync does is final: pages, coverage, fuzz, sim with 20000 seeds, sim-mutants, chaos"
 	@echo "make chaos        train for a quarter of an hour while tasks are killed, stopped and cut off; chaos-short: one minute"
 	@echo "make sim          simulate whole clusters that things happen to: SEEDS=300 of them from SEED=1; REPLAY=17 shows one"
 	@echo "make sim-mutants  rules that are wrong on purpose: which oracle notices, after how many seeds"

@@ -39,6 +39,7 @@ def test_no_block_that_runs_leaves_something_out() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "page",
