@@ -170,8 +170,8 @@ def test_a_build_with_other_arrays_is_refused() -> None:
     declared = {"w": ((2, 3), "float32"), "b": ((3,), "float32")}
     check_same("Model", declared, declared.items())
     message = (
-        r'it is built otherwise .*; "w": declared shape \(2, 3\) float32, built here shape \(2, 4\)'
-        r' float32; "b": declared shape \(3,\) float32, built here nothing; "c": declared nothing'
+        r'it is built otherwise .*; "w": declared shape \(2, 3\) float32, here shape \(2, 4\)'
+        r' float32; "b": declared shape \(3,\) float32, here nothing; "c": declared nothing'
     )
     with pytest.raises(ConfigurationError, match=message):
         check_same("Model", declared, {"w": ((2, 4), "float32"), "c": ((), "int64")}.items())

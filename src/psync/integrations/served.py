@@ -264,7 +264,7 @@ class ServedVariables(Module):
         if self._version is not None and not arrays.keys().isdisjoint(self._seldom):
             # Written last: whoever sees it, and pulls then, gets all that it stands for.
             frozen = await pull({key: self._by_name[key] for key in self._seldom})
-            await self._version.assign(digest_of(frozen))
+            await self._version.assign(await asyncio.to_thread(digest_of, frozen))
 
     # Pushes.
 
@@ -350,31 +350,43 @@ def current_run() -> object:
 Kind = tuple[tuple[int, ...], str]
 """Shape, and name of the dtype."""
 
+OTHER_BUILD = "it is built otherwise on this task than it was declared"
+SAME_BUILD = (
+    "what builds it must return the same names, shapes and dtypes wherever it runs: let it capture "
+    "sizes, and not ask data, files or the environment"
+)
 
-def check_same(what: str, declared: Mapping[str, Kind], built: Iterable[tuple[str, Kind]]) -> None:
-    """Check that a model that was built on a task has the arrays that the program declared.
+
+def check_same(
+    what: str,
+    declared: Mapping[str, Kind],
+    built: Iterable[tuple[str, Kind]],
+    *,
+    problem: str = OTHER_BUILD,
+    hint: str = SAME_BUILD,
+) -> None:
+    """Check that a model has the arrays that the program declared, where a task has built it.
 
     Args:
         what: The model, for messages.
         declared: By name.
         built: (name, kind) of each array that the model has here.
+        problem: What is wrong if they differ.
+        hint: What to do then.
 
     Raises:
         ConfigurationError: They differ; the first differences are named.
     """
     found = dict(built)
     differences = [
-        f'"{name}": declared {_text(declared.get(name))}, built here {_text(found.get(name))}'
+        f'"{name}": declared {_text(declared.get(name))}, here {_text(found.get(name))}'
         for name in dict.fromkeys((*declared, *found))
         if declared.get(name) != found.get(name)
     ]
     if differences:
         more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         raise ConfigurationError(
-            f"{what}: it is built otherwise on this task than it was declared; "
-            f"{'; '.join(differences[:SHOWN])}{more}",
-            hint="what builds it must return the same names, shapes and dtypes wherever it runs: "
-            "let it capture sizes, and not ask data, files or the environment",
+            f"{what}: {problem}; {'; '.join(differences[:SHOWN])}{more}", hint=hint
         )
 
 
