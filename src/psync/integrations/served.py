@@ -350,20 +350,15 @@ def current_run() -> object:
 Kind = tuple[tuple[int, ...], str]
 """Shape, and name of the dtype."""
 
-OTHER_BUILD = "it is built otherwise on this task than it was declared"
-SAME_BUILD = (
-    "what builds it must return the same names, shapes and dtypes wherever it runs: let it capture "
-    "sizes, and not ask data, files or the environment"
-)
-
 
 def check_same(
     what: str,
     declared: Mapping[str, Kind],
     built: Iterable[tuple[str, Kind]],
     *,
-    problem: str = OTHER_BUILD,
-    hint: str = SAME_BUILD,
+    problem: str = "it is built otherwise on this task than it was declared",
+    hint: str = "what builds it must return the same names, shapes and dtypes wherever it runs: let "
+    "it capture sizes, and not ask data, files or the environment",
 ) -> None:
     """Check that a model has the arrays that the program declared, where a task has built it.
 

@@ -117,9 +117,9 @@ class ModuleTensors:
         check_same(
             what, self.declared, now.items(),
             problem="a step has changed the tensors of its module",
-            hint="parameters and buffers are variables on the ps tasks, of one shape for ever: what "
-            "grows, or is of one task alone, register with persistent=False; build what is to be "
-            "trained in build_module",
+            hint="parameters and buffers are variables on the ps tasks, of one shape for ever: let "
+            "build_module make what is to be trained; a buffer that grows, or is of one task alone, "
+            "register with persistent=False",
         )  # fmt: skip
 
     def on_cpu(self) -> bool:
