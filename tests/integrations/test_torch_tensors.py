@@ -186,7 +186,9 @@ def dropped(module: Any) -> None:
 
 
 def pruned(module: Any) -> None:
-    torch.nn.utils.prune.random_unstructured(module, "weight", 0.5)
+    from torch.nn.utils import prune
+
+    prune.random_unstructured(module, "weight", 0.5)
 
 
 def with_another_parameter(module: Any) -> None:

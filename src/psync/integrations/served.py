@@ -357,8 +357,8 @@ def check_same(
     built: Iterable[tuple[str, Kind]],
     *,
     problem: str = "it is built otherwise on this task than it was declared",
-    hint: str = "what builds it must return the same names, shapes and dtypes wherever it runs: let "
-    "it capture sizes, and not ask data, files or the environment",
+    hint: str = "what builds it must return the same names, shapes and dtypes wherever it runs: "
+    "let it capture sizes, and not ask data, files or the environment",
 ) -> None:
     """Check that a model has the arrays that the program declared, where a task has built it.
 

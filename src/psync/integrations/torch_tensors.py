@@ -118,8 +118,8 @@ class ModuleTensors:
             what, self.declared, now.items(),
             problem="a step has changed the tensors of its module",
             hint="parameters and buffers are variables on the ps tasks, of one shape for ever: let "
-            "build_module make what is to be trained; a buffer that grows, or is of one task alone, "
-            "register with persistent=False",
+            "build_module make what is to be trained; a buffer that grows, or is of one task "
+            "alone, register with persistent=False",
         )  # fmt: skip
 
     def on_cpu(self) -> bool:
