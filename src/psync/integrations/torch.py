@@ -35,6 +35,7 @@ from psync.integrations.served import (
     check_same,
     checked_scope,
     current_run,
+    in_thread,
 )
 
 try:
@@ -182,7 +183,7 @@ class ServedModule(ServedVariables, Generic[M]):
         written = tensors.begin_writing()
         _, version = await self.pull_values(live.version, written.target)
         if written.is_costly:
-            await asyncio.to_thread(written.finish)
+            await in_thread(written.finish)
         else:
             written.finish()
         live.version = version
