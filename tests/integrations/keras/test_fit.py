@@ -167,7 +167,9 @@ async def test_class_weights_are_those_of_keras(labels: str) -> None:
         model = net()
         kind = "categorical" if labels == "one-hot" else "sparse_categorical"
         loss = getattr(keras.losses, kind.title().replace("_", "") + "Crossentropy")
-        model.compile(keras.optimizers.SGD(0.1), loss(from_logits=True), weighted_metrics=["accuracy"])
+        model.compile(
+            keras.optimizers.SGD(0.1), loss(from_logits=True), weighted_metrics=["accuracy"]
+        )
         return model
 
     def data() -> Any:
@@ -237,7 +239,9 @@ async def test_a_model_that_the_program_has_changed_meanwhile_is_refused() -> No
         of_keras.layers[0].trainable = False
         await model.fit(batches, 1, 1, verbose=False)
         of_keras.compile("sgd", "mse")
-        with pytest.raises(ConfigurationError, match=r"compiled again.*\nhint: .*another ServedMod"):
+        with pytest.raises(
+            ConfigurationError, match=r"compiled again.*\nhint: .*another ServedMod"
+        ):
             await model.fit(batches, 1, 1, verbose=False)
 
 
