@@ -119,8 +119,8 @@ class UpdateRule(_AnyRule):
             none. Of the same shape; float64 is rounded to float32 where the value is that.
 
         Raises:
-            BaseException: Anything but MemoryError: the shard stays as it is, with its slots, and the
-                push fails with a ``psync.RuleError``. A synchronous step that raises ends the
+            BaseException: Anything but MemoryError: the shard stays as it is, with its slots, and
+                the push fails with a ``psync.RuleError``. A synchronous step that raises ends the
                 training of its ``SyncReplicasOptimizer`` with that error.
         """
 
