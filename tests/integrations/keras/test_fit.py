@@ -214,7 +214,7 @@ async def test_arguments_of_keras_that_it_does_not_have_are_refused_with_what_th
             message = f"fit: got the argument {next(iter(others))}, .*\nhint: .*{hint}"
             with pytest.raises(ConfigurationError, match=message):
                 await model.fit(batches, 1, 1, **others)
-        with pytest.raises(ConfigurationError, match="class_weight to be a dict, .* got list"):
+        with pytest.raises(ConfigurationError, match=r"class_weight to be a dict, .* got list"):
             await model.fit(batches, 1, 1, class_weight=[1.0, 2.0])  # type: ignore[arg-type]
 
 
@@ -240,7 +240,7 @@ async def test_a_model_that_the_program_has_changed_meanwhile_is_refused() -> No
         await model.fit(batches, 1, 1, verbose=False)
         of_keras.compile("sgd", "mse")
         with pytest.raises(
-            ConfigurationError, match=r"compiled again.*\nhint: .*another ServedMod"
+            ConfigurationError, match=r"compiled again.*\nhint: .*another Served"
         ):
             await model.fit(batches, 1, 1, verbose=False)
 
