@@ -342,6 +342,7 @@ async def in_thread(function: Callable[[], L]) -> L:
         return await asyncio.shield(work)
     finally:
         await asyncio.wait([work])
+        work.exception()  # is seen
 
 
 def current_run() -> object:

@@ -96,7 +96,7 @@ class KerasTrainer(Trainer):
     ) -> None:
         self._served = served
         self.keras_callbacks: KerasCallbacks | None = None  # while fit runs
-        self.class_weight: Mapping[int, float] | None = None  # of the last fit
+        self.class_weight: Mapping[int, float] = {}  # of the last fit
         self._so_far = Counted()  # in this epoch, by closures that callbacks were told of
         super().__init__(
             strategy,

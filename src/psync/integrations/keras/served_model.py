@@ -168,7 +168,7 @@ class ServedModel(ServedVariables):
         initial_epoch: int | None = None,
         class_weight: Mapping[int, float] | None = None,
         verbose: bool | str = "auto",
-        **others: Never,
+        **unknown: Never,
     ) -> keras.callbacks.History:
         """Train, with the strategy's coordinator or one of its own; see ``Trainer.fit``.
 
@@ -193,7 +193,7 @@ class ServedModel(ServedVariables):
                 it is missing. For batches (x, y) with one array y: class numbers, or one-hot.
                 Weights of single examples come with the batches: (x, y, sample_weight).
             verbose: False, "lines", "bar"; "auto" or True: a bar on a terminal, else lines.
-            others: None. Other arguments of Keras are refused, with what there is instead.
+            unknown: None. Other arguments of Keras are refused, with what there is instead.
 
         Returns:
             As of Keras, of the epochs that ran now: ``history`` and ``epoch``. If the data of a
@@ -211,9 +211,9 @@ class ServedModel(ServedVariables):
         Cancellation: What was scheduled goes on; ``on_train_end`` is called.
         """
         _, trainer = self._of_program("fit")
-        check_arguments(others)
+        check_arguments(unknown)
         what = "fit: expected class_weight to be a dict, such as {0: 1.0, 1: 5.0}"
-        trainer.class_weight = checked_kind(what, class_weight, (Mapping, type(None)))
+        trainer.class_weight = checked_kind(what, class_weight or {}, Mapping)
         self.check_unchanged()
         callbacks = callbacks or ()
         others = [each for each in callbacks if not isinstance(each, keras.callbacks.Callback)]

@@ -275,19 +275,19 @@ class TorchSteps(Steps):
         return loss
 
 
-def weighted(batch: Any, class_weight: Mapping[int, float] | None) -> Any:
+def weighted(batch: Any, class_weight: Mapping[int, float]) -> Any:
     """Return a batch (x, y) with the weight of each example's class: (x, y, sample_weight).
 
     Args:
         batch: As a dataset gives it.
-        class_weight: By class; None: the batch is returned as it is. Other classes have 1.
+        class_weight: By class; other classes have 1. Empty: the batch is returned as it is.
 
     Raises:
         ConfigurationError: The batch has no single array of labels, or has weights.
 
     Source: ``class_weight`` of ``keras.Model.fit``.
     """
-    if class_weight is None:
+    if not class_weight:
         return batch
     parts = as_tuple(batch)
     x, y, weight = keras.utils.unpack_x_y_sample_weight(parts)
