@@ -213,7 +213,7 @@ class ServedModel(ServedVariables):
         _, trainer = self._of_program("fit")
         check_arguments(unknown)
         what = "fit: expected class_weight to be a dict, such as {0: 1.0, 1: 5.0}"
-        trainer.class_weight = checked_kind(what, class_weight or {}, Mapping)
+        trainer.class_weight = checked_kind(what, class_weight or {}, dict)
         self.check_unchanged()
         callbacks = callbacks or ()
         others = [each for each in callbacks if not isinstance(each, keras.callbacks.Callback)]
