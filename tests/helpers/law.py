@@ -48,6 +48,8 @@ LAW = (
     "integrations",
     "testing",
     "launch",
+    "integrations.ray integrations.ray_data integrations.dask integrations.dask_tasks "
+    "integrations.dask_data",
     "blocking",
     "__init__",
     "bench",
