@@ -102,6 +102,18 @@ def psync(context: click.Context) -> int:
 )
 @click.option("--quiet", is_flag=True, help="Show the chief's output only.")
 @click.option(
+    "--on",
+    "engine",
+    type=click.Choice(["ray", "dask"]),
+    help="Run ps tasks and workers there; the script runs here, as the chief, and nowhere else.",
+)
+@click.option(
+    "--address",
+    metavar="HOST:PORT",
+    help="Where that is. Without: as RAY_ADDRESS, or DASK_SCHEDULER_ADDRESS, says, or one of its "
+    "own on this machine.",
+)
+@click.option(
     "--gpus-per-worker",
     type=click.IntRange(min=0),
     help="GPUs that each worker sees and no other one does, of those in CUDA_VISIBLE_DEVICES or of "
@@ -141,6 +153,8 @@ def run(
     max_restarts: int,
     chief_restarts: int,
     quiet: bool,
+    engine: str | None,
+    address: str | None,
     gpus_per_worker: int | None,
     metrics_port: int | None,
     dashboard: bool,
@@ -150,7 +164,7 @@ def run(
     log_level: str,
     **tls: Any,
 ) -> int:
-    """Run SCRIPT on a cluster of its own, on this machine.
+    """Run SCRIPT on a cluster of its own, on this machine, or on Ray or Dask.
 
     The script runs once as the chief and once on each worker. It ends in psync.run(main), which
     tells each process what it is. ps tasks do not load it. The exit code is the chief's.
@@ -161,8 +175,8 @@ def run(
 
     Ctrl-C stops all tasks in order, a second one kills them.
     """
-    from psync.cli.run import launch
-
+    if engine is None and address is not None:
+        raise click.UsageError("--address needs --on ray or --on dask.")
     shown = {} if metrics_port is None else {"PSYNC_METRICS": f"127.0.0.1:{metrics_port}"}
     if dashboard_address or dashboard:
         from psync.dashboard.server import DEFAULT_ADDRESS, check_can_serve
@@ -171,6 +185,26 @@ def run(
         check_can_serve(shown["PSYNC_DASHBOARD"])
     if run_log:
         shown["PSYNC_RUN_LOG"] = run_log
+    environ = {**os.environ, "PSYNC_LOG_LEVEL": log_level, **shown, **tls_environ(**tls)}
+    if engine is not None:
+        if evaluator or chief_restarts or quiet:
+            raise click.UsageError("--on has no --evaluator, --chief-restarts and --quiet.")
+        from psync.cli.run_on import run_on
+
+        run_on(
+            engine,
+            script,
+            args,
+            address=address,
+            num_ps=ps,
+            num_workers=workers,
+            max_restarts=max_restarts,
+            gpus_per_worker=gpus_per_worker,
+            plugins=plugins,
+            environ=environ,
+        )
+    from psync.cli.run import launch
+
     return launch(
         script,
         args,
@@ -182,7 +216,7 @@ def run(
         quiet=quiet,
         plugins=plugins,
         gpus_per_worker=gpus_per_worker,
-        environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **shown, **tls_environ(**tls)},
+        environ=environ,
     )
 
 

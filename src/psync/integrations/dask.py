@@ -24,7 +24,7 @@ import logging
 import os
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from psync.errors import ConfigurationError, PsyncError
@@ -121,6 +121,40 @@ class DaskCluster(TaskCluster):
         host = TasksOnEngine(engine, {**os.environ, **self._plugins}, self._max_restarts)
         resources.push_async_callback(host.close)
         return host
+
+
+@contextlib.asynccontextmanager
+async def cluster_of_command(
+    num_ps: int,
+    num_workers: int,
+    *,
+    address: str | None,
+    gpus_per_worker: int | None,
+    max_restarts: int,
+) -> AsyncIterator[DaskCluster]:
+    """Return the cluster of ``psync run --on dask``, as a context manager.
+
+    Raises:
+        ConfigurationError: No scheduler answers there.
+    """
+    if gpus_per_worker is not None:
+        raise ConfigurationError(
+            "--gpus-per-worker: which GPUs a Dask worker sees is Dask's to say",
+            hint="dask-cuda starts a Dask worker for each GPU",
+        )
+    try:
+        client = await distributed.Client(address, asynchronous=True)
+    except (OSError, ValueError) as exc:
+        where = "" if address is None else f" at {address}"
+        raise ConfigurationError(
+            f"Dask's scheduler cannot be reached{where}: {exc}",
+            hint="--address tcp://HOST:8786, or DASK_SCHEDULER_ADDRESS",
+        ) from exc
+    async with (
+        client,
+        DaskCluster(client, num_ps, num_workers, max_restarts=max_restarts) as cluster,
+    ):
+        yield cluster
 
 
 class _Dask:
@@ -251,8 +285,10 @@ class _DaskTask:
 
     async def close(self) -> None:
         """End the task; see ``Seat``."""
-        if self._token:
+        future = self._future
+        if future is not None:
             await self._call(dask_tasks.stop)
+            await self._engine.on_client(lambda client: future)  # Dask's task has ended, too
 
     async def abandon(self) -> None:
         """Let go of Dask's task; see ``Seat``."""

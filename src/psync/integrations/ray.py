@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from psync.errors import ConfigurationError
@@ -159,15 +159,38 @@ def _bundle(argument: str, given: Mapping[str, float] | None) -> dict[str, float
     return bundle
 
 
-def _connect() -> None:
+def _connect(address: str | None = None) -> None:
     try:
-        ray.init(logging_level="warning")
-    except Exception as exc:
-        where = os.environ.get("RAY_ADDRESS")
+        ray.init(address=address, logging_level="warning")
+    except Exception as exc:  # of any kind; what to do is the same
+        where = address or os.environ.get("RAY_ADDRESS")
         raise ConfigurationError(
-            f"Ray cannot be connected to: {exc}",
-            hint="RAY_ADDRESS says which cluster" if where is None else f"RAY_ADDRESS={where!r}",
+            f"Ray cannot be connected to{'' if where is None else f' at {where}'}: {exc}",
+            hint="RAY_ADDRESS, or psync run --address, says where: HOST:6379; this process has to "
+            "be on a node of that cluster",
         ) from exc
+
+
+@contextlib.asynccontextmanager
+async def cluster_of_command(
+    num_ps: int,
+    num_workers: int,
+    *,
+    address: str | None,
+    gpus_per_worker: int | None,
+    max_restarts: int,
+) -> AsyncIterator[RayCluster]:
+    """Return the cluster of ``psync run --on ray``, as a context manager.
+
+    Raises:
+        ConfigurationError: Ray cannot be connected to.
+    """
+    await asyncio.to_thread(_connect, address)
+    resources = {"CPU": 1.0, "GPU": float(gpus_per_worker or 0)}
+    async with RayCluster(
+        num_ps, num_workers, resources_per_worker=resources, max_restarts=max_restarts
+    ) as cluster:
+        yield cluster
 
 
 # On the nodes.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import inspect
+import json
 import logging
 import os
 import sys
@@ -43,6 +45,7 @@ from psync.net.environment import (
     added_workers,
     note_incarnation,
     platform_of,
+    platform_of_tf_config,
     run_over,
     script_is_shared,
     tell_launcher,
@@ -51,7 +54,7 @@ from psync.net.environment import (
     training_presence,
 )
 from psync.net.platform import Platform
-from psync.net.resolvers import ClusterResolver, opened
+from psync.net.resolvers import ClusterResolver, opened, training_cluster
 from psync.net.task_reports import described_by
 from psync.net.transport import SocketNetwork
 from psync.net.workforce import workforce_of_launcher
@@ -119,7 +122,16 @@ def run(
                 hint="psync.run(main) with `async def main():`",
             )
     began = asyncio.Event()
+    job = "chief"
     try:
+        if resolver is None and (settings := os.environ.pop("PSYNC_ON", None)):
+            configure_logging(os.environ.get("PSYNC_LOG_LEVEL", "info"))
+            if on_workers:
+                raise ConfigurationError(
+                    "psync.run(main, on_workers=True): on Ray and Dask the program runs on the chief",
+                    hint="psync run without --on, or psync serve by hand, for programs of sessions",
+                )
+            return run_loop(lambda: _run_on_engine(main, settings, began))
         own = own_task(resolver)
         job = own.job
         launched = _prepare_process(own)
@@ -173,6 +185,25 @@ async def _run_main(
     finally:
         if tasks_end:
             await shut_down(own, stopping, since)
+
+
+async def _run_on_engine(
+    main: Callable[[], Awaitable[T]], settings: str, began: asyncio.Event
+) -> T:
+    """Run the program, a chief, in a cluster on the engine that ``psync run --on`` has named."""
+    options = json.loads(settings)
+    # By its name: psync's own launchers do not load it.
+    engine = importlib.import_module(f"psync.integrations.{options.pop('engine')}")
+    async with engine.cluster_of_command(**options) as cluster:
+        resolver = cluster.resolver
+        spec, job, index = training_cluster(resolver)
+        # For scripts that ask for it by name.
+        task = {"cluster": spec.as_dict(), "task": {"type": job, "index": index}}
+        os.environ["TF_CONFIG"] = json.dumps(task)
+        platform_of_tf_config.set(resolver.platform)
+        return await _run_main(
+            main, OwnTask(resolver, spec, "chief", 0), (), began, asyncio.Event()
+        )
 
 
 def _evaluate(
