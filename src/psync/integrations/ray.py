@@ -161,7 +161,7 @@ def _bundle(argument: str, given: Mapping[str, float] | None) -> dict[str, float
 
 def _connect(address: str | None = None) -> None:
     try:
-        ray.init(address=address, logging_level="warning")
+        ray.init(address=address, logging_level="error")
     except Exception as exc:  # of any kind; what to do is the same
         where = address or os.environ.get("RAY_ADDRESS")
         raise ConfigurationError(
@@ -303,16 +303,18 @@ async def _answer(reference: Awaitable[T]) -> T:
     try:
         return await reference
     except ActorDiedError as exc:
-        raise SeatLost(_first_line(exc), is_final=True) from None
+        raise SeatLost(_in_short(exc), is_final=True) from None
     except RayActorError as exc:
-        raise SeatLost(_first_line(exc)) from None
+        raise SeatLost(_in_short(exc)) from None
     except ray.exceptions.RayTaskError as exc:
         raise exc.cause from None
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def _in_short(error: Exception) -> str:
+    """Return the first sentence of what Ray says, and why the actor is dead, if it says that."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    why = [line for line in lines[1:] if line.startswith("The actor is dead because")]
+    return " ".join([lines[0].partition(". ")[0], *why])
 
 
 class _Ray:

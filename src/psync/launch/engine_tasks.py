@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from psync.errors import PsyncError
+from psync.errors import ConfigurationError
 from psync.launch.hosted_task import MovedTasks, Order, join_address
 from psync.launch.processes import RestartPolicy
 from psync.net.environment import limits_of
@@ -146,7 +146,7 @@ class TasksOnEngine:
                 break
             except SeatLost as exc:
                 if exc.is_final or not self._allows(policy):
-                    raise PsyncError(
+                    raise ConfigurationError(
                         f"{job}-{index} cannot be started: {exc}",
                         hint="the engine's own log says why its process dies",
                     ) from exc
@@ -269,9 +269,12 @@ class TasksOnEngine:
             try:
                 await self._begin(job, index, entry)
             except SeatLost as exc:
+                if exc.is_final:
+                    why = f"{exc}, and is not started again"
+                    break
                 logger.debug("%s: %s", name, exc)  # `ended` says it, too
-            except PsyncError as exc:
-                why = f"{death}, and could not be started again: {exc.message}"
+            except Exception as exc:  # also what the engine raised: a package is missing there
+                why = f"{death}, and could not be started again: {exc}"
                 break
         logger.log(level, "%s: %s", name, why)
         entry.state = why

@@ -128,7 +128,7 @@ def run(
             configure_logging(os.environ.get("PSYNC_LOG_LEVEL", "info"))
             if on_workers:
                 raise ConfigurationError(
-                    "psync.run(main, on_workers=True): on Ray and Dask the program runs on the chief",
+                    "psync.run(main, on_workers=True): on Ray and Dask only the chief runs main",
                     hint="psync run without --on, or psync serve by hand, for programs of sessions",
                 )
             return run_loop(lambda: _run_on_engine(main, settings, began))
