@@ -181,9 +181,9 @@ class HostedTask:
         except BaseException as exc:
             if not isinstance(exc, PsyncError):
                 logger.exception("%s-%d failed", self._order.job, self._order.index)
+            self.done.set_result(f"failed: {exc}")
             if not self._begun.done():
                 self._begun.set_exception(exc)
-            self.done.set_result(f"failed: {exc}")
         else:
             self.done.set_result("")
 
