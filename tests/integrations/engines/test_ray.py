@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,23 +12,11 @@ import pytest
 
 pytest.importorskip("ray")
 
-HERE = Path(__file__).parent
-SOURCE = HERE.parents[2] / "src"
+from engine_programs import HERE, environ, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(120)]
 
-
-def environ(**more: str) -> dict[str, str]:
-    kept = {
-        k: v for k, v in os.environ.items() if not k.startswith(("PSYNC_", "TF_CONFIG", "RAY_"))
-    }
-    return {
-        **kept,
-        "PYTHONPATH": os.pathsep.join([str(SOURCE), str(HERE)]),
-        "RAY_DEDUP_LOGS": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        **more,
-    }
+PROGRAMS = str(HERE / "ray_programs.py")
 
 
 class Nodes:
@@ -65,28 +51,9 @@ def nodes() -> Iterator[Nodes]:
     nodes.close()
 
 
-def ended(nodes: Nodes, command: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Run a program; return what it says, and all lines that it prints."""
-    program = subprocess.Popen(
-        [sys.executable, *command], env=environ(RAY_ADDRESS=nodes.address),
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    said: dict[str, Any] = {}
-    lines: list[str] = []
-    assert program.stdout is not None
-    with program:
-        for line in program.stdout:
-            lines.append(line.rstrip())
-            if line.startswith("SAYS "):
-                said.update(json.loads(line.removeprefix("SAYS ")))
-                if "remove" in said:
-                    nodes.remove(said.pop("remove"))
-    assert program.returncode == 0, "\n".join(lines)
-    return said, lines
-
-
-def run(nodes: Nodes, program: str, *args: str) -> tuple[dict[str, Any], list[str]]:
-    return ended(nodes, [str(HERE / "ray_programs.py"), program, *args])
+def on(nodes: Nodes) -> dict[str, str]:
+    """The variables of a driver of that cluster. What tasks print is not left out if it repeats."""
+    return {"RAY_ADDRESS": nodes.address, "RAY_DEDUP_LOGS": "0"}
 
 
 def host_of(address: str) -> str:
@@ -94,7 +61,7 @@ def host_of(address: str) -> str:
 
 
 def test_tasks_are_actors_on_nodes_and_the_secret_is_nowhere(nodes: Nodes) -> None:
-    said, lines = run(nodes, "all_else")
+    said, lines = run([PROGRAMS, "all_else"], **on(nodes))
     places = said["places"]
     assert said["tasks"] == "<RayCluster, 2 ps, 2 workers, running>"
     # Where they listen is their nodes' addresses, and ps tasks are spread.
@@ -118,25 +85,29 @@ def test_tasks_are_actors_on_nodes_and_the_secret_is_nowhere(nodes: Nodes) -> No
 
 
 def test_a_ps_that_was_killed_is_found_at_its_new_address(nodes: Nodes, tmp_path: Path) -> None:
-    said, _ = run(nodes, "a_ps_is_killed", str(tmp_path))
+    said, _ = run([PROGRAMS, "a_ps_is_killed", str(tmp_path)], **on(nodes))
     assert said["counted"] == 40
     assert said["after"] != said["before"]
 
 
 def test_a_training_function_runs_inside_a_task(nodes: Nodes) -> None:
-    said, _ = run(nodes, "inside_a_task")
+    said, _ = run([PROGRAMS, "inside_a_task"], **on(nodes))
     assert said["counted"] == 20
 
 
 def test_psync_run_on_ray_runs_the_script_of_psync_run(nodes: Nodes) -> None:
     command = ["-m", "psync", "run", "--on", "ray", "--address", nodes.address, "--ps", "2"]
-    said, _ = ended(nodes, [*command, str(HERE / "train.py"), "--", "--epochs", "2"])
+    said, _ = run([*command, str(HERE / "train.py"), "--", "--epochs", "2"])
     assert said == {"counted": [20, 20], "arguments": ["--epochs", "2"]}
 
 
 # The last one: the node stays away.
 def test_a_node_is_removed_in_the_middle_and_counts_are_exact(nodes: Nodes) -> None:
-    said, lines = run(nodes, "a_node_is_removed")
+    def remove(said: dict[str, Any]) -> None:
+        if "remove" in said:
+            nodes.remove(said.pop("remove"))
+
+    said, lines = run([PROGRAMS, "a_node_is_removed"], heard=remove, **on(nodes))
     lost, now = host_of(said["before"]["ps-1"]), said["after"]
     assert said["counted"] == [600, 700], "\n".join(lines)
     assert said["name"] == said["before"]["ps-1"]
