@@ -10,6 +10,7 @@ EXTRAS_lint := test,lint,examples
 EXTRAS_coverage := test
 EXTRAS_fuzz := fuzz
 EXTRAS_models := test,examples,models,dashboard
+EXTRAS_engines := test,engines
 FUZZ_SECONDS := 60
 
 DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
@@ -18,7 +19,7 @@ DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
 printing = $(BIN)/psync run examples/$(2) > out/examples/printed.txt; code=$$?; cat out/examples/printed.txt; \
 	test $$code = 0 && grep -q $(1) out/examples/printed.txt
 
-.PHONY: help models models-here demo demo-short examples test test-first test-second test-more more-processes more-others test-all full \
+.PHONY: help models models-here engines engines-here demo demo-short examples test test-first test-second test-more more-processes more-others test-all full \
 	chaos chaos-short sim sim-mutants coverage lint fuzz bench clean
 .DELETE_ON_ERROR:
 
@@ -29,6 +30,7 @@ help:
 	@echo "make test         the test suite: every test that is not slow, once; four minutes"
 	@echo "make test-more    the rest of it: slow tests, real processes, the stock loop; test-all: both"
 	@echo "make models       models of torch, JAX and Keras, notebooks: tests and examples, in an environment of their own"
+	@echo "make engines      clusters on Ray and Dask: a node removed, a worker killed; in an environment of their own"
 	@echo "make full         before a change of what psync does is final: sim with 20000 seeds, sim-mutants, chaos, coverage, fuzz"
 	@echo "make chaos        train for a quarter of an hour while tasks are killed, stopped and cut off; chaos-short: one minute"
 	@echo "make sim          simulate whole clusters that things happen to: SEEDS=300 of them from SEED=1; REPLAY=17 shows one"
@@ -90,6 +92,16 @@ models-here: $(VENV)/.installed-models
 	$(BIN)/psync run examples/jax_digits.py --ps 2 --workers 2
 	$(BIN)/psync run examples/keras_fit.py --ps 2 --workers 2
 
+# Each test has a Ray or Dask cluster of several processes to itself; all are on loopback.
+engines:
+	@$(MAKE) VENV=.venv-engines engines-here
+
+engines-here: export OMP_NUM_THREADS = 1
+engines-here: $(VENV)/.installed-engines
+	$(BIN)/python -m pytest -q tests/integrations/engines
+	$(BIN)/python examples/ray_cluster.py
+	$(BIN)/python examples/dask_cluster.py
+
 full: SEEDS := 20000
 full: coverage fuzz sim sim-mutants chaos
 
@@ -132,7 +144,7 @@ bench: $(VENV)/.installed-demo
 	$(BIN)/psync bench sync-async --out out
 
 clean:
-	rm -rf $(VENV) .venv-models build dist out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) .venv-models .venv-engines build dist out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each set of extras: pip runs again only when the requirements have changed.
