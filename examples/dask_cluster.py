@@ -1,8 +1,8 @@
 """A parameter server on Dask: linear regression on Dask arrays, each worker with its partitions.
 
-    pip install 'psync[dask]' 'dask[array]'
-    python examples/dask_cluster.py                            # a Dask cluster on this machine
-    python examples/dask_cluster.py tcp://scheduler:8786
+pip install 'psync[dask]' 'dask[array]'
+python examples/dask_cluster.py                            # a Dask cluster on this machine
+python examples/dask_cluster.py tcp://scheduler:8786
 """
 
 import asyncio
@@ -54,7 +54,7 @@ def main() -> None:
         with Client(sys.argv[1]) as client:
             asyncio.run(train(client))
         return
-    with LocalCluster(n_workers=2, dashboard_address=None) as here, Client(here) as client:
+    with LocalCluster(n_workers=2, dashboard_address=":0") as here, Client(here) as client:
         asyncio.run(train(client))
 
 

@@ -1,9 +1,9 @@
 """A parameter server on Ray: linear regression on a ray.data dataset, each worker with its blocks.
 
-    pip install 'psync[ray]' 'ray[data]'
-    python examples/ray_cluster.py                             # a Ray of its own, on this machine
-    RAY_ADDRESS=head:6379 python examples/ray_cluster.py       # on a node of a cluster
-    ray job submit --working-dir . -- python examples/ray_cluster.py
+pip install 'psync[ray]' 'ray[data]'
+python examples/ray_cluster.py                             # a Ray of its own, on this machine
+RAY_ADDRESS=head:6379 python examples/ray_cluster.py       # on a node of a cluster
+ray job submit --working-dir . -- python examples/ray_cluster.py
 """
 
 import asyncio

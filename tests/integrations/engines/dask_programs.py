@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import threading
 from typing import Any
 
+import cloudpickle
 import dask.array
 import dask.dataframe
 import distributed
@@ -24,7 +24,7 @@ from psync.errors import ConfigurationError, UsageError
 from psync.integrations import dask_tasks
 from psync.integrations.dask import DaskCluster, dataset
 
-SERIAL = {"threads_per_worker": 1, "dashboard_address": None, "silence_logs": 50}
+SERIAL = {"threads_per_worker": 1, "dashboard_address": ":0", "silence_logs": 50}
 
 
 def a_worker_is_killed() -> None:
@@ -75,7 +75,7 @@ def where_is(client: distributed.Client, secret: bytes) -> list[str]:
 
     def look(dask_scheduler: Any) -> bytes:
         tasks = [(t.key, t.run_spec, t.metadata) for t in dask_scheduler.tasks.values()]
-        return pickle.dumps((tasks, list(dask_scheduler.get_events().items())))
+        return cloudpickle.dumps((tasks, list(dask_scheduler.get_events().items())))
 
     seen = {
         "scheduler": client.run_on_scheduler(look),
