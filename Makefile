@@ -93,13 +93,13 @@ models-here: $(VENV)/.installed-models
 	$(BIN)/psync run examples/jax_digits.py --ps 2 --workers 2
 	$(BIN)/psync run examples/keras_fit.py --ps 2 --workers 2
 
-# Each test has a Ray or Dask cluster of several processes to itself; all are on loopback.
+# Ray and Dask clusters of several processes, all on loopback.
 engines:
 	@$(MAKE) VENV=.venv-engines engines-here
 
 engines-here: export OMP_NUM_THREADS = 1
 engines-here: $(VENV)/.installed-engines
-	$(BIN)/python -m pytest -q tests/integrations/engines
+	$(BIN)/python -m pytest -q tests/integrations/test_ray*.py tests/integrations/test_dask*.py
 	$(BIN)/python examples/ray_cluster.py
 	$(BIN)/python examples/dask_cluster.py
 

@@ -55,3 +55,33 @@ def run(
                     heard(said)
     assert program.returncode == 0, "\n".join(lines)
     return said, lines
+
+
+class RayNodes:
+    """A Ray cluster of several nodes; see ray_nodes.py."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "ray_nodes.py")],
+            env=environ(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.address = self._line()
+        self.removed: list[str] = []
+
+    def remove(self, address: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{address}\n")
+        self.process.stdin.flush()
+        assert self._line() == "removed"
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self.process.communicate(timeout=60)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Variables of a driver. What tasks print is not left out where it repeats."""
+        return {"RAY_ADDRESS": self.address, "RAY_DEDUP_LOGS": "0"}

@@ -218,19 +218,3 @@ async def test_a_task_whose_engine_has_no_place_for_it_is_given_up_at_once() -> 
         assert await gone.get() == (
             f"{address}: nobody sits here any more, and is not started again"
         )
-
-
-async def test_an_order_shows_no_secret() -> None:
-    secret = b"correct horse battery staple"
-    order = Order("ps", 0, secret, None, [], {}, {"PSYNC_PLUGINS": "mine"})
-    assert "correct" not in repr(order)
-    assert "correct" not in f"{(order,)}"
-
-
-async def test_a_task_that_cannot_listen_says_where() -> None:
-    order = Order("ps", 0, b"correct horse battery staple", None, [], {}, {})
-    task = HostedTask(order, "192.0.2.77")
-    with pytest.raises(ConfigurationError, match=r"ps-0 cannot listen on 192\.0\.2\.77"):
-        await task.begin()
-    assert task.has_ended
-    assert "cannot listen" in await task.ended()

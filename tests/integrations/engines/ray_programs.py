@@ -62,13 +62,10 @@ async def a_ps_is_killed() -> None:
 
 
 async def all_else() -> None:
-    ray.init(logging_level="error")
-    ray.data.DataContext.get_current().enable_progress_bars = False
     async with RayCluster(2, 2, resources_per_ps={"CPU": 0.5, "memory": 2**20}) as cluster:
         say(places=places_of(cluster), tasks=repr(cluster))
         async with counting() as (coordinator, v):
             await asyncio.gather(*(part(cluster, coordinator, v) for part in (scaling, prints)))
-            await blocks(coordinator)
             secret = cluster.resolver.platform.secret.value
             say(secret_in=where_is(secret), secret_here=holds(os.getpid(), secret))
     try:
@@ -95,25 +92,31 @@ async def prints(cluster: RayCluster, coordinator: psync.ClusterCoordinator, v: 
     say(step_on=await value.fetch())
 
 
-async def blocks(coordinator: psync.ClusterCoordinator) -> None:
+async def blocks() -> None:
     """Each row once, on the worker that has its block."""
-    rows = ray.data.from_numpy(np.arange(1000.0)).repartition(8)
-    strategy = coordinator.strategy
-    batches = strategy.experimental_distribute_dataset(dataset(rows, 50, shuffle_seed=3))
-    iterator = iter(coordinator.create_per_worker_dataset(batches))
+    async with RayCluster(1, 2), counting() as (coordinator, _):
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        rows = dataset(ray.data.from_numpy(np.arange(1000.0)).repartition(8), 50, shuffle_seed=3)
+        strategy = coordinator.strategy
+        batches = strategy.experimental_distribute_dataset(rows)
+        iterator = iter(coordinator.create_per_worker_dataset(batches))
 
-    def eat(iterator: Any) -> tuple[int, float]:
-        seen, total = 0, 0.0
-        while True:
-            try:
-                batch = next(iterator)
-            except psync.EndOfData:
-                return seen, total
-            assert list(batch) == ["data"]
-            seen, total = seen + len(batch["data"]), total + float(batch["data"].sum())
+        def eat(iterator: Any) -> tuple[int, float]:
+            seen, total = 0, 0.0
+            while True:
+                try:
+                    batch = next(iterator)
+                except psync.EndOfData:
+                    return seen, total
+                seen, total = seen + len(batch["data"]), total + float(batch["data"].sum())
 
-    results = await strategy.run(eat, args=(iterator,))
-    say(eaten=strategy.experimental_local_results(results))
+        results = await strategy.run(eat, args=(iterator,))
+        spec = {name: list(leaf.shape) for name, leaf in rows.element_spec.items()}
+        say(eaten=strategy.experimental_local_results(results), spec=spec)
+        try:
+            dataset([1, 2, 3], 50)
+        except ConfigurationError as exc:
+            say(no_dataset=exc.message)
 
 
 def where_is(secret: bytes) -> list[str]:

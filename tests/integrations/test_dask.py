@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("distributed")
-
 from engine_programs import HERE, run
+
+pytest.importorskip("distributed")
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -23,29 +23,6 @@ def test_a_worker_is_killed_and_counts_are_exact_and_nothing_stays() -> None:
     assert said["after"]["ps-0"] == said["before"]["ps-0"]
     assert said["scaled"] == ["ps-0", "ps-1", "worker-0"]
     assert said["left"] == []
-
-
-def test_arrays_and_dataframes_come_partition_by_partition() -> None:
-    said, _ = run([PROGRAMS, "collections"])
-    numbers = sum(range(1000))
-    for name, total, kind, shapes in (
-        ("tuple", 4 * numbers, "tuple", [[50, 3], [50]]),
-        ("dict", 4 * numbers, "dict", [[50, 3], [50]]),
-        ("array", numbers, "ndarray", [[50]]),
-        ("dataframe", numbers + 1000, "dict", [[50], [50]]),
-    ):
-        rows, sums, batches = zip(*said[name], strict=True)
-        assert rows == (500, 500)
-        assert sum(sums) == total
-        assert batches == ([kind, shapes],) * 2
-    assert said["tuple_error"].startswith("data: expected the same chunks along axis 0")
-    assert said["int_error"] == "data: expected Dask arrays or a dataframe, got int"
-    assert said["dict_error"] == "data: expected Dask arrays or a dataframe, got ndarray"
-
-
-def test_nothing_stays_of_a_client_that_was_killed() -> None:
-    said, _ = run([PROGRAMS, "a_client_is_lost"])
-    assert said == {"there": 3, "left": []}
 
 
 def test_what_is_wrong_is_said() -> None:
