@@ -51,8 +51,8 @@ T = TypeVar("T")
 
 PLACEMENTS = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
 
-LOOK_AGAIN_S = 1.0
-"""Between two looks whether Ray has started an actor again: it tells nobody."""
+LOOK_AGAIN_S = 1
+"""Seconds between two looks whether Ray has room, or has started an actor again."""
 
 
 class RayCluster(TaskCluster):
@@ -364,7 +364,9 @@ class _Ray:
         group = placement_group([self._bundles[job]] * count, strategy=strategy)
         self._groups[job] = group
         with naming_who_is_awaited(lambda: f"Ray has no room yet for {self._described(job)}"):
-            await group.ready()
+            # Not ready(), which has Ray start a process to say so.
+            while not await asyncio.to_thread(group.wait, LOOK_AGAIN_S):
+                continue
 
     def _described(self, job: str) -> str:
         each = _amounts(self._bundles[job])
