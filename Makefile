@@ -100,8 +100,6 @@ engines:
 engines-here: export OMP_NUM_THREADS = 1
 engines-here: $(VENV)/.installed-engines
 	$(BIN)/python -m pytest -q tests/integrations/test_ray*.py tests/integrations/test_dask*.py
-	$(BIN)/python examples/ray_cluster.py
-	$(BIN)/python examples/dask_cluster.py
 
 full: SEEDS := 20000
 full: coverage fuzz sim sim-mutants chaos

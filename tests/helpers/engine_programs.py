@@ -12,6 +12,7 @@ from typing import Any
 
 TESTS = Path(__file__).parents[1]
 HERE = TESTS / "integrations" / "engines"
+EXAMPLES = TESTS.parent / "examples"
 SOURCE = TESTS.parent / "src"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_programs import HERE, run
+from engine_programs import EXAMPLES, HERE, run
 
 pytest.importorskip("distributed")
 
@@ -29,6 +29,11 @@ def test_what_is_wrong_is_said() -> None:
     said, _ = run([PROGRAMS, "no_worker"])
     assert said["no_worker"] == "Dask has no worker"
     assert said["no_client"] == "client: expected a distributed.Client, got str"
+
+
+def test_the_example_finds_the_weights() -> None:
+    _, lines = run([str(EXAMPLES / "dask_cluster.py")])
+    assert "weights [0. 1. 2. 3.]" in lines
 
 
 def test_psync_run_on_dask_runs_the_script_of_psync_run() -> None:

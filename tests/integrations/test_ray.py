@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_programs import HERE, RayNodes, run
+from engine_programs import EXAMPLES, HERE, RayNodes, run
 
 pytest.importorskip("ray")
 
@@ -51,6 +51,11 @@ def test_a_ps_that_was_killed_is_found_at_its_new_address(
 def test_a_training_function_runs_inside_a_task(ray_nodes: RayNodes) -> None:
     said, _ = run([PROGRAMS, "inside_a_task"], **ray_nodes.environ)
     assert said["counted"] == 20
+
+
+def test_the_example_finds_the_weights(ray_nodes: RayNodes) -> None:
+    _, lines = run([str(EXAMPLES / "ray_cluster.py")], **ray_nodes.environ)
+    assert "weights [0. 1. 2. 3.]" in lines
 
 
 def test_psync_run_on_ray_runs_the_script_of_psync_run(ray_nodes: RayNodes) -> None:
