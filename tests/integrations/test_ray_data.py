@@ -16,5 +16,5 @@ def test_each_row_comes_once_on_the_worker_that_has_its_block(ray_nodes: RayNode
     rows, sums = zip(*said["eaten"], strict=True)
     assert rows == (500, 500)
     assert sum(sums) == sum(range(1000))
-    assert said["spec"] == {"data": [None]}
+    assert said["spec"] == {"data": [50]}
     assert said["no_dataset"] == "data: expected a ray.data.Dataset, got list"

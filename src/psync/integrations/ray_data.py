@@ -66,7 +66,8 @@ class _Block:
 
     def load(self) -> Any:
         """Return the block: arrays by column. The arrays cannot be written."""
-        return ray.get(self._reference)
+        # Not ray.get(), which warns that it blocks the actor's loop: it does not, in this thread.
+        return self._reference.future().result()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _block, (ray.cloudpickle.dumps(self._reference),)
