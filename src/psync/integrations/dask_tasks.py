@@ -17,6 +17,7 @@ from typing import Any
 import distributed
 from distributed.comm import get_address_host
 
+from psync.errors import ClosedError
 from psync.launch.hosted_task import HostedTask, Order
 from psync.launch.task_output import configure_logging
 
@@ -73,7 +74,11 @@ def keep(token: str) -> str:
 async def begin(token: str, order: Order, dask_worker: Any) -> str:
     """Begin a task, once Dask's task for it runs; return where it listens."""
     here = here_by_token.setdefault(token, Here())
-    await asyncio.shield(asyncio.wrap_future(here.kept))
+    waits = [asyncio.wrap_future(each) for each in (here.kept, here.ending)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    if not here.kept.done():  # the worker's threads were busy, and nobody waits any more
+        here_by_token.pop(token, None)
+        raise ClosedError("the cluster was stopped before this task began")
     if not logging.getLogger("psync").handlers:
         configure_logging(order.environ.get("PSYNC_LOG_LEVEL", "info"))
     address = dask_worker.address
@@ -84,8 +89,11 @@ async def begin(token: str, order: Order, dask_worker: Any) -> str:
 
 
 async def ended(token: str) -> str:
+    """Wait for the end of a task; return what it failed of, or ""."""
     here = here_by_token.get(token)
-    return await asyncio.shield(asyncio.wrap_future(here.ending)) if here is not None else ""
+    if here is None:  # it has ended before, and whoever asked did not get the answer
+        return "it was not there any more"
+    return await asyncio.shield(asyncio.wrap_future(here.ending))
 
 
 async def know(token: str, places: Mapping[str, str]) -> None:

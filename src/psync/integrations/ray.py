@@ -225,7 +225,9 @@ class _Task:
 
     async def ended(self) -> str:
         """Wait for the end of the task."""
-        return "" if self._task is None else await self._task.ended()
+        if self._task is None:  # this is another process than the one that has begun it
+            return "its process was lost"
+        return await self._task.ended()
 
     async def know(self, places: Mapping[str, str]) -> None:
         """Others have moved."""

@@ -199,7 +199,7 @@ class TasksOnEngine:
     async def _close(self, entry: _Entry) -> None:
         try:
             await entry.seat.close()
-        except SeatLost as exc:
+        except Exception as exc:  # also the engine's own: it may have been shut down
             logger.debug("%s: %s, as it was to end", entry.name, exc)
 
     # Beginning, and watching.

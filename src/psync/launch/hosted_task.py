@@ -208,7 +208,7 @@ class HostedTask:
         self._loop = asyncio.get_running_loop()
         if self._is_stopping:
             task.stopped.set()
-        logger.info("%s serves at %s", name, address)
+        logger.debug("%s serves at %s", name, address)
         self._begun.set_result(address)
         try:
             await until_told(name, task.stopped, task.chief, chief_timeouts(order.environ))
