@@ -23,7 +23,9 @@ def test_what_needs_a_launcher_is_refused(
     script: str, option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", "--on", "ray", *option, script]) == 2
-    assert "--on has no --evaluator, --chief-restarts and --quiet" in capsys.readouterr().err
+    assert (
+        "--on has no --evaluator, --chief-restarts, --quiet and --hosts" in capsys.readouterr().err
+    )
 
 
 def test_an_address_needs_an_engine(script: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``psync run``, ``scale``, ``top``, ``serve``, ``dashboard`` and others.
+"""The command line: ``psync run``, ``scale``, ``join``, ``top``, ``serve`` and others.
 
 Every option also reads an environment variable, ``PSYNC_<COMMAND>_<OPTION>``. Wrong usage is one
 line on stderr and exit code 2. Imports are late: the launcher has its tasks running before it could
@@ -21,9 +21,12 @@ from psync.cli.certs import certs, tls_environ, tls_options
 from psync.cli.checkpoint import checkpoint
 from psync.cli.dashboard import dashboard as dashboard_command
 from psync.cli.health import health
+from psync.cli.join import join
 from psync.cli.launch.commands import launch
+from psync.cli.run_on import engine_options, run_on
 from psync.cli.scale import scale
 from psync.cli.top import top
+from psync.cli.trace import trace
 from psync.errors import ConfigurationError, TrainingEnded
 from psync.launch.task_output import configure_logging, fill_standard_streams
 
@@ -86,7 +89,30 @@ def psync(context: click.Context) -> int:
 @click.argument("script", metavar="SCRIPT")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
 @click.option("--ps", type=click.IntRange(min=1), default=1, help="Number of ps tasks.")
-@click.option("--workers", type=click.IntRange(min=1), default=1, help="Number of workers.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="Number of workers.  [default: 1; with --hosts, as many as they have room for]",
+)
+@click.option(
+    "--hosts",
+    metavar="HOST:N,...",
+    help="Run ps tasks and workers on these hosts, over ssh: up to N workers on each, ps tasks on "
+    "all in turn. The chief runs here. The program lies under the same path there.",
+)
+@click.option("--ssh", default="ssh", help="With --hosts: the command, and options, as rsync -e.")
+@click.option(
+    "--remote-python",
+    metavar="PYTHON",
+    help="With --hosts: the interpreter there, which has psync.  [default: the path of this one]",
+)
+@click.option(
+    "--env",
+    "variables",
+    metavar="NAME",
+    multiple=True,
+    help="With --hosts: a variable that tasks there get from here, besides PSYNC_… and PYTHONPATH.",
+)
 @click.option("--evaluator", is_flag=True, help="Run the script as an evaluator, too.")
 @click.option(
     "--max-restarts",
@@ -103,18 +129,7 @@ def psync(context: click.Context) -> int:
     "neither 0 nor 2. It goes on from its newest checkpoint if the script restores that.",
 )
 @click.option("--quiet", is_flag=True, help="Show the chief's output only.")
-@click.option(
-    "--on",
-    "engine",
-    type=click.Choice(["ray", "dask"]),
-    help="Run ps tasks and workers there; the script runs here, as the chief, and nowhere else.",
-)
-@click.option(
-    "--address",
-    metavar="HOST:PORT",
-    help="Where that is. Without: as RAY_ADDRESS, or DASK_SCHEDULER_ADDRESS, says, or one of its "
-    "own on this machine.",
-)
+@engine_options
 @click.option(
     "--gpus-per-worker",
     type=click.IntRange(min=0),
@@ -150,13 +165,17 @@ def run(
     script: str,
     args: tuple[str, ...],
     ps: int,
-    workers: int,
+    workers: int | None,
+    hosts: str | None,
+    ssh: str,
+    remote_python: str | None,
+    variables: tuple[str, ...],
     evaluator: bool,
     max_restarts: int,
     chief_restarts: int,
     quiet: bool,
     engine: str | None,
-    address: str | None,
+    engine_address: str | None,
     gpus_per_worker: int | None,
     metrics_port: int | None,
     dashboard: bool,
@@ -166,7 +185,7 @@ def run(
     log_level: str,
     **tls: Any,
 ) -> int:
-    """Run SCRIPT on a cluster of its own, on this machine, or on Ray or Dask.
+    """Run SCRIPT on a cluster of its own: on this machine, on some HOSTS, on Ray or on Dask.
 
     The script runs once as the chief and once on each worker. It ends in psync.run(main), which
     tells each process what it is. ps tasks do not load it. The exit code is the chief's.
@@ -175,10 +194,12 @@ def run(
     Two ps tasks, four workers, arguments for the script after --:
         psync run train.py --ps 2 --workers 4 -- --epochs 10
 
+    \b
+    The same on two machines that ssh reaches without a question:
+        psync run train.py --ps 2 --hosts a:2,b:2 -- --epochs 10
+
     Ctrl-C stops all tasks in order, a second one kills them.
     """
-    if engine is None and address is not None:
-        raise click.UsageError("--address needs --on ray or --on dask.")
     shown = {} if metrics_port is None else {"PSYNC_METRICS": f"127.0.0.1:{metrics_port}"}
     if dashboard_address or dashboard:
         from psync.dashboard.server import DEFAULT_ADDRESS, check_can_serve
@@ -188,30 +209,26 @@ def run(
     if run_log:
         shown["PSYNC_RUN_LOG"] = run_log
     environ = {**os.environ, "PSYNC_LOG_LEVEL": log_level, **shown, **tls_environ(**tls)}
-    if engine is not None:
-        if evaluator or chief_restarts or quiet:
-            raise click.UsageError("--on has no --evaluator, --chief-restarts and --quiet.")
-        from psync.cli.run_on import run_on
-
+    if engine is not None or engine_address is not None:
         run_on(
-            engine,
-            script,
-            args,
-            address=address,
-            num_ps=ps,
-            num_workers=workers,
-            max_restarts=max_restarts,
-            gpus_per_worker=gpus_per_worker,
-            plugins=plugins,
-            environ=environ,
-        )
+            engine, script, args, address=engine_address, num_ps=ps, num_workers=workers or 1,
+            max_restarts=max_restarts, gpus_per_worker=gpus_per_worker, plugins=plugins,
+            environ=environ, refused=evaluator or chief_restarts or quiet or hosts is not None,
+        )  # fmt: skip
     from psync.cli.run import launch
+    from psync.launch.hosts import HostsPlan, parse_hosts
 
+    plan = None
+    if hosts is not None:
+        plan = HostsPlan(
+            parse_hosts(hosts), ssh, remote_python or sys.executable, variables, gpus_per_worker
+        )
     return launch(
         script,
         args,
         num_ps=ps,
-        num_workers=workers,
+        num_workers=workers or (1 if plan is None else len(plan.places)),
+        hosts=plan,
         evaluator=evaluator,
         max_restarts=max_restarts,
         chief_restarts=chief_restarts,
@@ -367,7 +384,9 @@ def serve(
 
 
 psync.add_command(top)
+psync.add_command(trace)
 psync.add_command(scale)
+psync.add_command(join)
 psync.add_command(health)
 psync.add_command(launch)
 psync.add_command(dashboard_command)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from psync.cli.run import script_command
+import click
+
+from psync.cli.scripts import script_command
 from psync.errors import ConfigurationError
 from psync.launch.plugins import check_found, plugins_environ
 
@@ -21,8 +23,28 @@ ENGINES = {"ray": "ray", "dask": "distributed"}
 """The package that each of them needs."""
 
 
+_C = TypeVar("_C", bound=Callable[..., Any])
+
+
+def engine_options(command: _C) -> _C:
+    """Give a command ``--on`` and ``--address``."""
+    command = click.option(
+        "--address",
+        "engine_address",
+        metavar="HOST:PORT",
+        help="Where that is. Without: as RAY_ADDRESS, or DASK_SCHEDULER_ADDRESS, says, or one of "
+        "its own on this machine.",
+    )(command)
+    return click.option(
+        "--on",
+        "engine",
+        type=click.Choice(tuple(ENGINES)),
+        help="Run ps tasks and workers there; the script runs here, as the chief, and only here.",
+    )(command)
+
+
 def run_on(
-    engine: str,
+    engine: str | None,
     script: str,
     args: Sequence[str],
     *,
@@ -33,11 +55,12 @@ def run_on(
     gpus_per_worker: int | None,
     plugins: Sequence[str],
     environ: Mapping[str, str],
+    refused: bool | int,
 ) -> NoReturn:
     """Run a script as the chief of a cluster on an engine, in place of this process.
 
     Args:
-        engine: One of ``ENGINES``.
+        engine: One of ``ENGINES``; None: it was not said.
         script: A Python file, or a directory with a ``__main__.py``.
         args: What the script finds in ``sys.argv``.
         address: Where the engine is; None: as its own variables say.
@@ -47,11 +70,17 @@ def run_on(
         gpus_per_worker: GPUs that each worker gets; only on Ray.
         plugins: Modules that all tasks load.
         environ: What the script inherits.
+        refused: Whether an option was given that only a launcher has.
 
     Raises:
+        UsageError: Of click: the options do not go together.
         ConfigurationError: The script is missing or not one, the engine's package is not installed,
             or a plugin is not found here.
     """
+    if engine is None:
+        raise click.UsageError("--address needs --on ray or --on dask.")
+    if refused:
+        raise click.UsageError("--on has no --evaluator, --chief-restarts, --quiet and --hosts.")
     command = script_command(script, args)
     if find_spec(ENGINES[engine]) is None:
         raise ConfigurationError(

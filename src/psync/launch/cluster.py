@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import json
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Protocol, Self
 
 from psync.closures.scaling_rule import AdaptiveRule, changes
 from psync.cluster import ClusterSpec, task_name
 from psync.errors import ConfigurationError, PsyncError, UsageError
 from psync.launch.plugins import load_plugins, plugins_environ
+from psync.net.environment import platform_of_tf_config
 from psync.net.notebook_cells import of_no_cell
 from psync.net.platform import Platform
 from psync.net.resolvers import SimpleClusterResolver, opened
@@ -37,6 +40,9 @@ class Host(Protocol):
 
     platform: Platform
     chief: str
+
+    async def open(self) -> None:
+        """Let workers join that know the chief's address and the secret."""
 
     async def check(self, num_workers: int) -> None:
         """Is there room for so many workers? Raises ConfigurationError."""
@@ -312,6 +318,7 @@ class TaskCluster(ABC):
             self._addresses[job][index] = started[job, index]
         self._resolver = LaunchedClusterResolver(self._host.platform)
         self._name_tasks()
+        await self._host.open()
 
     async def _start_tasks(
         self, tasks: Sequence[tuple[str, int]], started: dict[tuple[str, int], str]
@@ -328,3 +335,25 @@ class TaskCluster(ABC):
 
     def _name_tasks(self) -> None:
         self.resolver.name_tasks({"chief": {0: self._host.chief}, **self._addresses})
+
+
+@contextlib.asynccontextmanager
+async def cluster_on_engine(settings: str) -> AsyncIterator[TaskCluster]:
+    """Return the cluster that ``psync run --on`` has asked for, as a context manager.
+
+    Args:
+        settings: ``PSYNC_ON``, JSON: the engine, and the arguments of ``cluster_of_command``.
+
+    Raises:
+        ConfigurationError: The engine is not there, or has no room.
+    """
+    options = json.loads(settings)
+    # By its name: psync's own launchers do not load it.
+    engine = importlib.import_module(f"psync.integrations.{options.pop('engine')}")
+    async with engine.cluster_of_command(**options) as cluster:
+        # For scripts that ask for it by name.
+        task = {"type": "chief", "index": 0}
+        config = {"cluster": cluster.resolver.cluster_spec().as_dict(), "task": task}
+        os.environ["TF_CONFIG"] = json.dumps(config)
+        platform_of_tf_config.set(cluster.resolver.platform)
+        yield cluster

@@ -131,6 +131,9 @@ class TasksOnEngine:
         self._leaving: set[tuple[str, int]] = set()
         self._telling: set[asyncio.Task[None]] = set()  # the others, where one has moved
 
+    async def open(self) -> None:
+        """Nobody can join: the secret is this cluster's own, and known to nobody else."""
+
     async def check(self, num_workers: int) -> None:
         """See ``Host``."""
         await self._engine.check(num_workers)

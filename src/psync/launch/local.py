@@ -10,7 +10,7 @@ from psync.errors import ConfigurationError
 from psync.launch.cluster import Host, TaskCluster
 from psync.launch.gpus import GpuShares
 from psync.launch.local_tasks import TasksHere, TasksInProcesses
-from psync.launch.task_process import TaskProcess
+from psync.launch.task_process import Process
 from psync.testing import MemoryNetwork
 
 
@@ -85,7 +85,7 @@ class LocalCluster(TaskCluster):
         self._processes = processes
         self._network = network
         self._max_restarts = max_restarts
-        self.tasks: dict[str, TaskProcess] = {}  # the newest process of each, as "worker-0"
+        self.tasks: dict[str, Process] = {}  # the newest process of each, as "worker-0"
 
     async def _make_host(self, resources: contextlib.AsyncExitStack) -> Host:
         if not self._processes:
