@@ -5,8 +5,8 @@ has asked says so, or does not come back within ``LEASE_S``. Until then each mes
 an attribute of its connection (``Connection.tap``). An entry is what is there anyway, a header and
 numbers; it is understood by ``readings``, in the process that writes the trace.
 
-Readings are msgpack: ``{"origin", "at", "lost", "connections", "chunks", "facts"}``. A chunk is a list
-of entries, msgpack as well; an entry is
+Readings are msgpack: ``{"origin", "at", "lost", "connections", "chunks", "facts"}``. A chunk is
+msgpack as well, of a list of entries; an entry is
 
     (time, connection, kind, request, header, bytes of the body)    a frame; sent ones: kind | SENT
     (time, name, …)                                                 a note
