@@ -10,8 +10,8 @@ import pytest
 
 import psync
 from memory_cluster import cluster_of, coordinating
-from psync.dashboard.run_log import FinishedRun
-from psync.dashboard.view import Placed
+from psync.status.dashboard.run_log import FinishedRun
+from psync.status.dashboard.view import Placed
 from psync.errors import ClosedError, ConfigurationError
 
 

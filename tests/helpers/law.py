@@ -40,7 +40,6 @@ LAW = (
     "worker_task",
     "coordinator",
     "status",
-    "dashboard",
     "api",
     "compat",
     "optimizers gradients metrics data rules",
@@ -64,7 +63,7 @@ PURE = (
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
     "chief.recovery_rule compat.session_members status.model status.rates status.exposition "
     "status.diagnosis status.units client.work_meter "
-    "dashboard.history dashboard.view dashboard.guard"
+    "status.guard status.dashboard.history status.dashboard.view"
 ).split()
 
 # What is pure is given these as a value.

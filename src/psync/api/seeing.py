@@ -14,8 +14,8 @@ from psync.status.serving import ServedStatus
 if TYPE_CHECKING:
     from psync.api.strategy import ParameterServerStrategy
     from psync.coordinator import Coordinator
-    from psync.dashboard.attached import Attached
-    from psync.dashboard.view import Placed
+    from psync.status.dashboard.attached import Attached
+    from psync.status.dashboard.view import Placed
     from psync.net.platform import Platform
 
 
@@ -50,7 +50,7 @@ class SeenRun:
         self._shown: Attached | None = None  # None: there is no dashboard, and no run log
         asked = (dashboard, "PSYNC_DASHBOARD"), (run_log, "PSYNC_RUN_LOG")
         if any(os.environ.get(name) if given is None else given for given, name in asked):
-            from psync.dashboard.attached import Attached, wanted
+            from psync.status.dashboard.attached import Attached, wanted
 
             placed = functools.partial(_placed, strategy)
             self._shown = Attached(wanted(dashboard, run_log), self.source, placed)
@@ -76,7 +76,7 @@ class SeenRun:
 
 def _placed(strategy: ParameterServerStrategy, known: Sequence[Placed]) -> Sequence[Placed]:
     """Return where the shards of all variables lie, which changes when more are declared."""
-    from psync.dashboard.view import Placed
+    from psync.status.dashboard.view import Placed
 
     count = sum(len(variable.spec.shards) for variable in strategy.variables)
     if count == len(known):

@@ -165,7 +165,7 @@ def run(
 
     shown = {} if metrics_port is None else {"PSYNC_METRICS": f"127.0.0.1:{metrics_port}"}
     if dashboard_address or dashboard:
-        from psync.dashboard.server import DEFAULT_ADDRESS, check_can_serve
+        from psync.status.dashboard.server import DEFAULT_ADDRESS, check_can_serve
 
         shown["PSYNC_DASHBOARD"] = dashboard_address or DEFAULT_ADDRESS
         check_can_serve(shown["PSYNC_DASHBOARD"])

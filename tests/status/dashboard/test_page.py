@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from psync.dashboard.run_log import FinishedRun, RunLog
-from psync.dashboard.server import serving
-from psync.dashboard.shows import LiveShow, LogShow, Show
-from psync.dashboard.view import Placed
+from psync.status.dashboard.run_log import FinishedRun, RunLog
+from psync.status.dashboard.server import serving
+from psync.status.dashboard.shows import LiveShow, LogShow, Show
+from psync.status.dashboard.view import Placed
 from psync.status.model import EventStatus, QueueStatus, Status, StepsStatus
 from statuses import ps, shares, status, worker
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from psync.dashboard.attached import Attached, Wanted, hosts_of, wanted
-from psync.dashboard.run_log import FinishedRun
+from psync.status.dashboard.attached import Attached, Wanted, hosts_of, wanted
+from psync.status.dashboard.run_log import FinishedRun
 from psync.errors import ConfigurationError
 from psync.status.model import Status
 from statuses import status, worker

@@ -7,9 +7,9 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from psync.dashboard.run_log import RunLog
-from psync.dashboard.shows import LiveShow
-from psync.dashboard.view import Placed
+from psync.status.dashboard.run_log import RunLog
+from psync.status.dashboard.shows import LiveShow
+from psync.status.dashboard.view import Placed
 from psync.status.model import Status
 
 logger = logging.getLogger(__name__)

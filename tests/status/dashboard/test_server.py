@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from psync.dashboard.guard import HEADERS
-from psync.dashboard.server import STATIC, check_can_serve, host_and_port, serving
-from psync.dashboard.shows import LiveShow
+from psync.status.guard import HEADERS
+from psync.status.dashboard.server import STATIC, check_can_serve, host_and_port, serving
+from psync.status.dashboard.shows import LiveShow
 from psync.errors import ConfigurationError
 from psync.status.model import Status
 from statuses import ps, status, worker
@@ -208,9 +208,9 @@ def test_whether_it_can_be_served_is_known_before(monkeypatch: pytest.MonkeyPatc
 
 
 def test_everything_of_the_page_is_installed_with_psync() -> None:
-    project = Path(__file__).parents[2] / "pyproject.toml"
+    project = Path(__file__).parents[3] / "pyproject.toml"
     patterns = tomllib.loads(project.read_text())["tool"]["setuptools"]["package-data"]["psync"]
-    package = STATIC.parents[1]
+    package = STATIC.parents[2]
     installed = {path for pattern in patterns for path in package.glob(pattern) if path.is_file()}
     assert {path for path in STATIC.rglob("*") if path.is_file()} <= installed
 

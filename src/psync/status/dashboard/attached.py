@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from psync.dashboard.recorder import Recorder
-from psync.dashboard.run_log import RunLog
-from psync.dashboard.server import serving
-from psync.dashboard.view import Placed
+from psync.status.dashboard.recorder import Recorder
+from psync.status.dashboard.run_log import RunLog
+from psync.status.dashboard.server import serving
+from psync.status.dashboard.view import Placed
 
 if TYPE_CHECKING:
     from psync.status.sampling import StatusSource

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psync.cluster import split_address
-from psync.dashboard.guard import HEADERS, bearer_of, is_allowed_host, is_token
-from psync.dashboard.shows import Show
+from psync.status.guard import HEADERS, bearer_of, is_allowed_host, is_token
+from psync.status.dashboard.shows import Show
 from psync.errors import ConfigurationError
 from psync.net.platform import random_hex
 

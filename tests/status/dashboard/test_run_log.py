@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from psync.dashboard.run_log import FinishedRun, RunLog, check_head
-from psync.dashboard.view import Placed
+from psync.status.dashboard.run_log import FinishedRun, RunLog, check_head
+from psync.status.dashboard.view import Placed
 from psync.errors import ConfigurationError
 from statuses import status, worker
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from psync.dashboard.history import LANE_CELLS
-from psync.dashboard.run_log import FinishedRun, RunLog
-from psync.dashboard.shows import LiveShow, LogShow, to_json
-from psync.dashboard.view import Placed
+from psync.status.dashboard.history import LANE_CELLS
+from psync.status.dashboard.run_log import FinishedRun, RunLog
+from psync.status.dashboard.shows import LiveShow, LogShow, to_json
+from psync.status.dashboard.view import Placed
 from statuses import shares, status, worker
 from view_schema import check_view
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from psync.dashboard.view import Placed
+from psync.status.dashboard.view import Placed
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.status.model import Status
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from psync.dashboard.recorder import Recorder
-from psync.dashboard.run_log import FinishedRun, RunLog
-from psync.dashboard.view import Placed
+from psync.status.dashboard.recorder import Recorder
+from psync.status.dashboard.run_log import FinishedRun, RunLog
+from psync.status.dashboard.view import Placed
 from psync.status.model import Status
 from statuses import status, worker
 

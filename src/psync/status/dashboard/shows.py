@@ -10,9 +10,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from psync.dashboard.history import LANE_CELLS, RECENT_S, History, Row, columns, row_of
-from psync.dashboard.run_log import FinishedRun
-from psync.dashboard.view import Placed, view_of
+from psync.status.dashboard.history import LANE_CELLS, RECENT_S, History, Row, columns, row_of
+from psync.status.dashboard.run_log import FinishedRun
+from psync.status.dashboard.view import Placed, view_of
 from psync.status.model import Status
 
 KEPT_STATUSES = 2 * LANE_CELLS

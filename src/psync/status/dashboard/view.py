@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from psync.dashboard.history import History
+from psync.status.dashboard.history import History
 from psync.status.diagnosis import diagnose
 from psync.status.model import PsStatus, Status, StepsStatus, WorkerStatus
 from psync.status.units import (

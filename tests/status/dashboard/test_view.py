@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from psync.dashboard.history import History
-from psync.dashboard.view import (
+from psync.status.dashboard.history import History
+from psync.status.dashboard.view import (
     MAX_PARTS,
     MAX_WORKERS,
     Placed,
