@@ -10,9 +10,9 @@ import pytest
 
 import psync
 from memory_cluster import cluster_of, coordinating
+from psync.errors import ClosedError, ConfigurationError
 from psync.status.dashboard.run_log import FinishedRun
 from psync.status.dashboard.view import Placed
-from psync.errors import ClosedError, ConfigurationError
 
 
 async def test_a_run_log_has_statuses_and_placement(tmp_path: Path) -> None:

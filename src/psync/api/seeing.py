@@ -14,9 +14,9 @@ from psync.status.serving import ServedStatus
 if TYPE_CHECKING:
     from psync.api.strategy import ParameterServerStrategy
     from psync.coordinator import Coordinator
+    from psync.net.platform import Platform
     from psync.status.dashboard.attached import Attached
     from psync.status.dashboard.view import Placed
-    from psync.net.platform import Platform
 
 
 class SeenRun:

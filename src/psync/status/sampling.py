@@ -199,6 +199,7 @@ class StatusSource:
             ],
             ps=[self._ps_reading(link, began, now) for link in links.ps.links],
             has_backups=coordinator.recovery.has_backups,
+            attached=coordinator.continues_program,
             reported=dict(self.reported),
             notes=[*coordinator.recovery.describe(), *links.workers.describe()],
             events=[

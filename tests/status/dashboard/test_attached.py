@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from psync.errors import ConfigurationError
 from psync.status.dashboard.attached import Attached, Wanted, hosts_of, wanted
 from psync.status.dashboard.run_log import FinishedRun
-from psync.errors import ConfigurationError
 from psync.status.model import Status
 from statuses import status, worker
 

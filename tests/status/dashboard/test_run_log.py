@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from psync.errors import ConfigurationError
 from psync.status.dashboard.run_log import FinishedRun, RunLog, check_head
 from psync.status.dashboard.view import Placed
-from psync.errors import ConfigurationError
 from statuses import status, worker
 
 PLACED = [Placed("w", 0, (2, 3), "float32", 24, 1)]

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from psync.status.guard import HEADERS
+from psync.errors import ConfigurationError
 from psync.status.dashboard.server import STATIC, check_can_serve, host_and_port, serving
 from psync.status.dashboard.shows import LiveShow
-from psync.errors import ConfigurationError
+from psync.status.guard import HEADERS
 from psync.status.model import Status
 from statuses import ps, status, worker
 from view_schema import check_view

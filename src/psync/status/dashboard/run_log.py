@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from psync.status.dashboard.view import Placed
 from psync.errors import ConfigurationError, RemoteProtocolError
+from psync.status.dashboard.view import Placed
 from psync.status.model import Status
 
 SCHEMA = 1

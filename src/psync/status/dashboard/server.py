@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psync.cluster import split_address
-from psync.status.guard import HEADERS, bearer_of, is_allowed_host, is_token
-from psync.status.dashboard.shows import Show
 from psync.errors import ConfigurationError
 from psync.net.platform import random_hex
+from psync.status.dashboard.shows import Show
+from psync.status.guard import HEADERS, bearer_of, is_allowed_host, is_token
 
 if TYPE_CHECKING:
     from aiohttp import web
