@@ -12,7 +12,7 @@ import psync
 from memory_cluster import cluster_of, coordinating
 from psync.errors import ClosedError, ConfigurationError
 from psync.status.dashboard.run_log import FinishedRun
-from psync.status.dashboard.view import Placed
+from psync.status.model import ShardStatus
 
 
 async def test_a_run_log_has_statuses_and_placement(tmp_path: Path) -> None:
@@ -25,10 +25,11 @@ async def test_a_run_log_has_statuses_and_placement(tmp_path: Path) -> None:
             assert coordinator.dashboard_url == ""
             await _a_moment(coordinator)
     run = FinishedRun(path)
-    assert run.placed == [
-        Placed("w", 0, (2, 2), "float32", 16, 0), Placed("w", 1, (2, 2), "float32", 16, 1),
-    ]  # fmt: skip
     last = list(run.statuses())[-1]
+    assert last.placement == (
+        ShardStatus("w", 0, (2, 2), "float32", 16, 0),
+        ShardStatus("w", 1, (2, 2), "float32", 16, 1),
+    )
     assert (run.ended, len(last.workers), last.state) == (True, 2, "idle")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -32,7 +33,8 @@ def dashboard(log: str, address: str) -> int:
     from psync.status.dashboard.shows import LogShow
 
     check_can_serve(address)
-    asyncio.run(_serve(LogShow(FinishedRun(log)), address))
+    with contextlib.closing(FinishedRun(log)) as run:
+        asyncio.run(_serve(LogShow(run), address))
     return 0
 
 

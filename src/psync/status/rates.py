@@ -21,6 +21,7 @@ from psync.status.model import (
     QueueStatus,
     RunningClosure,
     SeenError,
+    ShardStatus,
     Status,
     StepsStatus,
     WorkerStatus,
@@ -124,6 +125,7 @@ class Reading:
     reported: Mapping[str, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
     events: Sequence[EventStatus] = ()
+    placement: tuple[ShardStatus, ...] = ()
 
 
 def status_of(reading: Reading, history: History) -> Status:
@@ -145,7 +147,7 @@ def status_of(reading: Reading, history: History) -> Status:
     pushes_per_s = max((rate(f"{ps.task} pushes") for ps in reading.ps), default=0.0)
 
     def pace(name: str) -> float:
-        """Return steps in a second. A step takes a push; a checkpoint that is restored takes none."""
+        """Return steps in a second. Each takes a push; a checkpoint that is restored, none."""
         return min(rate(name), pushes_per_s)
 
     bounds = reading.ps[0].counters.get("clocks", {}) if reading.ps else {}
@@ -177,6 +179,7 @@ def status_of(reading: Reading, history: History) -> Status:
         reported=reading.reported,
         notes=tuple(reading.notes),
         events=tuple(reading.events),
+        placement=reading.placement,
     )  # fmt: skip
 
 

@@ -13,14 +13,21 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from psync.closures.membership import TaskState
 from psync.errors import ClosedError, PsyncError
 from psync.net.peer import Peer
-from psync.status.model import EventStatus, RunningClosure, SeenError, Status, WorkShares
+from psync.status.model import (
+    EventStatus,
+    RunningClosure,
+    SeenError,
+    ShardStatus,
+    Status,
+    WorkShares,
+)
 from psync.status.rates import (
     History,
     PsReading,
@@ -72,14 +79,23 @@ class StatusSource:
 
     Args:
         coordinator: Running, or starting.
+        placed: Given what it has returned before, returns that if it still holds, else where all
+            shards of the declared variables lie now.
 
     Attributes:
         asks_workers: Whether each status asks workers, too; their answers are in a later one.
         reported: Values of the program's own, the newest by name.
     """
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        placed: Callable[[tuple[ShardStatus, ...]], tuple[ShardStatus, ...]],
+    ) -> None:
         self._coordinator = coordinator
+        self._placed = placed
+        self._placement: tuple[ShardStatus, ...] = ()
+        self._time = 0.0  # of the newest; never back, where the clock is set: charts need that
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._history = History(self._began)
@@ -181,11 +197,13 @@ class StatusSource:
     def _reading(self, began: float) -> Reading:
         coordinator, now = self._coordinator, self._loop.time()
         queue, links = coordinator.recovery.queue, coordinator.links
+        self._placement = self._placed(self._placement)
+        self._time = max(self._time, time.time())
         oldest = queue.dispatcher.oldest()
         given_up = links.workers.given_up.items()
         return Reading(
             at=now,
-            time=time.time(),
+            time=self._time,
             pid=os.getpid(),
             program=self.program,
             uptime_s=now - self._began,
@@ -206,6 +224,7 @@ class StatusSource:
                 EventStatus(note.kind, note.text, now - note.at)
                 for note in reversed(links.events.notes)
             ],
+            placement=self._placement,
         )  # fmt: skip
 
     def _records(self) -> list[WorkerRecord]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import shutil
 import tempfile
@@ -13,8 +14,7 @@ import pytest
 from psync.status.dashboard.run_log import FinishedRun, RunLog
 from psync.status.dashboard.server import serving
 from psync.status.dashboard.shows import LiveShow, LogShow, Show
-from psync.status.dashboard.view import Placed
-from psync.status.model import EventStatus, QueueStatus, Status, StepsStatus
+from psync.status.model import EventStatus, QueueStatus, ShardStatus, Status, StepsStatus
 from statuses import ps, shares, status, worker
 
 pytest.importorskip("aiohttp")
@@ -33,7 +33,9 @@ FLAGS = (
     "--hide-scrollbars", "--enable-logging=stderr", "--window-size=1280,1600",
     "--virtual-time-budget=4000",
 )  # fmt: skip
-PLACED = [Placed("hidden/kernel", number, (64, 64), "float32", 16384, number) for number in (0, 1)]
+PLACED = tuple(
+    ShardStatus("hidden/kernel", number, (64, 64), "float32", 16384, number) for number in (0, 1)
+)
 
 
 def moment(at: float, num_workers: int) -> Status:
@@ -46,13 +48,13 @@ def moment(at: float, num_workers: int) -> Status:
         *workers, ps(0, bytes=16384, bytes_out_per_s=1e6), ps(1, bytes=16384), at=1e9 + at,
         queue=QueueStatus(queued=9, in_flight=9, finished=10, closures_per_s=1234.0 + at),
         steps=StepsStatus(5, 2.0, {"0": 30, "1": 10}), reported={"loss": 1 / (1 + at)},
+        placement=PLACED,
         events=(EventStatus("joined", "<b>/job:worker/task:0</b> takes part", 3.0),),
     )  # fmt: skip
 
 
 def live(num_workers: int, moments: int = 100) -> LiveShow:
     show = LiveShow()
-    show.placed = PLACED
     for at in range(moments):
         show.add(moment(float(at), num_workers))
     return show
@@ -113,7 +115,8 @@ async def test_a_run_log_has_a_way_through_time(tmp_path: Path) -> None:
     for at in range(60):
         log.add(moment(float(at), 8))
     log.close()
-    page, complaints = await browse(LogShow(FinishedRun(log.path)), "--dump-dom")
+    with contextlib.closing(FinishedRun(log.path)) as run:
+        page, complaints = await browse(LogShow(run), "--dump-dom")
     assert complaints == []
     assert "from its log" in page
     assert re.search(r'id="slider"[^>]*max="1000000059"', page)
