@@ -17,10 +17,9 @@ from psync.errors import (
     RemoteProtocolError,
 )
 from psync.status import reading
-from psync.status.http import StatusServer
 from psync.status.reading import UrlReader, reading_status
 from psync.status.run_files import Run, newest_run
-from status_by_hand import STATUS, Source, serving_of
+from status_by_hand import STATUS, Source, http_server, serving_of
 
 
 async def test_a_reader_hears_that_the_run_has_ended(runtime: Path) -> None:
@@ -75,7 +74,7 @@ async def over_http(caplog: pytest.LogCaptureFixture) -> AsyncIterator[tuple[str
     """A server; its URL, and the token."""
     caplog.set_level(logging.INFO, "psync")
     source: Any = Source()
-    server = StatusServer(source, "127.0.0.1:0")
+    server = http_server(source)
     await server.start()
     try:
         yield f"{server.url}/status", caplog.text.rpartition("?token=")[2].strip()

@@ -1,31 +1,27 @@
-"""An HTTP server for the status: ``/metrics`` for Prometheus, and ``/status`` as JSON.
+"""An HTTP server: ``/metrics`` for Prometheus, and ``/status`` as JSON where there is one.
 
 It answers GET and HEAD, one request a connection, and reads nothing else. ``/metrics`` has numbers
 and names of tasks, and is for everybody who reaches the address, as Prometheus expects it.
 ``/status`` has texts, too (names of steps, errors), and needs the token of the URL that is logged.
-Where it listens on a loopback address, the Host header must name one: a web page that a browser of
-this machine shows must not read it by a name of its own (DNS rebinding).
+Where it listens on a loopback address, the Host header must be an address or localhost: a web page
+that a browser of this machine shows must not read it by a name of its own (DNS rebinding).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from psync.cluster import is_loopback, split_address
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.platform import random_hex
 from psync.net.transport import reason
-from psync.status.exposition import CONTENT_TYPE, exposition
-
-if TYPE_CHECKING:
-    from psync.status.sampling import StatusSource
+from psync.status.exposition import CONTENT_TYPE
+from psync.status.guard import is_allowed_host, is_token
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +31,22 @@ TOKEN_BYTES = 16
 
 _JSON, _TEXT = "application/json", "text/plain; charset=utf-8"
 
+_BOTH = "there are /metrics and /status\n"
+
 _Answer = tuple[HTTPStatus, str, str]
 """Status, content type, body."""
 
+Text = Callable[[], Awaitable[str]]
+
 
 class StatusServer:
-    """Serves the status of one coordinator over HTTP.
+    """Serves over HTTP what a task counts, or the status of a coordinator.
 
     Args:
-        source: Of the status.
         address: "host:port"; port 0: a free one.
+        metrics: Returns them in Prometheus's format.
+        status: Returns it as JSON; None: there is none.
+        who: Whose they are, for the log.
 
     Attributes:
         url: "http://127.0.0.1:9400"; "" before ``start``.
@@ -53,10 +55,13 @@ class StatusServer:
         ConfigurationError: The address is none.
     """
 
-    def __init__(self, source: StatusSource, address: str) -> None:
+    def __init__(
+        self, address: str, metrics: Text, status: Text | None = None, *, who: str = ""
+    ) -> None:
         host, port = _checked(address)
         self.url = ""
-        self._source = source
+        self._metrics, self._status = metrics, status
+        self._who = f"{who}: " if who else ""
         self._host, self._port = host, port
         self._token = random_hex(TOKEN_BYTES)
         self._server: asyncio.Server | None = None
@@ -79,9 +84,8 @@ class StatusServer:
             ) from exc
         port = self._server.sockets[0].getsockname()[1]
         self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
-        logger.info(
-            "metrics at %s/metrics, status at %s/status?token=%s", self.url, self.url, self._token
-        )
+        status = f", status at {self.url}/status?token={self._token}" if self._status else ""
+        logger.info("%smetrics at %s/metrics%s", self._who, self.url, status)
 
     async def close(self) -> None:
         """Answer nobody any more. Cancellation: safe."""
@@ -124,26 +128,21 @@ class StatusServer:
     async def _answer(self, method: str, target: str, headers: Mapping[str, str]) -> _Answer:
         if method not in ("GET", "HEAD"):
             return HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, "only GET and HEAD\n"
-        named = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-        if _is_loopback(self._host) and not _is_loopback(named):
+        if _is_loopback(self._host) and not is_allowed_host(headers.get("host")):
             return HTTPStatus.FORBIDDEN, _TEXT, "the Host header names another host\n"
-        url = urlsplit(target)
-        if url.path not in ("/metrics", "/status"):
-            return HTTPStatus.NOT_FOUND, _TEXT, "there are /metrics and /status\n"
-        if url.path == "/status" and not self._is_token(url.query):
-            text = "the token is missing or another one; the program's log has the URL\n"
-            return HTTPStatus.FORBIDDEN, _TEXT, text
+        path, _, query = target.partition("?")
         try:
-            status = await self._source.status()
+            if path == "/metrics":
+                return HTTPStatus.OK, CONTENT_TYPE, await self._metrics()
+            if path != "/status" or self._status is None:
+                there = "there is /metrics\n" if self._status is None else _BOTH
+                return HTTPStatus.NOT_FOUND, _TEXT, there
+            if not is_token(parse_qs(query).get("token", [""])[0], self._token):
+                text = "the token is missing or another one; the program's log has the URL\n"
+                return HTTPStatus.FORBIDDEN, _TEXT, text
+            return HTTPStatus.OK, _JSON, await self._status()
         except PsyncError as exc:  # it ends just now
             return HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{exc.message}\n"
-        if url.path == "/status":
-            return HTTPStatus.OK, _JSON, status.to_json()
-        return HTTPStatus.OK, CONTENT_TYPE, exposition(status)
-
-    def _is_token(self, query: str) -> bool:
-        given = parse_qs(query).get("token", [""])[0]
-        return hmac.compare_digest(given.encode(), self._token.encode())
 
 
 def _checked(address: str) -> tuple[str, int]:

@@ -23,6 +23,7 @@ from psync.net.platform import Platform, random_hex
 from psync.net.secret import Secret
 from psync.net.tls import TlsNetwork
 from psync.net.transport import SocketNetwork
+from psync.status.exposition import exposition
 from psync.status.http import StatusServer
 from psync.status.run_files import (
     SUFFIX,
@@ -78,7 +79,7 @@ class ServedStatus:
         self._is_served = is_served(platform)
         if metrics is None and is_outside(platform):
             metrics = os.environ.get("PSYNC_METRICS")
-        self._http = StatusServer(source, metrics) if metrics else None
+        self._http = StatusServer(metrics, self._metrics, self._json) if metrics else None
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
@@ -103,6 +104,12 @@ class ServedStatus:
         except (OSError, ConfigurationError) as exc:
             logger.info("nobody can ask for the status of this run: %s", exc)
             await self._stack.aclose()
+
+    async def _metrics(self) -> str:
+        return exposition(await self.source.status())
+
+    async def _json(self) -> str:
+        return (await self.source.status()).to_json()
 
     async def close(self) -> None:
         """Answer nobody any more. Cancellation: a connection may still be closing."""
