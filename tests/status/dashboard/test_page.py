@@ -100,6 +100,18 @@ async def test_a_live_run_is_drawn_without_complaints() -> None:
 
 
 @pytest.mark.timeout(120)
+async def test_what_the_server_says_stands_on_the_page(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run.jsonl", "train.py")
+    log.add(moment(0.0, 1))
+    log.close()
+    with contextlib.closing(FinishedRun(log.path)) as run:
+        show = LogShow(run)
+        log.path.write_text("something else")
+        page, _ = await browse(show, "--dump-dom")
+    assert "expected a line of a run log at byte" in texts(page, "alert")
+
+
+@pytest.mark.timeout(120)
 async def test_a_thousand_workers_fit() -> None:
     page, complaints = await browse(live(1000), "--dump-dom")
     assert complaints == []

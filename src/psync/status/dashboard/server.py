@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psync.cluster import split_address
-from psync.errors import ConfigurationError
+from psync.errors import ConfigurationError, PsyncError
 from psync.net.platform import random_hex
 from psync.status.dashboard.shows import Show
 from psync.status.guard import HEADERS, bearer_of, is_allowed_host, is_token
@@ -182,6 +182,8 @@ class _Pages:
             return await handler(request)
         except web.HTTPException as exc:
             return self._refusal(exc.status, f"{exc.reason}\n")
+        except PsyncError as exc:  # a log that was written over
+            return self._refusal(503, f"{exc.message}\n")
 
     def _refusal(self, status: int, text: str) -> web.Response:
         response: web.Response = self._web.Response(status=status, text=text)
