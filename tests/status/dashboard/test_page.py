@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from psync.errors import ConfigurationError
 from psync.status.dashboard.run_log import FinishedRun, RunLog
 from psync.status.dashboard.server import serving
 from psync.status.dashboard.shows import LiveShow, LogShow, Show
@@ -100,15 +101,13 @@ async def test_a_live_run_is_drawn_without_complaints() -> None:
 
 
 @pytest.mark.timeout(120)
-async def test_what_the_server_says_stands_on_the_page(tmp_path: Path) -> None:
-    log = RunLog(tmp_path / "run.jsonl", "train.py")
-    log.add(moment(0.0, 1))
-    log.close()
-    with contextlib.closing(FinishedRun(log.path)) as run:
-        show = LogShow(run)
-        log.path.write_text("something else")
-        page, _ = await browse(show, "--dump-dom")
-    assert "expected a line of a run log at byte" in texts(page, "alert")
+async def test_what_the_server_says_stands_on_the_page() -> None:
+    class Broken(LiveShow):
+        async def view(self, span: str, time: float | None) -> str:
+            raise ConfigurationError("run.jsonl: expected a line of a run log at byte 7")
+
+    page, _ = await browse(Broken(), "--dump-dom")
+    assert "run.jsonl: expected a line of a run log at byte 7" in texts(page, "alert")
 
 
 @pytest.mark.timeout(120)
