@@ -86,7 +86,7 @@ class WorkerStatus:
     dropped: int = 0  # that came too late
     duplicates: int = 0  # that another run of their closure had made before
     last_error: SeenError | None = None
-    work: WorkShares | None = None  # None: unknown
+    work: WorkShares | None = None  # None: unknown; it has not been asked, or does not answer
 
 
 @dataclass(frozen=True, slots=True)

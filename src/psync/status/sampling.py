@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 PS_ANSWERS_WITHIN_S = 1.0
 """A ps runs no user code, and answers within milliseconds."""
 
+WORKER_ANSWERS_WITHIN_S = 3.0
+"""Else it computes on its loop, or is stopped."""
+
 FRESH_S = 0.2
 """Who asks again sooner gets the same status: that bounds what it costs, whoever asks."""
 
@@ -102,6 +105,7 @@ class StatusSource:
         self._ps: dict[str, _LastCounters] = {}
         self._worked: dict[str, _Worked] = {}
         self._asked: dict[str, asyncio.Task[None]] = {}  # workers that have not answered yet
+        self._asked_at: dict[str, float] = {}  # since when, loop time
         self._turn = 0  # place of the worker that is asked next
         self.asks_workers = False
         self._newest: tuple[float, Status] | None = None
@@ -178,6 +182,7 @@ class StatusSource:
             if worker.name not in self._asked and worker.peers is not None:
                 task = self._loop.create_task(self._ask_worker(worker.name, worker.peers[0]))
                 self._asked[worker.name] = task
+                self._asked_at[worker.name] = self._loop.time()
         self._turn = (self._turn + count) % max(1, len(workers))
 
     async def _ask_worker(self, name: str, control: Peer) -> None:
@@ -186,7 +191,7 @@ class StatusSource:
         except PsyncError:
             return
         finally:
-            del self._asked[name]
+            del self._asked[name], self._asked_at[name]
         assert isinstance(received.message, Statistics), "its only answer"
         work = received.message.counters.get("work")
         if work:
@@ -257,7 +262,9 @@ class StatusSource:
             at, text = worker.last_error
             error = SeenError(text, now - at)
         worked, work = self._worked.get(worker.name), None
-        if worked is not None and worked.shares is not None:
+        # What one did before it was stopped is not what it does now.
+        answers = now - self._asked_at.get(worker.name, now) < WORKER_ANSWERS_WITHIN_S
+        if answers and worked is not None and worked.shares is not None:
             work = dataclasses.replace(worked.shares, age_s=now - worked.at)
         return WorkerReading(
             worker.name, worker.address, state, running, worker.losses, worker.failed, error, work

@@ -90,7 +90,7 @@ async def test_a_live_run_is_drawn_without_complaints() -> None:
     assert complaints == []
     assert '<p id="alert" class="alert" role="status" hidden' in page
     assert "train.py · psync" in page
-    assert "Nothing holds it up: workers compute for 60% of the time." in texts(page, "why")
+    assert "workers compute, or read data, for 60% of the time." in texts(page, "why")
     assert "1,333" in texts(page, "tiles")
     assert page.count('class="uplot') == 4
     assert page.count("<canvas") == 4 + 2
