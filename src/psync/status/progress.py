@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,8 +127,7 @@ class _Cell:
         plain = "\n".join([*lines, now] if now else lines)
         mark = {"text/html": "".join(parts), "text/plain": plain}
         if self._shown is None:
-            from IPython.display import display
-
+            display = importlib.import_module("IPython.display").display
             self._shown = display(mark, raw=True, display_id=True)
         else:
             self._shown.update(mark, raw=True)

@@ -176,9 +176,14 @@ def test_an_address_that_is_none(address: str) -> None:
         host_and_port(address)
 
 
-async def test_ipv6_and_all_interfaces_have_urls_that_open() -> None:
+async def test_ipv6_and_all_interfaces_have_urls_that_open(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(LiveShow(), "127.0.0.1:0"):
+        assert caplog.text == ""
     async with serving(LiveShow(), "0.0.0.0:0") as url:
         assert url.startswith("http://127.0.0.1:")
+        assert "the dashboard at 0.0.0.0:0 has no TLS" in caplog.text
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:

@@ -26,7 +26,7 @@ from psync.status.model import ShardStatus, Status
 SCHEMA = 1
 
 MAX_BYTES = 64 << 20
-"""About 12 hours of 4 workers, before anything is thinned out; 5 minutes of 1,000."""
+"""About 8 hours of 4 workers, before anything is thinned out; 5 minutes of 1,000."""
 
 MAX_LINE_BYTES = MAX_BYTES
 """A file with longer ones is none of ours."""
