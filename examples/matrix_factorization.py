@@ -45,7 +45,7 @@ def attainable():
 
 async def main():
     options = parse_options()
-    resolver = psync.TFConfigClusterResolver()
+    resolver = psync.resolve_cluster()
     num_ps = resolver.cluster_spec().num_tasks("ps")
     strategy = psync.ParameterServerStrategy(resolver, psync.FixedShardsPartitioner(num_ps))
     rng = np.random.default_rng(options.seed)

@@ -43,7 +43,7 @@ from psync.launch.local import LocalCluster as AsyncLocalCluster
 from psync.launch.local import LocalClusterResolver
 from psync.launch.process_loop import loop_factory
 from psync.net.process_state import PerProcess
-from psync.net.resolvers import ClusterResolver
+from psync.net.resolvers import ClusterResolver, opened
 from psync.serialization.remote_value import RemoteValue
 from psync.status.model import Status
 
@@ -230,6 +230,12 @@ class LocalCluster(_Blocking):
         self, num_ps: int, num_workers: int, processes: bool = True, **options: Any
     ) -> None:
         super().__init__(AsyncLocalCluster(num_ps, num_workers, processes, **options))
+
+    def start(self) -> None:
+        """Start all tasks; ``close`` stops them."""
+        super().start()
+        assert self._opened is not None
+        self._opened.enter_context(opened(self.resolver))  # in this thread's context, too
 
     @property
     def resolver(self) -> LocalClusterResolver:

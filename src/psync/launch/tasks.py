@@ -51,7 +51,7 @@ from psync.net.environment import (
     training_presence,
 )
 from psync.net.platform import Platform
-from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver
+from psync.net.resolvers import ClusterResolver, opened
 from psync.net.task_reports import described_by
 from psync.net.transport import SocketNetwork
 from psync.net.workforce import workforce_of_launcher
@@ -84,7 +84,8 @@ def run(
 
     Args:
         main: Coroutine function without arguments: the training program.
-        resolver: Default: ``TFConfigClusterResolver()``.
+        resolver: Says who is in the cluster, and which task this process is. Default: what
+            ``psync.resolve_cluster()`` finds, as under ``psync run``, SLURM and Kubernetes.
         on_workers: Whether workers run ``main()``, too, instead of serving a coordinator: for
             programs that train in a ``MonitoredTrainingSession``. A worker then exits by itself.
             In a cluster without a chief, worker 0 tells the ps tasks to exit.
@@ -162,7 +163,7 @@ async def _run_main(
     note_incarnation(0)
     tasks_end, since = own.leads, time.time_ns()
     try:
-        with following_launcher(workforce_of_launcher()):
+        with following_launcher(workforce_of_launcher()), opened(own.resolver):
             return await main()
     except SETUP_ERRORS:
         # Whoever corrects what is wrong here, or starts who is missing, finds the others still
@@ -189,12 +190,12 @@ def _evaluate(
 
     async def evaluate() -> None:
         training_began.set(began)
-        if fd is None:
-            training_presence.set(TrainingPresence(SocketNetwork(), tasks, patience))
-            await evaluator()
-            return
-        with end_of_run(int(fd)) as over:
-            run_over.set(over)
+        with contextlib.ExitStack() as resources:
+            resources.enter_context(opened(own.resolver))
+            if fd is None:
+                training_presence.set(TrainingPresence(SocketNetwork(), tasks, patience))
+            else:
+                run_over.set(resources.enter_context(end_of_run(int(fd))))
             await evaluator()
 
     return evaluate
@@ -204,7 +205,7 @@ async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = Fal
     """Serve as the ps or worker that the cluster says this process is, until told to stop.
 
     Args:
-        resolver: Default: ``TFConfigClusterResolver()``.
+        resolver: Default: what ``psync.resolve_cluster()`` finds.
         insecure: Whether to serve without a secret, to everybody who can reach the address.
 
     Raises:
@@ -214,7 +215,7 @@ async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = Fal
 
     Cancellation: Updates that have begun are finished, then everything is closed.
     """
-    own = own_task(resolver or TFConfigClusterResolver())
+    own = own_task(resolver)
     load_plugins(own.name)
     await _serve(own, insecure=insecure, shared=False)
 
@@ -229,7 +230,7 @@ def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -
     Raises:
         ConfigurationError, TrainingEnded: As ``serve``.
     """
-    own = own_task(TFConfigClusterResolver())
+    own = own_task(None)
     _watch_launcher()
     load_plugins(own.name)
     run_loop(
@@ -341,6 +342,9 @@ def _prepare_process(own: OwnTask) -> bool:
         write_whole_lines()
     level = os.environ.get("PSYNC_LOG_LEVEL", "info")
     configure_logging(level, None if launched else f"{own.job}-{own.index}")
+    # Who has written TF_CONFIG or a resolver knows.
+    logging_level = logging.INFO if own.is_found else logging.DEBUG
+    logger.log(logging_level, "this process is %s, as %s says", own.name, own.resolver.source)
     _watch_launcher()
     return launched
 

@@ -81,7 +81,9 @@ def platform_of(
     insecure = insecure or insecure_by_environ(environ)
     secret = require_secret(load_secret(environ), insecure, address, warn)
     tls = load_tls(environ)
-    network: Network = SocketNetwork(_inherited(address) if listens else {})
+    # A resolver that had to know its port has bound it.
+    bound: Mapping[str, socket.socket] = getattr(resolver, "listening", {})
+    network: Network = SocketNetwork({**_inherited(address), **bound} if listens else {})
     return Platform(
         network if tls is None else TlsNetwork(network, tls),
         secret,
