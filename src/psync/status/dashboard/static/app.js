@@ -109,7 +109,7 @@ function complain(text) {
 /** The view, or a text that says why there is none. */
 async function answered(query) {
   try {
-    const answer = await fetch(`api/view?${query}`, { signal: AbortSignal.timeout(PATIENCE_MS) });
+    const answer = await fetch(`api/view?${query}`, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
     const text = (await answer.text()).trim();
     return answer.ok ? JSON.parse(text) : text;
   } catch {
