@@ -1,8 +1,8 @@
-"""An HTTP server: ``/metrics`` for Prometheus, and ``/status`` as JSON where there is one.
+"""An HTTP server: ``/metrics`` for Prometheus, and pages that need a token, such as ``/status``.
 
 It answers GET and HEAD, one request a connection, and reads nothing else. ``/metrics`` has numbers
-and names of tasks, and is for everybody who reaches the address, as Prometheus expects it.
-``/status`` has texts, too (names of steps, errors), and needs the token of the URL that is logged.
+and names of tasks, and is for everybody who reaches the address, as Prometheus expects it. Other
+pages have texts, too (names of steps, errors), and need the token of the URL that is logged.
 Where it listens on a loopback address, the Host header must be an address or localhost: a web page
 that a browser of this machine shows must not read it by a name of its own (DNS rebinding).
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import types
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from urllib.parse import parse_qs
@@ -29,14 +30,15 @@ MAX_REQUEST_BYTES = 8192
 REQUEST_WITHIN_S = 5.0
 TOKEN_BYTES = 16
 
-_JSON, _TEXT = "application/json", "text/plain; charset=utf-8"
+_TEXT = "text/plain; charset=utf-8"
 
-_BOTH = "there are /metrics and /status\n"
-
-_Answer = tuple[HTTPStatus, str, str]
+_Answer = tuple[HTTPStatus, str, str | bytes]
 """Status, content type, body."""
 
-Text = Callable[[], Awaitable[str]]
+Metrics = Callable[[], Awaitable[str]]
+
+Page = Callable[[Mapping[str, list[str]]], Awaitable[tuple[str, str | bytes]]]
+"""Given the query, returns content type and body."""
 
 
 class StatusServer:
@@ -45,7 +47,7 @@ class StatusServer:
     Args:
         address: "host:port"; port 0: a free one.
         metrics: Returns them in Prometheus's format.
-        status: Returns it as JSON; None: there is none.
+        pages: What else there is, for whoever has the token, by path. The first one is logged.
         who: Whose they are, for the log.
 
     Attributes:
@@ -56,11 +58,16 @@ class StatusServer:
     """
 
     def __init__(
-        self, address: str, metrics: Text, status: Text | None = None, *, who: str = ""
+        self,
+        address: str,
+        metrics: Metrics,
+        pages: Mapping[str, Page] = types.MappingProxyType({}),
+        *,
+        who: str = "",
     ) -> None:
         host, port = _checked(address)
         self.url = ""
-        self._metrics, self._status = metrics, status
+        self._metrics, self._pages = metrics, pages
         self._who = f"{who}: " if who else ""
         self._host, self._port = host, port
         self._token = random_hex(TOKEN_BYTES)
@@ -84,8 +91,9 @@ class StatusServer:
             ) from exc
         port = self._server.sockets[0].getsockname()[1]
         self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
-        status = f", status at {self.url}/status?token={self._token}" if self._status else ""
-        logger.info("%smetrics at %s/metrics%s", self._who, self.url, status)
+        first = next(iter(self._pages), "")
+        more = f", {first[1:]} at {self.url}{first}?token={self._token}" if first else ""
+        logger.info("%smetrics at %s/metrics%s", self._who, self.url, more)
 
     async def close(self) -> None:
         """Answer nobody any more. Cancellation: safe."""
@@ -134,13 +142,14 @@ class StatusServer:
         try:
             if path == "/metrics":
                 return HTTPStatus.OK, CONTENT_TYPE, await self._metrics()
-            if path != "/status" or self._status is None:
-                there = "there is /metrics\n" if self._status is None else _BOTH
-                return HTTPStatus.NOT_FOUND, _TEXT, there
-            if not is_token(parse_qs(query).get("token", [""])[0], self._token):
+            if path not in self._pages:
+                there = " and ".join(("/metrics", *list(self._pages)[:1]))
+                return HTTPStatus.NOT_FOUND, _TEXT, f"there is {there}\n"
+            asked = parse_qs(query)
+            if not is_token(asked.get("token", [""])[0], self._token):
                 text = "the token is missing or another one; the program's log has the URL\n"
                 return HTTPStatus.FORBIDDEN, _TEXT, text
-            return HTTPStatus.OK, _JSON, await self._status()
+            return HTTPStatus.OK, *await self._pages[path](asked)
         except PsyncError as exc:  # it ends just now
             return HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{exc.message}\n"
 
@@ -165,7 +174,7 @@ def _is_loopback(host: str) -> bool:
 
 def _bytes(method: str, answer: _Answer) -> bytes:
     status, kind, text = answer
-    body = text.encode()
+    body = text if isinstance(text, bytes) else text.encode()
     head = (
         f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
         f"Content-Length: {len(body)}\r\nCache-Control: no-store\r\n"

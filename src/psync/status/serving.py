@@ -79,7 +79,9 @@ class ServedStatus:
         self._is_served = is_served(platform)
         if metrics is None and is_outside(platform):
             metrics = os.environ.get("PSYNC_METRICS")
-        self._http = StatusServer(metrics, self._metrics, self._json) if metrics else None
+        self._http: StatusServer | None = None
+        if metrics:
+            self._http = StatusServer(metrics, self._metrics, {"/status": self._json})
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
@@ -108,8 +110,8 @@ class ServedStatus:
     async def _metrics(self) -> str:
         return exposition(await self.source.status())
 
-    async def _json(self) -> str:
-        return (await self.source.status()).to_json()
+    async def _json(self, _: Mapping[str, list[str]]) -> tuple[str, str]:
+        return "application/json", (await self.source.status()).to_json()
 
     async def close(self) -> None:
         """Answer nobody any more. Cancellation: a connection may still be closing."""
