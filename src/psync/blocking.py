@@ -29,8 +29,9 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from psync.api.cluster_coordinator import ClusterCoordinator as AsyncCoordinator
@@ -44,6 +45,7 @@ from psync.launch.local import LocalClusterResolver
 from psync.launch.process_loop import loop_factory
 from psync.net.process_state import PerProcess
 from psync.net.resolvers import ClusterResolver, opened
+from psync.net.tracing.stretch import Trace
 from psync.serialization.remote_value import RemoteValue
 from psync.status.model import Status
 
@@ -321,6 +323,16 @@ class ClusterCoordinator(_Blocking):
     def status(self) -> Status:
         """Return what the cluster does just now, see ``psync.ClusterCoordinator.status``."""
         return wait(self.coordinator.status())
+
+    @contextlib.contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Generator[Trace, None, None]:
+        """Trace what happens within, see ``psync.ClusterCoordinator.trace``."""
+        inner = self.coordinator.trace(path)
+        traced = wait(inner.__aenter__())
+        try:
+            yield traced
+        finally:
+            wait(inner.__aexit__(None, None, None))
 
     def report(self, values: Mapping[str, float]) -> None:
         """Show values in the status, see ``psync.ClusterCoordinator.report``."""

@@ -64,6 +64,7 @@ PURE = (
     "chief.recovery_rule compat.session_members status.model status.rates status.exposition "
     "status.diagnosis status.units client.work_meter "
     "status.guard status.dashboard.history status.dashboard.view"
+    " net.tracing.readings net.tracing.clocks net.tracing.lanes net.tracing.chrome"
 ).split()
 
 # What is pure is given these as a value.

@@ -1,4 +1,4 @@
-"""The command line: ``psync run``, ``scale``, ``top``, ``serve``, ``dashboard`` and others.
+"""The command line: ``psync run``, ``scale``, ``top``, ``trace``, ``serve`` and others.
 
 Every option also reads an environment variable, ``PSYNC_<COMMAND>_<OPTION>``. Wrong usage is one
 line on stderr and exit code 2. Imports are late: the launcher has its tasks running before it could
@@ -22,6 +22,7 @@ from psync.cli.checkpoint import checkpoint
 from psync.cli.dashboard import dashboard as dashboard_command
 from psync.cli.scale import scale
 from psync.cli.top import top
+from psync.cli.trace import trace
 from psync.errors import ConfigurationError, TrainingEnded
 from psync.launch.task_output import configure_logging, fill_standard_streams
 
@@ -345,6 +346,7 @@ def serve(
 
 
 psync.add_command(top)
+psync.add_command(trace)
 psync.add_command(scale)
 psync.add_command(dashboard_command)
 psync.add_command(checkpoint)
