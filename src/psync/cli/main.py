@@ -20,6 +20,8 @@ import click
 from psync.cli.certs import certs, tls_environ, tls_options
 from psync.cli.checkpoint import checkpoint
 from psync.cli.dashboard import dashboard as dashboard_command
+from psync.cli.health import health
+from psync.cli.launch.commands import launch
 from psync.cli.scale import scale
 from psync.cli.top import top
 from psync.cli.trace import trace
@@ -317,7 +319,7 @@ def serve(
     log_level: str,
     **tls: Any,
 ) -> int:
-    """Serve as the ps or the worker that TF_CONFIG says this process is.
+    """Serve as the ps or the worker that TF_CONFIG, or a scheduler, says this process is.
 
     It loads no script, only plugins: a worker gets its steps from the chief. Ends when the chief
     says so, on SIGTERM, or, with code 1, when no chief comes. The cluster's secret comes from
@@ -339,15 +341,16 @@ def serve(
         sys.path.insert(0, "")
     configure_logging(log_level)
     try:
-        tasks.serve_forever(insecure=insecure, chief_timeout=chief_timeout)
+        return tasks.serve_forever(insecure=insecure, chief_timeout=chief_timeout)
     except TrainingEnded as error:
         return _fail(str(error), FAILED)
-    return 0
 
 
 psync.add_command(top)
 psync.add_command(trace)
 psync.add_command(scale)
+psync.add_command(health)
+psync.add_command(launch)
 psync.add_command(dashboard_command)
 psync.add_command(checkpoint)
 psync.add_command(certs)

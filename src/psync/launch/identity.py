@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,12 @@ from psync.cluster import ClusterSpec, task_name
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.discovery.default import resolve_cluster
 from psync.net.endpoint import Endpoint
-from psync.net.environment import added_workers, newest_incarnation, platform_of
+from psync.net.environment import (
+    added_workers,
+    is_supervised,
+    newest_incarnation,
+    platform_of,
+)
 from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver, training_cluster
 from psync.wire.messages import Shutdown
 
@@ -29,6 +35,7 @@ class OwnTask:
     job: str
     index: int
     is_found: bool = False  # in the surroundings, where nobody has described the cluster
+    is_supervised: bool = False  # see ``environment.is_supervised``
 
     @property
     def name(self) -> str:
@@ -61,20 +68,20 @@ def own_task(resolver: ClusterResolver | None) -> OwnTask:
 
     Raises:
         ConfigurationError: There is no cluster, or its description is wrong or does not say which
-            task it is.
+            task it is; or ``PSYNC_SUPERVISED`` is malformed.
     """
     is_found = resolver is None
     resolver = resolver or resolve_cluster()
     is_found = is_found and not isinstance(resolver, TFConfigClusterResolver)
     cluster, job, index = training_cluster(resolver)
-    if job == "evaluator":
-        return OwnTask(resolver, cluster, job, index or 0, is_found)
+    if job == "evaluator" and index is None:
+        index = 0
     if job is None or index is None:
         raise ConfigurationError(
             "the cluster's description does not say which task this process is",
             hint='TF_CONFIG needs "task": {"type": "worker", "index": 0}, or the like',
         )
-    return OwnTask(resolver, cluster, job, index, is_found)
+    return OwnTask(resolver, cluster, job, index, is_found, is_supervised(os.environ))
 
 
 logger = logging.getLogger(__name__)

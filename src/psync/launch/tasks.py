@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -63,6 +64,9 @@ if TYPE_CHECKING:
     from psync.worker_task import WorkerTask
 
 T = TypeVar("T")
+
+LEFT = 128 + signal.SIGTERM
+"""Exit code of a worker that SIGTERM has ended, where 0 would say that it is not needed again."""
 
 SETUP_ERRORS = (ConfigurationError, ConnectFailed, AuthenticationError, RemoteProtocolError)
 """What is wrong with the cluster rather than with the program, until training has begun."""
@@ -136,8 +140,7 @@ def run(
             if job == "evaluator"
             else partial(_serve, own, insecure=False, shared=True)
         )
-        run_loop(serving, terminated_code=0)
-        sys.exit(0)
+        sys.exit(run_loop(serving, terminated_code=_terminated_code(own)))
     except SETUP_ERRORS as exc:
         if began.is_set():
             raise
@@ -170,6 +173,10 @@ async def _run_main(
         # there. They may also serve a chief that has a better right to them.
         tasks_end = tasks_end and began.is_set()
         raise
+    except BaseException:
+        # Where it is started again it goes on with them, or waits for them.
+        tasks_end = tasks_end and not own.is_supervised
+        raise
     finally:
         if tasks_end:
             await shut_down(own, stopping, since)
@@ -177,7 +184,7 @@ async def _run_main(
 
 def _evaluate(
     evaluator: Callable[[], Awaitable[Any]] | None, own: OwnTask, began: asyncio.Event
-) -> Callable[[], Awaitable[Any]]:
+) -> Callable[[], Awaitable[int]]:
     """Return what runs on an evaluator."""
     if evaluator is None:
         raise ConfigurationError(
@@ -188,7 +195,7 @@ def _evaluate(
     patience = chief_timeouts(os.environ)
     tasks = own.addresses_of(("ps", "worker"))
 
-    async def evaluate() -> None:
+    async def evaluate() -> int:
         training_began.set(began)
         with contextlib.ExitStack() as resources:
             resources.enter_context(opened(own.resolver))
@@ -197,6 +204,7 @@ def _evaluate(
             else:
                 run_over.set(resources.enter_context(end_of_run(int(fd))))
             await evaluator()
+        return 0
 
     return evaluate
 
@@ -220,8 +228,11 @@ async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = Fal
     await _serve(own, insecure=insecure, shared=False)
 
 
-def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -> None:
+def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -> int:
     """Do ``serve`` in this process until a message or SIGTERM says stop; for ``psync serve``.
+
+    Returns:
+        The exit code.
 
     Args:
         insecure: As ``serve``.
@@ -233,15 +244,16 @@ def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -
     own = own_task(None)
     _watch_launcher()
     load_plugins(own.name)
-    run_loop(
+    return run_loop(
         lambda: _serve(own, insecure=insecure, shared=False, chief_timeout=chief_timeout),
-        terminated_code=0,
+        terminated_code=_terminated_code(own),
     )
 
 
 async def _serve(
     own: OwnTask, *, insecure: bool, shared: bool, chief_timeout: str | None = None
-) -> None:
+) -> int:
+    """Serve until told to stop; return the exit code."""
     if own.job not in ("ps", "worker"):
         raise ConfigurationError(
             f"only ps and worker tasks serve, this process is {own.name}",
@@ -263,12 +275,18 @@ async def _serve(
     naming = naming_who_is_awaited(lambda: "" if task.chief.is_here else awaited)
     try:
         async with _metrics(task):
-            with described_by(task.describe), _leaving_first(task), naming:
+            with described_by(task.describe), _leaving_first(task) as leaving, naming:
                 await until_told(task.task, task.stopped, task.chief, timeouts)
     finally:
         await task.close()
     if getattr(task, "is_torn", False):  # a ps
         raise PsyncError(f"{task.task} ended: an update failed half-way, see the log")
+    return _terminated_code(own) if leaving else 0
+
+
+def _terminated_code(own: OwnTask) -> int:
+    """Return with which code a task ends that serves, or evaluates, and gets SIGTERM."""
+    return LEFT if own.job == "worker" and own.is_supervised else 0
 
 
 def _metrics(task: PsTask | WorkerTask) -> contextlib.AbstractAsyncContextManager[None]:
@@ -281,20 +299,24 @@ def _metrics(task: PsTask | WorkerTask) -> contextlib.AbstractAsyncContextManage
 
 
 @contextlib.contextmanager
-def _leaving_first(task: PsTask | WorkerTask) -> Iterator[None]:
-    """Let a worker leave in order when it gets its first SIGTERM, as before a machine is taken."""
+def _leaving_first(task: PsTask | WorkerTask) -> Iterator[list[asyncio.Task[None]]]:
+    """Let a worker leave in order when it gets its first SIGTERM, as before a machine is taken.
+
+    Yields:
+        A list, which is empty unless it leaves.
+    """
     leave = getattr(task, "leave", None)
-    if leave is None:  # a ps
-        yield
-        return
     leaving: list[asyncio.Task[None]] = []
+    if leave is None:  # a ps
+        yield leaving
+        return
 
     def begin() -> None:
         work = leave("SIGTERM", hint="; another SIGTERM ends it at once")
         leaving.append(asyncio.get_running_loop().create_task(work))
 
     with asked_first(begin):
-        yield
+        yield leaving
 
 
 def make_task(

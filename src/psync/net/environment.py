@@ -115,6 +115,21 @@ def tell_launcher() -> None:
             os.close(fd)
 
 
+def is_supervised(environ: Mapping[str, str]) -> bool:
+    """Whether a scheduler starts tasks again that end with another code than 0 (Kubernetes' Jobs).
+
+    Then a worker that leaves because of SIGTERM does not end with 0, which would say that all is
+    done, and only a chief that does tells the others to exit.
+
+    Raises:
+        ConfigurationError: ``PSYNC_SUPERVISED`` is neither 0 nor 1.
+    """
+    text = environ.get("PSYNC_SUPERVISED", "")
+    if text not in ("", "0", "1"):
+        raise ConfigurationError(f"PSYNC_SUPERVISED: expected 0 or 1, got {text!r}")
+    return text == "1"
+
+
 def note_training_began() -> None:
     """Whatever was to be connected to is there; see ``training_began``."""
     began = training_began.get()

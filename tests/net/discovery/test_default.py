@@ -14,6 +14,7 @@ import psync
 from psync import blocking
 from psync.net.discovery.default import jobs_of, resolve_cluster
 from psync.net.resolvers import opened
+from recorded_slurm import INTERACTIVE, ONE_NODE, SHELL, two_nodes
 
 TF_CONFIG = {
     "TF_CONFIG": json.dumps(
@@ -32,13 +33,7 @@ TORCHRUN = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
 }
-SLURM = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_PROCID": "3",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-}
+SLURM = two_nodes(3)
 KUBERNETES = {
     "KUBERNETES_SERVICE_HOST": "10.0.0.1",
     "HOSTNAME": "train-worker-1",
@@ -53,14 +48,14 @@ KUBERNETES = {
         (TF_CONFIG, "TF_CONFIG", ("worker", 0)),
         (TORCHRUN, "torchrun", ("worker", 0)),
         (SLURM, "SlurmClusterResolver", ("worker", 1)),
+        (ONE_NODE, "SlurmClusterResolver", ("ps", 0)),
         (KUBERNETES, "KubernetesClusterResolver", ("worker", 1)),
         # Inner launchers come first: each passes its own environment on.
         ({**TORCHRUN, **TF_CONFIG}, "TF_CONFIG", ("worker", 0)),
         ({**SLURM, **TORCHRUN}, "torchrun", ("worker", 0)),
         ({**KUBERNETES, **TORCHRUN}, "torchrun", ("worker", 0)),
         ({**KUBERNETES, **TF_CONFIG}, "TF_CONFIG", ("worker", 0)),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", **KUBERNETES}, "KubernetesClusterResolver",
-         ("worker", 1)),
+        ({**SHELL, **KUBERNETES}, "KubernetesClusterResolver", ("worker", 1)),
     ],
 )  # fmt: skip
 def test_the_first_surroundings_that_apply_say_who_this_is(
@@ -73,9 +68,9 @@ def test_the_first_surroundings_that_apply_say_who_this_is(
 def test_slurm_tasks_listen_from_the_port_that_is_given() -> None:
     environ = {**SLURM, "PSYNC_PORT": "2000", "PSYNC_JOBS": "ps=2"}
     assert resolve_cluster(environ).cluster_spec().as_dict() == {
-        "chief": ["n1:2000"],
-        "ps": ["n1:2001", "n2:2000"],
-        "worker": ["n2:2001"],
+        "chief": ["node1:2000"],
+        "ps": ["node1:2001", "node2:2000"],
+        "worker": ["node2:2001"],
     }
 
 
@@ -94,7 +89,8 @@ def test_pods_are_found_by_the_names_of_their_service() -> None:
         ({}, "psync run "),
         ({"TF_CONFIG": ""}, "psync.LocalCluster(1, 2)"),
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, "srun --ntasks=4"),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, "srun --ntasks=4"),
+        (INTERACTIVE, "srun --ntasks=4"),
+        (SHELL, "srun --ntasks=4"),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "set PSYNC_SERVICE to the headless service"),
     ],
 )

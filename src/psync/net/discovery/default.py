@@ -84,8 +84,9 @@ def resolve_cluster(environ: Environ | None = None) -> ClusterResolver:
             return resolver
     tried = ", ".join(row.name for row in SURROUNDINGS)
     advice = [text for row in SURROUNDINGS if (text := row.advice(environ))]
+    script = sys.argv[0] if sys.argv[0].endswith(".py") else "train.py"  # of a command, or none
     advice += [
-        f"to train on this machine: psync run {sys.argv[0] or 'train.py'} --ps 1 --workers 2",
+        f"to train on this machine: psync run {script} --ps 1 --workers 2",
         "or open a psync.LocalCluster(1, 2) in the program",
     ]
     raise ConfigurationError(
