@@ -140,7 +140,8 @@ def psync(context: click.Context) -> int:
     "--metrics-port",
     type=click.IntRange(0, 65535),
     help="Serve metrics for Prometheus on this port of 127.0.0.1, while a coordinator runs. 0: a "
-    "free one; the chief's log has the URL.",
+    "free one; the chief's log has the URL. Each ps and worker serves its own on a free port; see "
+    "its log.",
 )
 @click.option(
     "--dashboard", is_flag=True, help="Show the run in a web page; its URL is printed (127.0.0.1)."
@@ -200,9 +201,12 @@ def run(
 
     Ctrl-C stops all tasks in order, a second one kills them.
     """
-    shown = {} if metrics_port is None else {"PSYNC_METRICS": f"127.0.0.1:{metrics_port}"}
+    shown = {}
+    if metrics_port is not None:
+        shown["PSYNC_METRICS"] = f"127.0.0.1:{metrics_port}"
+        shown["PSYNC_TASK_METRICS"] = "127.0.0.1:0"
     if dashboard_address or dashboard:
-        from psync.dashboard.server import DEFAULT_ADDRESS, check_can_serve
+        from psync.status.dashboard.server import DEFAULT_ADDRESS, check_can_serve
 
         shown["PSYNC_DASHBOARD"] = dashboard_address or DEFAULT_ADDRESS
         check_can_serve(shown["PSYNC_DASHBOARD"])
@@ -224,19 +228,11 @@ def run(
             parse_hosts(hosts), ssh, remote_python or sys.executable, variables, gpus_per_worker
         )
     return launch(
-        script,
-        args,
-        num_ps=ps,
+        script, args, num_ps=ps,
         num_workers=workers or (1 if plan is None else len(plan.places)),
-        hosts=plan,
-        evaluator=evaluator,
-        max_restarts=max_restarts,
-        chief_restarts=chief_restarts,
-        quiet=quiet,
-        plugins=plugins,
-        gpus_per_worker=gpus_per_worker,
-        environ=environ,
-    )
+        hosts=plan, evaluator=evaluator, max_restarts=max_restarts, chief_restarts=chief_restarts,
+        quiet=quiet, plugins=plugins, gpus_per_worker=gpus_per_worker, environ=environ,
+    )  # fmt: skip
 
 
 @psync.group()
@@ -348,12 +344,19 @@ def peers(quick: bool, python: str | None, rows: str, scripts: Path, out: Path) 
     help="How long to be without a chief, before the first one and after the last one has gone; "
     "none: for ever.  [default: 3600 before, 600 after; none under a launcher]",
 )
+@click.option(
+    "--metrics",
+    metavar="HOST:PORT",
+    envvar="PSYNC_TASK_METRICS",
+    help="Serve what this task counts for Prometheus, there. Port 0: a free one; the log has it.",
+)
 @plugin_option
 @tls_options
 @log_level_option
 def serve(
     insecure: bool,
     chief_timeout: str | None,
+    metrics: str | None,
     plugins: tuple[str, ...],
     log_level: str,
     **tls: Any,
@@ -374,6 +377,8 @@ def serve(
     from psync.launch.plugins import plugins_environ
 
     os.environ.update({**tls_environ(**tls), **plugins_environ(plugins, {})})
+    if metrics:
+        os.environ["PSYNC_TASK_METRICS"] = metrics
     if plugins:  # what lies here, as for `python -m psync serve`
         sys.path.insert(0, "")
     configure_logging(log_level)

@@ -355,8 +355,9 @@ async def serve_as(
         )
     naming = naming_who_is_awaited(lambda: "" if task.chief.is_here else awaited)
     try:
-        with described_by(task.describe), _leaving_first(task) as leaving, naming:
-            await until_told(task.task, task.stopped, task.chief, timeouts)
+        async with _metrics(task):
+            with described_by(task.describe), _leaving_first(task) as leaving, naming:
+                await until_told(task.task, task.stopped, task.chief, timeouts)
     finally:
         await task.close()
     if getattr(task, "is_torn", False):  # a ps
@@ -367,6 +368,15 @@ async def serve_as(
 def _terminated_code(own: OwnTask) -> int:
     """Return with which code a task ends that serves, or evaluates, and gets SIGTERM."""
     return LEFT if own.job == "worker" and own.is_supervised else 0
+
+
+def _metrics(task: PsTask | WorkerTask) -> contextlib.AbstractAsyncContextManager[None]:
+    """Return a context in which a task's metrics are served, if somebody has asked for them."""
+    if not os.environ.get("PSYNC_TASK_METRICS"):
+        return contextlib.nullcontext()
+    from psync.status.task_metrics import serving_metrics
+
+    return serving_metrics(task)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import { KINDS, STATES, lanes, squares } from "./lanes.js";
 
 const SCHEMA = 1;
 const EVERY_MS = 1000;
+const PATIENCE_MS = 10000;  // a tunnel that is gone says nothing
 
 const WORKER = [
   ["task", "worker", "left"], ["state", "state", "left"], ["rate", "closures/s"], ["mean", "per closure"],
@@ -18,7 +19,7 @@ const PS = [
   ["duplicates", "sent again"], ["backup", "backup", "left"],
 ];
 
-const asked = { span: "recent", time: null };
+const asked = { span: "recent", time: null, count: 0 };
 let view = null;
 let draw = null;
 
@@ -105,27 +106,35 @@ function complain(text) {
   document.querySelector("main").classList.toggle("stale", Boolean(text));
 }
 
-async function refresh() {
-  const at = asked.time === null ? "" : `&time=${asked.time}`;
+/** The view, or a text that says why there is none. */
+async function answered(query) {
   try {
-    const answer = await fetch(`api/view?span=${asked.span}${at}`);
-    if (!answer.ok) throw new Error(await answer.text());
-    const got = await answer.json();
-    if (got.schema === undefined) return complain("The first status is on its way.");
-    if (got.schema !== SCHEMA) return location.reload();
-    view = got;
-    complain("");
-    show();
-  } catch (error) {
-    const seen = view ? ` What you see is of ${clock(view.time)}.` : "";
-    complain(error instanceof TypeError
-      ? `The program does not answer: it has ended, or is busy.${seen}` : `${error.message}${seen}`);
+    const answer = await fetch(`api/view?${query}`, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+    const text = (await answer.text()).trim();
+    return answer.ok ? JSON.parse(text) : text;
+  } catch {
+    return "The program does not answer: it has ended, or is busy.";
   }
 }
 
+async function refresh() {
+  const number = asked.count += 1;
+  const got = await answered(`span=${asked.span}${asked.time === null ? "" : `&time=${asked.time}`}`);
+  if (number !== asked.count) return;  // something else was asked for meanwhile
+  if (typeof got === "string") return complain(view ? `${got} What you see is of ${clock(view.time)}.` : got);
+  if (got.schema === undefined) return complain("The first status is on its way.");
+  if (got.schema !== SCHEMA) return location.reload();
+  view = got;
+  complain("");
+  show();
+}
+
 async function follow() {
-  if (!document.hidden && view?.mode !== "log") await refresh();
-  setTimeout(follow, EVERY_MS);
+  try {
+    if (!document.hidden && view?.mode !== "log") await refresh();
+  } finally {
+    setTimeout(follow, EVERY_MS);
+  }
 }
 
 for (const button of document.querySelectorAll("[data-span]")) {
@@ -137,5 +146,6 @@ for (const button of document.querySelectorAll("[data-span]")) {
 }
 $("slider").addEventListener("change", (event) => { asked.time = Number(event.target.value); refresh(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => view && show());
+document.addEventListener("visibilitychange", () => document.hidden || view?.mode === "log" || refresh());
 addEventListener("resize", () => view && showWorkers(view));
 follow();

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from psync.dashboard.history import LANE_CELLS
-from psync.dashboard.run_log import FinishedRun, RunLog
-from psync.dashboard.shows import LiveShow, LogShow, to_json
-from psync.dashboard.view import Placed
+from psync.status.dashboard.history import LANE_CELLS
+from psync.status.dashboard.run_log import FinishedRun, RunLog
+from psync.status.dashboard.shows import LiveShow, LogShow, to_json
+from psync.status.model import ShardStatus
 from statuses import shares, status, worker
 from view_schema import check_view
 
-PLACED = [Placed("w", 0, (2, 3), "float32", 24, 0)]
+PLACED = (ShardStatus("w", 0, (2, 3), "float32", 24, 0),)
 MOMENTS = 400
 
 
@@ -21,10 +21,9 @@ MOMENTS = 400
 def log(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     path = tmp_path_factory.mktemp("log") / "run.jsonl"
     written = RunLog(path, "train.py")
-    written.place(PLACED)
     for at in range(MOMENTS):
         state = "lost" if at >= 200 else "busy"
-        written.add(status(worker(0, state, work=shares(0.5)), at=1000.0 + at))
+        written.add(status(worker(0, state, work=shares(0.5)), at=1000.0 + at, placement=PLACED))
     written.close()
     return FinishedRun(path)
 

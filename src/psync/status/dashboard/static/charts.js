@@ -4,6 +4,7 @@ import { $, colour } from "./dom.js";
 
 const UNITS = ["", "k", "M", "G", "T"];
 const HEIGHT = 180;
+const DAY_S = 12 * 3600;  // ticks that are farther apart may be of two days
 const DOUBLINGS = Array.from({ length: 44 }, (_, power) => 2 ** power);  // ticks of bytes
 
 function scaled(value, base, units) {
@@ -12,6 +13,9 @@ function scaled(value, base, units) {
   return `${Number(value.toPrecision(3))}${units[step]}`;
 }
 export const clock = (time) => new Date(time * 1000).toLocaleTimeString([], { hour12: false });
+/** Times of an axis: with the day where there are several. */
+const clocks = (times) => times.map(times.at(-1) - times[0] < DAY_S ? clock : (time) => new Date(time * 1000).toLocaleString(
+  [], { month: "numeric", day: "numeric", hour: "2-digit", minute: "2-digit", hour12: false }));
 export const number = (value) => (value == null ? "–" : scaled(value, 1000, UNITS));
 export const bytes = (value) =>
   (value == null ? "–" : `${scaled(value, 1024, [" B", " KiB", " MiB", " GiB", " TiB"])}/s`);
@@ -47,7 +51,7 @@ export function chart(id) {
       cursor: { y: false, sync: { key: "run" }, points: { show: !stack }, drag: { x: false, y: false } },
       legend: { live: true },
       scales: { y: { range }, right: { range } },
-      axes: [{ ...axis, size: 30, space: 90, values: (_, ticks) => ticks.map(clock) }, { ...axis, size: 62, values: (_, ticks) => ticks.map(format), ...(format === bytes ? { incrs: DOUBLINGS } : {}) },
+      axes: [{ ...axis, size: 30, space: 90, values: (_, ticks) => clocks(ticks) }, { ...axis, size: 62, values: (_, ticks) => ticks.map(format), ...(format === bytes ? { incrs: DOUBLINGS } : {}) },
         ...(series.some(({ scale }) => scale === "right") ? [right] : [])],
       series: [{ value: (_, time) => (time == null ? "now" : clock(time)) }, ...(stack ? lines.reverse() : lines)],
     };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import shutil
 import tempfile
@@ -10,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from psync.dashboard.run_log import FinishedRun, RunLog
-from psync.dashboard.server import serving
-from psync.dashboard.shows import LiveShow, LogShow, Show
-from psync.dashboard.view import Placed
-from psync.status.model import EventStatus, QueueStatus, Status, StepsStatus
+from psync.errors import ConfigurationError
+from psync.status.dashboard.run_log import FinishedRun, RunLog
+from psync.status.dashboard.server import serving
+from psync.status.dashboard.shows import LiveShow, LogShow, Show
+from psync.status.model import EventStatus, QueueStatus, ShardStatus, Status, StepsStatus
 from statuses import ps, shares, status, worker
 
 pytest.importorskip("aiohttp")
@@ -33,7 +34,9 @@ FLAGS = (
     "--hide-scrollbars", "--enable-logging=stderr", "--window-size=1280,1600",
     "--virtual-time-budget=4000",
 )  # fmt: skip
-PLACED = [Placed("hidden/kernel", number, (64, 64), "float32", 16384, number) for number in (0, 1)]
+PLACED = tuple(
+    ShardStatus("hidden/kernel", number, (64, 64), "float32", 16384, number) for number in (0, 1)
+)
 
 
 def moment(at: float, num_workers: int) -> Status:
@@ -46,13 +49,13 @@ def moment(at: float, num_workers: int) -> Status:
         *workers, ps(0, bytes=16384, bytes_out_per_s=1e6), ps(1, bytes=16384), at=1e9 + at,
         queue=QueueStatus(queued=9, in_flight=9, finished=10, closures_per_s=1234.0 + at),
         steps=StepsStatus(5, 2.0, {"0": 30, "1": 10}), reported={"loss": 1 / (1 + at)},
+        placement=PLACED,
         events=(EventStatus("joined", "<b>/job:worker/task:0</b> takes part", 3.0),),
     )  # fmt: skip
 
 
 def live(num_workers: int, moments: int = 100) -> LiveShow:
     show = LiveShow()
-    show.placed = PLACED
     for at in range(moments):
         show.add(moment(float(at), num_workers))
     return show
@@ -87,7 +90,7 @@ async def test_a_live_run_is_drawn_without_complaints() -> None:
     assert complaints == []
     assert '<p id="alert" class="alert" role="status" hidden' in page
     assert "train.py · psync" in page
-    assert "Nothing holds it up: workers compute for 60% of the time." in texts(page, "why")
+    assert "workers compute, or read data, for 60% of the time." in texts(page, "why")
     assert "1,333" in texts(page, "tiles")
     assert page.count('class="uplot') == 4
     assert page.count("<canvas") == 4 + 2
@@ -95,6 +98,16 @@ async def test_a_live_run_is_drawn_without_complaints() -> None:
     assert re.search(r'id="states-card"[^>]*hidden', page)
     # Texts of the run are texts, whatever they look like.
     assert "&lt;b&gt;worker 0&lt;/b&gt; takes part" in page
+
+
+@pytest.mark.timeout(120)
+async def test_what_the_server_says_stands_on_the_page() -> None:
+    class Broken(LiveShow):
+        async def view(self, span: str, time: float | None) -> str:
+            raise ConfigurationError("run.jsonl: expected a line of a run log at byte 7")
+
+    page, _ = await browse(Broken(), "--dump-dom")
+    assert "run.jsonl: expected a line of a run log at byte 7" in texts(page, "alert")
 
 
 @pytest.mark.timeout(120)
@@ -113,7 +126,8 @@ async def test_a_run_log_has_a_way_through_time(tmp_path: Path) -> None:
     for at in range(60):
         log.add(moment(float(at), 8))
     log.close()
-    page, complaints = await browse(LogShow(FinishedRun(log.path)), "--dump-dom")
+    with contextlib.closing(FinishedRun(log.path)) as run:
+        page, complaints = await browse(LogShow(run), "--dump-dom")
     assert complaints == []
     assert "from its log" in page
     assert re.search(r'id="slider"[^>]*max="1000000059"', page)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
 
 import pytest
 
-from psync.dashboard.history import History
-from psync.dashboard.view import (
+from psync.status.dashboard.history import History
+from psync.status.dashboard.view import (
     MAX_PARTS,
     MAX_WORKERS,
-    Placed,
     noticed,
     placement,
     ps_row,
@@ -29,6 +29,7 @@ from psync.status.model import (
     QueueStatus,
     RunningClosure,
     SeenError,
+    ShardStatus,
     Status,
     StepsStatus,
 )
@@ -61,19 +62,19 @@ def full_status(num_workers: int = 3) -> Status:
     )  # fmt: skip
 
 
-def shard(ps: int = 0, nbytes: int = 100, variable: str = "w", number: int = 0) -> Placed:
-    return Placed(variable, number, (5, 5), "float32", nbytes, ps)
+def shard(ps: int = 0, nbytes: int = 100, variable: str = "w", number: int = 0) -> ShardStatus:
+    return ShardStatus(variable, number, (5, 5), "float32", nbytes, ps)
 
 
 @pytest.mark.parametrize("num_workers", [0, 3, 100])
-@pytest.mark.parametrize("placed", [None, [], [shard()]])
+@pytest.mark.parametrize("placed", [(), (shard(),)])
 def test_it_has_its_schema(num_workers: int, placed: Any) -> None:
     history = History()
-    seen = full_status(num_workers)
+    seen = dataclasses.replace(full_status(num_workers), placement=placed)
     history.add(seen)
     history.add(seen)
     for span in ("recent", "run"):
-        view = view_of(seen, history, placed, span=span)
+        view = view_of(seen, history, span=span)
         check_view(json.loads(json.dumps(view, allow_nan=False)))
 
 
@@ -81,8 +82,8 @@ def test_of_nothing_at_all_it_has_its_schema_too() -> None:
     view = view_of(status(), History())
     check_view(json.loads(json.dumps(view, allow_nan=False)))
     assert set(view["missing"]) == {"loss", "staleness", "work", "placement"}
-    assert set(view_of(full_status(), History(), [shard()])["missing"]) == set()
-    assert "declared" in view_of(status(), History(), [])["missing"]["placement"]
+    assert set(view_of(full_status(), History())["missing"]) == {"placement"}
+    assert view_of(status(placement=(shard(),)), History())["placement"] != []
 
 
 def test_names_of_tasks_are_short() -> None:

@@ -11,8 +11,8 @@ import pytest
 import psync
 from local_training import training
 from psync.errors import ConfigurationError
-from psync.training import progress
-from psync.training.progress import Bar, Lines, Progress, progress_of, showing_bytes, size_of
+from psync.status import progress
+from psync.status.progress import Bar, Lines, Progress, progress_of, showing, size_of
 
 
 def one_epoch(show: Any) -> None:
@@ -63,7 +63,7 @@ def test_work_that_takes_long_gets_a_line_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    with showing_bytes("lines", "saving there", 3 << 20) as show:
+    with showing("lines", "saving there", 3 << 20) as show:
         show(0)
         show(1536 << 10)
     assert capsys.readouterr().out.splitlines() == [
@@ -74,25 +74,39 @@ def test_work_that_takes_long_gets_a_line_now_and_then(
 
 
 def test_work_that_takes_no_time_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with showing_bytes("auto", "saving there", 5 << 40) as show:
+    with showing("auto", "saving there", 5 << 40) as show:
         show(5 << 40)
     assert capsys.readouterr().out == "saving there: 5.0 TiB in 0.0 s\n"
 
 
+def test_work_of_many_pieces_counts_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    with showing("lines", "epoch 1/2", 2000, "shards") as show:
+        show(1500)
+    assert capsys.readouterr().out.splitlines() == [
+        "epoch 1/2: 1,500 of 2,000 shards", "epoch 1/2: 2,000 shards in 0.0 s",
+    ]  # fmt: skip
+    with showing("bar", "epoch [1/2]", 2000, "shards") as show:
+        show(1500)
+    assert capsys.readouterr().out.endswith("epoch [1/2]: 2,000 shards in 0.0 s\n")
+
+
 def test_work_that_fails_gets_none(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(OSError, match="full"), showing_bytes("lines", "saving there", 10):
+    with pytest.raises(OSError, match="full"), showing("lines", "saving there", 10):
         raise OSError("full")
     assert capsys.readouterr().out == ""
 
 
 def test_a_bar_of_bytes_leaves_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with showing_bytes("bar", "saving [there]", 100) as show:
+    with showing("bar", "saving [there]", 100) as show:
         show(50)
     assert capsys.readouterr().out.endswith("saving [there]: 100 B in 0.0 s\n")
 
 
 def test_what_is_no_kind_of_output_is_refused() -> None:
-    for begin in (lambda: progress_of("loud"), lambda: showing_bytes("loud", "", 1).__enter__()):
+    for begin in (lambda: progress_of("loud"), lambda: showing("loud", "", 1).__enter__()):
         with pytest.raises(ConfigurationError, match="verbose: expected"):
             begin()
 

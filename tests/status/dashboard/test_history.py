@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import math
 
-from psync.dashboard.history import LANE_CELLS, MAX_PS, MAX_ROWS, History, Thinned, columns, row_of
+from psync.status.dashboard.history import (
+    LANE_CELLS,
+    MAX_PS,
+    MAX_ROWS,
+    History,
+    Thinned,
+    columns,
+    row_of,
+)
 from psync.status.model import QueueStatus, StepsStatus
 from statuses import ps, shares, status, worker
 

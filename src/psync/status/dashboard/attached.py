@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from psync.dashboard.recorder import Recorder
-from psync.dashboard.run_log import RunLog
-from psync.dashboard.server import serving
-from psync.dashboard.view import Placed
+from psync.status.dashboard.recorder import Recorder
+from psync.status.dashboard.run_log import RunLog
+from psync.status.dashboard.server import serving
 
 if TYPE_CHECKING:
     from psync.status.sampling import StatusSource
@@ -26,7 +25,8 @@ class Wanted:
         address: Of the dashboard; "": none.
         log: Path of the run log; "": none.
         hosts: Names by which the dashboard may be asked for, beside localhost and addresses.
-        continues: Whether a launcher has started the program again: the log goes on.
+        continues: Whether the log goes on: a launcher has started the program again, or this is a
+            further coordinator of the program for which the launcher wants a log.
     """
 
     address: str = ""
@@ -35,17 +35,23 @@ class Wanted:
     continues: bool = False
 
 
+_begun: set[str] = set()
+"""Logs that this process has begun. The one of ``PSYNC_RUN_LOG`` is of all its coordinators."""
+
+
 def wanted(
     address: str | None,
     log: str | os.PathLike[str] | None,
     environ: Mapping[str, str] = os.environ,
 ) -> Wanted:
     """Return what is asked for: as given, else as the environment says; "" is no either way."""
+    path = environ.get("PSYNC_RUN_LOG", "") if log is None else os.fspath(log)
+    is_again = log is None and path in _begun
     return Wanted(
         environ.get("PSYNC_DASHBOARD", "") if address is None else address,
-        environ.get("PSYNC_RUN_LOG", "") if log is None else os.fspath(log),
+        path,
         hosts_of(environ),
-        environ.get("PSYNC_RESTART_COUNT", "0") not in ("", "0"),
+        is_again or environ.get("PSYNC_RESTART_COUNT", "0") not in ("", "0"),
     )
 
 
@@ -61,21 +67,14 @@ class Attached:
     Args:
         what: Is asked for.
         source: Of the status.
-        placed: Says where shards lie, as for ``Recorder``.
 
     Attributes:
         url: Of the dashboard, with its token; "": there is none.
     """
 
-    def __init__(
-        self,
-        what: Wanted,
-        source: StatusSource,
-        placed: Callable[[Sequence[Placed]], Sequence[Placed]],
-    ) -> None:
+    def __init__(self, what: Wanted, source: StatusSource) -> None:
         self._what = what
         self._source = source
-        self._placed = placed
         self._stack = contextlib.AsyncExitStack()
         self.url = ""
 
@@ -91,7 +90,8 @@ class Attached:
         what, log = self._what, None
         if what.log:
             log = RunLog(what.log, self._source.program, append=what.continues)
-        recorder = Recorder(self._source.status, self._placed, log)
+            _begun.add(what.log)
+        recorder = Recorder(self._source.status, log)
         self._stack.push_async_callback(recorder.close)
         if what.address:
             page = serving(recorder.show, what.address, what.hosts)

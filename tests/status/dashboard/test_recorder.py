@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from psync.dashboard.recorder import Recorder
-from psync.dashboard.run_log import FinishedRun, RunLog
-from psync.dashboard.view import Placed
-from psync.status.model import Status
+from psync.status.dashboard.recorder import Recorder
+from psync.status.dashboard.run_log import FinishedRun, RunLog
+from psync.status.model import ShardStatus, Status
 from statuses import status, worker
 
-W, V = (Placed(name, 0, (2,), "float32", 8, 0) for name in "wv")
+W, V = (ShardStatus(name, 0, (2,), "float32", 8, 0) for name in "wv")
 
 
 class Cluster:
@@ -25,7 +23,7 @@ class Cluster:
     def __init__(self) -> None:
         self.asked = 0
         self.fails = False
-        self.placed: Sequence[Placed] = [W]
+        self.placed: tuple[ShardStatus, ...] = (W,)
         self.news = asyncio.Condition()
 
     async def status(self) -> Status:
@@ -34,10 +32,7 @@ class Cluster:
             self.news.notify_all()
         if self.fails:
             raise RuntimeError("no status")
-        return status(worker(), at=float(self.asked))
-
-    def where(self, known: Sequence[Placed]) -> Sequence[Placed]:
-        return known if len(known) == len(self.placed) else self.placed
+        return status(worker(), at=float(self.asked), placement=self.placed)
 
     async def asked_again(self, times: int) -> None:
         until = self.asked + times
@@ -47,25 +42,26 @@ class Cluster:
 
 async def test_it_takes_one_after_the_other_and_a_last_one(tmp_path: Path) -> None:
     cluster, path = Cluster(), tmp_path / "run.jsonl"
-    recorder = Recorder(cluster.status, cluster.where, RunLog(path, "train.py"), interval_s=0.001)
+    recorder = Recorder(cluster.status, RunLog(path, "train.py"), interval_s=0.001)
     recorder.start()
     await cluster.asked_again(3)
-    cluster.placed = [W, V]
+    cluster.placed = (W, V)
     await cluster.asked_again(2)
     await recorder.close()
     await recorder.close()
-    assert recorder.show.newest == status(worker(), at=float(cluster.asked))
+    assert recorder.show.newest == status(worker(), at=float(cluster.asked), placement=(W, V))
     run = FinishedRun(path)
     written = [each.time for each in run.statuses()]
     assert written == sorted(written)
     assert written[-1] == cluster.asked
-    assert (run.placed, run.ended, recorder.show.placed) == ([W, V], True, [W, V])
-    assert path.read_text().count('"placement"') == 2
+    assert run.ended
+    assert {each.placement for each in run.statuses()} == {(W,), (W, V)}
+    assert path.read_text().count('{"placement"') == 2
 
 
 async def test_an_error_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     cluster = Cluster()
-    recorder = Recorder(cluster.status, cluster.where, interval_s=0.001)
+    recorder = Recorder(cluster.status, interval_s=0.001)
     cluster.fails = True
     recorder.start()
     await cluster.asked_again(3)
@@ -74,7 +70,7 @@ async def test_an_error_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     cluster.fails = True
     await recorder.close()
     assert recorder.show.newest is not None
-    assert "the status for the dashboard cannot be taken" in caplog.text
+    assert caplog.text.count("the status for the dashboard cannot be taken") == 2
 
 
 async def test_a_full_disk_is_one_warning(
@@ -86,7 +82,7 @@ async def test_a_full_disk_is_one_warning(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(log, "add", full)
-    recorder = Recorder(cluster.status, cluster.where, log, interval_s=0.001)
+    recorder = Recorder(cluster.status, log, interval_s=0.001)
     with caplog.at_level(logging.WARNING):
         recorder.start()
         await cluster.asked_again(4)

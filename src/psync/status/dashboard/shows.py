@@ -7,12 +7,11 @@ import bisect
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
 from typing import Any, Protocol
 
-from psync.dashboard.history import LANE_CELLS, RECENT_S, History, Row, columns, row_of
-from psync.dashboard.run_log import FinishedRun
-from psync.dashboard.view import Placed, view_of
+from psync.status.dashboard.history import LANE_CELLS, RECENT_S, History, Row, columns, row_of
+from psync.status.dashboard.run_log import FinishedRun
+from psync.status.dashboard.view import view_of
 from psync.status.model import Status
 
 KEPT_STATUSES = 2 * LANE_CELLS
@@ -39,7 +38,6 @@ class LiveShow:
     def __init__(self) -> None:
         self.history = History()
         self.newest: Status | None = None
-        self.placed: Sequence[Placed] = ()
 
     def add(self, status: Status) -> None:
         """Note the newest status."""
@@ -50,7 +48,7 @@ class LiveShow:
         """Return the page as JSON; "{}" before the first status. Cancellation: safe."""
         if self.newest is None:
             return "{}"
-        return to_json(view_of(self.newest, self.history, self.placed, span=span))
+        return to_json(view_of(self.newest, self.history, span=span))
 
     async def status(self, time: float | None) -> Status | None:
         """Return the newest status. Cancellation: safe."""
@@ -99,7 +97,7 @@ class LogShow:
         for at in range(max(0, index + 1 - LANE_CELLS), index + 1):
             lanes.add_lanes(self._status(at))
         status = self._status(index)
-        view = view_of(status, lanes, self._run.placed, span=span, mode="log")
+        view = view_of(status, lanes, span=span, mode="log")
         if span == "run":
             view["series"] = self._whole.series("run")
         else:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from psync.dashboard.attached import Attached, Wanted, hosts_of, wanted
-from psync.dashboard.run_log import FinishedRun
 from psync.errors import ConfigurationError
+from psync.status.dashboard.attached import Attached, Wanted, hosts_of, wanted
+from psync.status.dashboard.run_log import FinishedRun
 from psync.status.model import Status
 from statuses import status, worker
 
@@ -27,7 +27,7 @@ class Source:
 
 def attached(**what: Any) -> Attached:
     source: Any = Source()
-    return Attached(Wanted(**what), source, lambda known: known)
+    return Attached(Wanted(**what), source)
 
 
 def test_what_is_given_goes_before_the_environment() -> None:
@@ -36,6 +36,20 @@ def test_what_is_given_goes_before_the_environment() -> None:
     assert wanted("b:2", Path("y"), environ) == Wanted("b:2", "y", (), True)
     assert wanted("", "", environ) == Wanted("", "", (), True)
     assert wanted(None, None, {}) == Wanted()
+
+
+async def test_coordinators_of_one_program_share_the_log_of_its_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.jsonl"
+    monkeypatch.setenv("PSYNC_RUN_LOG", str(path))
+    source: Any = Source()
+    for _ in range(2):
+        run = Attached(wanted(None, None), source)
+        await run.start()
+        await run.close()
+    assert path.read_text().count('"psync_run_log"') == 2
+    assert not wanted(None, path, {}).continues  # that one is replaced, as its caller says
 
 
 def test_names_of_proxies() -> None:

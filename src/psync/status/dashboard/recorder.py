@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
-from psync.dashboard.run_log import RunLog
-from psync.dashboard.shows import LiveShow
-from psync.dashboard.view import Placed
+from psync.status.dashboard.run_log import RunLog
+from psync.status.dashboard.shows import LiveShow
 from psync.status.model import Status
 
 logger = logging.getLogger(__name__)
@@ -22,8 +21,6 @@ class Recorder:
 
     Args:
         read: Returns the status.
-        placed: Given what it has returned before, returns that if it still holds, else where all
-            shards of the declared variables lie now.
         log: Where statuses are written; None: nowhere. It is closed with this.
         interval_s: Between two statuses.
 
@@ -34,13 +31,11 @@ class Recorder:
     def __init__(
         self,
         read: Callable[[], Awaitable[Status]],
-        placed: Callable[[Sequence[Placed]], Sequence[Placed]],
         log: RunLog | None = None,
         interval_s: float = INTERVAL_S,
     ) -> None:
         self.show = LiveShow()
         self._read = read
-        self._placed = placed
         self._log = log
         self._interval_s = interval_s
         self._closing = asyncio.Event()
@@ -63,12 +58,16 @@ class Recorder:
             await self._write(log, log.close)
 
     async def _run(self) -> None:
+        fails = False
         while True:
             is_last = self._closing.is_set()
             try:
                 await self._take()
+                fails = False
             except Exception:  # the page stands still; training does not
-                logger.exception("the status for the dashboard cannot be taken")
+                if not fails:  # a run of days must not fill its log with one error
+                    logger.exception("the status for the dashboard cannot be taken")
+                fails = True
             if is_last:
                 return
             with contextlib.suppress(TimeoutError):
@@ -77,14 +76,9 @@ class Recorder:
 
     async def _take(self) -> None:
         status = await self._read()
-        placed = self._placed(self.show.placed)
-        is_news = placed is not self.show.placed
-        self.show.placed = placed
         self.show.add(status)
         log = self._log
         if log is not None:
-            if is_news:
-                await self._write(log, lambda: log.place(placed))
             await self._write(log, lambda: log.add(status))
 
     async def _write(self, log: RunLog, write: Callable[[], None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psync.dashboard.guard import HEADERS, bearer_of, is_allowed_host, is_token
+from psync.status.guard import HEADERS, bearer_of, is_allowed_host, is_token
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from psync.dashboard.history import History
+from psync.status.dashboard.history import History
 from psync.status.diagnosis import diagnose
-from psync.status.model import PsStatus, Status, StepsStatus, WorkerStatus
+from psync.status.model import PsStatus, ShardStatus, Status, StepsStatus, WorkerStatus
 from psync.status.units import (
     bytes_text,
     number_text,
@@ -38,22 +37,9 @@ MAX_PARTS = 24
 """Pieces of a bar in the placement map; the smallest of the others are one piece."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """One shard of a variable, as the placement map shows it."""
-
-    variable: str
-    shard: int
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    ps: int
-
-
 def view_of(
     status: Status,
     history: History,
-    placed: Sequence[Placed] | None = None,
     *,
     span: str = "recent",
     mode: str = "live",
@@ -63,7 +49,6 @@ def view_of(
     Args:
         status: Of the moment that is shown.
         history: Up to it, or of the whole run.
-        placed: All shards; None: unknown.
         span: Of the charts, "recent" or "run".
         mode: "live", or "log" for a run that is read from a file.
     """
@@ -89,13 +74,13 @@ def view_of(
         "lanes": {"times": times, "rows": lanes},
         "ps": [ps_row(each) for each in status.ps[:MAX_PS_ROWS]],
         "num_ps": len(status.ps),
-        "placement": placement(placed, len(status.ps)),
+        "placement": placement(status.placement, len(status.ps)),
         "events": [
             {"kind": each.kind, "text": short_names(each.text), "ago": seconds_text(each.seconds)}
             for each in status.events[:MAX_EVENTS]
         ],
         "notes": [short_names(note) for note in status.notes],
-        "missing": missing(status, placed),
+        "missing": missing(status),
     }
 
 
@@ -235,14 +220,14 @@ def ps_row(ps: PsStatus) -> dict[str, str]:
     }
 
 
-def placement(placed: Sequence[Placed] | None, num_ps: int) -> list[dict[str, Any]]:
+def placement(placed: Sequence[ShardStatus], num_ps: int) -> list[dict[str, Any]]:
     """Return a bar for each ps: its shards, largest first, as percent of the fullest ps."""
-    by_ps: dict[int, list[Placed]] = {index: [] for index in range(num_ps)}
-    for shard in placed or ():
+    by_ps: dict[int, list[ShardStatus]] = {index: [] for index in range(num_ps)}
+    for shard in placed:
         by_ps.setdefault(shard.ps, []).append(shard)
     totals = {ps: sum(shard.nbytes for shard in shards) for ps, shards in by_ps.items()}
     most = max(totals.values(), default=0) or 1
-    names = sorted({shard.variable for shard in placed or ()})
+    names = sorted({shard.variable for shard in placed})
     colours = {name: number for number, name in enumerate(names)}
     bars = []
     for ps, shards in list(by_ps.items())[:MAX_PS_ROWS]:
@@ -258,7 +243,7 @@ def placement(placed: Sequence[Placed] | None, num_ps: int) -> list[dict[str, An
     return bars if placed else []
 
 
-def _part(shard: Placed, most: int, colour: int) -> dict[str, Any]:
+def _part(shard: ShardStatus, most: int, colour: int) -> dict[str, Any]:
     name = f"{shard.variable} [{shard.shard}]"
     text = f"{name}: {shard.shape} {shard.dtype}, {bytes_text(shard.nbytes)}"
     return {"name": name, "text": text, "width": _percent(shard.nbytes, most), "colour": colour}
@@ -268,7 +253,7 @@ def _percent(part: int, whole: int) -> float:
     return round(100 * part / whole, 2)
 
 
-def missing(status: Status, placed: Sequence[Placed] | None) -> Mapping[str, str]:
+def missing(status: Status) -> Mapping[str, str]:
     """Return, for parts of the page that have nothing to show, why that is so."""
     found = {}
     if not status.reported:
@@ -282,8 +267,6 @@ def missing(status: Status, placed: Sequence[Placed] | None) -> Mapping[str, str
         found["work"] = (
             "Workers have not said yet what their time goes to, so lanes show their states only."
         )
-    if placed is None:
-        found["placement"] = "The run log has no placement."
-    elif not placed:
+    if not status.placement:
         found["placement"] = "No variable has been declared yet."
     return found

@@ -2,6 +2,6 @@
 
 ``history`` and ``view`` turn statuses into what the page shows, and are pure; the page draws it and
 decides nothing. ``run_log`` writes and reads statuses in a file, ``recorder`` takes one a second,
-``guard`` says who may look, ``server`` serves (aiohttp, the extra ``dashboard``), and ``static`` is
+``server`` serves (aiohttp, the extra ``dashboard``), and ``static`` is
 the page. Read ``view`` first.
 """

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from psync.dashboard.guard import HEADERS
-from psync.dashboard.server import STATIC, check_can_serve, host_and_port, serving
-from psync.dashboard.shows import LiveShow
 from psync.errors import ConfigurationError
+from psync.status.dashboard.server import STATIC, check_can_serve, host_and_port, serving
+from psync.status.dashboard.shows import LiveShow
+from psync.status.guard import HEADERS
 from psync.status.model import Status
 from statuses import ps, status, worker
 from view_schema import check_view
@@ -176,9 +176,14 @@ def test_an_address_that_is_none(address: str) -> None:
         host_and_port(address)
 
 
-async def test_ipv6_and_all_interfaces_have_urls_that_open() -> None:
+async def test_ipv6_and_all_interfaces_have_urls_that_open(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(LiveShow(), "127.0.0.1:0"):
+        assert caplog.text == ""
     async with serving(LiveShow(), "0.0.0.0:0") as url:
         assert url.startswith("http://127.0.0.1:")
+        assert "the dashboard at 0.0.0.0:0 has no TLS" in caplog.text
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -208,9 +213,9 @@ def test_whether_it_can_be_served_is_known_before(monkeypatch: pytest.MonkeyPatc
 
 
 def test_everything_of_the_page_is_installed_with_psync() -> None:
-    project = Path(__file__).parents[2] / "pyproject.toml"
+    project = Path(__file__).parents[3] / "pyproject.toml"
     patterns = tomllib.loads(project.read_text())["tool"]["setuptools"]["package-data"]["psync"]
-    package = STATIC.parents[1]
+    package = STATIC.parents[2]
     installed = {path for pattern in patterns for path in package.glob(pattern) if path.is_file()}
     assert {path for path in STATIC.rglob("*") if path.is_file()} <= installed
 

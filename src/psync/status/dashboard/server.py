@@ -15,19 +15,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.util
+import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from psync.cluster import split_address
-from psync.dashboard.guard import HEADERS, bearer_of, is_allowed_host, is_token
-from psync.dashboard.shows import Show
-from psync.errors import ConfigurationError
+from psync.cluster import is_loopback, split_address
+from psync.errors import ConfigurationError, PsyncError
 from psync.net.platform import random_hex
+from psync.status.dashboard.shows import Show
+from psync.status.guard import HEADERS, bearer_of, is_allowed_host, is_token
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
 
@@ -102,6 +105,11 @@ async def serving(show: Show, address: str, names: Sequence[str] = ()) -> AsyncI
         except OSError as exc:
             raise _cannot_listen(address, exc) from exc
         bound = runner.addresses[0][1]
+        if not is_loopback(address):
+            logger.warning(
+                "the dashboard at %s has no TLS: who reads the network along the way has its token",
+                address,
+            )
         pages.cookie = f"psync-{bound}"
         yield f"http://{_shown(host)}:{bound}/?token={token}"
     finally:
@@ -182,6 +190,8 @@ class _Pages:
             return await handler(request)
         except web.HTTPException as exc:
             return self._refusal(exc.status, f"{exc.reason}\n")
+        except PsyncError as exc:  # a log that was written over
+            return self._refusal(503, f"{exc.message}\n")
 
     def _refusal(self, status: int, text: str) -> web.Response:
         response: web.Response = self._web.Response(status=status, text=text)
