@@ -10,6 +10,7 @@ EXTRAS_lint := test,lint,examples
 EXTRAS_coverage := test
 EXTRAS_fuzz := fuzz
 EXTRAS_models := test,examples,models,dashboard
+EXTRAS_package := test,package
 FUZZ_SECONDS := 60
 
 DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
@@ -18,7 +19,7 @@ DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
 printing = $(BIN)/psync run examples/$(2) > out/examples/printed.txt; code=$$?; cat out/examples/printed.txt; \
 	test $$code = 0 && grep -q $(1) out/examples/printed.txt
 
-.PHONY: help models models-here demo demo-short examples test test-first test-second test-more more-processes more-others test-all full \
+.PHONY: help models models-here package package-here pythons gallery demo demo-short examples test test-first test-second test-more more-processes more-others test-all full \
 	chaos chaos-short sim sim-mutants coverage lint fuzz bench clean
 .DELETE_ON_ERROR:
 
@@ -29,7 +30,10 @@ help:
 	@echo "make test         the test suite: every test that is not slow, once; four minutes"
 	@echo "make test-more    the rest of it: slow tests, real processes, the stock loop; test-all: both"
 	@echo "make models       models of torch, JAX and Keras, notebooks: tests and examples, in an environment of their own"
-	@echo "make full         before a change of what psync does is final: sim with 20000 seeds, sim-mutants, chaos, coverage, fuzz"
+	@echo "make gallery      the programs of docs/gallery.md in full, ten minutes; their plots in out/gallery"
+	@echo "make package      wheel and sdist: built twice, compared, installed on each Python of this machine"
+	@echo "make pythons      the test suite on the other Pythons of this machine, each in an environment of its own"
+	@echo "make full         before a release: package, pythons, models, gallery, coverage, fuzz, sim with 20000 seeds, sim-mutants, chaos"
 	@echo "make chaos        train for a quarter of an hour while tasks are killed, stopped and cut off; chaos-short: one minute"
 	@echo "make sim          simulate whole clusters that things happen to: SEEDS=300 of them from SEED=1; REPLAY=17 shows one"
 	@echo "make sim-mutants  rules that are wrong on purpose: which oracle notices, after how many seeds"
@@ -90,8 +94,23 @@ models-here: $(VENV)/.installed-models
 	$(BIN)/psync run examples/jax_digits.py --ps 2 --workers 2
 	$(BIN)/psync run examples/keras_fit.py --ps 2 --workers 2
 
+# Wheel and sdist, and the wheel in an empty environment for each Python: dependencies come from the package index.
+package:
+	@$(MAKE) VENV=.venv-package package-here
+
+package-here: $(VENV)/.installed-package
+	$(BIN)/python -m pytest -q tests/packaging
+
+# Each Python that tests/helpers/pythons.py finds, and PSYNC_PYTHONS=/opt/python3.14/bin adds, but the one of .venv. On the
+# newest ones some extra may have no wheel yet; then its tests are skipped, as they are without it.
+pythons: $(VENV)/.installed-test
+	@own=$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	$(BIN)/python tests/helpers/pythons.py | while read -r version python; do \
+		test "$$version" = "$$own" || $(MAKE) VENV=.venv-$$version PYTHON=$$python test < /dev/null || exit 1; \
+	done
+
 full: SEEDS := 20000
-full: coverage fuzz sim sim-mutants chaos
+full: package pythons models gallery coverage fuzz sim sim-mutants chaos
 
 # Ten minutes and three with backups, half of them synchronous. Another seed: make chaos SEED=2
 SEED := 1
@@ -132,7 +151,7 @@ bench: $(VENV)/.installed-demo
 	$(BIN)/psync bench sync-async --out out
 
 clean:
-	rm -rf $(VENV) .venv-models build dist out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) .venv-* build dist out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each set of extras: pip runs again only when the requirements have changed.
