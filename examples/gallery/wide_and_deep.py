@@ -7,8 +7,8 @@ A view of an advertisement is five names: person, item, place, hour, and the pai
 item. Each is hashed into one of ten million rows, without a dictionary. The wide part adds up one
 weight for each (Cheng 2016); the deep part looks up a vector for each but the pair, and a net makes
 a number of them. The tables and the slots of their optimizers have 760 MB; a batch names some five
-thousand rows, and only these are pulled, pushed and changed. A step costs no more with a hundred
-times the rows.
+thousand rows, and only these are pulled, pushed and changed. What a step costs depends on them, and
+not on the size of the tables.
 
 The views are made here, by a rule that is known; so is the best AUC that anybody can reach.
 """

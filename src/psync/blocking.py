@@ -44,6 +44,7 @@ from psync.launch.local import LocalClusterResolver
 from psync.launch.process_loop import loop_factory
 from psync.net.process_state import PerProcess
 from psync.net.resolvers import ClusterResolver
+from psync.net.shielding import shielded
 from psync.serialization.remote_value import RemoteValue
 from psync.status.model import Status
 
@@ -378,7 +379,7 @@ def run(
         program_waits().append(waits)
         running = asyncio.ensure_future(asyncio.to_thread(main))
         try:
-            return await asyncio.shield(running)
+            return await shielded(running)
         except asyncio.CancelledError:
             waits.interrupt()
             await asyncio.wait((running,))

@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,8 @@ async def test_a_socket_that_was_passed_on_is_taken_over(kind: str, tmp_path: Pa
     await greeters.wait_gone()
     listener.close()
     await listener.wait_closed()
-    with pytest.raises(ConnectionRefusedError):
+    gone = FileNotFoundError if kind == "unix" and sys.version_info >= (3, 13) else None
+    with pytest.raises(gone or ConnectionRefusedError):  # from then on asyncio removes the file
         await network.connect(address, Peer)
     assert kind == "tcp" or path.exists(), "it is its launcher's"
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from psync.closures.membership import TaskState
 from psync.errors import ClosedError, PsyncError
 from psync.net.peer import Peer
+from psync.net.shielding import shielded
 from psync.status.model import EventStatus, RunningClosure, SeenError, Status, WorkShares
 from psync.status.rates import (
     History,
@@ -108,7 +109,7 @@ class StatusSource:
             asking = self._asking = self._loop.create_task(self._read())
             asking.add_done_callback(self._ended)
         try:
-            return await asyncio.shield(asking)
+            return await shielded(asking)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if asking.cancelled() and (task is None or not task.cancelling()):
