@@ -20,7 +20,7 @@ printing = $(BIN)/psync run examples/$(2) > out/examples/printed.txt; code=$$?; 
 	test $$code = 0 && grep -q $(1) out/examples/printed.txt
 
 .PHONY: help models models-here package package-here pythons gallery demo demo-short examples test test-first test-second test-more more-processes more-others test-all full \
-	chaos chaos-short sim sim-mutants coverage lint fuzz bench clean
+	chaos chaos-short sim sim-mutants coverage lint fuzz bench bench-peers clean
 .DELETE_ON_ERROR:
 
 help:
@@ -41,6 +41,7 @@ help:
 	@echo "make fuzz         what comes from outside, attacked for a minute a target (FUZZ_SECONDS=600 for longer)"
 	@echo "make lint         style, types, import law; what type checkers find in programs of users"
 	@echo "make bench        throughput; synchronous beside asynchronous training"
+	@echo "make bench-peers  psync beside TensorFlow, torch RPC and Ray, in an environment of their own"
 	@echo "make clean        remove what these made"
 
 demo: $(VENV)/.installed-demo
@@ -158,6 +159,15 @@ bench: $(VENV)/.installed-demo
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/embeddings.py
 	$(BIN)/psync bench sync-async --out out
+
+# psync beside what else there is: minutes to install, and twenty to run.
+bench-peers: $(VENV)/.installed-demo .venv-peers/.installed
+	$(BIN)/psync bench peers --peers .venv-peers/bin/python --out out
+
+.venv-peers/.installed: benchmarks/peers/requirements.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .venv-* build dist out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,11 +1,12 @@
 """The floor: what raw sockets do on this machine, to hold the figures of psync against.
 
 Receivers stand in the place of workers and senders in the place of ps tasks, each a process of
-its own, joined by TCP on loopback. In each step a receiver asks all senders at once for their
-part of the bytes ("pull"), hands them their part and waits for an answer from each ("push"), or
-does one after the other. Bytes go from a buffer that never changes to a buffer that is used
-again and again: no framing, no checks, no copies, only uvloop and the kernel. What
-else moves tensors between processes over TCP and under this event loop will hardly be faster.
+its own, joined by TCP on loopback, or by Unix sockets. In each step a receiver asks all senders at
+once for their part of the bytes ("pull"), hands them their part and waits for an answer from each
+("push"), or does one after the other. "Together", a push is answered when all receivers have
+pushed, as in synchronous training. Bytes go from a buffer that never changes to a buffer that is
+used again and again: no framing, no checks, no copies, only uvloop and the kernel. What else moves
+tensors between processes over TCP and under this event loop will hardly be faster.
 
     with Floor(num_senders=2, num_receivers=2) as floor:
         seconds = floor.measure(nbytes=64 << 20, steps=16, pull=True, push=False)
@@ -14,17 +15,21 @@ Run as a program it is one of these processes (see ``_main``); ``throughput.py``
 """
 
 import asyncio
+import contextlib
 import json
 import struct
 import subprocess
 import sys
+import tempfile
 import time
+from typing import ClassVar
 
 import numpy as np
 import uvloop
 
 MAX_BYTES = 64 << 20  # of one step, over all senders
-HEAD = struct.Struct("<?Q55x")  # whether the bytes that follow are a push; how many bytes
+HEAD = struct.Struct("<BQ55x")  # PULL, or the kind of push whose bytes follow; how many bytes
+PULL, PUSH, PUSH_TOGETHER = range(3)
 DONE = bytes(64)
 """All messages are multiples of 64 bytes: where bytes are copied to addresses that are not
 aligned as those they come from, the kernel is half as fast."""
@@ -33,10 +38,10 @@ aligned as those they come from, the kernel is half as fast."""
 class Floor:
     """The processes, started and stopped together; idle while nothing is measured."""
 
-    def __init__(self, num_senders, num_receivers):
-        self._senders = [_start("send") for _ in range(num_senders)]
-        ports = [_answer(sender) for sender in self._senders]
-        self._receivers = [_start("receive", *ports) for _ in range(num_receivers)]
+    def __init__(self, num_senders, num_receivers, family="tcp"):
+        self._senders = [_start("send", family, num_receivers) for _ in range(num_senders)]
+        places = [_answer(sender) for sender in self._senders]  # ports, or paths
+        self._receivers = [_start("receive", *places) for _ in range(num_receivers)]
 
     def __enter__(self):
         return self
@@ -47,7 +52,7 @@ class Floor:
             process.wait()
             process.stdout.close()
 
-    def measure(self, nbytes, steps, *, pull, push):
+    def measure(self, nbytes, steps, *, pull, push, together=False):
         """Return the seconds from the first receiver's start to the last one's end.
 
         Args:
@@ -55,8 +60,10 @@ class Floor:
             steps: How often each of them does so, all at the same time.
             pull: Whether they get it.
             push: Whether they give it.
+            together: Whether a sender answers pushes when it has one of each receiver.
         """
-        order = json.dumps([nbytes // len(self._senders), steps, pull, push])
+        kind = (PUSH_TOGETHER if together else PUSH) if push else None
+        order = json.dumps([nbytes // len(self._senders), steps, pull, kind])
         for receiver in self._receivers:
             receiver.stdin.write(order + "\n")
             receiver.stdin.flush()
@@ -64,8 +71,8 @@ class Floor:
         return max(end for _, end in spans) - min(start for start, _ in spans)
 
 
-def _start(*arguments):
-    command = [sys.executable, __file__, *map(str, arguments)]
+def _start(role, *arguments):
+    command = [sys.executable, __file__, role, *map(json.dumps, arguments)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -80,11 +87,16 @@ class _Sender(asyncio.BufferedProtocol):
     """Serves one receiver: sends what it asks for, takes what it brings."""
 
     data = memoryview(np.ones(MAX_BYTES, np.uint8))
+    num_receivers = 0
+    pushed_together: ClassVar[
+        list[asyncio.Transport]
+    ] = []  # transports of receivers that wait for the others
 
     def __init__(self):
         self._head = memoryview(bytearray(HEAD.size))
         self._body = memoryview(np.ones(MAX_BYTES, np.uint8))
         self._target, self._filled = self._head, 0
+        self._kind = PULL
 
     def connection_made(self, transport):
         self._transport = transport
@@ -99,13 +111,23 @@ class _Sender(asyncio.BufferedProtocol):
         self._filled = 0
         if self._target is not self._head:
             self._target = self._head
+            self._pushed()
+            return
+        self._kind, size = HEAD.unpack(self._head)
+        if self._kind == PULL:
+            self._transport.write(self.data[:size])
+        else:
+            self._target = self._body[:size]
+
+    def _pushed(self):
+        if self._kind == PUSH:
             self._transport.write(DONE)
             return
-        is_push, size = HEAD.unpack(self._head)
-        if is_push:
-            self._target = self._body[:size]
-        else:
-            self._transport.write(self.data[:size])
+        self.pushed_together.append(self._transport)
+        if len(self.pushed_together) == self.num_receivers:
+            for transport in self.pushed_together:
+                transport.write(DONE)
+            self.pushed_together.clear()
 
 
 class _Receiver(asyncio.BufferedProtocol):
@@ -130,10 +152,10 @@ class _Receiver(asyncio.BufferedProtocol):
             self._done.set_result(None)
 
     def pull(self, size):
-        return self._send([HEAD.pack(False, size)], expected=size)
+        return self._send([HEAD.pack(PULL, size)], expected=size)
 
-    def push(self, size):
-        return self._send([HEAD.pack(True, size), self.data[:size]], expected=len(DONE))
+    def push(self, size, kind):
+        return self._send([HEAD.pack(kind, size), self.data[:size]], expected=len(DONE))
 
     def _send(self, buffers, expected):
         self._expected = expected
@@ -142,30 +164,49 @@ class _Receiver(asyncio.BufferedProtocol):
         return self._done
 
 
-async def _send():
+async def _send(family, num_receivers):
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(_Sender, "127.0.0.1", 0)
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await loop.run_in_executor(None, sys.stdin.read)  # until it is closed
+    _Sender.num_receivers = num_receivers
+    with contextlib.ExitStack() as stack:
+        if family == "tcp":
+            server = await loop.create_server(_Sender, "127.0.0.1", 0)
+            place = server.sockets[0].getsockname()[1]
+        else:
+            place = stack.enter_context(tempfile.TemporaryDirectory()) + "/floor"
+            server = await loop.create_unix_server(_Sender, place)
+        print(json.dumps(place), flush=True)
+        await loop.run_in_executor(None, sys.stdin.read)  # until it is closed
+        server.close()
 
 
-async def _receive(ports):
+async def _connect(place):
     loop = asyncio.get_running_loop()
-    lanes = [(await loop.create_connection(_Receiver, "127.0.0.1", port))[1] for port in ports]
+    if isinstance(place, int):
+        return (await loop.create_connection(_Receiver, "127.0.0.1", place))[1]
+    return (await loop.create_unix_connection(_Receiver, place))[1]
+
+
+async def _receive(places):
+    lanes = [await _connect(place) for place in places]
     while line := sys.stdin.readline():  # nothing else is to be done meanwhile
-        size, steps, pull, push = json.loads(line)
+        size, steps, pull, kind = json.loads(line)
         began = time.perf_counter()
         for _ in range(steps):
             if pull:
                 await asyncio.gather(*(lane.pull(size) for lane in lanes))
-            if push:
-                await asyncio.gather(*(lane.push(size) for lane in lanes))
+            if kind is not None:
+                await asyncio.gather(*(lane.push(size, kind) for lane in lanes))
         print(json.dumps([began, time.perf_counter()]), flush=True)
 
 
-def _main(role, *ports):
-    """``send``: serve and print the port; ``receive PORT…``: measure, one line per order."""
-    uvloop.run(_send() if role == "send" else _receive([int(port) for port in ports]))
+def _main(role, *arguments):
+    """Be one of the processes.
+
+    ``send FAMILY RECEIVERS``: serve and print the place; ``receive PLACE…``: measure, one line per
+    order.
+    """
+    arguments = [json.loads(each) for each in arguments]
+    uvloop.run(_send(*arguments) if role == "send" else _receive(arguments))
 
 
 if __name__ == "__main__":

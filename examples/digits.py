@@ -67,7 +67,7 @@ def loss_and_gradients(params, images, labels):
 
 async def main():
     options = parse_options()
-    resolver = psync.TFConfigClusterResolver()
+    resolver = psync.resolve_cluster()
     num_ps, num_workers = map(resolver.cluster_spec().num_tasks, ("ps", "worker"))
     strategy = psync.ParameterServerStrategy(
         resolver, psync.MinSizePartitioner(min_shard_bytes=1 << 10, max_shards=num_ps)

@@ -83,7 +83,7 @@ def loss_and_gradients(centers, contexts, negatives):
 
 async def main():
     every, num_epochs = parse_options()
-    resolver = psync.TFConfigClusterResolver()
+    resolver = psync.resolve_cluster()
     num_ps = resolver.cluster_spec().num_tasks("ps")
     strategy = psync.ParameterServerStrategy(resolver, psync.FixedShardsPartitioner(num_ps))
     files = source_files()[::every]

@@ -58,7 +58,7 @@ def value_and_grad(params, batch):  # runs on the workers
 
 async def main():
     options = parse_options()
-    resolver = psync.TFConfigClusterResolver()
+    resolver = psync.resolve_cluster()
     num_ps = resolver.cluster_spec().num_tasks("ps")
     strategy = psync.ParameterServerStrategy(
         resolver, psync.MinSizePartitioner(min_shard_bytes=1 << 10, max_shards=num_ps)

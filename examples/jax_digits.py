@@ -117,7 +117,7 @@ def train_alone(graph, params, stats, steps):
 
 async def main():
     options = parse_options()
-    strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
+    strategy = psync.ParameterServerStrategy()
     async with psync.ClusterCoordinator(strategy) as coordinator:
         began = time.perf_counter()
         graph, params, stats = split(Net(nnx.Rngs(0)))

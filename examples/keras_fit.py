@@ -78,7 +78,7 @@ def train_alone(epochs, steps):
 async def main():
     options = parse_options()
     keras.utils.set_random_seed(0)
-    strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
+    strategy = psync.ParameterServerStrategy()
     async with psync.ClusterCoordinator(strategy):
         began = time.perf_counter()
         alone = train_alone(options.epochs, options.steps)

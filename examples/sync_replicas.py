@@ -36,7 +36,7 @@ def loss_and_gradient(w, x, y):
 
 
 async def main():
-    resolver = psync.TFConfigClusterResolver()
+    resolver = psync.resolve_cluster()  # says which task this process is
     workers = resolver.cluster_spec().num_tasks("worker")
     is_chief = resolver.task_type == "chief"  # it creates the variables, and computes no gradients
     strategy = psync.ParameterServerStrategy(resolver, psync.FixedShardsPartitioner(2))

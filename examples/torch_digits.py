@@ -90,7 +90,7 @@ def train_alone(steps):
 
 async def main():
     options = parse_options()
-    strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
+    strategy = psync.ParameterServerStrategy()
     async with psync.ClusterCoordinator(strategy) as coordinator:
         began = time.perf_counter()
         alone = train_alone(options.steps)

@@ -107,7 +107,7 @@ def train_alone(steps):
 async def main():
     options = parse_options()
     strategy = psync.ParameterServerStrategy(
-        psync.TFConfigClusterResolver(), psync.MinSizePartitioner(1 << 13, max_shards=2)
+        variable_partitioner=psync.MinSizePartitioner(1 << 13, max_shards=2)
     )
     async with psync.ClusterCoordinator(strategy) as coordinator:
         began = time.perf_counter()

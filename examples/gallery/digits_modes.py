@@ -84,7 +84,7 @@ async def train(coordinator, optimizer, model, step_count, data, gradients):
 async def main():
     options = common.options(__doc__, gradients=2400)
     gradients = 400 if options.quick else options.gradients
-    resolver = psync.TFConfigClusterResolver()
+    resolver = psync.resolve_cluster()
     workers = resolver.cluster_spec().num_tasks("worker")
     strategy = psync.ParameterServerStrategy(resolver)
     training, (x_test, labels_test) = common.digits()

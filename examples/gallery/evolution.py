@@ -61,7 +61,7 @@ def gradient_of(policy, rng):
 async def main():
     options = common.options(__doc__, closures=600)
     closures = 400 if options.quick else options.closures
-    resolver = psync.TFConfigClusterResolver()
+    resolver = psync.resolve_cluster()
     strategy = psync.ParameterServerStrategy(resolver)
     rng = np.random.default_rng(options.seed)
     async with psync.ClusterCoordinator(strategy) as coordinator:

@@ -76,7 +76,7 @@ async def train(coordinator, strategy, first, local_steps, rounds, own, seed):
 async def main():
     options = common.options(__doc__, steps=480)
     steps = 160 if options.quick else options.steps
-    resolver = psync.TFConfigClusterResolver()
+    resolver = psync.resolve_cluster()
     workers = resolver.cluster_spec().num_tasks("worker")
     strategy = psync.ParameterServerStrategy(resolver)
     (x, labels), (x_test, labels_test) = common.digits()

@@ -46,7 +46,7 @@ def attainable():
 async def main():
     options = common.options(__doc__, epochs=10)
     epochs = 8 if options.quick else options.epochs
-    resolver = psync.TFConfigClusterResolver()
+    resolver = psync.resolve_cluster()
     num_ps = resolver.cluster_spec().num_tasks("ps")
     strategy = psync.ParameterServerStrategy(resolver, psync.FixedShardsPartitioner(num_ps))
     rng = np.random.default_rng(options.seed)

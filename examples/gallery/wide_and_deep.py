@@ -64,7 +64,7 @@ def auc(labels, scores):
 async def main():
     options = common.options(__doc__, steps=2000)
     steps = 300 if options.quick else options.steps
-    resolver = psync.TFConfigClusterResolver()
+    resolver = psync.resolve_cluster()
     num_ps = resolver.cluster_spec().num_tasks("ps")
     strategy = psync.ParameterServerStrategy(resolver, psync.MinSizePartitioner(1 << 20, num_ps))
     rng = np.random.default_rng(options.seed)

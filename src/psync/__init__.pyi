@@ -99,12 +99,13 @@ from psync.errors import WorkerLost as WorkerLost
 from psync.launch.local import LocalCluster as LocalCluster
 from psync.launch.tasks import run as run
 from psync.launch.tasks import serve as serve
-from psync.net.kubernetes_resolver import ExecutableLocation as ExecutableLocation
-from psync.net.kubernetes_resolver import KubernetesClusterResolver as KubernetesClusterResolver
+from psync.net.discovery.default import resolve_cluster as resolve_cluster
+from psync.net.discovery.kubernetes import ExecutableLocation as ExecutableLocation
+from psync.net.discovery.kubernetes import KubernetesClusterResolver as KubernetesClusterResolver
+from psync.net.discovery.slurm import SlurmClusterResolver as SlurmClusterResolver
 from psync.net.resolvers import ClusterResolver as ClusterResolver
 from psync.net.resolvers import SimpleClusterResolver as SimpleClusterResolver
 from psync.net.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
-from psync.net.slurm_resolver import SlurmClusterResolver as SlurmClusterResolver
 from psync.net.union_resolver import UnionClusterResolver as UnionClusterResolver
 from psync.numerics.indexed_slices import IndexedSlices as IndexedSlices
 from psync.numerics.replica_sums import ReduceOp as ReduceOp

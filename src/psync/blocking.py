@@ -29,8 +29,9 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from psync.api.cluster_coordinator import ClusterCoordinator as AsyncCoordinator
@@ -43,8 +44,9 @@ from psync.launch.local import LocalCluster as AsyncLocalCluster
 from psync.launch.local import LocalClusterResolver
 from psync.launch.process_loop import loop_factory
 from psync.net.process_state import PerProcess
-from psync.net.resolvers import ClusterResolver
+from psync.net.resolvers import ClusterResolver, opened
 from psync.net.shielding import shielded
+from psync.net.tracing.stretch import Trace
 from psync.serialization.remote_value import RemoteValue
 from psync.status.model import Status
 
@@ -232,6 +234,12 @@ class LocalCluster(_Blocking):
     ) -> None:
         super().__init__(AsyncLocalCluster(num_ps, num_workers, processes, **options))
 
+    def start(self) -> None:
+        """Start all tasks; ``close`` stops them."""
+        super().start()
+        assert self._opened is not None
+        self._opened.enter_context(opened(self.resolver))  # in this thread's context, too
+
     @property
     def resolver(self) -> LocalClusterResolver:
         """The chief's resolver; as that of ``psync.LocalCluster``."""
@@ -316,6 +324,16 @@ class ClusterCoordinator(_Blocking):
     def status(self) -> Status:
         """Return what the cluster does just now, see ``psync.ClusterCoordinator.status``."""
         return wait(self.coordinator.status())
+
+    @contextlib.contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Generator[Trace, None, None]:
+        """Trace what happens within, see ``psync.ClusterCoordinator.trace``."""
+        inner = self.coordinator.trace(path)
+        traced = wait(inner.__aenter__())
+        try:
+            yield traced
+        finally:
+            wait(inner.__aexit__(None, None, None))
 
     def report(self, values: Mapping[str, float]) -> None:
         """Show values in the status, see ``psync.ClusterCoordinator.report``."""

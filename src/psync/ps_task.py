@@ -33,6 +33,7 @@ from psync.net.chief_presence import ChiefPresence
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
+from psync.net.tracing.recorder import SpanRecorder
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
 from psync.numerics.rule_configs import registered
@@ -52,7 +53,7 @@ from psync.store.snapshot import Loaded
 from psync.sync.groups import CLOSER
 from psync.sync.ps_services import PsProcess, PsServices
 from psync.wire.codec import Message
-from psync.wire.messages import AskStatistics, Done, Hello, Refused, Shutdown, Statistics
+from psync.wire.messages import AskSpans, AskStatistics, Done, Hello, Refused, Shutdown, Statistics
 from psync.wire.ps_messages import AttachPs, PsAttached
 from psync.wire.recovery_messages import RestoreSnapshot
 from psync.wire.session_messages import ON_EACH_PS, ON_PS_0
@@ -126,6 +127,9 @@ class PsTask:
         incarnation = platform.new_incarnation()
         self._endpoint = Endpoint(platform, task, incarnation, handlers, pool, self._admit)
         self.chief = ChiefPresence(self._endpoint)
+        self._recorder = SpanRecorder(platform, task, self._facts, self._counters)
+        self._recorder.watch_endpoint(self._endpoint)
+        handlers[AskSpans] = Handler(self._recorder.answer)
 
     async def start(self) -> Listener:
         """Listen. Raises ConfigurationError if the address is taken. Cancellation: safe."""
@@ -138,6 +142,7 @@ class PsTask:
         """
         await self.services.drain()
         await self._work.drain()  # and let their senders know
+        self._recorder.close()
         await self._endpoint.close()
         self.life = self.life.after(LifeEvent.CLOSE, self.task)
         await self.services.close()
@@ -167,6 +172,19 @@ class PsTask:
             "hosted": {"diverged": self._host.diverged},
             "snapshot": {**self._snapshots.statistics(), "timeline": self.services.timeline},
         }
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what a trace has to know: the shards that connections call by numbers."""
+        peers = self._endpoint.peers
+        return {
+            "sets": {
+                f"{peer.task} {peer.incarnation} {peer.lane}": _sets_of(peer) for peer in peers
+            }
+        }
+
+    def _counters(self) -> dict[str, float]:
+        executor = self.services.executor
+        return {"queue": executor.waiting + executor.computes.waiting}
 
     def _replace(
         self, attach: AttachPs, timeline: int, contents: Contents, patience_s: float | None
@@ -357,3 +375,13 @@ class PsTask:
         for fence in fences:
             self.services.executor.in_turn(functools.partial(self.services.refuse_below, *fence))
         return await self.start()
+
+
+def _sets_of(peer: Peer) -> dict[str, list[int]]:
+    """Return the variables of each set that a connection has defined; of ps 0's: "whole 3"."""
+    sets = peer.state.get("sets", {}).items()
+    whole = peer.state.get("whole_sets", {}).items()
+    return {
+        **{str(number): [variable for variable, _ in known.keys] for number, known in sets},
+        **{f"whole {number}": [key[1] for key in known.members] for number, known in whole},
+    }

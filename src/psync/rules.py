@@ -119,8 +119,8 @@ class UpdateRule(_AnyRule):
             none. Of the same shape; float64 is rounded to float32 where the value is that.
 
         Raises:
-            Exception: Anything but MemoryError: the shard stays as it is, with its slots, and the
-                push fails with a ``psync.RuleError``. A synchronous step that raises ends the
+            BaseException: Anything but MemoryError: the shard stays as it is, with its slots, and
+                the push fails with a ``psync.RuleError``. A synchronous step that raises ends the
                 training of its ``SyncReplicasOptimizer`` with that error.
         """
 
@@ -137,9 +137,9 @@ class UpdateRule(_AnyRule):
                 _readonly(value), by_name, _readonly(gradient), Step(int(number), rate)
             )
             new_value, new_slots = self._checked(returned, value)
-        except MemoryError:  # nothing of the rule's: the task ends, as with any other rule
+        except (MemoryError, KeyboardInterrupt):  # not the rule's: the task ends, as with any other
             raise
-        except Exception as exc:
+        except BaseException as exc:  # SystemExit too, which nobody would get an answer of
             raise RuleRaised from exc
         outs = (out_value, *out_slots)
         news = [  # what is written first must not change what is written then

@@ -33,10 +33,11 @@ from psync.net.chief_presence import ChiefPresence
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
+from psync.net.tracing.recorder import SpanRecorder
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
 from psync.wire.codec import Message
-from psync.wire.messages import AskStatistics, Done, Shutdown, Statistics
+from psync.wire.messages import AskSpans, AskStatistics, Done, Shutdown, Statistics
 from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, LeaveCluster
 from psync.wire.worker_messages import (
     AskPosition,
@@ -49,6 +50,7 @@ from psync.wire.worker_messages import (
 )
 from psync.worker.iterators import IteratorTable
 from psync.worker.session import Session
+from psync.worker.traced import watch_session
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,10 @@ class WorkerTask:
         self._endpoint = Endpoint(
             platform, self.task, platform.new_incarnation(), self._handlers(), self._pool
         )
+        self._recorder = SpanRecorder(platform, self.task)
+        self._recorder.watch_endpoint(self._endpoint)
+        self._endpoint.handlers[AskSpans] = Handler(self._recorder.answer)
+        self._unwatch = contextlib.ExitStack()  # the session
         self._session: Session | None = None
         self._newest_coordinator = 0  # the highest incarnation of one that was served
         self._clients: Endpoint | None = None  # makes the session's connections to ps tasks
@@ -100,6 +106,7 @@ class WorkerTask:
         self._end_session()
         while self._ending:
             await asyncio.wait(list(self._ending))
+        self._recorder.close()
         await self._endpoint.close()
 
     async def leave(self, reason: str, *, hint: str = "") -> None:
@@ -237,6 +244,8 @@ class WorkerTask:
         self._session = parts.of(Session)(
             message, peer, bulk, runtime, iterators, self._platform, self._main_by_name
         )
+        self._unwatch.callback(self._recorder.watch_endpoint(clients))
+        self._unwatch.callback(watch_session(self._recorder, self._session))
         return Reply(Done())
 
     def _lost_ps(self, error: ParameterServerLost) -> None:
@@ -272,6 +281,7 @@ class WorkerTask:
     def _end_session(self) -> None:
         session, self._session = self._session, None
         clients, self._clients = self._clients, None
+        self._unwatch.close()
         if session is None or clients is None:
             return
 

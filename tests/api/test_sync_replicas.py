@@ -785,4 +785,4 @@ async def counted(cluster: memory_cluster.MemoryCluster, count: int) -> None:
 
 def _runs(cluster: memory_cluster.MemoryCluster, index: int) -> bool:
     session = session_of(cluster.tasks[f"worker-{index}"])  # type: ignore[union-attr]
-    return session is not None and session._running is not None
+    return session is not None and session.running is not None

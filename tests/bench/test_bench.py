@@ -36,27 +36,22 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert "psync bench sync-async --quick" in capsys.readouterr().out
 
 
-def test_by_default_everything_runs_without_tensorflow(asked: list[Options]) -> None:
+def test_by_default_everything_runs(asked: list[Options]) -> None:
     assert main(["bench", "sync-async"]) == 0
-    assert asked == [Options(parts=("processes", "virtual", "peers"), workers=(2, 4))]
+    assert asked == [Options(parts=("processes", "virtual"), workers=(2, 4))]
 
 
 def test_options_reach_the_benchmark(asked: list[Options], tmp_path: Path) -> None:
-    args = ["--quick", "--parts", "peers", "--workers", "3", "--out", str(tmp_path)]
-    script = ["--tensorflow", "python3", "--tensorflow-script", "x.py"]
-    assert main(["bench", "sync-async", *args, *script]) == 0
-    assert asked == [
-        Options(
-            parts=("peers",), workers=(3,), quick=True, out=tmp_path, tensorflow=("python3", "x.py")
-        )
-    ]
+    args = ["--quick", "--parts", "virtual", "--workers", "3", "--out", str(tmp_path)]
+    assert main(["bench", "sync-async", *args]) == 0
+    assert asked == [Options(parts=("virtual",), workers=(3,), quick=True, out=tmp_path)]
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--workers", "1"], "1 is not in the range x>=2"),
-        (["--parts", "all"], "'all' is not one of 'processes', 'virtual', 'peers'"),
+        (["--parts", "all"], "'all' is not one of 'processes', 'virtual'"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(
@@ -75,7 +70,7 @@ def test_the_quick_benchmark_runs_in_real_processes(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
     command = ["bench", "sync-async", "--quick", "--workers", "2", "--out", str(tmp_path)]
-    parts = ["--parts", "processes", "--parts", "peers"]
+    parts = ["--parts", "processes"]
     ended = subprocess.run(
         [sys.executable, "-m", "psync", *command, *parts],
         env={**os.environ, "PSYNC_LOG_LEVEL": "warning"},
@@ -86,15 +81,9 @@ def test_the_quick_benchmark_runs_in_real_processes(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "2 worker processes, one slow" in ended.stdout
     assert {path.name for path in tmp_path.iterdir()} == {
-        "sync_vs_async.json", "sync_vs_async_2_workers.png", "sync_vs_async_peers.png",
+        "sync_vs_async.json", "sync_vs_async_2_workers.png",
     }  # fmt: skip
     written: dict[str, Any] = json.loads((tmp_path / "sync_vs_async.json").read_text())
     assert [run["mode"] for run in written["processes"]] == [
         "async", "bounded 2", "sync", "sync, 1 backup",
     ] * 2  # fmt: skip
-    assert [result["name"] for result in written["peers"]] == [
-        "sync, 40 KB", "sync, 40 KB, each value pulled", 'sync, 40 KB, ps_recovery="replica"',
-        "sync, 16 MB", 'sync, 16 MB, ps_recovery="replica"',
-        "async, 40 KB", 'async, 40 KB, ps_recovery="replica"',
-        "async, 16 MB", 'async, 16 MB, ps_recovery="replica"',
-    ]  # fmt: skip

@@ -1,91 +1,101 @@
-"""The measurement beside TensorFlow; a small program stands in for it."""
+"""psync beside its peers: small programs stand in for those that are large to install."""
 
 from __future__ import annotations
 
-import asyncio
+import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from psync.bench import peers
-from psync.bench.checks import WrongResultError
-from psync.bench.peers import Case
+from psync.bench.peers import Row, System
+from psync.cli.main import main
 from psync.errors import ConfigurationError
-from psync.launch.local import LocalCluster
 
-SMALL = [
-    Case(True, "small", 0.001, 3), Case(True, "small", 0.001, 3, pull_ahead=False),
-    Case(False, "small", 0.001, 3), Case(True, "small", 0.001, 3, ps_recovery="replica"),
-    Case(False, "small", 0.001, 3, ps_recovery="replica"),
-]  # fmt: skip
+SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "peers"
+
+GREETING = {"name": "stub", "version": "1", "works": ["pull"]}
+ROW = Row("pull", "1/s", 8, 1.0)
 
 
-def program(tmp_path: Path, text: str) -> tuple[str, str]:
-    path = tmp_path / "program.py"
-    path.write_text(text)
-    return sys.executable, str(path)
+def answering(greeting: object, answer: str) -> list[str]:
+    """Return the command of a system that says ``answer`` to each order, an expression."""
+    return [
+        sys.executable, "-c",
+        "import json, sys\n"
+        f"print({json.dumps(greeting)!r}, flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    order = json.loads(line)\n"
+        f"    print({answer}, flush=True)\n",
+    ]  # fmt: skip
 
 
-def test_the_sizes_are_those_of_tensorflow_programs() -> None:
-    nbytes = [peers.NUM_VARIABLES * 4 * case.shape[0] * case.shape[1] for case in peers.CASES]
-    small, large = 0.04 * (1 << 20), 16 << 20
-    expected = [small] * 3 + [large] * 2 + [small] * 2 + [large] * 2
-    assert nbytes == pytest.approx(expected, rel=0.01)
+def test_a_system_is_told_the_work_and_tells_what_was_done() -> None:
+    notes: list[str] = []
+    answer = "json.dumps({'done': order['steps'] * 2, 'seconds': 0.5})"
+    with peers.started([answering(GREETING, answer)], notes.append) as systems:
+        assert [system.name for system in systems] == ["stub"]
+        [row] = peers.measure(systems, [ROW], 2, quick=False, note=notes.append)
+    assert row["systems"]["stub"]["runs"] == [32.0, 32.0]
+    assert notes[-1] == "pull, 1 MiB, repetition 2 of 2"
 
 
-@pytest.mark.virtual_time
-async def test_all_variables_are_checked_after_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[int] = []
-    right = peers.check_values
-
-    def check(case: Case, updates: int, *values: np.ndarray) -> None:
-        right(case, updates, *values)
-        checked.append(updates)
-
-    monkeypatch.setattr(peers, "check_values", check)
-    async with LocalCluster(2, 2, processes=False) as cluster:
-        for case in SMALL:
-            with pytest.raises(ZeroDivisionError):  # in virtual time steps take none
-                await peers.run_psync(cluster, 2, case)
-    assert checked == [8, 8, 16, 8, 16]
-
-
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: str(case.name))
-@pytest.mark.parametrize("wrong", range(4))
-def test_a_wrong_variable_is_found(case: Case, wrong: int) -> None:
-    fresh = np.full((3, 10), 1 - (1 - 2 * peers.RATE) ** 8)
-    values = [fresh, fresh, np.array(8 * peers.RATE), np.array(8)]
-    peers.check_values(case, 8, *values)
-    values[wrong] = values[wrong] - np.array([peers.RATE, peers.RATE, peers.RATE, 1][wrong])
-    with pytest.raises(WrongResultError, match=r"expected .* to .*, got"):
-        peers.check_values(case, 8, *values)
-
-
-async def test_tensorflow_is_told_the_case_and_tells_its_figure(tmp_path: Path) -> None:
-    text = 'import sys; print(\'{"updates": %s, "seconds": 0.5}\' % sys.argv[3])'
-    command = program(tmp_path, text)
-    assert await peers.run_tensorflow(command, 2, SMALL[0]) == 6.0
+def test_what_is_not_installed_is_left_out() -> None:
+    notes: list[str] = []
+    with peers.started([answering({"missing": "ray"}, "None")], notes.append) as systems:
+        assert systems == []
+    assert notes[-1] == "left out: ray is not installed"
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["raise SystemExit(1)", "print('nonsense')", "print('{}')", "import signal; signal.pause()"],
+    ("answer", "said"),
+    [
+        ("json.dumps({'error': 'out of memory'})", "pull, 1 MiB: out of memory"),
+        ("'nonsense'", "gave no answer but 'nonsense"),
+        ("sys.exit(1)", "gave no answer but ''"),
+        ("__import__('signal').pause()", "gave no answer but ''"),
+    ],
 )
-async def test_a_program_that_measures_nothing_is_named_and_one_that_hangs_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+def test_a_system_that_fails_is_named_and_one_that_hangs_is_ended(
+    monkeypatch: pytest.MonkeyPatch, answer: str, said: str
 ) -> None:
-    if "pause" in text:
-        monkeypatch.setattr(peers, "LIMIT_S", 0.5)
-    command = program(tmp_path, text)
-    async with asyncio.timeout(20):
-        with pytest.raises(ConfigurationError, match=r"program\.py gave no figure for sync, small"):
-            await peers.run_tensorflow(command, 2, SMALL[0])
+    with System(answering(GREETING, answer)) as system:
+        if "pause" in answer:
+            monkeypatch.setattr(peers, "LIMIT_S", 0.5)
+        with pytest.raises(ConfigurationError, match=said):
+            system.measure(ROW, 3)
 
 
 def test_ratios_are_those_of_neighbours() -> None:
-    rates = {(SMALL[0], "psync"): [8.0, 90.0, 10.0], (SMALL[0], "tensorflow"): [2.0, 30.0, 5.0]}
-    result = peers.result_of(SMALL[0], 2, rates)
-    assert result["ratio"] == 3.0
-    assert result["psync"]["median"] == 10.0
+    compared = peers.compared({"psync": [8.0, 90.0, 10.0], "torch": [2.0, 30.0, 5.0]})
+    assert compared["torch"]["ratio"] == 3.0
+    assert "ratio" not in compared["psync"]
+
+
+def test_no_row_of_that_name_and_missing_programs_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "peers", "--rows", "sideways"]) == 2
+    assert "no row has 'sideways' in its name" in capsys.readouterr().err
+    assert main(["bench", "peers", "--scripts", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "it comes with the sources of psync" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_table_has_psync_and_the_floors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "IDLE_S", 0.1)
+    arguments = ["--quick", "--rows", "1 MiB", "--scripts", os.fspath(SCRIPTS)]
+    assert main(["bench", "peers", *arguments, "--out", str(tmp_path)]) == 0
+    assert "| pull, 1 MiB, GiB/s |" in capsys.readouterr().out
+    written: dict[str, Any] = json.loads((tmp_path / "peers.json").read_text())
+    assert [row["name"] for row in written["rows"]] == ["pull, 1 MiB", "push + SGD, 1 MiB"]
+    floors = {"raw TCP", "raw Unix sockets", "memcpy"}
+    for row in written["rows"]:
+        assert row["systems"].keys() == {"psync"} | floors

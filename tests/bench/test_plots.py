@@ -43,14 +43,6 @@ def test_backups_are_drawn(path: Path) -> None:
     assert path.read_bytes().startswith(PNG)
 
 
-@pytest.mark.parametrize("systems", [["psync"], ["psync", "tensorflow"]])
-def test_peers_are_drawn(path: Path, systems: list[str]) -> None:
-    result = {"name": "sync, 40 KB", "unit": "steps/s"}
-    rates = {system: {"min": 1.0, "median": 2.0, "max": 2.5} for system in systems}
-    plots.plot_peers([result | rates], path)
-    assert path.read_bytes().startswith(PNG)
-
-
 def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigurationError, match=r"matplotlib.*\n.*pip install"):

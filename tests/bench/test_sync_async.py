@@ -33,7 +33,7 @@ def figures(setting: str) -> list[Figures]:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the pictures, which are not drawn: matplotlib would keep its fonts open."""
     names: list[str] = []
-    for plot in ("plot_training", "plot_backups", "plot_peers"):
+    for plot in ("plot_training", "plot_backups"):
         monkeypatch.setattr(plots, plot, lambda *args: names.append(args[-1].name))
     return names
 
@@ -88,9 +88,6 @@ def test_a_wrong_result_ends_the_benchmark_with_code_1(
 def test_what_is_missing_is_said_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensorflow = (sys.executable, str(tmp_path / "script.py"))
-    with pytest.raises(ConfigurationError, match=r"script\.py is missing"):
-        sync_async.run(Options(out=tmp_path / "out", tensorflow=tensorflow))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigurationError, match="matplotlib"):
         sync_async.run(Options(out=tmp_path / "out"))

@@ -136,8 +136,9 @@ def test_serve_takes_the_same_options(tmp_path: Path, monkeypatch: pytest.Monkey
     environ = variables_of(tmp_path / "certs", authority())
     found: dict[str, str] = {}
 
-    def serve_forever(**options: Any) -> None:
+    def serve_forever(**options: Any) -> int:
         found.update({name: os.environ[name] for name in TLS_VARIABLES if name in os.environ})
+        return 0
 
     monkeypatch.setattr(tasks, "serve_forever", serve_forever)
     assert main(["serve", *options_of(environ)]) == 0

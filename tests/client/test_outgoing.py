@@ -11,7 +11,7 @@ import pytest
 
 from psync.client.numbers import Numbers
 from psync.client.outgoing import Outgoing
-from psync.errors import ParameterServerLost
+from psync.errors import ClosedError, ParameterServerLost
 from psync.testing import settle
 
 pytestmark = pytest.mark.asyncio
@@ -116,3 +116,23 @@ async def test_closing_ends_what_was_begun() -> None:
     with pytest.raises(asyncio.CancelledError):
         await delivery
     assert scene.acked_below == [2, 2]
+
+
+@pytest.mark.virtual_time
+async def test_what_is_stopped_begins_nothing_else() -> None:
+    """What is given back at the end, such as a lock, would keep the closing for ever."""
+    scene = Scene()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await scene.shielded(asyncio.Event().wait)
+
+    running = asyncio.ensure_future(scene.shielded(work))
+    await settle()
+    async with asyncio.timeout(60):
+        await scene.close()
+    with pytest.raises(ClosedError):
+        await running
+    assert scene.begun == set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psync.client.work_meter import KINDS, WorkMeter
+from psync.client.work_meter import KINDS, READ_WITHIN_S, WorkMeter
 
 
 class Clock:
@@ -24,7 +24,10 @@ def clock() -> Clock:
 
 @pytest.fixture
 def meter(clock: Clock) -> WorkMeter:
-    return WorkMeter(clock)
+    """One that somebody has begun to read."""
+    meter = WorkMeter(clock)
+    meter.read()
+    return meter
 
 
 def spent(meter: WorkMeter) -> list[float]:
@@ -34,7 +37,8 @@ def spent(meter: WorkMeter) -> list[float]:
 
 def test_time_without_work_counts_nowhere(meter: WorkMeter, clock: Clock) -> None:
     clock.now += 5
-    assert meter.read() == {"at": 105.0, "compute": 0, "pull": 0, "push": 0, "wait": 0}
+    expected = {"at": 105.0, "since": 100.0, "compute": 0, "pull": 0, "push": 0, "wait": 0}
+    assert meter.read() == expected
 
 
 def test_a_pull_within_a_step_is_no_computing(meter: WorkMeter, clock: Clock) -> None:
@@ -82,3 +86,49 @@ def test_an_error_ends_it(meter: WorkMeter, clock: Clock) -> None:
         raise ValueError("x")
     clock.now += 3
     assert spent(meter) == [0, 0, 0, 0]
+
+
+def test_while_nobody_reads_it_does_not_look_at_the_clock(clock: Clock) -> None:
+    meter = WorkMeter(clock)
+    del clock.now
+    with meter.compute, meter.push:
+        pass
+    assert not meter.is_on
+
+
+def test_what_began_before_the_first_reading_counts_from_then_on(clock: Clock) -> None:
+    meter = WorkMeter(clock)
+    with meter.compute, meter.wait:
+        clock.now += 7
+        assert meter.read()["since"] == 107
+        clock.now += 1
+    assert spent(meter) == [0, 0, 0, 1]
+
+
+def test_it_rests_once_nobody_has_read_for_long_and_then_begins_anew(
+    meter: WorkMeter, clock: Clock
+) -> None:
+    with meter.compute:
+        clock.now += READ_WITHIN_S + 1
+    assert not meter.is_on
+    with meter.compute:
+        clock.now += 3
+        assert meter.read() == {"at": clock.now, "since": clock.now, **dict.fromkeys(KINDS, 0)}
+        clock.now += 2
+    assert spent(meter) == [2, 0, 0, 0]
+
+
+def test_who_watches_is_told_which_kind_counts_and_nothing_twice(
+    meter: WorkMeter, clock: Clock
+) -> None:
+    told: list[int] = []
+    with meter.compute:
+        meter.watch(told.append)
+        with meter.push, meter.pull, meter.pull:
+            clock.now += READ_WITHIN_S + 1  # it goes on as long as somebody watches
+        meter.watch(None)
+    assert told == [0, 2, 0]
+    assert not meter.is_on
+    with meter.wait:
+        pass
+    assert told == [0, 2, 0]

@@ -64,6 +64,7 @@ PURE = (
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
     "chief.recovery_rule compat.session_members status.model status.rates status.exposition "
     "status.diagnosis status.units client.work_meter "
+    "net.tracing.readings net.tracing.clocks net.tracing.lanes net.tracing.chrome "
     "dashboard.history dashboard.view dashboard.guard"
 ).split()
 

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import errno
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
@@ -66,6 +67,7 @@ class MemoryCluster:
         self.tasks: dict[str, PsTask | WorkerTask] = {}
         self._without = without
         self.losses = None if losses is None else MessageLosses(losses)
+        self.clocks: dict[str, float] = {}  # by how many seconds those of hosts are ahead
         self._incarnations = itertools.count(100, 100)
         self._programs: set[asyncio.Task[Any]] = set()
         self.chief: psync.ClusterCoordinator | None = None  # the present one, see chief_lives
@@ -78,6 +80,7 @@ class MemoryCluster:
 
     def platform(self, secret: Secret | None = None, host: str = "") -> Platform:
         virtual = isinstance(asyncio.get_running_loop(), VirtualClockLoop)
+        ahead = self.clocks.get(host, 0.0)
         return Platform(
             self.network.host(host),
             secret or self.secret,
@@ -85,6 +88,7 @@ class MemoryCluster:
             parts=SabotagedParts(without=self._without, losses=self.losses),
             uniform=lambda: 0.5,
             new_incarnation=lambda: next(self._incarnations),
+            now=lambda: time.monotonic() + ahead,
             threads=not virtual,
         )
 
@@ -188,6 +192,12 @@ class MemoryCluster:
     async def kill(self, name: str) -> None:
         """As kill -9: its connections break, and it says nothing more."""
         self.cut_off(name)
+        await self.stop(name)
+
+    async def kill_worker(self, name: str) -> None:
+        """Likewise, a worker."""
+        self.network.refuse(name)
+        self.network.cut(name)
         await self.stop(name)
 
     async def revive(self, name: str) -> None:

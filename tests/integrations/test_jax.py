@@ -390,6 +390,7 @@ def key_of(closure_id: int, worker: int = 0, seed: Any = 0) -> list[int]:
 def test_each_closure_has_a_key_whoever_runs_it() -> None:
     assert key_of(7, worker=0) == key_of(7, worker=3)
     assert key_of(7, seed=1) == key_of(7, seed=jax.random.key(1)) != key_of(7, seed=2)
+    assert key_of(7, seed=jax.numpy.int32(1)) == key_of(7, seed=jax.random.PRNGKey(1))
     ids = [0, 1, 2, 1 << 32, (1 << 32) + 1, 1 << 40]
     assert len({tuple(key_of(each)) for each in ids}) == len(ids)
 

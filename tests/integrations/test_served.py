@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import psync
 from local_training import in_step, strategy_of, training
 from psync.errors import ConfigurationError, GradientError, UsageError
-from psync.integrations.served import ServedVariables, check_same, digest_of
+from psync.integrations.served import ServedVariables, check_same, digest_of, in_thread
 
 VALUES = {
     "a.weight": np.arange(6, dtype=np.float32).reshape(3, 2),
@@ -170,8 +172,8 @@ def test_a_build_with_other_arrays_is_refused() -> None:
     declared = {"w": ((2, 3), "float32"), "b": ((3,), "float32")}
     check_same("Model", declared, declared.items())
     message = (
-        r'it is built otherwise .*; "w": declared shape \(2, 3\) float32, built here shape \(2, 4\)'
-        r' float32; "b": declared shape \(3,\) float32, built here nothing; "c": declared nothing'
+        r'it is built otherwise .*; "w": declared shape \(2, 3\) float32, here shape \(2, 4\)'
+        r' float32; "b": declared shape \(3,\) float32, here nothing; "c": declared nothing'
     )
     with pytest.raises(ConfigurationError, match=message):
         check_same("Model", declared, {"w": ((2, 4), "float32"), "c": ((), "int64")}.items())
@@ -187,3 +189,26 @@ def test_a_digest_tells_values_apart() -> None:
     assert first != digest_of({"a": np.ones(3), "b": np.ones((), ml_dtypes.bfloat16)})
     transposed = np.arange(6.0).reshape(2, 3).T
     assert digest_of({"a": transposed}) == digest_of({"a": transposed.copy()})
+
+
+async def test_a_cancellation_waits_for_what_runs_in_a_thread() -> None:
+    """It writes into tensors, say, which the next closure reads and writes."""
+    begun, go, done = asyncio.Event(), threading.Event(), []
+    loop = asyncio.get_running_loop()
+
+    def function() -> None:
+        loop.call_soon_threadsafe(begun.set)
+        go.wait()
+        done.append(True)
+
+    task = asyncio.ensure_future(in_thread(function))
+    await begun.wait()
+    task.cancel()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not task.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done
+    assert await in_thread(lambda: 5) == 5

@@ -429,6 +429,29 @@ async def test_a_module_that_a_worker_builds_otherwise_is_refused() -> None:
         async def step() -> None:
             await served.pull()
 
-        message = r'"weight": declared shape \(3, 2\) float32, built here shape \(4, 2\) float32'
+        message = r'"weight": declared shape \(3, 2\) float32, here shape \(4, 2\) float32'
         with pytest.raises(ConfigurationError, match=message):
             await in_step(coordinator, step)
+
+
+async def test_a_module_whose_buffer_grows_is_refused_in_this_step_and_in_later_ones() -> None:
+    class Seen(torch.nn.Linear):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(2, 1)
+            self.register_buffer("seen", torch.zeros(2))
+
+        def forward(self, x: Any) -> Any:
+            self.seen = torch.cat([self.seen, x[:, 0]])
+            return super().forward(x)
+
+    message = r'Seen.*a step has changed the tensors.*"seen": .*\(2,\) float32, here shape \(4,\)'
+    async with training(1, 1) as (strategy, coordinator):
+        served = served_of(strategy, Seen, name="Seen")
+
+        async def step() -> None:
+            await pushed_once(served, lambda net: net(torch.ones(2, 2)).sum())
+
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match=message):
+                await in_step(coordinator, step)
+        assert await served.optimizer.iterations.read() == 0

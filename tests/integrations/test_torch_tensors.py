@@ -141,9 +141,16 @@ def all_frozen() -> Any:
     return torch.nn.Linear(2, 3).requires_grad_(False)
 
 
+def tied_by_data() -> Any:
+    module = torch.nn.ModuleDict({"table": torch.nn.Embedding(4, 2), "out": torch.nn.Linear(2, 4)})
+    module["out"].weight.data = module["table"].weight.data[1:]
+    return module
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
+        (tied_by_data, '"table.weight" and "out.weight" are two tensors in the same memory'),
         (lazy, 'tensor "weight": it has no shape yet'),
         (on_meta, 'tensor "weight": it is on the meta device'),
         (of_complex_numbers, 'tensor "phase": variables cannot be complex64'),
@@ -161,3 +168,59 @@ def test_a_buffer_of_a_strange_dtype_that_is_not_persistent_is_no_matter() -> No
     module = torch.nn.Linear(2, 3)
     module.register_buffer("phase", torch.zeros(2, dtype=torch.complex64), persistent=False)
     assert ModuleTensors(module).buffers == []
+
+
+def test_parameters_that_are_parts_of_one_array_are_served() -> None:
+    module = torch.nn.Linear(2, 3)
+    whole = torch.zeros(9)
+    module.weight.data, module.bias.data = whole[:6].view(3, 2), whole[6:]
+    assert ModuleTensors(module).trained == ["weight", "bias"]
+
+
+def grown(module: Any) -> None:
+    module.seen = torch.zeros(3)
+
+
+def dropped(module: Any) -> None:
+    module.seen = None
+
+
+def pruned(module: Any) -> None:
+    from torch.nn.utils import prune
+
+    prune.random_unstructured(module, "weight", 0.5)
+
+
+def with_another_parameter(module: Any) -> None:
+    module.gain = torch.nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (grown, r'"seen": declared shape \(2,\) float32, here shape \(3,\) float32$'),
+        (dropped, r'"seen": declared shape \(2,\) float32, here nothing$'),
+        (pruned, r'"weight": declared .*, here nothing; "weight_orig": declared nothing, here'),
+        (with_another_parameter, r'"gain": declared nothing, here shape \(1,\) float32$'),
+    ],
+)
+def test_a_module_that_a_step_has_given_other_tensors_is_refused(
+    change: Callable[[Any], None], message: str
+) -> None:
+    module = torch.nn.Linear(2, 3)
+    module.register_buffer("seen", torch.zeros(2))
+    tensors = ModuleTensors(module)
+    change(module.to(torch.float64))
+    with pytest.raises(ConfigurationError, match=f"(?m)^Net: a step has changed the .*; {message}"):
+        tensors.check_unchanged("Net")
+
+
+def test_a_tie_that_a_step_has_cut_is_refused_and_another_dtype_is_not() -> None:
+    module = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    module["b"].weight = module["a"].weight
+    tensors = ModuleTensors(module)
+    module.bfloat16()
+    tensors.check_unchanged("Net")
+    module["b"].weight = torch.nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ConfigurationError, match=r'"b.weight": declared nothing, here shape'):
+        tensors.check_unchanged("Net")

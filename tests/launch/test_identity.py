@@ -48,7 +48,7 @@ def test_without_a_resolver_the_environment_says_it(monkeypatch: pytest.MonkeyPa
     own: OwnTask = own_task(None)
     assert own.name == "/job:ps/task:0"
     monkeypatch.setenv("TF_CONFIG", "")
-    with pytest.raises(ConfigurationError, match="TF_CONFIG is not set, so this process belongs"):
+    with pytest.raises(ConfigurationError, match="this process belongs to no cluster"):
         own_task(None)
 
 

@@ -70,6 +70,17 @@ def test_on_the_chief_run_returns_what_main_does() -> None:
     assert run(nothing, resolver()) == 7
 
 
+def test_what_it_was_given_is_the_default_inside() -> None:
+    given = resolver()
+
+    async def main() -> psync.ClusterResolver:
+        return psync.ParameterServerStrategy().cluster_resolver
+
+    assert run(main, given) is given
+    with pytest.raises(ConfigurationError, match="this process belongs to no cluster"):
+        psync.resolve_cluster({})
+
+
 @pytest.mark.parametrize(("name", "is_uvloop"), [("uvloop", True), ("asyncio", False)])
 def test_the_loop_is_the_one_that_was_asked_for(
     name: str, is_uvloop: bool, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ import psync
 
 
 async def main():
-    strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
+    strategy = psync.ParameterServerStrategy()
     async with psync.ClusterCoordinator(strategy) as coordinator:
         with strategy.scope():
             w = psync.Variable(np.zeros(3, np.float32), name="w")

@@ -55,6 +55,27 @@ async def test_work_goes_on_when_its_request_is_cancelled() -> None:
     assert ps.value(0) == 1
 
 
+async def test_what_work_begins_at_its_end_is_waited_for_too() -> None:
+    """Else a new coordinator takes the shards away from computes that wait behind others."""
+    ps = Ps()
+    gate = asyncio.Event()
+
+    async def update(further: int) -> None:
+        await gate.wait()
+        for _ in range(3):  # it is large
+            await asyncio.sleep(0)
+        ps.work.finish_now(ps.add_one(0))
+        if further:
+            ps.work.to_the_end(update(further - 1))
+
+    ps.work.to_the_end(update(2))
+    draining = asyncio.ensure_future(ps.work.drain())
+    await asyncio.sleep(0)
+    gate.set()
+    await draining
+    assert ps.value(0) == 3
+
+
 def test_what_is_small_and_idle_fits_into_this_turn() -> None:
     ps = Ps(2)
     assert ps.work.fits_now(ps.store, ps.keys, 8)

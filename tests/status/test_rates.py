@@ -270,8 +270,9 @@ def test_a_cluster_that_is_not_there_yet_has_a_status() -> None:
     assert status.events == (event,)
 
 
-def work(at: float, *seconds: float) -> dict[str, float]:
-    return {"at": at, **dict(zip(("compute", "pull", "push", "wait"), seconds, strict=True))}
+def work(at: float, *seconds: float, since: float = 0.0) -> dict[str, float]:
+    kinds = zip(("compute", "pull", "push", "wait"), seconds, strict=True)
+    return {"at": at, "since": since, **dict(kinds)}
 
 
 def test_what_a_worker_spends_its_time_on_is_told_between_two_readings() -> None:
@@ -279,7 +280,7 @@ def test_what_a_worker_spends_its_time_on_is_told_between_two_readings() -> None
 
 
 def test_nothing_is_told_of_a_worker_that_has_begun_anew_or_of_no_time() -> None:
-    assert shares_of(work(10, 1, 2, 3, 4), work(14, 3, 1, 4, 4)) is None
+    assert shares_of(work(10, 1, 2, 3, 4), work(14, 3, 2, 4, 4, since=12)) is None
     assert shares_of(work(10, 1, 2, 3, 4), work(10, 1, 2, 3, 4)) is None
 
 

@@ -16,6 +16,7 @@ from psync.errors import (
     DeadlineExceeded,
     RemoteProtocolError,
 )
+from psync.net.tracing.readings import Reading
 from psync.status import reading
 from psync.status.http import StatusServer
 from psync.status.reading import UrlReader, reading_status
@@ -71,11 +72,12 @@ async def test_what_is_no_status_is_refused(runtime: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def over_http(caplog: pytest.LogCaptureFixture) -> AsyncIterator[tuple[str, str]]:
+async def over_http(
+    caplog: pytest.LogCaptureFixture, source: Any = None
+) -> AsyncIterator[tuple[str, str]]:
     """A server; its URL, and the token."""
     caplog.set_level(logging.INFO, "psync")
-    source: Any = Source()
-    server = StatusServer(source, "127.0.0.1:0")
+    server = StatusServer(source or Source(), "127.0.0.1:0")
     await server.start()
     try:
         yield f"{server.url}/status", caplog.text.rpartition("?token=")[2].strip()
@@ -109,3 +111,37 @@ async def test_where_nobody_answers_the_url_is_named_without_its_token(
 async def test_a_url_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="does not answer"):
         await UrlReader("http://[/").read()
+
+
+# Traces.
+
+
+async def test_a_run_gives_what_its_tasks_have_recorded(
+    runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Source()
+    reading = Reading("/job:chief/task:0", b"body", 1.0, 2.0)
+    async with serving_of(source):
+        async with reading_status(newest_run()) as reader:
+            assert await reader.read_spans("r") == [reading]
+            assert await reader.read_spans("r", last=True) == [reading]
+    assert source.spans.asked == [("r", False), ("r", True)]
+    async with over_http(caplog, source) as (url, token):
+        by_url = UrlReader(f"{url}?token={token}")
+        assert await by_url.read_spans("s") == [reading]
+        assert await by_url.read_spans("s", last=True) == [reading]
+        with pytest.raises(ConfigurationError, match=f"{url[:-7]}/spans: 403 Forbidden"):
+            await UrlReader(f"{url}?token=secret").read_spans("s")
+        with pytest.raises(ConfigurationError, match="expected the URL of a status"):
+            await UrlReader(f"{url[:-7]}/metrics").read_spans("s")
+    assert source.spans.asked[2:] == [("s", False), ("s", True)]
+
+
+async def test_what_is_no_part_of_a_trace_is_refused(
+    runtime: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with over_http(caplog) as (url, token):
+        by_url = UrlReader(f"{url}?token={token}")
+        monkeypatch.setattr(by_url, "_get", lambda url: b"\x93\1\2\3")
+        with pytest.raises(RemoteProtocolError, match="expected parts of a trace"):
+            await by_url.read_spans("r")

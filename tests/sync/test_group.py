@@ -52,6 +52,21 @@ def test_answers_are_forgotten_when_they_have_arrived() -> None:
     assert len(steps.remembered(replica(0))) == 1
 
 
+def test_a_push_that_comes_late_takes_no_token_with_it() -> None:
+    """Its replica has sent it again and has had the answer: a token would be lost with it."""
+    steps = Steps(1, 2)  # two tokens a step, for two workers
+    steps.push(0, 0, acked_below=1, closure=11)
+    assert answers(steps.closed(GROUP, 0)) == [accepted(0, 1)]
+    steps.push(0, 1, acked_below=2, closure=12)
+    late = steps.push(0, 0, number=1, acked_below=1, closure=11)
+    assert refusals(late) == [(0, "UsageError")]
+    assert answers(steps.closed(GROUP, 1)) == [accepted(0, 2)]
+    again = Steps(1, 2)
+    again.restore(steps.snapshot(), {GROUP: config(1, 2)})  # what a backup knows of it
+    assert refusals(again.push(0, 0, number=1, acked_below=1, closure=11))
+    assert [group["waiting"] for group in steps.statistics().values()] == [0]
+
+
 def test_another_run_of_a_counted_closure_is_a_duplicate_and_takes_a_token() -> None:
     steps = Steps(2)
     steps.live(0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import psync
 from psync import blocking
 from psync.errors import CaptureError, UsageError
+from trace_events import TraceFile
 
 
 @pytest.fixture
@@ -130,3 +132,16 @@ async def coroutine() -> None: ...
 def test_run_takes_a_plain_function(main: object) -> None:
     with pytest.raises(UsageError, match="expected a plain function"):
         blocking.run(main)  # type: ignore[arg-type]
+
+
+def test_a_stretch_is_traced_in_plain_calls(
+    coordinator: blocking.ClusterCoordinator, tmp_path: Path
+) -> None:
+    with coordinator.trace(tmp_path / "t.json") as traced:
+        coordinator.schedule(lambda: None)
+        coordinator.join()
+    assert traced.summary is not None
+    trace = TraceFile(tmp_path / "t.json")
+    assert list(trace.tasks.values()) == list(traced.summary.tasks)
+    steps = [each for worker in trace.tasks.values() for each in trace.slices(worker, "steps")]
+    assert any(each["name"].endswith("<lambda>") for each in steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import itertools
 import re
@@ -135,6 +136,16 @@ def test_what_it_raises_is_the_cause_and_nothing_is_written() -> None:
     assert str(caught.value.__cause__) == "a gradient above 100"
     assert np.array_equal(param, was)
     assert not slots[0].any()
+
+
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, ValueError])
+def test_whatever_it_raises_is_its_error(error: type[BaseException]) -> None:
+    """A ps that let it through would answer nobody."""
+    rule = Plain()
+    rule.update = lambda *_: (_ for _ in ()).throw(error)  # type: ignore[method-assign]
+    with pytest.raises(RuleRaised) as caught:
+        run(rule, FLOAT32, chunk=1000)
+    assert type(caught.value.__cause__) is error
 
 
 def test_out_of_memory_is_no_error_of_the_rule() -> None:

@@ -24,6 +24,8 @@ Y = X.sum(axis=1)
         ([], "got list"),
         ((X, Y[:5]), "arrays of one length"),
         ((np.float32(1), np.float32(1)), "arrays of one length"),
+        (({"a": X, "b": X[:5]}, Y), "arrays of one length"),
+        ([X, Y], r"got a list of arrays, which is no list of shards\nhint: .*\(x, y\)"),
     ],
 )
 def test_what_is_no_validation_data_is_refused(data: Any, text: str) -> None:
@@ -43,6 +45,15 @@ def test_few_examples_make_few_shards() -> None:
     assert [[len(x) for (x, _) in shard] for shard in shards] == [[1], [1], [1]]
     (shard,) = shards_of((X[:5],), 1, 2)
     assert [len(x) for (x,) in shard] == [2, 2, 1]
+
+
+def test_dicts_of_arrays_are_cut_together() -> None:
+    shards = shards_of(({"a": X[:5], "b": Y[:5]}, Y[:5]), 2, 2)
+    assert [[len(y) for _, y in shard] for shard in shards] == [[2], [2, 1]]
+    for shard in shards:
+        for x, y in shard:
+            np.testing.assert_array_equal(x["b"], y)
+            np.testing.assert_allclose(x["a"].sum(axis=1), y)
 
 
 @pytest.mark.parametrize(

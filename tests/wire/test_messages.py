@@ -7,6 +7,7 @@ import pytest
 from psync.wire import messages
 from psync.wire.codec import Message
 from psync.wire.messages import (
+    AskSpans,
     AskStatistics,
     Challenge,
     Done,
@@ -36,6 +37,7 @@ GOLDEN: list[tuple[Message, str]] = [
     (Failure("", "E", "", "m", None, "t"), "9709a0a145a0a16dc0a174"),
     (Shutdown("r"), "921ba172"),
     (AskStatistics(), "911c"),
+    (AskSpans("r", True), "93cc8aa172c3"),
     (Statistics({"a": 1}), "921d81a16101"),
 ]
 

@@ -15,6 +15,7 @@ from psync.api.coordinator_options import (
     remove_worker,
     report,
     status,
+    trace,
     watchdog_timeout_of,
 )
 from psync.api.data_shards import Visits
@@ -350,6 +351,7 @@ class ClusterCoordinator(Scheduling):
 
     status = status
     report = report
+    trace = trace
 
     @property
     def dashboard_url(self) -> str:

@@ -1,14 +1,17 @@
 """Options of a coordinator, validated; and what a program asks of a running cluster.
 
-``add_worker``, ``remove_worker``, ``status`` and ``report`` are methods of ``ClusterCoordinator``.
+``add_worker``, ``remove_worker``, ``status``, ``trace`` and ``report`` are methods of
+``ClusterCoordinator``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING
 
 from psync.closures.flapping import Flapping
@@ -17,6 +20,7 @@ from psync.coordinator import CoordinatorOptions
 from psync.errors import ConfigurationError, DeadlineExceeded
 from psync.net.environment import added_workers
 from psync.net.environment import watchdog_timeout as watchdog_timeout_here
+from psync.net.tracing.stretch import Trace, tracing
 
 if TYPE_CHECKING:
     from psync.api.cluster_coordinator import ClusterCoordinator
@@ -169,6 +173,41 @@ async def status(self: ClusterCoordinator) -> Status:
     """
     self._running("status")
     return await self._seen.source.status()
+
+
+@contextlib.asynccontextmanager
+async def trace(
+    self: ClusterCoordinator, path: str | os.PathLike[str]
+) -> AsyncGenerator[Trace, None]:
+    """Return a context whose time is traced into a file, for ui.perfetto.dev or chrome://tracing.
+
+    Each task is a process in it: the steps of workers, and in them pulls, pushes, waiting and
+    computing; requests, where they are sent and where they are served; steps and counters. Clocks
+    of tasks are aligned. ``docs/seeing.md`` says how to read it; ``psync trace`` does it from
+    outside. Nothing is recorded before and after.
+
+    Args:
+        path: Of the file, which is replaced if it is there.
+
+    Yields:
+        What has a ``summary`` afterwards: seconds, events, tasks, and what was dropped.
+
+    Raises:
+        ConfigurationError: The file cannot be written.
+        ClosedError: The coordinator is not running.
+
+    Cancellation: What was recorded is written.
+
+    Example:
+        async with coordinator.trace("out.json"):
+            for _ in range(100):
+                coordinator.schedule(step)
+            await coordinator.join()
+    """
+    self._running("trace")
+    source = self._seen.source
+    async with tracing(source.spans.read, source.program, path) as traced:
+        yield traced
 
 
 def report(self: ClusterCoordinator, values: Mapping[str, float]) -> None:

@@ -46,6 +46,9 @@ class SeenRun:
         run_log: str | os.PathLike[str] | None,
     ) -> None:
         self.source = StatusSource(coordinator)
+        self.source.variables = lambda: {
+            variable.spec.variable_id: variable.spec.name for variable in strategy.variables
+        }
         self._served = ServedStatus(self.source, platform, metrics)
         self._shown: Attached | None = None  # None: there is no dashboard, and no run log
         asked = (dashboard, "PSYNC_DASHBOARD"), (run_log, "PSYNC_RUN_LOG")

@@ -42,6 +42,7 @@ from psync.errors import (
     UnsupportedError,
     UsageError,
 )
+from psync.net.discovery.default import resolve_cluster
 from psync.net.platform import random_hex
 from psync.net.resolvers import ClusterResolver, training_cluster
 from psync.partitioners import Pinned, Placement, Placer, RoundRobin
@@ -59,7 +60,8 @@ class ParameterServerStrategy(ReplicaRuns):
     """Variables on ps tasks, steps on workers.
 
     Args:
-        cluster_resolver: Says who is in the cluster.
+        cluster_resolver: Says who is in the cluster. None: what ``psync.resolve_cluster()`` finds,
+            as under ``psync run``, in a ``LocalCluster``, under SLURM and on Kubernetes.
         variable_partitioner: (shape, dtype) → number of shards for each axis (the first may
             be above 1), or None: variables are not sharded.
         placement: Which ps gets the next shard: "round_robin"; "least_bytes", the one with the
@@ -71,14 +73,14 @@ class ParameterServerStrategy(ReplicaRuns):
             training.
 
     Attributes:
-        cluster_resolver: As given.
+        cluster_resolver: As given, or found.
         cluster: The training cluster: without evaluators, checked.
         task: Job and index of this process; None where it is none of the cluster's tasks.
         worker_index: The index of this process among the workers; None: it is not a worker.
 
     Raises:
-        ConfigurationError: The cluster cannot train: no ps, no worker, an unknown job, …; or
-            another argument is not what it should be.
+        ConfigurationError: There is no cluster, or it cannot train: no ps, no worker, an unknown
+            job, …; or another argument is not what it should be.
 
     Source: ``tf.distribute.ParameterServerStrategy``.
     """
@@ -87,7 +89,7 @@ class ParameterServerStrategy(ReplicaRuns):
 
     def __init__(
         self,
-        cluster_resolver: ClusterResolver,
+        cluster_resolver: ClusterResolver | None = None,
         variable_partitioner: Partitioner | None = None,
         *,
         placement: str | Placement = "round_robin",
@@ -100,6 +102,7 @@ class ParameterServerStrategy(ReplicaRuns):
                 f"got {variable_partitioner!r}",
                 hint="psync.partitioners has some: psync.FixedShardsPartitioner(2)",
             )
+        cluster_resolver = cluster_resolver or resolve_cluster()
         spec, task_type, task_id = training_cluster(cluster_resolver)
         for job in ("ps", "worker"):
             if not spec or job not in spec.jobs:  # the chief's was checked, others may know less

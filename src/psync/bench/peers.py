@@ -1,227 +1,356 @@
-"""Comparison with TensorFlow 1: every step reads all variables and pushes dense gradients.
+"""psync beside its peers and beside floors: the same work, each in processes of its own, in turns.
 
-The two take turns, repetition by repetition, so that whatever else the machine does hits both.
-TensorFlow runs in a Python that has it, as a script that prints its figures as JSON.
+Each system is a program that stays alive: its first line names it and the works that it knows; then
+it answers orders, a line of JSON each. ``{"work": "pull", "mib": 64, "steps": 8}`` is answered by
+``{"done": 16, "seconds": 0.4}``, of all workers together, or by ``{"error": "…"}``. What is not
+installed says ``{"missing": "tensorflow"}`` and ends. Row by row, repetition by repetition, systems
+take turns, so that whatever else the machine does hits all of them; a ratio is the median of the
+ratios of neighbours. The others idle meanwhile, and what CPU that takes is measured, too.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import json
+import os
 import statistics
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Self
 
-import numpy as np
-
-from psync.api.cluster_coordinator import ClusterCoordinator
-from psync.api.global_step import get_or_create_global_step
-from psync.api.pulls import pull
-from psync.api.strategy import ParameterServerStrategy
-from psync.api.sync_replicas import SyncReplicasOptimizer
-from psync.api.variables import Variable
-from psync.bench.checks import WrongResultError
+from psync.bench import report
 from psync.bench.figures import Figures
-from psync.client.context import get_worker_index
+from psync.bench.sync_async import machine
 from psync.errors import ConfigurationError
-from psync.launch.local import LocalCluster
-from psync.optimizers import SGD
 
-NUM_PS, NUM_VARIABLES = 2, 2
-RATE = 1e-3
-WARM_UP_STEPS = 5
-LIMIT_S = 120.0  # of one measurement, by either
+SMALL, SMALL_SHAPE = 100, (64, 64)  # variables of the work "variables"
+ROWS_OF_TABLE, COLUMNS, IDS = 1_000_000, 64, 4096  # of the work "lookup"
+
+OWN = "psync"
+LIMIT_S = 180.0
+"""Of one answer."""
+
+IDLE_S = 3.0
+
+SCRIPTS = ("tensorflow1.py", "tensorflow2.py", "torch_rpc.py", "ray_actors.py")
+FLOOR_SCRIPTS = ("raw_tcp.py", "raw_unix.py", "memcpy.py")
 
 
 @dataclass(frozen=True)
-class Case:
-    """A size, and a way to train."""
+class Row:
+    """One line of the table.
 
-    synchronous: bool
-    name_of_size: str
-    mib: float  # of all variables together
-    steps: int  # of each worker, after those for warming up
-    pull_ahead: bool = True  # whether the token brings the next values, as is the default
-    ps_recovery: str = "checkpoint"  # "replica": each ps has a copy in the process of the other
+    Attributes:
+        work: What systems call it.
+        unit: Of the figure.
+        steps: Of each worker, in one repetition.
+        mib: Size of the variable, or of the whole model.
+        amount: What one step counts for.
+    """
+
+    work: str
+    unit: str
+    steps: int
+    mib: float = 0.0
+    amount: float = 1.0
 
     @property
     def name(self) -> str:
         """What the table calls it."""
-        without = "" if self.pull_ahead else ", each value pulled"
-        copied = f', ps_recovery="{self.ps_recovery}"' if self.has_copies else ""
-        return f"{'sync' if self.synchronous else 'async'}, {self.name_of_size}{without}{copied}"
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether each ps has a copy; TensorFlow has none."""
-        return self.ps_recovery == "replica"
-
-    @property
-    def unit(self) -> str:
-        """What is counted: updates if gradients are averaged, else gradients."""
-        return "steps/s" if self.synchronous else "gradients/s"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of each variable, float32."""
-        return (int(self.mib * (1 << 20) / 4 / 10 / NUM_VARIABLES), 10)
+        sizes = {0.0: "", 0.04: ", 40 KB", 16.0: ", 16 MB"}
+        size = sizes.get(self.mib, f", {self.mib:g} MiB")
+        work, comma, rest = self.work.partition(",")
+        return NAMES.get(work, work) + size + comma + rest
 
 
-CASES = [
-    Case(synchronous, *size, ps_recovery=ps_recovery)
-    for synchronous in (True, False)
-    for size in (("40 KB", 0.04, 300), ("16 MB", 16.0, 25))
-    for ps_recovery in ("checkpoint", "replica")
-]
-CASES.insert(1, Case(True, "40 KB", 0.04, 300, pull_ahead=False))
+NAMES = {
+    "closures": "empty closures or calls",
+    "push": "push + SGD",
+    "variables": f"{SMALL} variables, pull + push",
+    "lookup": f"lookup of {IDS:,} × {COLUMNS} in 1 M rows",
+    "synchronous": "synchronous steps",
+    "asynchronous": "asynchronous gradients",
+    "synchronous closures": "synchronous steps as closures",
+}
+
+TRAINED = (0.04, 300), (16.0, 25)
+ROWS = (
+    Row("closures", "1/s", 5_000),
+    Row("pull", "GiB/s", 200, 1.0, 1 / 1024),
+    Row("pull", "GiB/s", 12, 64.0, 64 / 1024),
+    Row("push", "GiB/s", 200, 1.0, 1 / 1024),
+    Row("push", "GiB/s", 12, 64.0, 64 / 1024),
+    Row("variables", "steps/s", 100),
+    Row("lookup", "M ids/s", 100, amount=IDS / 1e6),
+    *(
+        Row(work, unit, steps, mib)
+        for work, unit in (
+            ("synchronous", "steps/s"),
+            ("asynchronous", "gradients/s"),
+            ("asynchronous, with a backup", "gradients/s"),
+            ("synchronous closures", "steps/s"),
+            ("synchronous closures, with a backup", "steps/s"),
+        )
+        for mib, steps in TRAINED
+    ),
+)
 
 
-async def measure(
-    num_workers: int,
+class System:
+    """A program that measures, between its start and its end.
+
+    Args:
+        command: Of it.
+
+    Raises:
+        ConfigurationError: It ends, or says nothing that is an answer; names it.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PSYNC_LOG_LEVEL": "warning"},
+        )
+        try:
+            greeting = self._answer()
+        except BaseException:
+            self.close()
+            raise
+        self.missing: str | None = greeting.get("missing")
+        self.name = str(greeting.get("name"))
+        self.version = str(greeting.get("version"))
+        self.works: Sequence[str] = greeting.get("works", ())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it: it ends by itself when there are no more orders; else it is killed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def measure(self, row: Row, steps: int) -> float:
+        """Return the rate of a row, in its unit. Raises ConfigurationError."""
+        assert self._process.stdin is not None
+        order = {"work": row.work, "mib": row.mib, "steps": steps}
+        try:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise self._failure("has ended") from None
+        answer = self._answer()
+        if "error" in answer:
+            raise self._failure(f"{row.name}: {answer['error']}")
+        return float(answer["done"] * row.amount / answer["seconds"])
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time that it and its descendants have used."""
+        return cpu_seconds_below(self._process.pid)
+
+    def _answer(self) -> Figures:
+        assert self._process.stdout is not None
+        with _killed_after(self._process, LIMIT_S):
+            line = self._process.stdout.readline()
+        try:
+            answer = json.loads(line)
+            if isinstance(answer, dict):
+                return answer
+        except ValueError:
+            pass
+        raise self._failure(f"gave no answer but {line!r:.80}")
+
+    def _failure(self, what: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{' '.join(self._command)}: {what}", hint="run it by itself: it says what it needs"
+        )
+
+
+@contextlib.contextmanager
+def _killed_after(process: subprocess.Popen[str], seconds: float) -> Iterator[None]:
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def cpu_seconds_below(root: int) -> float:
+    """Return the CPU time that a process and its descendants have used."""
+    parents, used = {}, {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        pid = int(entry.parent.name)
+        parents[pid] = int(fields[1])
+        used[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    below = {root}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    return sum(used.get(pid, 0.0) for pid in below)
+
+
+def measure(
+    systems: Sequence[System],
+    rows: Sequence[Row],
     repetitions: int,
-    tensorflow: Sequence[str] | None,
+    quick: bool,
     note: Callable[[str], None],
 ) -> list[Figures]:
-    """Measure all cases.
+    """Measure all rows by all systems that know them, in turns.
 
     Args:
-        num_workers: Workers; there are 2 ps tasks.
-        repetitions: Of each case.
-        tensorflow: The command that measures TensorFlow, or None: psync alone. It gets the
-            mode, the size in MiB, the steps and the number of workers as arguments, and prints
-            ``{"seconds": …, "updates": …}``.
+        systems: psync first.
+        rows: What to measure.
+        repetitions: Of each row, beside one that warms up.
+        quick: Fewer steps.
         note: Called with what runs next.
+
+    Returns:
+        A dict for each row: ``name``, ``unit``, and ``systems``, by name: ``min``, ``median``,
+        ``max``, ``runs``, and for others than psync ``ratio``, how many times as fast psync is.
     """
-    rates: dict[tuple[Case, str], list[float]] = {}
-    async with LocalCluster(NUM_PS, num_workers) as cluster:
-        await run_psync(cluster, num_workers, CASES[0])  # for warming up
-        for repetition in range(repetitions):
-            for case in CASES:
-                note(f"{case.name}, repetition {repetition + 1} of {repetitions}")
-                rate = await run_psync(cluster, num_workers, case)
-                rates.setdefault((case, "psync"), []).append(rate)
-                if tensorflow is not None and not case.has_copies:
-                    rate = await run_tensorflow(tensorflow, num_workers, case)
-                    rates.setdefault((case, "tensorflow"), []).append(rate)
-    return [result_of(case, num_workers, rates) for case in CASES]
+    results: list[Figures] = []
+    for row in rows:
+        taking_part = [system for system in systems if row.work in system.works]
+        steps = max(row.steps // 4, 3) if quick else row.steps
+        runs: dict[str, list[float]] = {system.name: [] for system in taking_part}
+        for repetition in range(repetitions + 1):
+            note(f"{row.name}, repetition {repetition} of {repetitions}")
+            for system in taking_part:
+                rate = system.measure(row, steps if repetition else max(steps // 4, 2))
+                if repetition:
+                    runs[system.name].append(rate)
+        results.append({"name": row.name, "unit": row.unit, "systems": compared(runs)})
+    return results
 
 
-def result_of(case: Case, num_workers: int, rates: dict[tuple[Case, str], list[float]]) -> Figures:
-    made: Figures = {"name": case.name, "unit": case.unit, "workers": num_workers}
-    for system in ("psync", "tensorflow"):
-        runs = rates.get((case, system))
-        if runs:
-            made[system] = {
-                "min": min(runs), "median": statistics.median(runs), "max": max(runs),
-                "runs": runs,
-            }  # fmt: skip
-    if "tensorflow" in made:
-        pairs = zip(made["psync"]["runs"], made["tensorflow"]["runs"], strict=True)
-        made["ratio"] = statistics.median(ours / theirs for ours, theirs in pairs)
-    return made
+def compared(runs: Mapping[str, Sequence[float]]) -> dict[str, Figures]:
+    """Return the figures of systems in one row, from the rates of their repetitions."""
+    own = runs.get(OWN)
+    figures: dict[str, Figures] = {}
+    for name, rates in runs.items():
+        figures[name] = {
+            "min": min(rates), "median": statistics.median(rates), "max": max(rates),
+            "runs": rates,
+        }  # fmt: skip
+        if own is not None and name != OWN:
+            pairs = zip(own, rates, strict=True)
+            figures[name]["ratio"] = statistics.median(ours / theirs for ours, theirs in pairs)
+    return figures
 
 
-async def step_loop(
-    case: Case, variables: list[Variable], counter: Variable, global_step: Variable, optimizer: Any
-) -> tuple[int, float, float]:
-    """Train on one worker; returns its index and the loop times between which it was timed."""
-    loop = asyncio.get_running_loop()
-    gradients = [np.empty(case.shape, np.float32) for _ in variables]
-    one = np.float32(-1)  # minus: the counter counts upwards
-    began = loop.time()
-    for index in range(WARM_UP_STEPS + case.steps):
-        if index == WARM_UP_STEPS:
-            began = loop.time()
-        for value, gradient in zip(await pull(variables), gradients, strict=True):
-            np.subtract(value, 1, out=gradient)  # of the sum of (w - 1)²
-            gradient *= 2
-        pairs = [*zip(gradients, variables, strict=True), (one, counter)]
-        await optimizer.apply_gradients(pairs, global_step=global_step)
-    return get_worker_index(), began, loop.time()
+@contextlib.contextmanager
+def started(
+    commands: Sequence[Sequence[str]], note: Callable[[str], None]
+) -> Iterator[list[System]]:
+    """Return a context manager with the systems that are installed."""
+    with contextlib.ExitStack() as stack:
+        systems: list[System] = []
+        for command in commands:
+            note(f"starting {' '.join(command)}")
+            system = stack.enter_context(System(command))
+            if system.missing is None:
+                systems.append(system)
+            else:
+                note(f"left out: {system.missing} is not installed")
+        yield systems
 
 
-async def run_psync(cluster: LocalCluster, num_workers: int, case: Case) -> float:
-    """Return steps per second, of all workers' gradients if they are not averaged."""
-    strategy = ParameterServerStrategy(cluster.resolver, ps_recovery=case.ps_recovery)
-    async with ClusterCoordinator(strategy) as coordinator:
-        with strategy.scope():
-            variables = [
-                Variable(np.zeros(case.shape, np.float32), name=f"w{n}")
-                for n in range(NUM_VARIABLES)
-            ]
-            counter = Variable(np.float32(0), name="counter")
-            global_step = get_or_create_global_step()
-        optimizer: Any = SGD(RATE)
-        if case.synchronous:
-            optimizer = SyncReplicasOptimizer(
-                SGD(RATE), replicas_to_aggregate=num_workers, pull_ahead=case.pull_ahead
-            )
-        args = (case, variables, counter, global_step, optimizer)
-        scheduled = [coordinator.schedule(step_loop, args) for _ in range(num_workers)]
-        await coordinator.join(LIMIT_S)
-        workers, starts, ends = zip(*await coordinator.fetch(scheduled), strict=True)
-        if len(set(workers)) != num_workers:
-            raise WrongResultError(f"wrong result: {case.name}: one worker did all the work")
-        updates = (WARM_UP_STEPS + case.steps) * (1 if case.synchronous else num_workers)
-        values = await pull((*variables, counter, global_step))
-        check_values(case, updates, *values)
-    timed = case.steps * (1 if case.synchronous else num_workers)
-    return float(timed / (max(ends) - min(starts)))
+def idle_cpu(systems: Sequence[System], seconds: float) -> dict[str, float]:
+    """Return the share of a core that each system takes while nothing is ordered."""
+    time.sleep(seconds)  # some are still starting
+    before = [system.cpu_seconds() for system in systems]
+    time.sleep(seconds)
+    return {
+        system.name: (system.cpu_seconds() - was) / seconds
+        for system, was in zip(systems, before, strict=True)
+    }
 
 
-def check_values(case: Case, updates: int, *values: np.ndarray) -> None:
-    """Compare all variables with their closed form.
-
-    The counter gains the learning rate with each update, the global step one. Each synchronous
-    update leaves 1 - 2·rate of the model's distance to 1; asynchronous gradients belong to
-    older values, and so leave less.
+def commands_of(python: str | None, scripts: Path) -> list[list[str]]:
+    """Return the commands of psync, of peers in another Python, and of floors.
 
     Args:
-        case: What was run.
-        updates: How many there must have been.
-        values: Of the model's variables, the counter and the global step.
+        python: A Python that has peers; None: psync and floors alone.
+        scripts: The folder of the programs.
 
     Raises:
-        WrongResultError: They differ.
+        ConfigurationError: They are not there.
     """
-    *model, counter, global_step = values
-    fresh = 1 - (1 - 2 * RATE) ** updates
-    highest = fresh if case.synchronous else 2 * RATE * updates  # all of the first values
-    for what, lowest, value, highest, slack in (
-        ("global step", updates, global_step, updates, 0.0),
-        ("counter / learning rate", updates, counter / RATE, updates, 0.25),
-        *(("model", fresh, value, highest, 1e-4) for value in model),
-    ):
-        if not (lowest - slack <= value.min() and value.max() <= highest + slack):
-            raise WrongResultError(
-                f"wrong result: {case.name}: {what}: expected {lowest:.7g} to {highest:.7g}, got "
-                f"{value.min():.7g} to {value.max():.7g}"
+    own = [[sys.executable, "-m", "psync.bench.psync_rows"]]
+    asked = [(python, name) for name in SCRIPTS if python]
+    asked += [(sys.executable, name) for name in FLOOR_SCRIPTS]
+    for _, name in asked:
+        if not (scripts / name).is_file():
+            raise ConfigurationError(
+                f"{scripts / name} is missing",
+                hint="it comes with the sources of psync: run this there, or say where it is",
             )
+    return own + [[str(interpreter), str(scripts / name)] for interpreter, name in asked]
 
 
-async def run_tensorflow(command: Sequence[str], num_workers: int, case: Case) -> float:
-    """Return TensorFlow's figure for the same case.
+def run(python: str | None, scripts: Path, out: Path, *, quick: bool, rows: str) -> int:
+    """Measure, print the table, and write ``peers.json`` and ``peers.md`` in ``out``.
+
+    Args:
+        python: As for ``commands_of``.
+        scripts: Likewise.
+        out: A folder, which may not be there yet.
+        quick: Fewer and shorter repetitions.
+        rows: Only rows that have this in their names.
 
     Raises:
-        ConfigurationError: The command failed.
+        ConfigurationError: No row is called so; or a system fails, or gives a wrong result.
     """
-    arguments = ("sync" if case.synchronous else "async", case.mib, case.steps, num_workers)
-    process = await asyncio.create_subprocess_exec(
-        *command, *map(str, arguments),
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            output, _ = await process.communicate()
-        measured = json.loads(output)
-        return float(measured["updates"] / measured["seconds"])
-    except (TimeoutError, ValueError, KeyError) as exc:
+    chosen = [row for row in ROWS if rows in row.name]
+    if not chosen:
         raise ConfigurationError(
-            f"{' '.join(command)} gave no figure for {case.name}",
-            hint="run it by itself: it says what it needs",
-        ) from exc
-    finally:
-        if process.returncode is None:
-            process.terminate()  # it ends its own tasks
-            await process.wait()
+            f"no row has {rows!r} in its name", hint="; ".join(row.name for row in ROWS)
+        )
+    commands = commands_of(python, scripts)
+    out.mkdir(parents=True, exist_ok=True)
+    about = machine()
+    print(
+        f"{about['cores']} cores, Python {about['python']}, load before: {about['load_before']:.1f}"
+    )
+    with started(commands, _note) as systems:
+        idle = idle_cpu(systems, IDLE_S)
+        results = measure(systems, chosen, 2 if quick else 5, quick, _note)
+        versions = {system.name: system.version for system in systems}
+    measured = {"machine": about, "versions": versions, "idle_cpu": idle, "rows": results}
+    (out / "peers.json").write_text(json.dumps(measured, indent=1))
+    names = [name for name in versions if any(name in row["systems"] for row in results)]
+    text = report.peers_table(results, names)
+    (out / "peers.md").write_text(text + "\n")
+    print(text)
+    print("\n" + "; ".join(f"{name} {version}" for name, version in versions.items()))
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in idle.items() if share >= 0.001)
+    print(f"CPU of a core while others are measured: {shares or 'none'}")
+    return 0
+
+
+def _note(what: str) -> None:
+    print(f"… {what}", file=sys.stderr, flush=True)

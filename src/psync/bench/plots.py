@@ -147,21 +147,3 @@ def plot_backups(settings: Sequence[Sequence[Figures]], path: Path) -> None:
         axes.set_ylim(0, None)
         axes.legend()
     figure.savefig(path, dpi=DPI)
-
-
-def plot_peers(results: Sequence[Figures], path: Path) -> None:
-    """Draw psync beside TensorFlow, a panel for each measurement."""
-    figure = new_figure(3.2 * len(results), 4)
-    for axes, result in zip(figure.subplots(1, len(results), squeeze=False)[0], results,
-                            strict=True):  # fmt: skip
-        systems = [name for name in ("psync", "tensorflow") if name in result]
-        medians = [result[name]["median"] for name in systems]
-        spread = [
-            [median - result[name]["min"], result[name]["max"] - median]
-            for name, median in zip(systems, medians, strict=True)
-        ]
-        axes.bar(systems, medians, yerr=list(zip(*spread, strict=True)), capsize=4,
-                 color=["tab:blue", "tab:orange"][: len(systems)])  # fmt: skip
-        axes.set(title=result["name"].replace(", ", "\n"), ylabel=result["unit"])
-        axes.grid(axis="y", alpha=0.3)
-    figure.savefig(path, dpi=DPI)

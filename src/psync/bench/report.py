@@ -60,18 +60,23 @@ def backups_table(results: Sequence[Figures]) -> str:
     ])  # fmt: skip
 
 
-def peers_table(results: Sequence[Figures]) -> str:
-    """Return one line for each measurement: medians, and the median of the ratios of neighbours."""
-    header = ("", "psync", "from", "to", "TensorFlow", "ratio")
-    return table(header, [
-        [
-            f"{result['name']}, {result['unit']}",
-            *(number(result["psync"][key]) for key in ("median", "min", "max")),
-            number(result["tensorflow"]["median"]) if "tensorflow" in result else "–",
-            f"{result['ratio']:.1f}" if "ratio" in result else "–",
-        ]
-        for result in results
-    ])  # fmt: skip
+def peers_table(results: Sequence[Figures], systems: Sequence[str]) -> str:
+    """Return a table in Markdown: medians, their spread, and the median of neighbours' ratios."""
+    header = ["", *systems]
+    lines = [header, ["---", *["---:"] * len(systems)]]
+    for result in results:
+        cells = [f"{result['name']}, {result['unit']}"]
+        for name in systems:
+            figures = result["systems"].get(name)
+            cells.append("–" if figures is None else _peers_cell(figures))
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _peers_cell(figures: Figures) -> str:
+    shown = f"{number(figures['median'])} ({number(figures['min'])}–{number(figures['max'])})"
+    ratio = figures.get("ratio")
+    return shown if ratio is None else f"{shown}, {number(ratio)} ×"
 
 
 def findings(results: Sequence[Figures]) -> list[str]:

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from psync.bench import peers, plots, real_runs, report, virtual_runs
+from psync.bench import plots, real_runs, report, virtual_runs
 from psync.bench.checks import WrongResultError
 from psync.bench.digits import load
 from psync.bench.figures import Figures
-from psync.errors import ConfigurationError
 from psync.launch.process_loop import loop_factory
 
-PARTS = ("processes", "virtual", "peers")
+PARTS = ("processes", "virtual")
 PACKAGES = ("psync", "numpy", "uvloop", "msgpack")
 NAME = "sync_vs_async"  # of the files
 
@@ -34,7 +33,6 @@ class Options:
     workers: Sequence[int] = (2, 4)  # real processes; virtual ones are always 100
     quick: bool = False
     out: Path = Path("out")
-    tensorflow: Sequence[str] | None = None  # the command that measures it
 
 
 def run(options: Options) -> int:
@@ -44,7 +42,7 @@ def run(options: Options) -> int:
         The exit code: 1 if a run's variables are not what its pushes make of them.
 
     Raises:
-        ConfigurationError: matplotlib or scikit-learn is missing, or the script for TensorFlow.
+        ConfigurationError: matplotlib or scikit-learn is missing.
     """
     _check(options)
     try:
@@ -59,13 +57,6 @@ def _check(options: Options) -> None:
     """Say what is missing at once, not after the first minutes."""
     load("train")
     plots.new_figure(1, 1)
-    if options.tensorflow is not None:
-        script = Path(options.tensorflow[-1])
-        if not script.is_file():
-            raise ConfigurationError(
-                f"{script} is missing",
-                hint="it comes with the sources of psync: run this there, or say where it is",
-            )
 
 
 def _run(options: Options) -> None:
@@ -78,7 +69,7 @@ def _run(options: Options) -> None:
         + f"; load before: {about['load_before']:.1f}"
     )
     written: dict[str, Any] = {"machine": about, "quick": options.quick}
-    for part, measure in zip(PARTS, (_processes, _virtual, _peers), strict=True):
+    for part, measure in zip(PARTS, (_processes, _virtual), strict=True):
         if part in options.parts:
             written[part] = measure(options)
     path = options.out / f"{NAME}.json"
@@ -110,18 +101,6 @@ def _virtual(options: Options) -> list[Figures]:
         print(*report.findings(runs), sep="\n")
     _draw(options, "100_workers", plots.plot_training, settings[:1], "virtual s")
     _draw(options, "backups", plots.plot_backups, settings)
-    return results
-
-
-def _peers(options: Options) -> list[Figures]:
-    repetitions = 1 if options.quick else 3
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        results = runner.run(
-            peers.measure(options.workers[0], repetitions, options.tensorflow, _note)
-        )
-    _say(f"models of TensorFlow programs: {peers.NUM_PS} ps, {options.workers[0]} workers")
-    print(report.peers_table(results))
-    _draw(options, "peers", plots.plot_peers, results)
     return results
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``psync run``, ``scale``, ``top``, ``serve``, ``dashboard`` and others.
+"""The command line: ``psync run``, ``scale``, ``top``, ``trace``, ``serve`` and others.
 
 Every option also reads an environment variable, ``PSYNC_<COMMAND>_<OPTION>``. Wrong usage is one
 line on stderr and exit code 2. Imports are late: the launcher has its tasks running before it could
@@ -20,8 +20,11 @@ import click
 from psync.cli.certs import certs, tls_environ, tls_options
 from psync.cli.checkpoint import checkpoint
 from psync.cli.dashboard import dashboard as dashboard_command
+from psync.cli.health import health
+from psync.cli.launch.commands import launch
 from psync.cli.scale import scale
 from psync.cli.top import top
+from psync.cli.trace import trace
 from psync.errors import ConfigurationError, TrainingEnded
 from psync.launch.task_output import configure_logging, fill_standard_streams
 
@@ -196,7 +199,7 @@ def bench() -> None:
 @click.option(
     "--parts",
     multiple=True,
-    type=click.Choice(["processes", "virtual", "peers"]),
+    type=click.Choice(["processes", "virtual"]),
     help="What to run, once for each part; by default everything.",
 )
 @click.option(
@@ -204,7 +207,7 @@ def bench() -> None:
     multiple=True,
     type=click.IntRange(min=2),
     default=(2, 4),
-    help="Number of worker processes, once for each cluster. The first one is that of peers.",
+    help="Number of worker processes, once for each cluster.",
 )
 @click.option(
     "--out",
@@ -212,35 +215,22 @@ def bench() -> None:
     default=Path("out"),
     help="Folder of the JSON file and the plots.",
 )
-@click.option(
-    "--tensorflow",
-    metavar="PYTHON",
-    help="A Python that has TensorFlow, which then runs beside psync (part peers).",
-)
-@click.option(
-    "--tensorflow-script",
-    type=click.Path(path_type=Path),
-    default=Path("benchmarks/peers_tensorflow1_sync.py"),
-    help="What it runs; comes with psync's sources.",
-)
 def sync_async(
     quick: bool,
     parts: tuple[str, ...],
     workers: tuple[int, ...],
     out: Path,
-    tensorflow: str | None,
-    tensorflow_script: Path,
 ) -> int:
     """Compare synchronous with asynchronous training.
 
     Asynchronous, of bounded staleness, synchronous, and with backup replicas: gradients per
     second, staleness, drops, and the time until a network reads digits. In worker processes,
-    with and without a slow one; with 100 workers in virtual time; and beside TensorFlow.
+    with and without a slow one; and with 100 workers in virtual time.
 
     \b
     A quick look, and everything:
         psync bench sync-async --quick
-        psync bench sync-async --out results --tensorflow ~/tensorflow/bin/python
+        psync bench sync-async --out results
     """
     from psync.bench import sync_async as benchmark
 
@@ -250,9 +240,49 @@ def sync_async(
             workers=workers,
             quick=quick,
             out=out,
-            tensorflow=None if tensorflow is None else (tensorflow, str(tensorflow_script)),
         )
     )
+
+
+@bench.command("peers")
+@click.option("--quick", is_flag=True, help="Fewer and shorter repetitions.")
+@click.option(
+    "--peers",
+    "python",
+    metavar="PYTHON",
+    help="A Python that has TensorFlow, torch or Ray, which then run beside psync; "
+    "make bench-peers makes one.",
+)
+@click.option(
+    "--rows", metavar="TEXT", default="", help="Only rows with this in their name, as: synchronous."
+)
+@click.option(
+    "--scripts",
+    type=click.Path(path_type=Path),
+    default=Path("benchmarks/peers"),
+    help="The programs of peers and floors; they come with psync's sources.",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("out"),
+    help="Folder of peers.json and peers.md.",
+)
+def peers(quick: bool, python: str | None, rows: str, scripts: Path, out: Path) -> int:
+    """Measure psync beside other systems and beside what the machine can do.
+
+    Closures, pulls, pushes, rows of tables, synchronous and asynchronous training: each on 2 ps and
+    2 workers, in processes of their own, in turns. Prints a table in Markdown: medians, lowest and
+    highest in brackets, and how many times as fast psync is.
+
+    \b
+    psync and bare sockets; and every peer that ~/peers has:
+        psync bench peers --quick
+        psync bench peers --peers ~/peers/bin/python
+    """
+    from psync.bench import peers as benchmark
+
+    return benchmark.run(python, scripts, out, quick=quick, rows=rows)
 
 
 @psync.command()
@@ -278,7 +308,7 @@ def serve(
     log_level: str,
     **tls: Any,
 ) -> int:
-    """Serve as the ps or the worker that TF_CONFIG says this process is.
+    """Serve as the ps or the worker that TF_CONFIG, or a scheduler, says this process is.
 
     It loads no script, only plugins: a worker gets its steps from the chief. Ends when the chief
     says so, on SIGTERM, or, with code 1, when no chief comes. The cluster's secret comes from
@@ -298,14 +328,16 @@ def serve(
         sys.path.insert(0, "")
     configure_logging(log_level)
     try:
-        tasks.serve_forever(insecure=insecure, chief_timeout=chief_timeout)
+        return tasks.serve_forever(insecure=insecure, chief_timeout=chief_timeout)
     except TrainingEnded as error:
         return _fail(str(error), FAILED)
-    return 0
 
 
 psync.add_command(top)
+psync.add_command(trace)
 psync.add_command(scale)
+psync.add_command(health)
+psync.add_command(launch)
 psync.add_command(dashboard_command)
 psync.add_command(checkpoint)
 psync.add_command(certs)

@@ -53,15 +53,18 @@ def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
     return 0
 
 
-async def _show(path: str | None, once: bool, as_json: bool, interval: float) -> None:
+def reading_of(run: str | None) -> AbstractAsyncContextManager[Reader]:
+    """Return a context in which a run can be asked: that of a file or URL, or the newest one."""
     from psync.status.reading import UrlReader, reading_status
     from psync.status.run_files import newest_run, read_run
 
-    if path is not None and path.startswith(("http://", "https://")):
-        reading: AbstractAsyncContextManager[Reader] = nullcontext(UrlReader(path))
-    else:
-        reading = reading_status(newest_run() if path is None else read_run(Path(path)))
-    async with reading as reader:
+    if run is not None and run.startswith(("http://", "https://")):
+        return nullcontext(UrlReader(run))
+    return reading_status(newest_run() if run is None else read_run(Path(run)))
+
+
+async def _show(path: str | None, once: bool, as_json: bool, interval: float) -> None:
+    async with reading_of(path) as reader:
         await reader.read()  # rates are counted from here on, if nobody has asked for a while
         if not once:
             from rich.console import Console

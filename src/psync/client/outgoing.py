@@ -39,6 +39,7 @@ from typing import Any, TypeVar
 
 from psync.client.numbers import Numbers
 from psync.client.ps_link import Call, together
+from psync.errors import ClosedError
 from psync.wire.codec import Message
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Outgoing:
     def __init__(self) -> None:
         self.timeline = 0  # grows whenever all ps tasks have rolled back to a snapshot
         self.begun: set[asyncio.Future[Any]] = set()  # shielded from cancellation
+        self._closed = False
 
     async def deliver(
         self, places: Sequence[Numbers], calls_of: Callable[[Sequence[int]], Sequence[Call[M]]]
@@ -103,10 +105,13 @@ class Outgoing:
         """Do ``work`` and return what it returns.
 
         Raises:
+            ClosedError: The client was closed; nothing is begun.
             Exception: What it raises.
 
         Cancellation: It goes on in the background, see ``drain``; an error is logged then.
         """
+        if self._closed:  # what is stopped would begin to unlock, and nobody would stop that
+            raise ClosedError("the connections to the ps tasks are closed")
         under_way = asyncio.ensure_future(work())
         self.begun.add(under_way)
         under_way.add_done_callback(self.begun.discard)
@@ -122,7 +127,8 @@ class Outgoing:
             await asyncio.wait(list(self.begun))
 
     async def close(self) -> None:
-        """Stop what was begun. Cancellation: safe."""
+        """Stop what was begun; nothing else can be. Cancellation: safe."""
+        self._closed = True
         for work in self.begun:
             work.cancel()
         await asyncio.gather(*self.begun, return_exceptions=True)

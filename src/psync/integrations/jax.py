@@ -378,8 +378,7 @@ def step_key(seed: Any) -> jax.Array:
         seed: An integer, or a key of ``jax.random.key``.
 
     Raises:
-        UsageError: Outside of a step. In the program use ``jax.random.key(seed)``; in dataset code
-            ``jax.random.fold_in(key, context.input_pipeline_id)``.
+        UsageError: Outside of a step; the hint says what there is instead.
 
     Example:
         def step(batches):
@@ -394,6 +393,7 @@ def step_key(seed: Any) -> jax.Array:
             hint="jax.random.key(seed) in the program; in dataset code "
             "jax.random.fold_in(jax.random.key(seed), context.input_pipeline_id)",
         )
-    key = seed if isinstance(seed, jax.Array) else jax.random.key(seed)
+    is_number = jax.dtypes.issubdtype(getattr(seed, "dtype", int), np.integer) and not np.ndim(seed)
+    key = jax.random.key(seed) if is_number else seed
     high, low = divmod(closure.closure_id, 1 << 32)  # fold_in takes 32 bits
     return jax.random.fold_in(jax.random.fold_in(key, high) if high else key, low)

@@ -98,8 +98,8 @@ class StateMerge:
     ) -> None:
         """Send what a step has changed.
 
-        It is the same number of calls whatever that is: where a closure runs again it is compared
-        with its first run call by call, and may have changed other arrays.
+        It is the same calls in the same order whatever that is: where a closure runs again it is
+        compared with its first run call by call. (Of other arrays than then it is refused.)
 
         Args:
             variables: By name.
@@ -127,8 +127,8 @@ class StateMerge:
         different = [name for name in self.names if _differ(before[name], values[name])]
         floats = [name for name in different if name in self._floats]
         others = [name for name in different if name not in self._floats]
-        runtime = await runtime_of(self._what, *variables.values())
         if self._how == "first":
+            runtime = await runtime_of(self._what, *variables.values())
             chosen = different if _is_first(runtime, next(iter(variables.values()))) else []
             await self.assign(variables, values, chosen, "assign")
             return
@@ -137,11 +137,10 @@ class StateMerge:
             pairs = [(self._weighted(values[name]), variables[name]) for name in floats]
             calls.append(self._rule.apply_gradients(pairs))
         elif self._floats:
-            runtime.begin_update(self._what)
+            calls.append(self.assign(variables, values, (), "max"))  # has the number of that push
         if self._others:
             calls.append(self.assign(variables, values, others, "max"))
-        if calls:
-            await all_of(calls)
+        await all_of(calls)
 
     async def assign(
         self,

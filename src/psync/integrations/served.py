@@ -39,10 +39,9 @@ from psync.replicas.context import current_gang
 from psync.specs import checked_kind
 
 VERSION = "~frozen"
-"""Name of the variable that tells whether frozen values have changed, beside those of the arrays.
+"""Name of the variable that tells whether frozen values have changed, by a digest of them.
 
-It holds a digest of them, and not a count: after a restore, or a rollback, it tells by itself
-which frozen values it belongs to."""
+After a restore, or a rollback, it tells by itself which frozen values it belongs to."""
 
 SHOWN = 5
 """Differences between two builds of a model that a message names."""
@@ -58,8 +57,8 @@ _kept: PerProcess[weakref.WeakKeyDictionary[Runtime, dict[Any, Any]]] = PerProce
 class LoadedKeys(NamedTuple):
     """What ``load_state_dict`` found; named as torch names it."""
 
-    missing_keys: list[str]  # of the model, and not given
-    unexpected_keys: list[str]  # given, and not of the model
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 class ServedVariables(Module):
@@ -77,9 +76,6 @@ class ServedVariables(Module):
         merge: How state is merged over workers: "mean", "first" or "local".
         cast_gradients: Whether gradients of another floating dtype than their variable's are cast
             to it. A finite number that would become infinite is an error then.
-
-    Attributes:
-        optimizer: As given.
 
     Raises:
         ConfigurationError: An argument is none.
@@ -264,7 +260,7 @@ class ServedVariables(Module):
         if self._version is not None and not arrays.keys().isdisjoint(self._seldom):
             # Written last: whoever sees it, and pulls then, gets all that it stands for.
             frozen = await pull({key: self._by_name[key] for key in self._seldom})
-            await self._version.assign(digest_of(frozen))
+            await self._version.assign(await asyncio.to_thread(digest_of, frozen))
 
     # Pushes.
 
@@ -319,9 +315,7 @@ class ServedVariables(Module):
 
 
 def checked_scope(what: str, optimizer: object) -> Scope:
-    """Check where a served model is made, and with which optimizer; return the strategy.
-
-    Called before a model is built, which may take long.
+    """Check where a served model is made, and with which optimizer, before it is built.
 
     Raises:
         ConfigurationError: It is no optimizer of psync.
@@ -341,8 +335,18 @@ def checked_scope(what: str, optimizer: object) -> Scope:
     return scope
 
 
+async def in_thread(function: Callable[[], L]) -> L:
+    """Run a function in a thread; a cancellation is raised when it has ended."""
+    work = asyncio.ensure_future(asyncio.to_thread(function))
+    try:
+        return await asyncio.shield(work)
+    finally:
+        await asyncio.wait([work])
+        work.exception()  # is seen
+
+
 def current_run() -> object:
-    """Return what only this run of a closure has, and does not keep it alive; or the program's."""
+    """Return what only this run of a closure has, without keeping it alive; or the program's."""
     closure = current_closure()
     return "program" if closure is None else closure.ordinals
 
@@ -351,11 +355,19 @@ Kind = tuple[tuple[int, ...], str]
 """Shape, and name of the dtype."""
 
 
-def check_same(what: str, declared: Mapping[str, Kind], built: Iterable[tuple[str, Kind]]) -> None:
-    """Check that a model that was built on a task has the arrays that the program declared.
+def check_same(
+    what: str,
+    declared: Mapping[str, Kind],
+    built: Iterable[tuple[str, Kind]],
+    *,
+    problem: str = "it is built otherwise on this task than it was declared",
+    hint: str = "what builds it must return the same names, shapes and dtypes on each task: let it "
+    "capture sizes, and not ask data, files or the environment",
+) -> None:
+    """Check that a model has the arrays that the program declared, where a task has built it.
 
     Args:
-        what: The model, for messages.
+        what: The model, for messages; ``problem`` and ``hint`` are of the error.
         declared: By name.
         built: (name, kind) of each array that the model has here.
 
@@ -364,17 +376,14 @@ def check_same(what: str, declared: Mapping[str, Kind], built: Iterable[tuple[st
     """
     found = dict(built)
     differences = [
-        f'"{name}": declared {_text(declared.get(name))}, built here {_text(found.get(name))}'
+        f'"{name}": declared {_text(declared.get(name))}, here {_text(found.get(name))}'
         for name in dict.fromkeys((*declared, *found))
         if declared.get(name) != found.get(name)
     ]
     if differences:
         more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         raise ConfigurationError(
-            f"{what}: it is built otherwise on this task than it was declared; "
-            f"{'; '.join(differences[:SHOWN])}{more}",
-            hint="what builds it must return the same names, shapes and dtypes wherever it runs: "
-            "let it capture sizes, and not ask data, files or the environment",
+            f"{what}: {problem}; {'; '.join(differences[:SHOWN])}{more}", hint=hint
         )
 
 

@@ -35,6 +35,7 @@ from psync.integrations.served import (
     check_same,
     checked_scope,
     current_run,
+    in_thread,
 )
 
 try:
@@ -163,7 +164,7 @@ class ServedModule(ServedVariables, Generic[M]):
 
         Raises:
             ConfigurationError: What ``build_module`` returns here has other names, shapes or dtypes
-                than what was declared; names them.
+                than what was declared, or a step has given the module others; names them.
             UsageError: Neither in a step nor within a running coordinator.
             ParameterServerLost: A ps is gone.
             ClosureCancelled: In a step that was cancelled.
@@ -178,10 +179,11 @@ class ServedModule(ServedVariables, Generic[M]):
         if live.puller is not puller:
             live.puller = puller
             tensors.drop_gradients()
+        tensors.check_unchanged(f"ServedModule {self.name!r}")
         written = tensors.begin_writing()
         _, version = await self.pull_values(live.version, written.target)
         if written.is_costly:
-            await asyncio.to_thread(written.finish)
+            await in_thread(written.finish)
         else:
             written.finish()
         live.version = version
@@ -207,6 +209,8 @@ class ServedModule(ServedVariables, Generic[M]):
             GradientError: There is no gradient, or one that the variable's dtype cannot hold, or
                 one of a frozen parameter. Nothing was pushed; the gradients are gone.
             UsageError: This step has not pulled.
+            ConfigurationError: The module has other tensors than it was built with, or one of
+                another shape; names them. Nothing was pushed.
             PsyncError: As ``apply_gradients``.
 
         Cancellation: As ``apply_gradients``: a push once begun ends in the background.
@@ -218,6 +222,7 @@ class ServedModule(ServedVariables, Generic[M]):
                 hint="module = await served.pull(), then loss.backward(), then await served.push()",
             )
         tensors = live.tensors
+        tensors.check_unchanged(f"ServedModule {self.name!r}")
         if tensors.on_cpu():
             gradients = tensors.gradients(copy=keep_grad)
         else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from psync.client.tensors import array_of, tensor_of
 from psync.errors import ConfigurationError
 from psync.gradients import gradient_of
-from psync.integrations.served import Kind
+from psync.integrations.served import Kind, check_same
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.specs import DTYPE_NAMES, dtype_of
 
@@ -41,7 +42,7 @@ class ModuleTensors:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        served = getattr(module, "_orig_mod", module)  # what torch.compile has wrapped
+        self._served = served = getattr(module, "_orig_mod", module)  # if torch.compile wrapped it
         self.names: dict[str, str] = {}
         self.parameters: list[str] = []
         self.trained: list[str] = []
@@ -62,6 +63,7 @@ class ModuleTensors:
             else:
                 self.buffers.append(name)
         self.declared = dict(self.kinds())
+        _check_apart({name: self.tensor(name) for name in self.parameters})
         listed = {
             name for name, value in served.state_dict(keep_vars=True).items()
             if isinstance(value, torch.Tensor)
@@ -93,6 +95,32 @@ class ModuleTensors:
         for name in self._places:
             tensor = self.tensor(name)
             yield name, (tuple(tensor.shape), _dtype_name(tensor))
+
+    def check_unchanged(self, what: str) -> None:
+        """Check that the module still has the tensors that it was built with, of their shapes.
+
+        Another dtype, another device, and other tensors in their places are no matter.
+
+        Args:
+            what: The model, for messages.
+
+        Raises:
+            ConfigurationError: It has not; the first differences are named.
+        """
+        now: dict[str, Kind] = {}
+        tied: dict[str, torch.Tensor] = {}
+        for name, tensors, key, _ in _places_in(self._served):
+            tensor, own = tensors[key], self.names.get(name, name)
+            if tied.setdefault(own, tensor) is not tensor or own == name:
+                _, dtype = self.declared.get(name, ((), _dtype_name(tensor)))
+                now[name] = tuple(tensor.shape), dtype
+        check_same(
+            what, self.declared, now.items(),
+            problem="a step has changed the tensors of its module",
+            hint="parameters and buffers are variables on the ps tasks, of one shape for ever: let "
+            "build_module make what is to be trained; a buffer that grows, or is of one task "
+            "alone, register with persistent=False",
+        )  # fmt: skip
 
     def on_cpu(self) -> bool:
         """Return whether all parameters are in the CPU's memory."""
@@ -208,6 +236,30 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         hint = "register_buffer(…, persistent=False) keeps it out of state_dict()"
     if problem:
         raise ConfigurationError(f'ServedModule: tensor "{name}": {problem}', hint=hint)
+
+
+def _check_apart(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Check that no two parameters lie in the same memory, where a pull of one changes the other.
+
+    Raises:
+        ConfigurationError: Two do; names them.
+    """
+    extents = []
+    for name, tensor in parameters.items():
+        if tensor.numel():
+            last = sum(
+                (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            start = tensor.data_ptr()
+            extents.append((str(tensor.device), start, start + (last + 1) * tensor.itemsize, name))
+    for (device, _, end, one), (its, start, _, other) in itertools.pairwise(sorted(extents)):
+        if device == its and start < end:
+            raise ConfigurationError(
+                f'ServedModule: parameters "{one}" and "{other}" are two tensors in the same '
+                "memory, which as two variables would overwrite each other",
+                hint="to tie them let both be one nn.Parameter, `self.out.weight = "
+                "self.table.weight`, without `.data`; otherwise clone() one of them",
+            )
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

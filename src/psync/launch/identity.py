@@ -9,14 +9,19 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from psync.cluster import ClusterSpec, task_name
 from psync.errors import ConfigurationError, PsyncError
+from psync.net.discovery.default import resolve_cluster
 from psync.net.endpoint import Endpoint
-from psync.net.environment import added_workers, newest_incarnation, platform_of
+from psync.net.environment import (
+    added_workers,
+    is_supervised,
+    newest_incarnation,
+    platform_of,
+)
 from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver, training_cluster
 from psync.wire.messages import Shutdown
 
@@ -29,6 +34,8 @@ class OwnTask:
     cluster: ClusterSpec
     job: str
     index: int
+    is_found: bool = False  # in the surroundings, where nobody has described the cluster
+    is_supervised: bool = False  # see ``environment.is_supervised``
 
     @property
     def name(self) -> str:
@@ -57,28 +64,24 @@ class OwnTask:
 
 
 def own_task(resolver: ClusterResolver | None) -> OwnTask:
-    """Return which task a resolver says this process is; without one, ``TF_CONFIG`` says it.
+    """Return which task a resolver says this process is; without one, its surroundings say it.
 
     Raises:
-        ConfigurationError: ``TF_CONFIG`` is not set, or the cluster's description is wrong or does
-            not say which task it is.
+        ConfigurationError: There is no cluster, or its description is wrong or does not say which
+            task it is; or ``PSYNC_SUPERVISED`` is malformed.
     """
-    if resolver is None:
-        if not os.environ.get("TF_CONFIG"):
-            raise ConfigurationError(
-                "TF_CONFIG is not set, so this process belongs to no cluster",
-                hint=f"to train on this machine: psync run {sys.argv[0]} --ps 1 --workers 2",
-            )
-        resolver = TFConfigClusterResolver()
+    is_found = resolver is None
+    resolver = resolver or resolve_cluster()
+    is_found = is_found and not isinstance(resolver, TFConfigClusterResolver)
     cluster, job, index = training_cluster(resolver)
-    if job == "evaluator":
-        return OwnTask(resolver, cluster, job, index or 0)
+    if job == "evaluator" and index is None:
+        index = 0
     if job is None or index is None:
         raise ConfigurationError(
             "the cluster's description does not say which task this process is",
             hint='TF_CONFIG needs "task": {"type": "worker", "index": 0}, or the like',
         )
-    return OwnTask(resolver, cluster, job, index)
+    return OwnTask(resolver, cluster, job, index, is_found, is_supervised(os.environ))
 
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from psync.launch.plugins import load_plugins, plugins_environ
 from psync.launch.task_process import TaskProcess
 from psync.net.notebook_cells import of_no_cell
 from psync.net.platform import Platform
-from psync.net.resolvers import SimpleClusterResolver
+from psync.net.resolvers import SimpleClusterResolver, opened
 from psync.net.workforce import Workforce
 from psync.status.html_tables import table
 from psync.testing import MemoryNetwork
@@ -41,7 +41,8 @@ class LocalClusterResolver(SimpleClusterResolver):
 class LocalCluster:
     """ps and worker tasks on this machine; this process is the chief.
 
-    An async context manager. With processes, each task is a real process with a secret of
+    An async context manager; inside, ``ParameterServerStrategy()`` is a strategy of this cluster.
+    With processes, each task is a real process with a secret of
     its own making; one that died is started again, three times a minute. A ps comes back
     empty. They import what lies beside this program's script, as it does. Without, all tasks run
     in this process and on this loop, joined by memory instead of sockets.
@@ -73,7 +74,7 @@ class LocalCluster:
 
     Example:
         async with psync.LocalCluster(2, 2) as cluster:
-            strategy = psync.ParameterServerStrategy(cluster.resolver)
+            strategy = psync.ParameterServerStrategy()
             async with psync.ClusterCoordinator(strategy) as coordinator:
                 ...
     """
@@ -168,6 +169,7 @@ class LocalCluster:
         load_plugins(task_name("chief", 0), {**os.environ, **self._plugins})
         async with contextlib.AsyncExitStack() as resources:
             await of_no_cell(self._start(resources))
+            resources.enter_context(opened(self.resolver))
             self._resources = resources.pop_all()
 
     async def stop(self) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -51,7 +52,7 @@ from psync.net.environment import (
     training_presence,
 )
 from psync.net.platform import Platform
-from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver
+from psync.net.resolvers import ClusterResolver, opened
 from psync.net.task_reports import described_by
 from psync.net.transport import SocketNetwork
 from psync.net.workforce import workforce_of_launcher
@@ -63,6 +64,9 @@ if TYPE_CHECKING:
     from psync.worker_task import WorkerTask
 
 T = TypeVar("T")
+
+LEFT = 128 + signal.SIGTERM
+"""Exit code of a worker that SIGTERM has ended, where 0 would say that it is not needed again."""
 
 SETUP_ERRORS = (ConfigurationError, ConnectFailed, AuthenticationError, RemoteProtocolError)
 """What is wrong with the cluster rather than with the program, until training has begun."""
@@ -84,7 +88,8 @@ def run(
 
     Args:
         main: Coroutine function without arguments: the training program.
-        resolver: Default: ``TFConfigClusterResolver()``.
+        resolver: Says who is in the cluster, and which task this process is. Default: what
+            ``psync.resolve_cluster()`` finds, as under ``psync run``, SLURM and Kubernetes.
         on_workers: Whether workers run ``main()``, too, instead of serving a coordinator: for
             programs that train in a ``MonitoredTrainingSession``. A worker then exits by itself.
             In a cluster without a chief, worker 0 tells the ps tasks to exit.
@@ -135,8 +140,7 @@ def run(
             if job == "evaluator"
             else partial(_serve, own, insecure=False, shared=True)
         )
-        run_loop(serving, terminated_code=0)
-        sys.exit(0)
+        sys.exit(run_loop(serving, terminated_code=_terminated_code(own)))
     except SETUP_ERRORS as exc:
         if began.is_set():
             raise
@@ -162,12 +166,16 @@ async def _run_main(
     note_incarnation(0)
     tasks_end, since = own.leads, time.time_ns()
     try:
-        with following_launcher(workforce_of_launcher()):
+        with following_launcher(workforce_of_launcher()), opened(own.resolver):
             return await main()
     except SETUP_ERRORS:
         # Whoever corrects what is wrong here, or starts who is missing, finds the others still
         # there. They may also serve a chief that has a better right to them.
         tasks_end = tasks_end and began.is_set()
+        raise
+    except BaseException:
+        # Where it is started again it goes on with them, or waits for them.
+        tasks_end = tasks_end and not own.is_supervised
         raise
     finally:
         if tasks_end:
@@ -176,7 +184,7 @@ async def _run_main(
 
 def _evaluate(
     evaluator: Callable[[], Awaitable[Any]] | None, own: OwnTask, began: asyncio.Event
-) -> Callable[[], Awaitable[Any]]:
+) -> Callable[[], Awaitable[int]]:
     """Return what runs on an evaluator."""
     if evaluator is None:
         raise ConfigurationError(
@@ -187,15 +195,16 @@ def _evaluate(
     patience = chief_timeouts(os.environ)
     tasks = own.addresses_of(("ps", "worker"))
 
-    async def evaluate() -> None:
+    async def evaluate() -> int:
         training_began.set(began)
-        if fd is None:
-            training_presence.set(TrainingPresence(SocketNetwork(), tasks, patience))
+        with contextlib.ExitStack() as resources:
+            resources.enter_context(opened(own.resolver))
+            if fd is None:
+                training_presence.set(TrainingPresence(SocketNetwork(), tasks, patience))
+            else:
+                run_over.set(resources.enter_context(end_of_run(int(fd))))
             await evaluator()
-            return
-        with end_of_run(int(fd)) as over:
-            run_over.set(over)
-            await evaluator()
+        return 0
 
     return evaluate
 
@@ -204,7 +213,7 @@ async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = Fal
     """Serve as the ps or worker that the cluster says this process is, until told to stop.
 
     Args:
-        resolver: Default: ``TFConfigClusterResolver()``.
+        resolver: Default: what ``psync.resolve_cluster()`` finds.
         insecure: Whether to serve without a secret, to everybody who can reach the address.
 
     Raises:
@@ -214,13 +223,16 @@ async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = Fal
 
     Cancellation: Updates that have begun are finished, then everything is closed.
     """
-    own = own_task(resolver or TFConfigClusterResolver())
+    own = own_task(resolver)
     load_plugins(own.name)
     await _serve(own, insecure=insecure, shared=False)
 
 
-def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -> None:
+def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -> int:
     """Do ``serve`` in this process until a message or SIGTERM says stop; for ``psync serve``.
+
+    Returns:
+        The exit code.
 
     Args:
         insecure: As ``serve``.
@@ -229,18 +241,19 @@ def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -
     Raises:
         ConfigurationError, TrainingEnded: As ``serve``.
     """
-    own = own_task(TFConfigClusterResolver())
+    own = own_task(None)
     _watch_launcher()
     load_plugins(own.name)
-    run_loop(
+    return run_loop(
         lambda: _serve(own, insecure=insecure, shared=False, chief_timeout=chief_timeout),
-        terminated_code=0,
+        terminated_code=_terminated_code(own),
     )
 
 
 async def _serve(
     own: OwnTask, *, insecure: bool, shared: bool, chief_timeout: str | None = None
-) -> None:
+) -> int:
+    """Serve until told to stop; return the exit code."""
     if own.job not in ("ps", "worker"):
         raise ConfigurationError(
             f"only ps and worker tasks serve, this process is {own.name}",
@@ -261,29 +274,39 @@ async def _serve(
         )
     naming = naming_who_is_awaited(lambda: "" if task.chief.is_here else awaited)
     try:
-        with described_by(task.describe), _leaving_first(task), naming:
+        with described_by(task.describe), _leaving_first(task) as leaving, naming:
             await until_told(task.task, task.stopped, task.chief, timeouts)
     finally:
         await task.close()
     if getattr(task, "is_torn", False):  # a ps
         raise PsyncError(f"{task.task} ended: an update failed half-way, see the log")
+    return _terminated_code(own) if leaving else 0
+
+
+def _terminated_code(own: OwnTask) -> int:
+    """Return with which code a task ends that serves, or evaluates, and gets SIGTERM."""
+    return LEFT if own.job == "worker" and own.is_supervised else 0
 
 
 @contextlib.contextmanager
-def _leaving_first(task: PsTask | WorkerTask) -> Iterator[None]:
-    """Let a worker leave in order when it gets its first SIGTERM, as before a machine is taken."""
+def _leaving_first(task: PsTask | WorkerTask) -> Iterator[list[asyncio.Task[None]]]:
+    """Let a worker leave in order when it gets its first SIGTERM, as before a machine is taken.
+
+    Yields:
+        A list, which is empty unless it leaves.
+    """
     leave = getattr(task, "leave", None)
-    if leave is None:  # a ps
-        yield
-        return
     leaving: list[asyncio.Task[None]] = []
+    if leave is None:  # a ps
+        yield leaving
+        return
 
     def begin() -> None:
         work = leave("SIGTERM", hint="; another SIGTERM ends it at once")
         leaving.append(asyncio.get_running_loop().create_task(work))
 
     with asked_first(begin):
-        yield
+        yield leaving
 
 
 def make_task(
@@ -331,6 +354,9 @@ def _prepare_process(own: OwnTask) -> bool:
         write_whole_lines()
     level = os.environ.get("PSYNC_LOG_LEVEL", "info")
     configure_logging(level, None if launched else f"{own.job}-{own.index}")
+    # Who has written TF_CONFIG or a resolver knows.
+    logging_level = logging.INFO if own.is_found else logging.DEBUG
+    logger.log(logging_level, "this process is %s, as %s says", own.name, own.resolver.source)
     _watch_launcher()
     return launched
 

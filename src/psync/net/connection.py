@@ -25,7 +25,14 @@ from typing import Any
 from psync.errors import ConnectionLost, LocalProtocolError, PsyncError
 from psync.wire import protocol as wire
 from psync.wire.codec import Message, encode
-from psync.wire.frames import SMALL_BODY_BYTES, Buffer, Frame, Segment, encode_frame
+from psync.wire.frames import (
+    PREFIX_BYTES,
+    SMALL_BODY_BYTES,
+    Buffer,
+    Frame,
+    Segment,
+    encode_frame,
+)
 from psync.wire.messages import Refused
 
 logger = logging.getLogger(__name__)
@@ -39,8 +46,15 @@ KEEPALIVE_PROBES = 4
 USER_TIMEOUT_MS = 30_000
 """A host that takes no byte for this long is dead (the figure Dask uses)."""
 
+SENT = 256
+"""Added to the kind of a message that is shown to a tap, if it goes out."""
+
 UNIX_BUFFER_BYTES = 1 << 20
 """Unix sockets do not tune their buffers; TCP ones do unless they are set."""
+
+
+Tap = Callable[[int, int, bytes, int], None]
+"""Shown each message: its kind, request id, header, and the bytes of its body."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -70,6 +84,7 @@ class Connection(asyncio.BufferedProtocol):
         self.on_made: Callable[[object], None] | None = None
         self.bytes_received = 0
         self.bytes_sent = 0
+        self.tap: Tap | None = None  # while somebody traces, see ``net.tracing.recorder``
         self._decoder = protocol.decoder
         # Where the next bytes belong is the decoder's to say, and asked for each read.
         self.get_buffer = protocol.decoder.get_buffer  # type: ignore[method-assign]
@@ -123,6 +138,8 @@ class Connection(asyncio.BufferedProtocol):
                 self.wire.received(nbytes)
                 frame = self._go_on_shaking_hands()
             while frame is not None and not self._closing:
+                if self.tap is not None:
+                    self.tap(frame.kind, frame.request_id, frame.header, frame.nbytes)
                 self._received(frame)
                 frame = self._decoder.next_frame()
         except Exception as exc:
@@ -178,6 +195,9 @@ class Connection(asyncio.BufferedProtocol):
         except LocalProtocolError as exc:
             exc.add_note(f"while sending {type(message).__name__} to {self.wire.peer_task}")
             raise
+        if self.tap is not None:
+            nbytes = sum(map(len, buffers)) - PREFIX_BYTES - len(header)
+            self.tap(kind | SENT, request_id, header, nbytes)
         self.send(buffers)
         return buffers
 

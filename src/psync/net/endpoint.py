@@ -19,6 +19,7 @@ from psync.errors import (
     ProtocolError,
     PsyncError,
 )
+from psync.net.connection import Tap
 from psync.net.handshake_limits import (
     DISPLACED,
     FailedHandshakes,
@@ -92,6 +93,7 @@ class Endpoint:
         self._untold_level = logging.NOTSET  # the highest of the lines that were not
         self._tasks: set[asyncio.Task[None]] = set()  # handlers that run
         self._listeners: list[Listener] = []
+        self._tap_of: Callable[[Peer], Tap] | None = None
         self._closed = False
 
     @property
@@ -280,6 +282,16 @@ class Endpoint:
             "bytes_received": self._received + sum(each.bytes_received for each in connections),
         }
 
+    def tap(self, tap_of: Callable[[Peer], Tap] | None) -> None:
+        """Show each message of all connections, also of those that come, to a tap of their own.
+
+        Args:
+            tap_of: Makes it; None: they are not shown any more.
+        """
+        self._tap_of = tap_of
+        for peer in self._peers:
+            peer.connection.tap = None if tap_of is None else tap_of(peer)
+
     def _forget(self, peer: Peer) -> None:
         """A connection is gone; what it has carried still counts."""
         if self._peers.pop(peer, self) is None:
@@ -355,6 +367,8 @@ class Endpoint:
             on_opened, on_closed, self.platform.parts.of(RequestServer),
         )  # fmt: skip
         self._peers[peer] = None
+        if self._tap_of is not None:
+            peer.connection.tap = self._tap_of(peer)
         return peer
 
     def _report_closed(self, peer: Peer, error: Exception | None) -> None:

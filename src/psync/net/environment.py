@@ -81,7 +81,9 @@ def platform_of(
     insecure = insecure or insecure_by_environ(environ)
     secret = require_secret(load_secret(environ), insecure, address, warn)
     tls = load_tls(environ)
-    network: Network = SocketNetwork(_inherited(address) if listens else {})
+    # A resolver that had to know its port has bound it.
+    bound: Mapping[str, socket.socket] = getattr(resolver, "listening", {})
+    network: Network = SocketNetwork({**_inherited(address), **bound} if listens else {})
     return Platform(
         network if tls is None else TlsNetwork(network, tls),
         secret,
@@ -117,6 +119,21 @@ def tell_launcher() -> None:
         if (fd := inherited_file("PSYNC_MEMBER_FD")) is not None:
             os.write(fd, b"1")
             os.close(fd)
+
+
+def is_supervised(environ: Mapping[str, str]) -> bool:
+    """Whether a scheduler starts tasks again that end with another code than 0 (Kubernetes' Jobs).
+
+    Then a worker that leaves because of SIGTERM does not end with 0, which would say that all is
+    done, and only a chief that does tells the others to exit.
+
+    Raises:
+        ConfigurationError: ``PSYNC_SUPERVISED`` is neither 0 nor 1.
+    """
+    text = environ.get("PSYNC_SUPERVISED", "")
+    if text not in ("", "0", "1"):
+        raise ConfigurationError(f"PSYNC_SUPERVISED: expected 0 or 1, got {text!r}")
+    return text == "1"
 
 
 def note_training_began() -> None:

@@ -7,12 +7,14 @@ A resolver has TensorFlow's interface, so that programs keep theirs. What it say
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -122,6 +124,49 @@ class ClusterResolver(ABC):
     ) -> dict[str, int]:
         """Return the number of accelerators by kind: none, unless the resolver was told."""
         return dict(self._num_accelerators)
+
+
+open_cluster: ContextVar[ClusterResolver | None] = ContextVar("psync_open_cluster", default=None)
+"""The innermost cluster that is open in this context; see ``opened``."""
+
+_open_in_process: list[ClusterResolver] = []  # in any context, the last one at the end
+
+
+@contextlib.contextmanager
+def opened(resolver: ClusterResolver) -> Iterator[None]:
+    """Return a context manager inside which a cluster is the default: ``resolve_cluster``.
+
+    It may be left in another context than the one in which it was entered.
+    """
+    before = open_cluster.get()
+    open_cluster.set(resolver)
+    _open_in_process.append(resolver)
+    try:
+        yield
+    finally:
+        _open_in_process.remove(resolver)
+        if open_cluster.get() is resolver:
+            open_cluster.set(before)
+
+
+def cluster_of_context() -> ClusterResolver | None:
+    """Return the innermost cluster that is open in this context, or None.
+
+    Cells of a notebook have a context each: what one has opened is not in that of the next. So
+    where this context has none, it is that of the process.
+
+    Raises:
+        ConfigurationError: The process has several, and this context none.
+    """
+    known = open_cluster.get()
+    if known is not None or not _open_in_process:
+        return known
+    if len(set(_open_in_process)) > 1:
+        raise ConfigurationError(
+            "several clusters are open in this process, and none of them in this context",
+            hint="say which one: psync.ParameterServerStrategy(cluster.resolver)",
+        )
+    return _open_in_process[0]
 
 
 def _url(address: str, rpc_layer: str | None) -> str:

@@ -76,8 +76,11 @@ class LongWork(Changing):
         return asyncio.shield(task)
 
     async def drain(self) -> None:
-        """Wait until all that has begun is done. Cancellation: safe; it goes on."""
-        if self._updates:
+        """Wait until all that has begun is done. Cancellation: safe; it goes on.
+
+        That includes what is begun meanwhile: the end of a compute begins the next of its shards.
+        """
+        while self._updates:
             await asyncio.wait(list(self._updates))
 
     def fits_now(self, store: ShardStore, keys: Sequence[Key | str], nbytes: int) -> bool:

@@ -1,8 +1,9 @@
-"""An HTTP server for the status: ``/metrics`` for Prometheus, and ``/status`` as JSON.
+"""An HTTP server for the status: ``/metrics`` for Prometheus, ``/status``, ``/spans`` of traces.
 
 It answers GET and HEAD, one request a connection, and reads nothing else. ``/metrics`` has numbers
 and names of tasks, and is for everybody who reaches the address, as Prometheus expects it.
-``/status`` has texts, too (names of steps, errors), and needs the token of the URL that is logged.
+``/status``, JSON, has texts, too (names of steps, errors), and needs the token of the URL that is
+logged; so does ``/spans``, which has what ``psync trace`` asks for.
 Where it listens on a loopback address, the Host header must name one: a web page that a browser of
 this machine shows must not read it by a name of its own (DNS rebinding).
 """
@@ -17,6 +18,8 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
+
+import msgpack
 
 from psync.cluster import is_loopback, split_address
 from psync.errors import ConfigurationError, PsyncError
@@ -33,9 +36,9 @@ MAX_REQUEST_BYTES = 8192
 REQUEST_WITHIN_S = 5.0
 TOKEN_BYTES = 16
 
-_JSON, _TEXT = "application/json", "text/plain; charset=utf-8"
+_JSON, _TEXT, _BINARY = "application/json", "text/plain; charset=utf-8", "application/msgpack"
 
-_Answer = tuple[HTTPStatus, str, str]
+_Answer = tuple[HTTPStatus, str, str | bytes]
 """Status, content type, body."""
 
 
@@ -128,18 +131,26 @@ class StatusServer:
         if _is_loopback(self._host) and not _is_loopback(named):
             return HTTPStatus.FORBIDDEN, _TEXT, "the Host header names another host\n"
         url = urlsplit(target)
-        if url.path not in ("/metrics", "/status"):
+        if url.path not in ("/metrics", "/status", "/spans"):
             return HTTPStatus.NOT_FOUND, _TEXT, "there are /metrics and /status\n"
-        if url.path == "/status" and not self._is_token(url.query):
+        if url.path != "/metrics" and not self._is_token(url.query):
             text = "the token is missing or another one; the program's log has the URL\n"
             return HTTPStatus.FORBIDDEN, _TEXT, text
         try:
+            if url.path == "/spans":
+                return HTTPStatus.OK, _BINARY, await self._spans(parse_qs(url.query))
             status = await self._source.status()
         except PsyncError as exc:  # it ends just now
             return HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{exc.message}\n"
         if url.path == "/status":
             return HTTPStatus.OK, _JSON, status.to_json()
         return HTTPStatus.OK, CONTENT_TYPE, exposition(status)
+
+    async def _spans(self, query: Mapping[str, list[str]]) -> bytes:
+        """Return what tasks have recorded: msgpack of a list of (task, reading)."""
+        reader, last = query.get("reader", [""])[0], "last" in query
+        readings = await self._source.spans.read(reader, last=last)
+        return msgpack.packb(readings)  # type: ignore[no-any-return]
 
     def _is_token(self, query: str) -> bool:
         given = parse_qs(query).get("token", [""])[0]
@@ -166,7 +177,7 @@ def _is_loopback(host: str) -> bool:
 
 def _bytes(method: str, answer: _Answer) -> bytes:
     status, kind, text = answer
-    body = text.encode()
+    body = text.encode() if isinstance(text, str) else text
     head = (
         f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
         f"Content-Length: {len(body)}\r\nCache-Control: no-store\r\n"

@@ -308,7 +308,7 @@ def shares_of(before: Mapping[str, float], now: Mapping[str, float]) -> WorkShar
     """Return what a worker's time went to between two readings of its meter; None: unknown."""
     seconds = now["at"] - before["at"]
     kinds = ("compute", "pull", "push", "wait")
-    if seconds <= 0 or any(now[kind] < before[kind] for kind in kinds):  # it has begun anew
+    if seconds <= 0 or now["since"] > before["at"]:  # it has begun anew
         return None
     shares = {kind: (now[kind] - before[kind]) / seconds for kind in kinds}
     return WorkShares(**shares, seconds=seconds)

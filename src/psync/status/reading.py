@@ -8,6 +8,9 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from http.client import HTTPException
+from urllib.parse import urlsplit
+
+import msgpack
 
 from psync.cluster_roles import CHIEF
 from psync.errors import (
@@ -20,13 +23,15 @@ from psync.errors import (
     TransportError,
 )
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Peer
+from psync.net.peer import Peer, Received
 from psync.net.platform import Platform
 from psync.net.secret import Secret
+from psync.net.tracing.readings import Reading
 from psync.net.transport import SocketNetwork
 from psync.status.model import Status
 from psync.status.run_files import Run
-from psync.wire.messages import AskStatistics
+from psync.wire.codec import Message
+from psync.wire.messages import AskSpans, AskStatistics, Statistics
 
 READER = "/job:status/task:0"
 """What whoever asks calls itself."""
@@ -77,9 +82,15 @@ class StatusReader:
 
         Cancellation: Safe.
         """
+        received = await self._ask(AskStatistics())
+        if len(received.segments) != 1:
+            raise RemoteProtocolError(f"{self._run}: expected a status, got something else")
+        return Status.from_json(bytes(received.segments[0]))
+
+    async def _ask(self, message: Message) -> Received:
         try:
             deadline = asyncio.get_running_loop().time() + ANSWERS_WITHIN_S
-            received = await self._peer.call(AskStatistics(), deadline=deadline)
+            return await self._peer.call(message, deadline=deadline)
         except DeadlineExceeded as exc:
             raise DeadlineExceeded(
                 f"{self._run} has not answered for {ANSWERS_WITHIN_S:g} s",
@@ -89,9 +100,18 @@ class StatusReader:
             raise ConfigurationError(f"{self._run} has ended") from exc
         except PsyncError as exc:
             raise RemoteProtocolError(f"{self._run} cannot say its status: {exc.message}") from exc
-        if len(received.segments) != 1:
-            raise RemoteProtocolError(f"{self._run}: expected a status, got something else")
-        return Status.from_json(bytes(received.segments[0]))
+
+    async def read_spans(self, name: str, *, last: bool = False) -> list[Reading]:
+        """Return what tasks have recorded; see ``SpanCollector.read``, and ``read`` for errors."""
+        received = await self._ask(AskSpans(name, last))
+        message = received.message
+        told = message.counters.get("readings", ()) if isinstance(message, Statistics) else ()
+        if len(told) != len(received.segments):
+            raise RemoteProtocolError(f"{self._run}: expected parts of a trace, got something else")
+        return [
+            Reading(task, bytes(body), asked, got)
+            for (task, asked, got), body in zip(told, received.segments, strict=True)
+        ]
 
 
 class UrlReader:
@@ -115,13 +135,31 @@ class UrlReader:
 
         Cancellation: Safe; the answer is waited for, in a thread.
         """
-        return await asyncio.to_thread(self._read)
+        return Status.from_json(await asyncio.to_thread(self._get, self._url))
 
-    def _read(self) -> Status:
-        where = self._url.partition("?")[0]  # without the token
+    async def read_spans(self, name: str, *, last: bool = False) -> list[Reading]:
+        """Return what tasks have recorded; see ``SpanCollector.read``, and ``read`` for errors."""
+        url = urlsplit(self._url)
+        if not url.path.endswith("/status"):
+            raise ConfigurationError(
+                f"{self._url.partition('?')[0]}: expected the URL of a status, as the log has it",
+                hint="http://127.0.0.1:9400/status?token=…; see --metrics-port of psync run",
+            )
+        query = f"{url.query}&reader={name}{'&last=1' if last else ''}"
+        path = url.path.removesuffix("/status") + "/spans"
+        body = await asyncio.to_thread(self._get, url._replace(path=path, query=query).geturl())
         try:
-            with self._opener.open(self._url, timeout=ANSWERS_WITHIN_S) as answer:
-                return Status.from_json(answer.read())
+            return [Reading(*reading) for reading in msgpack.unpackb(body)]
+        except (ValueError, TypeError, msgpack.UnpackException) as exc:
+            where = self._url.partition("?")[0]
+            raise RemoteProtocolError(f"{where}: expected parts of a trace") from exc
+
+    def _get(self, url: str) -> bytes:
+        where = url.partition("?")[0]  # without the token
+        try:
+            with self._opener.open(url, timeout=ANSWERS_WITHIN_S) as answer:
+                body: bytes = answer.read()
+                return body
         except urllib.error.HTTPError as exc:
             with exc:
                 text = exc.read(MAX_ERROR_BYTES).decode("utf-8", "replace").strip()

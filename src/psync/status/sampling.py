@@ -13,14 +13,17 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from psync.closures.membership import TaskState
+from psync.cluster_roles import CHIEF
 from psync.errors import ClosedError, PsyncError
 from psync.net.peer import Peer
 from psync.net.shielding import shielded
+from psync.net.tracing.collecting import SpanCollector
+from psync.net.tracing.recorder import SpanRecorder
 from psync.status.model import EventStatus, RunningClosure, SeenError, Status, WorkShares
 from psync.status.rates import (
     History,
@@ -77,6 +80,8 @@ class StatusSource:
     Attributes:
         asks_workers: Whether each status asks workers, too; their answers are in a later one.
         reported: Values of the program's own, the newest by name.
+        spans: What tasks have recorded, for a trace.
+        variables: Returns their names by their ids.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -88,9 +93,11 @@ class StatusSource:
         self._worked: dict[str, _Worked] = {}
         self._asked: dict[str, asyncio.Task[None]] = {}  # workers that have not answered yet
         self._turn = 0  # place of the worker that is asked next
+        self.spans = SpanCollector(self._recorder(), lambda: self._controls().values())
         self.asks_workers = False
         self._newest: tuple[float, Status] | None = None
         self._asking: asyncio.Task[Status] | None = None
+        self.variables: Callable[[], dict[int, str]] = dict
         self.reported: dict[str, float] = {}
         self.program = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
 
@@ -123,6 +130,7 @@ class StatusSource:
 
     async def close(self) -> None:
         """Stop asking. Cancellation: safe."""
+        self.spans.close()
         asked = [*self._asked.values(), *([] if self._asking is None else [self._asking])]
         for task in asked:
             task.cancel()
@@ -130,8 +138,7 @@ class StatusSource:
             await asyncio.wait(asked)
 
     async def _read(self) -> Status:
-        peers = self._coordinator.links.endpoint.peers
-        controls = {peer.task: peer for peer in peers if peer.lane == "control"}
+        controls = self._controls()
         links = self._coordinator.links.ps.links
         asked = (self._ask(controls[link.task]) for link in links if link.task in controls)
         began = self._loop.time()
@@ -141,6 +148,31 @@ class StatusSource:
         status = status_of(self._reading(began), self._history)
         self._newest = self._loop.time(), status
         return status
+
+    def _controls(self) -> dict[str, Peer]:
+        """Return a connection to each task that there is."""
+        peers = self._coordinator.links.endpoint.peers
+        return {peer.task: peer for peer in peers if peer.lane == "control"}
+
+    def _recorder(self) -> SpanRecorder:
+        """Return what records the coordinator's own part of a trace."""
+        recovery = self._coordinator.recovery
+
+        def facts() -> dict[str, Any]:
+            oldest = recovery.queue.dispatcher.oldest().values()
+            return {
+                "variables": self.variables(),
+                "running": [(closure.id, closure.name) for closure in oldest],
+            }
+
+        def counters() -> dict[str, float]:
+            of = recovery.queue.dispatcher
+            return {"closures queued": of.num_queued, "closures in flight": of.num_in_flight}
+
+        endpoint = self._coordinator.links.endpoint
+        recorder = SpanRecorder(endpoint.platform, CHIEF, facts, counters)
+        recorder.watch_endpoint(endpoint)
+        return recorder
 
     async def _ask(self, ps: Peer) -> None:
         """Ask a ps over the connection that it has: nothing is sent again, or waits for it."""

@@ -2,8 +2,8 @@
 
 Others ask over a Unix socket, with psync's own handshake and a token made for that, both of which
 a run file names (``run_files``). The cluster's connections have nothing to do with it: what comes
-over the socket may ask for the status, as ``AskStatistics``, and for nothing else. A cluster in
-memory is seen by its program only.
+over the socket may ask for the status, as ``AskStatistics``, for what a trace needs, as
+``AskSpans``, and for nothing else. A cluster in memory is seen by its program only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from psync.status.run_files import (
     run_file,
     take_away_ended,
 )
-from psync.wire.messages import AskStatistics, Statistics
+from psync.wire.codec import Message
+from psync.wire.messages import AskSpans, AskStatistics, Statistics
 
 if TYPE_CHECKING:
     from psync.status.sampling import StatusSource
@@ -125,8 +126,16 @@ async def _serve(source: StatusSource, metrics: str, stack: contextlib.AsyncExit
         status = await source.status()
         return Reply(Statistics({}), [status.to_json().encode()])
 
+    async def spans(peer: Peer, message: AskSpans, _: list[memoryview]) -> Reply:
+        readings = await source.spans.read(message.reader, last=message.last)
+        told = [(reading.task, reading.asked, reading.got) for reading in readings]
+        return Reply(Statistics({"readings": told}), [reading.body for reading in readings])
+
     platform = Platform(SocketNetwork(), Secret(token.encode()))
-    endpoint = Endpoint(platform, CHIEF, 0, {AskStatistics: Handler(answer)})
+    handlers: dict[type[Message], Handler] = {
+        AskStatistics: Handler(answer), AskSpans: Handler(spans),
+    }  # fmt: skip
+    endpoint = Endpoint(platform, CHIEF, 0, handlers)
     stack.push_async_callback(endpoint.close)
     await endpoint.listen(address)
     run = Run(os.getpid(), time.time(), source.program, address, token, metrics)

@@ -66,6 +66,7 @@ class Group:
         self._being_applied: list[Push] = []  # in the one before, while that is closed
         self._shares: Counter[Replica] = Counter()  # of it, by who contributed
         self._pushes: dict[Replica, dict[int, Push]] = {}  # that are not acknowledged
+        self._acked_below: dict[Replica, int] = {}  # it has the answers to all smaller numbers
         self._tokens_held: dict[Replica, int] = {}  # that were not used yet
         self._calls: dict[int, dict[int, bytes]] = {}  # counted: closure → ordinal → digest
         self._has_initial = False  # initial tokens were put
@@ -76,13 +77,24 @@ class Group:
     # Pushes.
 
     def replayed(self, contribution: Contribution) -> Push | None:
-        """Return what is known of this very push; forget those whose answers nobody waits for."""
-        replica = contribution.replica
+        """Return what is known of this very push; forget those whose answers nobody waits for.
+
+        Raises:
+            UsageError: It is one of these. A token would be lost with its answer.
+        """
+        replica, number = contribution.replica, contribution.number
         pushes = self._pushes.setdefault(replica, {})
-        for number in [number for number in pushes if number < contribution.acked_below]:
-            del pushes[number]
-            self.tokens.cancel((replica, number))  # it may have been cancelled over there
-        return pushes.get(contribution.number)
+        acked_below = max(self._acked_below.get(replica, 0), contribution.acked_below)
+        self._acked_below[replica] = acked_below
+        for acked in [acked for acked in pushes if acked < acked_below]:
+            del pushes[acked]
+            self.tokens.cancel((replica, acked))  # it may have been cancelled over there
+        if number < acked_below:
+            raise UsageError(
+                f"{self.config.name}: {replica[0]} sent push {number} again, whose answer it has "
+                "acknowledged"
+            )
+        return pushes.get(number)
 
     def judge(self, contribution: Contribution, final_below: int) -> Push:
         """Decide what becomes of a new push, and count it if it counts.
@@ -126,6 +138,7 @@ class Group:
         for number in waiting:
             self.tokens.cancel((replica, number))
         self._pushes.pop(replica, None)
+        self._acked_below.pop(replica, None)
         self._tokens_held.pop(replica, None)
         return [Refuse(self.number, replica, number, error) for number in waiting]
 
@@ -184,6 +197,7 @@ class Group:
                 [*replica, [places[push] for push in known.values()]]
                 for replica, known in self._pushes.items()
             ],
+            "acked": [[*replica, below] for replica, below in self._acked_below.items()],
             "being_applied": [places[push] for push in self._being_applied],
             "counted": [places[push] for push in self._counted],
             "held": [[*replica, token] for replica, token in self._tokens_held.items()],
@@ -213,6 +227,7 @@ class Group:
             (task, born): {pushes[at].contribution.number: pushes[at] for at in places}
             for task, born, places in state["known"]
         }
+        self._acked_below = {(task, born): below for task, born, below in state["acked"]}
         self._being_applied = [pushes[at] for at in state["being_applied"]]
         self._counted = [pushes[at] for at in state["counted"]]
         self._shares = Counter(push.contribution.replica for push in self._counted)

@@ -20,7 +20,7 @@ class LogClock:
 
     def __init__(self, expired: Callable[[], None]) -> None:
         self._expired = expired
-        self._latest = 0.0  # in the log
+        self._latest = 0.0  # no entry has an earlier one
         self._ahead = 0.0  # this process's clock is by so much
         self._deadline: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -31,7 +31,7 @@ class LogClock:
 
     def note(self, now: float) -> None:
         """An entry is executed that came at this time."""
-        self._latest = now
+        self._latest = max(self._latest, now)
 
     def go_on(self) -> None:
         """This was a backup, and serves: from now on the time is its own, from the latest on."""
@@ -47,6 +47,10 @@ class LogClock:
             self._timer = asyncio.get_running_loop().call_at(deadline + self._ahead, self._ring)
 
     def _ring(self) -> None:
+        # A timer may ring early, by its clock's resolution and by what sums of floats lose. An
+        # entry of that time would change nothing, and the timer ring at once, again and again.
+        assert self._deadline is not None, "it is cancelled with its timer"
+        self._latest = max(self._latest, self._deadline)
         self._deadline = self._timer = None
         self._expired()
 

@@ -6,6 +6,7 @@ A push arrives here when all its parts are staged. For each the first line that 
     training has ended, or the group is broken           Refuse
     same replica, same number, answered                  the same Answer again
     same replica, same number, waiting                   it goes on waiting
+    its replica has acknowledged the answer              Refuse: it came late, nobody waits for it
     of an incarnation that was replaced                  Refuse: FencedError
     its closure is final, or made the same call before   "duplicate", then a token
     local step below the group's step, see ``Group``     "stale", then a token

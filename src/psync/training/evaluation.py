@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from psync.api.pulls import pull
 from psync.errors import ConfigurationError, GradientError
 from psync.metrics import Metric
 from psync.worker.data_sources import ArrayDataset
+from psync.worker.element_specs import leaves_of, map_nest
 
 Shard = Iterable[Any] | functools.partial[Any]
 """Batches, or what makes them on the worker."""
@@ -33,9 +35,9 @@ def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Shard]:
     """Cut validation data into shards.
 
     Args:
-        data: (x, y) or (x, y, sample_weight), arrays of one length; a function (shard, number of
-            shards) → finite iterable of batches, called on workers; or a list of shards, each a
-            finite iterable of batches.
+        data: (x, y) or (x, y, sample_weight), arrays of one length, or dicts of them; a function
+            (shard, number of shards) → finite iterable of batches, called on workers; or a list
+            of shards, each a finite iterable of batches.
         num_shards: How many; a list has its own number.
         batch_size: Of arrays.
 
@@ -46,27 +48,39 @@ def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Shard]:
         if inspect.iscoroutinefunction(data) or inspect.isasyncgenfunction(data):
             raise ConfigurationError("validation data: expected a plain function, got a coroutine")
         return [functools.partial(data, number, num_shards) for number in range(num_shards)]
-    if isinstance(data, tuple) and data and all(hasattr(part, "__array__") for part in data):
-        arrays = tuple(np.asarray(part) for part in data)
-        lengths = {len(array) if array.ndim else -1 for array in arrays}
+    if isinstance(data, tuple) and any(map(_is_of_rows, data)):
+        arrays = map_nest(np.asarray, data)
+        found = leaves_of(arrays)
+        lengths = {len(array) if array.ndim else -1 for array in found}
         if len(lengths) != 1 or min(lengths) < 1:
             raise ConfigurationError(
                 "validation data: expected arrays of one length, at least 1, got shapes "
-                f"{[array.shape for array in arrays]}"
+                f"{[array.shape for array in found]}"
             )
         cuts = np.linspace(0, lengths.pop(), num_shards + 1).astype(int)
         return [
-            ArrayDataset(tuple(array[start:stop] for array in arrays), batch_size)
+            ArrayDataset(map_nest(operator.itemgetter(slice(start, stop)), arrays), batch_size)
             for start, stop in itertools.pairwise(cuts)
             if start < stop
         ]
     if isinstance(data, Sequence) and data and not isinstance(data, str | bytes):
+        if any(map(_is_of_rows, data)):
+            raise ConfigurationError(
+                f"validation data: got a {type(data).__name__} of arrays, which is no list of "
+                "shards",
+                hint="a tuple of arrays: (x, y)",
+            )
         return list(data)
     raise ConfigurationError(
         f"validation data: got {type(data).__name__}",
         hint="expected a tuple of arrays (x, y), a function (shard, num_shards) -> batches, or a "
         "list of shards",
     )
+
+
+def _is_of_rows(part: object) -> bool:
+    """Return whether a part of validation data is an array, or a dict of them."""
+    return hasattr(part, "__array__") or isinstance(part, Mapping)
 
 
 def batch_size_of(batch: Any) -> int:

@@ -99,3 +99,15 @@ class Statistics(Message):
     """Counters of a task."""
 
     counters: dict[str, Any]
+
+
+@message(138)
+class AskSpans(Message):
+    """Record what this task does, and tell what was recorded; answered by Statistics.
+
+    Segments of the answer: readings, see ``net.tracing.recorder``. It records from the first
+    question of a reader on, until all have said that it was their last, or have gone.
+    """
+
+    reader: str  # tells apart who asks
+    last: bool

@@ -6,6 +6,7 @@ Many short steps end in one turn of the loop: their results leave in one message
 from __future__ import annotations
 
 import asyncio
+import traceback
 from typing import Any, NamedTuple
 
 from psync.net.peer import Peer
@@ -98,3 +99,9 @@ class ResultsToSend:
         lane.notify(ClosureResults(self._results, mean, self._updates or None), self._segments)
         self._results, self._segments, self.nbytes = [], [], 0
         self._seconds, self._updates = [], []
+
+
+def is_signal(error: KeyboardInterrupt) -> bool:
+    """Whether a second Ctrl-C ends this process, and the step only happened to be computing."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__") == "asyncio.runners"

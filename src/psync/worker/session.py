@@ -18,9 +18,8 @@ import asyncio
 import functools
 import inspect
 import logging
-import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from psync.client.context import ClosureContext, here
@@ -47,7 +46,7 @@ from psync.wire.worker_messages import (
 )
 from psync.worker.inputs import ClosureInputs, HeldClosure, LoadedStep
 from psync.worker.iterators import BATCHES_AHEAD, IteratorTable
-from psync.worker.results import CANCELLED, ClosureEnd, ResultsToSend, failed
+from psync.worker.results import CANCELLED, ClosureEnd, ResultsToSend, failed, is_signal
 from psync.worker.step_thread import StepThread
 
 logger = logging.getLogger(__name__)
@@ -108,7 +107,7 @@ class Session:
         self._limits = platform.limits
         self._main_by_name = main_by_name
         self._queue: deque[HeldClosure] = deque()
-        self._running: HeldClosure | None = None
+        self.running: HeldClosure | None = None
         self._wake = asyncio.Event()
         self._results = ResultsToSend(control, bulk)
         self._failed = functools.partial(failed, main_by_name=main_by_name)
@@ -119,6 +118,8 @@ class Session:
         self._leaving = False  # begins nothing but replicas, which nobody else can run
         self._told = False  # and the coordinator knows
         self._idle = asyncio.Event()  # set when nothing runs that leaving waits for
+        # Told of each closure that begins, and with its end, while somebody traces.
+        self.watch: Callable[[HeldClosure, str], None] | None = None
         self._runner = self._loop.create_task(self._run())
 
     # What the coordinator says.
@@ -179,7 +180,7 @@ class Session:
         waiting = asyncio.ensure_future(self._wait_idle())
         try:
             await asyncio.wait((waiting,), timeout=SILENCE_S)
-            running = self._running
+            running = self.running
             if not waiting.done() and running is not None:
                 name = f" ({running.name})" if running.name else ""
                 logger.info(
@@ -199,7 +200,7 @@ class Session:
 
     async def _wait_idle(self) -> None:
         """Wait until nothing runs, and all that ran is told. Cancellation: safe."""
-        while not self._ended and (self._running is not None or self._queue):
+        while not self._ended and (self.running is not None or self._queue):
             self._idle.clear()
             await self._idle.wait()
         self._results.flush()
@@ -208,7 +209,7 @@ class Session:
         """Stop closures; those that have not started end at once."""
         for closure in self._take_queued(message.closures):
             self._results.add(closure.id, CANCELLED)
-        running = self._running
+        running = self.running
         if running is not None and running.id in message.closures:
             assert running.context is not None, "a running closure has a context"
             if not running.context.cancelled:
@@ -228,7 +229,7 @@ class Session:
 
     def describe(self) -> list[str]:
         """Say what runs here, where it waits, and what waits for it; for reports."""
-        attach, running = self.attach, self._running
+        attach, running = self.attach, self.running
         lines = [f"serves coordinator {attach.coordinator} as incarnation {attach.incarnation}"]
         if running is None or running.context is None:
             lines.append("runs nothing")
@@ -257,7 +258,7 @@ class Session:
         self._ended = True
         self._idle.set()
         self._queue.clear()
-        running = self._running
+        running = self.running
         if running is not None and running.context is not None:
             running.context.cancel()
         self._runner.cancel()
@@ -305,11 +306,11 @@ class Session:
                 await self._wake.wait()
                 self._last_turn = self._loop.time()
                 continue
-            self._running = self._queue.popleft()
+            self.running = self._queue.popleft()
             try:
-                await self._run_one(self._running)
+                await self._run_one(self.running)
             finally:
-                self._running = None
+                self.running = None
             if self._results.nbytes > SMALL_BODY_BYTES:
                 self._results.flush()
                 if self.bulk.connection is not None:
@@ -336,6 +337,8 @@ class Session:
                 *closure.replica, context, self.bulk.call, self._limits, self._main_by_name
             )  # fmt: skip
         began = closure.began = self._loop.time()
+        if self.watch is not None:
+            self.watch(closure, "")
         try:
             with self.runtime.ps.work.compute:
                 end = await self._end(closure, context)
@@ -345,8 +348,10 @@ class Session:
             await self._drain_pushes()
         if self._runner.cancelling():
             self._uncancel()
-        self._running = None  # from here on there is nothing to cancel
+        self.running = None  # from here on there is nothing to cancel
         self._now = self._loop.time()
+        if self.watch is not None:
+            self.watch(closure, end.kind)
         calls = next(context.ordinals) - context.dropped  # its number: those before it
         self._results.add(closure.id, end, self._now - began, calls)
 
@@ -390,7 +395,7 @@ class Session:
         except EndOfData as exc:
             return CANCELLED if context.cancelled else self._failed("end_of_data", exc)
         except BaseException as exc:
-            if isinstance(exc, KeyboardInterrupt) and _is_signal(exc):
+            if isinstance(exc, KeyboardInterrupt) and is_signal(exc):
                 raise
             return CANCELLED if context.cancelled else self._failed("error", exc)
         return ClosureEnd("ok", payload)
@@ -441,9 +446,3 @@ class Session:
             return await self.bulk.call(message)
         except TransportError as exc:
             raise _CoordinatorGone from exc
-
-
-def _is_signal(error: KeyboardInterrupt) -> bool:
-    """Whether a second Ctrl-C ends this process, and the step only happened to be computing."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_globals.get("__name__") == "asyncio.runners"

@@ -45,7 +45,7 @@ async def test_callbacks_of_keras_run_in_the_program_with_logs_as_keras_has_them
         assert model.optimizer.learning_rate == pytest.approx(0.01 / 4)
     names = ["accuracy", "loss"]
     both = [*names, "val_accuracy", "val_loss"]
-    assert seen[0] == ("begin", {"epochs": 9, "steps": 4})
+    assert seen[0] == ("begin", {"epochs": 9, "steps": 4, "verbose": 0})
     assert [each[1] for each in seen[1:]] == [names, names, both]
     assert [each[3] for each in seen[1:] if each[0] != "tested"] == [4, 8]
     assert seen[-1][2] == pytest.approx(float((kernel**2).sum()), rel=1e-5)
@@ -135,6 +135,112 @@ async def test_fit_resumes_from_its_checkpoints(tmp_path: Path) -> None:
             iterations = await model.optimizer.iterations.read()
         assert iterations == 4 * epochs
     assert history.epoch == [2]
+
+
+async def test_a_resumed_fit_goes_on_with_the_learning_rate_that_callbacks_had_set(
+    tmp_path: Path,
+) -> None:
+    rates = [0.01, 0.002, 0.01]  # the third is what the model is built with
+    seen = []
+    for epochs in (2, 3):
+        async with training(1, 1) as (strategy, _):
+            model = served_of(strategy, checkpoint_directory=tmp_path)
+            callbacks = [
+                keras.callbacks.LambdaCallback(
+                    on_train_begin=lambda logs, model=model: seen.append(
+                        float(model.chief_model().optimizer.learning_rate)
+                    )
+                ),
+                keras.callbacks.LearningRateScheduler(lambda epoch: rates[epoch]),
+            ]
+            await model.fit(batches, epochs, 2, None, callbacks, verbose=False)
+            assert model.optimizer.learning_rate == pytest.approx(rates[epochs - 1])
+    assert seen == pytest.approx([0.01, 0.002])
+
+
+@pytest.mark.parametrize("labels", ["numbers", "column", "one-hot"])
+async def test_class_weights_are_those_of_keras(labels: str) -> None:
+    def y_of(y: Any) -> Any:
+        return {"numbers": y, "column": y[:, None], "one-hot": np.eye(2)[y]}[labels]
+
+    def build() -> Any:
+        model = net()
+        kind = "categorical" if labels == "one-hot" else "sparse_categorical"
+        loss = getattr(keras.losses, kind.title().replace("_", "") + "Crossentropy")
+        model.compile(
+            keras.optimizers.SGD(0.1), loss(from_logits=True), weighted_metrics=["accuracy"]
+        )
+        return model
+
+    def data() -> Any:
+        return [(x, y_of(y)) for x, y in map(points, range(4))]
+
+    weights = {1: 5.0}
+    alone = build()
+    arrays = [np.concatenate(each) for each in zip(*data(), strict=True)]
+    of_keras = alone.fit(*arrays, 32, 1, shuffle=False, class_weight=weights, verbose=0)
+    async with training(1, 1) as (strategy, _):
+        model = served_of(strategy, build)
+        history = await model.fit(data, 1, 4, class_weight=weights, verbose=False)
+    assert history.history["loss"] == pytest.approx(of_keras.history["loss"], rel=1e-5)
+    assert history.history["accuracy"] == of_keras.history["accuracy"]
+
+
+async def test_sample_weights_are_part_of_batches() -> None:
+    weights = np.linspace(0, 2, 32).astype(np.float32)
+    x, y = points(1)
+    alone = net(keras.optimizers.SGD(0.1))
+    of_keras = alone.fit(x, y, 32, 1, sample_weight=weights, verbose=0)
+    async with training(1, 1) as (strategy, _):
+        model = served_of(strategy, lambda: net(keras.optimizers.SGD(0.1)))
+        history = await model.fit(lambda: [(x, y, weights)], 1, 1, verbose=False)
+        assert history.history["loss"] == pytest.approx(of_keras.history["loss"], rel=1e-5)
+        with pytest.raises(ConfigurationError, match=r"class_weight needs .* got \(x, y, sample_w"):
+            await model.fit(
+                lambda: [(x, y, weights)], 1, 1, class_weight={0: 1.0, 1: 2.0}, verbose=False
+            )
+
+
+async def test_arguments_of_keras_that_it_does_not_have_are_refused_with_what_there_is() -> None:
+    async with training(1, 1) as (strategy, _):
+        model = served_of(strategy)
+        others: Any
+        for others, hint in (
+            ({"sample_weight": np.ones(3)}, r"yield batches \(x, y, sample_weight\)"),
+            ({"validation_split": 0.1}, r"validation_data=\(x, y\)"),
+            ({"batch_size": 3}, "from_arrays"),
+            ({"epoch": 3}, "docstring of ServedModel.fit"),
+        ):
+            message = f"fit: got the argument {next(iter(others))}, .*\nhint: .*{hint}"
+            with pytest.raises(ConfigurationError, match=message):
+                await model.fit(batches, 1, 1, **others)
+        with pytest.raises(ConfigurationError, match=r"class_weight to be a dict, .* got list"):
+            await model.fit(batches, 1, 1, class_weight=[1.0, 2.0])  # type: ignore[arg-type]
+
+
+async def test_a_model_that_the_program_has_changed_meanwhile_is_refused() -> None:
+    def build() -> Any:
+        model = net()
+        model.layers[0].trainable = False
+        model.compile("sgd", model.loss)
+        return model
+
+    class Thaws(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.layers[0].trainable = True
+
+    async with training(1, 1) as (strategy, _):
+        model = served_of(strategy, build)
+        with pytest.raises(ConfigurationError, match="has other trainable layers than before"):
+            await model.fit(batches, 2, 1, None, [Thaws()], verbose=False)
+        with pytest.raises(ConfigurationError, match="has other trainable layers than before"):
+            await model.fit(batches, 1, 1, verbose=False)
+        of_keras = await model.pull()
+        of_keras.layers[0].trainable = False
+        await model.fit(batches, 1, 1, verbose=False)
+        of_keras.compile("sgd", "mse")
+        with pytest.raises(ConfigurationError, match=r"compiled again.*\nhint: .*another Served"):
+            await model.fit(batches, 1, 1, verbose=False)
 
 
 def test_it_trains_without_async() -> None:

@@ -140,6 +140,18 @@ async def test_weights_go_in_and_out_and_outputs_are_those_of_the_model() -> Non
             await model.set_weights([*weights[:3], weights[0]])
 
 
+async def test_outputs_for_many_rows_take_few_pulls() -> None:
+    x, _ = points(5, 101)
+    async with training(1, 2) as (strategy, coordinator):
+        model = served_of(strategy)
+        (before,) = await coordinator.ps_statistics()
+        outputs = await model.predict(x, batch_size=3)
+        (after,) = await coordinator.ps_statistics()
+        assert len(outputs) == 101
+        np.testing.assert_allclose(outputs, net().predict(x, verbose=0), rtol=1e-5, atol=1e-6)
+        assert after["pulls"] - before["pulls"] <= 10
+
+
 async def test_frozen_layers_stay_as_they_are() -> None:
     def build() -> Any:
         model = net(norm=True)

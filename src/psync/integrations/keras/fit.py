@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,9 +18,12 @@ import psync.callbacks
 from psync.api.cluster_coordinator import ClusterCoordinator
 from psync.errors import ClosureCancelled, ConfigurationError, EndOfData
 from psync.integrations.keras.metrics import BatchSpec, build_metrics, set_metrics, spec_of
+from psync.integrations.keras.steps import weighted
+from psync.integrations.served import in_thread
 from psync.metrics import Metric
 from psync.serialization.remote_value import RemoteValue
-from psync.training.evaluation import Shard, no_batch
+from psync.specs import checked_integer
+from psync.training.evaluation import SHARDS_PER_WORKER, Shard, no_batch
 from psync.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -29,6 +33,18 @@ if TYPE_CHECKING:
 NO_SUMS = np.zeros(0)
 
 _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+
+
+_NOT_HERE = {
+    "sample_weight": "let the dataset yield batches (x, y, sample_weight)",
+    "batch_size": "the dataset makes the batches: psync.data.from_arrays((x, y), batch_size)",
+    "shuffle": "the dataset does: psync.data.from_arrays((x, y), batch_size, shuffle_seed=1)",
+    "validation_split": "cut the arrays, and give one part as validation_data=(x, y)",
+    "validation_steps": "validation data are evaluated whole: give less of them",
+    "use_multiprocessing": "a dataset runs in a thread of each worker's process",
+    "workers": "a dataset runs in a thread of each worker's process",
+}
+"""Arguments of Keras's ``fit``, and what there is instead."""
 
 
 class Counted:
@@ -80,6 +96,7 @@ class KerasTrainer(Trainer):
     ) -> None:
         self._served = served
         self.keras_callbacks: KerasCallbacks | None = None  # while fit runs
+        self.class_weight: Mapping[int, float] = {}  # of the last fit
         self._so_far = Counted()  # in this epoch, by closures that callbacks were told of
         super().__init__(
             strategy,
@@ -93,7 +110,7 @@ class KerasTrainer(Trainer):
         return {}
 
     def _steps(self, *, tells: bool) -> Callable[..., Any]:
-        served = self._served
+        served, class_weight = self._served, self.class_weight
 
         def run_steps(batches: Any, count: int) -> Counted:  # plain: it computes in a thread
             counted = Counted()
@@ -103,6 +120,7 @@ class KerasTrainer(Trainer):
                 except EndOfData:
                     counted.ended = True
                     break
+                batch = weighted(batch, class_weight)
                 counted.add(served.train_batch(batch), batch)
             return counted
 
@@ -147,6 +165,29 @@ class KerasTrainer(Trainer):
         if hooks is not None:
             await hooks.call("on_test_end", logs)
         return logs
+
+    async def predict(self, x: Any, *, batch_size: int) -> Any:
+        """Return the outputs for x; see ``ServedModel.predict``."""
+        checked_integer("predict: expected batch_size above 0", batch_size, 1)
+        lengths = {len(array) for array in keras.tree.flatten(x)}
+        if len(lengths) != 1 or 0 in lengths:
+            raise ConfigurationError(
+                f"predict: expected arrays of one length, at least 1, got {sorted(lengths)}"
+            )
+        served, size = self._served, lengths.pop()
+        closures = SHARDS_PER_WORKER * self.strategy.cluster.num_tasks("worker")
+        rows = batch_size * math.ceil(size / batch_size / closures)  # of each, which pulls once
+
+        def predict_part(part: Any) -> Any:
+            steps, length = served.loaded(), len(keras.tree.flatten(part)[0])
+            starts = range(0, length, batch_size)
+            return _joined([steps.predict(_cut(part, i, i + batch_size)) for i in starts])
+
+        coordinator = ClusterCoordinator(self.strategy)
+        parts = [_cut(x, start, start + rows) for start in range(0, size, rows)]
+        results = [coordinator.schedule(predict_part, args=(part,)) for part in parts]
+        await coordinator.join()
+        return _joined(await coordinator.fetch(results))
 
     def _results(self, counted: Counted) -> dict[str, float]:
         """Return what the model's metrics say of counted batches."""
@@ -225,25 +266,35 @@ class KerasCallbacks(psync.callbacks.Callback):
 
     async def call(self, method: str, *arguments: Any) -> None:
         """Call one method of all callbacks, in a thread; then send what they have changed."""
-        before, rate = self._values(), self._rate()
-        await asyncio.to_thread(getattr(self._list, method), *arguments)
+        changed, rate = await in_thread(partial(self._call, method, *arguments))
         if self._model.stop_training:
             self.trainer.stop_training = True
+        if changed:
+            await self._served.load_values(changed)
+        if rate is not None:
+            await self._served.optimizer.set_learning_rate(rate)
+
+    def _call(self, method: str, *arguments: Any) -> tuple[dict[str, np.ndarray], float | None]:
+        """Call it; return the values that it has changed, and the learning rate if it has."""
+        before, rate = self._values(), self._rate()
+        getattr(self._list, method)(*arguments)
+        if self._seen:
+            self._served.check_unchanged()
         changed = {
             name: value for name, value in self._values().items()
             if not np.array_equal(value, before[name], equal_nan="float" in value.dtype.name)
         }  # fmt: skip
-        if changed:
-            await self._served.load_values(changed)
-        if (now := self._rate()) != rate and now is not None:
-            await self._served.optimizer.set_learning_rate(now)
+        now = self._rate()
+        return changed, None if now == rate else now
 
     async def _refresh(self) -> None:
-        """Bring present values into the model, and the count of updates into its optimizer."""
+        """Bring present values into the model, and into its optimizer rate and count of updates."""
         if not self._seen:
             return
         await self._served.pull()
-        optimizer = self._model.optimizer
+        optimizer, rate = self._model.optimizer, self._served.optimizer.learning_rate
+        if self._rate() not in (None, rate) and isinstance(rate, float):  # as after a resume
+            optimizer.learning_rate = rate
         if not optimizer.gradient_accumulation_steps:
             optimizer.iterations.assign(await self._served.optimizer.iterations.read())
 
@@ -252,10 +303,29 @@ class KerasCallbacks(psync.callbacks.Callback):
 
     def _rate(self) -> float | None:
         """Return the learning rate of the model's optimizer; None: it is a schedule's."""
-        optimizer = self._model.optimizer
-        if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
-            return None
-        return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+        rate = self._model.optimizer.get_config()["learning_rate"]
+        return None if isinstance(rate, dict) else float(rate)
+
+
+def check_arguments(others: Mapping[str, object]) -> None:
+    """Refuse arguments of ``fit`` that it does not have.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    for name in others:
+        raise ConfigurationError(
+            f"fit: got the argument {name}, which it does not have here",
+            hint=_NOT_HERE.get(name, "its arguments are in the docstring of ServedModel.fit"),
+        )
+
+
+def _cut(arrays: Any, start: int, stop: int) -> Any:
+    return keras.tree.map_structure(lambda array: array[start:stop], arrays)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    return keras.tree.map_structure(lambda *each: np.concatenate(each), *parts)
 
 
 async def _total(closures: Sequence[RemoteValue[Any]]) -> Counted:

@@ -88,6 +88,7 @@ class BuiltModel:
         with settings.here():
             self.model = model = build_model()
         _check_model(model)
+        self._compiled_with = model.optimizer, model.loss
         names: dict[int, str] = {}
         self.variables: dict[str, Any] = {}
         for variable in [*model.trainable_variables, *model.non_trainable_variables]:
@@ -116,6 +117,24 @@ class BuiltModel:
         """Yield names, shapes and dtypes."""
         for name, variable in self.variables.items():
             yield name, (tuple(variable.shape), str(variable.dtype))
+
+    def check_unchanged(self) -> None:
+        """Check that the model is trained as it was when it was declared.
+
+        Raises:
+            ConfigurationError: It was compiled again, or other layers are trainable now.
+        """
+        model, (optimizer, loss) = self.model, self._compiled_with
+        trained = {id(variable) for variable in model.trainable_variables}
+        again = model.optimizer is not optimizer or model.loss is not loss
+        if again or trained != {id(self.variables[name]) for name in self.trained}:
+            raise ConfigurationError(
+                f"ServedModel: the program's model {model.name!r} "
+                + ("was compiled again" if again else "has other trainable layers than before")
+                + " since it was declared, which workers and ps tasks do not see",
+                hint="declare another ServedModel, whose build_model returns the model as it is to "
+                "be trained from here on, and give it await old.get_weights() by set_weights",
+            )
 
     def values(self) -> dict[str, np.ndarray]:
         """Return the values of all variables, which are not to be changed."""

@@ -18,35 +18,31 @@ from __future__ import annotations
 
 import asyncio
 import os
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Never
 
 import numpy as np
 
-from psync.api.cluster_coordinator import ClusterCoordinator
 from psync.api.optimizers.handles import Optimizer
-from psync.api.reads import runtime_of
 from psync.callbacks import Callback
 from psync.client.context import current_closure, wait
-from psync.client.runtime import Runtime
 from psync.client.scopes import scope_for
 from psync.errors import ConfigurationError, UsageError
 from psync.integrations.served import ServedVariables, check_same
-from psync.net.process_state import PerProcess
-from psync.specs import checked_integer, checked_kind
+from psync.specs import checked_kind
 
 try:
     import keras
 
-    from psync.integrations.keras.fit import KerasCallbacks, KerasTrainer
+    from psync.integrations.keras.fit import KerasCallbacks, KerasTrainer, check_arguments
     from psync.integrations.keras.models import BuiltModel, KerasSettings, weights_of
     from psync.integrations.keras.rules import optimizer_of, undecayed
     from psync.integrations.keras.steps import Steps, steps_of
 except ImportError as exc:
     raise ConfigurationError(
         f"psync.integrations.keras needs the package keras, which cannot be imported here: {exc}",
-        hint="pip install 'psync[keras]' and jax or torch, on the chief and on every worker",
+        hint="pip install 'psync[keras]' and jax or torch, on the chief and on every worker, and "
+        "set the environment variable KERAS_BACKEND to one of these: the default is tensorflow",
     ) from exc
 
 
@@ -61,12 +57,6 @@ class _Live:
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
         self.version: int | None = None
-
-
-_lives: PerProcess[weakref.WeakKeyDictionary[Runtime, dict[Any, _Live]]] = PerProcess(
-    weakref.WeakKeyDictionary
-)
-"""The models of each task in this process, which end with its session."""
 
 
 class ServedModel(ServedVariables):
@@ -176,7 +166,9 @@ class ServedModel(ServedVariables):
         validation_batch_size: int = 32,
         validation_freq: int = 1,
         initial_epoch: int | None = None,
+        class_weight: Mapping[int, float] | None = None,
         verbose: bool | str = "auto",
+        **unknown: Never,
     ) -> keras.callbacks.History:
         """Train, with the strategy's coordinator or one of its own; see ``Trainer.fit``.
 
@@ -197,7 +189,11 @@ class ServedModel(ServedVariables):
             validation_batch_size: Of validation data that are arrays.
             validation_freq: After each n-th epoch.
             initial_epoch: From 0. Default: where the last checkpoint was saved, else 0.
+            class_weight: Class → weight of its examples in the loss and in weighted metrics, 1 if
+                it is missing. For batches (x, y) with one array y: class numbers, or one-hot.
+                Weights of single examples come with the batches: (x, y, sample_weight).
             verbose: False, "lines", "bar"; "auto" or True: a bar on a terminal, else lines.
+            unknown: None. Other arguments of Keras are refused, with what there is instead.
 
         Returns:
             As of Keras, of the epochs that ran now: ``history`` and ``epoch``. If the data of a
@@ -205,8 +201,9 @@ class ServedModel(ServedVariables):
 
         Raises:
             ConfigurationError: An argument is out of range, the dataset has no batch, a callback
-                cannot work here, a metric's values cannot be added up, or a worker builds another
-                model than was declared.
+                cannot work here, a metric's values cannot be added up, a worker builds another
+                model than was declared, or the program's was compiled again, or has other layers
+                that are trainable.
             GradientError: A gradient is none that its variable can take.
             ClosedError: The strategy's coordinator was closed before, and its variables are gone.
             Exception: What a step or a callback raised.
@@ -214,10 +211,15 @@ class ServedModel(ServedVariables):
         Cancellation: What was scheduled goes on; ``on_train_end`` is called.
         """
         _, trainer = self._of_program("fit")
+        check_arguments(unknown)
+        what = "fit: expected class_weight to be a dict, such as {0: 1.0, 1: 5.0}"
+        trainer.class_weight = checked_kind(what, class_weight or {}, dict)
+        self.check_unchanged()
         callbacks = callbacks or ()
         others = [each for each in callbacks if not isinstance(each, keras.callbacks.Callback)]
         of_keras = [each for each in callbacks if isinstance(each, keras.callbacks.Callback)]
-        hooks = KerasCallbacks(self, of_keras, {"epochs": epochs, "steps": steps_per_epoch})
+        params = {"epochs": epochs, "steps": steps_per_epoch, "verbose": int(bool(verbose))}
+        hooks = KerasCallbacks(self, of_keras, params)
         trainer.keras_callbacks = hooks
         try:
             await trainer.fit(
@@ -273,28 +275,7 @@ class ServedModel(ServedVariables):
         Cancellation: What was scheduled goes on.
         """
         _, trainer = self._of_program("predict")
-        checked_integer("predict: expected batch_size above 0", batch_size, 1)
-        lengths = {len(array) for array in keras.tree.flatten(x)}
-        if len(lengths) != 1 or 0 in lengths:
-            raise ConfigurationError(
-                f"predict: expected arrays of one length, at least 1, got {sorted(lengths)}"
-            )
-        coordinator = ClusterCoordinator(trainer.strategy)
-
-        def predict_part(part: Any) -> Any:
-            return self.loaded().predict(part)
-
-        starts = range(0, lengths.pop(), batch_size)
-        results = [
-            coordinator.schedule(
-                predict_part,
-                args=(keras.tree.map_structure(lambda a, i=start: a[i : i + batch_size], x),),
-            )
-            for start in starts
-        ]
-        await coordinator.join()
-        parts = await coordinator.fetch(results)
-        return keras.tree.map_structure(lambda *each: np.concatenate(each), *parts)
+        return await trainer.predict(x, batch_size=batch_size)
 
     async def get_weights(self) -> list[np.ndarray]:
         """Return the present values in the order of Keras's ``get_weights()``.
@@ -349,6 +330,10 @@ class ServedModel(ServedVariables):
         values = self._of_program("its own model")[0].values()
         return {name: np.array(value) for name, value in values.items()}
 
+    def check_unchanged(self) -> None:
+        """Check that the program's own model is trained as it was when it was declared."""
+        self._of_program("its own model")[0].check_unchanged()
+
     def loaded(self) -> Steps:
         """Return what computes with this task's model, which has the present values; in a step.
 
@@ -356,38 +341,34 @@ class ServedModel(ServedVariables):
             ConfigurationError: What ``build_model`` returns here differs from what was declared.
             PsyncError: As ``psync.pull``.
         """
-        live, values = wait(self._pulled())
-        live.steps.load(values)
-        return live.steps
+        return self._loaded()[0]
 
     def train_batch(self, batch: Any) -> np.ndarray:
         """Pull, compute, push, in a plain step; return what the batch adds to metrics."""
-        live, values = wait(self._pulled())
-        live.steps.load(values)
-        gradients, sums = live.steps.train(batch)
+        steps, values = self._loaded()
+        gradients, sums = steps.train(batch)
         merged = self._state.names
         before = {name: values[name] for name in merged}
-        wait(self.push_values(gradients, before, live.steps.state(merged)))
+        wait(self.push_values(gradients, before, steps.state(merged)))
         return sums
 
-    async def _pulled(self) -> tuple[_Live, dict[str, np.ndarray]]:
-        """Return this task's model, which is built if it has none yet, and values to load."""
-        variable = next(iter(self._by_name.values()))
-        runtime = await runtime_of(f"ServedModel {self.name!r}", variable)
-        lives = _lives().setdefault(runtime, {})
-        key = variable.origin, variable.spec.variable_id
-        if key not in lives:
-            closure = current_closure()
-            worker = 0 if closure is None else closure.worker_index
-            lives[key] = _Live(await asyncio.to_thread(self._build, worker))
-        live = lives[key]
-        values, live.version = await self.pull_values(live.version)
-        return live, values
+    def _loaded(self) -> tuple[Steps, dict[str, np.ndarray]]:
+        """Return what computes with this task's model, and what was pulled into it."""
+        live, values, version = wait(self._pulled())
+        live.steps.load(values)
+        live.version = version  # only now: a step that is cancelled before has loaded nothing
+        return live.steps, values
 
-    def _build(self, worker: int) -> Steps:
+    async def _pulled(self) -> tuple[_Live, dict[str, np.ndarray], int | None]:
+        """Return this task's model, which is built if it has none yet, and values to load."""
+        live = await self.kept_here(self._begin)
+        return live, *(await self.pull_values(live.version))
+
+    def _begin(self) -> _Live:
+        closure = current_closure()
         built = BuiltModel(self._build_model, self._settings)
         check_same(f"ServedModel {self.name!r}", self._kinds, built.kinds())
-        return steps_of(built, worker)
+        return _Live(steps_of(built, 0 if closure is None else closure.worker_index))
 
     def _of_program(self, what: str) -> tuple[BuiltModel, KerasTrainer]:
         """Return what only the program has.

@@ -275,6 +275,38 @@ class TorchSteps(Steps):
         return loss
 
 
+def weighted(batch: Any, class_weight: Mapping[int, float]) -> Any:
+    """Return a batch (x, y) with the weight of each example's class: (x, y, sample_weight).
+
+    Args:
+        batch: As a dataset gives it.
+        class_weight: By class; other classes have 1. Empty: the batch is returned as it is.
+
+    Raises:
+        ConfigurationError: The batch has no single array of labels, or has weights.
+
+    Source: ``class_weight`` of ``keras.Model.fit``.
+    """
+    if not class_weight:
+        return batch
+    parts = as_tuple(batch)
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(parts)
+    if y is None or keras.tree.is_nested(y) or weight is not None:
+        problem = "got x alone" if y is None else "got several outputs"
+        raise ConfigurationError(
+            "fit: class_weight needs batches (x, y) with one array y, "
+            + ("got (x, y, sample_weight)" if weight is not None else problem),
+            hint="weigh examples where batches are made: let the dataset yield (x, y, "
+            "sample_weight), nested as y, and leave class_weight out",
+        )
+    labels = array_of(y) if is_tensor(y) else np.asarray(y)
+    if labels.ndim > 1:
+        labels = labels.argmax(-1) if labels.shape[-1] > 1 else labels[..., 0]
+    classes, places = np.unique(np.round(labels).astype(int), return_inverse=True)
+    weights = [class_weight.get(int(each), 1.0) for each in classes]
+    return x, y, np.array(weights, keras.config.floatx())[places.reshape(labels.shape)]
+
+
 def steps_of(built: BuiltModel, worker: int) -> Steps:
     """Return what computes with a model, on the backend of this process."""
     return {"jax": JaxSteps, "torch": TorchSteps}[checked_backend()](built, worker)

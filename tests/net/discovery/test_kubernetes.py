@@ -18,8 +18,8 @@ import pytest
 
 from psync.cluster import ClusterSpec
 from psync.errors import ConfigurationError, ConnectFailed
-from psync.net import kubernetes_resolver
-from psync.net.kubernetes_resolver import ExecutableLocation, KubernetesClusterResolver
+from psync.net.discovery import kubernetes
+from psync.net.discovery.kubernetes import ExecutableLocation, KubernetesClusterResolver
 from psync.net.resolvers import training_cluster
 
 JOBS = {"chief": 1, "ps": 12, "worker": 2}
@@ -145,8 +145,8 @@ class Pods:
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubernetes_resolver, "POLL_S", 0.0)
-    monkeypatch.setattr(kubernetes_resolver, "REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(kubernetes, "POLL_S", 0.0)
+    monkeypatch.setattr(kubernetes, "REPORT_EVERY_S", 0.0)
 
 
 def test_tasks_are_the_pods_of_a_job_in_the_order_of_selectors_and_names() -> None:
@@ -175,7 +175,7 @@ def test_it_asks_again_each_time_in_one_namespace() -> None:
 
 def test_the_namespace_is_the_pods_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pods = Pods(tensorflow=[pod("a", "10.0.0.1")])
-    monkeypatch.setattr(kubernetes_resolver, "NAMESPACE_FILE", tmp_path / "namespace")
+    monkeypatch.setattr(kubernetes, "NAMESPACE_FILE", tmp_path / "namespace")
     KubernetesClusterResolver(override_client=pods).cluster_spec()
     (tmp_path / "namespace").write_text("team-a")
     KubernetesClusterResolver(override_client=pods).cluster_spec()

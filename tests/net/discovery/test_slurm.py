@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from psync.cluster import ClusterSpec
 from psync.errors import ConfigurationError
+from psync.net.discovery.slurm import SlurmClusterResolver, expand_hostlist, expand_task_counts
 from psync.net.resolvers import training_cluster
-from psync.net.slurm_resolver import SlurmClusterResolver, expand_hostlist, expand_task_counts
 
 STEP = {
     "SLURM_PROCID": "3",
