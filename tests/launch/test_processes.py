@@ -117,7 +117,7 @@ async def test_tasks_are_added_and_those_that_were_removed_are_not_named_any_mor
     screen = Screen()
     async with group(screen) as processes:
         before = list(processes.cluster["worker"])
-        added = processes.add_task("worker", 2)
+        added = await processes.add_task("worker", 2)
         assert processes.cluster["worker"] == [*before, added]
         report = await report_of(processes, screen, "worker", 2)
         assert json.loads(report["environ"]["TF_CONFIG"])["cluster"] == processes.cluster
@@ -125,7 +125,7 @@ async def test_tasks_are_added_and_those_that_were_removed_are_not_named_any_mor
         assert processes.cluster["worker"] == [*before, added]  # a list has no gaps
         processes.remove_task("worker", 2)
         assert processes.cluster["worker"] == before[:1]
-        again = processes.add_task("worker", 1)
+        again = await processes.add_task("worker", 1)
         assert processes.cluster["worker"] == [before[0], again]
         processes.remove_task("worker", 1)
         processes.remove_task("worker", 0)

@@ -6,7 +6,8 @@ is the handler that a ps has for them. When it is promoted it listens, at an add
 is a ps like any other.
 
     state      BeginBackup  FillBackup  LogEntries                     Promote
-    filling    restart      taken       complete, if all is there      refused
+    filling    restart      taken       the snapshot is whole, or      refused
+                                        refused; then as below
     following  restart      -           acknowledged; then executed    executes the rest, serves
     serving    restart      FencedError FencedError                    the same answer again
     damaged    restart      refused     refused                        refused
@@ -15,8 +16,10 @@ is a ps like any other.
 has rolled back to a checkpoint since, and does not know that it serves. A newer coordinator ends
 the backups of earlier ones.
 
-An entry that the primary refuses is refused here, too. One that fails here alone (no memory, say)
-damages the backup: it takes no more entries, is never promoted, and is replaced.
+An entry that the primary refuses is refused here, too. An error in judging or computing ends the
+process, as it does on a ps (``LongWork.give_up``). One in taking an entry, or a checksum or digest
+that differs (``ps.comparison``), damages the backup alone: it takes no more entries, is never
+promoted, and is replaced.
 
 Source: docs/design.md, "Failover".
 """

@@ -57,8 +57,11 @@ class Section(Protocol):
     Its own handlers are listed in ``PsServices.handlers``. If it remembers clients it is told who
     has been replaced (``PsServices.refuse_below``), if requests wait in it, when it ends (``end``).
 
+    A newer coordinator that keeps the variables keeps the store alone, so it begins empty then.
+
     What checkpoints have of it besides: a field of ``SnapshotState`` (``to_bytes``; for older files
-    a default in ``_Stored``), filled in ``PsServices.freeze`` and taken from ``Contents``.
+    a default in ``_Stored``, and a check in ``_Checks``), an argument of ``store.snapshot.freeze``
+    that ``PsServices.freeze`` gives, and ``Contents``, which has it when a snapshot is restored.
     """
 
     def control(self) -> Any:

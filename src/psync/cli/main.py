@@ -1,4 +1,4 @@
-"""The command line: ``psync run``, ``scale``, ``top``, ``trace``, ``serve`` and others.
+"""The command line: ``psync run``, ``scale``, ``join``, ``top``, ``serve`` and others.
 
 Every option also reads an environment variable, ``PSYNC_<COMMAND>_<OPTION>``. Wrong usage is one
 line on stderr and exit code 2. Imports are late: the launcher has its tasks running before it could
@@ -21,6 +21,7 @@ from psync.cli.certs import certs, tls_environ, tls_options
 from psync.cli.checkpoint import checkpoint
 from psync.cli.dashboard import dashboard as dashboard_command
 from psync.cli.health import health
+from psync.cli.join import join
 from psync.cli.launch.commands import launch
 from psync.cli.scale import scale
 from psync.cli.top import top
@@ -87,7 +88,30 @@ def psync(context: click.Context) -> int:
 @click.argument("script", metavar="SCRIPT")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
 @click.option("--ps", type=click.IntRange(min=1), default=1, help="Number of ps tasks.")
-@click.option("--workers", type=click.IntRange(min=1), default=1, help="Number of workers.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="Number of workers.  [default: 1; with --hosts, as many as they have room for]",
+)
+@click.option(
+    "--hosts",
+    metavar="HOST:N,...",
+    help="Run ps tasks and workers on these hosts, over ssh: up to N workers on each, ps tasks on "
+    "all in turn. The chief runs here. The program lies under the same path there.",
+)
+@click.option("--ssh", default="ssh", help="With --hosts: the command, and options, as rsync -e.")
+@click.option(
+    "--remote-python",
+    metavar="PYTHON",
+    help="With --hosts: the interpreter there, which has psync.  [default: the path of this one]",
+)
+@click.option(
+    "--env",
+    "variables",
+    metavar="NAME",
+    multiple=True,
+    help="With --hosts: a variable that tasks there get from here, besides PSYNC_… and PYTHONPATH.",
+)
 @click.option("--evaluator", is_flag=True, help="Run the script as an evaluator, too.")
 @click.option(
     "--max-restarts",
@@ -139,7 +163,11 @@ def run(
     script: str,
     args: tuple[str, ...],
     ps: int,
-    workers: int,
+    workers: int | None,
+    hosts: str | None,
+    ssh: str,
+    remote_python: str | None,
+    variables: tuple[str, ...],
     evaluator: bool,
     max_restarts: int,
     chief_restarts: int,
@@ -153,7 +181,7 @@ def run(
     log_level: str,
     **tls: Any,
 ) -> int:
-    """Run SCRIPT on a cluster of its own, on this machine.
+    """Run SCRIPT on a cluster of its own, on this machine, or on some HOSTS.
 
     The script runs once as the chief and once on each worker. It ends in psync.run(main), which
     tells each process what it is. ps tasks do not load it. The exit code is the chief's.
@@ -162,9 +190,14 @@ def run(
     Two ps tasks, four workers, arguments for the script after --:
         psync run train.py --ps 2 --workers 4 -- --epochs 10
 
+    \b
+    The same on two machines that ssh reaches without a question:
+        psync run train.py --ps 2 --hosts a:2,b:2 -- --epochs 10
+
     Ctrl-C stops all tasks in order, a second one kills them.
     """
     from psync.cli.run import launch
+    from psync.launch.hosts import HostsPlan, parse_hosts
 
     shown = {} if metrics_port is None else {"PSYNC_METRICS": f"127.0.0.1:{metrics_port}"}
     if dashboard_address or dashboard:
@@ -174,11 +207,17 @@ def run(
         check_can_serve(shown["PSYNC_DASHBOARD"])
     if run_log:
         shown["PSYNC_RUN_LOG"] = run_log
+    plan = None
+    if hosts is not None:
+        plan = HostsPlan(
+            parse_hosts(hosts), ssh, remote_python or sys.executable, variables, gpus_per_worker
+        )
     return launch(
         script,
         args,
         num_ps=ps,
-        num_workers=workers,
+        num_workers=workers or (1 if plan is None else len(plan.places)),
+        hosts=plan,
         evaluator=evaluator,
         max_restarts=max_restarts,
         chief_restarts=chief_restarts,
@@ -336,6 +375,7 @@ def serve(
 psync.add_command(top)
 psync.add_command(trace)
 psync.add_command(scale)
+psync.add_command(join)
 psync.add_command(health)
 psync.add_command(launch)
 psync.add_command(dashboard_command)

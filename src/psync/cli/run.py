@@ -15,44 +15,30 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from psync.cli.scale import scaled_on_request
+from psync.cli.scripts import script_command
 from psync.closures.scaling_rule import changes
-from psync.errors import ConfigurationError
 from psync.launch.gpus import GpuShares
 from psync.launch.plugins import check_found, plugins_environ
 from psync.launch.processes import SERVE_COMMAND, Output, ProcessGroup, RestartPolicy
-from psync.launch.task_output import also_release_blocked_output, write_stderr
-from psync.launch.task_process import TaskProcess, describe_exit
+from psync.launch.task_output import also_release_blocked_output, say
+from psync.launch.task_process import Process, describe_exit
+from psync.net.process_state import named_file, new_pipe
 from psync.net.secret import load_secret, mint_secret
 
-SCRIPT_SUFFIXES = (".py", ".pyw", ".pyc", ".pyz")  # what the interpreter takes by name
+if TYPE_CHECKING:
+    from psync.launch.hosts import HostsPlan
+
 ALONE_S = 1.0  # how long the chief may outlive a worker before that is worth a word
 FAILED = 1  # exit code when a worker could not be kept alive
 SETUP_ERROR = 2  # exit code of a task whose set-up is wrong: once more would be no better
-
-
-def script_command(script: str, args: Sequence[str] = ()) -> list[str]:
-    """The command that runs a script the way ``python SCRIPT ARGS`` does.
-
-    Raises:
-        ConfigurationError: If it is not a Python file, nor a directory with a ``__main__.py``.
-    """
-    path = Path(script)
-    if not path.exists():
-        raise ConfigurationError(f"script {script!r} does not exist")
-    if path.is_dir():
-        if not (path / "__main__.py").is_file():
-            raise ConfigurationError(f"script {script!r} is a directory without a __main__.py")
-    elif path.suffix not in SCRIPT_SUFFIXES:
-        raise ConfigurationError(
-            f"script {script!r} is not a Python file: expected a name ending in .py"
-        )
-    return [sys.executable, script, *args]
 
 
 def launch(
@@ -67,6 +53,7 @@ def launch(
     quiet: bool = False,
     gpus_per_worker: int | None = None,
     plugins: Sequence[str] = (),
+    hosts: HostsPlan | None = None,
     environ: Mapping[str, str] = os.environ,
     ps_command: Sequence[str] = SERVE_COMMAND,
 ) -> int:
@@ -98,6 +85,7 @@ def launch(
             None: all tasks see what this process does.
         plugins: Modules that all tasks load. They are looked for beside the script, too, and where
             this process is.
+        hosts: Where ps tasks and workers run; None: here.
         environ: What tasks inherit. A secret is minted unless there is one.
         ps_command: What a ps runs.
 
@@ -107,7 +95,7 @@ def launch(
 
     Raises:
         ConfigurationError: If the script is missing or not one, the secret cannot be used, a plugin
-            is not found, or there are fewer GPUs.
+            is not found, there are fewer GPUs, or a host cannot be reached or used.
     """
     command = script_command(script, args)
     commands = {"chief": command, "ps": ps_command, "worker": command, "evaluator": command}
@@ -122,12 +110,23 @@ def launch(
         check_found(plugins, [*places, *sys.path])
         python_path = [*places, *filter(None, [environ.get("PYTHONPATH")])]
         environ = {**environ, **variables, "PYTHONPATH": os.pathsep.join(python_path)}
-    secret = mint_secret() if load_secret(environ) is None else None
-    gpus = GpuShares(gpus_per_worker, environ)
+    known = load_secret(environ)
+    gpus = GpuShares(gpus_per_worker if hosts is None else None, environ)  # hosts have their own
     gpus.check(num_workers)
-    return asyncio.run(
-        _Run(commands, jobs, environ, secret, gpus, max_restarts, chief_restarts, quiet).run()
-    )
+    if hosts is None:
+        secret = mint_secret() if known is None else None
+        place: Place = partial(ProcessGroup, secret=secret, environ=environ)
+    else:
+        hosts.check(num_workers)
+        text = mint_secret() if known is None else os.fsdecode(known.value)
+        place = partial(hosts.group, secret=text, environ=environ, script=script)
+    joinable = known is not None  # nobody else knows one that is made here
+    limits = max_restarts, chief_restarts
+    run = _Run(commands, jobs, environ, place, hosts, gpus, *limits, quiet, joinable)
+    return asyncio.run(run.run())
+
+
+Place = Callable[[Mapping[str, int]], AbstractAsyncContextManager[ProcessGroup]]
 
 
 @dataclass
@@ -137,29 +136,33 @@ class _Run:
     commands: Mapping[str, Sequence[str]]
     jobs: Mapping[str, int]
     environ: Mapping[str, str]
-    secret: str | None
+    place: Place  # makes their processes
+    hosts: HostsPlan | None
     gpus: GpuShares
     max_restarts: int
     chief_restarts: int
     quiet: bool
+    joinable: bool  # whether somebody may join who was not started here
     num_chiefs: int = 0  # so far
     news: FileIO | None = None  # where the chief hears of workers that come and leave
 
     def __post_init__(self) -> None:
         self._working = set(range(self.jobs["worker"]))  # workers that are kept running
         self._leaving: set[int] = set()  # of these, those that were asked to leave
-        self._workers: dict[int, TaskProcess] = {}
+        self._workers: dict[int, Process] = {}
 
     async def run(self) -> int:
         self._outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._group = ProcessGroup(self.jobs, secret=self.secret, environ=self.environ)
+        self._scaling = asyncio.Lock()
         watch = {
             "chief": self._watch_chief, "ps": self._watch_ps, "worker": self._watch_worker,
             "evaluator": self._watch_evaluator,
         }  # fmt: skip
-        async with self._group:
+        async with self.place(self.jobs) as self._group:
+            if self.joinable:
+                say(f"workers may join: psync join {self._group.cluster['chief'][0]}")
             # The evaluator hears that the run ends by the end of a pipe to which nobody writes.
-            with self._signals(), _pipe() as (self._heard, ending):
+            with self._signals(), new_pipe() as (self._heard, ending):
                 async with asyncio.TaskGroup() as tasks:
                     self._tasks = tasks
                     watchers = {
@@ -183,13 +186,19 @@ class _Run:
             ConfigurationError: It is no such number, or there are too few GPUs.
             OSError: The machine has no free port or descriptor.
         """
+        async with self._scaling:
+            return await self._scale(number)
+
+    async def _scale(self, number: int) -> str:
         come, leave = changes(self._working - self._leaving, self._leaving, number)
         if come:
             self.gpus.check(max(come) + 1)
+            if self.hosts is not None:
+                self.hosts.check(max(come) + 1)
         added: dict[int, str] = {}
         try:
             for index in come:
-                added[index] = self._group.add_task("worker", index)
+                added[index] = await self._group.add_task("worker", index)
                 self._working.add(index)
                 self._tasks.create_task(self._watch_worker(index))
         finally:
@@ -217,13 +226,13 @@ class _Run:
         while True:
             restarts = self.num_chiefs
             # That it takes part in its cluster a chief says by a byte in a pipe.
-            with _pipe() as (membership, write_end), _pipe() as (heard, self.news):
+            with new_pipe() as (membership, write_end), new_pipe() as (heard, self.news):
                 os.set_blocking(membership.fileno(), False)
                 os.set_blocking(self.news.fileno(), False)
                 environ = {
                     "PSYNC_RESTART_COUNT": str(restarts),
-                    "PSYNC_MEMBER_FD": _named(write_end),
-                    "PSYNC_WORKERS_FD": _named(heard),
+                    "PSYNC_MEMBER_FD": named_file(write_end),
+                    "PSYNC_WORKERS_FD": named_file(heard),
                 }
                 fds = write_end.fileno(), heard.fileno()
                 chief = self._start("chief", index, environ, *fds)
@@ -234,18 +243,18 @@ class _Run:
                 if self._outcome.done():
                     return
                 if code == 0 and not membership.read(1):
-                    _say(
+                    say(
                         f"{self.commands['chief'][1]} ended without psync.run(main), so it has "
                         "used no ps and no worker; end it in: psync.run(main)"
                     )
             death = f"the chief {describe_exit(code)}"
             if code in (0, SETUP_ERROR) or restarts == limit:
                 break
-            _say(f"{death} and is started again ({restarts + 1} of at most {limit} times)")
+            say(f"{death} and is started again ({restarts + 1} of at most {limit} times)")
         if code and restarts:
-            _say(f"{death}, after {restarts} restart{'s' if restarts > 1 else ''}")
+            say(f"{death}, after {restarts} restart{'s' if restarts > 1 else ''}")
         elif code < 0:
-            _say(death)
+            say(death)
         self._finish(code if code >= 0 else 128 - code)
 
     async def _watch_ps(self, index: int) -> None:
@@ -257,10 +266,10 @@ class _Run:
             death = f"{ps.name} {describe_exit(code)}"
             if code == SETUP_ERROR or not self._allows(policy):
                 why = "" if code == SETUP_ERROR else f", {policy.exceeded}"
-                _say(f"{death}{why}: it is not started again")
+                say(f"{death}{why}: it is not started again")
                 self._group.abandon("ps", index)  # so that the chief does not wait for it
                 return
-            _say(f"{death} and is started again ({self._at_most})")
+            say(f"{death} and is started again ({self._at_most})")
 
     async def _watch_worker(self, index: int) -> None:
         try:
@@ -279,7 +288,7 @@ class _Run:
                 return
             if index in self._leaving:
                 self._group.remove_task("worker", index)
-                _say(f"{worker.name} has left")
+                say(f"{worker.name} has left")
                 return
             death = f"{worker.name} {describe_exit(code)}"
             if code == 0:
@@ -288,15 +297,15 @@ class _Run:
                 if self._outcome.done():
                     return
                 self._group.abandon("worker", index)  # the chief goes on looking for it there
-                _say(f"{death}: it has ended by itself and is not started again")
+                say(f"{death}: it has ended by itself and is not started again")
                 return
             if code > 0 and chiefs < self.num_chiefs:  # it ran the program, and lost its chief
-                _say(f"{death} and is started again, as the chief was")
+                say(f"{death} and is started again, as the chief was")
                 continue
             if not self._allows(policy):
                 self._give_up(f"{death}, {policy.exceeded}")
                 return
-            _say(f"{death} and is started again ({self._at_most})")
+            say(f"{death} and is started again ({self._at_most})")
 
     async def _watch_evaluator(self, index: int) -> None:
         policy = RestartPolicy(self.max_restarts)
@@ -309,22 +318,22 @@ class _Run:
                     output="discarded" if self.quiet else "prefixed",
                 )  # fmt: skip
             except OSError as error:
-                _say(f"evaluator-{index} could not be started: {error}; training goes on")
+                say(f"evaluator-{index} could not be started: {error}; training goes on")
                 return
             code = await evaluator.wait()
             if code == 0 or self._outcome.done():
                 return
             death = f"{evaluator.name} {describe_exit(code)}"
             if code > 0 or not self._allows(policy):
-                _say(f"{death} and is not started again; training goes on")
+                say(f"{death} and is not started again; training goes on")
                 return
-            _say(f"{death} and is started again")
+            say(f"{death} and is started again")
 
     async def _let_evaluator_end(self, evaluating: asyncio.Task[None]) -> None:
         """Wait for the end of an evaluator that knows that there will be no other checkpoint."""
         _, pending = await asyncio.wait([evaluating], timeout=ALONE_S)
         if pending:
-            _say("waiting for evaluator-0, which evaluates the last checkpoint; Ctrl-C ends it")
+            say("waiting for evaluator-0, which evaluates the last checkpoint; Ctrl-C ends it")
             await asyncio.wait(pending)
 
     def _allows(self, policy: RestartPolicy) -> bool:
@@ -336,7 +345,7 @@ class _Run:
 
     def _start(
         self, job: str, index: int, env: Mapping[str, str] | None = None, *pass_fds: int
-    ) -> TaskProcess | None:
+    ) -> Process | None:
         """Start a task; None if the run is being stopped, or has to be because it cannot start."""
         if self._outcome.done():
             return None
@@ -361,7 +370,7 @@ class _Run:
     def _give_up(self, reason: str) -> None:
         if not self._outcome.done():
             hint = "; run without --quiet to see what it prints" if self.quiet else ""
-            _say(f"error: {reason}: the run ends{hint}")
+            say(f"error: {reason}: the run ends{hint}")
             self._outcome.set_result(FAILED)
 
     @contextlib.contextmanager
@@ -388,23 +397,5 @@ class _Run:
         if self._outcome.done():
             self._group.kill()
         else:
-            _say(f"{signum.name}: stopping all tasks; once more to kill them")
+            say(f"{signum.name}: stopping all tasks; once more to kill them")
             self._finish(128 + signum)
-
-
-def _named(file: FileIO) -> str:
-    """Return how a process that inherits a file recognizes it."""
-    return f"{file.fileno()}:{os.fstat(file.fileno()).st_ino}"
-
-
-@contextlib.contextmanager
-def _pipe() -> Iterator[tuple[FileIO, FileIO]]:
-    """Return a context manager for both ends of a pipe, either of which may be closed before."""
-    read_fd, write_fd = os.pipe()
-    with FileIO(read_fd) as read_end, FileIO(write_fd, "w") as write_end:
-        yield read_end, write_end
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-        write_stderr(f"psync: {text}\n")

@@ -1,6 +1,6 @@
-"""The identity of this process in its cluster, and the shutdown of the other tasks at its end.
+"""The identity of this process in its cluster, and what a chief does for its program.
 
-The end of a program: its tasks are told to exit.
+While the program runs, workers may join; at its end, its tasks are told to exit.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from psync.cluster import ClusterSpec, task_name
 from psync.errors import ConfigurationError, PsyncError
+from psync.launch.door import Door
 from psync.net.discovery.default import resolve_cluster
 from psync.net.endpoint import Endpoint
 from psync.net.environment import (
@@ -22,7 +23,10 @@ from psync.net.environment import (
     newest_incarnation,
     platform_of,
 )
+from psync.net.platform import Platform
 from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver, training_cluster
+from psync.net.secret import load_secret
+from psync.net.workforce import Workforce
 from psync.wire.messages import Shutdown
 
 
@@ -109,7 +113,20 @@ async def shut_down(own: OwnTask, jobs: Sequence[str], began: int) -> None:
     except ConfigurationError as exc:
         logger.debug("nobody was told to exit: %s", exc)
         return
-    incarnation = newest_incarnation() or began
+    tasks = own.addresses_of(jobs) | (added_workers.get() or {})
+    await tell_to_end(platform, newest_incarnation() or began, tasks)
+
+
+async def tell_to_end(platform: Platform, incarnation: int, tasks: Mapping[str, str]) -> None:
+    """Tell some tasks that training is over.
+
+    Args:
+        platform: Of the chief.
+        incarnation: In whose name it is said.
+        tasks: Address of each, by name.
+
+    Cancellation: Who has not heard it stays.
+    """
     endpoint = Endpoint(platform, task_name("chief", 0), incarnation, {})
 
     async def tell(name: str, address: str) -> None:
@@ -121,8 +138,32 @@ async def shut_down(own: OwnTask, jobs: Sequence[str], began: int) -> None:
             except PsyncError as exc:
                 logger.info("%s was not told to exit: %s", name, exc)
 
-    tasks = own.addresses_of(jobs) | (added_workers.get() or {})
     try:
         await asyncio.gather(*(tell(name, address) for name, address in tasks.items()))
     finally:
         await endpoint.close()
+
+
+@contextlib.asynccontextmanager
+async def open_to_joiners(
+    own: OwnTask, workforce: Workforce, added: MutableMapping[str, str]
+) -> AsyncIterator[None]:
+    """Return a context in which workers may join the chief's program.
+
+    Without a secret none may. Where the chief cannot listen at its address, training goes on all
+    the same.
+
+    Args:
+        own: The chief.
+        workforce: Told of those that come and leave.
+        added: See ``Door``.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            if own.job == "chief" and load_secret(os.environ) is not None:
+                platform = platform_of(own.resolver, own.address, listens=True)
+                await stack.enter_async_context(Door(platform, own.address, workforce, added))
+                logger.debug("workers may join: psync join %s", own.address)
+        except ConfigurationError as exc:  # of the secret and TLS the program hears by itself
+            logger.info("no worker can join this program: %s", exc.message)
+        yield

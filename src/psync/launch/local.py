@@ -15,7 +15,7 @@ from psync.errors import ConfigurationError, PsyncError, UsageError
 from psync.launch.gpus import GpuShares
 from psync.launch.local_tasks import Host, TasksHere, TasksInProcesses
 from psync.launch.plugins import load_plugins, plugins_environ
-from psync.launch.task_process import TaskProcess
+from psync.launch.task_process import Process
 from psync.net.notebook_cells import of_no_cell
 from psync.net.platform import Platform
 from psync.net.resolvers import SimpleClusterResolver, opened
@@ -122,7 +122,7 @@ class LocalCluster:
         self._changing = asyncio.Lock()  # which workers there are
         self._leaving: dict[int, asyncio.Task[None]] = {}  # workers that are about to
         self._adapting: asyncio.Task[None] | None = None
-        self.tasks: dict[str, TaskProcess] = {}  # the newest process of each, as "worker-0"
+        self.tasks: dict[str, Process] = {}  # the newest process of each, as "worker-0"
 
     def __repr__(self) -> str:
         state, workers = "not running", self._counts["worker"]
@@ -334,6 +334,7 @@ class LocalCluster:
                 self._addresses[job][index] = await self._host.start(job, index)
         self._resolver = LocalClusterResolver(self._host.platform)
         self._name_tasks()
+        await self._host.open()
 
     def _name_tasks(self) -> None:
         self.resolver.name_tasks({"chief": {0: self._host.chief}, **self._addresses})

@@ -12,18 +12,22 @@ import itertools
 import logging
 import os
 import signal
+import socket
 import sys
 import sysconfig
 from collections.abc import Mapping
 from typing import Protocol
 
+from psync.launch.door import Door
 from psync.launch.gpus import GpuShares
+from psync.launch.identity import tell_to_end
 from psync.launch.processes import ProcessGroup, RestartPolicy
-from psync.launch.task_process import TaskProcess, describe_exit
+from psync.launch.task_process import Process, describe_exit
 from psync.launch.tasks import make_task
 from psync.net import certificates
+from psync.net.environment import newest_incarnation
 from psync.net.platform import Platform
-from psync.net.secret import Secret, mint_secret
+from psync.net.secret import Secret, load_secret, mint_secret
 from psync.net.tls import TlsNetwork
 from psync.net.tls_config import TLS_VARIABLES, load_tls
 from psync.net.transport import SocketNetwork
@@ -47,6 +51,9 @@ class Host(Protocol):
 
     platform: Platform
     chief: str
+
+    async def open(self) -> None:
+        """Let workers join that know the chief's address and the secret."""
 
     async def check(self, num_workers: int) -> None:
         """Is there room for so many workers? Raises ConfigurationError."""
@@ -79,6 +86,9 @@ class TasksHere:
         self._resources = resources
         self._tasks: dict[tuple[str, int], PsTask | WorkerTask] = {}
         self._addresses: set[str] = set()  # of all there ever were
+
+    async def open(self) -> None:
+        """Nobody can join tasks in memory."""
 
     async def check(self, num_workers: int) -> None:
         """There always is room."""
@@ -132,25 +142,47 @@ class TasksInProcesses:
         security: bool,
         resources: contextlib.AsyncExitStack,
     ) -> None:
-        secret = mint_secret()
+        known = load_secret(environ)
+        minted = mint_secret() if known is None else None
         environ = {**environ, "PYTHONPATH": os.pathsep.join(_own_import_path())}
         if security:
             for name in TLS_VARIABLES:
                 environ.pop(name, None)
             environ |= resources.enter_context(certificates.temporary(CERTIFICATE_DAYS))
         tls = load_tls(environ)
-        network = SocketNetwork() if tls is None else TlsNetwork(SocketNetwork(), tls)
-        self._group = ProcessGroup({"chief": 1, **counts}, secret=secret, environ=environ)
+        self._group = ProcessGroup({"chief": 1, **counts}, secret=minted, environ=environ)
         resources.push_async_callback(self._group.stop)
         resources.push_async_callback(self._stop_watching)
         self.chief = self._group.cluster["chief"][0]
-        self.platform = Platform(network, Secret(secret.encode()))
-        self.processes: dict[str, TaskProcess] = {}
+        self._joinable = known is not None  # nobody else knows one that was made here
+        inherited: dict[str, socket.socket] = {}
+        if self._joinable:
+            inherited[self.chief] = self._group.listener_of("chief", 0)
+            resources.callback(inherited[self.chief].close)
+        sockets = SocketNetwork(inherited)
+        network = sockets if tls is None else TlsNetwork(sockets, tls)
+        self.platform = Platform(network, known or Secret((minted or "").encode()))
+        self._resources = resources
+        self.processes: dict[str, Process] = {}
         self._unused = {(job, index) for job, count in counts.items() for index in range(count)}
         self._gpus = gpus
         self._max_restarts = max_restarts
         self._watchers: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._leaving: set[tuple[str, int]] = set()
+
+    async def open(self) -> None:
+        """Let workers join. Cancellation: safe."""
+        if not self._joinable:
+            return
+        joined: dict[str, str] = {}
+        began = self.platform.new_incarnation()
+
+        async def end() -> None:
+            await tell_to_end(self.platform, newest_incarnation() or began, joined)
+
+        self._resources.push_async_callback(end)
+        door = Door(self.platform, self.chief, self.platform.workforce, joined)
+        await self._resources.enter_async_context(door)
 
     async def check(self, num_workers: int) -> None:
         """See ``Host``. Raises ConfigurationError: there are fewer GPUs."""
@@ -163,7 +195,7 @@ class TasksInProcesses:
             self._unused.discard((job, index))
             address = self._group.cluster[job][index]
         else:
-            address = self._group.add_task(job, index)
+            address = await self._group.add_task(job, index)
         self.platform.given_up.forget(address)
         name = f"{job}-{index}"
         self.processes[name] = self._start(job, index)
@@ -171,7 +203,7 @@ class TasksInProcesses:
         self._watchers[job, index] = asyncio.get_running_loop().create_task(watching)
         return address
 
-    def _start(self, job: str, index: int) -> TaskProcess:
+    def _start(self, job: str, index: int) -> Process:
         return self._group.start_task(job, index, env=self._gpus.environ_of(job, index))
 
     async def leave(self, index: int) -> None:

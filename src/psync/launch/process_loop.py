@@ -227,6 +227,13 @@ GRACE_S = 5.0
 """Between SIGTERM and SIGKILL."""
 
 
+def watch_launcher() -> None:
+    """Do ``watch_lifeline`` where a launcher has started this process."""
+    lifeline = os.environ.pop("PSYNC_LIFELINE_FD", None)
+    if lifeline:
+        watch_lifeline(int(lifeline))
+
+
 def watch_lifeline(fd: int, *, grace_s: float = GRACE_S) -> None:
     """End this process when its launcher has gone, in whatever way that happened.
 

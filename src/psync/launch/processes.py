@@ -32,9 +32,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from psync.errors import BusyError, ClosedError, ConfigurationError
+from psync.launch.interfaces import joined_with
 from psync.launch.process_loop import GRACE_S
 from psync.launch.task_output import Sink, write_stderr, write_stdout
-from psync.launch.task_process import TaskProcess
+from psync.launch.task_process import Process, TaskProcess
 
 BACKLOG = 1024  # all peers connect at once, and to tasks that are not up yet
 
@@ -82,12 +83,13 @@ class ProcessGroup:
 
     Args:
         jobs: Number of tasks of each job, as in ``{"chief": 1, "ps": 2, "worker": 2}``. Each gets
-            an address on 127.0.0.1, also one that is never started here.
+            an address on ``host``, also one that is never started here.
         secret: The cluster's secret, handed to tasks in their environment. None: ``environ`` has
             it, or the cluster has none.
         environ: What tasks inherit; by default the environment of this process.
         out: Takes the lines that tasks write to stdout; by default ``sys.stdout``.
         err: Takes the lines that tasks write to stderr; by default ``sys.stderr``.
+        host: The interface at which tasks listen.
 
     Attributes:
         cluster: Addresses by job, as in ``TF_CONFIG``.
@@ -104,15 +106,17 @@ class ProcessGroup:
         environ: Mapping[str, str] | None = None,
         out: Sink = write_stdout,
         err: Sink = write_stderr,
+        host: str = "127.0.0.1",
     ) -> None:
         self.out = out
+        self._host = host
         self.err = err
         self.cluster: dict[str, list[str]] = {job: [] for job in jobs}
         self._environ = {**TUNING, **(os.environ if environ is None else environ)}
         if secret is not None:
             self._environ["PSYNC_SECRET"] = secret
-        self._listeners: dict[tuple[str, int], socket.socket] = {}
-        self._processes: dict[tuple[str, int], TaskProcess] = {}  # the latest of each task
+        self._listeners: dict[tuple[str, int], Any] = {}  # what has an address, until closed
+        self._processes: dict[tuple[str, int], Process] = {}  # the latest of each task
         self._chores: set[asyncio.Task[None]] = set()  # cleaning up after processes that have ended
         self._stopping = False
         with contextlib.ExitStack() as resources:
@@ -124,12 +128,16 @@ class ProcessGroup:
                     self._listen(resources, job, index)
             self._resources = resources.pop_all()  # closed by `stop`
 
-    def _listen(self, resources: contextlib.ExitStack, job: str, index: int) -> str:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+    def _listen(self, resources: contextlib.ExitStack, job: str, index: int, port: int = 0) -> str:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.create_server((self._host, port), family=family, backlog=BACKLOG)
         self._listeners[job, index] = resources.enter_context(listener)
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        self.cluster[job][index:] = [address, *self.cluster[job][index + 1 :]]
+        address = joined_with(self._host, listener.getsockname()[1])
+        self._name(job, index, address)
         return address
+
+    def _name(self, job: str, index: int, address: str) -> None:
+        self.cluster[job][index:] = [address, *self.cluster[job][index + 1 :]]
 
     async def __aenter__(self) -> Self:
         return self
@@ -146,7 +154,7 @@ class ProcessGroup:
         env: Mapping[str, str] | None = None,
         output: Output = "prefixed",
         pass_fds: Sequence[int] = (),
-    ) -> TaskProcess:
+    ) -> Process:
         """Start a task, or start it again, at the same address, after it has ended.
 
         Blocks for the millisecond or two until the program has been loaded.
@@ -177,11 +185,16 @@ class ProcessGroup:
         process = self._processes.get((job, index))
         if process is not None and process.returncode is None:
             raise BusyError(f"cannot start {name}: it is running as process {process.pid}")
-        popen = self._spawn(job, index, command, env or {}, output, pass_fds)
-        process = self._processes[job, index] = TaskProcess(
-            job, name, popen, self.out, self.err, self.own
-        )
+        process = self._start(job, index, command, env or {}, output, pass_fds)
+        self._processes[job, index] = process
         return process
+
+    def _start(
+        self, job: str, index: int, command: Sequence[str], env: Mapping[str, str],
+        output: Output, pass_fds: Sequence[int],
+    ) -> Process:  # fmt: skip
+        popen = self._spawn(job, index, command, env, output, pass_fds)
+        return TaskProcess(job, f"{job}-{index}", popen, self.out, self.err, self.own)
 
     def _spawn(
         self, job: str, index: int, command: Sequence[str], env: Mapping[str, str],
@@ -214,6 +227,11 @@ class ProcessGroup:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
+    def listener_of(self, job: str, index: int) -> socket.socket:
+        """Return a copy of a task's socket, for a task that is not started here."""
+        copy: socket.socket = self._listeners[job, index].dup()
+        return copy
+
     def abandon(self, job: str, index: int) -> None:
         """Give up the address of a task that has ended and is not started again.
 
@@ -223,18 +241,21 @@ class ProcessGroup:
         if listener is not None:
             listener.close()
 
-    def add_task(self, job: str, index: int) -> str:
+    async def add_task(self, job: str, index: int, *, port: int = 0) -> str:
         """Make an address for another task, to be started; return it.
 
         Args:
             job: One of the jobs of the group.
             index: At most that of the last task and one more. One that was abandoned gets a new
                 address.
+            port: Of the address; 0: one that is free.
 
         Raises:
-            OSError: The machine has no free port or descriptor.
+            OSError: The machine has no free port or descriptor, or the port is in use.
+
+        Cancellation: Safe.
         """
-        return self._listen(self._resources, job, index)
+        return self._listen(self._resources, job, index, port)
 
     def remove_task(self, job: str, index: int) -> None:
         """Abandon a task; tasks that are started from now on do not hear of the last ones."""

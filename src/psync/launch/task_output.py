@@ -36,6 +36,12 @@ def write_stderr(text: str) -> None:
     _write(sys.stderr, text)
 
 
+def say(text: str) -> None:
+    """Say something of a run on stderr."""
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        write_stderr(f"psync: {text}\n")
+
+
 def _write(stream: TextIO | None, text: str) -> None:
     if stream is None:  # Python sets it to None where the descriptor was closed before it started
         return

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Coroutine
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from psync.launch.process_loop import GRACE_S
 from psync.launch.task_output import LineForwarder, Sink
@@ -31,6 +31,27 @@ def describe_exit(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:  # most real-time signals have no name
         return f"was killed by signal {-code}"
+
+
+class Process(Protocol):
+    """A process of a task, on this machine or another one; see ``TaskProcess``, which is one."""
+
+    job: str
+    name: str
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def describe(self) -> str: ...
+
+    async def wait(self) -> int: ...
+
+    async def stop(self, grace_s: float = ...) -> int: ...
+
+    def send_signal(self, signum: int) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 class TaskProcess:

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -24,14 +24,15 @@ from psync.errors import (
     TrainingEnded,
     UsageError,
 )
-from psync.launch.identity import OwnTask, own_task, shut_down
+from psync.launch.identity import OwnTask, open_to_joiners, own_task, shut_down
+from psync.launch.joining import JOINING, join
 from psync.launch.plugins import load_plugins
 from psync.launch.process_loop import (
     asked_first,
     end_of_run,
     following_launcher,
     run_loop,
-    watch_lifeline,
+    watch_launcher,
 )
 from psync.launch.task_output import configure_logging, fill_standard_streams, write_whole_lines
 from psync.net.chief_presence import (
@@ -122,23 +123,31 @@ def run(
                 f"run: expected a coroutine function, got {type(function).__name__}",
                 hint="psync.run(main) with `async def main():`",
             )
-    began = asyncio.Event()
+    began, job = asyncio.Event(), "worker"
     try:
+        if chief := os.environ.pop("PSYNC_JOIN", ""):
+            _prepare_process("joined")
+            sys.exit(join_forever(chief, os.environ.pop("PSYNC_JOIN_LISTEN", ""), shared=True))
         own = own_task(resolver)
         job = own.job
-        launched = _prepare_process(own)
+        launched = _prepare_process(f"{job}-{own.index}")
+        # Who has written TF_CONFIG or a resolver knows.
+        level = logging.INFO if own.is_found else logging.DEBUG
+        logger.log(level, "this process is %s, as %s says", own.name, own.resolver.source)
         load_plugins(own.name)
         if job == "chief" or (on_workers and job == "worker"):
             jobs = ("ps",) if on_workers else ("worker", "ps")
             over = asyncio.Event()
             return run_loop(
-                lambda: _run_main(main, own, () if launched else jobs, began, over),
+                lambda: _run_main(
+                    main, own, () if launched else jobs, began, over, joinable=not on_workers
+                ),
                 last_words=over if job == "worker" else None,
             )
         serving = (
             _evaluate(evaluator, own, began)
             if job == "evaluator"
-            else partial(_serve, own, insecure=False, shared=True)
+            else partial(serve_as, own, insecure=False, shared=True)
         )
         sys.exit(run_loop(serving, terminated_code=_terminated_code(own)))
     except SETUP_ERRORS as exc:
@@ -157,16 +166,24 @@ async def _run_main(
     stopping: Sequence[str],
     began: asyncio.Event,
     over: asyncio.Event,
+    *,
+    joinable: bool,
 ) -> T:
     """Run the program; then tell the tasks of some jobs to exit, if it is for this one to say."""
     script_is_shared.set(True)
     training_began.set(began)
     training_over.set(over)
-    added_workers.set({})
+    added: dict[str, str] = {}
+    added_workers.set(added)
     note_incarnation(0)
     tasks_end, since = own.leads, time.time_ns()
     try:
-        with following_launcher(workforce_of_launcher()), opened(own.resolver):
+        async with contextlib.AsyncExitStack() as stack:
+            workforce = workforce_of_launcher()
+            if joinable:
+                await stack.enter_async_context(open_to_joiners(own, workforce, added))
+            stack.enter_context(following_launcher(workforce))
+            stack.enter_context(opened(own.resolver))
             return await main()
     except SETUP_ERRORS:
         # Whoever corrects what is wrong here, or starts who is missing, finds the others still
@@ -225,7 +242,7 @@ async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = Fal
     """
     own = own_task(resolver)
     load_plugins(own.name)
-    await _serve(own, insecure=insecure, shared=False)
+    await serve_as(own, insecure=insecure, shared=False)
 
 
 def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -> int:
@@ -242,18 +259,65 @@ def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -
         ConfigurationError, TrainingEnded: As ``serve``.
     """
     own = own_task(None)
-    _watch_launcher()
+    watch_launcher()
     load_plugins(own.name)
     return run_loop(
-        lambda: _serve(own, insecure=insecure, shared=False, chief_timeout=chief_timeout),
+        lambda: serve_as(own, insecure=insecure, shared=False, chief_timeout=chief_timeout),
         terminated_code=_terminated_code(own),
     )
 
 
-async def _serve(
-    own: OwnTask, *, insecure: bool, shared: bool, chief_timeout: str | None = None
+def join_forever(
+    chief: str, listen: str = "", *, shared: bool = False, chief_timeout: str | None = None
 ) -> int:
-    """Serve until told to stop; return the exit code."""
+    """Join a running cluster as a worker, until a message or SIGTERM says stop.
+
+    Args:
+        chief: Where its chief listens.
+        listen: Where this worker is to listen, host or host:port; by default at a free port of
+            the interface by which it reaches the chief.
+        shared: Whether this process runs the program's script.
+        chief_timeout: In place of ``PSYNC_CHIEF_TIMEOUT``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigurationError, ConnectFailed, AuthenticationError, RemoteProtocolError, TrainingEnded:
+            As ``joining.join``.
+    """
+    load_plugins(JOINING)
+
+    def serving(own: OwnTask, awaited: str) -> Coroutine[Any, Any, int]:
+        return serve_as(
+            own, insecure=False, shared=shared, chief_timeout=chief_timeout, awaited=awaited
+        )
+
+    return run_loop(lambda: join(serving, chief, listen), terminated_code=0)
+
+
+async def serve_as(
+    own: OwnTask,
+    *,
+    insecure: bool,
+    shared: bool,
+    chief_timeout: str | None = None,
+    awaited: str = "",
+) -> int:
+    """Do ``serve`` as a task that is known already; return the exit code.
+
+    Args:
+        own: The task.
+        insecure: As ``serve``.
+        shared: Whether this process runs the program's script.
+        chief_timeout: In place of ``PSYNC_CHIEF_TIMEOUT``.
+        awaited: What to say every ten seconds while there is no chief.
+
+    Raises:
+        ConfigurationError, TrainingEnded: As ``serve``.
+
+    Cancellation: As ``serve``.
+    """
     if own.job not in ("ps", "worker"):
         raise ConfigurationError(
             f"only ps and worker tasks serve, this process is {own.name}",
@@ -266,7 +330,6 @@ async def _serve(
     # Who started this task by hand waits for this line; a launcher knows.
     level = logging.DEBUG if os.environ.get("PSYNC_LAUNCHED") else logging.INFO
     logger.log(level, "%s serves at %s", task.task, own.address)
-    awaited = ""
     if own.job == "worker" and "chief" not in own.cluster.jobs:
         awaited = (
             f"{task.task} waits for a chief, and its cluster's description names none: a chief "
@@ -345,7 +408,7 @@ def _exit(error: PsyncError, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _prepare_process(own: OwnTask) -> bool:
+def _prepare_process(task: str) -> bool:
     """Set up logging and the lifeline; return whether a launcher started this process."""
     fill_standard_streams()
     tell_launcher()
@@ -353,15 +416,6 @@ def _prepare_process(own: OwnTask) -> bool:
     if launched:
         write_whole_lines()
     level = os.environ.get("PSYNC_LOG_LEVEL", "info")
-    configure_logging(level, None if launched else f"{own.job}-{own.index}")
-    # Who has written TF_CONFIG or a resolver knows.
-    logging_level = logging.INFO if own.is_found else logging.DEBUG
-    logger.log(logging_level, "this process is %s, as %s says", own.name, own.resolver.source)
-    _watch_launcher()
+    configure_logging(level, None if launched else task)
+    watch_launcher()
     return launched
-
-
-def _watch_launcher() -> None:
-    lifeline = os.environ.pop("PSYNC_LIFELINE_FD", None)
-    if lifeline:
-        watch_lifeline(int(lifeline))

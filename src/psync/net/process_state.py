@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from io import FileIO
 from typing import Any, Generic, TypeVar
 
 _T = TypeVar("_T")
@@ -56,3 +57,16 @@ def inherited_file(variable: str) -> int | None:
         if os.fstat(int(fd)).st_ino == int(inode):
             return int(fd)
     return None
+
+
+def named_file(file: FileIO) -> str:
+    """Return how a process that inherits a file recognizes it."""
+    return f"{file.fileno()}:{os.fstat(file.fileno()).st_ino}"
+
+
+@contextlib.contextmanager
+def new_pipe() -> Iterator[tuple[FileIO, FileIO]]:
+    """Return a context manager for both ends of a pipe, either of which may be closed before."""
+    read_fd, write_fd = os.pipe()
+    with FileIO(read_fd) as read_end, FileIO(write_fd, "w") as write_end:
+        yield read_end, write_end

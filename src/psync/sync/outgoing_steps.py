@@ -1,6 +1,7 @@
 """Steps that are decided, on ps 0: carried to every ps, until all have applied them.
 
-    decided         the step is *outgoing* (``groups.OutgoingStep``), a part of the state of ps 0
+    decided         the step is closing, or *outgoing* (``groups.OutgoingStep``), a part of the
+                    state of ps 0
     norms measured  NormsMeasured, an entry: it is sent to be closed. Where no norms are needed that
                     is done at once
     all applied it  StepApplied, an entry: the rule gives the tokens of the next step
@@ -9,12 +10,14 @@ Who dies:
 
     ps 0, with a step outgoing   the promoted backup, which has the same entries, carries it again;
                                  each ps that has applied it ignores that
-    ps 0, before it is decided   the promoted backup has all pushes that are in the log. Sessions of
-                                 workers end, and their closures run again: what was counted is
-                                 answered "duplicate"
+    ps 0, while it is measured   likewise; norms that are no entry yet are measured again
+    ps 0, before it is decided   the promoted backup has all pushes that are in the log
     ps 0, without a backup       rollback, or the end of the program (``chief.recovery_rule``)
     another ps                   its link waits until it is served elsewhere, or the coordinator
                                  rolls all back
+
+Whenever a ps dies, sessions of workers end, and their closures run again: what was counted is
+answered "duplicate".
 
 Nothing is carried while that is *paused*: for a cut, for a copy to a backup, at the end, and on a
 backup until the coordinator has said where all ps tasks are served.

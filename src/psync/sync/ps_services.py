@@ -11,10 +11,10 @@ What a ps task has lives as long as
     a connection   the sets of variables that it has named, the requests that wait (``Peer.state``)
 
 The state of a ps, which its backup has as well, is the ``sections`` of ``PsServices``: shards,
-slots, optimizers and the ledger (``updates``); accumulators and their takes; staged parts of pushes
-and, on ps 0, the rule of synchronous steps and the steps it has decided (``closer``, elsewhere
-``sync``). All else, such as locks, staleness clocks, the gate of a cut and requests that wait, ends
-with the process.
+slots, optimizers and the ledger (``updates``); accumulators and their takes; groups, staged parts
+of pushes and, on ps 0, the rule of synchronous steps and those it has decided (``closer``,
+elsewhere ``sync``). All else, as locks, staleness clocks, the gate of a cut, requests that wait,
+ends with the timeline or a connection. To add one: ``backups.service.Section``.
 """
 
 from __future__ import annotations

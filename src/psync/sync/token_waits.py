@@ -1,7 +1,8 @@
 """Requests on ps 0 that wait for a token, and the values that go with it.
 
-``StepCloser`` decides what becomes of a push; here are the requests that wait for that. The same
-push may have two, after a lost connection that ps 0 has not noticed yet.
+``SyncSteps`` decides what becomes of a push, and gives tokens when every ps has applied a step;
+here are the requests that wait for that. The same push may have two, after a lost connection that
+ps 0 has not noticed yet.
 """
 
 from __future__ import annotations

@@ -16,14 +16,17 @@ Which of them may be lost: any, with its connection. Then
 
     a request to a ps that lives                    the sender's ``client.ps_link`` repeats it; what
                                                     it changes is numbered (``client.outgoing``)
-    one to a ps that has died                       the coordinator's and ps 0's go to its backup; a
+    one to a ps that has died                       the coordinator's and ps 0's go to its backup,
+                                                    or after a rollback to the ps that was started
+                                                    again, with all of an update's others; a
                                                     worker's nobody: its session ends, its closure
                                                     runs again and makes the same calls
     CloseStep, after ps 0 has died                  the promoted ps 0 (``sync.outgoing_steps``)
     LogEntries, parts of a snapshot for a backup    ``backups.sender``, until the backup has them
     RunClosures, ClosureResults, all else that      nobody: the session ends, closures run again
     coordinator and worker tell each other
-    FinalBelow, ForgetTakes                         nobody: the next, higher number tells it
+    FinalBelow, ForgetTakes                         nobody: the next, higher number tells it; after
+                                                    a recovery the coordinator tells it again
 
 Begin with ``messages``.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from psync.wire import (  # noqa: F401
     accumulator_messages,
+    join_messages,
     lock_messages,
     log_messages,
     messages,

@@ -120,9 +120,9 @@ class Iterations:
 
     An update is a push, or as many of them as ``gradient_accumulation_steps`` says. Each ps counts
     the optimizer's pushes, and takes over a higher count that a push knows from another ps, so that
-    schedules go on alike where pushes change different variables. A push that was delayed on its way
-    to one ps, as by a recovery, then counts on top of that: the number may be above that of updates
-    by as many as were under way at once. The updates themselves are applied once, all of them.
+    schedules go on alike where pushes change different variables. A push that was delayed on its
+    way to one ps, as by a recovery, then counts on top of that: the number may be above that of
+    updates by as many as were under way at once. All updates are applied, each of them once.
     """
 
     optimizer: Optimizer
