@@ -45,6 +45,7 @@ from psync.launch.local import LocalCluster as AsyncLocalCluster
 from psync.launch.process_loop import loop_factory
 from psync.net.process_state import PerProcess
 from psync.net.resolvers import ClusterResolver, opened
+from psync.net.shielding import shielded
 from psync.net.tracing.stretch import Trace
 from psync.serialization.remote_value import RemoteValue
 from psync.status.model import Status
@@ -396,7 +397,7 @@ def run(
         program_waits().append(waits)
         running = asyncio.ensure_future(asyncio.to_thread(main))
         try:
-            return await asyncio.shield(running)
+            return await shielded(running)
         except asyncio.CancelledError:
             waits.interrupt()
             await asyncio.wait((running,))

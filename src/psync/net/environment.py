@@ -110,7 +110,13 @@ def parts_of(environ: Mapping[str, str]) -> Parts:
     if not any(name.startswith(("PSYNC_TESTING_", "PSYNC_FAILPOINTS")) for name in environ):
         return Parts()
     # By its name: it knows every part of a task, and no task but those of tests has to load it.
-    sabotage = importlib.import_module("psync.testing.sabotage")
+    try:
+        sabotage = importlib.import_module("psync.testing.sabotage")
+    except ModuleNotFoundError:
+        raise ConfigurationError(
+            "PSYNC_FAILPOINTS and PSYNC_TESTING_… break tasks, and the wheel has nothing that does",
+            hint="unset them, or install psync from a checkout: pip install -e .",
+        ) from None
     parts: Parts = sabotage.SabotagedParts.from_environment(environ)
     return parts
 

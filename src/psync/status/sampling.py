@@ -21,6 +21,7 @@ from psync.closures.membership import TaskState
 from psync.cluster_roles import CHIEF
 from psync.errors import ClosedError, PsyncError
 from psync.net.peer import Peer
+from psync.net.shielding import shielded
 from psync.net.tracing.collecting import SpanCollector
 from psync.net.tracing.recorder import SpanRecorder
 from psync.status.model import (
@@ -135,7 +136,7 @@ class StatusSource:
             asking = self._asking = self._loop.create_task(self._read())
             asking.add_done_callback(self._ended)
         try:
-            return await asyncio.shield(asking)
+            return await shielded(asking)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if asking.cancelled() and (task is None or not task.cancelling()):

@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import sys
-import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -210,14 +209,6 @@ def test_whether_it_can_be_served_is_known_before(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match="needs aiohttp, which is not installed"):
         check_can_serve("127.0.0.1:0")
-
-
-def test_everything_of_the_page_is_installed_with_psync() -> None:
-    project = Path(__file__).parents[3] / "pyproject.toml"
-    patterns = tomllib.loads(project.read_text())["tool"]["setuptools"]["package-data"]["psync"]
-    package = STATIC.parents[2]
-    installed = {path for pattern in patterns for path in package.glob(pattern) if path.is_file()}
-    assert {path for path in STATIC.rglob("*") if path.is_file()} <= installed
 
 
 def test_what_comes_from_others_has_its_licence() -> None:

@@ -1,19 +1,19 @@
 """Recommendations: what thousands of users would say of a thousand items, from a tenth of it.
 
-    psync run examples/matrix_factorization.py --ps 2 --workers 2
+    psync run examples/gallery/matrix_factorization.py --ps 2 --workers 2
 
 Each user and each item has a vector, a row of a table that is sharded over the ps tasks; their
 product foretells the rating. A step pulls the rows that its batch of ratings names, and pushes
 gradients for these rows alone; so tables may be larger than the memory of any worker.
 
 The ratings are made here: a matrix of low rank, plus noise. So it is known how good a model can
-be, and what comes out is compared with that. It needs no package but numpy.
+be, and what comes out is compared with that.
 """
 
-import argparse
 import sys
 import time
 
+import common
 import numpy as np
 
 import psync
@@ -44,7 +44,8 @@ def attainable():
 
 
 async def main():
-    options = parse_options()
+    options = common.options(__doc__, epochs=10)
+    epochs = 8 if options.quick else options.epochs
     resolver = psync.resolve_cluster()
     num_ps = resolver.cluster_spec().num_tasks("ps")
     strategy = psync.ParameterServerStrategy(resolver, psync.FixedShardsPartitioner(num_ps))
@@ -57,7 +58,7 @@ async def main():
                 psync.Variable(rng.normal(0, 0.3, (rows, RANK)).astype(np.float32), name=name)
                 for rows, name in ((USERS, "users"), (ITEMS, "items"))
             )
-        rate = psync.schedules.CosineDecay(0.05, decay_steps=options.epochs * STEPS)
+        rate = psync.schedules.CosineDecay(0.05, decay_steps=epochs * STEPS)
         optimizer = psync.optimizers.Adam(rate)  # rows that a batch does not name stay as they are
         dataset = psync.data.from_arrays(tuple(observed), BATCH, shuffle_seed=0, num_epochs=None)
         shares = strategy.experimental_distribute_dataset(dataset)  # no rating goes to two workers
@@ -76,33 +77,40 @@ async def main():
             await optimizer.apply_gradients([(d_users, users), (d_items, items)])
             return error @ error, len(error)
 
-        rmse = np.inf
+        history, error = [], np.zeros(0)
         print("epoch  RMSE of its steps  of unseen ratings  rows/s, pulled and pushed")
-        for epoch in range(1, options.epochs + 1):
+        for epoch in range(1, epochs + 1):
             began = time.perf_counter()
             scheduled = [coordinator.schedule(step, args=(data,)) for _ in range(STEPS)]
             await coordinator.join()
             seconds = time.perf_counter() - began
             squares, count = np.sum(await coordinator.fetch(scheduled), axis=0)
             error, _, _ = await error_of(*unseen)
-            rmse = np.sqrt(np.mean(error**2))
-            row = f"{epoch:5}  {np.sqrt(squares / count):17.4f}  {rmse:17.4f}"
+            history.append((np.sqrt(squares / count), np.sqrt(np.mean(error**2))))
+            row = f"{epoch:5}  {history[-1][0]:17.4f}  {history[-1][1]:17.4f}"
             print(f"{row}  {2 * count / seconds:6.0f}")
 
+    rmse = history[-1][1]
     print(f"error of ratings never seen: {rmse:.4f}")
     print(f"noise alone, which nobody can foretell: {NOISE:.4f}")
     print(f"noise, and what {OBSERVED} noisy ratings leave open: {attainable():.4f}")
+    draw(history, error, options.out)
     if rmse > 1.1 * attainable():
         return f"the error is {rmse:.4f}, expected at most {1.1 * attainable():.4f}"
 
 
-def parse_options():
-    parser = argparse.ArgumentParser(
-        "matrix_factorization.py", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--epochs", type=int, default=10, help="default: 10")
-    parser.add_argument("--seed", type=int, default=0, help="of the ratings, and of the tables")
-    return parser.parse_args()
+def draw(history, error, folder):
+    """Draw the error after each epoch, and that of each unseen rating in the end."""
+    drawn, (left, right) = common.figure()
+    epochs = np.arange(1, len(history) + 1)
+    for curve, name in zip(np.transpose(history), ("its own steps", "unseen ratings"), strict=True):
+        left.plot(epochs, curve, "o-", markersize=3, label=name)
+    left.axhline(attainable(), color="grey", linestyle="--", label="attainable")
+    left.set(title="error of ratings (RMSE)", xlabel="epoch", yscale="log")
+    left.legend(frameon=False)
+    right.hist(error, bins=np.linspace(-0.5, 0.5, 61), alpha=0.6)
+    right.set(title=f"errors of {UNSEEN} unseen ratings", xlabel="foretold less given")
+    common.save(drawn, folder, "matrix_factorization")
 
 
 if __name__ == "__main__":
