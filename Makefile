@@ -11,6 +11,8 @@ EXTRAS_coverage := test
 EXTRAS_fuzz := fuzz
 EXTRAS_docs := docs,dashboard
 EXTRAS_models := test,examples,models,dashboard
+EXTRAS_engines := test,engines
+EXTRAS_package := test,package
 FUZZ_SECONDS := 60
 
 DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
@@ -19,7 +21,7 @@ DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
 printing = $(BIN)/psync run examples/$(2) > out/examples/printed.txt; code=$$?; cat out/examples/printed.txt; \
 	test $$code = 0 && grep -q $(1) out/examples/printed.txt
 
-.PHONY: help docs docs-here pages pages-here pictures models models-here demo demo-short examples test test-first test-second test-more more-processes more-others test-all full \
+.PHONY: help docs docs-here pages pages-here pictures models models-here engines engines-here package package-here pythons gallery demo demo-short examples test test-first test-second test-more more-processes more-others test-all full \
 	chaos chaos-short sim sim-mutants coverage lint fuzz bench bench-peers clean
 .DELETE_ON_ERROR:
 
@@ -32,7 +34,11 @@ help:
 	@echo "make docs         the site, in out/site; a warning is an error, and internal links are checked"
 	@echo "make pages        every code block of README and site runs, and prints what the page says; pictures: draws theirs"
 	@echo "make models       models of torch, JAX and Keras, notebooks: tests and examples, in an environment of their own"
-	@echo "make full         before a change of what psync does is final: pages, coverage, fuzz, sim with 20000 seeds, sim-mutants, chaos"
+	@echo "make engines      clusters on Ray and Dask: a node removed, a worker killed; in an environment of their own"
+	@echo "make gallery      the programs of docs/howto/gallery.md in full, ten minutes; their plots in out/gallery"
+	@echo "make package      wheel and sdist: built twice, compared, installed on each Python of this machine"
+	@echo "make pythons      the test suite on the other Pythons of this machine, each in an environment of its own"
+	@echo "make full         before a release: pages, package, pythons, models, engines, gallery, coverage, fuzz, sim with 20000 seeds, sim-mutants, chaos"
 	@echo "make chaos        train for a quarter of an hour while tasks are killed, stopped and cut off; chaos-short: one minute"
 	@echo "make sim          simulate whole clusters that things happen to: SEEDS=300 of them from SEED=1; REPLAY=17 shows one"
 	@echo "make sim-mutants  rules that are wrong on purpose: which oracle notices, after how many seeds"
@@ -53,10 +59,19 @@ examples: $(VENV)/.installed-demo
 	@rm -rf out/examples && mkdir -p out/examples
 	$(call printing,'^step 300: loss 0.01',sync_replicas.py --ps 2 --workers 3)
 	$(call printing,'^epoch 1: \([0-9]*\) of \1 shards done$$',embeddings.py --ps 2 --workers 2 -- --quick)
-	$(call printing,'^error of ratings never seen: 0.1',matrix_factorization.py --ps 2 --workers 2)
 	$(call printing,'^epoch 1/3: ',fit.py --ps 2 --workers 2 -- --epochs 3 --out out/examples/fit)
 	$(call printing,'^epoch 4/5: ',fit.py --ps 2 --workers 2 -- --epochs 5 --out out/examples/fit)
 	@! grep '^epoch 1/5: ' out/examples/printed.txt
+
+# In full: ten minutes. docs/images/gallery has the pictures of such a run; their short forms are in test-more.
+gallery: export OMP_NUM_THREADS = 1
+gallery: $(VENV)/.installed-demo
+	$(BIN)/psync run examples/gallery/digits_modes.py --ps 2 --workers 4
+	$(BIN)/psync run examples/gallery/matrix_factorization.py --ps 2 --workers 2
+	$(BIN)/psync run examples/gallery/wide_and_deep.py --ps 2 --workers 3
+	$(BIN)/psync run examples/gallery/local_steps.py --ps 1 --workers 4
+	$(BIN)/psync run examples/gallery/evolution.py --ps 1 --workers 8
+	$(BIN)/python examples/gallery/search.py
 
 # What is in test is decided in tests/conftest.py: tests marked slow (and not smoke), and the stock loop, are in test-more.
 # Two jobs run at a time; each shows what it printed when it ends.
@@ -114,8 +129,31 @@ pictures: export PSYNC_PICTURES = 1
 pictures: pages
 	.venv-models/bin/python docs/pictures/modes.py docs/images/modes.png
 
+# Ray and Dask clusters of several processes, all on loopback.
+engines:
+	@$(MAKE) VENV=.venv-engines engines-here
+
+engines-here: export OMP_NUM_THREADS = 1
+engines-here: $(VENV)/.installed-engines
+	$(BIN)/python -m pytest -q tests/integrations/test_ray*.py tests/integrations/test_dask*.py
+
+# Wheel and sdist, and the wheel in an empty environment for each Python: dependencies come from the package index.
+package:
+	@$(MAKE) VENV=.venv-package package-here
+
+package-here: $(VENV)/.installed-package
+	$(BIN)/python -m pytest -q tests/packaging
+
+# Each Python that tests/helpers/pythons.py finds, and PSYNC_PYTHONS=/opt/python3.14/bin adds, but the one of .venv. On the
+# newest ones some extra may have no wheel yet; then its tests are skipped, as they are without it.
+pythons: $(VENV)/.installed-test
+	@own=$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	$(BIN)/python tests/helpers/pythons.py | while read -r version python; do \
+		test "$$version" = "$$own" || $(MAKE) VENV=.venv-$$version PYTHON=$$python test < /dev/null || exit 1; \
+	done
+
 full: SEEDS := 20000
-full: pages coverage fuzz sim sim-mutants chaos
+full: pages package pythons models engines gallery coverage fuzz sim sim-mutants chaos
 
 # Ten minutes and three with backups, half of them synchronous. Another seed: make chaos SEED=2
 SEED := 1
@@ -165,7 +203,7 @@ bench-peers: $(VENV)/.installed-demo .venv-peers/.installed
 	@touch $@
 
 clean:
-	rm -rf .venv-peers $(VENV) .venv-models .venv-docs build dist out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) .venv-* build dist out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp for each set of extras: pip runs again only when the requirements have changed.

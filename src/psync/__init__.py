@@ -10,17 +10,25 @@ launcher needs none of them, and a ps only a few. Where each one lives is said o
 
 from __future__ import annotations
 
-import ast
 import importlib
 import os
-from typing import Any
+
+TYPE_CHECKING = False  # typing is a third of what this module would cost, ast another
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def _homes() -> dict[str, str]:
-    """Return the module of each public name."""
+    """Return the module of each public name, which the stub imports as itself."""
+    homes, home = {}, ""
     with open(os.path.join(os.path.dirname(__file__), "__init__.pyi"), encoding="utf-8") as stub:
-        imports = [node for node in ast.parse(stub.read()).body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
+        for line in stub:
+            if line.startswith("from "):
+                home = line.split()[1]
+            before, imported, _ = line.partition(" as ")
+            if imported:
+                homes[before.split()[-1]] = home
+    return homes
 
 
 _HOME_OF = _homes()

@@ -40,11 +40,12 @@ from psync.api.strategy import ParameterServerStrategy
 from psync.client.context import program_waits, wait
 from psync.errors import UsageError
 from psync.launch import tasks
+from psync.launch.cluster import LaunchedClusterResolver
 from psync.launch.local import LocalCluster as AsyncLocalCluster
-from psync.launch.local import LocalClusterResolver
 from psync.launch.process_loop import loop_factory
 from psync.net.process_state import PerProcess
 from psync.net.resolvers import ClusterResolver, opened
+from psync.net.shielding import shielded
 from psync.net.tracing.stretch import Trace
 from psync.serialization.remote_value import RemoteValue
 from psync.status.model import Status
@@ -240,9 +241,9 @@ class LocalCluster(_Blocking):
         self._opened.enter_context(opened(self.resolver))  # in this thread's context, too
 
     @property
-    def resolver(self) -> LocalClusterResolver:
+    def resolver(self) -> LaunchedClusterResolver:
         """The chief's resolver; as that of ``psync.LocalCluster``."""
-        resolver: LocalClusterResolver = self._inner.resolver
+        resolver: LaunchedClusterResolver = self._inner.resolver
         return resolver
 
     def scale(self, workers: int) -> None:
@@ -396,7 +397,7 @@ def run(
         program_waits().append(waits)
         running = asyncio.ensure_future(asyncio.to_thread(main))
         try:
-            return await asyncio.shield(running)
+            return await shielded(running)
         except asyncio.CancelledError:
             waits.interrupt()
             await asyncio.wait((running,))

@@ -22,6 +22,7 @@ from psync.closures.closure import Closure
 from psync.closures.queue import ClosureQueue
 from psync.errors import CaptureError, ClosureError, ConfigurationError, UsageError
 from psync.serialization.functions import FunctionTable
+from psync.status import progress
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +112,25 @@ async def test_every_shard_is_done_once_in_each_epoch():
         await visits.run(seen)
         assert len(order) == 6
         assert repr(visits) == "<visits: 2 epochs of 3 shards, all done>"
+
+
+async def test_a_run_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+
+    async def slow(shard: int) -> None:
+        await asyncio.sleep(1)
+
+    async with coordinating(num_workers=1) as (_, coordinator):
+        visits = coordinator.distribute_once(list(range(3)), 2)
+        await visits.run(slow, verbose="lines")
+        lines = capsys.readouterr().out.splitlines()
+        with pytest.raises(ConfigurationError, match="verbose: expected"):
+            await coordinator.distribute_once([1]).run(slow, verbose="loud")
+    assert lines[0] == "epoch 1/2: 0 of 3 shards"
+    assert "epoch 2/2: 2 of 3 shards" in lines
+    assert lines[-1].startswith("epoch 2/2: 3 shards in ")
 
 
 async def test_a_program_goes_from_epoch_to_epoch_and_has_the_results():

@@ -10,9 +10,10 @@ import pytest
 
 import psync
 from memory_cluster import cluster_of, coordinating
-from psync.dashboard.run_log import FinishedRun
-from psync.dashboard.view import Placed
+from psync.api.coordinator_options import MAX_REPORTED
 from psync.errors import ClosedError, ConfigurationError
+from psync.status.dashboard.run_log import FinishedRun
+from psync.status.model import ShardStatus
 
 
 async def test_a_run_log_has_statuses_and_placement(tmp_path: Path) -> None:
@@ -25,10 +26,11 @@ async def test_a_run_log_has_statuses_and_placement(tmp_path: Path) -> None:
             assert coordinator.dashboard_url == ""
             await _a_moment(coordinator)
     run = FinishedRun(path)
-    assert run.placed == [
-        Placed("w", 0, (2, 2), "float32", 16, 0), Placed("w", 1, (2, 2), "float32", 16, 1),
-    ]  # fmt: skip
     last = list(run.statuses())[-1]
+    assert last.placement == (
+        ShardStatus("w", 0, (2, 2), "float32", 16, 0),
+        ShardStatus("w", 1, (2, 2), "float32", 16, 1),
+    )
     assert (run.ended, len(last.workers), last.state) == (True, 2, "idle")
 
 
@@ -74,3 +76,11 @@ async def test_a_dashboard_lasts_as_long_as_its_coordinator(
 async def _a_moment(coordinator: psync.ClusterCoordinator) -> None:
     """Let the newest status become old: whoever asks again at once gets the same."""
     coordinator._seen.source._newest = None
+
+
+async def test_of_names_that_are_reported_the_newest_are_kept() -> None:
+    async with coordinating() as (_, coordinator):
+        for number in range(MAX_REPORTED + 5):
+            coordinator.report({f"loss {number}": 1.0})
+        names = list((await coordinator.status()).reported)
+    assert names == [f"loss {number}" for number in range(5, MAX_REPORTED + 5)]

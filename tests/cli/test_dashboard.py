@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from psync.cli.main import main
-from psync.dashboard.run_log import RunLog
+from psync.status.dashboard.run_log import RunLog
 from statuses import status, worker
 
 

@@ -51,6 +51,7 @@ async def test_a_launcher_is_found_asked_and_answers(
     [
         ({"token": "ab", "workers": 1}, "the token is not that of this run"),
         ({"workers": 1}, "expected a request of psync scale"),
+        ({"token": "", "workers": "8"}, "expected a request of psync scale"),
         ([], "expected a request of psync scale"),
     ],
 )

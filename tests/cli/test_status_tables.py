@@ -184,6 +184,21 @@ def test_a_text_of_the_program_cannot_steer_the_terminal() -> None:
     assert "ValueError: ?[2J?red" in " ".join(lines)
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_a_narrow_terminal_shows_fewer_columns_and_whole_names(width: int) -> None:
+    closure = RunningClosure(12345, "train_step", 0.1)
+    seen = status(
+        workers=(worker(10, "busy", closure=closure, closures_per_s=101.0, mean_s=0.12),),
+        ps=(PsStatus("/job:ps/task:0", "c:1", "connected", 0.0, bytes=4000, pushes_per_s=150.0),),
+    )
+    lines = drawn(seen, width=width)
+    assert max(map(len, lines)) <= width
+    assert row(lines, "worker 10")[:5] == ["worker", "10", "busy", "101", "120"]
+    assert row(lines, "ps 0")[:3] == ["ps", "0", "connected"]
+    assert ("runs" in " ".join(lines)) == (width > 40)
+    assert "…" not in " ".join(lines[-6:])
+
+
 def test_long_lines_are_cut_and_not_folded() -> None:
     lines = drawn(status(waits_for="closure 1 (step) on /job:worker/task:0; " * 20), width=60)
     (line,) = [line for line in lines if line.startswith(" waits for")]

@@ -40,7 +40,6 @@ LAW = (
     "worker_task",
     "coordinator",
     "status",
-    "dashboard",
     "api",
     "compat",
     "optimizers gradients metrics data rules",
@@ -48,6 +47,8 @@ LAW = (
     "integrations",
     "testing",
     "launch",
+    "integrations.ray integrations.ray_data integrations.dask integrations.dask_tasks "
+    "integrations.dask_data",
     "blocking",
     "__init__",
     "bench",
@@ -64,8 +65,8 @@ PURE = (
     "sync.tokens sync.pushes sync.group sync.steps sync.staging sync.staleness "
     "chief.recovery_rule compat.session_members status.model status.rates status.exposition "
     "status.diagnosis status.units client.work_meter "
-    "net.tracing.readings net.tracing.clocks net.tracing.lanes net.tracing.chrome "
-    "dashboard.history dashboard.view dashboard.guard"
+    "status.guard status.dashboard.history status.dashboard.view"
+    " net.tracing.readings net.tracing.clocks net.tracing.lanes net.tracing.chrome"
 ).split()
 
 # What is pure is given these as a value.

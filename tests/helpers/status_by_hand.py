@@ -10,6 +10,7 @@ from typing import Any
 from psync.net.platform import Platform
 from psync.net.tracing.readings import Reading
 from psync.net.transport import SocketNetwork
+from psync.status.http import StatusServer
 from psync.status.model import Status
 from psync.status.serving import ServedStatus
 
@@ -44,6 +45,13 @@ class Source:
         return self.answer
 
     async def close(self) -> None: ...
+
+
+def http_server(source: Any, address: str = "127.0.0.1:0") -> StatusServer:
+    """What serves the status of a source over HTTP."""
+    server = ServedStatus(source, Platform(SocketNetwork()), address)._http
+    assert server is not None
+    return server
 
 
 @contextlib.asynccontextmanager

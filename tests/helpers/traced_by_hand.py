@@ -44,14 +44,20 @@ class ByHand:
 
     def reading(self, at: float, lost: int = 0, within: float = 1.0) -> Reading:
         """What there is, and no more of it afterwards; on its way for so long, there and back."""
-        entries, self.entries = self.entries, []
+        chunks, self.entries = [msgpack.packb(self.entries)] if self.entries else [], []
         links, self._links = list(self._links.items()), {}
         facts, self.facts = self.facts, {}
         body = msgpack.packb(
-            {"origin": self._origin, "at": at + self._ahead, "lost": lost, "entries": entries,
+            {"origin": self._origin, "at": at + self._ahead, "lost": lost, "chunks": chunks,
              "connections": links, "facts": facts}
         )  # fmt: skip
         return Reading(self.task, body, at - within, at + within)
+
+
+def entries_of(body: bytes) -> list[Any]:
+    """What a task has recorded, unpacked."""
+    chunks = msgpack.unpackb(body, strict_map_key=False)["chunks"]
+    return [each for chunk in chunks for each in msgpack.unpackb(chunk, strict_map_key=False)]
 
 
 def exchange(

@@ -77,7 +77,7 @@ class Turns:
             if each[0] > self._now:
                 heapq.heappush(self._calls, each)
             elif not each[2].is_cancelled:
-                each[2].callback()
+                self._do(each[2])
 
     def settle(self) -> None:
         """Do all that is due, and what comes of it."""
@@ -90,8 +90,17 @@ class Turns:
             when, _, call = heapq.heappop(self._calls)
             self._now = max(self._now, when)
             if not call.is_cancelled:
-                call.callback()
+                self._do(call)
         self._now = end
+
+    def _do(self, call: Call) -> None:
+        """Tasks of Python 3.14 go on in the running loop alone, which is this one meanwhile."""
+        running = asyncio._get_running_loop()
+        asyncio._set_running_loop(cast("asyncio.AbstractEventLoop", self))
+        try:
+            call.callback()
+        finally:
+            asyncio._set_running_loop(running)
 
 
 def linked(

@@ -47,7 +47,7 @@ async def test_it_reads_them_all(caplog: pytest.LogCaptureFixture) -> None:
         for family in families.values()
         for sample in family.samples
     }
-    assert families["psync_closures"].type in ("gauge", "counter")
+    assert len(families) == text.count("# TYPE")  # no name stands for two
     assert samples["psync_closures_total", "finished"] == 30
     assert samples["psync_global_step",] == 30
     assert samples["psync_ps_bytes", "/job:ps/task:0"] == 200

@@ -122,17 +122,17 @@ def test_tasks_in_one_process_have_nothing_to_hide() -> None:
 
 async def test_it_is_started_once_and_has_a_resolver_only_while_it_runs() -> None:
     cluster = psync.LocalCluster(1, 1, processes=False)
-    with pytest.raises(UsageError, match="the local cluster is not running"):
+    with pytest.raises(UsageError, match="the cluster is not running"):
         _ = cluster.resolver
     assert repr(cluster) == "<LocalCluster, 1 ps, 1 workers, not running>"
     async with cluster:
         assert cluster.resolver
         assert repr(cluster) == "<LocalCluster, 1 ps, 1 workers, running>"
-        with pytest.raises(UsageError, match="the local cluster was started before"):
+        with pytest.raises(UsageError, match="the cluster was started before"):
             await cluster.start()
-    with pytest.raises(UsageError, match="the local cluster is not running"):
+    with pytest.raises(UsageError, match="the cluster is not running"):
         _ = cluster.resolver
-    with pytest.raises(UsageError, match="the local cluster was started before"):
+    with pytest.raises(UsageError, match="the cluster was started before"):
         await cluster.start()
     await cluster.stop()  # again: nothing happens
 
@@ -284,9 +284,9 @@ async def test_a_worker_that_leaves_ends_its_closure_and_its_index_is_not_used_m
 
 async def test_wrong_numbers_of_workers_are_errors() -> None:
     cluster = psync.LocalCluster(1, 1, processes=False)
-    with pytest.raises(UsageError, match="the local cluster is not running"):
+    with pytest.raises(UsageError, match="the cluster is not running"):
         await cluster.scale(2)
-    with pytest.raises(UsageError, match="the local cluster is not running"):
+    with pytest.raises(UsageError, match="the cluster is not running"):
         cluster.adapt(1, 2)
     async with cluster:
         with pytest.raises(ConfigurationError, match="workers: expected a whole number above 0"):

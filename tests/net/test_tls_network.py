@@ -177,7 +177,9 @@ def signed_between(first: float, last: float) -> Tasks:
             id="a certificate of yesterday",
         ),
         pytest.param(
-            signed_between(1, 3), r".* is refused: certificate is not yet valid$", "clock", "",
+            signed_between(1, 3),
+            r".* is refused: certificate is not yet valid( or .*)?$",  # so newer OpenSSL
+            "clock", "",
             id="a certificate of tomorrow",
         ),
         pytest.param(

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import pytest
 
-from psync.dashboard.run_log import FinishedRun
+from psync.status.dashboard.run_log import FinishedRun
 from view_schema import check_view
 
 pytest.importorskip("aiohttp")

@@ -51,7 +51,7 @@ def pid_of(launcher: subprocess.Popen[str], job: str, index: int) -> int:
 
 
 def test_ratings_are_learned_as_well_as_noise_allows_though_a_worker_is_killed() -> None:
-    running = started("matrix_factorization.py")
+    running = started("gallery/matrix_factorization.py")
     wait_for_line(running, "epoch  RMSE", "stdout")
     os.kill(pid_of(running, "worker", 1), signal.SIGKILL)
     end = ended(running)
@@ -77,10 +77,10 @@ def test_a_fit_goes_on_where_the_one_before_has_ended(tmp_path: Path) -> None:
     assert [row.split(",")[0] for row in rows] == ["epoch", "0", "1", "2"]
 
 
-@pytest.mark.parametrize("name", ["embeddings.py", "fit.py", "matrix_factorization.py"])
+@pytest.mark.parametrize("name", ["embeddings.py", "fit.py", "gallery/matrix_factorization.py"])
 def test_a_typo_in_the_options_is_told_once_and_ends_the_run(name: str) -> None:
     end = run(name, "--epoch-s", "3")
     assert end.code == 2
     assert end.out == ""
-    assert end.err.endswith(f"{name}: error: unrecognized arguments: --epoch-s 3\n")
+    assert end.err.endswith(f"{Path(name).name}: error: unrecognized arguments: --epoch-s 3\n")
     assert end.err.count("error:") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tempfile
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -32,11 +34,11 @@ def top(environ: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]
     return subprocess.run([*PSYNC, "top", *args], env=environ, capture_output=True, text=True)
 
 
-def started(environ: dict[str, str]) -> subprocess.Popen[str]:
+def started(environ: dict[str, str], log: IO[str] | None = None) -> subprocess.Popen[str]:
     run = subprocess.Popen(
         [*PSYNC, "run", str(SCRIPTS / "seen.py"), "--ps", "2", "--workers", "2",
          "--metrics-port", "0"],
-        env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
     )  # fmt: skip
     assert run.stdout is not None
     assert run.stdout.readline() == "ready\n"
@@ -73,6 +75,24 @@ def test_a_run_is_seen_while_it_lasts(environ: dict[str, str]) -> None:
     ended = top(environ, "--once")
     assert ended.returncode == 2
     assert ended.stderr.startswith("psync: error: no program of this user runs")
+
+
+def test_each_task_serves_its_own_metrics(environ: dict[str, str], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as file, started(environ, file) as run:
+        try:
+            found = dict(re.findall(r"(/job:\w+/task:\d): metrics at (\S+)", log.read_text()))
+            assert sorted(found) == [
+                f"/job:{job}/task:{n}" for job in ("ps", "worker") for n in (0, 1)
+            ]
+            for task, url in found.items():
+                with urllib.request.urlopen(url) as answer:
+                    text = answer.read().decode()
+                assert f'psync_task_received_bytes_total{{task="{task}"}}' in text
+                kind = "applies" if "ps" in task else "work_seconds"
+                assert f'psync_task_{kind}_total{{task="{task}"' in text
+        finally:
+            run.communicate("\n")
 
 
 def test_a_run_that_was_killed_has_ended(environ: dict[str, str]) -> None:

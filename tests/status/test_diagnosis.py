@@ -39,10 +39,12 @@ def group(**changes: Any) -> StepsStatus:
 
 def test_where_all_is_well_it_says_what_workers_do() -> None:
     assert texts(status(worker(), queue=QUEUED)) == [
-        "good: Nothing holds it up: 1 of 1 workers are busy."
+        "good: The cluster does not hold it up: 1 of 1 workers are busy."
     ]
     seen = status(worker(work=shares(0.9)), worker(1, work=shares(0.8)), queue=QUEUED)
-    assert texts(seen) == ["good: Nothing holds it up: workers compute for 85% of the time."]
+    assert texts(seen) == [
+        "good: The cluster does not hold it up: workers compute, or read data, for 85% of the time."
+    ]
     assert texts(status(state="ended")) == ["good: The run has ended."]
 
 
@@ -130,13 +132,21 @@ def test_a_program_that_schedules_too_little() -> None:
     ]
     seen = status(worker(0, "idle"), worker(1))
     assert texts(seen) == [
-        "warn: 1 of 2 workers have nothing to do: the queue is empty. Schedule further ahead, or "
-        "join less often."
+        "warn: 1 of 2 workers have nothing to do: the queue is empty, and what is left runs on "
+        "worker 1. Schedule further ahead, or join less often."
     ]
     seen = status(worker(0, "idle"), worker(1), queue=QueueStatus(waiting=3))
     assert texts(seen) == [
         "warn: 1 of 2 workers have nothing to do: closures that are left wait for the value of "
         "another one."
+    ]
+
+
+def test_how_long_a_full_queue_takes() -> None:
+    full = QueueStatus(queued=200_000, closures_per_s=65.0)
+    assert texts(status(worker(), queue=full)) == [
+        "good: The cluster does not hold it up: 1 of 1 workers are busy. The 200,000 closures "
+        "that are queued take 51:16 min more; more workers would make that less."
     ]
 
 
@@ -158,6 +168,11 @@ def test_a_closure_that_does_not_end() -> None:
     assert texts(status(stuck, stuck, queue=QUEUED)) == [
         "warn: Worker 0 has run train_step for 80 s; its closures take 2 s."
     ]
+    answers = worker(1, mean_s=2.0, work=shares(0.9))
+    assert texts(status(stuck, answers, queue=QUEUED)) == [
+        "warn: Worker 0 has run train_step for 80 s; its closures take 2 s; it does not answer: it "
+        "computes on its loop, or is stopped."
+    ]
     new = worker(0, closure=RunningClosure(7, "train_step", 80.0))
     assert texts(status(new, queue=QUEUED)) == ["warn: Worker 0 has run train_step for 80 s."]
     waiting = worker(0, "waiting", closure=RunningClosure(7, "train_step", 80.0))
@@ -167,9 +182,12 @@ def test_a_closure_that_does_not_end() -> None:
 @pytest.mark.parametrize(
     ("work", "text"),
     [
-        (shares(0.5, pull=0.4), "for values from ps tasks 40% of the time, and they compute for"),
-        (shares(0.5, push=0.4), "for pushes to arrive 40% of the time, and they compute for 50%"),
-        (shares(0.5, wait=0.4), "for other workers 40% of the time, and they compute for 50%: b"),
+        (
+            shares(0.6, pull=0.1, push=0.3),
+            "for ps tasks 40% of the time (10% for values, 30% until pushes have arrived), and "
+            "compute for 60%: send fewer bytes",
+        ),
+        (shares(0.5, wait=0.4), "for other workers 40% of the time, and compute for 50%: backup"),
     ],
 )
 def test_what_workers_spend_their_time_on(work: Any, text: str) -> None:
@@ -195,6 +213,12 @@ def test_load_that_is_uneven() -> None:
     ]
     even = status(worker(), ps(0, bytes_in_per_s=9e6), ps(1, bytes_in_per_s=8e6), queue=QUEUED)
     assert texts(even)[0].startswith("good")
+    computing = worker(work=shares(0.9, pull=0.05))  # so nobody waits for it
+    unnoticed = status(computing, ps(0, bytes_in_per_s=9e6), ps(1), queue=QUEUED)
+    assert texts(unnoticed)[0].startswith("good")
+    waiting = worker(work=shares(0.8, pull=0.15))
+    noticed = status(waiting, ps(0, bytes_in_per_s=9e6), ps(1), queue=QUEUED)
+    assert texts(noticed)[0].startswith("warn: Ps 0 moves 100% of all bytes")
     small = status(worker(), ps(0, bytes_in_per_s=9e3), ps(1), queue=QUEUED)
     assert texts(small)[0].startswith("good")
 

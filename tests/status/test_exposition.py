@@ -51,10 +51,10 @@ def test_counters_and_gauges_have_the_numbers_of_the_status() -> None:
     found = values()
     assert found["psync_up_seconds"] == 12.5
     assert found['psync_reported{name="loss"}'] == 0.25
-    assert found['psync_closures{state="queued"}'] == 3
+    assert found['psync_closures_open{state="queued"}'] == 3
     assert found['psync_closures_total{end="finished"}'] == 9
     assert found["psync_closures_again_total"] == 4
-    assert found['psync_pushes_by_staleness{staleness="2"}'] == 1
+    assert found['psync_pushes_by_staleness_total{staleness="2"}'] == 1
     assert found['psync_synchronous_pushes_total{optimizer="sync",outcome="dropped"}'] == 4
     assert found['psync_synchronous_waiting{optimizer="sync"}'] == 1
     assert found[f'psync_worker_closure_mean_seconds{{task="{W0}"}}'] == 0.5
@@ -86,7 +86,7 @@ def test_every_metric_has_its_type() -> None:
     text = exposition(STATUS)
     kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     assert kinds["psync_closures_total"] == "counter"
-    assert kinds["psync_closures"] == "gauge"
+    assert kinds["psync_closures_open"] == "gauge"
     assert {name.partition("{")[0] for name in values()} <= set(kinds)
     assert text.endswith("\n")
 

@@ -15,7 +15,11 @@ from psync.errors import ClosedError, ConfigurationError
 from psync.status import http
 from psync.status.http import StatusServer
 from psync.status.model import Status
-from status_by_hand import STATUS, Source
+from status_by_hand import STATUS, Source, http_server
+
+
+async def nothing() -> str:
+    return ""
 
 
 class World:
@@ -44,7 +48,7 @@ async def serving(
 ) -> AsyncIterator[World]:
     caplog.set_level(logging.INFO, "psync")
     source: Any = Source()
-    server = StatusServer(source, address)
+    server = http_server(source, address)
     await server.start()
     try:
         found = re.search(r"status at \S+/status\?token=(\w+)", caplog.text)
@@ -75,7 +79,9 @@ async def test_a_head_has_no_body(caplog: pytest.LogCaptureFixture) -> None:
         assert await world.get("/metrics", method="HEAD") == (200, "")
 
 
-@pytest.mark.parametrize("host", ["localhost", "localhost:80", "127.0.0.1:9", "[::1]:9"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:80", "127.0.0.1:9", "[::1]:9", "10.0.0.1"]
+)
 async def test_a_host_of_this_machine_is_answered(
     host: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -83,7 +89,7 @@ async def test_a_host_of_this_machine_is_answered(
         assert (await world.get("/metrics", host))[0] == 200
 
 
-@pytest.mark.parametrize("host", ["", "evil.example", "127.0.0.1.evil.example", "10.0.0.1", "a b"])
+@pytest.mark.parametrize("host", ["", "evil.example", "127.0.0.1.evil.example", "a b", "["])
 async def test_another_host_is_refused(host: str, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(caplog) as world:
         assert (await world.get("/metrics", host))[0] == 403
@@ -98,6 +104,8 @@ async def test_another_host_is_refused(host: str, caplog: pytest.LogCaptureFixtu
         (b"nonsense\r\n\r\n", 400),
         (b"\x00\xff\r\n\r\n", 400),
         (b"GET / HTTP/2\r\n\r\n", 400),
+        (b"GET //[ HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (b"GET /status?token=%ff&token HTTP/1.1\r\nHost: localhost\r\n\r\n", 403),
         (b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000, 431),
     ],
 )
@@ -137,8 +145,7 @@ async def test_a_coordinator_that_ends_is_unavailable(caplog: pytest.LogCaptureF
 
 async def test_an_address_that_is_taken_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(caplog) as world:
-        source: Any = Source()
-        server = StatusServer(source, f"127.0.0.1:{world.port}")
+        server = StatusServer(f"127.0.0.1:{world.port}", nothing)
         with pytest.raises(ConfigurationError, match=r"metrics: cannot listen on 127.*in use"):
             await server.start()
         await server.close()
@@ -146,6 +153,19 @@ async def test_an_address_that_is_taken_is_an_error(caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("address", ["", "9100", ":9100", "unix:/tmp/a", "a:b", "a:99999"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    source: Any = Source()
     with pytest.raises(ConfigurationError, match=f'metrics: expected "host:port", got {address!r}'):
-        StatusServer(source, address)
+        StatusServer(address, nothing)
+
+
+async def test_a_task_has_metrics_and_no_status(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "psync")
+    server = StatusServer("127.0.0.1:0", nothing, who="/job:ps/task:0")
+    await server.start()
+    try:
+        world = World(server, Source(), "")
+        assert await world.get("/metrics") == (200, "")
+        assert await world.get("/status?token=") == (404, "there is /metrics\n")
+        assert f"/job:ps/task:0: metrics at {server.url}/metrics" in caplog.text
+        assert "token" not in caplog.text
+    finally:
+        await server.close()

@@ -19,6 +19,7 @@ from psync.status.model import (
     QueueStatus,
     RunningClosure,
     SeenError,
+    ShardStatus,
     Status,
     StepsStatus,
     WorkerStatus,
@@ -47,6 +48,7 @@ FULL = Status(
         PsStatus("/job:ps/task:1", "d:1", "unconnected"),
     ),
     reported={"loss": 0.5},
+    placement=(ShardStatus("w", 0, (4, 2), "float32", 32, 1),),
     notes=("a note",),
     events=(EventStatus("joined", "/job:worker/task:0 takes part", 10.0),),
 )  # fmt: skip
@@ -63,6 +65,15 @@ def test_the_json_form_has_plain_names_and_a_schema() -> None:
     assert data["workers"][0]["closure"] == {"id": 4, "name": "step", "seconds": 0.25}
     assert data["steps"]["staleness"] == {"0": 3, "1": 1}
     assert data["ps"][1]["backup"] is None
+    assert data["placement"] == [
+        {"variable": "w", "shard": 0, "shape": [4, 2], "dtype": "float32", "nbytes": 32, "ps": 1}
+    ]
+
+
+def test_each_status_has_its_own_placement() -> None:
+    other = dataclasses.replace(FULL, placement=())
+    for status in (FULL, other, FULL):
+        assert Status.from_json(status.to_json()) == status
 
 
 def test_a_loss_that_is_no_number_is_null() -> None:

@@ -110,6 +110,26 @@ def test_later_rates_are_means_over_the_window() -> None:
     assert status.queue.closures_per_s == (20 * 20 - 15 * 15) / 5
 
 
+def test_what_a_ps_has_sent_before_somebody_looked_is_no_rate() -> None:
+    status = seen(reading(4.0))
+    assert (status.ps[0].bytes_in_per_s, status.ps[0].bytes_out_per_s) == (0.0, 0.0)
+
+
+def test_what_ps_tasks_have_done_before_a_chief_attached_to_them_is_no_rate() -> None:
+    status = seen(reading(4.0, attached=True))
+    assert (status.steps.global_step, status.steps.steps_per_s) == (10, 0.0)
+    assert (status.ps[0].pushes, status.ps[0].pushes_per_s) == (10, 0.0)
+    later = [ps(iterations=14, pushes=14)]
+    status = seen(reading(4.0, attached=True), reading(6.0, attached=True, servers=later))
+    assert (status.steps.steps_per_s, status.ps[0].pushes_per_s) == (2.0, 2.0)
+
+
+def test_a_checkpoint_that_is_restored_makes_no_steps() -> None:
+    restored = [ps(iterations=50_010, pushes=20)]
+    status = seen(reading(0.0), reading(2.0, servers=restored))
+    assert (status.steps.global_step, status.steps.steps_per_s) == (50_010, 10.0)
+
+
 def test_who_asks_seldom_gets_means_since_the_last_time() -> None:
     counts = ((100.0, 100), (200.0, 1100))
     status = seen(*(reading(at, workers={W0: (1, count)}) for at, count in counts))
@@ -239,7 +259,15 @@ def test_a_bound_at_which_nobody_waits_waits_for_nobody() -> None:
 
 def test_a_ps_shows_its_counters_and_their_age() -> None:
     silent = PsReading("/job:ps/task:0", "a:1", "silent", 3.0, counters(staging={"staged": 5}))
-    (task,) = seen(reading(2.0, servers=[silent])).ps
+    later = counters(network={"bytes_received": 3000, "bytes_sent": 6000})
+    now = PsReading(
+        "/job:ps/task:0",
+        "a:1",
+        "silent",
+        3.0,
+        {**silent.counters, **later, "staging": {"staged": 5}},
+    )
+    (task,) = seen(reading(2.0, servers=[silent]), reading(6.0, servers=[now])).ps
     assert (task.state, task.age_s, task.shards, task.bytes, task.slot_bytes) == (
         "silent", 3.0, 2, 800, 400,
     )  # fmt: skip

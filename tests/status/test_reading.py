@@ -18,10 +18,9 @@ from psync.errors import (
 )
 from psync.net.tracing.readings import Reading
 from psync.status import reading
-from psync.status.http import StatusServer
 from psync.status.reading import UrlReader, reading_status
 from psync.status.run_files import Run, newest_run
-from status_by_hand import STATUS, Source, serving_of
+from status_by_hand import STATUS, Source, http_server, serving_of
 
 
 async def test_a_reader_hears_that_the_run_has_ended(runtime: Path) -> None:
@@ -77,7 +76,7 @@ async def over_http(
 ) -> AsyncIterator[tuple[str, str]]:
     """A server; its URL, and the token."""
     caplog.set_level(logging.INFO, "psync")
-    server = StatusServer(source or Source(), "127.0.0.1:0")
+    server = http_server(source or Source())
     await server.start()
     try:
         yield f"{server.url}/status", caplog.text.rpartition("?token=")[2].strip()

@@ -130,7 +130,14 @@ def test_a_file_that_others_can_read_is_refused(directory: Path) -> None:
         read_run(written(directory / "7.json", "{}", 0o644))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 1, "pid": 3}'])
+FOREIGN = json.dumps(
+    {"schema": 1, "pid": "x", "started": "y", "program": 1, "address": 7, "token": None}
+)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 1, "pid": 3}', FOREIGN, " " * (1 << 17)]
+)
 def test_what_is_no_run_file_is_refused(directory: Path, text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"7\.json: expected a run file of psync"):
         read_run(written(directory / "7.json", text))
@@ -203,6 +210,24 @@ def test_what_killed_runs_have_left_is_taken_away(directory: Path) -> None:
     ):  # fmt: skip
         take_away_ended(directory)
         assert {path.name for path in directory.iterdir()} == {"y.json", "alive.sock"}
+
+
+def test_what_lies_elsewhere_is_left_alone(directory: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious.sock"
+    precious.write_text("not a socket, and nobody listens there")
+    with run_file(directory / "x.json", Run(7, 1.0, "a", f"unix:{precious}", "ab")):
+        take_away_ended(directory)
+        assert list(directory.iterdir()) == []
+        assert precious.exists()
+
+
+def test_files_of_others_do_not_hide_a_run(directory: Path) -> None:
+    written(directory / "foreign.json", FOREIGN)
+    os.mkfifo(directory / "pipe.json", 0o600)
+    (directory / "link.json").symlink_to("/etc/passwd")
+    run = run_of(directory, "a")
+    with run_file(directory / "a.json", run), listening(run):
+        assert newest_run(directory) == run
 
 
 def test_sockets_without_a_file_are_taken_away_when_they_are_old(directory: Path) -> None:

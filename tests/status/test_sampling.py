@@ -12,8 +12,10 @@ import memory_cluster
 import psync
 from memory_cluster import cluster_of, coordinating, replicated
 from psync.errors import ClosedError, ConfigurationError
+from psync.net.peer import Handler, Reply
 from psync.status import sampling
 from psync.status.model import Status
+from psync.wire.messages import AskStatistics
 
 pytestmark = pytest.mark.virtual_time
 
@@ -288,3 +290,22 @@ async def test_of_many_workers_some_are_asked_at_a_time(monkeypatch: pytest.Monk
             known.append(sum(worker.work is not None for worker in status.workers))
             await asyncio.sleep(1)
         assert known == [0, 0, 1, 3, 3, 3] or known[-1] == 3
+
+
+async def test_a_worker_that_does_not_answer_shows_nothing_of_before() -> None:
+    async def never(*_: object) -> Reply:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with coordinating(num_workers=2) as (cluster, coordinator):
+        source = coordinator._seen.source
+        source.asks_workers = True
+        for _ in range(4):
+            await asyncio.sleep(1)
+            status = await coordinator.status()
+        assert None not in [worker.work for worker in status.workers]
+        cluster.tasks["worker-0"]._endpoint.handlers[AskStatistics] = Handler(never)
+        for _ in range(2 + int(sampling.WORKER_ANSWERS_WITHIN_S)):
+            await asyncio.sleep(1)
+            status = await coordinator.status()
+        assert [worker.work is None for worker in status.workers] == [True, False]

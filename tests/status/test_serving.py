@@ -17,7 +17,7 @@ from psync.errors import (
     ConfigurationError,
     ConnectionLost,
 )
-from psync.launch.local import LocalClusterResolver
+from psync.launch.cluster import LaunchedClusterResolver
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.net.secret import Secret
@@ -128,7 +128,7 @@ async def test_a_coordinator_that_waits_for_a_worker_says_for_whom(runtime: Path
         there = cluster.resolver.cluster_spec().as_dict()
         with socket.create_server(("127.0.0.1", 0)) as nobody:  # who listens, and never answers
             missing = f"127.0.0.1:{nobody.getsockname()[1]}"
-            resolver = LocalClusterResolver(cluster.resolver.platform)
+            resolver = LaunchedClusterResolver(cluster.resolver.platform)
             workers = {0: there["worker"][0], 1: missing}
             by_index = {job: dict(enumerate(places)) for job, places in there.items()}
             resolver.name_tasks({**by_index, "worker": workers})

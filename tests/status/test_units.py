@@ -16,8 +16,8 @@ from psync.status.units import (
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(2e-6, "2 µs"), (0.015, "15 ms"), (3.24, "3.2 s"), (42, "42 s"), (185, "3:05 min"),
-     (7500, "2:05 h")],
+    [(2e-6, "2 µs"), (0.9999e-3, "1 ms"), (0.015, "15 ms"), (0.9999, "1 s"), (3.24, "3.2 s"),
+     (42, "42 s"), (185, "3:05 min"), (7500, "2:05 h")],
 )  # fmt: skip
 def test_durations(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text

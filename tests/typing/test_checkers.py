@@ -89,6 +89,7 @@ def found(
         pytest.skip(f"{request.param} is not installed: make lint")
     paths = [HERE / "mistakes.py", HERE / "program.py"]
     paths += filter(can_be_imported, sorted((ROOT / "examples").glob("*.py")))
+    paths += sorted((ROOT / "examples" / "gallery").glob("*.py"))
     paths += programs_of(ROOT / "README.md", tmp_path_factory.mktemp("programs"))
     said: dict[str, list[tuple[int, str]]] = {path.name: [] for path in paths}
     checker = {"mypy": mypy, "pyright": pyright}[request.param]

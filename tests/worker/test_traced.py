@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgpack
 import pytest
 
 from memory_cluster import coordinating
+from traced_by_hand import entries_of
 
 pytestmark = pytest.mark.virtual_time
 
@@ -32,7 +32,7 @@ async def test_closures_are_told_with_their_names_and_ends() -> None:
         told = [
             entry[1:]
             for task, body, *_ in await collector.read("r", last=True)
-            for entry in msgpack.unpackb(body, strict_map_key=False)["entries"]
+            for entry in entries_of(body)
             if task == WORKER and not isinstance(entry[1], int)
         ]
         ended = [each for each in told if each[0] == "ended"]

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from psync.status.model import Status
 
 
+MAX_REPORTED = 100
+"""Names: a status has all of them each second, and so has a run log."""
+
+
 def check_options(options: CoordinatorOptions, num_workers: int) -> None:
     """Refuse options of a coordinator that are out of range.
 
@@ -216,7 +220,7 @@ def report(self: ClusterCoordinator, values: Mapping[str, float]) -> None:
     ``Trainer.fit`` does, so this is for loops of one's own. The newest value of each name is shown.
 
     Args:
-        values: Numbers by name.
+        values: Numbers by name; of more than 100 names the newest are shown.
 
     Raises:
         ConfigurationError: One is no number.
@@ -231,3 +235,6 @@ def report(self: ClusterCoordinator, values: Mapping[str, float]) -> None:
             self._seen.source.reported[str(name)] = float(value)
         except (TypeError, ValueError) as exc:
             raise ConfigurationError(f"report: {name}: expected a number, got {value!r}") from exc
+    reported = self._seen.source.reported
+    for name in list(reported)[:-MAX_REPORTED]:  # of names that are new with every step
+        del reported[name]

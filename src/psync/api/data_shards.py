@@ -7,6 +7,7 @@ run again elsewhere like any other closure, and its updates are applied once.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import pathlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -20,9 +21,13 @@ from psync.errors import ClosureError, ConfigurationError, UsageError
 from psync.serialization.captures import type_name
 from psync.serialization.payloads import pack
 from psync.serialization.remote_value import RemoteValue
+from psync.status.progress import showing
 
 MAX_SHARDS = 1 << 20
 """In one epoch; their closures are queued all at once, at about 1 KiB each."""
+
+
+SHOW_EVERY_S = 0.2
 
 
 class Visits:
@@ -123,18 +128,46 @@ class Visits:
         fn: Callable[..., Any],
         args: tuple[Any, ...] | list[Any] = (),
         kwargs: dict[str, Any] | None = None,
+        *,
+        verbose: bool | str = False,
     ) -> None:
         """Run ``fn(shard, *args, **kwargs)`` for all shards of all epochs that are not done.
 
+        Args:
+            fn, args, kwargs: As for ``schedule``.
+            verbose: Whether progress is shown: False, "lines", "bar"; "auto" or True: a bar on a
+                terminal, a line that changes in a notebook, lines every ten seconds elsewhere.
+
         Raises:
+            ConfigurationError: ``verbose`` is none of these.
             Exception: As ``ClusterCoordinator.join``. What is done stays so: called again, it
                 goes on with the rest.
 
         Cancellation: Safe; what was scheduled goes on.
         """
-        for _ in self:
-            self.schedule(fn, args, kwargs)
-            await self._join()
+        for epoch in self:
+            with showing(
+                verbose, f"epoch {epoch + 1}/{self._num_epochs}", len(self.shards), "shards"
+            ) as show:
+                self.schedule(fn, args, kwargs)
+                await (self._shown(show, self._join()) if verbose else self._join())
+
+    async def _shown(self, show: Callable[[int], None], work: Awaitable[None]) -> None:
+        """Wait for work, and show meanwhile how many shards are done."""
+
+        async def look() -> None:
+            while True:
+                self._look()
+                show(len(self.shards) - len(self._running))
+                # A look at a million shards takes a second.
+                await asyncio.sleep(max(SHOW_EVERY_S, len(self._running) * 1e-4))
+
+        looking = asyncio.create_task(look())
+        try:
+            await work
+        finally:
+            looking.cancel()
+            await asyncio.wait((looking,))
 
     @property
     def epoch(self) -> int:

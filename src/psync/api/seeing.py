@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from psync.status.model import ShardStatus
 from psync.status.sampling import StatusSource
 from psync.status.serving import ServedStatus
 
 if TYPE_CHECKING:
     from psync.api.strategy import ParameterServerStrategy
     from psync.coordinator import Coordinator
-    from psync.dashboard.attached import Attached
-    from psync.dashboard.view import Placed
     from psync.net.platform import Platform
+    from psync.status.dashboard.attached import Attached
 
 
 class SeenRun:
@@ -45,7 +44,7 @@ class SeenRun:
         dashboard: str | None,
         run_log: str | os.PathLike[str] | None,
     ) -> None:
-        self.source = StatusSource(coordinator)
+        self.source = StatusSource(coordinator, functools.partial(_placed, strategy))
         self.source.variables = lambda: {
             variable.spec.variable_id: variable.spec.name for variable in strategy.variables
         }
@@ -53,10 +52,9 @@ class SeenRun:
         self._shown: Attached | None = None  # None: there is no dashboard, and no run log
         asked = (dashboard, "PSYNC_DASHBOARD"), (run_log, "PSYNC_RUN_LOG")
         if any(os.environ.get(name) if given is None else given for given, name in asked):
-            from psync.dashboard.attached import Attached, wanted
+            from psync.status.dashboard.attached import Attached, wanted
 
-            placed = functools.partial(_placed, strategy)
-            self._shown = Attached(wanted(dashboard, run_log), self.source, placed)
+            self._shown = Attached(wanted(dashboard, run_log), self.source)
 
     @property
     def url(self) -> str:
@@ -77,14 +75,14 @@ class SeenRun:
                 await self._shown.close()
 
 
-def _placed(strategy: ParameterServerStrategy, known: Sequence[Placed]) -> Sequence[Placed]:
+def _placed(
+    strategy: ParameterServerStrategy, known: tuple[ShardStatus, ...]
+) -> tuple[ShardStatus, ...]:
     """Return where the shards of all variables lie, which changes when more are declared."""
-    from psync.dashboard.view import Placed
-
     count = sum(len(variable.spec.shards) for variable in strategy.variables)
     if count == len(known):
         return known
-    return [
-        Placed(row.variable, row.shard, row.shape, row.dtype, row.nbytes, row.ps)
+    return tuple(
+        ShardStatus(row.variable, row.shard, row.shape, row.dtype, row.nbytes, row.ps)
         for row in strategy.placement().rows
-    ]
+    )

@@ -24,6 +24,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -184,11 +185,11 @@ class Reader:
             data = read_bounded(path / MANIFEST, MAX_MANIFEST_BYTES)
             self.manifest = read_manifest(data, commit, str(path))
             for name, size in self.manifest.files.items():
-                found = (path / name).stat().st_size if (path / name).is_file() else -1
+                found = _size_of(path / name)
                 if found != size:
                     raise CheckpointCorrupt(
                         f"{path / name}: expected {size} bytes, "
-                        + ("it is not there" if found < 0 else f"got {found}"),
+                        + ("it is not there" if found is None else f"got {found}"),
                         hint="restore an older checkpoint",
                     )
 
@@ -262,6 +263,19 @@ def checkpoints_in(directory: Path, prefix: str) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+def _size_of(path: Path) -> int | None:
+    """Return the bytes of a file; None if there is none.
+
+    ``Path.is_file`` says so from Python 3.14 on also of one that the disk does not tell about: what
+    cannot be read would pass for absent, and training would begin from nothing.
+    """
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
 def is_complete(path: Path) -> bool:
     """Return whether there is a checkpoint: False also once it has been removed.
 
@@ -269,7 +283,7 @@ def is_complete(path: Path) -> bool:
         CheckpointError: The disk does not tell.
     """
     with disk_errors(f"looking at {path}"):
-        return (path / COMMIT).is_file()
+        return _size_of(path / COMMIT) is not None
 
 
 def mark_last(path: Path) -> None:
@@ -296,7 +310,7 @@ def is_last(path: Path) -> bool:
         CheckpointError: The disk does not tell.
     """
     with disk_errors(f"looking at {path}"):
-        return (path / LAST).is_file()
+        return _size_of(path / LAST) is not None
 
 
 def remove(path: Path) -> None:

@@ -90,7 +90,10 @@ class Writer:
 
     def __post_init__(self) -> None:
         with disk_errors(f"making {self.temporary}"):
-            if (self.directory / self.name).exists():
+            with contextlib.suppress(
+                FileNotFoundError, NotADirectoryError
+            ):  # not Path.exists, which
+                (self.directory / self.name).stat()  # takes what cannot be read for absent
                 raise CheckpointError(f"{self.directory / self.name}: exists already")
             self._throw_away()  # what a save has left that was interrupted
             current_disk.get().make_directory(self.temporary)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from psync.dashboard.shows import Show
+    from psync.status.dashboard.shows import Show
 
 
 @click.command()
@@ -27,18 +28,19 @@ def dashboard(log: str, address: str) -> int:
     psync run --log RUN.jsonl writes one, and so does ClusterCoordinator(run_log=…). For a run that
     goes on: psync run --dashboard.
     """
-    from psync.dashboard.run_log import FinishedRun
-    from psync.dashboard.server import check_can_serve
-    from psync.dashboard.shows import LogShow
+    from psync.status.dashboard.run_log import FinishedRun
+    from psync.status.dashboard.server import check_can_serve
+    from psync.status.dashboard.shows import LogShow
 
     check_can_serve(address)
-    asyncio.run(_serve(LogShow(FinishedRun(log)), address))
+    with contextlib.closing(FinishedRun(log)) as run:
+        asyncio.run(_serve(LogShow(run), address))
     return 0
 
 
 async def _serve(show: Show, address: str) -> None:
-    from psync.dashboard.attached import hosts_of
-    from psync.dashboard.server import serving
+    from psync.status.dashboard.attached import hosts_of
+    from psync.status.dashboard.server import serving
 
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):

@@ -23,6 +23,7 @@ from psync.cli.dashboard import dashboard as dashboard_command
 from psync.cli.health import health
 from psync.cli.join import join
 from psync.cli.launch.commands import launch
+from psync.cli.run_on import engine_options, run_on
 from psync.cli.scale import scale
 from psync.cli.top import top
 from psync.cli.trace import trace
@@ -128,6 +129,7 @@ def psync(context: click.Context) -> int:
     "neither 0 nor 2. It goes on from its newest checkpoint if the script restores that.",
 )
 @click.option("--quiet", is_flag=True, help="Show the chief's output only.")
+@engine_options
 @click.option(
     "--gpus-per-worker",
     type=click.IntRange(min=0),
@@ -138,7 +140,8 @@ def psync(context: click.Context) -> int:
     "--metrics-port",
     type=click.IntRange(0, 65535),
     help="Serve metrics for Prometheus on this port of 127.0.0.1, while a coordinator runs. 0: a "
-    "free one; the chief's log has the URL.",
+    "free one; the chief's log has the URL. Each ps and worker serves its own on a free port; see "
+    "its log.",
 )
 @click.option(
     "--dashboard", is_flag=True, help="Show the run in a web page; its URL is printed (127.0.0.1)."
@@ -172,6 +175,8 @@ def run(
     max_restarts: int,
     chief_restarts: int,
     quiet: bool,
+    engine: str | None,
+    engine_address: str | None,
     gpus_per_worker: int | None,
     metrics_port: int | None,
     dashboard: bool,
@@ -181,7 +186,7 @@ def run(
     log_level: str,
     **tls: Any,
 ) -> int:
-    """Run SCRIPT on a cluster of its own, on this machine, or on some HOSTS.
+    """Run SCRIPT on a cluster of its own: on this machine, on some HOSTS, on Ray or on Dask.
 
     The script runs once as the chief and once on each worker. It ends in psync.run(main), which
     tells each process what it is. ps tasks do not load it. The exit code is the chief's.
@@ -196,36 +201,38 @@ def run(
 
     Ctrl-C stops all tasks in order, a second one kills them.
     """
-    from psync.cli.run import launch
-    from psync.launch.hosts import HostsPlan, parse_hosts
-
-    shown = {} if metrics_port is None else {"PSYNC_METRICS": f"127.0.0.1:{metrics_port}"}
+    shown = {}
+    if metrics_port is not None:
+        shown["PSYNC_METRICS"] = f"127.0.0.1:{metrics_port}"
+        shown["PSYNC_TASK_METRICS"] = "127.0.0.1:0"
     if dashboard_address or dashboard:
-        from psync.dashboard.server import DEFAULT_ADDRESS, check_can_serve
+        from psync.status.dashboard.server import DEFAULT_ADDRESS, check_can_serve
 
         shown["PSYNC_DASHBOARD"] = dashboard_address or DEFAULT_ADDRESS
         check_can_serve(shown["PSYNC_DASHBOARD"])
     if run_log:
         shown["PSYNC_RUN_LOG"] = run_log
+    environ = {**os.environ, "PSYNC_LOG_LEVEL": log_level, **shown, **tls_environ(**tls)}
+    if engine is not None or engine_address is not None:
+        run_on(
+            engine, script, args, address=engine_address, num_ps=ps, num_workers=workers or 1,
+            max_restarts=max_restarts, gpus_per_worker=gpus_per_worker, plugins=plugins,
+            environ=environ, refused=evaluator or chief_restarts or quiet or hosts is not None,
+        )  # fmt: skip
+    from psync.cli.run import launch
+    from psync.launch.hosts import HostsPlan, parse_hosts
+
     plan = None
     if hosts is not None:
         plan = HostsPlan(
             parse_hosts(hosts), ssh, remote_python or sys.executable, variables, gpus_per_worker
         )
     return launch(
-        script,
-        args,
-        num_ps=ps,
+        script, args, num_ps=ps,
         num_workers=workers or (1 if plan is None else len(plan.places)),
-        hosts=plan,
-        evaluator=evaluator,
-        max_restarts=max_restarts,
-        chief_restarts=chief_restarts,
-        quiet=quiet,
-        plugins=plugins,
-        gpus_per_worker=gpus_per_worker,
-        environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **shown, **tls_environ(**tls)},
-    )
+        hosts=plan, evaluator=evaluator, max_restarts=max_restarts, chief_restarts=chief_restarts,
+        quiet=quiet, plugins=plugins, gpus_per_worker=gpus_per_worker, environ=environ,
+    )  # fmt: skip
 
 
 @psync.group()
@@ -337,12 +344,19 @@ def peers(quick: bool, python: str | None, rows: str, scripts: Path, out: Path) 
     help="How long to be without a chief, before the first one and after the last one has gone; "
     "none: for ever.  [default: 3600 before, 600 after; none under a launcher]",
 )
+@click.option(
+    "--metrics",
+    metavar="HOST:PORT",
+    envvar="PSYNC_TASK_METRICS",
+    help="Serve what this task counts for Prometheus, there. Port 0: a free one; the log has it.",
+)
 @plugin_option
 @tls_options
 @log_level_option
 def serve(
     insecure: bool,
     chief_timeout: str | None,
+    metrics: str | None,
     plugins: tuple[str, ...],
     log_level: str,
     **tls: Any,
@@ -363,6 +377,8 @@ def serve(
     from psync.launch.plugins import plugins_environ
 
     os.environ.update({**tls_environ(**tls), **plugins_environ(plugins, {})})
+    if metrics:
+        os.environ["PSYNC_TASK_METRICS"] = metrics
     if plugins:  # what lies here, as for `python -m psync serve`
         sys.path.insert(0, "")
     configure_logging(log_level)

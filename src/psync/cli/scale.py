@@ -87,6 +87,8 @@ async def _reply(line: bytes, token: str, scale: Scale) -> dict[str, str]:
     try:
         request = json.loads(line)
         given, workers = str(request["token"]), request["workers"]
+        if type(workers) is not int or workers < 1:
+            raise ValueError("expected a number of workers")
     except (ValueError, TypeError, KeyError):
         return {"error": "expected a request of psync scale"}
     if not hmac.compare_digest(given.encode(), token.encode()):

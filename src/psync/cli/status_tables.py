@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from psync.status.model import GroupStatus, PsStatus, Status, WorkerStatus
 from psync.status.units import bytes_text, number_text, seconds_text, task_text, tasks_text
+
+GAP = 2
+FOLDED = 16
+"""Least width of a text that is folded."""
 
 MAX_EVENTS = 8
 MAX_ERRORS = 3
@@ -50,6 +54,7 @@ def _head(status: Status) -> list[RenderableType]:
     first = Text.assemble(
         (status.program, "bold"), f" (process {status.pid})  ",
         (status.state, STYLES.get(status.state, "")), f"  up {seconds_text(status.uptime_s)}",
+        no_wrap=True, overflow="ellipsis",
     )  # fmt: skip
     counts = [
         f"{number_text(queue.closures_per_s)} closures/s", f"{queue.in_flight} in flight",
@@ -91,23 +96,58 @@ def _coarse(staleness: Mapping[str, int]) -> list[tuple[str, int]]:
     return [*few, *([("5 and more", many)] if many else [])]
 
 
-def _table(*columns: str, left: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in columns:
-        last = name == columns[-1]
-        table.add_column(
-            name, justify="left" if name in left else "right", no_wrap=not last, overflow="ellipsis"
-        )
-    return table
+class _Rows:
+    """A table that leaves columns out where the terminal is narrow.
+
+    Args:
+        columns: Their headings.
+        left: Those of texts.
+        optional: Those that can be left out, the first one first.
+    """
+
+    def __init__(
+        self, columns: Sequence[str], *, left: Sequence[str], optional: Sequence[str]
+    ) -> None:
+        self._columns, self._left, self._optional = columns, left, optional
+        self._rows: list[Sequence[str | Text]] = []
+
+    def add(self, *cells: str | Text) -> None:
+        """Add a row; cells at its end may be missing."""
+        self._rows.append(cells)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = {
+            name: max(len(name), *(len(row[at]) for row in self._rows if at < len(row)), 0)
+            for at, name in enumerate(self._columns)
+        }
+        last = self._columns[-1]
+        if last in self._left:  # it is folded where it does not fit
+            widths[last] = min(widths[last], FOLDED)
+        shown = list(self._columns)
+        for name in self._optional:
+            if sum(widths[each] + GAP for each in shown) - GAP <= options.max_width:
+                break
+            shown.remove(name)
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for name in shown:
+            table.add_column(
+                name, justify="left" if name in self._left else "right",
+                no_wrap=name != last or last not in self._left, overflow="ellipsis",
+            )  # fmt: skip
+        for row in self._rows:
+            cells = dict(zip(self._columns, row, strict=False))
+            table.add_row(*(cells.get(name, "") for name in shown))
+        yield table
 
 
-def _groups(groups: Sequence[GroupStatus]) -> Table:
-    table = _table(
-        "synchronous", "step", "/s", "counted", "partial", "dropped", "duplicate", "waits for",
+def _groups(groups: Sequence[GroupStatus]) -> _Rows:
+    table = _Rows(
+        ("synchronous", "step", "/s", "counted", "partial", "dropped", "duplicate", "waits for"),
         left=("synchronous", "waits for"),
-    )  # fmt: skip
+        optional=("duplicate", "partial", "/s", "dropped", "step"),
+    )
     for group in groups:
-        table.add_row(
+        table.add(
             Text(_plain(group.name)), str(group.step), number_text(group.steps_per_s),
             f"{group.counted} of {group.target}", str(group.partial_steps), str(group.dropped),
             str(group.duplicates), tasks_text(group.waits_for),
@@ -115,17 +155,20 @@ def _groups(groups: Sequence[GroupStatus]) -> Table:
     return table
 
 
-def _ps(tasks: Sequence[PsStatus]) -> Table:
-    backed_up = any(ps.backup is not None for ps in tasks)
-    table = _table(
+def _ps(tasks: Sequence[PsStatus]) -> _Rows:
+    columns = (
         "ps", "state", "variables", "slots", "push/s", "pull/s", "in/s", "out/s", "queue", "dup.",
-        *(["backup"] if backed_up else []),
-        left=("ps", "state", "backup"),
     )  # fmt: skip
+    backup = ("backup",) if any(ps.backup is not None for ps in tasks) else ()
+    table = _Rows(
+        (*columns, *backup),
+        left=("ps", "state", "backup"),
+        optional=("dup.", "slots", "in/s", "out/s", *backup, "variables"),
+    )
     for ps in tasks:
         state = Text(ps.state, STYLES.get(ps.state, ""))
         if ps.age_s is None:
-            table.add_row(task_text(ps.task), state)
+            table.add(task_text(ps.task), state)
             continue
         cells = [
             bytes_text(ps.bytes), bytes_text(ps.slot_bytes), number_text(ps.pushes_per_s),
@@ -135,7 +178,7 @@ def _ps(tasks: Sequence[PsStatus]) -> Table:
         if ps.backup is not None:
             behind = f" -{ps.backup.behind}" if ps.backup.behind else ""  # entries that it lacks
             cells.append(f"{ps.backup.state}{behind}")
-        table.add_row(task_text(ps.task), state, *cells)
+        table.add(task_text(ps.task), state, *cells)
     return table
 
 
@@ -144,13 +187,14 @@ def _workers(workers: Sequence[WorkerStatus], room: int | None) -> list[Renderab
     if room is not None and len(shown) > room:
         more = len(shown) - room + 1
         shown = sorted(shown, key=_by_trouble)[: room - 1]
-    table = _table(
-        "worker", "state", "/s", "mean", "stale", "dropped", "lost", "for", "runs",
+    table = _Rows(
+        ("worker", "state", "/s", "mean", "stale", "dropped", "lost", "for", "runs"),
         left=("worker", "state", "runs"),
-    )  # fmt: skip
+        optional=("lost", "dropped", "stale", "runs", "for"),
+    )
     for each in shown:
         closure = each.closure
-        table.add_row(
+        table.add(
             task_text(each.task), Text(each.state, STYLES.get(each.state, "")),
             number_text(each.closures_per_s),
             "" if each.mean_s is None else seconds_text(each.mean_s),

@@ -1,7 +1,7 @@
 """Tasks of a local cluster: as processes, which are watched, or in this process.
 
-Both start a task and say where it listens, and let a worker leave in order. ``Host`` is what a
-``LocalCluster`` needs of either.
+Both start a task and say where it listens, and let a worker leave in order: they are hosts, see
+``cluster.Host``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import socket
 import sys
 import sysconfig
 from collections.abc import Mapping
-from typing import Protocol
 
 from psync.launch.door import Door
 from psync.launch.gpus import GpuShares
@@ -39,33 +38,6 @@ logger = logging.getLogger(__name__)
 
 CERTIFICATE_DAYS = 365
 """Of those that are made for one cluster, and go with it."""
-
-
-class Host(Protocol):
-    """Starts tasks.
-
-    Attributes:
-        platform: Of the chief.
-        chief: Its address.
-    """
-
-    platform: Platform
-    chief: str
-
-    async def open(self) -> None:
-        """Let workers join that know the chief's address and the secret."""
-
-    async def check(self, num_workers: int) -> None:
-        """Is there room for so many workers? Raises ConfigurationError."""
-
-    async def start(self, job: str, index: int) -> str:
-        """Start a task that is not there; return its address."""
-
-    async def leave(self, index: int) -> None:
-        """Let a worker finish what it runs, and end; wait for that. Cancellation: it goes on."""
-
-    def has_left(self, index: int) -> bool:
-        """Return whether a worker has ended, and is not started again."""
 
 
 class TasksHere:
@@ -115,6 +87,10 @@ class TasksHere:
         """Return whether a worker has ended; see ``Host``."""
         task = self._tasks.get(("worker", index))
         return task is None or task.stopped.is_set()
+
+    def describe(self, job: str, index: int) -> str:
+        """Say where a task runs; see ``Host``."""
+        return "in this process"
 
 
 class TasksInProcesses:
@@ -216,6 +192,10 @@ class TasksInProcesses:
     def has_left(self, index: int) -> bool:
         """Return whether a worker has ended, and is not started again; see ``Host``."""
         return self._watchers["worker", index].done()
+
+    def describe(self, job: str, index: int) -> str:
+        """Say how a task's process is; see ``Host``."""
+        return self.processes[f"{job}-{index}"].describe()
 
     async def _watch(self, job: str, index: int, address: str) -> None:
         policy = RestartPolicy(self._max_restarts)

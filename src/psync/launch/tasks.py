@@ -24,6 +24,7 @@ from psync.errors import (
     TrainingEnded,
     UsageError,
 )
+from psync.launch.cluster import cluster_on_engine
 from psync.launch.identity import OwnTask, open_to_joiners, own_task, shut_down
 from psync.launch.joining import JOINING, join
 from psync.launch.plugins import load_plugins
@@ -128,6 +129,15 @@ def run(
         if chief := os.environ.pop("PSYNC_JOIN", ""):
             _prepare_process("joined")
             sys.exit(join_forever(chief, os.environ.pop("PSYNC_JOIN_LISTEN", ""), shared=True))
+        if resolver is None and (settings := os.environ.pop("PSYNC_ON", None)):
+            job = "chief"
+            configure_logging(os.environ.get("PSYNC_LOG_LEVEL", "info"))
+            if on_workers:
+                raise ConfigurationError(
+                    "psync.run(main, on_workers=True): on Ray and Dask only the chief runs main",
+                    hint="psync run without --on, or psync serve by hand, for programs of sessions",
+                )
+            return run_loop(lambda: _run_on_engine(main, settings, began))
         own = own_task(resolver)
         job = own.job
         launched = _prepare_process(f"{job}-{own.index}")
@@ -197,6 +207,14 @@ async def _run_main(
     finally:
         if tasks_end:
             await shut_down(own, stopping, since)
+
+
+async def _run_on_engine(
+    main: Callable[[], Awaitable[T]], settings: str, began: asyncio.Event
+) -> T:
+    async with cluster_on_engine(settings) as cluster:
+        own = OwnTask(cluster.resolver, cluster.resolver.cluster_spec(), "chief", 0)
+        return await _run_main(main, own, (), began, asyncio.Event(), joinable=False)
 
 
 def _evaluate(
@@ -337,8 +355,9 @@ async def serve_as(
         )
     naming = naming_who_is_awaited(lambda: "" if task.chief.is_here else awaited)
     try:
-        with described_by(task.describe), _leaving_first(task) as leaving, naming:
-            await until_told(task.task, task.stopped, task.chief, timeouts)
+        async with _metrics(task):
+            with described_by(task.describe), _leaving_first(task) as leaving, naming:
+                await until_told(task.task, task.stopped, task.chief, timeouts)
     finally:
         await task.close()
     if getattr(task, "is_torn", False):  # a ps
@@ -349,6 +368,15 @@ async def serve_as(
 def _terminated_code(own: OwnTask) -> int:
     """Return with which code a task ends that serves, or evaluates, and gets SIGTERM."""
     return LEFT if own.job == "worker" and own.is_supervised else 0
+
+
+def _metrics(task: PsTask | WorkerTask) -> contextlib.AbstractAsyncContextManager[None]:
+    """Return a context in which a task's metrics are served, if somebody has asked for them."""
+    if not os.environ.get("PSYNC_TASK_METRICS"):
+        return contextlib.nullcontext()
+    from psync.status.task_metrics import serving_metrics
+
+    return serving_metrics(task)
 
 
 @contextlib.contextmanager

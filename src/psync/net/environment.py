@@ -17,7 +17,7 @@ from psync.errors import ConfigurationError
 from psync.net.chief_presence import TrainingPresence
 from psync.net.platform import Parts, Platform
 from psync.net.process_state import inherited_file
-from psync.net.resolvers import ClusterResolver
+from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver
 from psync.net.secret import insecure_by_environ, load_secret, require_secret
 from psync.net.tls import TlsNetwork
 from psync.net.tls_config import load_tls
@@ -49,6 +49,12 @@ training_presence: ContextVar[TrainingPresence | None] = ContextVar(
 """What this evaluator sees of the training tasks; not set where a launcher says when that ends."""
 
 
+platform_of_tf_config: ContextVar[Platform | None] = ContextVar(
+    "psync_platform_of_tf_config", default=None
+)
+"""That of the cluster which ``TF_CONFIG`` describes, where this process has opened it itself."""
+
+
 _newest_incarnation = 0  # under which this process is, or was, a coordinator
 
 
@@ -75,6 +81,8 @@ def platform_of(
     """
     tell_launcher()
     own = getattr(resolver, "platform", None)
+    if isinstance(resolver, TFConfigClusterResolver):
+        own = platform_of_tf_config.get()
     if isinstance(own, Platform):
         return own
     environ = os.environ
@@ -102,7 +110,13 @@ def parts_of(environ: Mapping[str, str]) -> Parts:
     if not any(name.startswith(("PSYNC_TESTING_", "PSYNC_FAILPOINTS")) for name in environ):
         return Parts()
     # By its name: it knows every part of a task, and no task but those of tests has to load it.
-    sabotage = importlib.import_module("psync.testing.sabotage")
+    try:
+        sabotage = importlib.import_module("psync.testing.sabotage")
+    except ModuleNotFoundError:
+        raise ConfigurationError(
+            "PSYNC_FAILPOINTS and PSYNC_TESTING_… break tasks, and the wheel has nothing that does",
+            hint="unset them, or install psync from a checkout: pip install -e .",
+        ) from None
     parts: Parts = sabotage.SabotagedParts.from_environment(environ)
     return parts
 

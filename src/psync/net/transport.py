@@ -11,8 +11,9 @@ import contextlib
 import os
 import socket
 import stat
+import sys
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from psync.cluster import split_address
 
@@ -67,6 +68,11 @@ class _SocketListener:
         await asyncio.sleep(0)
 
 
+# From Python 3.13 on, closing a server also removes its file, which is the launcher's where the
+# socket was passed on: who is started again would be found by nobody.
+_KEEPS_FILE: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+
+
 class SocketNetwork:
     """TCP and Unix sockets.
 
@@ -97,7 +103,9 @@ class SocketNetwork:
         if port is None:
             bound = inherited or _bind_unix(host)
             try:
-                server = await loop.create_unix_server(factory, sock=bound, backlog=BACKLOG)
+                server = await loop.create_unix_server(
+                    factory, sock=bound, backlog=BACKLOG, **_KEEPS_FILE
+                )
             except BaseException:
                 bound.close()
                 raise

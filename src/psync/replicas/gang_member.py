@@ -11,6 +11,7 @@ from psync.client.context import ClosureContext
 from psync.cluster_roles import CHIEF
 from psync.errors import RemoteProtocolError
 from psync.net.peer import Received
+from psync.net.shielding import shielded
 from psync.replicas.collectives import Collective
 from psync.serialization.failures import rebuild_exception
 from psync.serialization.payloads import Payload, Segment, check_size, pack, unpack
@@ -77,16 +78,8 @@ class GangMember:
         """
         call = asyncio.ensure_future(self.call(message, segments))
         try:
-            return await asyncio.shield(call)
+            return await shielded(call)
         except asyncio.CancelledError:
-            if self.closure.cancelled:
-                call.add_done_callback(_look)
-            else:
+            if not self.closure.cancelled:
                 call.cancel()
             raise
-
-
-def _look(call: asyncio.Future[Received]) -> None:
-    """Nobody else looks at how it ended."""
-    if not call.cancelled():
-        call.exception()

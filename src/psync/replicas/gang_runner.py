@@ -40,6 +40,7 @@ from psync.errors import (
     UsageError,
 )
 from psync.net.peer import Peer, Reply
+from psync.net.shielding import shielded
 from psync.numerics.replica_values import local_results, regroup
 from psync.replicas.closure_messages import ScheduledCall, ScheduledClosures
 from psync.replicas.context import forbid_in_merge
@@ -251,7 +252,7 @@ class GangRunner:
 
     async def _answer(self, run: GangRun, replica: int, answer: asyncio.Future[Reply]) -> Reply:
         try:
-            return await asyncio.shield(answer)
+            return await shielded(answer)
         except asyncio.CancelledError:
             if answer.cancelled():
                 raise ClosureCancelled("the replica has ended") from None

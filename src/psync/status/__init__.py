@@ -4,5 +4,7 @@ Tasks count in any case; nothing here runs unless a status is asked for. ``model
 ``rates`` makes it of two readings of the counters, ``exposition`` writes it for Prometheus: all
 three are pure. ``sampling`` reads the counters of a coordinator, its workers and ps tasks,
 ``serving`` answers this user's other processes, which find it by ``run_files`` and ask by
-``reading``, and ``http`` whoever asks for metrics. Read ``model`` first.
+``reading``, and ``http`` whoever asks for metrics; ``guard`` says who may. ``dashboard`` is the web
+page, and the log of a run. ``task_metrics`` is apart: what one ps or worker counts, from its own
+process. ``progress`` and ``html_tables`` show single calls and values. Read ``model`` first.
 """

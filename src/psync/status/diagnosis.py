@@ -29,6 +29,12 @@ RECENT_S = 60.0
 LARGE_SHARE = 0.3
 """Of the workers' time: more than that on anything but computing is worth a word."""
 
+SMALL_SHARE = 0.1
+"""Less than that on pulls and pushes is not worth a word."""
+
+LONG_WORK_S = 60.0
+"""Who has queued work for longer may want more workers."""
+
 UNEVEN = 1.6
 """A ps that sends so many times its fair share of all bytes."""
 
@@ -153,8 +159,10 @@ def _work(status: Status) -> Iterator[Finding]:
         text = "closures that are left wait for the value of another one"
         yield Finding("warn", f"{_of(idle, here)} have nothing to do: {text}.")
     else:
-        text = "the queue is empty. Schedule further ahead, or join less often"
-        yield Finding("warn", f"{_of(idle, here)} have nothing to do: {text}.")
+        busy = [each.task for each in here if each.state != "idle"]
+        text = f"the queue is empty, and what is left runs on {tasks_text(busy)}"
+        advice = "Schedule further ahead, or join less often"
+        yield Finding("warn", f"{_of(idle, here)} have nothing to do: {text}. {advice}.")
 
 
 def _stragglers(status: Status) -> Iterator[Finding]:
@@ -178,6 +186,8 @@ def _stragglers(status: Status) -> Iterator[Finding]:
         if closure.seconds > STUCK_S and closure.seconds > STUCK * pace:
             text = f"has run {closure.name} for {seconds_text(closure.seconds)}"
             than = f"; its closures take {seconds_text(pace)}" if pace else ""
+            if each.work is None and any(other.work for other in status.workers):
+                than += "; it does not answer: it computes on its loop, or is stopped"
             yield Finding("warn", f"{_capital(task_text(each.task))} {text}{than}.")
             return  # of many stuck ones the first will do
 
@@ -186,19 +196,25 @@ def _shares(status: Status) -> Iterator[Finding]:
     known = [each.work for each in _here(status) if each.work is not None]
     if not known:
         return
-    means = {
-        kind: sum(getattr(each, kind) for each in known) / len(known)
-        for kind in ("compute", "pull", "push", "wait")
-    }
-    for kind, text, advice in (
-        ("pull", "for values from ps tasks", "pull less often, or use more ps tasks"),
-        ("push", "for pushes to arrive", "push fewer bytes, or use more ps tasks"),
-        ("wait", "for other workers", "backup workers, or a looser bound, make that less"),
-    ):
-        if means[kind] > LARGE_SHARE:
-            compute = f"they compute for {means['compute']:.0%}"
-            head = f"Workers wait {text} {means[kind]:.0%} of the time"
-            yield Finding("warn", f"{head}, and {compute}: {advice}.")
+    pull, push, wait, compute = (
+        sum(getattr(each, kind) for each in known) / len(known)
+        for kind in ("pull", "push", "wait", "compute")
+    )
+    if pull + push > LARGE_SHARE:
+        parts = f"{pull:.0%} for values, {push:.0%} until pushes have arrived"
+        advice = "send fewer bytes or send them less often, or use more ps tasks"
+        yield Finding(
+            "warn",
+            f"Workers wait for ps tasks {pull + push:.0%} of the time ({parts}), and compute for "
+            f"{compute:.0%}: {advice}.",
+        )
+    if wait > LARGE_SHARE:
+        advice = "backup workers, or a looser bound, make that less"
+        yield Finding(
+            "warn",
+            f"Workers wait for other workers {wait:.0%} of the time, and compute for "
+            f"{compute:.0%}: {advice}.",
+        )
 
 
 def _servers(status: Status) -> Iterator[Finding]:
@@ -207,7 +223,10 @@ def _servers(status: Status) -> Iterator[Finding]:
         most = max(long, key=lambda each: each.queue)
         text = f"has {most.queue} updates waiting: the ps tasks are what everybody waits for"
         yield Finding("warn", f"{_capital(task_text(most.task))} {text}.")
-    yield from _uneven(status.ps)
+    shares = [each.work for each in _here(status) if each.work is not None]
+    moved = [each.pull + each.push for each in shares]
+    if not moved or sum(moved) > SMALL_SHARE * len(moved):  # else nobody waits for it
+        yield from _uneven(status.ps)
     behind = [each for each in status.ps if each.backup is not None and each.backup.behind > 1000]
     if behind:
         text = "is far behind its log; updates wait for it"
@@ -256,15 +275,28 @@ def _all_is_well(status: Status) -> Finding:
     known = [each.work for each in here if each.work is not None]
     if status.state == "ended":
         return Finding("good", "The run has ended.")
+    rest = _rest_of_queue(status)
     if known:
         share = sum(each.compute for each in known) / len(known)
-        return Finding("good", f"Nothing holds it up: workers compute for {share:.0%} of the time.")
+        # A step that waits for its data computes, as far as anybody sees.
+        text = f"workers compute, or read data, for {share:.0%} of the time"
+        return Finding("good", f"The cluster does not hold it up: {text}.{rest}")
     busy = sum(each.state == "busy" for each in here)
-    return Finding("good", f"Nothing holds it up: {busy} of {len(here)} workers are busy.")
+    text = f"{busy} of {len(here)} workers are busy"
+    return Finding("good", f"The cluster does not hold it up: {text}.{rest}")
+
+
+def _rest_of_queue(status: Status) -> str:
+    queue = status.queue
+    seconds = queue.queued / queue.closures_per_s if queue.closures_per_s else 0.0
+    if seconds < LONG_WORK_S:
+        return ""
+    text = f" The {queue.queued:,} closures that are queued take {seconds_text(seconds)} more"
+    return f"{text}; more workers would make that less."
 
 
 _RULES: tuple[Callable[[Status], Iterable[Finding]], ...] = (
-    _states, _values, _gone, _barriers, _work, _stragglers, _shares, _servers, _lost_work,
+    _states, _values, _gone, _barriers, _stragglers, _work, _shares, _servers, _lost_work,
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The status as Prometheus reads it: the text format, version 0.0.4.
+"""The status, and what a task counts, as Prometheus reads it: the text format, version 0.0.4.
 
 Totals are counters, all else are gauges; rates are left to Prometheus, but for what it cannot
 know. Names of tasks are the label ``task``. Texts (names of steps, errors) are not in it.
@@ -9,7 +9,7 @@ Source: https://prometheus.io/docs/instrumenting/exposition_formats/
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from psync.status.model import PsStatus, Status, WorkerStatus
 
@@ -18,6 +18,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WORKER_STATES = (
     "connecting", "idle", "busy", "waiting", "leaving", "set aside", "lost", "left", "given up",
 )  # fmt: skip
+WORK_KINDS = ("compute", "pull", "push", "wait")
 PS_STATES = ("unconnected", "connected", "silent", "broken", "lost")
 
 
@@ -28,14 +29,69 @@ class _Metric(NamedTuple):
 
 
 def exposition(status: Status) -> str:
-    """Return the text."""
+    """Return the text for a status."""
+    return _text((*_cluster(status), *_workers(status.workers), *_ps(status.ps)))
+
+
+def task_exposition(task: str, counters: Mapping[str, Any], process: Mapping[str, float]) -> str:
+    """Return the text for what a ps or a worker counts itself.
+
+    Args:
+        task: "/job:ps/task:0".
+        counters: As its ``statistics()``.
+        process: Metrics of its process, by their names.
+    """
+    network = counters["network"]
+    metrics = [
+        ("task_connections", "Connections that it has.", network["connections"]),
+        ("task_received_bytes_total", "Bytes received.", network["bytes_received"]),
+        ("task_sent_bytes_total", "Bytes sent.", network["bytes_sent"]),
+        *(_of_ps(counters) if "store" in counters else ()),
+    ]
+    labels = {"task": task}
+    found = [_Metric(name, text, [(labels, value)]) for name, text, value in metrics]
+    if work := counters.get("work"):
+        seconds = [({**labels, "kind": kind}, work[kind]) for kind in WORK_KINDS]
+        found.append(_Metric("task_work_seconds_total", "What its time went to.", seconds))
+    if "staleness" in counters:
+        counts = counters["staleness"]["counts"].items()
+        stale = [({**labels, "staleness": steps}, count) for steps, count in counts]
+        found.append(
+            _Metric("task_pushes_by_staleness_total", "Pushes, by how old they were.", stale)
+        )
+    text = _text(found)
+    # Names that Prometheus's own clients have, and that its dashboards know.
+    return text + _text(
+        [_Metric(name, "Of the process.", [({}, value)]) for name, value in process.items()], ""
+    )
+
+
+def _of_ps(counters: Mapping[str, Any]) -> Iterable[tuple[str, str, float]]:
+    store, ledger, backup = counters["store"], counters["ledger"], counters["backup"]
+    yield "task_pushes_total", "Gradients that have come in.", counters["pushes"]
+    yield "task_pulls_total", "Pulls that were answered.", counters["pulls"] + counters["row_pulls"]
+    yield "task_staged_total", "Parts of synchronous pushes.", counters["staging"]["staged"]
+    yield "task_applies_total", "Updates of shards.", store["applies"]
+    yield "task_queue", "Updates that wait.", counters["queue"]
+    yield "task_shards", "Shards that it holds.", store["shards"]
+    yield "task_bytes", "Bytes of variables.", store["bytes"]
+    yield "task_slot_bytes", "Bytes of optimizers' slots.", store["slot_bytes"]
+    again = ledger["duplicate"] + ledger["already_applied"]
+    yield "task_duplicates_total", "Messages answered from memory.", again
+    yield "task_refused_total", "Messages refused.", ledger["fenced"] + ledger["refused"]
+    if backup["state"] in ("paired", "copying"):
+        behind = backup["entries"] - backup["taken"]
+        yield "task_backup_behind", "Entries that its backup does not have yet.", behind
+
+
+def _text(metrics: Iterable[_Metric], prefix: str = "psync_") -> str:
     lines: list[str] = []
-    for metric in (*_cluster(status), *_workers(status.workers), *_ps(status.ps)):
+    for metric in metrics:
         kind = "counter" if metric.name.endswith("_total") else "gauge"
-        lines += [f"# HELP psync_{metric.name} {metric.help}", f"# TYPE psync_{metric.name} {kind}"]
-        for labels, value in metric.samples:
-            lines.append(f"psync_{metric.name}{_labels(labels)} {float(value)!r}")
-    return "\n".join(lines) + "\n"
+        name = f"{prefix}{metric.name}"
+        lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {kind}"]
+        lines += [f"{name}{_labels(labels)} {float(value)!r}" for labels, value in metric.samples]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _labels(labels: Mapping[str, str]) -> str:
@@ -59,7 +115,7 @@ def _cluster(status: Status) -> list[_Metric]:
     return [
         _one("up_seconds", "Seconds since the coordinator began.", status.uptime_s),
         _Metric(
-            "closures", "Closures that have not ended, by where they are.",
+            "closures_open", "Closures that have not ended, by where they are.",
             [({"state": state}, count) for state, count in now.items()],
         ),
         _Metric(
@@ -73,7 +129,7 @@ def _cluster(status: Status) -> list[_Metric]:
             [({"name": name}, value) for name, value in status.reported.items()],
         ),
         _Metric(
-            "pushes_by_staleness", "Pushes, by how many steps their values were old.",
+            "pushes_by_staleness_total", "Pushes, by how many steps their values were old.",
             [({"staleness": steps}, count) for steps, count in steps.staleness.items()],
         ),
         _Metric(

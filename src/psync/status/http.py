@@ -1,34 +1,28 @@
-"""An HTTP server for the status: ``/metrics`` for Prometheus, ``/status``, ``/spans`` of traces.
+"""An HTTP server: ``/metrics`` for Prometheus, and pages that need a token, such as ``/status``.
 
 It answers GET and HEAD, one request a connection, and reads nothing else. ``/metrics`` has numbers
-and names of tasks, and is for everybody who reaches the address, as Prometheus expects it.
-``/status``, JSON, has texts, too (names of steps, errors), and needs the token of the URL that is
-logged; so does ``/spans``, which has what ``psync trace`` asks for.
-Where it listens on a loopback address, the Host header must name one: a web page that a browser of
-this machine shows must not read it by a name of its own (DNS rebinding).
+and names of tasks, and is for everybody who reaches the address, as Prometheus expects it. Other
+pages have texts, too (names of steps, errors), and need the token of the URL that is logged.
+Where it listens on a loopback address, the Host header must be an address or localhost: a web page
+that a browser of this machine shows must not read it by a name of its own (DNS rebinding).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
-from collections.abc import Mapping
+import types
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING
-from urllib.parse import parse_qs, urlsplit
-
-import msgpack
+from urllib.parse import parse_qs
 
 from psync.cluster import is_loopback, split_address
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.platform import random_hex
 from psync.net.transport import reason
-from psync.status.exposition import CONTENT_TYPE, exposition
-
-if TYPE_CHECKING:
-    from psync.status.sampling import StatusSource
+from psync.status.exposition import CONTENT_TYPE
+from psync.status.guard import is_allowed_host, is_token
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +30,25 @@ MAX_REQUEST_BYTES = 8192
 REQUEST_WITHIN_S = 5.0
 TOKEN_BYTES = 16
 
-_JSON, _TEXT, _BINARY = "application/json", "text/plain; charset=utf-8", "application/msgpack"
+_TEXT = "text/plain; charset=utf-8"
 
 _Answer = tuple[HTTPStatus, str, str | bytes]
 """Status, content type, body."""
 
+Metrics = Callable[[], Awaitable[str]]
+
+Page = Callable[[Mapping[str, list[str]]], Awaitable[tuple[str, str | bytes]]]
+"""Given the query, returns content type and body."""
+
 
 class StatusServer:
-    """Serves the status of one coordinator over HTTP.
+    """Serves over HTTP what a task counts, or the status of a coordinator.
 
     Args:
-        source: Of the status.
         address: "host:port"; port 0: a free one.
+        metrics: Returns them in Prometheus's format.
+        pages: What else there is, for whoever has the token, by path. The first one is logged.
+        who: Whose they are, for the log.
 
     Attributes:
         url: "http://127.0.0.1:9400"; "" before ``start``.
@@ -56,10 +57,18 @@ class StatusServer:
         ConfigurationError: The address is none.
     """
 
-    def __init__(self, source: StatusSource, address: str) -> None:
+    def __init__(
+        self,
+        address: str,
+        metrics: Metrics,
+        pages: Mapping[str, Page] = types.MappingProxyType({}),
+        *,
+        who: str = "",
+    ) -> None:
         host, port = _checked(address)
         self.url = ""
-        self._source = source
+        self._metrics, self._pages = metrics, pages
+        self._who = f"{who}: " if who else ""
         self._host, self._port = host, port
         self._token = random_hex(TOKEN_BYTES)
         self._server: asyncio.Server | None = None
@@ -82,9 +91,9 @@ class StatusServer:
             ) from exc
         port = self._server.sockets[0].getsockname()[1]
         self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
-        logger.info(
-            "metrics at %s/metrics, status at %s/status?token=%s", self.url, self.url, self._token
-        )
+        first = next(iter(self._pages), "")
+        more = f", {first[1:]} at {self.url}{first}?token={self._token}" if first else ""
+        logger.info("%smetrics at %s/metrics%s", self._who, self.url, more)
 
     async def close(self) -> None:
         """Answer nobody any more. Cancellation: safe."""
@@ -127,34 +136,22 @@ class StatusServer:
     async def _answer(self, method: str, target: str, headers: Mapping[str, str]) -> _Answer:
         if method not in ("GET", "HEAD"):
             return HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, "only GET and HEAD\n"
-        named = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-        if _is_loopback(self._host) and not _is_loopback(named):
+        if _is_loopback(self._host) and not is_allowed_host(headers.get("host")):
             return HTTPStatus.FORBIDDEN, _TEXT, "the Host header names another host\n"
-        url = urlsplit(target)
-        if url.path not in ("/metrics", "/status", "/spans"):
-            return HTTPStatus.NOT_FOUND, _TEXT, "there are /metrics and /status\n"
-        if url.path != "/metrics" and not self._is_token(url.query):
-            text = "the token is missing or another one; the program's log has the URL\n"
-            return HTTPStatus.FORBIDDEN, _TEXT, text
+        path, _, query = target.partition("?")
         try:
-            if url.path == "/spans":
-                return HTTPStatus.OK, _BINARY, await self._spans(parse_qs(url.query))
-            status = await self._source.status()
+            if path == "/metrics":
+                return HTTPStatus.OK, CONTENT_TYPE, await self._metrics()
+            if path not in self._pages:
+                there = " and ".join(("/metrics", *list(self._pages)[:1]))
+                return HTTPStatus.NOT_FOUND, _TEXT, f"there is {there}\n"
+            asked = parse_qs(query)
+            if not is_token(asked.get("token", [""])[0], self._token):
+                text = "the token is missing or another one; the program's log has the URL\n"
+                return HTTPStatus.FORBIDDEN, _TEXT, text
+            return HTTPStatus.OK, *await self._pages[path](asked)
         except PsyncError as exc:  # it ends just now
             return HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{exc.message}\n"
-        if url.path == "/status":
-            return HTTPStatus.OK, _JSON, status.to_json()
-        return HTTPStatus.OK, CONTENT_TYPE, exposition(status)
-
-    async def _spans(self, query: Mapping[str, list[str]]) -> bytes:
-        """Return what tasks have recorded: msgpack of a list of (task, reading)."""
-        reader, last = query.get("reader", [""])[0], "last" in query
-        readings = await self._source.spans.read(reader, last=last)
-        return msgpack.packb(readings)  # type: ignore[no-any-return]
-
-    def _is_token(self, query: str) -> bool:
-        given = parse_qs(query).get("token", [""])[0]
-        return hmac.compare_digest(given.encode(), self._token.encode())
 
 
 def _checked(address: str) -> tuple[str, int]:
@@ -177,7 +174,7 @@ def _is_loopback(host: str) -> bool:
 
 def _bytes(method: str, answer: _Answer) -> bytes:
     status, kind, text = answer
-    body = text.encode() if isinstance(text, str) else text
+    body = text if isinstance(text, bytes) else text.encode()
     head = (
         f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
         f"Content-Length: {len(body)}\r\nCache-Control: no-store\r\n"

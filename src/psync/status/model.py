@@ -86,7 +86,7 @@ class WorkerStatus:
     dropped: int = 0  # that came too late
     duplicates: int = 0  # that another run of their closure had made before
     last_error: SeenError | None = None
-    work: WorkShares | None = None  # None: unknown
+    work: WorkShares | None = None  # None: unknown; it has not been asked, or does not answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +183,18 @@ class QueueStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardStatus:
+    """Where one shard of a declared variable lies."""
+
+    variable: str
+    shard: int
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int  # without slots
+    ps: int  # index of the task
+
+
+@dataclass(frozen=True, slots=True)
 class EventStatus:
     """Something that has happened."""
 
@@ -218,6 +230,7 @@ class Status:
     reported: Mapping[str, float] = field(default_factory=dict)  # by the program: loss, epoch, …
     notes: tuple[str, ...] = ()  # on recovery, backups and who is set aside
     events: tuple[EventStatus, ...] = ()  # the newest, newest first
+    placement: tuple[ShardStatus, ...] = ()  # of all variables, in order of declaration
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -229,7 +242,8 @@ class Status:
         data["reported"] = {
             name: value if math.isfinite(value) else None for name, value in self.reported.items()
         }
-        return json.dumps(data, default=_fields, separators=(",", ":"), allow_nan=False)
+        del data["placement"]
+        return f'{_json(data)[:-1]},"placement":{_placement_json(self.placement)}}}'
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -257,6 +271,23 @@ class Status:
         except (ValueError, TypeError, KeyError, AttributeError) as exc:
             raise RemoteProtocolError(f"expected a status of schema {SCHEMA}: {exc}") from exc
         return made
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, default=_fields, separators=(",", ":"), allow_nan=False)
+
+
+_newest_placement: tuple[tuple[ShardStatus, ...], str] = (), "[]"
+
+
+def _placement_json(placement: tuple[ShardStatus, ...]) -> str:
+    """Return the JSON of a placement, made once: of 10,000 shards it takes some 30 ms."""
+    global _newest_placement
+    known, text = _newest_placement
+    if placement is not known:
+        text = _json(placement)
+        _newest_placement = placement, text
+    return text
 
 
 def _fields(value: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from psync.status.model import (
     QueueStatus,
     RunningClosure,
     SeenError,
+    ShardStatus,
     Status,
     StepsStatus,
     WorkerStatus,
@@ -44,30 +45,40 @@ class History:
     """Earlier counters. Times are seconds of one clock.
 
     Args:
-        now: The time at which all counters are 0.
+        now: The time at which all counters are 0, but for those that are older.
     """
 
     def __init__(self, now: float) -> None:
         self._kept: deque[tuple[float, Counters]] = deque([(now, {})])
 
-    def rates(self, now: float, counters: Counters) -> tuple[float, Rate]:
-        """Note counters; return the seconds that rates are means over, and the rates."""
+    def rates(
+        self, now: float, counters: Counters, older: Collection[str] = ()
+    ) -> tuple[float, Rate]:
+        """Note counters; return the seconds that rates are means over, and the rates.
+
+        Args:
+            now: Of the counters. One that has fallen was begun again, from 0.
+            counters: All of them.
+            older: Those that others had begun before: what they were when they were read first says
+                nothing about now.
+        """
         kept = self._kept
         while len(kept) > 1 and now - kept[0][0] > WINDOW_S and now - kept[1][0] >= SPACING_S:
             kept.popleft()
-        then, before = kept[0]
+        earlier = list(kept)
         if now - kept[-1][0] >= SPACING_S:
             kept.append((now, counters))
-        seconds = now - then
 
         def rate(name: str) -> float:
-            value = counters.get(name, 0.0)
-            grown = value - before.get(name, 0.0)
-            if grown < 0:  # the task was started again
-                grown = value
-            return grown / seconds if seconds > 0 else 0.0
+            value, (then, known) = counters.get(name, 0.0), earlier[0]
+            before = known.get(name, 0.0)
+            if name in older:
+                found = ((at, known[name]) for at, known in earlier if name in known)
+                then, before = next(found, (now, value))
+            grown = value - before if value >= before else value
+            return grown / (now - then) if now > then else 0.0
 
-        return seconds, rate
+        return now - earlier[0][0], rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +121,19 @@ class Reading:
     workers: Sequence[WorkerReading]
     ps: Sequence[PsReading]
     has_backups: bool = False
+    attached: bool = False  # to ps tasks that go on serving what they had
     reported: Mapping[str, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
     events: Sequence[EventStatus] = ()
+    placement: tuple[ShardStatus, ...] = ()
 
 
 def status_of(reading: Reading, history: History) -> Status:
     """Return the status, with rates since an earlier reading; note this one in the history."""
-    steps = [_global_step(ps.counters) for ps in reading.ps]
-    counters: dict[str, float] = {
-        "finished": reading.closures.finished,
-        "step": max(steps, default=0),
-    }
+    steps = [_global_step(ps.counters) for ps in reading.ps if ps.counters]
+    counters: dict[str, float] = {"finished": reading.closures.finished}
+    if steps:
+        counters["step"] = max(steps)
     for worker in reading.closures.workers:
         counters[worker.worker] = worker.finished
     groups: Mapping[str, Any] = reading.ps[0].counters.get("sync", {}) if reading.ps else {}
@@ -129,10 +141,18 @@ def status_of(reading: Reading, history: History) -> Status:
         counters[f"group {name}"] = group["step"]
     for ps in reading.ps:
         counters.update({f"{ps.task} {name}": value for name, value in _totals(ps).items()})
-    window_s, rate = history.rates(reading.at, counters)
+    bytes_of = {f"{ps.task} {name}" for ps in reading.ps for name in ("bytes_in", "bytes_out")}
+    older = counters.keys() - {"finished"} if reading.attached else bytes_of
+    window_s, rate = history.rates(reading.at, counters, older)
+    pushes_per_s = max((rate(f"{ps.task} pushes") for ps in reading.ps), default=0.0)
+
+    def pace(name: str) -> float:
+        """Return steps in a second. Each takes a push; a checkpoint that is restored, none."""
+        return min(rate(name), pushes_per_s)
+
     bounds = reading.ps[0].counters.get("clocks", {}) if reading.ps else {}
     busy = [worker.task for worker in reading.workers if worker.closure is not None]
-    synchronous = tuple(_group(*each, busy, rate) for each in groups.items())
+    synchronous = tuple(_group(*each, busy, pace) for each in groups.items())
     bounded = tuple(_bound(each) for each in bounds.values())
     waiting = {task for each in synchronous for task in each.waiting}
     waiting.update(task for each in bounded for task in each.waiting)
@@ -151,7 +171,7 @@ def status_of(reading: Reading, history: History) -> Status:
             rate("finished"),
         ),
         steps=StepsStatus(
-            int(counters["step"]), rate("step"), _staleness(reading.ps, groups), synchronous,
+            int(counters.get("step", 0)), pace("step"), _staleness(reading.ps, groups), synchronous,
             bounded,
         ),
         workers=_workers(reading, groups, waiting, rate),
@@ -159,6 +179,7 @@ def status_of(reading: Reading, history: History) -> Status:
         reported=reading.reported,
         notes=tuple(reading.notes),
         events=tuple(reading.events),
+        placement=reading.placement,
     )  # fmt: skip
 
 
@@ -172,7 +193,7 @@ def _global_step(counters: Mapping[str, Any]) -> int:
     return int(counters.get("iterations", 0))
 
 
-def _group(name: str, group: Mapping[str, Any], busy: Iterable[str], rate: Rate) -> GroupStatus:
+def _group(name: str, group: Mapping[str, Any], busy: Iterable[str], pace: Rate) -> GroupStatus:
     waiting = tuple(group["waits"])
     pushes = Counter[str]()
     for counts in group["replicas"].values():
@@ -185,7 +206,7 @@ def _group(name: str, group: Mapping[str, Any], busy: Iterable[str], rate: Rate)
         waiting=waiting,
         # Whoever has work and does not wait is what the others wait for.
         waits_for=tuple(task for task in busy if task not in waiting) if waiting else (),
-        steps_per_s=rate(f"group {name}"),
+        steps_per_s=pace(f"group {name}"),
         partial_steps=group["partial_steps"],
         accepted=pushes["accepted"],
         dropped=pushes["stale"],

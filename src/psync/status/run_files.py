@@ -31,6 +31,9 @@ SCHEMA = 1
 
 SUFFIX = ".json"
 
+MAX_BYTES = 1 << 16
+"""Of a run file, which has some 250; what is larger is something else."""
+
 NEW_S = 60.0
 """A socket of which there is no run file is left alone for so long."""
 
@@ -111,6 +114,8 @@ def read_run(path: Path) -> Run:
         ConfigurationError: It is none; or there is none, as where the run has ended.
     """
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigurationError(f"{path}: expected a run file of psync")
         data = json.loads(read_private(str(path), str(path)))
         known = {each.name for each in dataclasses.fields(Run)}
         if data.pop("schema") != SCHEMA:
@@ -118,7 +123,7 @@ def read_run(path: Path) -> Run:
                 f"{path}: expected a run file of schema {SCHEMA}",
                 hint="use the version of psync that the run uses",
             )
-        return Run(**{name: value for name, value in data.items() if name in known})
+        run = Run(**{name: value for name, value in data.items() if name in known})
     except FileNotFoundError:
         raise ConfigurationError(f"{path}: there is no such file: has the run ended?") from None
     except OSError as exc:
@@ -127,6 +132,12 @@ def read_run(path: Path) -> Run:
         if isinstance(exc, ConfigurationError):
             raise
         raise ConfigurationError(f"{path}: expected a run file of psync") from exc
+    numbers, texts = (run.pid, run.started), (run.program, run.address, run.token, run.metrics)
+    if not all(isinstance(each, int | float) for each in numbers) or not all(
+        isinstance(each, str) for each in texts
+    ):
+        raise ConfigurationError(f"{path}: expected a run file of psync")
+    return run
 
 
 def newest_run(directory: Path | None = None) -> Run:
@@ -190,7 +201,9 @@ def take_away_ended(directory: Path) -> None:
     """Remove what runs that were killed have left: their files, and sockets without a file."""
     for path, run in _runs(directory):
         if has_ended(run):
-            _remove(path, socket_of(run))
+            left = socket_of(run)
+            is_ours = left.parent == directory and left.suffix == ".sock"  # it might say anything
+            _remove(path, *([left] if is_ours else []))
     for path in directory.glob("*.sock"):
         with contextlib.suppress(OSError):
             # One that is new may be about to listen, and to get its file.

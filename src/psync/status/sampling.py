@@ -21,9 +21,17 @@ from psync.closures.membership import TaskState
 from psync.cluster_roles import CHIEF
 from psync.errors import ClosedError, PsyncError
 from psync.net.peer import Peer
+from psync.net.shielding import shielded
 from psync.net.tracing.collecting import SpanCollector
 from psync.net.tracing.recorder import SpanRecorder
-from psync.status.model import EventStatus, RunningClosure, SeenError, Status, WorkShares
+from psync.status.model import (
+    EventStatus,
+    RunningClosure,
+    SeenError,
+    ShardStatus,
+    Status,
+    WorkShares,
+)
 from psync.status.rates import (
     History,
     PsReading,
@@ -42,6 +50,9 @@ if TYPE_CHECKING:
 
 PS_ANSWERS_WITHIN_S = 1.0
 """A ps runs no user code, and answers within milliseconds."""
+
+WORKER_ANSWERS_WITHIN_S = 3.0
+"""Else it computes on its loop, or is stopped."""
 
 FRESH_S = 0.2
 """Who asks again sooner gets the same status: that bounds what it costs, whoever asks."""
@@ -75,6 +86,8 @@ class StatusSource:
 
     Args:
         coordinator: Running, or starting.
+        placed: Given what it has returned before, returns that if it still holds, else where all
+            shards of the declared variables lie now.
 
     Attributes:
         asks_workers: Whether each status asks workers, too; their answers are in a later one.
@@ -83,14 +96,22 @@ class StatusSource:
         variables: Returns their names by their ids.
     """
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        placed: Callable[[tuple[ShardStatus, ...]], tuple[ShardStatus, ...]],
+    ) -> None:
         self._coordinator = coordinator
+        self._placed = placed
+        self._placement: tuple[ShardStatus, ...] = ()
+        self._time = 0.0  # of the newest; never back, where the clock is set: charts need that
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._history = History(self._began)
         self._ps: dict[str, _LastCounters] = {}
         self._worked: dict[str, _Worked] = {}
         self._asked: dict[str, asyncio.Task[None]] = {}  # workers that have not answered yet
+        self._asked_at: dict[str, float] = {}  # since when, loop time
         self._turn = 0  # place of the worker that is asked next
         self.spans = SpanCollector(self._recorder(), lambda: self._controls().values())
         self.asks_workers = False
@@ -115,7 +136,7 @@ class StatusSource:
             asking = self._asking = self._loop.create_task(self._read())
             asking.add_done_callback(self._ended)
         try:
-            return await asyncio.shield(asking)
+            return await shielded(asking)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if asking.cancelled() and (task is None or not task.cancelling()):
@@ -194,6 +215,7 @@ class StatusSource:
             if worker.name not in self._asked and worker.peers is not None:
                 task = self._loop.create_task(self._ask_worker(worker.name, worker.peers[0]))
                 self._asked[worker.name] = task
+                self._asked_at[worker.name] = self._loop.time()
         self._turn = (self._turn + count) % max(1, len(workers))
 
     async def _ask_worker(self, name: str, control: Peer) -> None:
@@ -202,7 +224,7 @@ class StatusSource:
         except PsyncError:
             return
         finally:
-            del self._asked[name]
+            del self._asked[name], self._asked_at[name]
         assert isinstance(received.message, Statistics), "its only answer"
         work = received.message.counters.get("work")
         if work:
@@ -213,11 +235,13 @@ class StatusSource:
     def _reading(self, began: float) -> Reading:
         coordinator, now = self._coordinator, self._loop.time()
         queue, links = coordinator.recovery.queue, coordinator.links
+        self._placement = self._placed(self._placement)
+        self._time = max(self._time, time.time())
         oldest = queue.dispatcher.oldest()
         given_up = links.workers.given_up.items()
         return Reading(
             at=now,
-            time=time.time(),
+            time=self._time,
             pid=os.getpid(),
             program=self.program,
             uptime_s=now - self._began,
@@ -231,12 +255,14 @@ class StatusSource:
             ],
             ps=[self._ps_reading(link, began, now) for link in links.ps.links],
             has_backups=coordinator.recovery.has_backups,
+            attached=coordinator.continues_program,
             reported=dict(self.reported),
             notes=[*coordinator.recovery.describe(), *links.workers.describe()],
             events=[
                 EventStatus(note.kind, note.text, now - note.at)
                 for note in reversed(links.events.notes)
             ],
+            placement=self._placement,
         )  # fmt: skip
 
     def _records(self) -> list[WorkerRecord]:
@@ -269,7 +295,9 @@ class StatusSource:
             at, text = worker.last_error
             error = SeenError(text, now - at)
         worked, work = self._worked.get(worker.name), None
-        if worked is not None and worked.shares is not None:
+        # What one did before it was stopped is not what it does now.
+        answers = now - self._asked_at.get(worker.name, now) < WORKER_ANSWERS_WITHIN_S
+        if answers and worked is not None and worked.shares is not None:
             work = dataclasses.replace(worked.shares, age_s=now - worked.at)
         return WorkerReading(
             worker.name, worker.address, state, running, worker.losses, worker.failed, error, work

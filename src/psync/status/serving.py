@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import msgpack
+
 from psync.cluster_roles import CHIEF
 from psync.errors import ConfigurationError
 from psync.net.endpoint import Endpoint
@@ -23,6 +25,7 @@ from psync.net.platform import Platform, random_hex
 from psync.net.secret import Secret
 from psync.net.tls import TlsNetwork
 from psync.net.transport import SocketNetwork
+from psync.status.exposition import exposition
 from psync.status.http import StatusServer
 from psync.status.run_files import (
     SUFFIX,
@@ -79,7 +82,11 @@ class ServedStatus:
         self._is_served = is_served(platform)
         if metrics is None and is_outside(platform):
             metrics = os.environ.get("PSYNC_METRICS")
-        self._http = StatusServer(source, metrics) if metrics else None
+        self._http: StatusServer | None = None
+        if metrics:
+            self._http = StatusServer(
+                metrics, self._metrics, {"/status": self._json, "/spans": self._spans}
+            )
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
@@ -104,6 +111,18 @@ class ServedStatus:
         except (OSError, ConfigurationError) as exc:
             logger.info("nobody can ask for the status of this run: %s", exc)
             await self._stack.aclose()
+
+    async def _metrics(self) -> str:
+        return exposition(await self.source.status())
+
+    async def _json(self, _: Mapping[str, list[str]]) -> tuple[str, str]:
+        return "application/json", (await self.source.status()).to_json()
+
+    async def _spans(self, query: Mapping[str, list[str]]) -> tuple[str, bytes]:
+        """Return what tasks have recorded: msgpack of a list of readings."""
+        reader, last = query.get("reader", [""])[0], "last" in query
+        readings = await self.source.spans.read(reader, last=last)
+        return "application/msgpack", msgpack.packb(readings)
 
     async def close(self) -> None:
         """Answer nobody any more. Cancellation: a connection may still be closing."""

@@ -43,9 +43,9 @@ def bytes_text(value: float) -> str:
 
 def seconds_text(value: float) -> str:
     """Return a duration: "15 ms", "3.2 s", "42 s", "3:05 min"."""
-    if value < 1e-3:
+    if value < 0.9995e-3:
         return f"{value * 1e6:.0f} µs"
-    if value < 1:
+    if value < 0.9995:
         return f"{value * 1e3:.0f} ms"
     if value < 120:
         return f"{value:.2g} s" if value < 10 else f"{value:.0f} s"

@@ -48,8 +48,8 @@ from psync.errors import (
 from psync.net.platform import Parts, random_hex
 from psync.specs import as_integer, checked_integer
 from psync.status.html_tables import table
+from psync.status.progress import kind_of, showing, size_of
 from psync.store.snapshot_state import SnapshotState
-from psync.training.progress import kind_of, showing_bytes, size_of
 from psync.training.saved_arrays import in_thread, write_by_reading, write_cut
 from psync.training.saved_names import with_names_of
 from psync.training.saved_objects import Contents
@@ -289,7 +289,7 @@ class Checkpoint:
             if (tensor := manifest.tensors.get(part.tensor)) is not None
         ]
         total, done = sum(part.nbytes for part, _ in found), 0
-        with showing_bytes(verbose, f"restoring {reader.path}", total) as show:
+        with showing(verbose, f"restoring {reader.path}", total) as show:
             for part, tensor in found:
                 stop = part.offset + part.rows
                 await part.write(await asyncio.to_thread(reader.read, tensor, part.offset, stop))
@@ -367,7 +367,7 @@ def _shown(
                 show(min(total, await asyncio.to_thread(size_of, writer.temporary)))
                 await asyncio.sleep(LOOK_EVERY_S)
 
-        with showing_bytes(verbose, f"saving {directory}", total) as show:
+        with showing(verbose, f"saving {directory}", total) as show:
             looking = asyncio.create_task(look())
             try:
                 await write(writer)

@@ -28,6 +28,7 @@ from psync.metrics import Mean, Metric
 from psync.serialization.failures import text_of
 from psync.serialization.remote_value import RemoteValue
 from psync.specs import checked_integer, checked_kind
+from psync.status.progress import Progress, progress_of
 from psync.training.batch_callbacks import follow
 from psync.training.checkpoint import Checkpoint
 from psync.training.checkpoint_manager import CheckpointManager
@@ -41,7 +42,6 @@ from psync.training.evaluation import (
     parts_of,
     shards_of,
 )
-from psync.training.progress import Progress, progress_of
 from psync.training.saved_names import by_name
 
 SHOW_EVERY_S = 0.1

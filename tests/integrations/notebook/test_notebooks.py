@@ -84,6 +84,11 @@ trainer = psync.Trainer(strategy, {{"w": w}}, value_and_grad, psync.optimizers.S
 history = {wait}(trainer.fit(batches, epochs=3, steps_per_epoch=20))
 print("losses", len(history.history["loss"]), bool(history.history["loss"][-1] < 0.01))
 """
+PROGRESS = """
+checkpoint = psync.Checkpoint(w=w)
+path = {wait}(checkpoint.save("run", verbose="auto"))
+_ = {wait}(checkpoint.restore(path, verbose="bar"))
+"""
 END = """
 {await_}coordinator.close()
 {await_}{close}
@@ -101,7 +106,7 @@ def execute(style: str, processes: bool, directory: Path) -> list[list[Any]]:
             "module": "blocking", "await_": "", "wait": "psync.wait", "close": "cluster.close()",
         },
     }[style]  # fmt: skip
-    sources = [START, *TABLES, COROUTINES, FUNCTIONS, FAILURE, FIT, END]
+    sources = [START, *TABLES, COROUTINES, FUNCTIONS, FAILURE, FIT, PROGRESS, END]
     options = {"processes": processes, **words}
     cells = [each if each in TABLES else each.format(**options) for each in sources]
     done = subprocess.run(
@@ -122,13 +127,24 @@ def printed(outputs: list[Any]) -> list[str]:
 @pytest.mark.parametrize("style", ["await", "blocking"])
 @pytest.mark.parametrize("processes", [True, False])
 def test_each_cell_shows_what_its_steps_write(style: str, processes: bool, tmp_path: Path) -> None:
-    start, *tables, coroutines, functions, failure, fit, end = execute(style, processes, tmp_path)
+    start, *tables, coroutines, functions, failure, fit, progress, end = execute(
+        style, processes, tmp_path
+    )
     assert printed(start) == []
     written = [line.split("psync: ")[-1] for line in printed(coroutines)]
     assert sorted(written) == [f"{what} {n}" for what in ("coroutine", "logged") for n in range(3)]
     assert printed(functions) == ["function 0", "function 1", "function 2"]
     assert printed(failure)[:2] == ["before the error", "caught of a step"]
     assert "losses 3 True" in printed(fit)
+    # One output for the epochs, which was replaced again and again.
+    (epochs,) = [output["data"] for output in fit if output["output_type"] == "display_data"]
+    lines = epochs["text/plain"].splitlines()
+    assert [line.partition(" in ")[0] for line in lines] == [
+        f"epoch {n}/3: 20 steps" for n in (1, 2, 3)
+    ]
+    assert epochs["text/html"].count("<div>epoch") == 3
+    moved = [output["data"]["text/plain"].partition(" in ")[0] for output in progress]
+    assert [line.partition(" ")[0] for line in moved] == ["saving", "restoring"]
     shown = [output["data"]["text/html"] for (output,) in tables]
     for page, text in zip(
         shown,

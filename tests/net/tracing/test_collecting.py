@@ -13,6 +13,7 @@ from psync.net.tracing import collecting
 from psync.net.tracing.collecting import SpanCollector
 from psync.net.tracing.readings import Reading
 from psync.net.tracing.recorder import LEASE_S
+from traced_by_hand import entries_of
 
 pytestmark = pytest.mark.virtual_time
 
@@ -116,7 +117,7 @@ async def test_a_closure_that_runs_when_it_begins_is_known() -> None:
         began = [
             entry[1:]
             for task, body, *_ in readings
-            for entry in msgpack.unpackb(body, strict_map_key=False)["entries"]
+            for entry in entries_of(body)
             if task in WORKERS and entry[1] in ("began", "work")
         ]
         assert sorted(began, key=str) == [["began", 0], ["work", 0]]

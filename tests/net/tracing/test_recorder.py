@@ -10,12 +10,13 @@ import msgpack
 import pytest
 
 from endpoints import PS, SECRET, connected, done
-from psync.net.peer import Handler, Peer
+from psync.net.peer import Handler
 from psync.net.platform import Platform
 from psync.net.tracing import recorder as module
-from psync.net.tracing.recorder import GRACE_S, LEASE_S, SAMPLE_S, SpanRecorder
+from psync.net.tracing.recorder import GRACE_S, LEASE_S, TICK_S, SpanRecorder
 from psync.testing import MemoryNetwork
 from psync.wire.messages import AskSpans, AskStatistics, Shutdown
+from traced_by_hand import entries_of
 
 pytestmark = pytest.mark.virtual_time
 
@@ -26,8 +27,9 @@ def new_recorder(**options: Any) -> SpanRecorder:
 
 
 def read(recorder: SpanRecorder, name: str = "r", *, last: bool = False) -> dict[str, Any]:
-    reading: dict[str, Any] = msgpack.unpackb(recorder.read(name, last=last), strict_map_key=False)
-    return reading
+    body = recorder.read(name, last=last)
+    reading: dict[str, Any] = msgpack.unpackb(body, strict_map_key=False)
+    return {**reading, "entries": entries_of(body)}
 
 
 def notes(reading: dict[str, Any]) -> list[Any]:
@@ -69,34 +71,29 @@ async def test_facts_are_told_in_the_beginning_and_in_the_end() -> None:
 async def test_counters_are_looked_at_again_and_again() -> None:
     recorder = new_recorder(counters=lambda: {"queue": 3})
     assert notes(read(recorder)) == [{"queue": 3}]
-    await asyncio.sleep(2.5 * SAMPLE_S)
+    await asyncio.sleep(2.5 * TICK_S)
     assert notes(read(recorder, last=True)) == [{"queue": 3}] * 2
-    await asyncio.sleep(2.5 * SAMPLE_S)
+    await asyncio.sleep(2.5 * TICK_S)
     assert notes(read(recorder, last=True)) == [{"queue": 3}]  # it has begun again
 
 
 async def test_what_is_dropped_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RING_ENTRIES", 3)
-    recorder = new_recorder()
-    read(recorder)
-    for number in range(5):
-        recorder.note("a", number)
-    reading = read(recorder)
-    assert (reading["lost"], notes(reading)) == (2, [2, 3, 4])
-    assert read(recorder, last=True)["lost"] == 0
-
-
-async def test_headers_fill_the_ring_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RING_BYTES", 10_000)
     async with connected(server={Shutdown: Handler(done)}) as pair:
         recorder = new_recorder()
         recorder.watch_endpoint(pair.server)
+        read(recorder, "slow")
         read(recorder)
-        for _ in range(4):
-            await pair.peer.call(Shutdown("x" * 4000))
-        reading = read(recorder, last=True)
-    assert reading["lost"] == 3  # two questions, and the answer between them
-    assert sum(len(entry[4]) for entry in reading["entries"]) <= 10_000
+        for number in range(1, 5):
+            await pair.peer.call(Shutdown("x" * 3000))
+            reading = read(recorder)
+            assert (reading["lost"], len(reading["entries"])) == (0, 2), number
+        slow = read(recorder, "slow")
+        assert (slow["lost"], len(slow["entries"])) == (2, 6)  # a question and its answer
+        recorder.note("a", "x" * 20_000)
+        assert read(recorder)["lost"] == 1
+        assert read(recorder, "slow")["lost"] == 1
+        recorder.close()
 
 
 async def test_who_does_not_come_back_is_forgotten_after_a_while() -> None:
@@ -172,5 +169,3 @@ async def test_a_request_costs_no_look_at_the_clock_while_nobody_asks() -> None:
         recorder.watch_endpoint(pair.server)
         await pair.peer.call(AskStatistics())
         assert looks == []
-        assert all(isinstance(peer, Peer) and peer.connection.tap is None
-                   for peer in pair.server.peers)  # fmt: skip

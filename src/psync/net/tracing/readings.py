@@ -96,13 +96,14 @@ class TaskLog:
         self.lost += reading["lost"]
         self.facts.update(reading["facts"])
         self._links.update(reading["connections"])
-        for entry in reading["entries"]:
-            if isinstance(entry[1], int):
-                self._frame(*entry)
-            else:
-                self.notes.append(entry)
-        if reading["entries"]:
-            self.begin = min(self.begin, reading["entries"][0][0])
+        for chunk in reading["chunks"]:
+            entries = msgpack.unpackb(chunk, strict_map_key=False)
+            self.begin = min(self.begin, entries[0][0])
+            for entry in entries:
+                if isinstance(entry[1], int):
+                    self._frame(*entry)
+                else:
+                    self.notes.append(entry)
         self.end = max(self.end, reading["at"])
 
     def _frame(

@@ -1,7 +1,0 @@
-"""The web page of a run, and the run's log: a run as it goes on, or one that has ended.
-
-``history`` and ``view`` turn statuses into what the page shows, and are pure; the page draws it and
-decides nothing. ``run_log`` writes and reads statuses in a file, ``recorder`` takes one a second,
-``guard`` says who may look, ``server`` serves (aiohttp, the extra ``dashboard``), and ``static`` is
-the page. Read ``view`` first.
-"""

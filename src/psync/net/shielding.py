@@ -1,0 +1,35 @@
+"""Waiting for work that goes on when its caller is cancelled.
+
+As ``asyncio.shield``, which from Python 3.14 on reports an error of such work to the exception
+handler of the loop, even if somebody else looks at it: a log of an ERROR where nothing is wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def shielded(work: asyncio.Future[T]) -> T:
+    """Wait for ``work`` and return what it returns.
+
+    Raises:
+        BaseException: What it raises; CancelledError if it was cancelled itself.
+
+    Cancellation: ``work`` goes on. An error of it is dropped: who cares adds a callback.
+    """
+    if not work.done():
+        try:
+            await asyncio.wait((work,))
+        except asyncio.CancelledError:
+            work.add_done_callback(_look)
+            raise
+    return work.result()
+
+
+def _look(work: asyncio.Future[T]) -> None:
+    """Nobody waits for it any more, so asyncio need not complain that nobody has seen its error."""
+    if not work.cancelled():
+        work.exception()

@@ -1,0 +1,257 @@
+"""Run logs: the statuses of a run in a file of JSON lines.
+
+The first line is ``{"psync_run_log": 1, "program": …, "interval_s": 1.0}``. Each other one is an
+object with one key: "status" (as ``Status.to_json``, without its placement), "placement" (that, as
+it holds from there on) or "end" (the run was closed in order). Readers pass over keys that they do
+not know, and over a last line that a killed process has left unfinished.
+
+A log is bounded: when the file would get larger than ``MAX_BYTES``, every second status goes, and
+from then on only every second one is written. So it always tells of the whole run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from psync.errors import ConfigurationError, RemoteProtocolError
+from psync.status.model import ShardStatus, Status
+
+SCHEMA = 1
+
+MAX_BYTES = 64 << 20
+"""About 8 hours of 4 workers, before anything is thinned out; 5 minutes of 1,000."""
+
+MAX_LINE_BYTES = MAX_BYTES
+"""A file with longer ones is none of ours."""
+
+MAX_MOMENTS = 50_000
+"""So many are read of a log that is larger than one can be, several in one file for example."""
+
+KEY = "psync_run_log"
+
+STATUS, PLACEMENT = b'{"status":', b'{"placement":'
+"""How lines begin."""
+
+
+class RunLog:
+    """Writes a run log. Its methods block for as long as the disk does.
+
+    Args:
+        path: Of the file, readable by this user only. A run log that is there is replaced.
+        program: What runs.
+        interval_s: Between two statuses.
+        append: Go on with a log that is there: the same run, whose program was started again.
+        max_bytes: Of the file.
+
+    Raises:
+        ConfigurationError: The file cannot be written, or is something else than a run log.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        program: str,
+        *,
+        interval_s: float = 1.0,
+        append: bool = False,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self.path = Path(path)
+        self._max_bytes = max_bytes
+        self._every, self._passed = 1, 0
+        self._placement: tuple[ShardStatus, ...] = ()  # as it was written
+        head = {KEY: SCHEMA, "program": program, "interval_s": interval_s}
+        try:
+            is_there = self.path.exists() and self.path.stat().st_size > 0
+            if is_there:
+                check_head(self.path)
+            if append and is_there:
+                _end_line(self.path)
+            self._file = self._opened("ab" if append else "wb")
+            os.fchmod(self._file.fileno(), 0o600)  # also where it was there
+            self._write(head)
+        except OSError as exc:
+            raise ConfigurationError(f"run log {self.path}: {exc.strerror}") from exc
+
+    def _opened(self, mode: str) -> BinaryIO:
+        def opener(name: str, flags: int) -> int:
+            return os.open(name, flags, 0o600)
+
+        return cast(BinaryIO, open(self.path, mode, opener=opener))
+
+    def add(self, status: Status) -> None:
+        """Write a status. Raises OSError."""
+        self._passed += 1
+        if self._passed % self._every:
+            return
+        if status.placement != self._placement:
+            self._write({"placement": [dataclasses.asdict(each) for each in status.placement]})
+            self._placement = status.placement
+        bare = dataclasses.replace(status, placement=())
+        self._append(b'{"status":%s}\n' % bare.to_json().encode())
+
+    def close(self) -> None:
+        """Write that the run has ended, and close the file. Raises OSError."""
+        if not self._file.closed:
+            try:
+                self._write({"end": {}})
+            finally:
+                self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+    def _append(self, line: bytes) -> None:
+        if self._file.tell() + len(line) > self._max_bytes:
+            self._thin()
+        self._file.write(line)
+        self._file.flush()
+
+    def _thin(self) -> None:
+        """Drop every second status; nobody ever sees half a file."""
+        self._file.close()
+        # A name that nobody knows, of mode 0600: the log may lie where others write, too.
+        fd, draft = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        try:
+            with open(self.path, "rb") as old, open(fd, "wb") as new:
+                new.writelines(_thinned(old))
+            os.replace(draft, self.path)
+        except BaseException:
+            os.unlink(draft)
+            raise
+        self._file = self._opened("ab")
+        self._every *= 2
+
+
+def _thinned(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield all lines but every second status, and placements that hold for none that is left."""
+    count, placement = 0, b""
+    for line in lines:
+        if line.startswith(PLACEMENT):
+            placement = line
+            continue
+        if line.startswith(STATUS):
+            count += 1
+            if count % 2:
+                continue
+            yield placement
+            placement = b""
+        yield line
+    yield placement
+
+
+def _end_line(path: Path) -> None:
+    """Drop what a killed program has left of a last line."""
+    end = 0
+    with open(path, "r+b") as file:
+        for line in file:
+            end += len(line) if line.endswith(b"\n") else 0
+        file.truncate(end)
+
+
+def check_head(path: Path) -> None:
+    """Check that a file is a run log.
+
+    Raises:
+        ConfigurationError: It is none, cannot be read, or is of another version.
+    """
+    try:
+        with open(path, "rb") as file:
+            head = json.loads(file.readline(4096))
+        version = head[KEY]
+    except OSError as exc:
+        raise ConfigurationError(f"run log {path}: {exc.strerror}") from exc
+    except (ValueError, TypeError, KeyError) as exc:
+        raise ConfigurationError(
+            f"{path}: expected a run log of psync, got something else",
+            hint="psync run --log RUN.jsonl, or ClusterCoordinator(run_log=…), writes one",
+        ) from exc
+    if version != SCHEMA:
+        raise ConfigurationError(
+            f"{path}: expected a run log of schema {SCHEMA}, got {version}",
+            hint="use the version of psync that has written it",
+        )
+
+
+class FinishedRun:
+    """A run log that is read: all moments of it, each loaded when it is wanted.
+
+    Args:
+        path: Of the file.
+
+    Raises:
+        ConfigurationError: It is no run log, cannot be read, or has no status.
+
+    Attributes:
+        ended: Whether the run was closed in order; False: it was killed, or goes on.
+        close: Closes the file; so does the end of this value.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        check_head(self.path)
+        self._found: list[tuple[int, tuple[ShardStatus, ...]]] = []  # offset and what holds there
+        self._every, self._passed = 1, 0
+        self._placement: tuple[ShardStatus, ...] = ()
+        self.ended = False
+        offset = 0
+        # It stays open: the program may go on, and put another file in its place.
+        self._file = file = open(self.path, "rb")
+        self.close = weakref.finalize(self, file.close)
+        while line := file.readline(MAX_LINE_BYTES):
+            if line.endswith(b"\n"):  # the last one may be half
+                self._note(offset, line)
+            elif len(line) == MAX_LINE_BYTES:
+                raise self._broken(offset)
+            offset += len(line)
+        if not self._found:
+            raise ConfigurationError(f"{self.path}: the run log has no status: nothing ran")
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def _note(self, offset: int, line: bytes) -> None:
+        if line.startswith(STATUS):
+            self.ended = False
+            if self._passed % self._every == 0:
+                self._found.append((offset, self._placement))
+                if len(self._found) > MAX_MOMENTS:
+                    del self._found[1::2]
+                    self._every *= 2
+            self._passed += 1
+            return
+        try:
+            data = json.loads(line)
+            if "placement" in data:
+                self._placement = tuple(
+                    ShardStatus(**{**each, "shape": tuple(each["shape"])})
+                    for each in data["placement"]
+                )
+            self.ended = self.ended or "end" in data
+        except (ValueError, TypeError, KeyError) as exc:
+            raise self._broken(offset) from exc  # a status is looked at when it is wanted
+
+    def _broken(self, offset: int) -> ConfigurationError:
+        return ConfigurationError(f"{self.path}: expected a line of a run log at byte {offset}")
+
+    def statuses(self, first: int = 0, last: int | None = None) -> Iterator[Status]:
+        """Yield statuses from ``first`` to before ``last``, in order.
+
+        Raises:
+            ConfigurationError: A line is none.
+        """
+        for offset, placement in self._found[first:last]:
+            self._file.seek(offset)
+            line = self._file.readline(MAX_LINE_BYTES)
+            try:
+                status = Status.from_json(line.rstrip()[len(STATUS) : -1])
+            except RemoteProtocolError as exc:
+                raise self._broken(offset) from exc
+            yield dataclasses.replace(status, placement=placement)

@@ -1,0 +1,244 @@
+"""The server of the page (aiohttp): read-only, for whoever has the token.
+
+It answers, below wherever a proxy puts it:
+
+    GET ./?token=…     the page; the token moves into a cookie
+    GET static/…       what it is made of
+    GET api/view       what it shows, ?span=recent|run, and ?time= of a run log: see ``view``
+    GET api/status     the status, as ``Status.to_json``
+
+Scripts send the token as ``Authorization: Bearer …``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from psync.cluster import is_loopback, split_address
+from psync.errors import ConfigurationError, PsyncError
+from psync.net.platform import random_hex
+from psync.status.dashboard.shows import Show
+from psync.status.guard import HEADERS, bearer_of, is_allowed_host, is_token
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+logger = logging.getLogger(__name__)
+
+STATIC = Path(__file__).parent / "static"
+
+TOKEN_BYTES = 24
+
+DEFAULT_ADDRESS = "127.0.0.1:0"
+
+CLOSES_WITHIN_S = 1.0
+"""Answers that are under way have so long when the run ends."""
+
+COOKIE_S = 30 * 24 * 3600
+
+NO_TOKEN = (
+    "This dashboard needs its token: open the URL that the program has printed, which ends in "
+    "?token=…\n"
+)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return where to listen.
+
+    Raises:
+        ConfigurationError: It is no "HOST:PORT".
+    """
+    try:
+        host, port = split_address(address)
+    except ConfigurationError:
+        host, port = "", None
+    if not host or port is None:
+        raise ConfigurationError(
+            f'dashboard: expected "HOST:PORT", got {address!r}',
+            hint=f'"{DEFAULT_ADDRESS}" takes any free port, for browsers on this machine',
+        )
+    return host, port
+
+
+def check_can_serve(address: str) -> None:
+    """Check what can be checked before a run is started for it.
+
+    Raises:
+        ConfigurationError: aiohttp is not installed, or it is no address.
+    """
+    host_and_port(address)
+    if importlib.util.find_spec("aiohttp") is None:
+        raise _no_aiohttp()
+
+
+@contextlib.asynccontextmanager
+async def serving(show: Show, address: str, names: Sequence[str] = ()) -> AsyncIterator[str]:
+    """Return a context in which a page is served; it yields the URL, with the token.
+
+    Args:
+        show: What it is about.
+        address: "HOST:PORT"; port 0: any that is free.
+        names: Hosts by which it may be asked for, beside addresses and localhost: of a proxy.
+
+    Raises:
+        ConfigurationError: aiohttp is not installed; the port is in use; or it is no address.
+    """
+    host, port = host_and_port(address)
+    web = _web()
+    token = random_hex(TOKEN_BYTES)
+    pages = _Pages(show, token, frozenset(name.lower() for name in names))
+    runner = web.AppRunner(
+        pages.application(web), access_log=None, shutdown_timeout=CLOSES_WITHIN_S
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as exc:
+            raise _cannot_listen(address, exc) from exc
+        bound = runner.addresses[0][1]
+        if not is_loopback(address):
+            logger.warning(
+                "the dashboard at %s has no TLS: who reads the network along the way has its token",
+                address,
+            )
+        pages.cookie = f"psync-{bound}"
+        yield f"http://{_shown(host)}:{bound}/?token={token}"
+    finally:
+        await runner.cleanup()
+
+
+def _web() -> Any:
+    try:
+        from aiohttp import web
+    except ImportError as exc:
+        raise _no_aiohttp() from exc
+    return web
+
+
+def _no_aiohttp() -> ConfigurationError:
+    return ConfigurationError(
+        "a dashboard needs aiohttp, which is not installed", hint='pip install "psync[dashboard]"'
+    )
+
+
+def _cannot_listen(address: str, exc: OSError) -> ConfigurationError:
+    if exc.errno == errno.EADDRINUSE:
+        return ConfigurationError(
+            f"dashboard: {address} is in use by another program",
+            hint="another port, or port 0 for any that is free",
+        )
+    return ConfigurationError(f"dashboard: cannot listen at {address}: {exc.strerror or exc}")
+
+
+def _shown(host: str) -> str:
+    """Return a host that a browser on this machine can open."""
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{shown}]" if ":" in shown else shown
+
+
+class _Pages:
+    """The answers of one server."""
+
+    def __init__(self, show: Show, token: str, names: frozenset[str]) -> None:
+        self._show = show
+        self._token = token
+        self._names = names
+        self._web: Any = None
+        self.cookie = "psync"  # its name: cookies are shared by all ports of a host
+
+    def application(self, web: Any) -> Any:
+        """Return the application."""
+        self._web = web
+
+        async def guard(request: Any, handler: Any) -> Any:  # a method cannot be marked as one
+            return await self._guard(request, handler)
+
+        application = web.Application(middlewares=[web.middleware(guard)])
+        application.on_response_prepare.append(_protect)
+        application.router.add_get("/", self._page)
+        application.router.add_get("/api/view", self._view)
+        application.router.add_get("/api/status", self._status)
+        application.router.add_static("/static/", STATIC)
+        return application
+
+    async def _guard(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Answer whoever may look."""
+        web = self._web
+        if not is_allowed_host(request.headers.get("Host"), self._names):
+            text = "This name is not one of the dashboard's: see PSYNC_DASHBOARD_HOSTS.\n"
+            return self._refusal(421, text)
+        given = request.query.get("token")
+        if given is None:
+            given = request.cookies.get(self.cookie)
+            given = bearer_of(request.headers.get("Authorization")) if given is None else given
+        if not is_token(given, self._token):
+            return self._refusal(401, NO_TOKEN)
+        try:
+            return await handler(request)
+        except web.HTTPException as exc:
+            return self._refusal(exc.status, f"{exc.reason}\n")
+        except PsyncError as exc:  # a log that was written over
+            return self._refusal(503, f"{exc.message}\n")
+
+    def _refusal(self, status: int, text: str) -> web.Response:
+        response: web.Response = self._web.Response(status=status, text=text)
+        return response
+
+    async def _page(self, request: web.Request) -> Any:
+        if "token" in request.query:  # out of the address bar, and of the history
+            response = self._web.Response(status=303, headers={"Location": "./"})
+            # Lax: also for who comes by a link from somewhere else. Its path is the page's own,
+            # as the browser sees it, so it is right behind a proxy, too.
+            response.headers["Set-Cookie"] = (
+                f"{self.cookie}={self._token}; HttpOnly; SameSite=Lax; Max-Age={COOKIE_S}"
+            )
+            return response
+        return self._web.FileResponse(STATIC / "index.html")
+
+    async def _view(self, request: web.Request) -> web.Response:
+        span = request.query.get("span", "recent")
+        if span not in ("recent", "run"):
+            return self._refusal(400, f"span: expected recent or run, got {span!r}\n")
+        try:
+            time = _time_of(request)
+        except ValueError:
+            return self._refusal(400, "time: expected seconds since 1970\n")
+        return self._json(await self._show.view(span, time))
+
+    async def _status(self, request: web.Request) -> web.Response:
+        try:
+            status = await self._show.status(_time_of(request))
+        except ValueError:
+            return self._refusal(400, "time: expected seconds since 1970\n")
+        return self._json("{}" if status is None else status.to_json())
+
+    def _json(self, text: str) -> web.Response:
+        response: web.Response = self._web.Response(text=text, content_type="application/json")
+        return response
+
+
+def _time_of(request: web.Request) -> float | None:
+    text = request.query.get("time")
+    if text is None:
+        return None
+    time = float(text)
+    if not math.isfinite(time):
+        raise ValueError("expected a date")
+    return time
+
+
+async def _protect(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(HEADERS)

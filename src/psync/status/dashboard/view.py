@@ -1,0 +1,272 @@
+"""The page as data: a status and its history become rows, series and sentences.
+
+All that is decided about what the page shows is decided here; the page formats nothing and sorts
+nothing. Everything is plain data for JSON. ``VIEW_SCHEMA`` of the page and of this file must agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from psync.status.dashboard.history import History
+from psync.status.diagnosis import diagnose
+from psync.status.model import PsStatus, ShardStatus, Status, StepsStatus, WorkerStatus
+from psync.status.units import (
+    bytes_text,
+    number_text,
+    seconds_text,
+    short_names,
+    task_text,
+    tasks_text,
+)
+
+VIEW_SCHEMA = 1
+
+MAX_WORKERS = 40
+"""Rows and lanes of workers: those in trouble, then the slowest."""
+
+MAX_PS_ROWS = 64
+
+MAX_EVENTS = 50
+
+TROUBLE = ("lost", "set aside", "given up", "connecting")
+
+MAX_PARTS = 24
+"""Pieces of a bar in the placement map; the smallest of the others are one piece."""
+
+
+def view_of(
+    status: Status,
+    history: History,
+    *,
+    span: str = "recent",
+    mode: str = "live",
+) -> dict[str, Any]:
+    """Return what the page shows.
+
+    Args:
+        status: Of the moment that is shown.
+        history: Up to it, or of the whole run.
+        span: Of the charts, "recent" or "run".
+        mode: "live", or "log" for a run that is read from a file.
+    """
+    shown = noticed(status.workers)
+    times, lanes = history.lanes([worker.task for worker in shown])
+    return {
+        "schema": VIEW_SCHEMA,
+        "mode": mode,
+        "time": status.time,
+        "program": status.program,
+        "pid": status.pid,
+        "state": status.state,
+        "uptime": seconds_text(status.uptime_s),
+        "waits_for": short_names(status.waits_for),
+        "why": [{"level": each.level, "text": each.text} for each in diagnose(status)],
+        "tiles": tiles(status),
+        "series": history.series(span),
+        "staleness": staleness(status.steps),
+        "groups": [_group(*each) for each in _groups(status.steps)],
+        "workers": [worker_row(worker) for worker in shown],
+        "num_workers": len(status.workers),
+        "states": states(status.workers),
+        "lanes": {"times": times, "rows": lanes},
+        "ps": [ps_row(each) for each in status.ps[:MAX_PS_ROWS]],
+        "num_ps": len(status.ps),
+        "placement": placement(status.placement, len(status.ps)),
+        "events": [
+            {"kind": each.kind, "text": short_names(each.text), "ago": seconds_text(each.seconds)}
+            for each in status.events[:MAX_EVENTS]
+        ],
+        "notes": [short_names(note) for note in status.notes],
+        "missing": missing(status),
+    }
+
+
+def tiles(status: Status) -> list[dict[str, str]]:
+    """Return the numbers at the top."""
+    queue, steps, workers = status.queue, status.steps, status.workers
+    here = sum(worker.state in ("idle", "busy", "waiting", "leaving") for worker in workers)
+    traffic = sum(ps.bytes_in_per_s + ps.bytes_out_per_s for ps in status.ps)
+    found = [
+        ("closures/s", number_text(queue.closures_per_s), f"{queue.finished:,} finished"),
+        ("steps/s", number_text(steps.steps_per_s), f"step {steps.global_step:,}"),
+        ("queue", f"{queue.queued:,}", f"{queue.in_flight:,} in flight"),
+        ("workers", f"{here:,}", f"of {len(workers):,} here"),
+        ("ps traffic", f"{bytes_text(traffic)}/s",
+         f"{bytes_text(sum(ps.bytes for ps in status.ps))} of variables"),
+    ]  # fmt: skip
+    for name, value in list(status.reported.items())[:3]:
+        text = f"{value:.4g}" if math.isfinite(value) else "not finite"
+        found.append((name, text, "reported"))
+    return [{"name": name, "value": value, "more": more} for name, value, more in found]
+
+
+# Steps.
+
+
+def staleness(steps: StepsStatus) -> list[dict[str, Any]]:
+    """Return the bars of the histogram: each staleness up to 15, then ranges."""
+    bars: dict[tuple[int, str], int] = {}
+    for name, count in steps.staleness.items():
+        low = int(name)
+        if low < 16:
+            key = low, name
+        else:
+            top = 1 << low.bit_length()
+            key = (top >> 1, f"{top >> 1}–{top - 1}") if top <= 128 else (128, "128+")
+        bars[key] = bars.get(key, 0) + count
+    most = max(bars.values(), default=0)
+    total = sum(bars.values())
+    return [
+        {"label": label, "count": bars[low, label], "height": round(100 * bars[low, label] / most),
+         "share": f"{bars[low, label] / total:.1%}"}
+        for low, label in sorted(bars)
+        if most
+    ]  # fmt: skip
+
+
+def _groups(steps: StepsStatus) -> list[tuple[str, str, str]]:
+    found = []
+    for group in steps.groups:
+        waits = f", waits for {tasks_text(group.waits_for)}" if group.waits_for else ""
+        text = (
+            f"step {group.step:,}, {number_text(group.steps_per_s)}/s, {group.counted} of "
+            f"{group.target} gradients{waits}"
+        )
+        parts = (
+            (group.accepted, "accepted"), (group.dropped, "dropped"),
+            (group.duplicates, "duplicate"), (group.partial_steps, "partial steps"),
+        )  # fmt: skip
+        found.append((group.name, text, ", ".join(f"{n:,} {what}" for n, what in parts)))
+    for bound in steps.bounds:
+        waits = f", {tasks_text(bound.waiting)} wait" if bound.waiting else ""
+        text = f"rounds {bound.slowest:,} to {bound.fastest:,}{waits}"
+        found.append(("staleness bound", text, f"at most {bound.max_staleness} rounds apart"))
+    return found
+
+
+def _group(name: str, text: str, more: str) -> dict[str, str]:
+    return {"name": name, "text": text, "more": more}
+
+
+# Workers.
+
+
+def noticed(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:
+    """Return the workers that are shown one by one: all, or those in trouble and the slowest."""
+    if len(workers) <= MAX_WORKERS:
+        return list(workers)
+    return sorted(workers, key=_by_trouble)[:MAX_WORKERS]
+
+
+def _by_trouble(worker: WorkerStatus) -> tuple[bool, bool, float]:
+    return worker.state not in TROUBLE, worker.last_error is None, -(worker.mean_s or 0.0)
+
+
+def worker_row(worker: WorkerStatus) -> dict[str, str]:
+    """Return the texts of a row of the table of workers."""
+    closure, error = worker.closure, worker.last_error
+    return {
+        "task": task_text(worker.task),
+        "state": worker.state,
+        "rate": number_text(worker.closures_per_s),
+        "mean": "" if worker.mean_s is None else seconds_text(worker.mean_s),
+        "stale": "" if worker.staleness is None else str(worker.staleness),
+        "dropped": _if_any(worker.dropped),
+        "losses": _if_any(worker.losses),
+        "closure": "" if closure is None else f"{closure.name} {closure.id}",
+        "since": "" if closure is None else seconds_text(closure.seconds),
+        "error": "" if error is None else f"{seconds_text(error.seconds)} ago: {error.text}",
+    }
+
+
+def _if_any(count: int) -> str:
+    return f"{count:,}" if count else ""
+
+
+def states(workers: Sequence[WorkerStatus]) -> list[list[Any]]:
+    """Return each worker's name, state, and how slow it is: 1.0 is the slowest's pace."""
+    slowest = max((worker.mean_s or 0.0 for worker in workers), default=0.0) or 1.0
+    return [
+        [task_text(worker.task), worker.state, round((worker.mean_s or 0.0) / slowest, 2)]
+        for worker in workers
+    ]
+
+
+# Ps tasks.
+
+
+def ps_row(ps: PsStatus) -> dict[str, str]:
+    """Return the texts of a row of the table of ps tasks."""
+    row = {"task": task_text(ps.task), "state": ps.state}
+    if ps.age_s is None:
+        return row
+    backup = ""
+    if ps.backup is not None:
+        behind = f", {ps.backup.behind:,} behind" if ps.backup.behind else ""
+        backup = f"{ps.backup.state}{behind}"
+    return row | {
+        "variables": bytes_text(ps.bytes),
+        "slots": bytes_text(ps.slot_bytes),
+        "pushes": number_text(ps.pushes_per_s),
+        "pulls": number_text(ps.pulls_per_s),
+        "in": f"{bytes_text(ps.bytes_in_per_s)}/s",
+        "out": f"{bytes_text(ps.bytes_out_per_s)}/s",
+        "queue": str(ps.queue),
+        "duplicates": _if_any(ps.duplicates),
+        "backup": backup,
+    }
+
+
+def placement(placed: Sequence[ShardStatus], num_ps: int) -> list[dict[str, Any]]:
+    """Return a bar for each ps: its shards, largest first, as percent of the fullest ps."""
+    by_ps: dict[int, list[ShardStatus]] = {index: [] for index in range(num_ps)}
+    for shard in placed:
+        by_ps.setdefault(shard.ps, []).append(shard)
+    totals = {ps: sum(shard.nbytes for shard in shards) for ps, shards in by_ps.items()}
+    most = max(totals.values(), default=0) or 1
+    names = sorted({shard.variable for shard in placed})
+    colours = {name: number for number, name in enumerate(names)}
+    bars = []
+    for ps, shards in list(by_ps.items())[:MAX_PS_ROWS]:
+        shards.sort(key=lambda shard: -shard.nbytes)
+        parts = [_part(shard, most, colours[shard.variable]) for shard in shards[:MAX_PARTS]]
+        rest = shards[MAX_PARTS:]
+        if rest:
+            size = sum(shard.nbytes for shard in rest)
+            text = f"{len(rest)} more shards, {bytes_text(size)}"
+            parts.append({"name": text, "text": text, "width": _percent(size, most), "colour": -1})
+        total = f"{bytes_text(totals[ps])}, {len(shards)} shards"
+        bars.append({"task": f"ps {ps}", "total": total, "parts": parts})
+    return bars if placed else []
+
+
+def _part(shard: ShardStatus, most: int, colour: int) -> dict[str, Any]:
+    name = f"{shard.variable} [{shard.shard}]"
+    text = f"{name}: {shard.shape} {shard.dtype}, {bytes_text(shard.nbytes)}"
+    return {"name": name, "text": text, "width": _percent(shard.nbytes, most), "colour": colour}
+
+
+def _percent(part: int, whole: int) -> float:
+    return round(100 * part / whole, 2)
+
+
+def missing(status: Status) -> Mapping[str, str]:
+    """Return, for parts of the page that have nothing to show, why that is so."""
+    found = {}
+    if not status.reported:
+        found["loss"] = (
+            'The program reports no values: coordinator.report({"loss": loss}) shows them here, '
+            "and Trainer.fit reports its own."
+        )
+    if not status.steps.staleness:
+        found["staleness"] = "No push has been counted yet: steps push nothing, or have not begun."
+    if all(worker.work is None for worker in status.workers):
+        found["work"] = (
+            "Workers have not said yet what their time goes to, so lanes show their states only."
+        )
+    if not status.placement:
+        found["placement"] = "No variable has been declared yet."
+    return found

@@ -1,0 +1,50 @@
+"""Work goes on when whoever waits is cancelled, and the loop hears nothing of its errors."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from psync.net.shielding import shielded
+
+
+async def test_what_it_returns_or_raises_is_passed_on() -> None:
+    work: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(shielded(work))
+    work.set_result(3)
+    assert await waiting == 3
+    assert await shielded(work) == 3
+    broken: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    broken.set_exception(ValueError("bad"))
+    with pytest.raises(ValueError, match="bad"):
+        await shielded(broken)
+
+
+async def test_work_goes_on_when_its_caller_is_cancelled() -> None:
+    """That its error is reported to nobody is for the fixture ``clean_loop`` to see."""
+    goes_on = asyncio.Event()
+
+    async def fail() -> None:
+        await goes_on.wait()
+        raise ValueError("nobody waits for this")
+
+    work = asyncio.ensure_future(fail())
+    waiting = asyncio.ensure_future(shielded(work))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not work.done()
+    goes_on.set()
+    await asyncio.wait((work,))
+    assert isinstance(work.exception(), ValueError)
+
+
+async def test_work_that_is_cancelled_itself_cancels_its_caller() -> None:
+    work: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(shielded(work))
+    await asyncio.sleep(0)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting

@@ -1,0 +1,211 @@
+"""Run logs: written, bounded, read; and files that are none."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from psync.errors import ConfigurationError
+from psync.status.dashboard import run_log
+from psync.status.dashboard.run_log import FinishedRun, RunLog, check_head
+from psync.status.model import ShardStatus
+from statuses import status, worker
+
+PLACED = (ShardStatus("w", 0, (2, 3), "float32", 24, 1),)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.jsonl"
+
+
+def written(path: Path, moments: int = 3, **options: object) -> RunLog:
+    log = RunLog(path, "train.py", **options)  # type: ignore[arg-type]
+    for at in range(moments):
+        log.add(status(worker(), at=float(at)))
+    return log
+
+
+def times(run: FinishedRun) -> list[float]:
+    return [each.time for each in run.statuses()]
+
+
+def test_what_is_written_is_read(path: Path) -> None:
+    log = RunLog(path, "train.py")
+    log.add(status(worker(), at=1.0))
+    log.add(status(worker(1, "lost"), at=2.0, reported={"loss": 0.5}, placement=PLACED))
+    log.close()
+    log.close()
+    run = FinishedRun(path)
+    assert (len(run), run.ended) == (2, True)
+    assert list(run.statuses()) == [
+        status(worker(), at=1.0),
+        status(worker(1, "lost"), at=2.0, reported={"loss": 0.5}, placement=PLACED),
+    ]  # fmt: skip
+    assert [each.time for each in run.statuses(1, 2)] == [2.0]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_format_is_lines_of_json(path: Path) -> None:
+    log = RunLog(path, "train.py")
+    log.add(status(worker(), placement=PLACED))
+    log.close()
+    head, placed, seen, end = map(json.loads, path.read_text().splitlines())
+    assert head == {"psync_run_log": 1, "program": "train.py", "interval_s": 1.0}
+    assert seen["status"]["schema"] == 1
+    assert placed["placement"] == [
+        {"variable": "w", "shard": 0, "shape": [2, 3], "dtype": "float32", "nbytes": 24, "ps": 1}
+    ]
+    assert end == {"end": {}}
+
+
+def test_a_program_that_was_killed_leaves_a_log(path: Path) -> None:
+    log = written(path)
+    with path.open("ab") as file:
+        file.write(b'{"status":{"time"')
+    run = FinishedRun(path)
+    assert (times(run), run.ended) == ([0, 1, 2], False)
+    log.close()
+
+
+def test_a_program_that_was_started_again_goes_on_with_it(path: Path) -> None:
+    written(path)._file.close()
+    with path.open("ab") as file:
+        file.write(b'{"status":{"time"')  # it was killed here
+    written(path, 2, append=True).close()
+    run = FinishedRun(path)
+    assert (times(run), run.ended) == ([0, 1, 2, 0, 1], True)
+    written(path, 2).close()  # another run
+    assert times(FinishedRun(path)) == [0, 1]
+
+
+def test_appending_to_nothing_is_a_new_log(path: Path) -> None:
+    written(path, 1, append=True).close()
+    assert times(FinishedRun(path)) == [0]
+
+
+def test_a_log_is_bounded_and_tells_of_the_whole_run(path: Path) -> None:
+    limit = 12_000
+    log = RunLog(path, "train.py", max_bytes=limit)
+    for at in range(300):
+        log.add(status(worker(), at=float(at), placement=PLACED))
+        assert path.stat().st_size <= limit
+    log.close()
+    run = FinishedRun(path)
+    seen = times(run)
+    assert seen[0] < 40
+    assert seen[-1] > 260
+    assert sorted(seen) == seen
+    assert {each.placement for each in run.statuses()} == {PLACED}
+    assert os.listdir(path.parent) == [path.name]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_thinning_keeps_where_variables_lay(path: Path) -> None:
+    log = RunLog(path, "train.py", max_bytes=12_000)
+    for at in range(200):  # a variable more with each status
+        log.add(status(worker(), at=float(at), placement=PLACED * (at // 20)))
+        assert path.stat().st_size <= 12_000
+    log.close()
+    run = FinishedRun(path)
+    assert all(len(each.placement) == each.time // 20 for each in run.statuses())
+
+
+def test_a_disk_that_is_full_leaves_no_draft(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RunLog(path, "train.py", max_bytes=5_000)
+    monkeypatch.setattr(os, "replace", lambda *_: os.open("/proc/no/such", os.O_RDONLY))
+
+    def fill() -> None:
+        for at in range(100):
+            log.add(status(worker(), at=float(at)))
+
+    with pytest.raises(OSError, match="No such file"):
+        fill()
+    assert os.listdir(path.parent) == [path.name]
+    log.close()
+
+
+def test_a_log_that_others_could_read_is_this_users_alone(path: Path) -> None:
+    written(path, 1).close()
+    path.chmod(0o644)
+    written(path, 1).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_log_is_read_as_it_was_opened_whatever_takes_its_place(path: Path) -> None:
+    log = RunLog(path, "train.py", max_bytes=5_000)
+    for at in range(6):
+        log.add(status(worker(), at=float(at)))
+    run = FinishedRun(path)
+    inode = path.stat().st_ino
+    while path.stat().st_ino == inode:
+        log.add(status(worker(), at=9.0))
+    log.close()
+    assert times(run) == [0, 1, 2, 3, 4, 5]
+
+
+def test_of_a_log_that_is_too_long_every_second_moment_is_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_log, "MAX_MOMENTS", 8)
+    written(path, 20).close()
+    assert times(FinishedRun(path)) == [0, 4, 8, 12, 16]
+
+
+def test_a_line_without_an_end_is_not_read_whole(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_log, "MAX_LINE_BYTES", 2000)
+    written(path, 1).close()
+    with path.open("a") as file:
+        file.write("x" * 9000)
+    with pytest.raises(ConfigurationError, match=r"expected a line of a run log at byte \d+"):
+        FinishedRun(path)
+
+
+@pytest.mark.parametrize("text", ["", "hello\n", "[1]\n", '{"a": 1}\n', "\x80\n"])
+def test_a_file_that_is_no_run_log_is_one_error(path: Path, text: str) -> None:
+    path.write_text(text, "latin-1")
+    with pytest.raises(ConfigurationError, match=r"expected a run log of psync, got something"):
+        FinishedRun(path)
+
+
+def test_a_file_of_something_else_is_not_overwritten(path: Path) -> None:
+    path.write_text("precious\n")
+    with pytest.raises(ConfigurationError, match=r"expected a run log of psync"):
+        RunLog(path, "train.py")
+    assert path.read_text() == "precious\n"
+
+
+def test_logs_of_another_version_of_nothing_and_of_nowhere(path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"run.jsonl: No such file"):
+        FinishedRun(path)
+    with pytest.raises(ConfigurationError, match=r"No such file"):
+        RunLog(path / "x" / "run.jsonl", "train.py")
+    path.write_text('{"psync_run_log": 2}\n')
+    with pytest.raises(ConfigurationError, match=r"expected a run log of schema 1, got 2"):
+        check_head(path)
+    path.write_text('{"psync_run_log": 1}\n')
+    with pytest.raises(ConfigurationError, match=r"the run log has no status"):
+        FinishedRun(path)
+
+
+@pytest.mark.parametrize("line", ['{"status":{}}', '{"status":', "x", '{"placement": [1]}'])
+def test_a_line_that_is_broken_is_one_error(path: Path, line: str) -> None:
+    written(path, 1).close()
+    with path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ConfigurationError, match=r"expected a line of a run log at byte \d+"):
+        list(FinishedRun(path).statuses())
+
+
+def test_what_a_newer_version_writes_is_passed_over(path: Path) -> None:
+    log = written(path, 1)
+    log.close()
+    with path.open("a") as file:
+        file.write('{"profile": [1, 2]}\n')
+    assert times(FinishedRun(path)) == [0]
