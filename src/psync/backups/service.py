@@ -33,6 +33,7 @@ from psync.errors import (
 )
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
+from psync.net.shielding import shielded
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Entry, Executor, Listed
 from psync.store.commit_log import LogState
@@ -275,7 +276,7 @@ class BackupService:
     async def _when_copied(self) -> Reply:
         if self._copying is not None:
             try:
-                await asyncio.shield(self._copying)
+                await shielded(self._copying)
             except TransportError as exc:  # who asks would take it for a loss of his own
                 raise PsyncError(f"its backup does not follow: {exc.message}") from exc
         return Reply(Done())

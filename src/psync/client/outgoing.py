@@ -40,6 +40,7 @@ from typing import Any, TypeVar
 from psync.client.numbers import Numbers
 from psync.client.ps_link import Call, together
 from psync.errors import ClosedError
+from psync.net.shielding import shielded
 from psync.wire.codec import Message
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class Outgoing:
         self.begun.add(under_way)
         under_way.add_done_callback(self.begun.discard)
         try:
-            return await asyncio.shield(under_way)
+            return await shielded(under_way)
         except asyncio.CancelledError:
             under_way.add_done_callback(_note_result)
             raise

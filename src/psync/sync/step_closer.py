@@ -30,6 +30,7 @@ from psync.cluster import task_name
 from psync.errors import ClosedError, FencedError, GradientError, PsyncError
 from psync.net.peer import Handler, Later, Peer, Reply
 from psync.net.platform import Platform
+from psync.net.shielding import shielded
 from psync.numerics.blocks import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Answer, Build, Listed
@@ -363,7 +364,7 @@ class StepCloser:
             self._beginning[group] = beginning
             beginning.add_done_callback(functools.partial(self._begun, group))
         try:
-            await asyncio.shield(beginning)
+            await shielded(beginning)
         except PsyncError:
             if self._over is not None:
                 raise self._over.with_traceback(None) from None
