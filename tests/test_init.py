@@ -72,7 +72,7 @@ def extras_of_users() -> list[tuple[str, str]]:
     """Each extra that is not for psync's own development or examples, and what it installs."""
     root = Path(__file__).parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    own = {"test", "lint", "fuzz", "examples", "models", "package"}
+    own = {"test", "lint", "fuzz", "examples", "models", "package", "docs"}
     return [
         (extra, re.split(r"[<>=;\[ ]", requirement)[0])
         for extra, requirements in project["optional-dependencies"].items()

@@ -37,6 +37,9 @@ class TraceFile:
             (each["pid"], each["tid"]): each["args"]["name"]
             for each in self._all("M", "thread_name")
         }
+        self._first_at: dict[tuple[int, int, float], Event] = {}
+        for each in self._all("X"):
+            self._first_at.setdefault(_place(each), each)
         assert len(set(self.tasks.values())) == len(self.tasks)
         assert {each["pid"] for each in self.events} == set(self.tasks)
         self._check_lanes()
@@ -72,13 +75,7 @@ class TraceFile:
             assert self._slice_at(begin)["name"] == self._slice_at(ends[number])["name"]
 
     def _slice_at(self, flow: Event) -> Event:
-        return next(
-            each
-            for each in self.events
-            if each["ph"] == "X"
-            and [each[key] for key in ("pid", "tid", "ts")]
-            == [flow[key] for key in ("pid", "tid", "ts")]
-        )
+        return self._first_at[_place(flow)]
 
     def slices(self, task: str, lane: str = "", name: str = "") -> list[Event]:
         """Return slices of a task, of lanes and of names that begin so."""
@@ -107,6 +104,10 @@ class TraceFile:
             )
             for each in self._all("s")
         ]
+
+
+def _place(event: Event) -> tuple[int, int, float]:
+    return event["pid"], event["tid"], event["ts"]
 
 
 def _ns(microseconds: float) -> int:
