@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from psync.status.exposition import exposition
+from psync.status.exposition import exposition, task_exposition
 from psync.status.model import (
     BackupStatus,
     GroupStatus,
@@ -95,3 +95,43 @@ def test_labels_are_escaped() -> None:
     group = dataclasses.replace(STATUS.steps.groups[0], name='a "b"\\\n')
     status = dataclasses.replace(STATUS, steps=StepsStatus(groups=(group,)))
     assert r'psync_synchronous_waiting{optimizer="a \"b\"\\\n"} 1.0' in exposition(status)
+
+
+PS_COUNTERS = {
+    "network": {"connections": 3, "bytes_received": 500, "bytes_sent": 40},
+    "store": {"applies": 12, "shards": 4, "bytes": 800, "slot_bytes": 400},
+    "ledger": {"duplicate": 1, "already_applied": 2, "fenced": 3, "refused": 4},
+    "backup": {"state": "paired", "entries": 9, "taken": 7},
+    "staging": {"staged": 5}, "pushes": 6, "pulls": 7, "row_pulls": 8, "queue": 2,
+}  # fmt: skip
+
+
+def task_values(task: str, counters: dict[str, object]) -> dict[str, float]:
+    text = task_exposition(task, counters, {"process_resident_memory_bytes": 1e6})
+    pairs = (line.rpartition(" ") for line in text.splitlines() if line[0] != "#")
+    return {name: float(value) for name, _, value in pairs}
+
+
+def test_a_ps_says_what_it_counts_itself() -> None:
+    found = task_values("/job:ps/task:0", PS_COUNTERS)
+    label = '{task="/job:ps/task:0"}'
+    assert found[f"psync_task_sent_bytes_total{label}"] == 40
+    assert found[f"psync_task_pulls_total{label}"] == 15
+    assert found[f"psync_task_duplicates_total{label}"] == 3
+    assert found[f"psync_task_refused_total{label}"] == 7
+    assert found[f"psync_task_backup_behind{label}"] == 2
+    assert found["process_resident_memory_bytes"] == 1e6
+    alone = task_values("/job:ps/task:0", {**PS_COUNTERS, "backup": {"state": "alone"}})
+    assert f"psync_task_backup_behind{label}" not in alone
+
+
+def test_a_worker_says_what_its_time_went_to_and_how_old_its_pushes_were() -> None:
+    counters = {
+        "network": PS_COUNTERS["network"],
+        "work": {"compute": 1.0, "pull": 2.0, "push": 3.0, "wait": 4.0},
+        "staleness": {"counts": {"0": 5, "2": 1}},
+    }
+    found = task_values(W0, counters)
+    assert found[f'psync_task_work_seconds_total{{task="{W0}",kind="push"}}'] == 3
+    assert found[f'psync_task_pushes_by_staleness_total{{task="{W0}",staleness="2"}}'] == 1
+    assert f'psync_task_applies_total{{task="{W0}"}}' not in found

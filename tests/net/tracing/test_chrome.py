@@ -10,6 +10,7 @@ import pytest
 
 from psync.net.tracing.chrome import Summary, write_trace
 from psync.net.tracing.readings import Reading
+from psync.wire.frames import Kind
 from psync.wire.messages import AskSpans, AskStatistics, Statistics
 from trace_events import TraceFile
 from traced_by_hand import CHIEF, PS, WORKER, ByHand, exchange
@@ -75,3 +76,15 @@ def test_steps_come_before_requests_and_unknown_jobs_last(tmp_path: Path) -> Non
     lanes = [name for (pid, _), name in trace.lanes.items() if trace.tasks[pid] == "worker-0"]
     assert lanes == ["steps", "to ps-0"]
     assert math.isclose(trace.slices("worker-0", "steps")[0]["dur"], 1.5e6)
+
+
+def test_a_request_that_is_not_answered_yet_aligns_clocks_one_way(tmp_path: Path) -> None:
+    chief, ps, worker = ByHand(CHIEF), ByHand(PS, ahead=-40.0), ByHand(WORKER)
+    tasks = (chief, ps, worker)
+    first = [task.reading(0.0) for task in tasks]
+    worker.frame(1.0, PS, Kind.REQUEST, 1, ASK, sent=True)
+    ps.frame(1.001, WORKER, Kind.REQUEST, 1, ASK, sent=False)
+    _, trace = written(tmp_path / "t.json", [*first, *(task.reading(3.0) for task in tasks)])
+    assert trace.arrows() == [("AskStatistics", "worker-0", "ps-0")]
+    (sent,), (served,) = trace.slices("worker-0", "to ps-0"), trace.slices("ps-0", "from worker-0")
+    assert sent["ts"] <= served["ts"]
