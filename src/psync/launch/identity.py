@@ -158,12 +158,23 @@ async def open_to_joiners(
         workforce: Told of those that come and leave.
         added: See ``Door``.
     """
+    door = _door_of(own, workforce, added) if own.job == "chief" else None
     async with contextlib.AsyncExitStack() as stack:
-        try:
-            if own.job == "chief" and load_secret(os.environ) is not None:
-                platform = platform_of(own.resolver, own.address, listens=True)
-                await stack.enter_async_context(Door(platform, own.address, workforce, added))
-                logger.debug("workers may join: psync join %s", own.address)
-        except ConfigurationError as exc:  # of the secret and TLS the program hears by itself
-            logger.info("no worker can join this program: %s", exc.message)
+        if door is not None:
+            try:
+                await stack.enter_async_context(door)
+            except ConfigurationError as exc:
+                logger.info("no worker can join this program: %s", exc.message)
         yield
+
+
+def _door_of(own: OwnTask, workforce: Workforce, added: MutableMapping[str, str]) -> Door | None:
+    """Return the chief's door; None: without a secret, or where the set-up is wrong.
+
+    Of that the program hears when it starts its coordinator, in one error that is no log line.
+    """
+    with contextlib.suppress(ConfigurationError):
+        if load_secret(os.environ) is not None:
+            platform = platform_of(own.resolver, own.address, listens=True)
+            return Door(platform, own.address, workforce, added)
+    return None
