@@ -161,5 +161,5 @@ async def test_workers_in_processes_of_their_own() -> None:
         async with psync.ClusterCoordinator(strategy) as coordinator:
             with strategy.scope():
                 served = ServedModule(small_net, psync.optimizers.Adam(0.02), name="net")
-            await train(coordinator, served, 60)
+            await train(coordinator, served, 150)
             assert accuracy_of((await served.pull()).eval()) > 0.9
