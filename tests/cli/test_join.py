@@ -10,5 +10,3 @@ from psync.cli.main import main
 def test_what_cannot_be_used_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["join"]) == 2
     assert "Missing argument 'HOST:PORT'" in capsys.readouterr().err
-    assert main(["join", "127.0.0.1:9", "--log-level", "loud"]) == 2
-    assert "log level: expected debug" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from psync.cli.certs import tls_environ, tls_options
+from psync.cli.options import log_level_option, plugin_option
 from psync.errors import ConfigurationError, TrainingEnded
 
 
@@ -29,16 +30,9 @@ from psync.errors import ConfigurationError, TrainingEnded
     help="How long to be without a chief, before the first one and after the last one has gone; "
     "none: for ever.  [default: 3600 before, 600 after]",
 )
-@click.option(
-    "--plugin",
-    "plugins",
-    metavar="MODULE",
-    multiple=True,
-    envvar="PSYNC_PLUGINS",
-    help="A module with update rules or schedules of your own; several times for several.",
-)
+@plugin_option
 @tls_options
-@click.option("--log-level", envvar="PSYNC_LOG_LEVEL", default="info", help="Lowest level shown.")
+@log_level_option
 def join(
     chief: str,
     script: str | None,

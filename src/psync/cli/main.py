@@ -23,6 +23,7 @@ from psync.cli.dashboard import dashboard as dashboard_command
 from psync.cli.health import health
 from psync.cli.join import join
 from psync.cli.launch.commands import launch
+from psync.cli.options import log_level_option, plugin_option
 from psync.cli.run_on import engine_options, run_on
 from psync.cli.scale import scale
 from psync.cli.top import top
@@ -33,26 +34,6 @@ from psync.launch.task_output import configure_logging, fill_standard_streams
 USAGE_ERROR = 2  # exit code, as everywhere
 FAILED = 1
 OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
-LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-
-log_level_option = click.option(
-    "--log-level",
-    type=click.Choice(LOG_LEVELS, case_sensitive=False),
-    # One name for all commands, for it is also how `run` hands the level to the tasks.
-    envvar="PSYNC_LOG_LEVEL",
-    default="info",
-    help="Lowest level of psync's own log that is shown.",
-)
-
-
-plugin_option = click.option(
-    "--plugin",
-    "plugins",
-    metavar="MODULE",
-    multiple=True,
-    envvar="PSYNC_PLUGINS",  # as for the level: it is how `run` hands them to the tasks
-    help="A module with update rules or schedules of your own; several times for several.",
-)
 
 
 @click.group(
