@@ -181,6 +181,19 @@ def loggers() -> dict[str, tuple[object, ...]]:
 
 
 @pytest.fixture(autouse=True)
+def environment_as_before() -> Iterator[None]:
+    """Fail the test if it leaves a variable of psync behind: processes of other tests get it."""
+
+    def variables() -> dict[str, str]:
+        prefixes = ("PSYNC_", "TF_CONFIG", "JAX_", "KERAS_", "CUDA_")
+        return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+
+    before = variables()
+    yield
+    assert variables() == before, "the environment is not what it was before the test"
+
+
+@pytest.fixture(autouse=True)
 def loggers_as_before() -> Iterator[None]:
     """Fail the test if it leaves a logger with another level than it found: others hear of it."""
     before, disabled = loggers(), logging.root.manager.disable

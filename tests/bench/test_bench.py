@@ -26,6 +26,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
         return 0
 
     monkeypatch.setattr(sync_async, "run", run)
+    monkeypatch.setenv("PSYNC_LOG_LEVEL", "warning")  # as the command does if it is not set
     return options
 
 

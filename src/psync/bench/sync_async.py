@@ -61,7 +61,6 @@ def _check(options: Options) -> None:
 
 def _run(options: Options) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("PSYNC_LOG_LEVEL", "warning")  # of the cluster's tasks
     about = machine()
     print(
         f"{about['cores']} cores, Python {about['python']}, "

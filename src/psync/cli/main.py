@@ -261,6 +261,7 @@ def sync_async(
     """
     from psync.bench import sync_async as benchmark
 
+    os.environ.setdefault("PSYNC_LOG_LEVEL", "warning")  # of the clusters' tasks
     return benchmark.run(
         benchmark.Options(
             parts=parts or benchmark.PARTS,
