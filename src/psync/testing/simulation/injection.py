@@ -312,6 +312,7 @@ class Injector:
     async def _part(self, a: str, b: str, fault: Fault) -> None:
         network, rng = self._world.network, self._world.stream(f"{fault}:kernels")
         one_way = fault.kind == "one_way"
+        self._world.cut_off(a, b)
         (network.deafen if one_way else network.partition)(a, b)
         between = [link for link in network.links(a) if link.ends.are(a, b)]
         try:

@@ -77,7 +77,7 @@ class World:
         self.over = asyncio.Event()  # the program is at its end
         self.closing = asyncio.Event()  # the program is to close its coordinator
         self.gone: set[str] = set()  # who is never started again
-        self._lost: set[str] = set()  # ps tasks that died, or were stopped, at some time
+        self._lost: set[str] = set()  # ps tasks that were, at some time, away for the chief
         self.injected: Counter[str] = Counter()  # faults that happened, by kind
         self.trace: list[tuple[float, int, str, str, str]] = []
         self._graves: list[Process] = []
@@ -296,6 +296,11 @@ class World:
                 self._lost.add(name)  # if it is for long
             process.stop()
             self.network.stop(name)
+
+    def cut_off(self, a: str, b: str) -> None:
+        """Two processes do not reach each other."""
+        if "chief-0" in (a, b):
+            self._lost.update(name for name in (a, b) if name.startswith("ps"))  # if it is for long
 
     def go_on(self, name: str) -> None:
         """As SIGCONT."""
