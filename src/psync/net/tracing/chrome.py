@@ -113,7 +113,8 @@ def _events(
         lanes: dict[str, int] = {}
         slices = slices_of(log, names)
         for lane in sorted({each.lane for each in slices}, key=_lane_order):
-            lanes[lane] = len(lanes) + 1
+            # A thread of its process's own number would be its main thread, for Perfetto.
+            lanes[lane] = 1000 * pid + len(lanes)
             yield _named("thread_name", pid, lanes[lane], name=lane)
             yield _named("thread_sort_index", pid, lanes[lane], sort_index=lanes[lane])
         # In order on each lane; of those that begin together the longest is around the others.
@@ -150,8 +151,10 @@ def _order(task: str) -> tuple[int, int]:
     return (_JOBS.index(job) if job in _JOBS else len(_JOBS)), int(index or 0)
 
 
-def _lane_order(lane: str) -> tuple[bool, str]:
-    return not lane.startswith("steps"), lane
+def _lane_order(lane: str) -> tuple[bool, str, int]:
+    """Return the steps, then the others by name; the tenth after the second."""
+    name, _, number = lane.rstrip(")").partition(" (")
+    return name != "steps", name, int(number or 1)
 
 
 def _ns(seconds: float) -> int:
