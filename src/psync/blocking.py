@@ -35,6 +35,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator,
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from psync.api.cluster_coordinator import ClusterCoordinator as AsyncCoordinator
+from psync.api.data_shards import Visits
 from psync.api.datasets import PerWorkerDataset
 from psync.api.strategy import ParameterServerStrategy
 from psync.client.context import program_waits, wait
@@ -320,6 +321,16 @@ class ClusterCoordinator(_Blocking):
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset[Any]:
         """Return a dataset, see ``psync.ClusterCoordinator.create_per_worker_dataset``."""
         return _on_loop(self.coordinator.create_per_worker_dataset, dataset_fn)
+
+    def distribute_once(
+        self, shards: Sequence[Any], num_epochs: int = 1, **options: Any
+    ) -> Visits:
+        """Return visits of data shards, see ``psync.ClusterCoordinator.distribute_once``.
+
+        ``psync.wait(visits.run(step))`` makes all of them.
+        """
+        distribute = self.coordinator.distribute_once
+        return _on_loop(lambda: distribute(shards, num_epochs, **options))
 
     def status(self) -> Status:
         """Return what the cluster does just now, see ``psync.ClusterCoordinator.status``."""

@@ -209,7 +209,7 @@ class CSVLogger(Callback):
     """Writes a line of values for each epoch.
 
     Args:
-        path: Of the file.
+        path: Of the file. Folders on the way are made.
         separator: Between values.
         append: Whether lines are added to what is there, as after a resume.
     """
@@ -225,6 +225,7 @@ class CSVLogger(Callback):
 
     def on_train_begin(self) -> None:
         """Open the file."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._append and self._path.exists() and self._path.stat().st_size:
             with open(self._path, newline="", encoding="utf-8") as file:
                 self._names = next(csv.reader(file, delimiter=self._separator))[1:]

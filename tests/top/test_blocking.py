@@ -56,6 +56,13 @@ def test_steps_are_scheduled_joined_and_fetched(coordinator: blocking.ClusterCoo
     assert coordinator.dashboard_url == ""
 
 
+def test_shards_are_visited_in_plain_calls(coordinator: blocking.ClusterCoordinator) -> None:
+    visits = coordinator.distribute_once([1, 2, 3], num_epochs=2)
+    psync.wait(visits.run(square))
+    assert visits.done()
+    assert [account.num_done for account in visits.account()] == [3, 3]
+
+
 def test_an_error_of_a_step_is_raised_with_its_own_type(
     coordinator: blocking.ClusterCoordinator,
 ) -> None:
