@@ -21,7 +21,7 @@ DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
 printing = $(BIN)/psync run examples/$(2) > out/examples/printed.txt; code=$$?; cat out/examples/printed.txt; \
 	test $$code = 0 && grep -q $(1) out/examples/printed.txt
 
-.PHONY: help docs docs-here pages pages-here pictures models models-here engines engines-here package package-here pythons gallery demo demo-short examples test test-first test-second test-more more-processes more-others test-all full \
+.PHONY: help docs docs-here pages pages-here pictures models models-here engines engines-here package package-here pythons gallery demo demo-short examples test test-first test-second test-more more-processes more-processes-too more-others test-full test-all full \
 	chaos chaos-short sim sim-mutants coverage lint fuzz bench bench-peers clean
 .DELETE_ON_ERROR:
 
@@ -30,7 +30,7 @@ help:
 	@echo "make demo-short   the same, three epochs"
 	@echo "make examples     the other examples"
 	@echo "make test         the test suite: every test that is not slow, once; four minutes"
-	@echo "make test-more    the rest of it: slow tests, real processes, the stock loop; test-all: both"
+	@echo "make test-more    the rest of it: slow tests, real processes, the stock loop; test-full: what takes minutes; test-all: all"
 	@echo "make docs         the site, in out/site; a warning is an error, and internal links are checked"
 	@echo "make pages        every code block of README and site runs, and prints what the page says; pictures: draws theirs"
 	@echo "make models       models of torch, JAX and Keras, notebooks: tests and examples, in an environment of their own"
@@ -38,7 +38,7 @@ help:
 	@echo "make gallery      the programs of docs/howto/gallery.md in full, ten minutes; their plots in out/gallery"
 	@echo "make package      wheel and sdist: built twice, compared, installed on each Python of this machine"
 	@echo "make pythons      the test suite on the other Pythons of this machine, each in an environment of its own"
-	@echo "make full         before a release: pages, package, pythons, models, engines, gallery, coverage, fuzz, sim with 20000 seeds, sim-mutants, chaos"
+	@echo "make full         before a release: test-full, pages, package, pythons, models, engines, gallery, coverage, fuzz, sim with 20000 seeds, sim-mutants, chaos"
 	@echo "make chaos        train for a quarter of an hour while tasks are killed, stopped and cut off; chaos-short: one minute"
 	@echo "make sim          simulate whole clusters that things happen to: SEEDS=300 of them from SEED=1; REPLAY=17 shows one"
 	@echo "make sim-mutants  rules that are wrong on purpose: which oracle notices, after how many seeds"
@@ -63,7 +63,7 @@ examples: $(VENV)/.installed-demo
 	$(call printing,'^epoch 4/5: ',fit.py --ps 2 --workers 2 -- --epochs 5 --out out/examples/fit)
 	@! grep '^epoch 1/5: ' out/examples/printed.txt
 
-# In full: ten minutes. docs/images/gallery has the pictures of such a run; their short forms are in test-more.
+# In full: ten minutes. docs/images/gallery has the pictures of such a run; their short forms are in test-full.
 gallery: export OMP_NUM_THREADS = 1
 gallery: $(VENV)/.installed-demo
 	$(BIN)/psync run examples/gallery/digits_modes.py --ps 2 --workers 4
@@ -79,22 +79,28 @@ test: $(VENV)/.installed-test
 	@$(MAKE) -j2 --output-sync=target test-first test-second
 
 test-first: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -q -m "not more" --part 1/2
+	$(BIN)/python -m pytest -q -m "not more and not full" --part 1/2
 
 test-second: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -q -m "not more" --part 2/2
+	$(BIN)/python -m pytest -q -m "not more and not full" --part 2/2
 
-# Tests that start processes wait for these most of the time, so the others run beside them.
+# Tests that start processes wait for these most of the time, so half of them, and the others, run beside them.
 test-more: $(VENV)/.installed-test
-	@$(MAKE) -j2 --output-sync=target more-processes more-others
+	@$(MAKE) -j3 --output-sync=target more-others more-processes more-processes-too
 
 more-processes: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -q -m more tests/processes
+	$(BIN)/python -m pytest -q -m more --part 1/2 tests/processes
+
+more-processes-too: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q -m more --part 2/2 tests/processes
 
 more-others: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -m more --ignore=tests/processes
 
-test-all: test test-more
+test-full: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q -m full
+
+test-all: test test-more test-full
 
 # Libraries of models are large: an environment of their own has all of them. They compute in one thread here.
 models:
@@ -153,7 +159,7 @@ pythons: $(VENV)/.installed-test
 	done
 
 full: SEEDS := 20000
-full: pages package pythons models engines gallery coverage fuzz sim sim-mutants chaos
+full: test-full pages package pythons models engines gallery coverage fuzz sim sim-mutants chaos
 
 # Ten minutes and three with backups, half of them synchronous. Another seed: make chaos SEED=2
 SEED := 1

@@ -6,7 +6,8 @@
   behind, that lets an error reach the loop's exception handler, or that takes longer than 60 s
   (another limit: ``@pytest.mark.timeout(seconds)``).
 - ``make test`` runs each test once, on uvloop, but for those marked ``slow`` and not ``smoke``;
-  ``make test-more`` runs these, and all others on the stock loop.
+  ``make test-more`` runs these, and all others on the stock loop. Those marked ``full`` are in
+  ``make test-full``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def is_more(item: pytest.Item) -> bool:
-    """Whether a test is in ``make test-more``; all others are in ``make test``."""
+    """Whether a test is in ``make test-more``; most others are in ``make test``."""
     slow = item.get_closest_marker("slow") and not item.get_closest_marker("smoke")
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
     on_stock_loop = any(value is asyncio.new_event_loop for value in values)
@@ -66,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files = set(sorted({item.path for item in items})[part - 1 :: parts])
     items[:] = [item for item in items if item.path in files]
     for item in items:
-        if is_more(item):
+        if is_more(item) and not item.get_closest_marker("full"):
             item.add_marker("more")
         if isinstance(item, pytest.Function) and item.get_closest_marker("asyncio"):
             # Set up before the test's own fixtures, so that those stop their tasks before it looks.

@@ -38,6 +38,7 @@ def test_so_do_deaths_of_ps_tasks_whose_backups_serve(tmp_path: Path) -> None:
     assert re.search(r"LogEntries( +[1-9]\d*){3}", ended.stdout), ended.stdout
 
 
+@pytest.mark.full
 def test_without_dedup_updates_are_counted_twice_and_the_run_says_how_to_repeat_it(
     tmp_path: Path,
 ) -> None:
@@ -61,6 +62,7 @@ def test_without_another_safeguard_the_oracle_says_what_that_is_for(tmp_path: Pa
     assert re.search(fault, ended.stdout), ended.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("scene", "without", "seen", "fault"),
     [
@@ -99,6 +101,7 @@ def test_a_scene_is_seen_to_end_badly_only_without_the_safeguard_that_it_is_abou
     assert re.search(f"FAULT: .*{fault}", ended.stdout), ended.stdout
 
 
+@pytest.mark.full
 def test_fewer_deaths_than_were_asked_for_are_a_fault(tmp_path: Path) -> None:
     options = ("--minutes", "0.01", "--recovery", "none", "--no-losses", "--failpoints", "none")
     ended = chaos(tmp_path, *options, "--at-least", "worker=100")

@@ -17,7 +17,7 @@ from tasks_by_hand import ended, plain_environ
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(180)]
 
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
 PNG = b"\x89PNG"

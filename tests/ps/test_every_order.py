@@ -245,6 +245,7 @@ def test_some_orders_with_a_death_each(plan: str) -> None:
     assert look_at_all(plan, ORDERS[::60], itertools.count()) == 28
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("plan", PLANS)

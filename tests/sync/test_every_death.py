@@ -187,6 +187,7 @@ def test_a_step_is_made_once_whoever_dies() -> None:
     look_at(1.0, False, [(2, 0, 1)], ["heard"])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("along", [False, True], ids=["staged", "along"])
