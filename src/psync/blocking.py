@@ -322,9 +322,7 @@ class ClusterCoordinator(_Blocking):
         """Return a dataset, see ``psync.ClusterCoordinator.create_per_worker_dataset``."""
         return _on_loop(self.coordinator.create_per_worker_dataset, dataset_fn)
 
-    def distribute_once(
-        self, shards: Sequence[Any], num_epochs: int = 1, **options: Any
-    ) -> Visits:
+    def distribute_once(self, shards: Sequence[Any], num_epochs: int = 1, **options: Any) -> Visits:
         """Return visits of data shards, see ``psync.ClusterCoordinator.distribute_once``.
 
         ``psync.wait(visits.run(step))`` makes all of them.

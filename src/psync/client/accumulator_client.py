@@ -6,12 +6,14 @@ numbered separately for each accumulator. Both are deliveries (``client.outgoing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from psync.client.numbers import Numbers
 from psync.client.ps_client import PART_BITS, PsClient
 from psync.client.ps_link import Call, ask, expect
+from psync.errors import UnknownVariableError
 from psync.net.peer import Received
 from psync.wire.accumulator_messages import (
     AccumulatorState,
@@ -27,6 +29,8 @@ from psync.wire.accumulator_messages import (
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.messages import Done
+
+T = TypeVar("T")
 
 Build = Callable[[int, int], Message]
 """Makes a message from its sequence, and from that below which all answers are there."""
@@ -44,7 +48,7 @@ class Place:
 class _Known:
     """What this task knows of one accumulator."""
 
-    defined: bool = False  # its ps has it
+    timeline: int = -1  # in which its ps has it: one that goes back may have been without it
     takes: Numbers = field(default_factory=Numbers)
 
 
@@ -124,16 +128,18 @@ class AccumulatorClient:
 
         Cancellation: A take that waits consumes nothing. One whose value is on its way is lost.
         """
-        await self._define(place)
         link, name = self._ps.links[place.ps], place.definition.name
-        takes = self._known[name].takes
+        takes = self._known.setdefault(name, _Known()).takes
 
-        try:
+        async def call() -> Received:
             with self._ps.outgoing.numbered([takes]) as (number,):
-                received = await link.call(
+                return await link.call(
                     lambda peer: TakeGradient(name, number, takes.acked_below, num_required),
                     bulk=True,  # the answer may be large
                 )
+
+        try:
+            received = await self._of_defined(place, call)
         finally:
             # If this is lost, the next take says so.
             link.notify(ForgetTakes(name, takes.acked_below))
@@ -142,21 +148,30 @@ class AccumulatorClient:
 
     async def state(self, place: Place) -> AccumulatorState:
         """Return how far an accumulator is. Cancellation: safe."""
-        await self._define(place)
-        question = AskAccumulator(place.definition.name)
-        state, _ = await ask(self._ps.links[place.ps], question, AccumulatorState)
+        link, question = self._ps.links[place.ps], AskAccumulator(place.definition.name)
+        state, _ = await self._of_defined(place, lambda: ask(link, question, AccumulatorState))
         return state
 
-    async def _define(self, place: Place) -> None:
+    async def _of_defined(self, place: Place, work: Callable[[], Awaitable[T]]) -> T:
+        """Do something with an accumulator once its ps has it.
+
+        What waits while ps tasks go back to a snapshot of before it was defined is done again.
+        """
         known = self._known.setdefault(place.definition.name, _Known())
-        if not known.defined:
-            await ask(self._ps.links[place.ps], place.definition, Done)
-            known.defined = True
+        while True:
+            timeline = self._ps.timeline
+            if known.timeline != timeline:
+                await ask(self._ps.links[place.ps], place.definition, Done)
+                known.timeline = timeline
+            try:
+                return await work()
+            except UnknownVariableError:
+                if self._ps.timeline == timeline:
+                    raise
 
     async def _update(
         self, place: Place, build: Build, segments: Sequence[memoryview] = ()
     ) -> GradientApplied:
-        await self._define(place)
         link = self._ps.links[place.ps]
 
         def calls_of(sequences: Sequence[int]) -> list[Call[GradientApplied]]:
@@ -172,5 +187,6 @@ class AccumulatorClient:
                 )
             ]
 
-        (answer,) = await self._ps.outgoing.deliver([link.updates], calls_of)
+        deliver = self._ps.outgoing.deliver
+        (answer,) = await self._of_defined(place, lambda: deliver([link.updates], calls_of))
         return answer
