@@ -16,7 +16,7 @@ from inside import peers_of
 from memory_cluster import MemoryCluster, coordinating
 from ps_cluster import PsCluster, assign, heard, pull
 from psync import Outcome, SyncReplicasOptimizer, optimizers
-from psync.client.prefetch import PulledAhead, Values
+from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.ps_client import PsClient
 from psync.client.ps_link import always
 from psync.numerics.blocks import BlockPool
@@ -38,7 +38,7 @@ class Kept(NamedTuple):
     ahead: PulledAhead
     v: VariableSpec
 
-    def take(self, arrival: int = 1) -> Values | None:
+    def take(self, arrival: int = 1) -> Wanted | None:
         return self.ahead.take(self.client.plan((self.v,)), arrival)
 
 
@@ -56,7 +56,8 @@ async def kept() -> AsyncIterator[Kept]:
         assert wanted is not None
         client.links[0].num_calls += 2  # the push, and its answer
         wanted.receive(BlockPool())
-        ahead.put(wanted, 9, 3)
+        wanted.steps = [[(9, 3)]]
+        ahead.put(wanted)
         yield Kept(cluster, client, ahead, v)
 
 
@@ -102,7 +103,8 @@ class TestKeeping:
         async with kept() as k:
             values = k.take()
             assert values is not None
-            assert (values.group, values.step) == (9, 3)
+            assert values.steps == [[(9, 3)]]
+            assert values.arrays is not None
             assert [array.shape for array in values.arrays] == [(4,)]
             assert not values.arrays[0].flags.writeable
             assert k.take() is None
@@ -141,7 +143,7 @@ class TestKeeping:
             assert wanted is not None
             k.client.links[0].num_calls += 2
             wanted.receive(BlockPool())
-            k.ahead.put(wanted, 9, 3)
+            k.ahead.put(wanted)
             await asked
             assert k.take() is None
 
@@ -167,12 +169,20 @@ class TestKeeping:
             await asyncio.sleep(0)
             assert k.take() is None
             assert k.ahead.want() is None
-            k.ahead.put(None, 9, 4)
+            k.ahead.put(None)
             assert k.take(2) is None  # a closure that came after the push
             assert k.ahead.want() is None
-            k.ahead.put(None, 9, 5)
+            k.client.links[0].num_calls += 2
+            k.ahead.put(None)
             assert k.take() is None  # in time, had there been any
             assert k.ahead.want() is not None
+
+    async def test_none_are_wanted_after_a_pull_before_which_something_else_was_asked(self) -> None:
+        async with kept() as k:
+            await k.client.links[1].call(always(AskStatistics()))
+            k.ahead.put(None)
+            assert k.take() is None
+            assert k.ahead.want() is None
 
     async def test_none_are_wanted_while_an_update_is_under_way(self) -> None:
         async with kept() as k:

@@ -16,6 +16,7 @@ import numpy as np
 
 from psync.client.outgoing import Outgoing
 from psync.client.plans import Given, Plan, Request, body_of, given_of, landing, make_plan
+from psync.client.prefetch import Landing, Wanted
 from psync.client.ps_link import Body, Call, PsLink, always, together
 from psync.client.pulled_steps import PulledSteps
 from psync.client.rows import PsRows, check_exist
@@ -59,6 +60,8 @@ class Part(NamedTuple):
     spread: list[tuple[int, int]] | None
     """(ps, sequence there) of the other messages, so that a cut finds all or none; None: it is the
     only one."""
+    pull: int = -1  # the set whose values the answer brings
+    pull_members: list[tuple[int, int]] | None = None
 
 
 class PsClient(PsRows):
@@ -195,6 +198,7 @@ class PsClient(PsRows):
         closure: int,
         ordinal: int,
         ratios: Sequence[float] | None = None,
+        wanted: Wanted | None = None,
     ) -> list[Pushed]:
         """Push a gradient for each of a plan's variables.
 
@@ -210,6 +214,8 @@ class PsClient(PsRows):
             ordinal: Of the call within the closure.
             ratios: Of layerwise optimizers: for each variable what its learning rate is multiplied
                 by. None: each ps takes each of its shards for a whole variable.
+            wanted: Gets its values with the answers if all of them lie on ps tasks that are pushed
+                to, each read once the push is applied there, and none is busy then.
 
         Returns:
             Each request's answer.
@@ -226,12 +232,17 @@ class PsClient(PsRows):
                 *part.identity, request.set_id, part.members, optimizer,
                 None if optimizer in self._optimizers[request.ps] else config, step, part.rows,
                 None if ratios is None else [ratios[variable] for variable, *_ in request.cuts],
-                part.spread,
+                part.spread, part.pull, part.pull_members,
             )  # fmt: skip
 
-        answers = await self._mutate(plan, self.in_order(gradients), build, closure, ordinal)
+        landings = None if wanted is None else wanted.landings(plan, self._pool)
+        answers = await self._mutate(
+            plan, self.in_order(gradients), build, closure, ordinal, landings=landings
+        )
         for request in plan.requests:
             self._optimizers[request.ps].add(optimizer)
+        if wanted is not None:
+            wanted.came([answer.steps for answer in answers if answer.steps is not None])
         return answers
 
     def in_order(
@@ -370,6 +381,7 @@ class PsClient(PsRows):
         ordinal: int,
         *,
         locked: bool = False,
+        landings: Mapping[int, Landing] | None = None,
     ) -> list[Pushed]:
         """Deliver an update of a plan's variables: one for each of ``arrays``, or without any."""
         for spec, array in zip(plan.variables, arrays, strict=bool(arrays)):
@@ -381,7 +393,17 @@ class PsClient(PsRows):
         def calls_of(sequences: Sequence[int]) -> list[Call[Pushed]]:
             drawn = [(link.index, own) for link, own in zip(links, sequences, strict=True)]
             return [
-                self._update(request, given, build, drawn, at, closure, ordinal, locked)
+                self._update(
+                    request,
+                    given,
+                    build,
+                    drawn,
+                    at,
+                    closure,
+                    ordinal,
+                    locked,
+                    landings.get(request.ps) if landings and not request.part else None,
+                )
                 for at, request in enumerate(plan.requests)
             ]
 
@@ -398,20 +420,32 @@ class PsClient(PsRows):
         closure: int,
         ordinal: int,
         locked: bool,
+        landing: Landing | None,
     ) -> Call[Pushed]:
         link = self.links[request.ps]
         segments, rows, nbytes = body_of(request, given) if given else ([], None, 0)
+        set_ids = [request.set_id] if given else []
+        body: Body | None = None
+        if landing is not None:
+            pulled, targets = landing
+            body = Body(pulled.lengths, targets, "the shards", may_lack=True)
+            nbytes = max(nbytes, pulled.nbytes)
+            set_ids.append(pulled.set_id)
         spread = [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None
         call = ordinal << PART_BITS | request.part
 
         def message(peer: Peer) -> Message:
             identity = drawn[at][1], link.updates.acked_below, closure, call
-            return build(Part(request, identity, members_for(peer, request), rows, spread))
+            own = request, identity, members_for(peer, request), rows, spread
+            if landing is None:
+                return build(Part(*own))
+            # What the push itself defines is defined when the rest is read.
+            known = pulled.set_id == request.set_id
+            return build(Part(*own, pulled.set_id, None if known else members_for(peer, pulled)))
 
         return Call(
-            link, message, Pushed, "an update", segments,
-            bulk=nbytes > SMALL_BODY_BYTES, set_ids=(request.set_id,) if given else (),
-            locked=locked,
+            link, message, Pushed, "an update", segments, bulk=nbytes > SMALL_BODY_BYTES, body=body,
+            set_ids=set_ids, locked=locked,
         )  # fmt: skip
 
 

@@ -228,6 +228,7 @@ class Body:
     lengths: tuple[int, ...]  # of the segments that are asked for
     targets: list[memoryview]  # memory for those that are not empty
     what: str  # has these lengths, for messages: "the shards"
+    may_lack: bool = False  # whether an answer without a body is one, too
     got: tuple[int, ...] = ()  # lengths of what came
 
     def place(self, _: Message, lengths: tuple[int, ...]) -> list[memoryview]:
@@ -243,7 +244,7 @@ class Body:
         Raises:
             RemoteProtocolError: It has other sizes.
         """
-        if self.got != self.lengths:
+        if self.got != self.lengths and (self.got or not self.may_lack):
             raise RemoteProtocolError(
                 f"{task} sent other sizes than {self.what} have: "
                 f"expected {sum(self.lengths)} bytes, got {sum(self.got)}"

@@ -47,7 +47,7 @@ class Runtime:
 
     @functools.cached_property
     def ahead(self) -> PulledAhead:
-        """Values that came with a token."""
+        """Values that came with the answer to a push."""
         return PulledAhead(self.ps.links)
 
     @functools.cached_property
@@ -62,14 +62,15 @@ class Runtime:
         return closure.pulled if type(closure) is ClosureContext else self._pulled
 
     def take_ahead(self, plan: Plan) -> list[np.ndarray] | None:
-        """Return values that came with a token, if they are what a pull would bring now."""
+        """Return values that came with an answer, if they are what a pull would bring now."""
         closure = here.get()
         arrival = closure.arrival if type(closure) is ClosureContext else 0
-        values = self.ahead.take(plan, arrival)
-        if values is None:
+        wanted = self.ahead.take(plan, arrival)
+        if wanted is None:
             return None
-        self.pulled.note([(values.group, values.step)])
-        return values.arrays
+        for steps in wanted.steps:
+            self.pulled.note(steps)
+        return wanted.arrays
 
     def begin_update(self, operation: str) -> tuple[int, int]:
         """Return the identity of a new push or assign: (closure id or -1, ordinal).

@@ -188,7 +188,9 @@ class SyncClient:
         answer = expect(received, Contributed, self._ps.links[0].task, "a push")
         known.token = answer.token
         if ahead is not None:
-            ahead.put(wanted, group, answer.token)
+            if wanted is not None:
+                wanted.steps = [[(group, answer.token)]]
+            ahead.put(wanted)
         return answer
 
     def _receive(

@@ -65,6 +65,15 @@ class PsPulls:
         except BusyError:
             return self._pull_later(keys, read)
 
+    def read_now(self, keys: Sequence[Key]) -> tuple[list[tuple[int, int]], list[Segment]] | None:
+        """Return what a pull of whole shards would bring: steps, values. None: one is busy."""
+        try:
+            values: list[Segment] = [self._store.read(key) for key in keys]
+        except BusyError:
+            return None
+        self.pulls += 1
+        return self._steps(), values
+
     def _pull_locked(
         self, peer: Peer, message: PullLocked, body: list[memoryview]
     ) -> Reply | Awaitable[Reply]:

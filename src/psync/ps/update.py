@@ -266,6 +266,7 @@ class Update:
     store: ShardStore  # both stay the same, even if a new coordinator
     ledger: Ledger  # empties the task while the update is under way
     needed: Sequence[Key]  # the shards that it reads or changes
+    wanted: Sequence[Key] = ()  # whose values its answer brings
     step: int = 0
     operands: Sequence[np.ndarray | RowValues] = ()  # the views as arrays, checked; one per shard
     followed: Sequence[Key] = ()  # by the averages: one per shard
@@ -282,6 +283,8 @@ class Update:
                 message.sequence, message.acked_below, message.closure, message.ordinal,
                 number, members, message.op, message.rows, message.spread,
             )  # fmt: skip
+        if isinstance(message, Push):  # a backup answers nobody
+            return replace(message, set_id=number, members=members, pull=-1, pull_members=None)
         return replace(message, set_id=number, members=members)
 
     @property

@@ -28,10 +28,11 @@ from psync.ps.cut_gate import GateService
 from psync.ps.executor import Answer, Executor, Listed
 from psync.ps.locks import PsLocks
 from psync.ps.optimizers import MeasureService, SlotService
-from psync.ps.update import NO_BYTES, ShardSet, Update, memory_for, set_of
+from psync.ps.pulls import PsPulls
+from psync.ps.update import NO_BYTES, ShardSet, Update, memory_for, numbered_set, set_of
 from psync.store.ledger import Duplicate, Fresh, Ledger, Ticket
 from psync.store.ledger_snapshot import control_of
-from psync.store.store import ShardStore
+from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, decode, encode
 from psync.wire.lock_messages import AssignLocked
 from psync.wire.messages import Failure
@@ -89,6 +90,7 @@ class PsUpdates:
         locks: Who must wait.
         executor: In whose order all is done.
         gate: Who must wait while a cut is taken.
+        pulls: Reads what an answer brings.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class PsUpdates:
         locks: PsLocks,
         executor: Executor,
         gate: GateService,
+        pulls: PsPulls,
     ) -> None:
         self.pushes = self.assigns = 0  # that were applied
         self.staleness = PushStaleness()
@@ -112,6 +115,7 @@ class PsUpdates:
         self._pool = pool
         self._locks = locks
         self._gate = gate
+        self._pulls = pulls
         self._slots = SlotService(task, store, work, pool)
         self._measures = MeasureService(task, store, work, pool)
 
@@ -168,13 +172,20 @@ class PsUpdates:
         try:
             known = set_of(peer, message, self._task).look_up(self._store)
             whole = known.body_of(body, self._task, message.rows)
+            wanted = self._wanted(peer, message)
         except Exception:
             self._refused(peer, message)
             raise
         client = (peer.task, peer.incarnation)
         return self._admit(
-            Update(client, message, known, whole, self._store, self._ledger, known.keys)
+            Update(client, message, known, whole, self._store, self._ledger, known.keys, wanted)
         )
+
+    def _wanted(self, peer: Peer, message: Push | Assign) -> Sequence[Key]:
+        if not isinstance(message, Push) or message.pull < 0:
+            return ()
+        known = numbered_set(peer, message.pull, message.pull_members, self._task)
+        return known.look_up(self._store).keys
 
     def _average(
         self, peer: Peer, message: AverageShards, _: list[memoryview]
@@ -283,6 +294,13 @@ class PsUpdates:
                 client, sequence, call = update.identity
                 self._ledger.note_failure(client, sequence, call, encode(failure_of(failed)))
                 raise failed
+        return self._reply(update, answer)
+
+    def _reply(self, update: Update, answer: Pushed) -> Reply:
+        """Return the answer, with the values that were asked for if no shard is busy."""
+        if update.wanted and (read := self._pulls.read_now(update.wanted)) is not None:
+            steps, values = read
+            return Reply(Pushed(answer.outcome, answer.step, steps), values)
         return Reply(answer)
 
     def _answering(self, update: Update, answer: Pushed) -> Compute:
@@ -292,6 +310,6 @@ class PsUpdates:
             failure = self._ledger.failure_of(*update.identity)
             if failure is not None:
                 raise exception_of(cast(Failure, decode(failure)), self._task)
-            return Reply(answer)
+            return self._reply(update, answer)
 
         return Compute(update.needed, reply)

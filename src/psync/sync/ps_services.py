@@ -153,7 +153,7 @@ class PsServices:
         )  # fmt: skip
         self.pulls = PsPulls(task, store, work, self.sync.steps, self.locks)
         self.rows = RowPulls(task, platform.limits, work, pool, store, self.sync.steps)
-        self.updates = parts.of(PsUpdates)(*served, self.gate)
+        self.updates = parts.of(PsUpdates)(*served, self.gate, self.pulls)
         self.sections: Sequence[Section] = (
             self.updates,
             AccumulatorSection(self.accumulators),

@@ -130,6 +130,10 @@ class Push(Message):
     ratios: list[float] | None = None
     # (ps, sequence there) of the other messages of the same update. None: it is the only one.
     spread: list[tuple[int, int]] | None = None
+    # The set whose values the answer should bring, read once this is applied, as a Pull of that
+    # set would bring them; -1: none.
+    pull: int = -1
+    pull_members: list[tuple[int, int]] | None = None
 
 
 @message(80)
@@ -167,10 +171,12 @@ class Assign(Message):
 
 @message(38)
 class Pushed(Message):
-    """What became of a push or assign."""
+    """What became of a push or assign. Segments: the values that a Push wanted, if they came."""
 
     outcome: str  # "accepted", "stale" or "duplicate"
     step: int  # the optimizer's step on this ps after it; 0 for an assign
+    # Of the values, as in Pulled. None: there are none; some shard was busy with another update.
+    steps: list[tuple[int, int]] | None = None
 
 
 @message(61)

@@ -22,6 +22,7 @@ from psync.api.gradient_arguments import (
     trainable_here,
     value_and_gradients,
 )
+from psync.api.optimizers.push_pull import PushPull
 from psync.api.optimizers.registry import optimizers_here
 from psync.api.optimizers.staleness_bound import StalenessBound
 from psync.api.optimizers.state import Iterations, PushResult
@@ -47,7 +48,7 @@ OF_THE_PROCESS = frozenset({"number", "origin", "_rule", "_arrived", "_also_trai
 """Attributes of an optimizer that do not travel with it as they are."""
 
 
-class Optimizer:
+class Optimizer(PushPull):
     """Base of all optimizers.
 
     ``synchronous``: whether its pushes are counted in steps, which several replicas complete.
@@ -304,14 +305,18 @@ class Optimizer:
             runtime.ps, self._rule, plan, gradients,
             optimizer=self.number, config=self._config, step=known,
         )  # fmt: skip
+        ahead = runtime.ahead
+        raises = None if global_step is None else global_step.spec
+        wanted = ahead.want(len(plan.requests), bounded=False, raises=raises)
         answers = await runtime.ps.push(
             plan, gradients, optimizer=self.number, config=self._config, step=known,
-            closure=closure, ordinal=ordinal, ratios=ratios,
+            closure=closure, ordinal=ordinal, ratios=ratios, wanted=wanted,
         )  # fmt: skip
         result = result_of(answers, known)
         runtime.steps[self.number] = max(result.step, runtime.steps.get(self.number, 0))
         if global_step is not None:
             await global_step.assign_add(1)
+        ahead.put(wanted)
         bound = self._staleness_bound
         if bound is not None and result.outcome is Outcome.ACCEPTED:
             if closure >= 0 or runtime.in_session:  # else the program itself, which has no clock

@@ -79,11 +79,19 @@ class Run:
     session: object  # one for each incarnation of the worker
     pulled: dict[str, int] = field(default_factory=dict)  # lowest step that was seen, by table
     notes: dict[int, Note] = field(default_factory=dict)  # by the ordinal of a call
+    changed: list[tuple[str, int]] = field(default_factory=list)  # (table, column) that counted
     ordinal: int = 0  # of the call that is made
 
     def say(self, kind: str) -> None:
         """Note something for the report."""
         Journal.current().say(kind)
+
+    def look_for_own(self, table: str, found: np.ndarray) -> None:
+        """What this run has changed in a table, and was told so, is in what it pulls."""
+        journal = Journal.current()
+        if not journal.is_rolled_back:
+            seen = bool((found > 0).all())
+            journal.look(seen, f"{table}: of own changes {found.tolist()} is seen", "own")
 
     def end_round(self, table: str, note: Note) -> None:
         """A push that may have to wait for others was answered."""

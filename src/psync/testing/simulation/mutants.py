@@ -22,6 +22,7 @@ from psync.backups.host import _Backup
 from psync.checkpoints import files
 from psync.chief import cluster_links
 from psync.chief.backups import Backups
+from psync.client.prefetch import PulledAhead
 from psync.client.runtime import Runtime
 from psync.closures.queue import ClosureQueue
 from psync.closures.rollback import EndedClosures
@@ -212,6 +213,12 @@ MUTANTS: Mapping[str, Mutant] = {
     "backup_forgets_nothing": Mutant(
         "a backup does each entry, also those that nobody waits for", ("replica",),
         ((_Backup, "add", wrong.passes_over_finality),),
+    ),
+    "old_values_are_used": Mutant(
+        "values that came with a push are no longer used when something else has happened",
+        ("any",),
+        ((PulledAhead, "take", wrong.takes_what_came),
+         (PulledAhead, "_end_turn", wrong.does_nothing(None))),
     ),
     "reads_in_between": Mutant(
         "nobody reads what is half updated", ("any",),

@@ -12,6 +12,8 @@ from typing import Any
 
 from psync.accumulators import Accumulator, ArrayAccumulator
 from psync.backups.host import _Backup
+from psync.client.plans import Plan
+from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.runtime import Runtime
 from psync.errors import TaskLost
 from psync.ps.computes import Computes
@@ -160,6 +162,15 @@ def one_is_missing(original: Callable[..., Any]) -> Any:
         return await original(strategy, [*brought[:-1], brought[0]], *args, **kwargs)
 
     return merge
+
+
+def takes_what_came(original: Callable[..., Any]) -> Any:
+    def take(self: PulledAhead, plan: Plan, arrival: int) -> Wanted | None:
+        came = self._wanted
+        original(self, plan, arrival)
+        return came if came is not None and came.plan is plan else None
+
+    return take
 
 
 def is_of_now(original: Callable[..., Any]) -> Any:

@@ -57,6 +57,8 @@ async def step(
             run.ordinal = ordinal
             note = await journal.tables[call.kind].change(handles[call.kind], call, run)
             outcomes.append(str(note.outcome))
+            if note.outcome == "accepted":
+                run.changed.append((call.kind, call.column))
         await asyncio.sleep(calls[-1].pause_s)
     if fails:
         raise StepFailed(closure)

@@ -113,6 +113,7 @@ class Table:
     repeats = False  # whether a column is more than 0 or 1
     has_copies = False  # one for each worker, among which is shared out what is restored
     has_marks = True  # else ``check`` alone says what must hold of its calls
+    applies_at_once = False  # a run that pulls sees what it has changed
 
     def __init__(self, name: str, plan: Plan, columns: int) -> None:
         self.name = name
@@ -165,6 +166,9 @@ class Table:
 
     def note_pull(self, values: Mapping[str, np.ndarray], run: Run) -> None:
         """A run of a closure has pulled these values."""
+        columns = [column for name, column in run.changed if name == self.name]
+        if columns and self.applies_at_once:
+            run.look_for_own(self.name, self.marks(values)[:, columns])
 
     def wrong(self, seen: Seen) -> str:
         """Return the oracle by which the marks of a call are wrong, or ""."""
@@ -238,7 +242,9 @@ class Table:
 
 
 class Dense(Table):
-    """Pushed as whole gradients."""
+    """Pushed as whole gradients; values come with the answers of every second call."""
+
+    applies_at_once = True
 
     def declare(self, steps: Sequence[Any]) -> Handles:
         return Handles({"": self._dense()}, self._descent())
@@ -246,7 +252,12 @@ class Dense(Table):
     async def change(self, handles: Handles, call: Call, run: Run) -> Note:
         note = run.begin(call)
         pairs = list(self._pairs(handles.variables, call.column))
-        note.told(await handles.optimizer.apply_gradients(pairs))
+        if call.column % 2:
+            result, values = await handles.optimizer.push_pull(pairs, pull=handles.variables)
+            if note.told(result).outcome == "accepted":
+                run.look_for_own(self.name, self.marks(values)[:, call.column])
+        else:
+            note.told(await handles.optimizer.apply_gradients(pairs))
         run.end_round(self.name, note)
         return note
 
@@ -281,6 +292,8 @@ class Both(Dense):
 class Added(Table):
     """Changed by ``assign_add``, without an optimizer."""
 
+    applies_at_once = True
+
     def declare(self, steps: Sequence[Any]) -> Handles:
         return Handles({"": self._dense()})
 
@@ -296,6 +309,7 @@ class Counted(Added):
     """Changed by ``assign_add`` of a copy for each worker, as the sums of metrics are."""
 
     has_copies = True
+    applies_at_once = False  # in its own copy, and the mean may be one of another moment
 
     def declare(self, steps: Sequence[Any]) -> Handles:
         variable = psync.Variable(
@@ -314,6 +328,8 @@ class Counted(Added):
 
 class Scattered(Table):
     """Changed by ``scatter_add``: some rows, without an optimizer."""
+
+    applies_at_once = True
 
     def declare(self, steps: Sequence[Any]) -> Handles:
         return Handles({"": self._sparse()})

@@ -1,0 +1,277 @@
+"""Values that come with the answer to a push: asked for, and unseen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from memory_cluster import MemoryCluster, coordinating, event_of, replicated
+from ps_cluster import heard
+from psync import Outcome, SyncReplicasOptimizer, UsageError
+from psync.optimizers import SGD
+from psync.wire.ps_messages import Pull, Push
+
+STEPS = 6
+
+
+class Model:
+    """A variable on each of two ps tasks, and the pulls and pushes that both hear."""
+
+    def __init__(
+        self, cluster: MemoryCluster, coordinator: psync.ClusterCoordinator, size: int
+    ) -> None:
+        self.coordinator = coordinator
+        self.optimizer = SGD(1.0)
+        with coordinator.strategy.scope():
+            self.variables = [
+                psync.Variable(np.zeros(size, np.float32), name=f"w{n}") for n in range(2)
+            ]
+        self.tasks = [cluster.ps(f"ps-{n}") for n in range(2)]
+        self.pulls = [heard(task, Pull) for task in self.tasks]
+
+    def gradients(self) -> list[tuple[np.ndarray, Any]]:
+        return [(np.ones(w.shape, np.float32), w) for w in self.variables]
+
+    @property
+    def num_pulls(self) -> list[int]:
+        return [len(pulls) for pulls in self.pulls]
+
+
+@asynccontextmanager
+async def model(size: int = 3, workers: int = 1) -> AsyncIterator[Model]:
+    async with coordinating(2, workers) as (cluster, coordinator):
+        yield Model(cluster, coordinator, size)
+
+
+@pytest.mark.parametrize("size", [3, 100_000], ids=["small", "large"])
+async def test_the_values_are_those_that_the_push_has_left(size: int) -> None:
+    async with model(size) as m:
+        optimizer, variables = m.optimizer, m.variables
+
+        async def step() -> list[tuple[Outcome, list[float], bool]]:
+            seen = []
+            for _ in range(STEPS):
+                gradients = [(np.ones(size, np.float32), w) for w in variables]
+                result, values = await optimizer.push_pull(gradients, {"model": variables})
+                arrays = values["model"]
+                own = [float(array[0]) for array in arrays]
+                writeable = any(array.flags.writeable for array in arrays)
+                seen.append((result.outcome, own, writeable or bool(np.ptp(arrays[0]))))
+            return seen
+
+        assert await m.coordinator.schedule(step) == [
+            (Outcome.ACCEPTED, [-n, -n], False) for n in range(1, STEPS + 1)
+        ]
+        assert m.num_pulls == [1, 1]  # the first push has made connections
+
+
+@pytest.mark.parametrize("size", [3, 100_000], ids=["small", "large"])
+async def test_what_follows_a_push_unseen_is_small(size: int) -> None:
+    async with model(size) as m:
+        optimizer, variables = m.optimizer, m.variables
+
+        async def step() -> list[float]:
+            seen = []
+            for _ in range(STEPS):
+                values = await psync.pull(variables)
+                gradients = [(np.ones(size, np.float32), w) for w in variables]
+                await optimizer.apply_gradients(gradients)
+                seen.append(float(values[0][0]))
+            return seen
+
+        assert await m.coordinator.schedule(step) == [-n for n in range(STEPS)]
+        assert m.num_pulls == ([1, 1] if size == 3 else [STEPS, STEPS])
+
+
+async def test_closures_that_wait_on_the_worker_get_what_came_with_the_push_before() -> None:
+    async with model() as m:
+        optimizer, variables = m.optimizer, m.variables
+
+        async def step() -> float:
+            values = await psync.pull(variables)
+            gradients = [(np.ones(3, np.float32), w) for w in variables]
+            await optimizer.apply_gradients(gradients)
+            return float(values[1][0])
+
+        results = [m.coordinator.schedule(step) for _ in range(40)]
+        await m.coordinator.join()
+        assert await m.coordinator.fetch(results) == [-n for n in range(40)]
+        assert max(m.num_pulls) < 40
+
+
+async def test_what_others_have_written_before_a_step_heard_of_it_is_seen() -> None:
+    async with model() as m:
+        optimizer, variables = m.optimizer, m.variables
+
+        async def step() -> list[float]:
+            for _ in range(2):
+                await psync.pull(variables)
+                await optimizer.apply_gradients([(np.ones(3, np.float32), w) for w in variables])
+            event_of("pushed").set()
+            await event_of("changed").wait()
+            return [float(value[0]) for value in await psync.pull(variables)]
+
+        scheduled = m.coordinator.schedule(step)
+        await event_of("pushed").wait()
+        for w in variables:
+            await w.assign(np.full(3, 7, np.float32))
+        event_of("changed").set()
+        assert await scheduled == [7, 7]
+
+
+async def test_a_program_that_wants_other_variables_than_it_pushes_pulls_these() -> None:
+    async with model() as m:
+        first, second = m.variables
+        _, value = await m.optimizer.push_pull([(np.ones(3, np.float32), first)], pull=second)
+        assert value.tolist() == [0, 0, 0]
+        _, value = await m.optimizer.push_pull([(np.ones(3, np.float32), second)], pull=second)
+        assert value.tolist() == [-1, -1, -1]
+        assert m.num_pulls == [0, 1]
+
+
+@pytest.mark.parametrize("with_step", [True, False], ids=["pulled", "raised alone"])
+async def test_a_global_step_that_is_raised_is_pulled_as_it_is_then(with_step: bool) -> None:
+    async with coordinating(2, 1) as (cluster, coordinator):
+        m = Model(cluster, coordinator, 3)
+        with coordinator.strategy.scope():
+            step = psync.get_or_create_global_step()
+        wanted = [*m.variables, step] if with_step else m.variables
+        for n in range(1, STEPS):
+            _, values = await m.optimizer.push_pull(m.gradients(), pull=wanted, global_step=step)
+            assert [float(np.ravel(value)[0]) for value in values] == [-n, -n, n][: len(wanted)]
+        assert int(await step.read()) == STEPS - 1
+        # At least the last pull, of the step; there it is one of the values, too.
+        assert sum(m.num_pulls) == 1 + (2 * (STEPS - 1) if with_step else 0)
+
+
+async def test_what_the_step_itself_writes_after_its_push_is_seen() -> None:
+    async with model() as m:
+        optimizer, (first, second) = m.optimizer, m.variables
+
+        async def step() -> list[tuple[float, float]]:
+            seen = []
+            for n in range(STEPS):
+                await optimizer.apply_gradients([(np.ones(3, np.float32), first)])
+                await second.assign(np.full(3, n, np.float32))
+                one, two = await psync.pull((first, second))
+                seen.append((float(one[0]), float(two[0])))
+            return seen
+
+        assert await m.coordinator.schedule(step) == [(-1 - n, n) for n in range(STEPS)]
+
+
+async def test_what_cannot_be_pulled_lets_nothing_be_pushed() -> None:
+    async with model() as m:
+        pushes = heard(m.tasks[0], Push)
+        other = psync.ParameterServerStrategy(m.coordinator.strategy.cluster_resolver)
+        with other.scope():
+            stranger = psync.Variable(0.0, name="stranger")
+        with pytest.raises(UsageError, match="stranger"):
+            await m.optimizer.push_pull(m.gradients(), pull=[m.variables[0], stranger])
+        with pytest.raises(psync.GradientError):
+            await m.optimizer.push_pull([(np.ones(4, np.float32), m.variables[0])], m.variables)
+        assert pushes == []
+        await m.optimizer.apply_gradients(m.gradients())
+        assert [each.pull for each in pushes] == [-1]  # what was announced is forgotten
+
+
+async def test_nothing_that_is_on_a_ps_may_be_asked_for() -> None:
+    async with model() as m:
+        result, values = await m.optimizer.push_pull(m.gradients(), pull=[])
+        assert (result.outcome, values) == (Outcome.ACCEPTED, [])
+
+
+async def test_two_workers_that_push_large_shards_at_once_see_whole_versions() -> None:
+    async with model(300_000, workers=2) as m:
+        optimizer, w = m.optimizer, m.variables[0]
+
+        async def loop() -> list[tuple[float, float]]:
+            seen, ones = [], np.ones(300_000, np.float32)
+            for _ in range(STEPS):
+                _, value = await optimizer.push_pull([(ones, w)], pull=w)
+                seen.append((float(value.min()), float(value.max())))
+            return seen
+
+        runs = [m.coordinator.schedule(loop) for _ in range(2)]
+        await m.coordinator.join()
+        for seen in await m.coordinator.fetch(runs):
+            assert all(low == high <= -n for n, (low, high) in enumerate(seen, 1))
+        assert (await w.read())[0] == -2 * STEPS
+
+
+async def test_a_wait_for_slower_workers_comes_before_the_values() -> None:
+    async with coordinating(1, 2) as (_, coordinator):
+        with coordinator.strategy.scope():
+            w = psync.Variable(np.zeros(1, np.float32), name="w")
+        optimizer = SGD(1.0, staleness_bound=psync.StalenessBound(1))
+
+        async def loop() -> list[float]:
+            seen = []
+            for _ in range(STEPS):
+                _, value = await optimizer.push_pull([(np.ones(1, np.float32), w)], pull=w)
+                seen.append(float(value[0]))
+            return seen
+
+        runs = [coordinator.schedule(loop) for _ in range(2)]
+        await coordinator.join()
+        for seen in await coordinator.fetch(runs):
+            # Own updates, and those of the other one but for its last two.
+            assert all(value <= -(n + max(0, n - 2)) for n, value in enumerate(seen, 1))
+
+
+@pytest.mark.parametrize("size", [3, 100_000], ids=["small", "large"])
+async def test_a_synchronous_step_returns_the_values_of_the_next_one(size: int) -> None:
+    async with coordinating(2, 2) as (cluster, coordinator):
+        m = Model(cluster, coordinator, size)
+        with coordinator.strategy.scope():
+            step = psync.get_or_create_global_step()
+        optimizer, variables = SyncReplicasOptimizer(SGD(1.0), 2), m.variables
+
+        async def loop() -> list[tuple[int, list[float]]]:
+            seen = []
+            for _ in range(STEPS):
+                gradients = [(np.ones(size, np.float32), w) for w in variables]
+                result, values = await optimizer.push_pull(
+                    gradients, pull=variables, global_step=step
+                )
+                seen.append((result.step, [float(value[0]) for value in values]))
+            return seen
+
+        runs = [coordinator.schedule(loop) for _ in range(2)]
+        await coordinator.join()
+        for seen in await coordinator.fetch(runs):
+            assert seen == [(n, [-n, -n]) for n in range(1, STEPS + 1)]
+        assert m.num_pulls == ([2, 2] if size == 3 else [2 * STEPS, 2 * STEPS])
+
+
+@pytest.mark.virtual_time
+async def test_values_with_an_answer_are_on_the_backup_when_they_are_seen() -> None:
+    async with replicated() as (cluster, coordinator):
+        m = Model(cluster, coordinator, 3)
+        for n in range(1, STEPS):
+            _, values = await m.optimizer.push_pull(m.gradients(), pull=m.variables)
+            assert [float(value[0]) for value in values] == [-n, -n]
+            if n == 3:
+                await cluster.kill("ps-1")
+        assert [float((await w.read())[0]) for w in m.variables] == [1 - STEPS, 1 - STEPS]
+
+
+async def test_tasks_of_a_step_that_push_at_once() -> None:
+    async with model() as m:
+
+        async def both() -> list[float]:
+            pairs = [
+                m.optimizer.push_pull([(np.ones(3, np.float32), w)], pull=m.variables)
+                for w in m.variables
+            ]
+            results = await asyncio.gather(*pairs)
+            return [float(values[n][0]) for n, (_, values) in enumerate(results)]
+
+        for n in range(1, STEPS):
+            assert await both() == [-n, -n]
