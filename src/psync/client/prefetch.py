@@ -17,7 +17,8 @@ of this holds:
 
 - The pull is the next thing that this task does with the ps tasks.
 - It begins in a closure that was on this worker when the push was sent: what a program did before
-  it scheduled the closure, or before it gave it its inputs, is in the values then.
+  it scheduled the closure, or before it gave it its inputs, is in the values then. (Or in a program
+  that trains without a coordinator, or in ``push_pull``.)
 - No update of this task was under way when the push was sent, and no other answer of a ps has come
   since, but for that of a global step which is raised with the push.
 - It begins in the turn of the loop in which the push is answered, and the global step is raised:
@@ -127,12 +128,19 @@ class PulledAhead:
         self._announced = plan
 
     def want(
-        self, messages: int = 1, *, bounded: bool = True, raises: VariableSpec | None = None
+        self,
+        messages: int = 1,
+        *,
+        unseen: bool = True,
+        bounded: bool = True,
+        raises: VariableSpec | None = None,
     ) -> Wanted | None:
         """A push is about to be sent: return what it should ask for, if anything.
 
         Args:
             messages: Of the push.
+            unseen: Whether it may ask for what was pulled after the push before. Not so where
+                others report what they have done: in a program with a coordinator.
             bounded: Whether also what was announced is at most 64 KiB.
             raises: A global step that is raised with one message more, before ``put``: the answer
                 to that tells nothing of others.
@@ -144,8 +152,9 @@ class PulledAhead:
         self._arrivals_then = self.arrivals
         messages += raises is not None
         self._calls_then = self._calls() + 2 * messages  # and their answers
-        bounded = bounded or self._announced is None
-        plan, self._announced = self._announced or self._plan, None
+        announced, self._announced = self._announced, None
+        plan = announced or (self._plan if unseen else None)
+        bounded = bounded or announced is None
         if plan is None or (bounded and plan.whole.nbytes > SMALL_BODY_BYTES):
             return None
         if any(link.updates for link in self._links):

@@ -125,6 +125,14 @@ async def test_what_others_have_written_before_a_step_heard_of_it_is_seen() -> N
         assert await scheduled == [7, 7]
 
 
+async def test_the_program_which_hears_of_what_workers_did_pulls_each_time() -> None:
+    async with model() as m:
+        for n in range(STEPS):
+            await m.optimizer.apply_gradients(m.gradients())
+            assert float((await psync.pull(m.variables))[0][0]) == -1 - n
+        assert m.num_pulls == [STEPS, STEPS]
+
+
 async def test_a_program_that_wants_other_variables_than_it_pushes_pulls_these() -> None:
     async with model() as m:
         first, second = m.variables

@@ -307,7 +307,8 @@ class Optimizer(PushPull):
         )  # fmt: skip
         ahead = runtime.ahead
         raises = None if global_step is None else global_step.spec
-        wanted = ahead.want(len(plan.requests), bounded=False, raises=raises)
+        in_step = closure >= 0 or runtime.in_session  # else it is the program with the coordinator
+        wanted = ahead.want(len(plan.requests), unseen=in_step, bounded=False, raises=raises)
         answers = await runtime.ps.push(
             plan, gradients, optimizer=self.number, config=self._config, step=known,
             closure=closure, ordinal=ordinal, ratios=ratios, wanted=wanted,
@@ -319,7 +320,7 @@ class Optimizer(PushPull):
         ahead.put(wanted)
         bound = self._staleness_bound
         if bound is not None and result.outcome is Outcome.ACCEPTED:
-            if closure >= 0 or runtime.in_session:  # else the program itself, which has no clock
+            if in_step:  # the program itself has no clock
                 await bound.end_round(runtime, self.number)
         return result
 
