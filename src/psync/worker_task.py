@@ -33,6 +33,7 @@ from psync.net.chief_presence import ChiefPresence
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
+from psync.net.shielding import shielded
 from psync.net.tracing.recorder import SpanRecorder
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
@@ -120,7 +121,7 @@ class WorkerTask:
 
         Cancellation: It goes on.
         """
-        await asyncio.shield(self._begin_leaving(reason, hint))
+        await shielded(self._begin_leaving(reason, hint))
 
     async def _leave(self, reason: str, hint: str) -> None:
         session = self._session

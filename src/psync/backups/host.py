@@ -38,6 +38,7 @@ from psync.backups.pairing import Computation, check_release
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
 from psync.net.peer import AsIfFrom, Handler, Later, Peer, Reply
 from psync.net.platform import Parts
+from psync.net.shielding import shielded
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
 from psync.ps.comparison import Diverged
@@ -144,7 +145,7 @@ class _Backup:
         if self.address is None:
             return None
         try:
-            address = await asyncio.shield(cast("asyncio.Task[str]", self.address))
+            address = await shielded(cast("asyncio.Task[str]", self.address))
         except PsyncError:
             return None
         # A coordinator that has attached it counts its orders anew.
@@ -409,7 +410,7 @@ class BackupHost:
             known.epoch = message.epoch
             serving = asyncio.get_running_loop().create_task(self._serve(known, message.fences))
             known.address = serving
-        return Reply(Promoted(await asyncio.shield(cast("asyncio.Task[str]", known.address))))
+        return Reply(Promoted(await shielded(cast("asyncio.Task[str]", known.address))))
 
     async def _serve(self, known: _Backup, fences: Sequence[tuple[str, int]]) -> str:
         await known.settle()

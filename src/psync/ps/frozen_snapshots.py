@@ -22,6 +22,7 @@ from typing import Protocol
 from psync.checkpoints.writer import NONCE
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
 from psync.net.peer import Handler, Peer, Reply
+from psync.net.shielding import shielded
 from psync.ps.cooperative_work import LongWork
 from psync.ps.snapshot_files import has_text, write_items
 from psync.store.snapshot import Frozen
@@ -195,7 +196,7 @@ def again(under_way: Awaitable[Reply]) -> Awaitable[Reply]:
     """Wait for work for which others may wait, too; or nobody any more, who would see its error."""
     work = asyncio.ensure_future(under_way)
     work.add_done_callback(_seen)
-    return asyncio.shield(work)
+    return shielded(work)
 
 
 def _seen(work: asyncio.Future[Reply]) -> None:
