@@ -408,8 +408,7 @@ class BackupHost:
             if message.epoch < known.epoch:
                 raise FencedError(f"{self._task}: there is a newer backup of {known.sender}")
             known.epoch = message.epoch
-            serving = asyncio.get_running_loop().create_task(self._serve(known, message.fences))
-            known.address = serving
+            known.address = asyncio.ensure_future(self._serve(known, message.fences))
         return Reply(Promoted(await shielded(cast("asyncio.Task[str]", known.address))))
 
     async def _serve(self, known: _Backup, fences: Sequence[tuple[str, int]]) -> str:

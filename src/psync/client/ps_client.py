@@ -245,19 +245,6 @@ class PsClient(PsRows):
             wanted.came([answer.steps for answer in answers if answer.steps is not None])
         return answers
 
-    def in_order(
-        self, gradients: Sequence[np.ndarray | IndexedSlices]
-    ) -> list[np.ndarray | IndexedSlices]:
-        """Return the same gradients; those of rows with ascending indices, each once."""
-        ordered: list[np.ndarray | IndexedSlices] = []
-        for gradient in gradients:
-            if isinstance(gradient, IndexedSlices):
-                rows, values = merged(gradient.indices, gradient.values, "add", self.empty)
-                if rows is not gradient.indices:
-                    gradient = IndexedSlices(values, rows)
-            ordered.append(gradient)
-        return ordered
-
     async def assign(
         self,
         plan: Plan,

@@ -19,7 +19,8 @@ from psync.client.pulled_steps import PulledSteps
 from psync.client.work_meter import WorkMeter
 from psync.errors import GradientError
 from psync.numerics.blocks import BlockPool, roomy
-from psync.numerics.scatter import distinct
+from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.scatter import distinct, merged
 from psync.numerics.update_rule import slot_dtype
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.wire.frames import SMALL_BODY_BYTES
@@ -49,7 +50,7 @@ class Wanted(NamedTuple):
 
 
 class PsRows:
-    """Reads of single rows, the part of ``PsClient`` that is not concerned with plans."""
+    """What is done row by row, the part of ``PsClient`` that is not concerned with plans."""
 
     links: list[PsLink]
     work: WorkMeter
@@ -62,6 +63,19 @@ class PsRows:
         array: np.ndarray = np.ndarray(shape, dtype, root)
         self._pool.give(root)
         return array
+
+    def in_order(
+        self, gradients: Sequence[np.ndarray | IndexedSlices]
+    ) -> list[np.ndarray | IndexedSlices]:
+        """Return the same gradients; those of rows with ascending indices, each once."""
+        ordered: list[np.ndarray | IndexedSlices] = []
+        for gradient in gradients:
+            if isinstance(gradient, IndexedSlices):
+                rows, values = merged(gradient.indices, gradient.values, "add", self.empty)
+                if rows is not gradient.indices:
+                    gradient = IndexedSlices(values, rows)
+            ordered.append(gradient)
+        return ordered
 
     async def read_rows(
         self,
