@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +19,7 @@ from inside import peers_of
 from memory_cluster import MemoryCluster, coordinating
 from ps_cluster import PsCluster, assign, heard, pull
 from psync import Outcome, SyncReplicasOptimizer, optimizers
+from psync.client import prefetch
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.ps_client import PsClient
 from psync.client.ps_link import always
@@ -24,9 +28,15 @@ from psync.specs import VariableSpec
 from psync.wire.messages import AskStatistics
 from psync.wire.ps_messages import Pull
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = [pytest.mark.timeout(20), pytest.mark.usefixtures("slow_machine")]
 
 STEPS = 6
+
+
+@pytest.fixture
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are good for this turn, however long that takes."""
+    monkeypatch.setattr(prefetch, "GOOD_FOR_S", math.inf)
 
 
 # --- what is kept, and for whom ------------------------------------------------------------------
@@ -145,6 +155,24 @@ class TestKeeping:
             wanted.receive(BlockPool())
             k.ahead.put(wanted)
             await asked
+            assert k.take() is None
+
+    async def test_they_are_dropped_if_the_step_has_not_let_go_of_the_loop_for_long(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(prefetch, "GOOD_FOR_S", 0.001)
+        async with kept() as k:
+            time.sleep(0.002)  # noqa: ASYNC251  # it computes, or reads a file
+            assert k.take() is None
+
+    async def test_of_two_pushes_the_one_that_was_sent_first_brings_nothing(self) -> None:
+        async with kept() as k:
+            first = k.ahead.want()
+            assert first is not None
+            first.receive(BlockPool())
+            assert k.ahead.want() is not None
+            k.client.links[0].num_calls += 2
+            k.ahead.put(first)
             assert k.take() is None
 
     async def test_the_next_closure_gets_them_if_the_first_ended_in_that_turn(self) -> None:
@@ -303,6 +331,39 @@ async def test_what_happened_before_a_step_heard_of_it_outside_of_psync_is_seen(
             await w.assign(np.full(3, 7, np.float32))
         memory_cluster.event_of("changed").set()
         assert await scheduled == [7, 7]
+
+
+async def test_what_happened_before_the_batch_that_a_closure_waits_for_is_seen() -> None:
+    async with coordinating(1, 1) as (_, coordinator):
+        with coordinator.strategy.scope():
+            global_step = psync.get_or_create_global_step()
+            w = psync.Variable(np.zeros(3, np.float32), name="w")
+        optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0), 1)
+        gate = memory_cluster.shared["gate"] = threading.Event()
+
+        def batches() -> Iterator[int]:
+            for n in range(20):
+                if n == 10:
+                    memory_cluster.shared["gate"].wait()
+                yield n
+
+        async def step(batches: Any) -> float:
+            n = next(batches)
+            value = await psync.pull(w)
+            await optimizer.apply_gradients([(np.ones(3, np.float32), w)], global_step)
+            if n == 9:
+                memory_cluster.event_of("ten").set()
+            return float(value[0])
+
+        data = iter(coordinator.create_per_worker_dataset(batches))
+        results = [coordinator.schedule(step, (data,)) for _ in range(20)]
+        await memory_cluster.event_of("ten").wait()
+        await asyncio.sleep(0.1)  # the next closure waits for its batch
+        await w.assign(np.full(3, 1000, np.float32))
+        gate.set()
+        seen = await coordinator.fetch(results)
+        assert seen == [-n if n < 10 else 1010 - n for n in range(20)]
+        memory_cluster.shared.clear()
 
 
 async def test_what_the_worker_itself_has_written_is_seen() -> None:

@@ -96,6 +96,11 @@ def cache_variable_reads() -> Generator[None, None, None]:
         _open.reset(token)
 
 
+def keeps_reads() -> bool:
+    """Return whether ``cache_variable_reads`` is open here."""
+    return _kept_here() is not None
+
+
 def _kept_here() -> _Kept | None:
     """Return the scope that is open here; not that of whoever started a step in this process."""
     kept = _open.get()

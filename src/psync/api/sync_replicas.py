@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from psync.api.gradient_arguments import AnyVariable, GradsAndVars, ValueAndGrad
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.optimizers.handles import Optimizer
+from psync.api.optimizers.push_pull import Answered
 from psync.api.optimizers.state import PushResult
 from psync.api.reads import scope_of
 from psync.api.sync_arguments import (
@@ -25,6 +26,7 @@ from psync.api.sync_arguments import (
 )
 from psync.api.variables import Variable
 from psync.client.context import current_closure
+from psync.client.plans import Plan
 from psync.client.runtime import Runtime, current_runtime
 from psync.errors import ConfigurationError, UsageError
 from psync.numerics.rule_options import flag
@@ -233,6 +235,16 @@ class SyncReplicasOptimizer(Optimizer):
         Source: ``tf.compat.v1.train.SyncReplicasOptimizer.apply_gradients``, whose train_op is
             this call.
         """
+        result, _ = await self._pushed(grads_and_vars, global_step, None, weight)
+        return result
+
+    async def _pushed(
+        self,
+        grads_and_vars: GradsAndVars,
+        global_step: AnyVariable | None,
+        pull: Plan | None,
+        weight: float = 1.0,
+    ) -> Answered:
         pairs = self._checked(grads_and_vars)
         weight = checked_weight(weight)
         step = self._group.global_step  # was checked when it was first given
@@ -259,13 +271,17 @@ class SyncReplicasOptimizer(Optimizer):
             ordinal=ordinal,
             weight=weight,
             ahead=runtime.ahead if self._pull_ahead else None,
+            announced=pull,
         )
         result = PushResult(
             Outcome(answer.outcome), answer.token, answer.staleness, answer.partial, answer.count
         )
         if run is not None and result.outcome is Outcome.STALE:
             run.dropped += 1
-        return result
+        return result, None  # the next pull takes what has come
+
+    def _may_bring(self, pull: Plan, global_step: AnyVariable | None) -> bool:
+        return self._pull_ahead
 
     async def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, AnyVariable]]:
         """Return pairs of gradient and variable: ``compute_gradients`` of the wrapped optimizer.

@@ -3,27 +3,23 @@
 A push may ask for values, and the ps tasks read them once it is applied:
 
 - Of an asynchronous push each ps sends those of its own shards with its answer, unless one of them
-  is busy with another update.
+  is busy with another update. Only ``push_pull`` asks for them.
 - Of a synchronous one ps 0 sends all with the token, and the other ps tasks have sent theirs to it
   when the step was applied: up to 64 KiB, if no shard is busy and there is no second group.
 
-So a program that pulls and pushes in turns needs no pulls. What is asked for is the set that was
-pulled right after the last push, up to 64 KiB, or what the program says that it pulls next
-(``push_pull``).
-
-They are those of a pull that was made early: read on the ps tasks after the push was sent, and
-used later. The caller of that pull must not be able to tell, so the values are dropped unless all
-of this holds:
+A synchronous push asks by itself for the set that was pulled right after the last one, so a step of
+small variables needs no pull. Those values are of a pull that was made early: read on the ps tasks
+after the push was sent, and used later. The caller of that pull must not be able to tell, so they
+are dropped unless all of this holds:
 
 - The pull is the next thing that this task does with the ps tasks.
 - It begins in a closure that was on this worker when the push was sent: what a program did before
-  it scheduled the closure, or before it gave it its inputs, is in the values then. (Or in a program
-  that trains without a coordinator, or in ``push_pull``.)
+  it scheduled the closure, or before it gave it its inputs, is in the values then.
 - No update of this task was under way when the push was sent, and no other answer of a ps has come
-  since, but for that of a global step which is raised with the push.
-- It begins in the turn of the loop in which the push is answered, and the global step is raised:
-  a step that waits for anything in between may have learned of newer values by other ways. If the
-  closure ends in that turn, the values are for the next one, until that waits for something.
+  since.
+- It begins in the turn of the loop in which the push is answered, and within a millisecond: a step
+  that waits for anything in between, or computes, may have learned of newer values by other ways.
+  If the closure ends in that turn, the values are for the next one, until that waits for something.
 """
 
 from __future__ import annotations
@@ -37,7 +33,6 @@ import numpy as np
 from psync.client.plans import Plan, Request, landing
 from psync.client.ps_link import PsLink
 from psync.numerics.blocks import BlockPool
-from psync.specs import VariableSpec
 from psync.wire.frames import SMALL_BODY_BYTES
 
 Landing = tuple[Request, list[memoryview]]
@@ -45,6 +40,9 @@ Landing = tuple[Request, list[memoryview]]
 
 Steps = Sequence[tuple[int, int]]
 """(group, step) of the synchronous groups in one answer."""
+
+GOOD_FOR_S = 0.001
+"""A step that has not let go of the loop for so long has computed, or read something."""
 
 NEVER = 1 << 62
 """When a closure came in that is to get nothing that was sent ahead."""
@@ -82,9 +80,10 @@ class Wanted:
             push: Plan of the push.
             pool: Memory of the arrays.
         """
-        requests = self.plan.requests
-        reached = {request.ps for request in push.requests}
-        if any(request.part or request.ps not in reached for request in requests):
+        requests, reached = self.plan.requests, {request.ps for request in push.requests}
+        if any(request.part for request in (*requests, *push.requests)):
+            return {}  # of a push in several messages a ps would read before it is applied whole
+        if any(request.ps not in reached for request in requests):
             return {}
         self.make_room(pool)
         assert self.room is not None, "it was made"
@@ -105,14 +104,13 @@ class PulledAhead:
         links: To all ps tasks.
 
     Attributes:
-        is_used: Whether anything was pulled: else it need not hear of pushes and turns.
+        is_used: Whether anything was pulled.
         arrivals: How often closures have come in.
     """
 
     def __init__(self, links: Sequence[PsLink]) -> None:
         self.is_used = False
         self.arrivals = 0
-        self._announced: Plan | None = None
         self._arrivals_then = NEVER - 1  # when the last push was sent; before the first: anything
         self._links = links
         self._plan: Plan | None = None  # of the first pull after the last push
@@ -120,62 +118,40 @@ class PulledAhead:
         self._in_turn = True  # whether the loop has not gone on since a push was answered
         self._turns = 0  # so far; a number for ``_end_turn``
         self._calls_then = -1  # expected once the last push is answered; before the first: any
-        self._wanted: Wanted | None = None  # by the last push, whose values have come
+        self._asked: Wanted | None = None  # by the last push
+        self._wanted: Wanted | None = None  # the same, once its values have come
+        self._came = 0.0  # when they did
 
-    def announce(self, plan: Plan | None) -> None:
-        """The program says what it pulls after the next push; None: it does not."""
-        self.is_used = True
-        self._announced = plan
-
-    def want(
-        self,
-        messages: int = 1,
-        *,
-        unseen: bool = True,
-        bounded: bool = True,
-        raises: VariableSpec | None = None,
-    ) -> Wanted | None:
-        """A push is about to be sent: return what it should ask for, if anything.
+    def want(self, announced: Plan | None = None) -> Wanted | None:
+        """A push is about to be sent, one message: return what it should ask for, if anything.
 
         Args:
-            messages: Of the push.
-            unseen: Whether it may ask for what was pulled after the push before. Not so where
-                others report what they have done: in a program with a coordinator.
-            bounded: Whether also what was announced is at most 64 KiB.
-            raises: A global step that is raised with one message more, before ``put``: the answer
-                to that tells nothing of others.
+            announced: What the program says that it pulls next; None: it does not say.
         """
-        if not self.is_used:
-            return None
-        self._wanted = None
+        self._asked = self._wanted = None
         self._is_first = True
         self._arrivals_then = self.arrivals
-        messages += raises is not None
-        self._calls_then = self._calls() + 2 * messages  # and their answers
-        announced, self._announced = self._announced, None
-        plan = announced or (self._plan if unseen else None)
-        bounded = bounded or announced is None
-        if plan is None or (bounded and plan.whole.nbytes > SMALL_BODY_BYTES):
+        self._calls_then = self._calls() + 2  # and its answer
+        plan = announced or self._plan
+        if plan is None or plan.whole.nbytes > SMALL_BODY_BYTES:
             return None
         if any(link.updates for link in self._links):
             return None
-        if raises is not None and any(v.variable_id == raises.variable_id for v in plan.variables):
-            return None
-        return Wanted(plan)
+        self._asked = Wanted(plan)
+        return self._asked
 
     def put(self, wanted: Wanted | None) -> None:
         """The push was answered, with values if any were wanted, and there were some.
 
         They are good for this turn of the loop: in it nothing is heard from anybody.
         """
-        if wanted is not None and wanted.arrays is not None:
-            self._wanted = wanted
-        if self.is_used:
-            self._begin_turn()
+        if wanted is not None and wanted is self._asked and wanted.arrays is not None:
+            self._wanted, self._came = wanted, asyncio.get_running_loop().time()
+        self._begin_turn()
 
     def begin_closure(self) -> None:
-        """The next closure of this task begins."""
-        if self._in_turn:
+        """The next closure of this task begins, or what comes before it and may wait."""
+        if self.is_used and self._in_turn:
             self._begin_turn()
 
     def end_closure(self) -> None:
@@ -203,7 +179,10 @@ class PulledAhead:
         if self._is_first:  # where they come too late once, they will the next time
             self._is_first, self._plan = False, plan if fresh else None
         wanted, self._wanted = self._wanted, None
-        return wanted if fresh and wanted is not None and wanted.plan is plan else None
+        if not fresh or wanted is None or wanted.plan is not plan:
+            return None
+        age = asyncio.get_running_loop().time() - self._came
+        return wanted if age <= GOOD_FOR_S else None
 
     def _calls(self) -> int:
         return sum(link.num_calls for link in self._links)

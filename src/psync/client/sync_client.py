@@ -115,6 +115,7 @@ class SyncClient:
         ordinal: int,
         weight: float,
         ahead: PulledAhead | None = None,
+        announced: Plan | None = None,
     ) -> Contributed:
         """Contribute a gradient for each of a plan's variables to the group's step.
 
@@ -129,6 +130,7 @@ class SyncClient:
             ordinal: Of the call within the closure.
             weight: Of these gradients in the mean.
             ahead: Gets the values that the answer brings; None: none are wanted.
+            announced: What the program says that it pulls next.
 
         Returns:
             What became of it, and the token; there may be a long wait for that.
@@ -162,7 +164,7 @@ class SyncClient:
             with self._ps.work.push:
                 along, segments, rows = await self._stage_large(plan, gradients, push)
             next_set = None
-            if ahead is not None and (wanted := ahead.want()) is not None:
+            if ahead is not None and (wanted := ahead.want(announced)) is not None:
                 next_set = wanted.plan.whole
                 asyncio.get_running_loop().call_soon(wanted.make_room, self._pool)  # meanwhile
 

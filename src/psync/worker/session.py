@@ -314,7 +314,9 @@ class Session:
             if self._results.nbytes > SMALL_BODY_BYTES:
                 self._results.flush()
                 if self.bulk.connection is not None:
+                    self.runtime.ahead.begin_closure()  # none, but it may wait
                     await self.bulk.connection.wait_writable()
+                    self.runtime.ahead.end_closure()
             if self._now - self._last_turn > TURN_S:
                 await self._turn()
 
@@ -357,8 +359,9 @@ class Session:
 
     async def _end(self, closure: HeldClosure, context: ClosureContext) -> ClosureEnd:
         """Run a closure to its end; whatever user code raises is one."""
-        name = "the step"
+        name, ahead = "the step", self.runtime.ahead
         try:
+            ahead.begin_closure()  # what it is given may be waited for
             step = self._inputs.steps.get(closure.key)
             if step is None:
                 step = await self._inputs.load(closure.key)
@@ -367,6 +370,7 @@ class Session:
             kwargs: dict[str, Any] = {}
             if closure.num_segments or step.handles:
                 args, kwargs = await self._inputs.arguments(closure, step)
+            ahead.end_closure()
             if step.seconds > SHORT_S:
                 await self._turn()
             value = await self._call(step, args, kwargs, context)
@@ -404,9 +408,7 @@ class Session:
         self, step: LoadedStep, args: Any, kwargs: dict[str, Any], context: ClosureContext
     ) -> Any:
         began = self._loop.time()
-        ahead = self.runtime.ahead
-        if ahead.is_used:
-            ahead.begin_closure()
+        self.runtime.ahead.begin_closure()
         token = here.set(context)
         try:
             if step.is_coroutine:
@@ -421,8 +423,7 @@ class Session:
                     value = await value
         finally:
             here.reset(token)
-        if ahead.is_used:
-            ahead.end_closure()
+        self.runtime.ahead.end_closure()
         step.seconds = self._loop.time() - began
         return value
 

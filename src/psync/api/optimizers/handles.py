@@ -22,7 +22,7 @@ from psync.api.gradient_arguments import (
     trainable_here,
     value_and_gradients,
 )
-from psync.api.optimizers.push_pull import PushPull
+from psync.api.optimizers.push_pull import Answered, PushPull
 from psync.api.optimizers.registry import optimizers_here
 from psync.api.optimizers.staleness_bound import StalenessBound
 from psync.api.optimizers.state import Iterations, PushResult
@@ -30,6 +30,8 @@ from psync.api.optimizers.state import Slot as Slot
 from psync.api.reads import runtime_of
 from psync.client.context import forbid_in_step
 from psync.client.optimizer_client import check_plugins, set_optimizer, trust_ratios
+from psync.client.plans import Plan
+from psync.client.prefetch import Wanted
 from psync.client.runtime import Runtime
 from psync.client.scopes import running_scopes
 from psync.errors import ConfigurationError, UsageError
@@ -287,13 +289,16 @@ class Optimizer(PushPull):
         Source: ``tf.compat.v1.train.Optimizer.apply_gradients``. Unlike there, gradients that
             are pushed again after a worker's loss are applied at most once on each shard.
         """
+        result, _ = await self._pushed(grads_and_vars, global_step, None)
+        return result
+
+    async def _pushed(
+        self, grads_and_vars: GradsAndVars, global_step: AnyVariable | None, pull: Plan | None
+    ) -> Answered:
         pairs = self._checked(grads_and_vars)
         member = current_gang()
         if member is not None:
-            merged: PushResult = await gang_updates.apply_gradients(
-                member, self, pairs, global_step
-            )
-            return merged
+            return await gang_updates.apply_gradients(member, self, pairs, global_step), None
         gradients = [gradient for gradient, _ in pairs]
         variables = tuple(variable.spec for _, variable in pairs)
         ids = [spec.variable_id for spec in variables]
@@ -305,10 +310,7 @@ class Optimizer(PushPull):
             runtime.ps, self._rule, plan, gradients,
             optimizer=self.number, config=self._config, step=known,
         )  # fmt: skip
-        ahead = runtime.ahead
-        raises = None if global_step is None else global_step.spec
-        in_step = closure >= 0 or runtime.in_session  # else it is the program with the coordinator
-        wanted = ahead.want(len(plan.requests), unseen=in_step, bounded=False, raises=raises)
+        wanted = None if pull is None else Wanted(pull)
         answers = await runtime.ps.push(
             plan, gradients, optimizer=self.number, config=self._config, step=known,
             closure=closure, ordinal=ordinal, ratios=ratios, wanted=wanted,
@@ -317,12 +319,17 @@ class Optimizer(PushPull):
         runtime.steps[self.number] = max(result.step, runtime.steps.get(self.number, 0))
         if global_step is not None:
             await global_step.assign_add(1)
-        ahead.put(wanted)
         bound = self._staleness_bound
         if bound is not None and result.outcome is Outcome.ACCEPTED:
-            if in_step:  # the program itself has no clock
+            if closure >= 0 or runtime.in_session:  # else the program itself, which has no clock
                 await bound.end_round(runtime, self.number)
-        return result
+        return result, wanted
+
+    def _may_bring(self, pull: Plan, global_step: AnyVariable | None) -> bool:
+        """Return whether values may be of when the push is applied: nothing changes them later."""
+        step = None if global_step is None else global_step.spec.variable_id
+        changes = any(variable.variable_id == step for variable in pull.variables)
+        return not changes and self._staleness_bound is None
 
     async def compute_gradients(
         self, value_and_grad: ValueAndGrad, var_list: Any = None

@@ -1,26 +1,34 @@
-"""Push and pull in one: the values of the next step come with the answer to the push."""
+"""Push and pull in one: the values of the next step come with the answers to the push."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
 from psync.api.gradient_arguments import AnyVariable, GradsAndVars
 from psync.api.optimizers.state import PushResult
-from psync.api.pulls import leaves
+from psync.api.pulls import leaves, mapped
 from psync.api.pulls import pull as pull_values
-from psync.api.reads import runtime_of
+from psync.api.reads import keeps_reads, runtime_of
 from psync.api.variables import OnReadVariable
+from psync.client.plans import Plan
+from psync.client.prefetch import Wanted
+
+Answered = tuple[PushResult, Wanted | None]
+"""What became of a push, and what was asked for with it, if that is not for the next pull."""
 
 
 class PushPull:
-    """What pushes gradients, and can pull with the same messages."""
+    """The part of an optimizer that pulls with its pushes."""
 
-    @abstractmethod
-    async def apply_gradients(
-        self, grads_and_vars: GradsAndVars, global_step: AnyVariable | None = None
-    ) -> PushResult:
-        """Push gradients."""
+    async def _pushed(
+        self, grads_and_vars: GradsAndVars, global_step: AnyVariable | None, pull: Plan | None
+    ) -> Answered:
+        """Push gradients, and ask for values, if there is a plan of them."""
+        raise NotImplementedError
+
+    def _may_bring(self, pull: Plan, global_step: AnyVariable | None) -> bool:
+        """Return whether values may come with a push: else they are pulled."""
+        raise NotImplementedError
 
     async def push_pull(
         self,
@@ -31,11 +39,11 @@ class PushPull:
     ) -> tuple[PushResult, Any]:
         """Push gradients, and return the values as the push has left them: for the next step.
 
-        The same as ``apply_gradients``, then ``psync.pull``, with one round trip to each ps for
-        both. The values come in messages of their own, as those of ``psync.pull``, if some of them
-        are on a ps to which nothing is pushed; if another task's update of them is under way; if
-        the ``global_step`` is one of them; after a wait for a ``staleness_bound``; in replicas of
-        ``strategy.run``; or, of a synchronous optimizer, if they are more than 64 KiB.
+        As ``apply_gradients``, then ``psync.pull``, with one round trip to each ps for both. They
+        are pulled apart if some of the variables are on a ps to which nothing is pushed, if another
+        task's update of them is under way, if the ``global_step`` is one of them, with a
+        ``staleness_bound``, in replicas of ``strategy.run``, and in ``cache_variable_reads``; and,
+        of a synchronous optimizer, if they are more than 64 KiB.
 
         Args:
             grads_and_vars: As for ``apply_gradients``.
@@ -45,11 +53,12 @@ class PushPull:
 
         Returns:
             What ``apply_gradients`` returns; and the same nesting as ``pull`` with an array for
-            each variable, read-only. Each shard is read on its ps once the push is applied there.
+            each variable, read-only. Each shard is read on its ps once the push is applied there:
+            it may lack what others have done since, also what ``staleness`` has counted.
 
         Raises:
-            PsyncError: As ``apply_gradients``; as ``psync.pull``, if what is wrong with ``pull`` is
-                seen at once, before anything is pushed.
+            PsyncError: As ``apply_gradients`` and ``psync.pull``. Of variables that cannot be
+                pulled, nothing is pushed.
 
         Cancellation: As ``apply_gradients``.
 
@@ -61,18 +70,17 @@ class PushPull:
 
         Source: ``push_pull`` of BytePS.
         """
-        stored = [
-            variable
-            for variable in dict.fromkeys(leaves(pull))
-            if not isinstance(variable, OnReadVariable)
-        ]
-        if not stored:
-            result = await self.apply_gradients(grads_and_vars, global_step, **options)
+        variables = list(dict.fromkeys(leaves(pull)))
+        plan: Plan | None = None
+        if variables:
+            runtime = await runtime_of("push_pull", *variables)
+            if not keeps_reads() and not any(isinstance(v, OnReadVariable) for v in variables):
+                plan = runtime.ps.plan(tuple([variable.spec for variable in variables]))
+        if plan is not None and not self._may_bring(plan, global_step):
+            plan = None
+        result, wanted = await self._pushed(grads_and_vars, global_step, plan, **options)
+        if wanted is None or wanted.arrays is None:
             return result, await pull_values(pull)
-        runtime = await runtime_of("push_pull", *stored)
-        runtime.ahead.announce(runtime.ps.plan(tuple([variable.spec for variable in stored])))
-        try:
-            result = await self.apply_gradients(grads_and_vars, global_step, **options)
-        finally:
-            runtime.ahead.announce(None)  # if nothing was sent
-        return result, await pull_values(pull)
+        for steps in wanted.steps:
+            runtime.pulled.note(steps)
+        return result, mapped(pull, dict(zip(variables, wanted.arrays, strict=True)).__getitem__)
