@@ -232,12 +232,14 @@ async def train(
     gradients = [np.empty(variable.shape, np.float32) for variable in model]
     one = np.float32(-1)  # minus: the counter counts upwards
     began = time.perf_counter()
-    for _ in range(steps):
-        for value, gradient in zip(await pull(model), gradients, strict=True):
+    values = await pull(model)
+    for left in reversed(range(steps)):
+        for value, gradient in zip(values, gradients, strict=True):
             np.subtract(value, 1, out=gradient)
             gradient *= 2
         pairs = [*zip(gradients, model, strict=True), (one, counter)]
-        await optimizer.apply_gradients(pairs, global_step=global_step)
+        wanted = model if left else []
+        _, values = await optimizer.push_pull(pairs, pull=wanted, global_step=global_step)
     return get_worker_index(), began, time.perf_counter()
 
 

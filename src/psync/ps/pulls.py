@@ -99,7 +99,7 @@ MAX_NUMBER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedRows:
     """Rows of one shard that were asked for, and where they are gathered."""
 
     key: Key
@@ -181,7 +181,7 @@ class RowPulls:
         return Reply(RowsPulled(self._steps()), segments)
 
     async def _pull_slowly(
-        self, store: ShardStore, message: PullRows, wanted: Sequence[Wanted], memory: memoryview
+        self, store: ShardStore, message: PullRows, wanted: Sequence[WantedRows], memory: memoryview
     ) -> Reply:
         steps = self._steps()
         segments: list[Segment] = []
@@ -194,9 +194,11 @@ class RowPulls:
             segments.append(memory[one.start : one.start + one.nbytes])
         return Reply(RowsPulled(steps), segments)
 
-    def _wanted(self, store: ShardStore, message: PullRows, body: list[memoryview]) -> list[Wanted]:
+    def _wanted(
+        self, store: ShardStore, message: PullRows, body: list[memoryview]
+    ) -> list[WantedRows]:
         """Return what is asked for, all of which exists."""
-        wanted: list[Wanted] = []
+        wanted: list[WantedRows] = []
         at = start = 0
         for variable, index, count, first, stop, step in message.parts:
             key = (variable, index)
@@ -215,7 +217,7 @@ class RowPulls:
             if len(rows) != count:
                 raise RemoteProtocolError(f"{self._task}: {len(rows)} rows named, {count} declared")
             nbytes = count * store.row_bytes(key, message.optimizer)
-            wanted.append(Wanted(key, rows, nbytes, start))
+            wanted.append(WantedRows(key, rows, nbytes, start))
             if not wanted[-1].consecutive:
                 start += nbytes
         if start > self._limits.gathered_bytes:
@@ -227,12 +229,12 @@ class RowPulls:
         return wanted
 
 
-def _exported(store: ShardStore, message: PullRows, one: Wanted) -> list[memoryview]:
+def _exported(store: ShardStore, message: PullRows, one: WantedRows) -> list[memoryview]:
     assert isinstance(one.rows, range)
     return store.read_range(one.key, one.rows.start, one.rows.stop, message.optimizer, message.slot)
 
 
-def _begun(store: ShardStore, message: PullRows, one: Wanted, memory: memoryview) -> Work:
+def _begun(store: ShardStore, message: PullRows, one: WantedRows, memory: memoryview) -> Work:
     rows = one.rows
     if isinstance(rows, range):
         rows = np.arange(rows.start, rows.stop, rows.step)
