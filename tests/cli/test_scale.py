@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from psync.cli.main import main
 from psync.cli.scale import LAUNCHERS, scaled_on_request
 from psync.errors import ConfigurationError
+from psync.status.run_files import Run, directory_of_runs, make_directory, run_file, socket_of
 
 
 @pytest.fixture
@@ -82,3 +84,19 @@ def test_where_nothing_runs_that_is_said(
     assert main(["scale", "3"]) == 2
     assert "no program of this user runs" in capsys.readouterr().err
     assert main(["scale", "0"]) == 2
+
+
+def test_a_run_without_a_launcher_is_named(
+    environ: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = directory_of_runs(environ)
+    make_directory(directory)
+    run = Run(7, 1.0, "spot.py", f"unix:{directory / 'a.sock'}", "ab" * 32)
+    with socket.socket(socket.AF_UNIX) as listening, run_file(directory / "a.json", run):
+        listening.bind(str(socket_of(run)))
+        listening.listen()
+        assert main(["scale", "3"]) == 2
+    assert (
+        "nothing runs that psync run has started: spot.py (process 7) was started without it"
+        in capsys.readouterr().err
+    )

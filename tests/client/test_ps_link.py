@@ -49,7 +49,8 @@ class TestLost:
             assert str(caught.value) == (
                 "/job:ps/task:0 at ps0:1 cannot be reached (no connection within 15 s: "
                 "/job:ps/task:0 at ps0:1: no answer within 5 s)\n"
-                "hint: its shards are gone: restart the program"
+                "hint: its shards are gone, with no checkpoint or copy to go back to: restart "
+                'the program; with a psync.CheckpointManager, or ps_recovery="replica", it goes on'
             )
             assert caught.value.task == "/job:ps/task:0"
             assert 15 <= loop.time() - began < 25

@@ -218,10 +218,15 @@ class TestRecovery:
     @pytest.mark.parametrize(
         ("num_ps", "num_shards", "rate", "reason"),
         [
-            (3, 3, 0.1, "it is of 2 ps tasks, here are 3"),
-            (2, 2, 0.1, 'it has no shard "w/part_0" as it is declared here'),
-            (2, 3, 0.2, "optimizer 1 is another one here"),
-            (2, 3, 0.0, "optimizer 2 is another one here"),  # as if another was made before it
+            (3, 3, 0.1, "the checkpoint is of 2 ps tasks, here are 3"),
+            (2, 2, 0.1, 'the checkpoint has no shard "w/part_0" as it is declared here'),
+            (2, 3, 0.2, "the checkpoint has another optimizer 1"),
+            (
+                2,
+                3,
+                0.0,
+                "the checkpoint has another optimizer 2",
+            ),  # another was made before
         ],
     )
     async def test_what_was_restored_into_something_else_is_not_gone_back_to(

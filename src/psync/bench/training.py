@@ -37,7 +37,7 @@ class Push(NamedTuple):
     seconds: float  # that computing it took; those of a sleep
     outcome: str  # "accepted" or "stale"
     step: int  # of the optimizer, afterwards
-    staleness: int  # updates since the values were pulled
+    staleness: int  # as PushResult has it
     counted: int  # gradients in its step; 0 where that was not closed yet
     partial: bool  # its step was closed with fewer than were wanted
 

@@ -111,17 +111,17 @@ def why_not(
         optimizers: Their configurations, by their numbers.
     """
     if len(snapshots) != num_ps:
-        return f"it is of {len(snapshots)} ps tasks, here are {num_ps}"
+        return f"the checkpoint is of {len(snapshots)} ps tasks, here are {num_ps}"
     states = [
         SnapshotState.from_bytes(snapshot.state, str(snapshot.file)) for snapshot in snapshots
     ]
     held = {spec for state in states for spec in state.shards}
     if missing := [spec for spec in shards if spec not in held]:
-        return f"it has no shard {missing[0]} as it is declared here"
+        return f"the checkpoint has no shard {missing[0]} as it is declared here"
     known = {number: each.config for state in states for number, each in state.optimizers.items()}
     for number, config in optimizers.items():
         if known.get(number) != config:
-            return f"optimizer {number} is another one here"
+            return f"the checkpoint has another optimizer {number}"
     return None
 
 

@@ -117,12 +117,27 @@ def scale(workers: int, run: Path | None) -> int:
     Eight workers for the program in the other terminal:
         psync scale 8
     """
-    asked = newest_run(_directory()) if run is None else read_run(run)
+    asked = _newest_launched() if run is None else read_run(run)
     answer = asyncio.run(_ask(asked, workers))
     if "error" in answer:
         raise ConfigurationError(f"{asked}: {answer['error']}")
     click.echo(f"{asked}: {answer['said']}")
     return 0
+
+
+def _newest_launched() -> Run:
+    try:
+        return newest_run(_directory())
+    except ConfigurationError as none:
+        try:
+            other = newest_run()
+        except ConfigurationError:
+            raise none from None
+        raise ConfigurationError(
+            f"nothing runs that psync run has started: {other} was started without it",
+            hint="psync scale asks psync run for workers; a program that opens a cluster itself "
+            "calls its scale(workers=8)",
+        ) from none
 
 
 async def _ask(run: Run, workers: int) -> dict[str, Any]:

@@ -248,8 +248,10 @@ class Lanes:
         if self.lost is not None:
             return self.lost
         error = self.lost = ParameterServerLost(
-            self.task, message, hint="its shards are gone: restart the program"
-        )
+            self.task, message,
+            hint="its shards are gone, with no checkpoint or copy to go back to: restart the "
+            'program; with a psync.CheckpointManager, or ps_recovery="replica", it goes on',
+        )  # fmt: skip
         for peer in self._peers.values():
             peer.abort(ConnectionLost(error.message))
         if self.on_lost is not None:
