@@ -69,6 +69,10 @@ class Injector:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in self._world.network.links():  # kernels still ask whether anybody is left
+            if link.client.is_lost != link.server.is_lost:
+                left = link.server if link.client.is_lost else link.client
+                left.fail(reset_error("nobody is left"), tell_peer=False)
 
     # Triggers.
 
