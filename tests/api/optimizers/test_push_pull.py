@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,11 +15,17 @@ import psync
 from memory_cluster import MemoryCluster, coordinating, replicated
 from ps_cluster import heard, hold
 from psync import Outcome, SyncReplicasOptimizer, UsageError
-from psync.client import plans
+from psync.client import plans, prefetch
 from psync.optimizers import SGD
 from psync.wire.ps_messages import Pull, Push
 
 STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that come with a token are good for a turn, however long that takes."""
+    monkeypatch.setattr(prefetch, "GOOD_FOR_S", math.inf)
 
 
 class Model:
