@@ -9,11 +9,17 @@ import signal
 import subprocess
 import sys
 
+
+def say(word: str) -> None:
+    """In one piece: the pipe is the child's, too."""
+    os.write(1, f"{word} {os.getpid()}\n".encode())
+
+
 arguments = sys.argv[1:]
 if "stubborn" in arguments:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if "child" in arguments:
-    print("child", os.getpid(), flush=True)
+    say("child")
 else:
     if "parent" in arguments or "daemon" in arguments:
         child = subprocess.Popen(
@@ -25,6 +31,6 @@ else:
         from psync.launch.process_loop import watch_lifeline
 
         watch_lifeline(int(os.environ["PSYNC_LIFELINE_FD"]), grace_s=0.2)
-    print("ready", os.getpid(), flush=True)
+    say("ready")
 while True:
     signal.pause()
