@@ -92,7 +92,7 @@ async def main():
     fastest, slowest = log[:, 2].min() * 1e3, log[:, 2].max() * 1e3
     print(f"{lived.size} games of {lived.sum():.0f} steps in {seconds:.1f} s on {workers} workers")
     print(f"a closure took {fastest:.0f} to {slowest:.0f} ms, and sent {SIZE * 4} bytes")
-    print(f"updates by others between a pull and its push: {log[:, 3].mean():.1f} on average")
+    print(f"updates of others since a worker's last push: {log[:, 3].mean():.1f} on average")
     print(
         f"first 100 games: {lived.ravel()[:100].mean():.0f} steps; 100 new ones: {games.mean():.0f}"
     )
