@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 from psync.api.gradient_arguments import AnyVariable, GradsAndVars
 from psync.api.optimizers.state import PushResult
@@ -17,21 +18,20 @@ Answered = tuple[PushResult, Wanted | None]
 """What became of a push, and what was asked for with it, if that is not for the next pull."""
 
 
-class PushPull:
-    """The part of an optimizer that pulls with its pushes."""
-
-    async def _pushed(
-        self, grads_and_vars: GradsAndVars, global_step: AnyVariable | None, pull: Plan | None
-    ) -> Answered:
-        """Push gradients, and ask for values, if there is a plan of them."""
-        raise NotImplementedError
+class _Pushes(Protocol):
+    @property
+    def _pushed(self) -> Callable[..., Awaitable[Answered]]:
+        """Pushes gradients, and asks for values, if there is a plan of them."""
 
     def _may_bring(self, pull: Plan, global_step: AnyVariable | None) -> bool:
         """Return whether values may come with a push: else they are pulled."""
-        raise NotImplementedError
+
+
+class PushPull:
+    """The part of an optimizer that pulls with its pushes."""
 
     async def push_pull(
-        self,
+        self: _Pushes,
         grads_and_vars: GradsAndVars,
         pull: Any,
         global_step: AnyVariable | None = None,
