@@ -22,7 +22,7 @@ printing = $(BIN)/psync run examples/$(2) > out/examples/printed.txt; code=$$?; 
 	test $$code = 0 && grep -q $(1) out/examples/printed.txt
 
 .PHONY: help docs docs-here pages pages-here pictures models models-here engines engines-here package package-here pythons gallery demo demo-short examples test test-first test-second test-more more-processes more-processes-too more-others test-full test-all full \
-	chaos chaos-short sim sim-mutants coverage lint fuzz bench bench-peers clean
+	chaos chaos-short sim sim-mutants coverage lint fuzz bench bench-peers bench-scaling clean
 .DELETE_ON_ERROR:
 
 help:
@@ -46,6 +46,7 @@ help:
 	@echo "make fuzz         what comes from outside, attacked for a minute a target (FUZZ_SECONDS=600 for longer)"
 	@echo "make lint         style, types, import law; what type checkers find in programs of users"
 	@echo "make bench        throughput; synchronous beside asynchronous training"
+	@echo "make bench-scaling  what one closure, step, variable or byte costs as there are more"
 	@echo "make bench-peers  psync beside TensorFlow, torch RPC and Ray, in an environment of their own"
 	@echo "make clean        remove what these made"
 
@@ -198,6 +199,10 @@ bench: $(VENV)/.installed-demo
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/embeddings.py
 	$(BIN)/psync bench sync-async --out out
+
+# What one closure, step, variable or byte costs as there are more: an hour. A few minutes: make bench-scaling SCALING=--quick
+bench-scaling: $(VENV)/.installed-demo
+	$(BIN)/python benchmarks/scaling.py $(SCALING) --out out
 
 # psync beside what else there is: minutes to install, and twenty to run.
 bench-peers: $(VENV)/.installed-demo .venv-peers/.installed

@@ -42,9 +42,12 @@ BYTES_ALLOWED = {
     "net.transport": "hands the buffers of segments to the loop",
     "net.tls": "hands bytes to TLS, and takes them from it",
     "net.peer": "gathers the small segments of a reply in one buffer",
+    "net.shared.regions": "makes the memory that tasks of one host share",
+    "net.shared.bodies": "finds where in that memory a buffer lies",
     "numerics.blocks": "memory of shards is cut into blocks of bytes",
     "numerics.row_blocks": "blocks that lie in one mapping of memory",
     "testing.segments": "finds memory that is changed while it is in flight",
+    "testing.memory_sharing": "lends memory as regions do",
     "testing.memory_transport": "copies into the receiver's buffer, as a kernel does",
 }
 BYTES_CALL = re.compile(r"\.tobytes\(|\bfrombuffer\(|\bmemoryview\((?!b\")")

@@ -14,6 +14,7 @@ from typing import TypedDict, Unpack
 from psync.api.optimizers.handles import Optimizer as Optimizer
 from psync.api.optimizers.staleness_bound import StalenessBound
 from psync.numerics import adaptive_rules, layerwise_rules, moment_rules, update_rule
+from psync.numerics.compression import Compression
 from psync.schedules import Schedule
 
 
@@ -27,6 +28,7 @@ class OtherOptions(TypedDict, total=False):
     global_clipnorm: float | None
     clipvalue: float | None
     gradient_accumulation_steps: int | None
+    compression: Compression | None
 
 
 class Options(OtherOptions, total=False):

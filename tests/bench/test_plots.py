@@ -43,6 +43,19 @@ def test_backups_are_drawn(path: Path) -> None:
     assert path.read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
+def test_curves_of_any_number_are_drawn_and_empty_ones_passed_over(path: Path) -> None:
+    points = [{"at": at, "median": 3.0, "min": 2.0, "max": 5.0 * at} for at in (1, 10)]
+    panels = [
+        {"title": "step; µs", "over": "workers", "lines": {"step": points, "first": points[:1]}},
+        {"title": "nothing; µs", "over": "workers", "lines": {}},
+    ]
+    plots.plot_scaling(panels, path)
+    assert path.read_bytes().startswith(PNG)
+    plots.plot_scaling([], path.with_suffix(".svg"))
+    assert b"<svg" in path.with_suffix(".svg").read_bytes()
+
+
 def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigurationError, match=r"matplotlib.*\n.*pip install"):

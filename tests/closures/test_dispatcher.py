@@ -162,7 +162,7 @@ def test_fast_closures_are_held_as_far_ahead_as_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mean_s", "ahead"), [(0.0, 64), (2e-3 / 64, 64), (1e-4, 20), (1e-3, 2), (2e-3, 1), (3600, 1)]
+    ("mean_s", "ahead"), [(0.0, 64), (1e-2 / 64, 64), (5e-4, 20), (5e-3, 2), (1e-2, 1), (3600, 1)]
 )
 def test_depth_is_the_target_divided_by_the_mean_duration(mean_s: float, ahead: int) -> None:
     bench = Bench("a")
@@ -192,6 +192,22 @@ def test_depth_follows_the_moving_mean() -> None:
     (worker,) = bench.dispatcher.statistics()
     assert worker.mean_s == pytest.approx(FAST + (1.0 - FAST) / 4)
     assert worker.ahead == 1
+
+
+def test_a_report_of_many_closures_weighs_as_much_as_one_of_each() -> None:
+    means = []
+    for together in (True, False):
+        bench = Bench("a")
+        bench.add(*range(1, 6))
+        bench.decide()
+        bench.finish("a", 1, mean_s=FAST)
+        held = bench.held()["a"]
+        assert held == [2, 3, 4]
+        for ids in [held] if together else [[closure_id] for closure_id in held]:
+            bench.finish("a", *ids, mean_s=1.0)
+        (worker,) = bench.dispatcher.statistics()
+        means.append(worker.mean_s)
+    assert means == [pytest.approx(1.0 - (1.0 - FAST) * 0.75**3)] * 2
 
 
 def test_report_of_nothing_leaves_the_pace_as_it_was() -> None:

@@ -51,6 +51,7 @@ def test_there_is_a_target_for_all_that_comes_from_outside() -> None:
         "frames",
         "handshakes",
         "headers",
+        "lent",
         "manifests",
         "snapshots",
         "tasks",

@@ -154,7 +154,10 @@ def places(directory: Path) -> dict[str, Callable[[], tuple[Network, str]]]:
         "memory": lambda: (MemoryNetwork(), "ps0:1"),
         "tcp": lambda: (SocketNetwork(), "127.0.0.1:0"),
         "unix": lambda: (SocketNetwork(), f"unix:{directory}/ps0"),
+        "one host": lambda: (SocketNetwork(shares_memory=True), "127.0.0.1:0"),
+        "one host, unix": lambda: (SocketNetwork(shares_memory=True), f"unix:{directory}/ps0"),
+        "one host, memory": lambda: (MemoryNetwork(shares_memory=True), "ps0:1"),
     }
 
 
-PLACES = ("memory", "tcp", "unix")
+PLACES = ("memory", "tcp", "unix", "one host", "one host, unix", "one host, memory")

@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 
+from psync.errors import RemoteProtocolError
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import Buffer, Frame, FrameDecoder
+from psync.wire.lent import Extent
 
 
 def pour(decoder: FrameDecoder, data: Buffer, sizes: Iterable[int] = ()) -> list[Frame]:
@@ -23,7 +25,10 @@ def pour(decoder: FrameDecoder, data: Buffer, sizes: Iterable[int] = ()) -> list
         room[:count] = rest[:count]
         rest = rest[count:]
         frame = decoder.buffer_updated(count)
-        while frame is not None:
+        while frame is not None or decoder.is_copying:
+            if frame is None:
+                frame = decoder.copy_more()
+                continue
             frames.append(frame)
             frame = decoder.next_frame()
     raise AssertionError("not reached")
@@ -71,3 +76,43 @@ def check_bytes(message: Message, header: str) -> None:
     come = decode(bytes.fromhex(header))
     assert type(come) is type(message)
     assert encode(come).hex() == header  # tuples come as lists
+
+
+def cut(memory: bytes | bytearray, points: Iterable[int]) -> list[memoryview]:
+    """Return views of the parts between these points; empty ones among them."""
+    edges = [0, *sorted(min(point, len(memory)) for point in points), len(memory)]
+    view = memoryview(memory)
+    return [view[start:stop] for start, stop in itertools.pairwise(edges)]
+
+
+class Lent:
+    """A body that somebody has lent, see ``wire.lent.Borrowed``; counts how often it comes back."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self.views = views
+        self.is_kept = False
+        self.num_returns = 0
+
+    def keep(self) -> list[memoryview]:
+        self.is_kept = True
+        return list(self.views)
+
+    def give_back(self) -> None:
+        self.num_returns += 1
+
+
+class Lender:
+    """Finds extents in memory of its own, by region; see ``wire.lent.Borrow``."""
+
+    def __init__(self, regions: dict[int, bytes | bytearray]) -> None:
+        self.regions = regions
+        self.lent: list[Lent] = []
+
+    def __call__(self, extents: Sequence[Extent]) -> Lent:
+        views = []
+        for region, offset, nbytes in extents:
+            if offset + nbytes > len(self.regions.get(region, b"")):
+                raise RemoteProtocolError("there is no such memory")
+            views.append(memoryview(self.regions[region])[offset : offset + nbytes].toreadonly())
+        self.lent.append(Lent(views))
+        return self.lent[-1]

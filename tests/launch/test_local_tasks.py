@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 
 import pytest
 
+import psync
 from psync.launch.gpus import GpuShares
 from psync.launch.local_tasks import TasksHere, TasksInProcesses
 from psync.testing import settle
@@ -25,6 +27,26 @@ async def test_a_worker_of_the_same_index_is_elsewhere_than_the_one_that_has_lef
         await host.leave(0)
         assert host.has_left(0)
         assert await host.start("worker", 0) == "worker-0:2"
+
+
+async def test_hundreds_of_workers_in_memory_do_not_take_each_others_places(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "psync.net.endpoint")
+    async with psync.LocalCluster(1, 200, processes=False) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                variable = psync.Variable(0.0, name="variable")
+
+            async def step() -> None:
+                await variable.assign_add(1.0)
+
+            for _ in range(200):
+                coordinator.schedule(step)
+            await coordinator.join()
+            assert await variable.read() == 200
+    assert "its place was needed" not in caplog.text
 
 
 async def test_a_process_leaves_with_code_0_also_if_it_is_still_starting() -> None:

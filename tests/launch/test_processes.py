@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from process_tools import SECRET, Screen, group, script
+from psync.cluster import split_address
 from psync.errors import BusyError, ClosedError, ConfigurationError
 from psync.launch.processes import ProcessGroup, RestartPolicy
 from psync.launch.task_process import TaskProcess
+from psync.net.shared.door_names import door_beside, name_of_door
 
 pytestmark = pytest.mark.processes
 
@@ -73,8 +75,9 @@ async def test_a_task_has_its_own_session_and_socket_the_lifeline_and_no_other_f
         report = await report_of(processes, screen, "worker", 0)
     files = {int(fd): target for fd, target in report["files"].items()}
     listen_fd = int(report["environ"]["PSYNC_LISTEN_FD"])
+    door_fd = int(report["environ"]["PSYNC_DOOR_FD"])
     lifeline_fd = int(report["environ"]["PSYNC_LIFELINE_FD"])
-    assert set(files) == {0, 1, 2, listen_fd, lifeline_fd}
+    assert set(files) == {0, 1, 2, listen_fd, door_fd, lifeline_fd}
     assert files[0] == "/dev/null"
     assert files[listen_fd].startswith("socket:")
     assert files[lifeline_fd].startswith("pipe:")
@@ -237,3 +240,50 @@ async def test_a_program_that_does_not_exist_is_an_error_and_can_be_corrected() 
 def test_a_group_that_cannot_be_made_leaves_no_socket_open() -> None:
     with pytest.raises(TypeError):
         ProcessGroup({"chief": 1, "worker": None})  # type: ignore[dict-item]
+
+
+# --- doors ---------------------------------------------------------------------------------------
+
+
+def doors_of(processes: ProcessGroup, job: str, index: int) -> int:
+    """How many there are beside a task's address."""
+    name = name_of_door(*split_address(processes.cluster[job][index])).replace("\0", "@")
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    return sum(line.endswith(f" {name}") for line in sockets)
+
+
+async def test_there_is_a_door_beside_each_address_until_it_is_abandoned_or_closed() -> None:
+    async with group() as processes:
+        tasks = [("chief", 0), ("ps", 0), ("worker", 0), ("worker", 1)]
+        assert [doors_of(processes, *task) for task in tasks] == [1] * 4
+        processes.abandon("worker", 1)
+        assert [doors_of(processes, *task) for task in tasks] == [1, 1, 1, 0]
+        await processes.add_task("worker", 1)
+        assert doors_of(processes, "worker", 1) == 1
+    assert [doors_of(processes, *task) for task in tasks] == [0] * 4
+
+
+async def test_a_task_gets_its_door() -> None:
+    screen = Screen()
+    async with group(screen) as processes:
+        report = await report_of(processes, screen, "ps", 0)
+        assert int(report["environ"]["PSYNC_DOOR_FD"]) != int(report["environ"]["PSYNC_LISTEN_FD"])
+
+
+async def test_a_task_that_is_not_started_here_opens_its_own_door() -> None:
+    """In that of the group its peers would wait in vain."""
+    async with group() as processes:
+        with processes.listener_of("chief", 0) as listening:
+            assert doors_of(processes, "chief", 0) == 0
+            door = door_beside(listening)
+            assert door is not None
+            door.close()
+
+
+async def test_without_shared_memory_there_are_no_doors() -> None:
+    screen = Screen()
+    environ = {**os.environ, "PSYNC_SHARED_MEMORY": "0"}
+    async with group(screen, environ=environ) as processes:
+        assert doors_of(processes, "ps", 0) == 0
+        report = await report_of(processes, screen, "ps", 0)
+        assert "PSYNC_DOOR_FD" not in report["environ"]

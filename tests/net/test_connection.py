@@ -24,14 +24,9 @@ from endpoints import (
     wait_deserted,
 )
 from psync.errors import ConnectionLost
-from psync.net.connection import (
-    UNIX_BUFFER_BYTES,
-    USER_TIMEOUT_MS,
-    WRITE_HIGH_BYTES,
-    Connection,
-)
+from psync.net.connection import WRITE_HIGH_BYTES, Connection
 from psync.net.peer import Handler, Peer, Reply
-from psync.net.transport import SocketNetwork
+from psync.net.transport import UNIX_BUFFER_BYTES, USER_TIMEOUT_MS, SocketNetwork
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import encode
 from psync.wire.frames import Buffer, Frame, Kind, encode_frame

@@ -13,12 +13,14 @@ import pytest
 
 import psync
 from psync.errors import ConfigurationError
-from psync.net.environment import platform_of, watchdog_timeout
+from psync.net.environment import platform_of, shares_memory, watchdog_timeout
 from psync.net.platform import Platform
 from psync.net.tls import TlsNetwork
+from psync.net.transport import Network
 from psync.testing import MemoryNetwork
 from psync.testing.sabotage import failpoints_of
 from psync.wire.limits import Limits
+from recorder import Recorder
 from tls_files import authority, variables_of
 
 SECRET = "correct horse battery staple"
@@ -122,6 +124,51 @@ def test_certificates_do_not_take_the_secrets_place(
         monkeypatch.setenv(name, path)
     with pytest.raises(ConfigurationError, match="no secret is set"):
         platform_of(resolver(), LOCAL)
+
+
+# --- shared memory ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "shares"), [(None, True), ("1", True), ("0", False)])
+async def test_tasks_of_one_host_share_memory_unless_it_is_switched_off(
+    text: str | None, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        monkeypatch.setenv("PSYNC_SHARED_MEMORY", text)
+    assert shares_memory(os.environ) is shares
+    platform = platform_of(resolver(), LOCAL, insecure=True)
+    assert await doors_beside(platform.network) == shares
+
+
+@pytest.mark.parametrize("text", ["2", "yes", "true", " 1", "01"])
+def test_another_word_than_0_or_1_is_an_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PSYNC_SHARED_MEMORY", text)
+    with pytest.raises(ConfigurationError) as caught:
+        platform_of(resolver(), LOCAL, insecure=True)
+    assert caught.value.message == f"PSYNC_SHARED_MEMORY: expected 0 or 1, got {text!r}"
+
+
+async def test_under_tls_nothing_is_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PSYNC_SHARED_MEMORY", "1")
+    for name, path in variables_of(tmp_path / "certs", authority()).items():
+        monkeypatch.setenv(name, path)
+    assert await doors_beside(platform_of(resolver(), LOCAL, insecure=True).network) == 0
+
+
+def test_a_system_that_cannot_share_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    assert not shares_memory({})
+    assert not shares_memory({"PSYNC_SHARED_MEMORY": "1"})
+
+
+async def doors_beside(network: Network) -> int:
+    """How many doors there are beside an address of this network."""
+    listener = await network.listen("127.0.0.1:0", Recorder)
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    count = sum(line.endswith(f"/{listener.address}") and " @psync/" in line for line in sockets)
+    listener.close()
+    await listener.wait_closed()
+    return count
 
 
 # --- the socket of a launcher ------------------------------------------------------------------

@@ -329,3 +329,11 @@ class TestBytesOf:
     def test_empty(self) -> None:
         assert bytes_of(b"").shape == (0,)
         assert bytes_of(np.zeros((0, 3))).shape == (0,)
+
+
+def test_blocks_that_come_into_being_are_0_whatever_the_source_of_their_memory_had() -> None:
+    pool = BlockPool(source=lambda nbytes: np.full(nbytes, 7, np.uint8))
+    array = BlockArray(5, np.dtype(np.float32), pool=pool)
+    assert array.block(0).array.tolist() == [0.0] * 5
+    ones = BlockArray(5, np.dtype(np.float32), 1.0, pool)
+    assert ones.block(0).array.tolist() == [1.0] * 5

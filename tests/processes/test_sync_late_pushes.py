@@ -19,7 +19,10 @@ KIB = 1024
 
 
 async def received_bytes(coordinator: psync.ClusterCoordinator) -> list[int]:
-    return [ps["network"]["bytes_received"] for ps in await coordinator.ps_statistics()]
+    return [
+        ps["network"]["bytes_received"] + ps["network"]["bytes_borrowed"]
+        for ps in await coordinator.ps_statistics()
+    ]
 
 
 async def state_of(

@@ -53,3 +53,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ps.ask(A, MeasurePush(900, members, 8, SGD().to_config(), 0), bytes(8))
     with pytest.raises(RemoteProtocolError, match="set 77 is not defined"):
         ps.ask(A, MeasurePush(77, None, 7, CONFIG, 0), bytes(8))
+    with pytest.raises(GradientError, match=r"\(2,\) float32 as f16 \(4 bytes\), got 8 bytes"):
+        ps.ask(A, MeasurePush(900, [(-1, 2), *members], 7, CONFIG, 0), bytes(8))
+    with pytest.raises(RemoteProtocolError, match="compressed in an unknown way: 3"):
+        ps.ask(A, MeasurePush(900, [(-1, 3), *members], 7, CONFIG, 0), bytes(4))

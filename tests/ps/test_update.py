@@ -3,10 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psync.errors import GradientError, UnknownVariableError, UsageError
+from psync.errors import GradientError, UsageError
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.update_rule import SGD
-from psync.ps.update import ShardSet, Update
+from psync.ps.shard_sets import ShardSet
+from psync.ps.update import Update
 from psync.specs import ShardSpec
 from psync.store.commit_log import LogNames
 from psync.store.ledger import Duplicate, Fresh, Ledger
@@ -53,32 +54,6 @@ def an_assign(op: str = "add") -> Assign:
 
 def values(store: ShardStore) -> list[list[float]]:
     return [np.frombuffer(b"".join(store.read(key)), np.float32).tolist() for key in store.keys()]
-
-
-def test_a_set_knows_where_its_shards_lie_in_a_body(store: ShardStore) -> None:
-    known = ShardSet(((2, 0), (1, 0), (0, 0))).look_up(store)
-    assert (known.lengths, known.nbytes) == ((12, 0, 8), 20)
-    assert known.names == ["v2", "v1", "v0"]
-    assert [bytes(part) for part in known.cut(memoryview(b"abcdefghijklmnopqrst"))] == [
-        b"abcdefghijkl", b"", b"mnopqrst",
-    ]  # fmt: skip
-
-
-def test_a_set_is_looked_up_once_in_a_store_and_again_in_another(store: ShardStore) -> None:
-    known = ShardSet(((0, 0),))
-    specs = known.look_up(store).specs
-    assert known.look_up(store).specs is specs
-    other = ShardStore("/job:ps/task:0")
-    with pytest.raises(UnknownVariableError, match="holds no shard 0 of variable 0"):
-        known.look_up(other)
-    other.create(ShardSpec("w", 0, 0, 0, (9,), "float32", 0))
-    assert known.look_up(other).lengths == (36,)
-
-
-def test_sets_of_the_same_shards_have_the_same_digest_in_every_process(store: ShardStore) -> None:
-    digests = [ShardSet(keys).look_up(store).digest for keys in (((0, 0), (2, 0)),) * 2]
-    assert digests[0] == digests[1] == hash(((0, 0), (2, 0)))
-    assert ShardSet(((2, 0), (0, 0))).look_up(store).digest != digests[0]
 
 
 def test_a_push_is_judged_checked_and_applied(store: ShardStore) -> None:
@@ -153,3 +128,35 @@ def test_the_log_names_sets_by_numbers_of_its_own_and_no_locks(store: ShardStore
     assert again == a_push(set_id=0)
     average = AverageShards(1, 0, -1, 0, [(0, 2, 0)], 0.5)
     assert update(store, average).entry(names) is average
+
+
+def test_a_push_may_raise_a_number_in_the_same_update(store: ShardStore) -> None:
+    store.create(ShardSpec("step", 3, 0, 0, (), "int64", 0), np.int64(4))
+    push = update(store, a_push(raised=(3, 0)))
+    push.judge()
+    push.begin()
+    assert len(push.costs) == 4
+    push.at_once()
+    assert int(np.frombuffer(b"".join(store.read((3, 0))), np.int64)[0]) == 5
+    assert values(store)[0] == [0.5, 0.5]
+
+
+def test_piece_by_piece_the_number_is_raised_last(store: ShardStore) -> None:
+    store.create(ShardSpec("step", 3, 0, 0, (), "int64", 0), np.int64(4))
+    push = update(store, a_push(raised=(3, 0)))
+    push.judge()
+    push.begin()
+    for position in range(len(push.costs)):
+        for _ in push.work(position):
+            pass
+    assert int(np.frombuffer(b"".join(store.read((3, 0))), np.int64)[0]) == 5
+    assert values(store)[0] == [0.5, 0.5]
+
+
+def test_only_one_number_is_raised_and_nothing_else_has_begun(store: ShardStore) -> None:
+    push = update(store, a_push(raised=(2, 0)))
+    push.judge()
+    with pytest.raises(GradientError, match=r"expected one number, to be raised by one, got shape"):
+        push.begin()
+    assert store.optimizer_step(1) == 0
+    assert values(store) == [[1, 1], [], [1, 1, 1]]

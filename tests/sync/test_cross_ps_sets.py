@@ -56,6 +56,24 @@ class TestSets:
             (1, [(8, 0), (8, 1)], bytes(range(16, 24))),
         ]
 
+    def test_what_each_ps_holds_of_a_compressed_set_is_compressed(self) -> None:
+        members = [(2, -1, 1), (2, 7, 0), (0, -1, 1), (0, 0, 0), (0, 1, 0)]
+        known = WholeSet(members, numbers())
+        assert (known.members, known.size) == (tuple(members), 3)
+        assert known.own.members == ((-1, 1), (0, 0), (1, 0))
+        known.fit(store_of(2, 1), (6, 4, 2), PS_0)
+        own, along = known.cut(memoryview(bytes(range(12))))
+        assert bytes(own) == bytes(range(6, 12))
+        ((share, body),) = along
+        assert (share.members, bytes(body)) == ([(-1, 1), (7, 0)], bytes(range(6)))
+        known.check_share(share, [6], PS_0)
+        plain = WholeSet([(0, 0, 0), (2, 7, 0)], numbers())
+        assert plain.shares[0].members != share.members
+        with pytest.raises(GradientError, match=r"float32 as bf16 \(4 bytes\), got 8 bytes"):
+            WholeSet(members, numbers()).fit(store_of(2, 1), (6, 8, 4), PS_0)
+        with pytest.raises(RemoteProtocolError, match="compressed in an unknown way: 9"):
+            WholeSet([(2, -1, 9), (2, 7, 0)], numbers())
+
     def test_values_are_joined_in_the_sets_order_or_not_at_all(self) -> None:
         known = WholeSet([(1, 7, 0), (0, 0, 0), (2, 8, 0)], numbers())
         one, two = (share.number for share in known.shares)

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 
 from psync.ps.executor import Listed
-from psync.ps.update import ShardSet
+from psync.ps.shard_sets import ShardSet
 from psync.store.commit_log import LogNames
 from psync.store.ledger import Client
 from psync.sync.cross_ps_sets import ShareNumbers, WholeSet
@@ -59,6 +59,24 @@ def test_a_part_names_its_set_and_its_group_in_full_once() -> None:
     first, second = build(names), build(names)
     assert first == replace(message, config=RAW, set_id=0, members=list(KEYS))
     assert second == replace(first, config=None, members=None)
+
+
+def test_a_compressed_part_is_named_apart_and_held_as_it_came() -> None:
+    names = LogNames()
+    members = [(-1, 2), *KEYS]
+    part = Part(ShardSet.of(members), (), BODY)
+    message = StagePush(GROUP, None, 1, 3, 77, None, None)
+    staged_entry(staged(), message, RAW)(names)
+    assert staged_entry(part, message, RAW)(names) == replace(message, set_id=1, members=members)
+    close = CloseStep(GROUP, None, 3, [(*REPLICA, 1, 1.0)])
+    build, segments = closing_entry(close, RAW, [part])
+    closed = build(LogNames())
+    assert isinstance(closed, CloseStep)
+    assert (closed.sets, segments) == ([(0, members)], [BODY])
+    (_, build_held, body), _ = entries_of_snapshot({}, {}, (), [(GROUP, REPLICA, 1, 3, part)], None)
+    held = build_held(LogNames()) if callable(build_held) else build_held
+    assert isinstance(held, HoldPush)
+    assert (held.members, body) == ([(0, -1, 2), *((0, *key) for key in KEYS)], (BODY,))
 
 
 def test_a_push_that_came_whole_is_in_its_entry() -> None:

@@ -9,7 +9,7 @@ from psync.errors import ConfigurationError, GradientError, RemoteProtocolError
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.rule_options import RuleOptions
 from psync.numerics.update_rule import SGD, UpdateRule
-from psync.ps.update import ShardSet
+from psync.ps.shard_sets import ShardSet
 from psync.specs import ShardSpec
 from psync.store.rows import RowValues
 from psync.store.step_norms import StepNorms

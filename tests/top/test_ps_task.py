@@ -39,7 +39,7 @@ from psync.errors import (
 from psync.net.endpoint import Endpoint
 from psync.numerics.moment_rules import Adam
 from psync.numerics.update_rule import SGD
-from psync.ps import update
+from psync.ps import shard_sets
 from psync.ps_task import PsTask
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Done, Shutdown, Statistics
@@ -341,7 +341,7 @@ class TestBadInput:
     async def test_the_number_of_sets_of_a_connection_is_bounded(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(update, "MAX_SETS", 2)
+        monkeypatch.setattr(shard_sets, "MAX_SETS", 2)
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.zeros(3, np.float32))
             members = [(v.variable_id, 0)]

@@ -20,6 +20,7 @@ from psync.errors import (
     RemoteProtocolError,
     VersionMismatch,
 )
+from psync.wire import lent as lent_module
 from psync.wire.frames import (
     PREFIX,
     PREFIX_BYTES,
@@ -29,10 +30,12 @@ from psync.wire.frames import (
     Kind,
     Segment,
     encode_frame,
+    encode_head,
 )
+from psync.wire.lent import EXTENT, MAX_EXTENTS, Extent
 from psync.wire.limits import DEFAULT_LIMITS, HANDSHAKE_LIMITS, Limits
 from psync.wire.tensors import to_bytes_view
-from wire_tools import Anywhere, joined, pour, splits
+from wire_tools import Anywhere, Lender, joined, pour, splits
 
 SMALL = Limits(header_bytes=50, segments=4, segment_bytes=100, body_bytes=150)
 
@@ -85,7 +88,7 @@ def test_the_numbers_of_the_kinds_never_change() -> None:
     assert {kind.name: int(kind) for kind in Kind} == {
         "HELLO": 1, "CHALLENGE": 2, "PROOF": 3, "WELCOME": 4, "REFUSED": 5,
         "REQUEST": 16, "REPLY": 17, "ERROR": 18, "NOTIFY": 19, "CANCEL": 20,
-        "PING": 21, "PONG": 22,
+        "PING": 21, "PONG": 22, "RETURN": 23, "FORGET": 24,
     }  # fmt: skip
 
 
@@ -370,7 +373,7 @@ def test_memory_of_another_size_than_the_body_is_an_error_here(nbytes: int) -> N
             "the peer speaks version 2 of the wire protocol, this task speaks 1",
         ),
         (prefix(kind=0), RemoteProtocolError, "unknown frame of kind 0 with flags 0x0000"),
-        (prefix(kind=23), RemoteProtocolError, "unknown frame of kind 23 with flags 0x0000"),
+        (prefix(kind=25), RemoteProtocolError, "unknown frame of kind 25 with flags 0x0000"),
         (prefix(flags=1), RemoteProtocolError, "unknown frame of kind 16 with flags 0x0001"),
         (prefix(header=51), FrameTooLarge, "header of 51 bytes, at most 50 are allowed"),
         (prefix(count=5), FrameTooLarge, "5 segments, at most 4 are allowed"),
@@ -542,3 +545,198 @@ def test_what_is_only_declared_costs_no_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < 3 << 20  # room for all of the header
     finally:
         tracemalloc.stop()
+
+
+# --- bodies that are lent --------------------------------------------------------------------
+
+REGIONS: dict[int, bytes | bytearray] = {1: bytes(range(100)), 9: b"x" * 50}
+
+
+def lent_bytes(
+    extents: Sequence[tuple[int, int, int]],
+    lengths: Sequence[int] | None = None,
+    kind: Kind = Kind.REQUEST,
+    limits: Limits = DEFAULT_LIMITS,
+) -> bytes:
+    lengths = [sum(each[2] for each in extents)] if lengths is None else lengths
+    return encode_head(kind, 7, b"hd", lengths, [Extent(*each) for each in extents], limits)
+
+
+def borrowing(sink: object = None, limits: Limits = DEFAULT_LIMITS) -> tuple[FrameDecoder, Lender]:
+    decoder = FrameDecoder(limits, Anywhere() if sink is None else sink)  # type: ignore[arg-type]
+    decoder.borrow = lender = Lender(REGIONS)
+    return decoder, lender
+
+
+def test_golden_bytes_of_a_frame_whose_body_is_lent() -> None:
+    assert lent_bytes([(1, 2, 3), (4, 5, 6)], [8, 1]).hex(" ", -8) == (
+        "5053594e01100200 0700000000000000 0200000002000000 0900000000000000 "
+        "0800000000000000 0100000000000000 "
+        "0100000000000000 0200000000000000 0300000000000000 "
+        "0400000000000000 0500000000000000 0600000000000000 6864"
+    )
+
+
+def test_a_lent_body_is_found_however_its_head_arrives() -> None:
+    data = lent_bytes([(1, 5, 10), (9, 0, 3)], [4, 0, 9]) + frame_bytes(Kind.PING, 0, b"")
+    for sizes in splits(data):
+        decoder, lender = borrowing()
+        frame, ping = pour(decoder, data, sizes)
+        assert body_of(frame) == [bytes(range(5, 9)), b"", bytes(range(9, 15)) + b"xxx"]
+        assert frame.lengths == (4, 0, 9)
+        assert frame.nbytes == 13
+        assert ping.kind == Kind.PING
+        assert [lent.num_returns for lent in lender.lent] == [1]
+        assert not decoder.receiving
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=6),
+    st.lists(st.integers(0, 300), max_size=4),
+    st.integers(1, 64),
+    st.lists(st.integers(1, 60), max_size=20),
+)
+def test_any_extents_come_as_their_bytes(
+    places: list[tuple[int, int]], points: list[int], at_once: int, pieces: list[int]
+) -> None:
+    extents = [(1, offset, nbytes) for offset, nbytes in places]
+    body = b"".join(bytes(range(offset, offset + nbytes)) for offset, nbytes in places)
+    edges = [0, *sorted(min(point, len(body)) for point in points), len(body)]
+    lengths = [stop - start for start, stop in itertools.pairwise(edges)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lent_module, "COPY_BYTES", at_once)
+        decoder, lender = borrowing()
+        (frame,) = pour(decoder, lent_bytes(extents, lengths), pieces)
+    assert b"".join(body_of(frame)) == body
+    assert frame.lengths == tuple(lengths)
+    assert lender.lent[0].num_returns == 1
+
+
+def test_a_lent_body_may_be_kept_where_it_is() -> None:
+    def keep(frame: Frame) -> Sequence[memoryview]:
+        assert frame.borrowed is not None
+        frame.segments = frame.borrowed.keep()
+        return frame.segments
+
+    decoder, lender = borrowing(keep)
+    (frame,) = pour(decoder, lent_bytes([(1, 2, 3)]))
+    assert frame.segments[0].obj is REGIONS[1]
+    assert lender.lent[0].num_returns == 0
+    assert not decoder.receiving
+
+
+def test_a_lent_body_that_nobody_wants_is_given_back() -> None:
+    decoder, lender = borrowing(lambda frame: None)
+    (frame,) = pour(decoder, lent_bytes([(1, 2, 3)]))
+    assert frame.segments == []
+    assert lender.lent[0].num_returns == 1
+
+
+def test_a_large_one_is_copied_piece_by_piece_and_nothing_is_looked_at_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lent_module, "COPY_BYTES", 40)
+    decoder, lender = borrowing()
+    data = lent_bytes([(1, 0, 100)]) + frame_bytes(Kind.PING, 0, b"")
+    decoder.get_buffer()[: len(data)] = data
+    assert decoder.buffer_updated(len(data)) is None
+    assert decoder.is_copying
+    assert decoder.receiving
+    assert decoder.next_frame() is None
+    assert decoder.copy_more() is None
+    assert decoder.is_copying
+    frame = decoder.copy_more()
+    assert frame is not None
+    assert body_of(frame) == [REGIONS[1]]
+    assert not decoder.is_copying
+    assert lender.lent[0].num_returns == 1
+    ping = decoder.next_frame()
+    assert ping is not None
+    assert ping.kind == Kind.PING
+
+
+def test_a_receiver_that_gives_up_a_lent_body_is_not_written_to_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lent_module, "COPY_BYTES", 40)
+    memory, token = bytearray(100), object()
+
+    def sink(frame: Frame) -> Sequence[memoryview]:
+        frame.token = token
+        return [memoryview(memory)]
+
+    decoder, lender = borrowing(sink)
+    assert pour_head(decoder, lent_bytes([(1, 0, 100)])) is None
+    decoder.redirect(object())
+    decoder.redirect(token)
+    frame = decoder.copy_more()
+    assert frame is not None
+    assert frame.token is token
+    assert memory == bytes(range(40)) + bytes(60)
+    assert lender.lent[0].num_returns == 1
+
+
+def pour_head(decoder: FrameDecoder, data: bytes) -> Frame | None:
+    decoder.get_buffer()[: len(data)] = data
+    return decoder.buffer_updated(len(data))
+
+
+def test_memory_of_another_size_for_a_lent_body_is_this_sides_mistake() -> None:
+    decoder, _ = borrowing(lambda frame: [memoryview(bytearray(9))])
+    with pytest.raises(LocalProtocolError, match="9 bytes of memory given for a body of 10"):
+        pour_head(decoder, lent_bytes([(1, 0, 10)]))
+
+
+def test_as_many_extents_as_there_can_be_arrive() -> None:
+    extents = [(1, number % 99, 1) for number in range(MAX_EXTENTS)]
+    decoder, _ = borrowing()
+    (frame,) = pour(decoder, lent_bytes(extents))
+    assert frame.nbytes == MAX_EXTENTS
+    assert bytes(frame.segments[0][:3]) == b"\x00\x01\x02"
+
+
+@pytest.mark.parametrize(
+    ("extents", "lengths", "told"),
+    [
+        ([(1, 0, 10)], [11], "extents add up to other than 11 bytes"),
+        ([(1, 0, 10)], [9], "extents add up to other than 9 bytes"),
+        ([(1, 0, 10), (1, 0, 2**64 - 1)], [9], "extents add up to other than 9 bytes"),
+        ([(1, 0, 2**64 - 1)], None, "body of 18446744073709551615 bytes"),
+        ([(2, 0, 10)], None, "no such memory"),
+        ([(1, 91, 10)], None, "no such memory"),
+        ([(1, 2**64 - 1, 10)], None, "no such memory"),
+        ([(1, 0, 10), (1, 2**64 - 1, 1)], None, "no such memory"),
+    ],
+)
+def test_extents_that_lie_nowhere_are_refused_for_good(
+    extents: list[tuple[int, int, int]], lengths: list[int] | None, told: str
+) -> None:
+    lengths = [sum(each[2] for each in extents)] if lengths is None else lengths
+    head = prefix(flags=len(extents), count=1, body=lengths[0])
+    data = head + struct.pack("<Q", *lengths) + b"".join(EXTENT.pack(*each) for each in extents)
+    decoder, _ = borrowing()
+    with pytest.raises(RemoteProtocolError, match=told):
+        pour_head(decoder, data)
+    with pytest.raises(RemoteProtocolError, match=told):
+        pour_head(decoder, frame_bytes(Kind.PING, 0, b""))
+
+
+def test_limits_hold_for_what_is_lent() -> None:
+    with pytest.raises(LocalProtocolError, match="segment of 101 bytes, at most 100"):
+        lent_bytes([(1, 0, 101)], limits=SMALL)
+    decoder, lender = borrowing(limits=SMALL)
+    with pytest.raises(FrameTooLarge, match="segment of 101 bytes, at most 100"):
+        pour_head(decoder, lent_bytes([(1, 0, 51), (9, 0, 50)]))
+    assert not lender.lent
+
+
+def test_who_shares_no_memory_gets_no_extents() -> None:
+    with pytest.raises(RemoteProtocolError, match="of kind 16 with flags 0x0001"):
+        pour(FrameDecoder(DEFAULT_LIMITS, Anywhere()), lent_bytes([(1, 0, 1)]))
+
+
+def test_extents_without_a_body_are_refused() -> None:
+    decoder, lender = borrowing(refuse)
+    with pytest.raises(RemoteProtocolError, match="unknown frame of kind 16 with flags 0x0002"):
+        pour(decoder, prefix(flags=2) + bytes(48))
+    assert not lender.lent

@@ -13,6 +13,7 @@ from inside import iterators_of, points_of, session_of
 from memory_cluster import cluster_of, coordinating, event_of
 from ps_cluster import until
 from psync.errors import RemoteError
+from psync.testing import MemoryNetwork
 from psync.testing.sabotage import FailpointError
 from psync.worker.session import Session
 
@@ -56,6 +57,20 @@ async def test_short_steps_that_never_await_give_others_a_turn():
             now = loop.time()
             longest, last = max(longest, now - last), now
         assert longest < 0.5
+
+
+@pytest.mark.virtual_time
+async def test_the_way_of_a_function_to_a_worker_is_no_part_of_the_pace_that_it_reports():
+    network = MemoryNetwork(seed=1, latency=(0.01, 0.01))
+    async with psync.LocalCluster(1, 1, processes=False, network=network) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+
+            async def step():
+                await asyncio.sleep(0.001)
+
+            await coordinator.schedule(step)
+            assert (await coordinator.status()).workers[0].mean_s == pytest.approx(0.001)
 
 
 async def test_a_step_sees_its_worker_and_the_program_does_not():

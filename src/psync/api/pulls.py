@@ -12,6 +12,7 @@ from psync.api.reads import runtime_of, values_of
 from psync.api.variables import Handle, OnReadVariable
 from psync.errors import GradientError
 from psync.numerics.casting import checked_target
+from psync.numerics.compression import Compression, checked_compression
 
 V = TypeVar("V", bound=Handle)
 W = TypeVar("W", bound=Handle)
@@ -34,6 +35,7 @@ class Options(TypedDict, total=False):
     copy: bool
     out: Any
     consistent: bool
+    compression: Compression | None
 
 
 # Nestings that type checkers know; the last takes any other.
@@ -81,7 +83,14 @@ async def pull(
 ) -> dict[K, dict[L, dict[M, np.ndarray]]]: ...
 @overload
 async def pull(tree: Any, **options: Unpack[Options]) -> Any: ...
-async def pull(tree: Any, *, copy: bool = False, out: Any = None, consistent: bool = False) -> Any:
+async def pull(
+    tree: Any,
+    *,
+    copy: bool = False,
+    out: Any = None,
+    consistent: bool = False,
+    compression: Compression | None = None,
+) -> Any:
     """Return the values of all variables in ``tree``, in one round trip to each ps.
 
     Args:
@@ -94,6 +103,10 @@ async def pull(tree: Any, *, copy: bool = False, out: Any = None, consistent: bo
             ``assign(…, atomic=True)`` is then seen whole or not at all; of what another task
             pushes, or assigns otherwise, one ps may have its part already and another not yet. It
             costs two more messages to each ps, and updates of these variables wait meanwhile.
+        compression: "bf16" or "f16": if more than 64 KiB are pulled, float32 travels rounded to 16
+            bits, and what is returned is float32 that has been rounded so. Not with ``consistent``,
+            in ``cache_variable_reads``, or of variables that are synchronized on read: their values
+            are exact, as all are without it. See docs/howto/compression.md.
 
     Returns:
         The same nesting with a numpy array for each variable, the same one wherever a variable
@@ -106,6 +119,7 @@ async def pull(tree: Any, *, copy: bool = False, out: Any = None, consistent: bo
         UsageError: Neither in a step nor within a running coordinator, or variables of two
             strategies.
         ClosedError: The coordinator was closed.
+        ConfigurationError: No such compression.
         GradientError: An array in ``out`` does not fit, or stands for a variable that has another
             array already.
         ParameterServerLost: A ps is gone.
@@ -119,6 +133,7 @@ async def pull(tree: Any, *, copy: bool = False, out: Any = None, consistent: bo
         weights, bias = await psync.pull((w, b))
         params = await psync.pull({"dense": {"w": w, "b": b}})
     """
+    kind = checked_compression("pull", compression)
     variables = list(dict.fromkeys(leaves(tree)))
     if not variables:
         return tree
@@ -129,7 +144,9 @@ async def pull(tree: Any, *, copy: bool = False, out: Any = None, consistent: bo
     values = {}
     if stored:
         given = [targets[variable] for variable in stored] if targets else None
-        arrays = await values_of(runtime, stored, copy=copy, out=given, consistent=consistent)
+        arrays = await values_of(
+            runtime, stored, copy=copy, out=given, consistent=consistent, compression=kind
+        )
         values = dict(zip(stored, arrays, strict=True))
     for variable in copied:
         values[variable] = await variable.read(copy=copy, out=targets.get(variable))

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from psync.client.compression import pull_compressed
 from psync.client.context import ClosureContext, current_closure
 from psync.client.runtime import Runtime
 from psync.client.scopes import Scope, runtime_here
 from psync.client.shard_locks import pull_at_once
 from psync.errors import ContextError, UsageError
+from psync.numerics.compression import Compression
+from psync.wire.frames import SMALL_BODY_BYTES
 
 if TYPE_CHECKING:
     from psync.api.value_access import ValueAccess
@@ -114,6 +117,7 @@ async def values_of(
     copy: bool = False,
     out: Sequence[np.ndarray | None] | None = None,
     consistent: bool = False,
+    compression: Compression | None = None,
 ) -> list[np.ndarray]:
     """Return the values of variables, each of which is there once.
 
@@ -123,6 +127,7 @@ async def values_of(
         copy: Whether the caller may change the arrays.
         out: See ``PsClient.pull``.
         consistent: Whether all are read at one instant.
+        compression: How float32 travels, where that is worth it and nothing else is asked for.
 
     Raises:
         ParameterServerLost: A ps is gone.
@@ -136,6 +141,10 @@ async def values_of(
     plan = runtime.ps.plan(tuple([variable.spec for variable in variables]))
     if consistent:
         return await pull_at_once(runtime.ps, plan, writable=copy, out=out, seen=runtime.pulled)
+    if compression is not None and plan.whole.nbytes > SMALL_BODY_BYTES:
+        return await pull_compressed(
+            runtime.ps, plan, compression, writable=copy, out=out, seen=runtime.pulled
+        )
     if (arrays := runtime.take_ahead(plan)) is not None:
         for array in arrays:
             array.setflags(write=copy)

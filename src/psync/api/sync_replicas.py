@@ -7,6 +7,7 @@ step at which its replica may go on. See docs/design.md, "A synchronous step".
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Coroutine, Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,8 @@ class SyncReplicasOptimizer(Optimizer):
     them. Slots belong to this optimizer: ``get_slot`` of this one, not of the wrapped one.
 
     Args:
-        opt: One of ``psync.optimizers``. Of it only the rule, the name and what it checks are used.
+        opt: One of ``psync.optimizers``. Of it the rule, the name, ``forbid_nonfinite`` and
+            ``compression`` are used.
         replicas_to_aggregate: R, at least 1: pushes that make a step.
         total_num_replicas: N, at least 1: replicas that are meant to run. Default: R.
         variable_averages: Moving averages that follow each step.
@@ -151,7 +153,10 @@ class SyncReplicasOptimizer(Optimizer):
             sparse_divisor=sparse_divisor,
             global_step=NOWHERE,
         )
-        super().__init__(opt._rule, name=name, forbid_nonfinite=opt._forbid_nonfinite)
+        super().__init__(
+            opt._rule, name=name, forbid_nonfinite=opt._forbid_nonfinite,
+            compression=opt._compression,
+        )  # fmt: skip
         self._in_use = opt._in_use = True  # what it does was written into ``config``
         self._opt = opt
         self._group = GroupConfig(config)
@@ -261,9 +266,10 @@ class SyncReplicasOptimizer(Optimizer):
             )
         config = self._group.of_step(step)
         closure, ordinal = runtime.begin_update("push")
-        answer = await runtime.sync.contribute(
-            runtime.ps.plan(tuple(variable.spec for variable in variables)),
-            [gradient for gradient, _ in pairs],
+        plan = runtime.ps.plan(tuple(variable.spec for variable in variables))
+        gradients = [gradient for gradient, _ in pairs]
+        push = functools.partial(
+            runtime.sync.contribute,
             group=self.number,
             config=config,
             local_step=self._local_step_of_push(runtime),
@@ -273,6 +279,12 @@ class SyncReplicasOptimizer(Optimizer):
             ahead=runtime.ahead if self._pull_ahead else None,
             announced=pull,
         )
+        if self._compression is None:
+            answer = await push(plan, gradients)
+        else:
+            answer = await runtime.feedback.contribute(
+                plan, gradients, push, kind=self._compression, optimizer=self.number
+            )
         result = PushResult(
             Outcome(answer.outcome), answer.token, answer.staleness, answer.partial, answer.count
         )

@@ -21,8 +21,8 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.blocks import bytes_of
 from psync.ps.accumulators import AccumulatorService
 from psync.ps.executor import Listed
+from psync.ps.shard_sets import NO_BYTES
 from psync.ps.takes import HostedAccumulator, TakeName, Taker, Wanted
-from psync.ps.update import NO_BYTES
 from psync.store.ledger import Client
 from psync.store.ledger_snapshot import GradientStates, gradients_of, note_gradients
 from psync.wire.accumulator_messages import GradientApplied

@@ -42,8 +42,8 @@ from psync.net.shielding import shielded
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
 from psync.ps.comparison import Diverged
+from psync.ps.shard_sets import NO_BYTES
 from psync.ps.snapshots import unpack_answer
-from psync.ps.update import NO_BYTES
 from psync.store.commit_log import chained
 from psync.store.ledger import Ledger
 from psync.store.locate_ps import Copy, Primary

@@ -147,3 +147,56 @@ def plot_backups(settings: Sequence[Sequence[Figures]], path: Path) -> None:
         axes.set_ylim(0, None)
         axes.legend()
     figure.savefig(path, dpi=DPI)
+
+
+SCALING_COLUMNS = 4
+LEAST_RANGE = 20.0
+"""Between the ends of a y-axis: a curve that is nearly flat looks so."""
+
+
+def plot_scaling(panels: Sequence[Figures], path: Path) -> None:
+    """Draw what one costs over how many there are: small panels, both axes logarithmic.
+
+    Args:
+        panels: Each with "title" ("what; unit"), "over", and "lines": of each figure the points,
+            which have "at", "median", "min" and "max". Those without a line are passed over.
+        path: Where to; its suffix says the format.
+    """
+    drawn = [panel for panel in panels if panel["lines"]]
+    rows = max(1, -(-len(drawn) // SCALING_COLUMNS))
+    figure = new_figure(4.4 * SCALING_COLUMNS, 3.4 * rows)
+    all_axes = figure.subplots(rows, SCALING_COLUMNS, squeeze=False).flatten()
+    for axes, panel in zip(all_axes, drawn, strict=False):
+        _draw_scaling(axes, panel)
+    for axes in all_axes[len(drawn) :]:
+        axes.remove()
+    figure.savefig(path, dpi=DPI)
+
+
+def _draw_scaling(axes: Axes, panel: Figures) -> None:
+    """Draw medians as lines, and from the least to the most of the runs as bars."""
+    from matplotlib.ticker import EngFormatter, LogLocator
+
+    for label, points in panel["lines"].items():
+        medians = [point["median"] for point in points]
+        below = [point["median"] - point["min"] for point in points]
+        above = [point["max"] - point["median"] for point in points]
+        axes.errorbar(
+            [point["at"] for point in points], medians, yerr=[below, above],
+            marker="o", markersize=4, capsize=2, linewidth=1.4, label=label,
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high < low * LEAST_RANGE:
+        middle = (low * high) ** 0.5
+        axes.set_ylim(middle / LEAST_RANGE**0.5, middle * LEAST_RANGE**0.5)
+    for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
+        axis.set_major_formatter(EngFormatter(sep=""))
+    axes.minorticks_off()
+    what, _, unit = panel["title"].partition("; ")
+    axes.set_title(what, fontsize="medium")
+    axes.set(xlabel=panel["over"], ylabel=unit)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="x-small")

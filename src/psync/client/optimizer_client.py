@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from psync.client.plans import Plan, Request, body_of
+from psync.client.prefetch import Wanted
 from psync.client.ps_client import PsClient, members_for
 from psync.client.ps_link import Call, PsLink, always, expect, together
 from psync.errors import ConfigurationError, RemoteProtocolError
@@ -21,7 +22,7 @@ from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.layerwise_rules import LayerwiseRule, Sums
 from psync.numerics.rule_configs import registered_in
 from psync.numerics.update_rule import UpdateRule
-from psync.specs import VariableSpec
+from psync.specs import ShardSpec, VariableSpec
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.messages import Done
 from psync.wire.ps_messages import (
@@ -30,6 +31,7 @@ from psync.wire.ps_messages import (
     MeasurePush,
     OptimizerState,
     PsAttached,
+    Pushed,
     SetOptimizer,
     SetSlots,
 )
@@ -78,6 +80,63 @@ def check_plugins(links: Sequence[PsLink], name: str, rule: UpdateRule) -> None:
                     f"this process has version {version}",
                     hint="install one version of the plugin for all tasks",
                 )
+
+
+async def push_gradients(
+    ps: PsClient,
+    rule: UpdateRule,
+    plan: Plan,
+    gradients: Sequence[np.ndarray | IndexedSlices],
+    *,
+    optimizer: int,
+    config: dict[str, Any],
+    step: int,
+    closure: int,
+    ordinal: int,
+    wanted: Wanted | None = None,
+    raised: ShardSpec | None = None,
+) -> list[Pushed]:
+    """Do ``PsClient.push`` with the ratios that the rule needs.
+
+    Args:
+        ps: All ps tasks.
+        rule: Of the optimizer.
+        plan: As for ``PsClient.push``, like all that follow.
+        gradients: For each variable.
+        optimizer: Its number.
+        config: Defines it.
+        step: Highest step of it that this client knows.
+        closure: Id of the closure, or -1.
+        ordinal: Of the call within the closure.
+        wanted: Values that may come with the answers.
+        raised: As for ``PsClient.push``.
+
+    Raises:
+        ParameterServerLost: A ps is gone.
+
+    Cancellation: As ``PsClient.push``.
+    """
+    ratios = await trust_ratios(
+        ps, rule, plan, gradients, optimizer=optimizer, config=config, step=step
+    )
+    return await ps.push(
+        plan, gradients, optimizer=optimizer, config=config, step=step, closure=closure,
+        ordinal=ordinal, ratios=ratios, wanted=wanted, raised=raised,
+    )  # fmt: skip
+
+
+def raised_with(plan: Plan, rule: UpdateRule, step: VariableSpec) -> ShardSpec | None:
+    """Return what a push can raise by one in the same update; None: that needs one of its own.
+
+    Args:
+        plan: Of the push.
+        rule: Of the optimizer. If it may raise an error, nothing else is to be done with it.
+        step: The variable that is to be raised.
+    """
+    if len(step.shards) > 1 or step.shape or rule.may_raise:
+        return None
+    (shard,) = step.shards
+    return shard if any(request.ps == shard.ps for request in plan.requests) else None
 
 
 async def trust_ratios(

@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from psync.numerics.blocks import BlockPool
+from psync.numerics.compression import Compression, marker, narrowed
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.wire.frames import SMALL_BODY_BYTES, Segment
@@ -52,7 +53,7 @@ class Request:
     ps: int
     set_id: int
     part: int  # its number among the plan's requests to this ps
-    members: list[tuple[int, int]] = field(default_factory=list)  # shards as the wire calls them
+    members: list[tuple[int, int]] = field(default_factory=list)  # as the wire defines its set
     cuts: list[tuple[int, int, int]] = field(default_factory=list)
     """Of each shard: index of its variable in the plan, first byte in it, end."""
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -101,7 +102,11 @@ class Plan:
     spread: bool  # whether a variable lies on several ps tasks
 
 
-def make_plan(variables: Sequence[VariableSpec], set_ids: Iterator[int]) -> Plan:
+def make_plan(
+    variables: Sequence[VariableSpec],
+    set_ids: Iterator[int],
+    compression: Compression | None = None,
+) -> Plan:
     """Lay out the variables in receive buffers and their shards in requests.
 
     A variable of at least 64 KiB has a buffer of its own, so that keeping it alive keeps
@@ -110,7 +115,10 @@ def make_plan(variables: Sequence[VariableSpec], set_ids: Iterator[int]) -> Plan
     Args:
         variables: In the order in which the caller wants them.
         set_ids: Numbers for the requests' sets.
+        compression: How float32 travels: the plan is of variables of that dtype.
     """
+    if compression is not None:
+        variables = [narrowed(variable, compression) for variable in variables]
     buffers: list[int] = []
     places: dict[int, Place] = {}
     sizes = [variable.nbytes for variable in variables]
@@ -150,6 +158,8 @@ def make_plan(variables: Sequence[VariableSpec], set_ids: Iterator[int]) -> Plan
     ordered = [request for group in requests.values() for request in group]
     for request in ordered:
         request.lengths = tuple([end - start for _, start, end in request.cuts])
+        if compression is not None:
+            request.members.insert(0, marker(compression))
     return Plan(
         tuple(variables),
         ordered,

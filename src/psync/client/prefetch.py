@@ -177,7 +177,8 @@ class PulledAhead:
         silent = self._calls_then in (-1, self._calls())  # nothing else was asked, or answered
         fresh = self._in_turn and arrival <= self._arrivals_then and silent
         if self._is_first:  # where they come too late once, they will the next time
-            self._is_first, self._plan = False, plan if fresh else None
+            is_in_time = self._in_turn and silent  # a closure may come in sooner the next time
+            self._is_first, self._plan = False, plan if is_in_time else None
         wanted, self._wanted = self._wanted, None
         if not fresh or wanted is None or wanted.plan is not plan:
             return None

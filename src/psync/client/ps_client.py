@@ -24,9 +24,10 @@ from psync.client.work_meter import WorkMeter
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer
 from psync.numerics.blocks import BlockPool
+from psync.numerics.compression import Compression
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.scatter import check_scatter, merged
-from psync.specs import VariableSpec
+from psync.specs import ShardSpec, VariableSpec
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.lock_messages import AssignLocked, PullLocked
@@ -92,8 +93,9 @@ class PsClient(PsRows):
         self.outgoing = self.parts.of(Outgoing)()
         self._pool = pool
         self.work = WorkMeter(asyncio.get_running_loop().time)
-        # By each variable's id, which shards it stands for, dtype; the last used at the end.
-        self._plans: OrderedDict[tuple[tuple[int, int, int, str], ...], Plan] = OrderedDict()
+        # By compression; of each variable its id, for which shards it stands, dtype. The last used
+        # is at the end.
+        self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
         self._set_ids = itertools.count(1)
         self._optimizers: list[set[int]] = [set() for _ in addresses]  # that each ps knows
 
@@ -114,18 +116,21 @@ class PsClient(PsRows):
         for known in self._optimizers:
             known.clear()
 
-    def plan(self, variables: Sequence[VariableSpec]) -> Plan:
-        """Return the plan for these variables, in this order."""
+    def plan(
+        self, variables: Sequence[VariableSpec], compression: Compression | None = None
+    ) -> Plan:
+        """Return the plan for these variables, in this order; as they are, or compressed."""
         # A shard that is asked for as a variable of its own bears the whole variable's id.
         # One that stands for a slot has the slot's dtype.
-        key = tuple([(v.variable_id, v.shards[0].index, len(v.shards), v.dtype) for v in variables])
+        each = [(v.variable_id, v.shards[0].index, len(v.shards), v.dtype) for v in variables]
+        key = (compression, *each)
         plan = self._plans.get(key)
         if plan is not None:
             self._plans.move_to_end(key)
             return plan
         if len(self._plans) >= MAX_PLANS:
             self._plans.popitem(last=False)
-        plan = self._plans[key] = make_plan(variables, self._set_ids)
+        plan = self._plans[key] = make_plan(variables, self._set_ids, compression)
         return plan
 
     async def pull(
@@ -199,6 +204,7 @@ class PsClient(PsRows):
         ordinal: int,
         ratios: Sequence[float] | None = None,
         wanted: Wanted | None = None,
+        raised: ShardSpec | None = None,
     ) -> list[Pushed]:
         """Push a gradient for each of a plan's variables.
 
@@ -216,6 +222,7 @@ class PsClient(PsRows):
                 by. None: each ps takes each of its shards for a whole variable.
             wanted: Gets its values with the answers if all of them lie on ps tasks that are pushed
                 to, each read once the push is applied there, and none is busy then.
+            raised: A shard of one number, on a ps that is pushed to, that becomes one more.
 
         Returns:
             Each request's answer.
@@ -233,6 +240,7 @@ class PsClient(PsRows):
                 None if optimizer in self._optimizers[request.ps] else config, step, part.rows,
                 None if ratios is None else [ratios[variable] for variable, *_ in request.cuts],
                 part.spread, part.pull, part.pull_members,
+                raised.key if raised and (request.ps, request.part) == (raised.ps, 0) else None,
             )  # fmt: skip
 
         landings = None if wanted is None else wanted.landings(plan, self._pool)

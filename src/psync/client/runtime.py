@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from psync.client.accumulator_client import AccumulatorClient
+from psync.client.compression import ErrorFeedback
 from psync.client.context import ClosureContext, here
 from psync.client.plans import Plan
 from psync.client.prefetch import PulledAhead
@@ -49,6 +50,11 @@ class Runtime:
     def ahead(self) -> PulledAhead:
         """Values that came with the answer to a push."""
         return PulledAhead(self.ps.links)
+
+    @functools.cached_property
+    def feedback(self) -> ErrorFeedback:
+        """What compressed pushes have left."""
+        return ErrorFeedback(self.ps)
 
     @functools.cached_property
     def accumulators(self) -> AccumulatorClient:

@@ -80,10 +80,10 @@ class ClosureOrder:
         return queued[ids[0]]
 
 
-TARGET_AHEAD_S = 0.002  # some round trips on a local network, and soon done by another worker
+TARGET_AHEAD_S = 0.01  # more than a closure that pulls and pushes, soon done by another worker
 MAX_AHEAD = 64
 MAX_AHEAD_BYTES = 64 << 10
-PACE_WEIGHT = 0.25  # of the newest report, in a worker's mean seconds per closure
+PACE_WEIGHT = 0.25  # of the newest closure, in a worker's mean seconds per closure
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,8 @@ class Dispatcher:
         record.finished += len(closures)
         if closures:
             if record.mean_s is not None:
-                mean_s = record.mean_s + (mean_s - record.mean_s) * PACE_WEIGHT
+                weight = 1 - (1 - PACE_WEIGHT) ** len(closures)
+                mean_s = record.mean_s + (mean_s - record.mean_s) * weight
             record.mean_s = mean_s
             # Compared before it is divided by: it may be 0.
             many = mean_s * MAX_AHEAD <= TARGET_AHEAD_S

@@ -18,7 +18,7 @@ from typing import Protocol
 from psync.errors import ConfigurationError
 from psync.launch.hosted_task import MovedTasks, Order, join_address
 from psync.launch.processes import RestartPolicy
-from psync.net.environment import limits_of
+from psync.net.environment import limits_of, shares_memory
 from psync.net.platform import Platform
 from psync.net.secret import Secret, mint_secret
 from psync.net.tls import TlsNetwork
@@ -121,7 +121,8 @@ class TasksOnEngine:
         self._secret = mint_secret().encode()
         followed = {name: text for name, text in environ.items() if name.startswith(FOLLOWED)}
         self._environ = {**followed, "PSYNC_LAUNCHED": "1"}
-        tls, sockets = load_tls(environ), SocketNetwork()
+        tls = load_tls(environ)
+        sockets = SocketNetwork(shares_memory=tls is None and shares_memory(environ))
         network = sockets if tls is None else TlsNetwork(sockets, tls)
         self._network = MovedTasks(network, engine.chief, {})
         limits = limits_of(environ)

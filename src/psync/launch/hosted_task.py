@@ -28,7 +28,7 @@ from psync.launch.plugins import load_plugins
 from psync.launch.process_loop import loop_factory
 from psync.launch.tasks import make_task
 from psync.net.chief_presence import chief_timeouts, until_told
-from psync.net.environment import limits_of
+from psync.net.environment import limits_of, shares_memory
 from psync.net.platform import Platform
 from psync.net.secret import Secret
 from psync.net.tls import TlsNetwork
@@ -195,7 +195,8 @@ class HostedTask:
         known = order.name or address
         try:
             tls = load_tls(os.environ)
-            sockets = SocketNetwork({known: listening})
+            shares = tls is None and shares_memory(order.environ)
+            sockets = SocketNetwork({known: listening}, shares_memory=shares)
         except BaseException:
             listening.close()
             raise

@@ -25,8 +25,8 @@ from psync.launch.task_output import Sink, say, write_stderr, write_stdout
 from psync.launch.task_process import Process
 
 OF_THIS_MACHINE = (
-    "PSYNC_SECRET", "PSYNC_SECRET_FILE", "PSYNC_LISTEN_FD", "PSYNC_LIFELINE_FD", "PSYNC_MEMBER_FD",
-    "PSYNC_WORKERS_FD", "PSYNC_RUN_FD", "PSYNC_LAUNCHED",
+    "PSYNC_SECRET", "PSYNC_SECRET_FILE", "PSYNC_LISTEN_FD", "PSYNC_DOOR_FD", "PSYNC_LIFELINE_FD",
+    "PSYNC_MEMBER_FD", "PSYNC_WORKERS_FD", "PSYNC_RUN_FD", "PSYNC_LAUNCHED",
 )  # fmt: skip
 """Variables that mean nothing elsewhere, or must not be seen there."""
 

@@ -24,7 +24,7 @@ from psync.launch.processes import ProcessGroup, RestartPolicy
 from psync.launch.task_process import Process, describe_exit
 from psync.launch.tasks import make_task
 from psync.net import certificates
-from psync.net.environment import newest_incarnation
+from psync.net.environment import newest_incarnation, shares_memory
 from psync.net.platform import Platform
 from psync.net.secret import Secret, load_secret, mint_secret
 from psync.net.tls import TlsNetwork
@@ -32,9 +32,14 @@ from psync.net.tls_config import TLS_VARIABLES, load_tls
 from psync.net.transport import SocketNetwork
 from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork, VirtualClockLoop
+from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.worker_task import WorkerTask
 
 logger = logging.getLogger(__name__)
+
+NO_STRANGERS = Limits(handshakes=DEFAULT_LIMITS.connections)
+"""All who connect in memory are tasks of the cluster. Hundreds that begin at once would take each
+other's places, again and again, until chance has spread them."""
 
 CERTIFICATE_DAYS = 365
 """Of those that are made for one cluster, and go with it."""
@@ -54,7 +59,9 @@ class TasksHere:
         if network is None:
             network = MemoryNetwork(chunk=(1 << 20, 1 << 20), check_buffers=False)
         virtual = isinstance(asyncio.get_running_loop(), VirtualClockLoop)
-        self.platform = Platform(network, Secret(mint_secret().encode()), threads=not virtual)
+        self.platform = Platform(
+            network, Secret(mint_secret().encode()), NO_STRANGERS, threads=not virtual
+        )
         self._resources = resources
         self._tasks: dict[tuple[str, int], PsTask | WorkerTask] = {}
         self._addresses: set[str] = set()  # of all there ever were
@@ -135,7 +142,7 @@ class TasksInProcesses:
         if self._joinable:
             inherited[self.chief] = self._group.listener_of("chief", 0)
             resources.callback(inherited[self.chief].close)
-        sockets = SocketNetwork(inherited)
+        sockets = SocketNetwork(inherited, shares_memory=tls is None and shares_memory(environ))
         network = sockets if tls is None else TlsNetwork(sockets, tls)
         self.platform = Platform(network, known or Secret((minted or "").encode()))
         self._resources = resources

@@ -36,6 +36,7 @@ from psync.launch.interfaces import joined_with
 from psync.launch.process_loop import GRACE_S
 from psync.launch.task_output import Sink, write_stderr, write_stdout
 from psync.launch.task_process import Process, TaskProcess
+from psync.net.shared.door_names import door_beside, may_share
 
 BACKLOG = 1024  # all peers connect at once, and to tasks that are not up yet
 
@@ -116,6 +117,7 @@ class ProcessGroup:
         if secret is not None:
             self._environ["PSYNC_SECRET"] = secret
         self._listeners: dict[tuple[str, int], Any] = {}  # what has an address, until closed
+        self._doors: dict[tuple[str, int], socket.socket] = {}  # beside them
         self._processes: dict[tuple[str, int], Process] = {}  # the latest of each task
         self._chores: set[asyncio.Task[None]] = set()  # cleaning up after processes that have ended
         self._stopping = False
@@ -132,6 +134,8 @@ class ProcessGroup:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listener = socket.create_server((self._host, port), family=family, backlog=BACKLOG)
         self._listeners[job, index] = resources.enter_context(listener)
+        if may_share(self._environ) and (door := door_beside(listener)) is not None:
+            self._doors[job, index] = resources.enter_context(door)
         address = joined_with(self._host, listener.getsockname()[1])
         self._name(job, index, address)
         return address
@@ -201,6 +205,8 @@ class ProcessGroup:
         output: Output, pass_fds: Sequence[int],
     ) -> subprocess.Popen[bytes]:  # fmt: skip
         listener = self._listeners[job, index].fileno()
+        door = self._doors.get((job, index))
+        doors = {} if door is None else {"PSYNC_DOOR_FD": str(door.fileno())}
         config = {"cluster": self.cluster, "task": {"type": job, "index": index}}
         streams = {"prefixed": subprocess.PIPE, "inherited": None, "discarded": subprocess.DEVNULL}
         has_input = output == "inherited" and sys.stdin is not None and not sys.stdin.isatty()
@@ -218,17 +224,23 @@ class ProcessGroup:
                     "TF_CONFIG": json.dumps(config),
                     "PSYNC_LAUNCHED": "1",
                     "PSYNC_LISTEN_FD": str(listener),
+                    **doors,
                     "PSYNC_LIFELINE_FD": str(self._lifeline),
                     "PYTHONUNBUFFERED": "1",
                 },
-                pass_fds=(listener, self._lifeline, *pass_fds),
+                pass_fds=(listener, self._lifeline, *map(int, doors.values()), *pass_fds),
                 start_new_session=True,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def listener_of(self, job: str, index: int) -> socket.socket:
-        """Return a copy of a task's socket, for a task that is not started here."""
+        """Return a copy of a task's socket, for a task that is not started here.
+
+        It opens its own door beside it: in the group's, nobody would let its peers in.
+        """
+        if (door := self._doors.pop((job, index), None)) is not None:
+            door.close()
         copy: socket.socket = self._listeners[job, index].dup()
         return copy
 
@@ -237,9 +249,10 @@ class ProcessGroup:
 
         Who connects to it then is refused, and does not wait for an answer.
         """
-        listener = self._listeners.pop((job, index), None)
-        if listener is not None:
-            listener.close()
+        for listening in (self._listeners, self._doors):
+            listener = listening.pop((job, index), None)
+            if listener is not None:
+                listener.close()
 
     async def add_task(self, job: str, index: int, *, port: int = 0) -> str:
         """Make an address for another task, to be started; return it.

@@ -261,8 +261,9 @@ class RemoteHost:
 
     def tell(self, **message: Any) -> None:
         """Say something; nothing happens while there is no connection."""
-        if self._ssh is not None and self._ssh.stdin is not None:
-            self._ssh.stdin.write(json.dumps(message).encode() + b"\n")
+        stdin = None if self._ssh is None else self._ssh.stdin
+        if stdin is not None and not stdin.is_closing():
+            stdin.write(json.dumps(message).encode() + b"\n")
 
     def cut(self) -> None:
         """End the connection at once, as when ssh dies."""

@@ -10,6 +10,9 @@ of one turn of the loop share a system call: that call is most of what they cost
 
 Large messages wait, in order, while the transport has much unsent; small ones never do,
 and so may overtake them.
+
+To a task of the same host a large body is lent instead, see ``net.shared``: it stays where it is,
+or is copied to memory that the peer can read, and only the frame's head is written.
 """
 
 from __future__ import annotations
@@ -17,12 +20,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from psync.errors import ConnectionLost, LocalProtocolError, PsyncError
+from psync.net.shared.bodies import Loan, Sharing, Waker
+from psync.net.shared.channel import SideChannel
+from psync.net.shared.regions import SharedMemory
+from psync.net.transport import name_of, set_options
 from psync.wire import protocol as wire
 from psync.wire.codec import Message, encode
 from psync.wire.frames import (
@@ -30,9 +37,12 @@ from psync.wire.frames import (
     SMALL_BODY_BYTES,
     Buffer,
     Frame,
+    Kind,
     Segment,
-    encode_frame,
+    encode_head,
+    flat,
 )
+from psync.wire.lent import LENT_ABOVE_BYTES, Extent
 from psync.wire.messages import Refused
 
 logger = logging.getLogger(__name__)
@@ -40,21 +50,22 @@ logger = logging.getLogger(__name__)
 WRITE_HIGH_BYTES = 4 << 20
 """Above this much unsent data large messages wait."""
 
-KEEPALIVE_IDLE_S = 10
-KEEPALIVE_INTERVAL_S = 5
-KEEPALIVE_PROBES = 4
-USER_TIMEOUT_MS = 30_000
-"""A host that takes no byte for this long is dead (the figure Dask uses)."""
-
 SENT = 256
 """Added to the kind of a message that is shown to a tap, if it goes out."""
 
-UNIX_BUFFER_BYTES = 1 << 20
-"""Unix sockets do not tune their buffers; TCP ones do unless they are set."""
-
+_RETURN, _FORGET = int(Kind.RETURN), int(Kind.FORGET)
 
 Tap = Callable[[int, int, bytes, int], None]
 """Shown each message: its kind, request id, header, and the bytes of its body."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A large message that was not written yet."""
+
+    buffers: list[Buffer]
+    loan: Loan | None = None  # its body is lent
+    copy: Callable[[], bool] | None = None  # copies a part of that; returns whether it was the last
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -69,6 +80,7 @@ class Connection(asyncio.BufferedProtocol):
         received: Called with each frame that came in. What it raises ends the connection.
         closed: Called once when the connection is gone, with the reason, also when it never opened.
             Must not raise.
+        memory: Of this task, to be shared with peers of its host; None: it is not.
     """
 
     def __init__(
@@ -77,6 +89,7 @@ class Connection(asyncio.BufferedProtocol):
         opened: Callable[[], None],
         received: Callable[[Frame], None],
         closed: Callable[[Exception | None], None],
+        memory: SharedMemory | None = None,
     ) -> None:
         self.wire = protocol
         self.peername = "?"  # address of the other side, for messages
@@ -101,7 +114,10 @@ class Connection(asyncio.BufferedProtocol):
         self._small: list[Buffer] = []  # small messages of this turn of the loop
         self._small_bytes = 0
         self._flush_due = False
-        self._waiting: deque[list[Buffer]] = deque()  # large messages, until there is room
+        self._waiting: deque[_Waiting] = deque()  # large messages, until there is room
+        self._read_pauses = 0  # reasons not to read
+        self._memory = memory
+        self._sharing: Sharing | None = None  # of memory, with the peer
         self._room = asyncio.Event()  # set while large messages need not wait, and at the end
         self._room.set()
 
@@ -116,8 +132,8 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
         with contextlib.suppress(OSError):  # the peer may be gone already
-            _set_options(transport.get_extra_info("socket"))
-            self.peername = _name(transport.get_extra_info("peername"))
+            set_options(transport.get_extra_info("socket"))
+            self.peername = name_of(transport.get_extra_info("peername"))
         if self.on_made is not None:
             self.on_made(transport.get_extra_info("peername"))
             if self._closing:
@@ -137,11 +153,36 @@ class Connection(asyncio.BufferedProtocol):
                 self.wire.bind(self._transport.get_extra_info("channel_binding", b""))
                 self.wire.received(nbytes)
                 frame = self._go_on_shaking_hands()
-            while frame is not None and not self._closing:
+            self._hand_over(frame)
+        except Exception as exc:
+            self.fail(exc)
+        self.flush()
+
+    def _hand_over(self, frame: Frame | None) -> None:
+        """Hand this frame to the owner, and all others that are there."""
+        while frame is not None and not self._closing:
+            if self._sharing is not None and frame.kind in (_RETURN, _FORGET):
+                self._sharing.told(frame.kind == _RETURN, frame.request_id)
+            else:
                 if self.tap is not None:
                     self.tap(frame.kind, frame.request_id, frame.header, frame.nbytes)
                 self._received(frame)
-                frame = self._decoder.next_frame()
+            frame = self._decoder.next_frame()
+        if self._decoder.is_copying and not self._closing:
+            self.pause_reading()  # until all of that body is there
+            self._loop.call_soon(self._go_on_copying)
+
+    def _go_on_copying(self) -> None:
+        if self._closing:
+            return
+        self._flush_due = True
+        try:
+            frame = self._decoder.copy_more()
+            if self._decoder.is_copying:
+                self._loop.call_soon(self._go_on_copying)
+            else:
+                self.resume_reading()
+                self._hand_over(frame or self._decoder.next_frame())
         except Exception as exc:
             self.fail(exc)
         self.flush()
@@ -158,8 +199,16 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """The transport has room again: large messages that waited go on."""
         self._writable = True
+        self._go_on_writing()
+
+    def _go_on_writing(self) -> None:
         while self._waiting and self._writable and not self._closing:
-            self._write(self._waiting.popleft())
+            if self._waiting[0].copy is not None:
+                if not self._waiting[0].copy():
+                    self._loop.call_soon(self._go_on_writing)
+                    return
+                self._waiting[0].copy = None
+            self._write_large(self._waiting.popleft())
         if self._writable:
             self._room.set()
 
@@ -173,6 +222,8 @@ class Connection(asyncio.BufferedProtocol):
         self._waiting.clear()
         self._room.set()
         self._deadline.cancel()
+        if self._sharing is not None:
+            self._sharing.close()
         self._closed(error)
 
     # For the owner.
@@ -189,16 +240,26 @@ class Connection(asyncio.BufferedProtocol):
         Raises:
             LocalProtocolError: It is larger than the limits allow.
         """
+        loan: Loan | None = None
+        extents: Sequence[Extent] = ()
         try:
             header = b"" if message is None else encode(message)
-            buffers = encode_frame(kind, request_id, header, segments, self.wire.limits)
+            lengths, body = flat(segments) if segments else ((), [])
+            nbytes = sum(lengths)
+            if nbytes > LENT_ABOVE_BYTES and self._sharing is not None:
+                loan = self._sharing.lend(body, nbytes)
+                extents = () if loan is None else loan.extents
+            head = encode_head(kind, request_id, header, lengths, extents, self.wire.limits)
         except LocalProtocolError as exc:
+            if loan is not None and self._sharing is not None:
+                self._sharing.withdrawn(loan)
             exc.add_note(f"while sending {type(message).__name__} to {self.wire.peer_task}")
             raise
         if self.tap is not None:
-            nbytes = sum(map(len, buffers)) - PREFIX_BYTES - len(header)
-            self.tap(kind | SENT, request_id, header, nbytes)
-        self.send(buffers)
+            table = len(head) - PREFIX_BYTES - len(header)  # lengths, extents
+            self.tap(kind | SENT, request_id, header, table + nbytes)
+        buffers: list[Buffer] = [head] if loan is not None else [head, *body]
+        self._send(buffers, nbytes + len(head), loan)
         return buffers
 
     def send(self, buffers: list[Buffer]) -> None:
@@ -207,10 +268,12 @@ class Connection(asyncio.BufferedProtocol):
         The buffers of a message above 64 KiB must not change until the transport has let go
         of them.
         """
+        self._send(buffers, sum(map(len, buffers)))
+
+    def _send(self, buffers: list[Buffer], nbytes: int, loan: Loan | None = None) -> None:
         if self._closing:
             return
-        nbytes = sum(map(len, buffers))
-        if nbytes <= SMALL_BODY_BYTES:
+        if nbytes <= SMALL_BODY_BYTES and loan is None:
             self._small.append(buffers[0] if len(buffers) == 1 else b"".join(buffers))
             self._small_bytes += nbytes
             if self._small_bytes > SMALL_BODY_BYTES:
@@ -218,11 +281,17 @@ class Connection(asyncio.BufferedProtocol):
             elif not self._flush_due:
                 self._flush_due = True
                 self._loop.call_soon(self.flush)
-        elif self._writable and not self._waiting:
+            return
+        idle = self._writable and not self._waiting
+        if idle and loan is None:
             self.flush()
             self._write(buffers)
-        else:
-            self._waiting.append(buffers)
+            return
+        copy = loan.copying() if loan is not None and loan.sources else None
+        self._waiting.append(_Waiting(buffers, loan, copy))
+        if idle:
+            self._room.clear()  # nothing may overtake it
+            self._go_on_writing()
 
     def flush(self) -> None:
         """Write small messages now, and not at the end of this turn of the loop.
@@ -230,6 +299,8 @@ class Connection(asyncio.BufferedProtocol):
         For whoever goes on with work that takes long, while the peer could begin with its own.
         """
         self._flush_due = False
+        if self._sharing is not None and self._sharing.has_to_say:
+            self._say_returns()
         if self._small:
             small = self._small
             self._small, self._small_bytes = [], 0
@@ -239,8 +310,10 @@ class Connection(asyncio.BufferedProtocol):
     def withdraw(self, buffers: list[Buffer]) -> bool:
         """Take back a message given to ``send``; return False if that is too late."""
         for index, waiting in enumerate(self._waiting):
-            if waiting is buffers:
+            if waiting.buffers is buffers:
                 del self._waiting[index]
+                if waiting.loan is not None and self._sharing is not None:
+                    self._sharing.withdrawn(waiting.loan)
                 return True
         return False
 
@@ -257,13 +330,15 @@ class Connection(asyncio.BufferedProtocol):
         await self._room.wait()
 
     def pause_reading(self) -> None:
-        """Stop taking bytes from the peer."""
-        if not self._closing:
+        """Stop taking bytes from the peer, until ``resume_reading`` has been called as often."""
+        self._read_pauses += 1
+        if self._read_pauses == 1 and not self._closing:
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Take bytes again."""
-        if not self._closing:
+        """Take bytes again, unless there is another reason not to."""
+        self._read_pauses -= 1
+        if not (self._read_pauses or self._closing):
             self._transport.resume_reading()
 
     def close(self) -> None:
@@ -272,8 +347,11 @@ class Connection(asyncio.BufferedProtocol):
             self._closing = True
             return
         self.flush()
-        for buffers in self._waiting:
-            self._write(buffers)
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            while waiting.copy is not None and not waiting.copy():
+                pass
+            self._write_large(waiting)
         self._closing = True
         self._transport.close()
 
@@ -284,6 +362,9 @@ class Connection(asyncio.BufferedProtocol):
             self._error = error
         if self._transport is not None:
             self._transport.abort()
+        if self._sharing is not None and not self._open:
+            # Nothing is lent; and uvloop tells no end of a connection whose making was cancelled.
+            self._sharing.close()
 
     def refuse(self, refused: Refused) -> None:
         """Turn the peer away in the middle of its handshake, and say why."""
@@ -308,7 +389,36 @@ class Connection(asyncio.BufferedProtocol):
         """Whether there was a transport: only then is the owner told of its end."""
         return self._transport is not None
 
+    # Sharing memory.
+
+    def share(self, channel: SideChannel) -> None:
+        """The peer is a task of this host: what is large is lent. Before anything is said."""
+        if self._memory is None:
+            channel.close()
+            return
+        self._sharing = Sharing(self._memory, channel, Waker(self._say_returns))
+        self._decoder.borrow = self._sharing.borrow
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """What is lent over this connection; None: the peer is elsewhere."""
+        return self._sharing
+
+    def _say_returns(self) -> None:
+        assert self._sharing is not None, "it says that there is something"
+        returns, gone = self._sharing.due()
+        for number in returns:
+            self.send_message(_RETURN, number)
+        for number in gone:
+            self.send_message(_FORGET, number)
+
     # Writing.
+
+    def _write_large(self, message: _Waiting) -> None:
+        if message.loan is not None and self._sharing is not None:
+            self._sharing.sent(message.loan)
+        self.flush()
+        self._write(message.buffers)
 
     def _write(self, buffers: list[Buffer]) -> None:
         if not self._transport.is_closing():
@@ -333,28 +443,3 @@ class Connection(asyncio.BufferedProtocol):
     def _give_up(self) -> None:
         seconds = self.wire.limits.handshake_seconds
         self.abort(ConnectionLost(f"the handshake was not over within {seconds} s"))
-
-
-def _name(peername: Any) -> str:
-    if isinstance(peername, tuple):
-        return f"{peername[0]}:{peername[1]}"
-    return str(peername) if peername else "a Unix socket"
-
-
-def _set_options(sock: Any) -> None:
-    """Let the kernel find dead hosts, and give Unix sockets room."""
-    if sock is None:  # a network in memory
-        return
-    if sock.family == socket.AF_UNIX:
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, UNIX_BUFFER_BYTES)
-        return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
-        ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S),
-        ("TCP_KEEPCNT", KEEPALIVE_PROBES),
-        ("TCP_USER_TIMEOUT", USER_TIMEOUT_MS),
-    ):
-        if hasattr(socket, name):  # not on every system
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

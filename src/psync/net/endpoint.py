@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import socket
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -31,7 +32,8 @@ from psync.net.handshake_limits import (
 from psync.net.peer import Handler, Peer
 from psync.net.platform import Platform
 from psync.net.serving import RequestServer
-from psync.net.transport import Listener, reason
+from psync.net.shared.bodies import Sharing
+from psync.net.transport import Listener, one_line, reason
 from psync.numerics.blocks import BlockPool
 from psync.wire.codec import Message
 from psync.wire.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
@@ -81,10 +83,12 @@ class Endpoint:
         self.incarnation = incarnation
         self.handlers = handlers
         self.pool = pool if pool is not None else BlockPool()
+        self._sharings: weakref.WeakSet[Sharing] = weakref.WeakSet()  # of connections that are gone
         self.on_peer: list[Callable[[Peer], None]] = []  # told of each accepted connection
         self._admit = admit
         self._peers: dict[Peer, None] = {}  # open, or in their handshake, in this order
         self._sent = self._received = 0  # bytes over connections that are gone
+        self._lent = self._borrowed = 0  # likewise
         # Of them, accepted ones in their handshake, the oldest first, and where they come from.
         self._unproven: dict[Peer, Place] = {}
         self._failures = FailedHandshakes(platform.limits.handshake_failures)
@@ -174,7 +178,7 @@ class Endpoint:
             if not peer.task:
                 if isinstance(peer.error, ProtocolError | AuthenticationError | FencedError):
                     raise peer.error
-                why = "the connection was closed" if peer.error is None else _one_line(peer.error)
+                why = "the connection was closed" if peer.error is None else one_line(peer.error)
                 raise ConnectFailed(f"{expect} at {address}: {why}")
             if incarnation != self.incarnation:  # who speaks over it would be taken for another
                 raise ConnectFailed(
@@ -270,16 +274,23 @@ class Endpoint:
             await self._wait_closed()
         for listener in self._listeners:
             await listener.wait_closed()
+        for sharing in list(self._sharings):
+            sharing.drop()
+        self.platform.memory.let_go()
 
     def statistics(self) -> dict[str, int]:
         """Return how many connections are open, or are not yet, and the bytes over all so far."""
         num_open = len(self.peers)
         connections = [peer.connection for peer in self._peers]
+        sharings = [each.sharing for each in connections if each.sharing is not None]
         return {
             "connections": num_open,
             "handshakes": len(connections) - num_open,
             "bytes_sent": self._sent + sum(each.bytes_sent for each in connections),
             "bytes_received": self._received + sum(each.bytes_received for each in connections),
+            "bytes_lent": self._lent + sum(each.bytes_lent for each in sharings),
+            "bytes_borrowed": self._borrowed + sum(each.bytes_borrowed for each in sharings),
+            **self.platform.memory.statistics(),
         }
 
     def tap(self, tap_of: Callable[[Peer], Tap] | None) -> None:
@@ -295,8 +306,13 @@ class Endpoint:
     def _forget(self, peer: Peer) -> None:
         """A connection is gone; what it has carried still counts."""
         if self._peers.pop(peer, self) is None:
-            self._sent += peer.connection.bytes_sent
-            self._received += peer.connection.bytes_received
+            connection = peer.connection
+            self._sent += connection.bytes_sent
+            self._received += connection.bytes_received
+            if (sharing := connection.sharing) is not None:
+                self._lent += sharing.bytes_lent
+                self._borrowed += sharing.bytes_borrowed
+                self._sharings.add(sharing)
 
     # Accepting.
 
@@ -365,6 +381,7 @@ class Endpoint:
         peer = Peer(
             handshake, self.handlers, self.pool, self.platform.limits, self._spawn,
             on_opened, on_closed, self.platform.parts.of(RequestServer),
+            self.platform.memory,
         )  # fmt: skip
         self._peers[peer] = None
         if self._tap_of is not None:
@@ -391,7 +408,7 @@ class Endpoint:
             )
         elif isinstance(error, PsyncError):
             log = logger.log if peer.task else self._log_stranger
-            log(logging.WARNING, "%s lost %s: %s", self.task, who, _one_line(error))
+            log(logging.WARNING, "%s lost %s: %s", self.task, who, one_line(error))
 
     def _log_stranger(self, level: int, text: str, *args: object) -> None:
         """Write a line about somebody who has not proved himself, unless there are too many."""
@@ -430,9 +447,3 @@ class Endpoint:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, PsyncError):
-        return error.message if error.hint is None else f"{error.message} ({error.hint})"
-    return reason(error) if isinstance(error, OSError) else str(error)

@@ -19,6 +19,8 @@ from psync.net.platform import Parts, Platform
 from psync.net.process_state import inherited_file
 from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver
 from psync.net.secret import insecure_by_environ, load_secret, require_secret
+from psync.net.shared.door_names import may_share
+from psync.net.shared.doors import can_share
 from psync.net.tls import TlsNetwork
 from psync.net.tls_config import load_tls
 from psync.net.transport import Network, SocketNetwork
@@ -91,7 +93,11 @@ def platform_of(
     tls = load_tls(environ)
     # A resolver that had to know its port has bound it.
     bound: Mapping[str, socket.socket] = getattr(resolver, "listening", {})
-    network: Network = SocketNetwork({**_inherited(address), **bound} if listens else {})
+    network: Network = SocketNetwork(
+        {**_inherited(address, "PSYNC_LISTEN_FD"), **bound} if listens else {},
+        _inherited(address, "PSYNC_DOOR_FD") if listens else {},
+        shares_memory=tls is None and shares_memory(environ),
+    )
     return Platform(
         network if tls is None else TlsNetwork(network, tls),
         secret,
@@ -184,16 +190,25 @@ def watchdog_timeout(environ: Mapping[str, str] = os.environ) -> float | None:
     return None
 
 
-def _inherited(address: str) -> dict[str, socket.socket]:
-    """Return the listening socket that a launcher passed on, if it did; it has one owner."""
-    number = os.environ.pop("PSYNC_LISTEN_FD", None)
+def shares_memory(environ: Mapping[str, str]) -> bool:
+    """Whether tasks of one host share memory: they may, see ``may_share``, and can.
+
+    Raises:
+        ConfigurationError: What says so cannot be understood.
+    """
+    return may_share(environ) and can_share()
+
+
+def _inherited(address: str, variable: str) -> dict[str, socket.socket]:
+    """Return a listening socket that a launcher passed on, if it did; it has one owner."""
+    number = os.environ.pop(variable, None)
     if not number:
         return {}
     try:
         listening = socket.socket(fileno=int(number))
     except (ValueError, OSError) as exc:
         raise ConfigurationError(
-            f"PSYNC_LISTEN_FD: expected an open socket's number, got {number!r} ({exc})"
+            f"{variable}: expected an open socket's number, got {number!r} ({exc})"
         ) from exc
     os.set_inheritable(listening.fileno(), False)
     return {address: listening}

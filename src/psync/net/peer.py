@@ -28,10 +28,12 @@ from psync.net.serving import Later as Later
 from psync.net.serving import Received as Received
 from psync.net.serving import Reply as Reply
 from psync.net.serving import RequestServer, Spawn, fail
+from psync.net.shared.regions import SharedMemory
 from psync.numerics.blocks import BlockPool
 from psync.wire.codec import Message, decode
 from psync.wire.frames import SMALL_BODY_BYTES, Buffer, Frame, Kind, Segment
 from psync.wire.handshake import ClientHandshake, ServerHandshake
+from psync.wire.lent import Borrowed
 from psync.wire.limits import Limits
 from psync.wire.messages import Failure
 from psync.wire.protocol import Protocol
@@ -72,6 +74,7 @@ class Peer:
         report_opened: Told when the handshake is over.
         report_closed: Told when the connection is gone, unless it was never made.
         server: Serves the peer's requests.
+        memory: Of this task, to be shared with peers of its host; None: it is not.
     """
 
     def __init__(
@@ -84,14 +87,16 @@ class Peer:
         report_opened: Callable[[Peer], None],
         report_closed: Callable[[Peer, Exception | None], None],
         server: type[RequestServer] = RequestServer,
+        memory: SharedMemory | None = None,
     ) -> None:
         wire = Protocol(handshake, limits, self._sink)
-        self.connection = Connection(wire, self.opened, self.received, self.closed)
+        self.connection = Connection(wire, self.opened, self.received, self.closed, memory)
         self._redirect = wire.decoder.redirect
         self.task = ""  # the peer's name; proven, and "" until the connection is open
         self.incarnation = 0  # the peer's
         self.lane = ""  # one of handshake.LANES
         self.state: dict[str, Any] = {}  # what handlers keep per connection
+        self.lent: Borrowed | None = None  # the body that is being prepared for, if it is lent
         self.error: Exception | None = None  # why it closed, once it has
         self.is_open = False
         self.is_closed = False
@@ -318,6 +323,7 @@ class Peer:
             frame.token = message = decode(frame.header)
             handler = self._server.handler_of(message)
             if handler.prepare is not None:
+                self.lent = frame.borrowed
                 try:
                     views = handler.prepare(self, message, frame.lengths)
                     frame.segments = _fitting(views, frame)
@@ -325,6 +331,8 @@ class Peer:
                 except Exception as exc:
                     frame.token = exc
                     return None
+                finally:
+                    self.lent = None
         else:
             raise RemoteProtocolError(f"got a frame {Kind(kind).name} with a body")
         return self._anywhere(frame)
@@ -385,4 +393,5 @@ class AsIfFrom:
     incarnation: int
     state: dict[str, Any]
     lane: str = "control"
+    lent: Borrowed | None = None
     on_closed: list[Any] = field(default_factory=list)

@@ -19,6 +19,7 @@ from psync.net.workforce import Workforce
 from psync.wire.limits import Limits
 
 if TYPE_CHECKING:
+    from psync.net.shared.regions import SharedMemory
     from psync.net.transport import Network
 
 
@@ -79,6 +80,12 @@ class Parts:
         return cls
 
 
+def _new_memory() -> SharedMemory:
+    from psync.net.shared.regions import SharedMemory  # with numpy, which a launcher never loads
+
+    return SharedMemory()
+
+
 @dataclass(frozen=True)
 class Platform:
     """The surroundings of one task."""
@@ -93,4 +100,5 @@ class Platform:
     now: Callable[[], float] = time.monotonic  # seconds, of traces; no other task's need agree
     given_up: GivenUp = field(default_factory=GivenUp)  # told by whoever starts the tasks
     workforce: Workforce = field(default_factory=Workforce)  # likewise
+    memory: SharedMemory = field(default_factory=_new_memory)  # of which others may read parts
     threads: bool = True  # whether user code may run in threads: not under a virtual clock

@@ -131,7 +131,8 @@ class Handler:
         prepare: Called with (peer, message, lengths of the segments) when the header is
             there, if there are segments. Returns where the body belongs, as views whose
             borders need not be those of the segments, and which ``run`` gets as its
-            ``segments``; or raises to refuse the message.
+            ``segments``; or raises to refuse the message. A body that is lent (``Peer.lent``)
+            may be kept, and returned, as it is.
     """
 
     run: Run

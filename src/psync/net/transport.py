@@ -12,15 +12,27 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from psync.cluster import split_address
-
-Factory = Callable[[], asyncio.BufferedProtocol]
+from psync.errors import PsyncError
+from psync.net.shared.door_names import door_beside, name_of_door, shut
+from psync.net.shared.doors import Door, doors_of, through_door
+from psync.net.shared.doors import Factory as Factory
 
 BACKLOG = 1024
 """All tasks of a cluster connect at once."""
+
+
+KEEPALIVE_IDLE_S = 10
+KEEPALIVE_INTERVAL_S = 5
+KEEPALIVE_PROBES = 4
+USER_TIMEOUT_MS = 30_000
+"""A host that takes no byte for this long is dead (the figure Dask uses)."""
+
+UNIX_BUFFER_BYTES = 1 << 20
+"""Unix sockets do not tune their buffers; TCP ones do unless they are set."""
 
 
 class Listener(Protocol):
@@ -49,14 +61,21 @@ class Network(Protocol):
 
 class _SocketListener:
     def __init__(
-        self, server: asyncio.AbstractServer, address: str, path: str | None = None
+        self,
+        server: asyncio.AbstractServer,
+        address: str,
+        doors: Sequence[Door],
+        path: str | None = None,
     ) -> None:
         self._server = server
+        self._doors = doors
         self._path = path  # of a Unix socket that has to be removed
         self.address = address
 
     def close(self) -> None:
         self._server.close()
+        for door in self._doors:
+            door.close()
         if self._path is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
@@ -65,6 +84,8 @@ class _SocketListener:
     async def wait_closed(self) -> None:
         # Server.wait_closed() of 3.12 waits for the connections too; closing a listener
         # must not. The sockets themselves are closed by close().
+        for door in self._doors:
+            await door.wait_closed()
         await asyncio.sleep(0)
 
 
@@ -79,10 +100,21 @@ class SocketNetwork:
     Args:
         inherited: Sockets that a launcher bound and listens on already, by address: a task
             that is to listen there takes the socket over instead.
+        inherited_doors: Likewise the doors beside them.
+        shares_memory: Whether tasks of the same host are reached through doors, and share memory:
+            see ``net.shared``.
     """
 
-    def __init__(self, inherited: dict[str, socket.socket] | None = None) -> None:
+    def __init__(
+        self,
+        inherited: dict[str, socket.socket] | None = None,
+        inherited_doors: dict[str, socket.socket] | None = None,
+        *,
+        shares_memory: bool = False,
+    ) -> None:
         self._inherited = dict(inherited or {})
+        self._inherited_doors = dict(inherited_doors or {})
+        self._shares_memory = shares_memory
 
     async def connect(
         self, address: str, factory: Factory
@@ -90,6 +122,10 @@ class SocketNetwork:
         """Open a connection; see ``Network``."""
         loop = asyncio.get_running_loop()
         host, port = split_address(address)
+        if self._shares_memory:
+            made = await through_door(await _doors_at(host, port), factory)
+            if made is not None:
+                return made
         if port is None:
             return await loop.create_unix_connection(factory, host)
         return await loop.create_connection(factory, host, port)
@@ -109,14 +145,38 @@ class SocketNetwork:
             except BaseException:
                 bound.close()
                 raise
-            return _SocketListener(server, address, None if inherited else host)
+            doors = self._doors(address, [bound], factory)
+            return _SocketListener(server, address, doors, None if inherited else host)
         if inherited is not None:
             server = await loop.create_server(factory, sock=inherited, backlog=BACKLOG)
             port = inherited.getsockname()[1]
         else:
             server = await loop.create_server(factory, host or None, port, backlog=BACKLOG)
             port = server.sockets[0].getsockname()[1]
-        return _SocketListener(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        doors = self._doors(address, server.sockets, factory)
+        bound_to = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return _SocketListener(server, bound_to, doors)
+
+    def _doors(
+        self, address: str, listening: Iterable[socket.socket], factory: Factory
+    ) -> list[Door]:
+        inherited = self._inherited_doors.pop(address, None)
+        if not self._shares_memory:
+            if inherited is not None:
+                shut(inherited)  # nobody would be let in
+            return []
+        doors = [inherited] if inherited is not None else map(door_beside, listening)
+        return [Door(door, factory) for door in doors if door is not None]
+
+
+async def _doors_at(host: str, port: int | None) -> list[str]:
+    if port is None:
+        try:
+            return [name_of_door(host, None)]
+        except OSError:
+            return []
+    loop = asyncio.get_running_loop()
+    return doors_of(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), port)
 
 
 def reason(error: OSError) -> str:
@@ -124,6 +184,13 @@ def reason(error: OSError) -> str:
     if isinstance(error, socket.gaierror):
         return f"the name cannot be resolved ({error.strerror})"
     return os.strerror(error.errno).lower() if error.errno else str(error)
+
+
+def one_line(error: Exception) -> str:
+    """Return what an error says, in one line."""
+    if isinstance(error, PsyncError):
+        return error.message if error.hint is None else f"{error.message} ({error.hint})"
+    return reason(error) if isinstance(error, OSError) else str(error)
 
 
 def _bind_unix(path: str) -> socket.socket:
@@ -159,3 +226,31 @@ def _is_stale(path: str) -> bool:
     except OSError:
         return False
     return False
+
+
+def name_of(peername: Any) -> str:
+    """Return the other side's address for messages, as a transport says it."""
+    if isinstance(peername, tuple):
+        return f"{peername[0]}:{peername[1]}"
+    if isinstance(peername, bytes):  # a door: of its name the address
+        return peername.decode(errors="replace").rpartition("/")[2]
+    return str(peername) if peername else "a Unix socket"
+
+
+def set_options(sock: Any) -> None:
+    """Let the kernel find dead hosts, and give Unix sockets room."""
+    if sock is None:  # a network in memory
+        return
+    if sock.family == socket.AF_UNIX:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, UNIX_BUFFER_BYTES)
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
+        ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S),
+        ("TCP_KEEPCNT", KEEPALIVE_PROBES),
+        ("TCP_USER_TIMEOUT", USER_TIMEOUT_MS),
+    ):
+        if hasattr(socket, name):  # not on every system
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,6 +75,11 @@ def roomy(nbytes: int) -> int:
     return -(-nbytes // quarter) * quarter
 
 
+def private(nbytes: int) -> np.ndarray:
+    """Return a new root of ordinary memory."""
+    return np.empty(nbytes, np.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
     """A snapshot of a pool."""
@@ -94,10 +100,17 @@ class BlockPool:
 
     Args:
         max_bytes: Bound of what the pool keeps alive; the least recently given go first.
+        source: Where new memory comes from.
+
+    Attributes:
+        source: The same; may be replaced.
     """
 
-    def __init__(self, max_bytes: int = POOL_BYTES) -> None:
+    def __init__(
+        self, max_bytes: int = POOL_BYTES, source: Callable[[int], np.ndarray] = private
+    ) -> None:
         self._max_bytes = max_bytes
+        self.source = source
         # id -> root, least recently given first. The pool's ONLY reference to a root is here.
         self._roots: OrderedDict[int, np.ndarray] = OrderedDict()
         # nbytes -> ids of the roots of that size, the next to be looked at first.
@@ -121,7 +134,15 @@ class BlockPool:
                     return self._remove(key)
                 waiting.move_to_end(key)
         self._misses += 1
-        return np.empty(nbytes, np.uint8)
+        return self.source(nbytes)
+
+    def zeros(self, nbytes: int) -> np.ndarray:
+        """Return new memory like ``take``, all of it 0."""
+        if self.source is private:  # zeros come from the kernel, page by page as they are touched
+            return np.zeros(nbytes, np.uint8)
+        root = self.source(nbytes)
+        root.fill(0)
+        return root
 
     def give(self, root: np.ndarray) -> None:
         """Let the pool hand out ``root`` again once nobody references it.
@@ -135,7 +156,9 @@ class BlockPool:
         Raises:
             UsageError: If ``root`` is a view or not a 1-D uint8 array.
         """
-        if type(root) is not np.ndarray or root.base is not None or not root.flags.owndata:
+        # Of shared memory a root has the memory itself as its base, which is no array.
+        owns = root.flags.owndata or isinstance(root.base, memoryview)
+        if type(root) is not np.ndarray or not owns:
             raise UsageError("a pool takes back only arrays that own their memory, got a view")
         if root.dtype != np.uint8 or root.ndim != 1:
             raise UsageError(
@@ -217,6 +240,9 @@ class Block:
 _UNSEEN_BLOCK = Block(np.empty(1, np.uint8), np.dtype(np.uint8))._references()
 
 
+_ORDINARY = BlockPool()
+
+
 class BlockArray:
     """A 1-D array of ``size`` elements as a list of blocks. Single owner.
 
@@ -232,12 +258,20 @@ class BlockArray:
         size: Number of elements; 0 is legal and has no blocks.
         dtype: Of the elements.
         fill: Value of all elements: a number, or an array of one element.
+        pool: Where blocks come from; None: ordinary memory.
     """
 
-    __slots__ = ("_blocks", "_per_block", "_unmade", "dtype", "fill", "size")
+    __slots__ = ("_blocks", "_per_block", "_pool", "_unmade", "dtype", "fill", "size")
 
-    def __init__(self, size: int, dtype: np.dtype, fill: float | np.ndarray = 0) -> None:
+    def __init__(
+        self,
+        size: int,
+        dtype: np.dtype,
+        fill: float | np.ndarray = 0,
+        pool: BlockPool | None = None,
+    ) -> None:
         self.size = size
+        self._pool = _ORDINARY if pool is None else pool
         self.dtype = dtype
         self.fill = fill  # value of all elements of blocks that have not come into being
         self._unmade: Block | None = None  # read in place of all None below; None before that
@@ -254,7 +288,7 @@ class BlockArray:
     @classmethod
     def from_bytes(cls, data: np.ndarray, dtype: np.dtype, pool: BlockPool) -> BlockArray:
         """Copy ``data`` (1-D uint8, a whole number of elements) into blocks."""
-        made = cls(data.nbytes // dtype.itemsize, dtype)
+        made = cls(data.nbytes // dtype.itemsize, dtype, pool=pool)
         for i in range(made.num_blocks):
             block = Block(pool.take(made._nbytes(i)), dtype)
             start, stop = made.bounds(i)
@@ -295,9 +329,8 @@ class BlockArray:
         """Return block ``i``."""
         block = self._blocks[i]
         if block is None:
-            # zeros come from the kernel, page by page as they are touched
             block = self._filled(self._nbytes(i)) or Block(
-                np.zeros(self._nbytes(i), np.uint8), self.dtype
+                self._pool.zeros(self._nbytes(i)), self.dtype
             )
             self._blocks[i] = block
         return block
@@ -362,7 +395,7 @@ class BlockArray:
         """Return a new block, or None if it would hold zeros."""
         if not bytes_of(np.asarray(self.fill, self.dtype)).any():  # of -0.0 one bit is set
             return None
-        block = Block(np.empty(nbytes, np.uint8), self.dtype)
+        block = Block(self._pool.source(nbytes), self.dtype)
         block.array[:] = self.fill
         return block
 

@@ -14,7 +14,7 @@ from psync.errors import GradientError, RemoteProtocolError
 from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.blocks import BlockPool
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
-from psync.ps.update import NO_BYTES, memory_for
+from psync.ps.shard_sets import NO_BYTES, memory_for
 from psync.specs import ShardSpec, dtype_of
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message

@@ -148,6 +148,11 @@ class Executor:
         self._over: PsyncError | None = None
 
     @property
+    def is_alone(self) -> bool:
+        """Whether there is no backup, and none is being made."""
+        return self.log.state is LogState.ALONE
+
+    @property
     def waiting(self) -> int:
         """Entries that are not executed."""
         return len(self._queue) + (self._busy is not None)
@@ -261,7 +266,7 @@ class Executor:
 
     def _append(self, client: Client, message: Message | Build, body: Sequence[memoryview]) -> int:
         """Give an entry its number; with a backup, ship it, after what that must know before."""
-        if self.log.state is LogState.ALONE:
+        if self.is_alone:
             return self.log.append(_NOBODY, 0)
         known = self._store.optimizers()
         for new in known.keys() - self._optimizers:  # that a message has defined in passing

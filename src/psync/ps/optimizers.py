@@ -20,7 +20,7 @@ from psync.numerics.blocks import BlockPool
 from psync.numerics.layerwise_rules import Sums
 from psync.numerics.update_rule import slot_dtype
 from psync.ps.cooperative_work import LongWork
-from psync.ps.update import ShardSet, memory_for, set_of
+from psync.ps.shard_sets import ShardSet, memory_for, set_of
 from psync.specs import dtype_of
 from psync.store.store import ShardStore, Work
 from psync.wire.codec import Message
@@ -147,7 +147,7 @@ class MeasureService:
         whole = known.body_of(body, self._task)
         gradients = known.gradients(self._store, message.optimizer, whole)
         self._store.check_rate(message.optimizer, self._step_of(message))
-        if not self._work.fits_now(self._store, known.keys, known.nbytes):
+        if not self._work.fits_now(self._store, known.keys, sum(known.costs)):
             return self._work.to_the_end(self._measure_slowly(message, known, gradients))
         sums: list[Sums] = []
         for position in range(len(known.keys)):
@@ -160,7 +160,7 @@ class MeasureService:
     ) -> Reply:
         sums: list[Sums] = []
         await self._work.shard_by_shard(
-            known.lengths, lambda i: self._begin(message, known, gradients, i, sums)
+            known.costs, lambda i: self._begin(message, known, gradients, i, sums)
         )
         return Reply(Measured(sums))
 

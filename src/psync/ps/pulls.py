@@ -1,12 +1,13 @@
 """Pulls on a ps: whole shards, with or without a lock, and single rows.
 
 Both serve one timeline of one coordinator, with its store. ``PsPulls`` answers with the shard's
-own memory. ``RowPulls`` gathers rows into one buffer, of a bounded size; a range of rows is
-answered with the shard's memory, too.
+own memory, or with its values in 16 bits (``numerics.compression``). ``RowPulls`` gathers rows into
+one buffer, of a bounded size; a range of rows is answered with the shard's memory, too.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +16,12 @@ import numpy as np
 from psync.errors import BusyError, RemoteProtocolError, UsageError
 from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.blocks import BlockPool, bytes_of
+from psync.numerics.compression import WIDE, narrow_dtype, round_blocks
+from psync.numerics.sums import PIECE_BYTES
+from psync.ps import cooperative_work
 from psync.ps.cooperative_work import LongWork
 from psync.ps.locks import PsLocks
-from psync.ps.update import NO_BYTES, ROW_NUMBER_BYTES, memory_for, set_of
+from psync.ps.shard_sets import NO_BYTES, ROW_NUMBER_BYTES, ShardSet, memory_for, set_of
 from psync.store.store import Key, ShardStore, Work
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
@@ -35,6 +39,7 @@ class PsPulls:
         work: What takes long.
         steps: Returns the last closed step of each group that has one, which values are of.
         locks: Knows who holds which.
+        pool: Memory for values in 16 bits.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class PsPulls:
         work: LongWork,
         steps: Callable[[], list[tuple[int, int]]],
         locks: PsLocks,
+        pool: BlockPool,
     ) -> None:
         self.pulls = 0  # that were served
         self._task = task
@@ -51,15 +57,19 @@ class PsPulls:
         self._work = work
         self._steps = steps
         self._locks = locks
+        self._pool = pool
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {Pull: Handler(self._pull), PullLocked: Handler(self._pull_locked)}
 
     def _pull(self, peer: Peer, message: Pull, _: list[memoryview]) -> Reply | Awaitable[Reply]:
-        keys = set_of(peer, message, self._task).keys
+        known = set_of(peer, message, self._task)
+        keys = known.keys
         read = self._reader(message)
         self.pulls += 1
+        if known.compression is not None:
+            return self._pull_narrow(known, message)
         try:
             return Reply(Pulled(self._steps()), [read(key) for key in keys])
         except BusyError:
@@ -93,6 +103,30 @@ class PsPulls:
         """Read shard by shard: under steady updates never all of them are idle at once."""
         steps = self._steps()
         return Reply(Pulled(steps), [await self._work.when_idle(read, key) for key in keys])
+
+    async def _pull_narrow(self, known: ShardSet, message: Pull) -> Reply:
+        """Read shard by shard, then round what was read: that stays as it is meanwhile."""
+        if message.optimizer >= 0:
+            raise RemoteProtocolError(f"{self._task}: slots are not pulled compressed")
+        assert known.compression is not None, "it was looked at"
+        steps, dtype = self._steps(), narrow_dtype(known.compression)
+        specs = known.look_up(self._store).specs
+        read = [await self._work.when_idle(self._store.read, key) for key in known.keys]
+        segments: list[Segment] = []
+        done = 0
+        for spec, blocks in zip(specs, read, strict=True):
+            if not known.is_narrow(spec):
+                segments.append(blocks)
+                continue
+            (memory,) = memory_for(self._pool, spec.size * dtype.itemsize)
+            wide = [bytes_of(block).view(WIDE) for block in blocks]
+            for nbytes in round_blocks(wide, bytes_of(memory).view(dtype)):
+                done += nbytes
+                if done >= PIECE_BYTES:
+                    done = 0
+                    await asyncio.sleep(cooperative_work.PIECE_S)
+            segments.append(memory)
+        return Reply(Pulled(steps), segments)
 
 
 MAX_NUMBER = 1 << 62

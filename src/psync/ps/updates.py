@@ -29,7 +29,8 @@ from psync.ps.executor import Answer, Executor, Listed
 from psync.ps.locks import PsLocks
 from psync.ps.optimizers import MeasureService, SlotService
 from psync.ps.pulls import PsPulls
-from psync.ps.update import NO_BYTES, ShardSet, Update, memory_for, numbered_set, set_of
+from psync.ps.shard_sets import NO_BYTES, ShardSet, body_in_place, memory_for, numbered_set, set_of
+from psync.ps.update import Update
 from psync.store.ledger import Duplicate, Fresh, Ledger, Ticket
 from psync.store.ledger_snapshot import control_of
 from psync.store.store import Key, ShardStore
@@ -159,6 +160,9 @@ class PsUpdates:
         except Exception:
             self._refused(peer, message)
             raise
+        if isinstance(message, Push) and message.rows is None:
+            is_alone = self._executor.is_alone
+            return body_in_place(peer, self._pool, sum(lengths), is_alone=is_alone)
         return memory_for(self._pool, sum(lengths), varies=message.rows is not None)
 
     def _refused(self, peer: Peer, message: Push | Assign | AverageShards) -> None:
@@ -173,13 +177,21 @@ class PsUpdates:
             known = set_of(peer, message, self._task).look_up(self._store)
             whole = known.body_of(body, self._task, message.rows)
             wanted = self._wanted(peer, message)
+            needed = self._needed(known, message)
         except Exception:
             self._refused(peer, message)
             raise
         client = (peer.task, peer.incarnation)
         return self._admit(
-            Update(client, message, known, whole, self._store, self._ledger, known.keys, wanted)
+            Update(client, message, known, whole, self._store, self._ledger, needed, wanted)
         )
+
+    def _needed(self, known: ShardSet, message: Push | Assign) -> Sequence[Key]:
+        if not isinstance(message, Push) or message.raised is None:
+            return known.keys
+        raised = (message.raised[0], message.raised[1])
+        self._store.spec(raised)  # raises if it is not here
+        return (*known.keys, raised)
 
     def _wanted(self, peer: Peer, message: Push | Assign) -> Sequence[Key]:
         if not isinstance(message, Push) or message.pull < 0:

@@ -46,6 +46,12 @@ def task_exposition(task: str, counters: Mapping[str, Any], process: Mapping[str
         ("task_connections", "Connections that it has.", network["connections"]),
         ("task_received_bytes_total", "Bytes received.", network["bytes_received"]),
         ("task_sent_bytes_total", "Bytes sent.", network["bytes_sent"]),
+        (
+            "task_borrowed_bytes_total",
+            "Bytes that tasks of its host have lent it.",
+            network.get("bytes_borrowed", 0),
+        ),
+        ("task_lent_bytes_total", "Bytes lent to tasks of its host.", network.get("bytes_lent", 0)),
         *(_of_ps(counters) if "store" in counters else ()),
     ]
     labels = {"task": task}

@@ -284,12 +284,13 @@ def _totals(ps: PsReading) -> dict[str, int]:
     counters = ps.counters
     if not counters:
         return {}
+    network = counters["network"]
     return {
         # Parts of synchronous pushes are staged, and applied together.
         "pushes": counters["pushes"] + counters["staging"]["staged"],
         "pulls": counters["pulls"] + counters["row_pulls"],
-        "bytes_in": counters["network"]["bytes_received"],
-        "bytes_out": counters["network"]["bytes_sent"],
+        "bytes_in": network["bytes_received"] + network.get("bytes_borrowed", 0),
+        "bytes_out": network["bytes_sent"] + network.get("bytes_lent", 0),
     }
 
 

@@ -59,10 +59,14 @@ class GradientTable(RowTable):
 
         For callers that take several updates whole or not at all.
         """
+        return self._typed(self.check_optimizable(optimizer_id, key), grad)
+
+    def check_optimizable(self, optimizer_id: int, key: Key) -> Shard:
+        """Raise what ``apply`` would raise whatever the gradient, except BusyError."""
         self._optimizer(optimizer_id)
         shard = self._shard(key)
         self._check_optimizable(shard)
-        return self._typed(shard, grad)
+        return shard
 
     def apply(self, optimizer_id: int, key: Key, grad: object, step: int) -> Work:
         """Start to apply a gradient to the shard and its slots.

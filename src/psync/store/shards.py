@@ -93,7 +93,7 @@ class ShardTable:
                     f"got {_whole(spec)}"
                 )
             return False
-        values = BlockArray(spec.size, dtype_of(spec.dtype), fill)
+        values = BlockArray(spec.size, dtype_of(spec.dtype), fill, self._pool)
         shard = Shard(spec, values, values.nbytes)
         if value is not None:
             shard.values = BlockArray.from_array(self._typed(shard, value), self._pool)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from psync.errors import GradientError, RemoteProtocolError, UsageError
 from psync.net.peer import Peer
-from psync.ps.update import MAX_SETS, ShardSet
+from psync.ps.shard_sets import MAX_SETS, ShardSet
 from psync.store.store import Key, ShardStore
 from psync.wire.frames import SMALL_BODY_BYTES
 
@@ -33,7 +33,7 @@ class Share:
 
     ps: int
     number: int  # by which ps 0 calls these shards there
-    members: list[tuple[int, int]]
+    members: list[tuple[int, int]]  # as they define the set there
     first: int  # place of the first one in the set
     end: int
 
@@ -87,7 +87,8 @@ class WholeSet:
     """A set that a connection to ps 0 calls by one number. Those of a ps lie together in it.
 
     Args:
-        members: (ps, variable, index) of each shard.
+        members: (ps, variable, index) of each shard; those of a ps may be compressed, see
+            ``numerics.compression``.
         numbers: Numbers the shares.
 
     Raises:
@@ -108,18 +109,20 @@ class WholeSet:
         seen: set[int] = set()
         at = 0
         for ps, run in itertools.groupby(members, itemgetter(0)):
-            keys = [(variable, index) for _, variable, index in run]
+            own = [(variable, index) for _, variable, index in run]
+            known = ShardSet.of(own)
+            end = at + len(known.keys)
             if ps in seen:
                 raise RemoteProtocolError(f"the shards of ps {ps} do not lie together in a set")
             seen.add(ps)
             if ps == 0:
-                self.own = ShardSet(tuple(keys))
-                self._own_at = slice(at, at + len(keys))
+                self.own = known
+                self._own_at = slice(at, end)
                 self._order.append(None)
             else:
-                shares.append(Share(ps, numbers.number_of(ps, keys), keys, at, at + len(keys)))
+                shares.append(Share(ps, numbers.number_of(ps, own), own, at, end))
                 self._order.append(shares[-1])
-            at += len(keys)
+            at = end
         self.shares = tuple(shares)
         self.size = at  # number of shards
         self.lengths: tuple[int, ...] = ()  # bytes of each shard, as they came with the first push

@@ -42,7 +42,7 @@ def staged_entry(part: Part, message: StagePush, raw: Raw) -> Build:
     """Return the entry of a part that has come in."""
 
     def build(names: LogNames) -> StagePush:
-        number, members = names.of_set(part.known.keys)
+        number, members = names.of_set(part.known.members)
         config = dict(raw) if names.is_new(message.group) else None
         return replace(message, config=config, set_id=number, members=members)
 
@@ -98,7 +98,7 @@ def closing_entry(
             if part is None or not len(part.body):
                 numbers.append(-1)
                 continue
-            number, members = names.of_set(part.known.keys)
+            number, members = names.of_set(part.known.members)
             numbers.append(number)
             if members is not None:
                 sets.append((number, members))
@@ -147,8 +147,8 @@ def _holding(group: int, push: int, local_step: int, part: Part) -> Build:
             members, lengths = part.whole.members, list(part.whole.lengths)
             number, _ = names.of_whole(members)
         else:
-            members, lengths = tuple((0, *key) for key in part.known.keys), []
-            number, _ = names.of_set(part.known.keys)
+            members, lengths = tuple((0, *member) for member in part.known.members), []
+            number, _ = names.of_set(part.known.members)
         whole = part.whole is not None
         return HoldPush(group, push, local_step, number, list(members), whole, lengths, rows)
 

@@ -151,7 +151,7 @@ class PsServices:
             task, ledger, CLOSER, process.check_coordinator, functools.partial(self.pause, "cut"),
             functools.partial(self.resume, "cut"), parts,
         )  # fmt: skip
-        self.pulls = PsPulls(task, store, work, self.sync.steps, self.locks)
+        self.pulls = PsPulls(task, store, work, self.sync.steps, self.locks, pool)
         self.rows = RowPulls(task, platform.limits, work, pool, store, self.sync.steps)
         self.updates = parts.of(PsUpdates)(*served, self.gate, self.pulls)
         self.sections: Sequence[Section] = (

@@ -26,7 +26,7 @@ from psync.numerics.blocks import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Answer, Executor, Listed
 from psync.ps.locks import PsLocks
-from psync.ps.update import NO_BYTES, ShardSet, memory_for, numbered_set, set_of
+from psync.ps.shard_sets import NO_BYTES, ShardSet, body_in_place, memory_for, numbered_set, set_of
 from psync.store.ledger import Ledger
 from psync.store.step_norms import ShardSums
 from psync.store.store import ShardStore
@@ -146,7 +146,9 @@ class PsSync(GroupTable):
         self.staging.reserve(
             message.group, replica, message.push, message.local_step, nbytes, config
         )
-        return memory_for(self._pool, nbytes, varies=message.rows is not None)
+        if message.rows is None:
+            return body_in_place(peer, self._pool, nbytes, is_alone=self.executor.is_alone)
+        return memory_for(self._pool, nbytes, varies=True)
 
     def _stage(
         self, peer: Peer, message: StagePush, body: list[memoryview]

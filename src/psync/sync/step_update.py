@@ -16,7 +16,7 @@ from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.numerics.layerwise_rules import Sums
 from psync.numerics.sums import Reduction, check_weight
 from psync.numerics.update_rule import slot_dtype
-from psync.ps.update import NO_BYTES, ShardSet
+from psync.ps.shard_sets import NO_BYTES, ShardSet
 from psync.specs import dtype_of
 from psync.store.rows import RowValues
 from psync.store.step_norms import UPDATES, ShardSums, StepNorms
@@ -135,7 +135,7 @@ class StepUpdate:
     def _gather_alike(self, parts: Sequence[Part], weights: Sequence[float]) -> None:
         known = parts[0].known
         self.keys = known.keys
-        self.costs = [length * len(parts) for length in known.lengths]
+        self.costs = [length * len(parts) for length in known.costs]
         self._pushes = [cast(Sequence[np.ndarray], part.gradients) for part in parts]
         self._gradients = list(zip(*self._pushes, strict=True))
         self._weights = [weights] * len(self.keys)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from psync.testing.memory_sharing import MemoryChannel
 from psync.testing.memory_transport import MemoryTransport, reset_error
 from psync.testing.segments import Buffer, BufferChanged, Segment
 
@@ -319,6 +320,7 @@ class Link:
         self.fabric = fabric
         self.loop = asyncio.get_running_loop()
         self._is_partitioned = False
+        self.channels: tuple[MemoryChannel, MemoryChannel] | None = None  # client's, server's
         self.to_server = to_server = Direction(self, "to_server")
         self.to_client = to_client = Direction(self, "to_client")
         client, server = f"{ends.client_host or 'client'}#{number}", ends.address
@@ -370,6 +372,20 @@ class Link:
         """End a ``partition``: what was sent meanwhile arrives now, in order, as TCP does it."""
         self._is_partitioned = False
         self.wake()
+
+    def share(self, protocol: object, side: int) -> None:
+        """Give a protocol its end of the side channel, if there is one."""
+        if self.channels is None:
+            return
+        if hasattr(protocol, "share"):
+            protocol.share(self.channels[side])
+        else:
+            self.end_channel(side)
+
+    def end_channel(self, side: int) -> None:
+        """One end of the side channel, if there is one, has no user."""
+        if self.channels is not None:
+            self.channels[side].end()
 
     def wake(self) -> None:
         """Look again at what can be delivered."""

@@ -11,10 +11,13 @@ import asyncio
 import contextvars
 import errno
 import itertools
+import weakref
+from collections import Counter
 from collections.abc import Callable
 
 from psync.errors import ConfigurationError, UsageError
 from psync.testing.link import Ends, Fabric, Link
+from psync.testing.memory_sharing import MemoryChannel, channels
 from psync.testing.memory_transport import reset_error
 from psync.testing.segments import BufferChanged
 
@@ -83,9 +86,11 @@ class MemoryListener:
     def accept(self, link: Link) -> None:
         """Start the server's side of a new link."""
         if link.server.is_lost:
+            link.end_channel(1)
             return  # cut meanwhile
         try:
             protocol = self._factory()
+            link.share(protocol, 1)
         except Exception as exc:
             link.loop.call_exception_handler(
                 {"message": f"the factory of {self.address} failed", "exception": exc}
@@ -115,9 +120,12 @@ class MemoryNetwork:
         spread: How unequal links are: each direction of one has latencies of its own, which are
             up to ``10 ** spread`` times longer, and connections are accepted late, so perhaps in
             another order than they were made. 0: all are alike.
+        shares_memory: Whether all tasks are of one host and lend each other what is large, see
+            ``psync.net.shared``.
 
     Attributes:
         problems: Every ``BufferChanged`` so far.
+        lent: How often something has happened to memory that tasks share.
 
     Raises:
         ConfigurationError: A range is empty or negative.
@@ -132,6 +140,7 @@ class MemoryNetwork:
         check_buffers: bool = True,
         kernel_bytes: int = 65_536,
         spread: float = 0.0,
+        shares_memory: bool = False,
     ) -> None:
         if not 0 <= latency[0] <= latency[1]:
             raise ConfigurationError(f"expected 0 <= latency[0] <= latency[1], got {latency}")
@@ -143,6 +152,9 @@ class MemoryNetwork:
             raise ConfigurationError(f"expected spread >= 0, got {spread}")
         self._fabric = Fabric(seed, latency, chunk, check_buffers, kernel_bytes, spread)
         self._random = self._fabric.stream("connect")
+        self.lent: Counter[str] = Counter()
+        self._lending = self._fabric.stream("lending") if shares_memory else None
+        self._channels: weakref.WeakKeyDictionary[MemoryChannel, str] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._ports = itertools.count(_FIRST_FREE_PORT)
         self._listeners: dict[str, MemoryListener] = {}
@@ -266,6 +278,9 @@ class MemoryNetwork:
                 who connects waits until ``revive``.
         """
         self._fabric.stopped.discard(host)
+        for channel, owner in list(self._channels.items()):
+            if owner == host:
+                channel.end()
         for listener in list(self._listeners.values()):
             if listener.host == host:
                 listener.close()
@@ -347,6 +362,10 @@ class MemoryNetwork:
         protocol = factory()
         client_context, server_context = contextvars.copy_context(), listener.context.copy()
         link = Link(next(self._numbers), ends, self._fabric, client_context, server_context)
+        if self._lending is not None:
+            link.channels = channels(self._lending, self.lent)
+            for channel, owner in zip(link.channels, (host, ends.server_host), strict=True):
+                self._channels[channel] = owner
         opened = loop.create_future()
         if self._fabric.spread:
             late = self._random.uniform(*self._fabric.latency) * self._random.choice((0, 1, 10))
@@ -371,7 +390,9 @@ def _open_client(
     if opened.done():
         return
     if link.client.is_lost:
+        link.end_channel(0)
         opened.set_result(False)
         return
     opened.set_result(True)
+    link.share(protocol, 0)
     link.client.start(protocol)

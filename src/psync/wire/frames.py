@@ -10,9 +10,13 @@ for. So the limits may change between two frames that arrived in one read, and a
 asked about a frame only when the one before it has been dealt with.
 
     prefix (32 bytes, little endian)
-    magic "PSYN" | version u8 | kind u8 | flags u16 | request id u64 | header length u32
-    | number of segments u32 | body length u64
-    then: segment lengths u64 each, header, segments
+    magic "PSYN" | version u8 | kind u8 | number of extents u16 | request id u64
+    | header length u32 | number of segments u32 | body length u64
+    then: segment lengths u64 each; extents, each of region, offset and bytes, u64 each; header;
+    segments, unless there are extents
+
+Extents say where in memory of the sender's the body lies, which tasks of one host can read: then
+nothing of it is on the wire. Such a body is *lent*, see ``net.shared``.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from psync.errors import (
     RemoteProtocolError,
     VersionMismatch,
 )
+from psync.wire.lent import EXTENT, EXTENT_BYTES, Borrow, Borrowed, Copying, Extent
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 
 MAGIC = b"PSYN"
@@ -67,6 +72,8 @@ class Kind(enum.IntEnum):
     CANCEL = 20
     PING = 21
     PONG = 22
+    RETURN = 23  # a lent body is not needed any more; the request id is its number
+    FORGET = 24  # a region will not be named any more; the request id is its number
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)
@@ -89,6 +96,7 @@ class Frame:
     nbytes: int  # of all segments
     segments: list[memoryview] = field(default_factory=list)  # the sink's to fill
     token: object = None  # the sink's own business; see ``FrameDecoder.redirect``
+    borrowed: Borrowed | None = None  # the body, if it is lent
 
 
 Sink = Callable[[Frame], "Sequence[memoryview] | None"]
@@ -96,8 +104,24 @@ Sink = Callable[[Frame], "Sequence[memoryview] | None"]
 
 Called once the header is complete, if the frame has segments. Returns writable byte views
 whose lengths add up to the body's, in order (their borders need not be those of the
-segments), or None: then the body is read and thrown away.
+segments), or None: then the body is read and thrown away. Of one that is lent it may instead keep
+the memory in which it is.
 """
+
+
+def flat(segments: Sequence[Segment]) -> tuple[list[int], list[Buffer]]:
+    """Return the length of each segment, and the buffers of all but for empty ones."""
+    lengths: list[int] = []
+    buffers: list[Buffer] = []
+    for segment in segments:
+        if isinstance(segment, (bytes, bytearray, memoryview)):
+            lengths.append(len(segment))
+            if lengths[-1]:
+                buffers.append(segment)
+        else:
+            lengths.append(sum(map(len, segment)))
+            buffers += filter(len, segment)
+    return lengths, buffers
 
 
 def encode_frame(
@@ -114,32 +138,46 @@ def encode_frame(
     Raises:
         LocalProtocolError: If it is more than ``limits`` allow: the peer would refuse it.
     """
-    if not segments:
+    lengths, buffers = flat(segments)
+    return [encode_head(kind, request_id, header, lengths, (), limits), *buffers]
+
+
+def encode_head(
+    kind: int,
+    request_id: int,
+    header: bytes,
+    lengths: Sequence[int],
+    extents: Sequence[Extent],
+    limits: Limits = DEFAULT_LIMITS,
+) -> bytes:
+    """Return what is before the segments of a frame; with extents, all of it.
+
+    Args:
+        kind: Of the frame.
+        request_id: Of the request; 0: there is none.
+        header: An encoded message.
+        lengths: Of the segments.
+        extents: Where they lie, if they are lent.
+        limits: What the peer accepts.
+
+    Raises:
+        LocalProtocolError: If it is more than ``limits`` allow.
+    """
+    count, body_len = len(lengths), sum(lengths)
+    if not count:
         if len(header) > limits.header_bytes:
             _check_sizes(LocalProtocolError, limits, len(header), 0, 0)
-        return [PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, len(header), 0, 0) + header]
-    lengths: list[int] = []
-    buffers: list[Buffer] = [b""]
-    for segment in segments:
-        if isinstance(segment, (bytes, bytearray, memoryview)):
-            lengths.append(len(segment))
-            if lengths[-1]:
-                buffers.append(segment)
-        else:
-            lengths.append(sum(map(len, segment)))
-            buffers += filter(len, segment)
-    count, body_len = len(lengths), sum(lengths)
+        return PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, len(header), 0, 0) + header
     if not _are_small(limits, len(header), count, body_len):
         _check_sizes(LocalProtocolError, limits, len(header), count, body_len)
         _check_segments(LocalProtocolError, limits, lengths)
-    buffers[0] = b"".join(
-        (
-            PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, len(header), count, body_len),
-            struct.pack(f"<{count}Q", *lengths),
-            header,
-        )
+    prefix = PREFIX.pack(
+        MAGIC, VERSION, kind, len(extents), request_id, len(header), count, body_len
     )
-    return buffers
+    table = struct.pack(f"<{count}Q", *lengths)
+    if not extents:
+        return prefix + table + header
+    return b"".join((prefix, table, *[EXTENT.pack(*extent) for extent in extents], header))
 
 
 class FrameDecoder:
@@ -161,6 +199,8 @@ class FrameDecoder:
         self._target = 0  # index of the one being filled
         self._filled = 0  # bytes of it that are there
         self._discard = 0  # bytes of a body still to be thrown away
+        self._copying: Copying | None = None  # of a body that is lent
+        self.borrow: Borrow | None = None  # None: the peer has nothing that could be lent
         self._error: Exception | None = None  # set once broken
 
     def get_buffer(self, sizehint: int = -1) -> memoryview:
@@ -212,7 +252,11 @@ class FrameDecoder:
 
         For a receiver that gave up: its memory is not written to any more.
         """
-        if self._frame is not None and self._frame.token is token and self._targets:
+        if self._frame is None or self._frame.token is not token:
+            return
+        if self._copying is not None:
+            self._copying.stop()
+        if self._targets:
             self._discard = sum(map(len, self._targets[self._target :])) - self._filled
             self._targets = ()
 
@@ -227,15 +271,20 @@ class FrameDecoder:
         start, there = self._start, self._end - self._start
         if there < PREFIX_BYTES:
             return None
-        magic, version, kind, flags, request_id, header_len, count, body_len = PREFIX.unpack_from(
+        magic, version, kind, extents, request_id, header_len, count, body_len = PREFIX.unpack_from(
             self._scratch, start
         )
         limits = self.limits
-        if magic != MAGIC or version != VERSION or kind not in _KINDS or flags:
-            raise _not_a_frame(magic, version, kind, flags)
+        if (
+            magic != MAGIC
+            or version != VERSION
+            or kind not in _KINDS
+            or (extents and (self.borrow is None or not count))
+        ):
+            raise _not_a_frame(magic, version, kind, extents)
         if not _are_small(limits, header_len, count, body_len):
             _check_sizes(FrameTooLarge, limits, header_len, count, body_len)
-        at = start + PREFIX_BYTES + 8 * count
+        at = start + PREFIX_BYTES + 8 * count + EXTENT_BYTES * extents
         head = at - start + header_len
         if there < head:
             if start + head > len(self._scratch):
@@ -252,7 +301,11 @@ class FrameDecoder:
             raise RemoteProtocolError(
                 f"segments add up to {sum(lengths)} bytes, the prefix says {body_len}"
             )
-        return self._begin_body(Frame(kind, request_id, header, lengths, body_len), body_len)
+        frame = Frame(kind, request_id, header, lengths, body_len)
+        if extents:
+            named = self._scratch[at - EXTENT_BYTES * extents : at]
+            return self._begin_lent(frame, list(map(Extent._make, EXTENT.iter_unpack(named))))
+        return self._begin_body(frame, body_len)
 
     def _begin_body(self, frame: Frame, body_len: int) -> Frame | None:
         """Take from scratch what is there of the body; return the frame if that was all."""
@@ -284,6 +337,32 @@ class FrameDecoder:
             self._advance(count)
         self._advance(0)  # past empty targets at the front
         return None
+
+    def _begin_lent(self, frame: Frame, extents: Sequence[Extent]) -> Frame | None:
+        """Find a body that is lent, and copy it unless the sink keeps it; return the frame then."""
+        if sum(extent.nbytes for extent in extents) != frame.nbytes:
+            raise RemoteProtocolError(f"extents add up to other than {frame.nbytes} bytes")
+        assert self.borrow is not None, "the prefix was checked"
+        frame.borrowed = borrowed = self.borrow(extents)
+        targets = self._sink(frame)
+        if borrowed.is_kept:
+            return frame
+        self._frame = frame
+        self._copying = Copying(borrowed, frame.nbytes, targets)
+        return self.copy_more()
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether ``copy_more`` has to be called, and nothing else may be until it has ended."""
+        return self._copying is not None
+
+    def copy_more(self) -> Frame | None:
+        """Copy a part of a body that is lent; return its frame with the last one."""
+        assert self._copying is not None, "one has begun"
+        if not self._copying.go_on():
+            return None
+        self._copying = None
+        return self._body_done()
 
     def _compact(self, need: int) -> None:
         """Move what is unread to the front of a scratch buffer of at least ``need`` bytes."""

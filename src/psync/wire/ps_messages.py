@@ -134,6 +134,7 @@ class Push(Message):
     # set would bring them; -1: none.
     pull: int = -1
     pull_members: list[tuple[int, int]] | None = None
+    raised: tuple[int, int] | None = None  # a shard of one number, which becomes one more with it
 
 
 @message(80)

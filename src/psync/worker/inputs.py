@@ -57,6 +57,11 @@ class LoadedStep:
     is_coroutine: bool
     seconds: float = math.inf  # that its last run took
 
+    @property
+    def is_new(self) -> bool:
+        """Whether it has never been run to its end."""
+        return self.seconds == math.inf
+
 
 @dataclass(slots=True, eq=False)
 class ClosureInputs:

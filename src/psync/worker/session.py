@@ -275,8 +275,7 @@ class Session:
     def _take_queued(self, ids: Sequence[int]) -> list[HeldClosure]:
         wanted = set(ids)
         taken = [closure for closure in self._queue if closure.id in wanted]
-        if taken:
-            self._queue = deque(c for c in self._queue if c.id not in wanted)
+        self._queue = deque(c for c in self._queue if c.id not in wanted)
         return taken
 
     # Running.
@@ -338,7 +337,7 @@ class Session:
             context.gang = GangMember(
                 *closure.replica, context, self.bulk.call, self._limits, self._main_by_name
             )  # fmt: skip
-        began = closure.began = self._loop.time()
+        closure.began = self._loop.time()
         if self.watch is not None:
             self.watch(closure, "")
         try:
@@ -355,7 +354,7 @@ class Session:
         if self.watch is not None:
             self.watch(closure, end.kind)
         calls = next(context.ordinals) - context.dropped  # its number: those before it
-        self._results.add(closure.id, end, self._now - began, calls)
+        self._results.add(closure.id, end, self._now - closure.began, calls)
 
     async def _end(self, closure: HeldClosure, context: ClosureContext) -> ClosureEnd:
         """Run a closure to its end; whatever user code raises is one."""
@@ -373,6 +372,8 @@ class Session:
             ahead.end_closure()
             if step.seconds > SHORT_S:
                 await self._turn()
+                if step.is_new:  # what is done once for a function is no part of the pace
+                    closure.began = self._loop.time()
             value = await self._call(step, args, kwargs, context)
             if context.cancelled:  # it did not let itself be stopped
                 return CANCELLED

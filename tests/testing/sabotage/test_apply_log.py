@@ -59,10 +59,10 @@ def test_two_in_one_process_have_files_of_their_own(tmp_path: Path) -> None:
 def test_every_method_that_changes_a_store_is_written_down() -> None:
     """A new one has to be added to the list, or to those that read."""
     reading = {
-        "check_apply", "check_apply_rows", "check_assign", "check_average", "check_rate",
-        "check_rows", "check_scatter", "is_layerwise", "is_idle", "iterations", "keys", "measure",
-        "measure_mean", "optimizer_step", "optimizers", "read", "read_range", "read_rows",
-        "read_slot", "row_bytes", "rows_cost", "rule", "shards", "spec", "square_mean",
+        "check_apply", "check_apply_rows", "check_assign", "check_average", "check_optimizable",
+        "check_rate", "check_rows", "check_scatter", "is_layerwise", "is_idle", "iterations",
+        "keys", "measure", "measure_mean", "optimizer_step", "optimizers", "read", "read_range",
+        "read_rows", "read_slot", "row_bytes", "rows_cost", "rule", "shards", "spec", "square_mean",
         "square_row_mean", "statistics", "task", "pool", "busy", "version",
     }  # fmt: skip
     through_others = {"apply", "assign"}  # they call one that is written down

@@ -9,7 +9,8 @@ synchronous form is ``SyncReplicasOptimizer``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from psync.api.gradient_arguments import (
@@ -25,17 +26,18 @@ from psync.api.gradient_arguments import (
 from psync.api.optimizers.push_pull import Answered, PushPull
 from psync.api.optimizers.registry import optimizers_here
 from psync.api.optimizers.staleness_bound import StalenessBound
-from psync.api.optimizers.state import Iterations, PushResult
+from psync.api.optimizers.state import Iterations, PushResult, result_of
 from psync.api.optimizers.state import Slot as Slot
 from psync.api.reads import runtime_of
 from psync.client.context import forbid_in_step
-from psync.client.optimizer_client import check_plugins, set_optimizer, trust_ratios
+from psync.client.optimizer_client import check_plugins, push_gradients, raised_with, set_optimizer
 from psync.client.plans import Plan
 from psync.client.prefetch import Wanted
 from psync.client.runtime import Runtime
 from psync.client.scopes import running_scopes
 from psync.errors import ConfigurationError, UsageError
 from psync.numerics.clipping import clipped_by_norm
+from psync.numerics.compression import Compression, checked_compression
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.rule_configs import registered_in, rule_from_config
 from psync.numerics.rule_options import RuleOptions
@@ -44,7 +46,6 @@ from psync.replicas import gang_updates
 from psync.replicas.context import current_gang
 from psync.schedules import Constant, Schedule, as_schedule
 from psync.specs import Outcome
-from psync.wire.ps_messages import Pushed
 
 OF_THE_PROCESS = frozenset({"number", "origin", "_rule", "_arrived", "_also_trained", "_in_use"})
 """Attributes of an optimizer that do not travel with it as they are."""
@@ -71,6 +72,8 @@ class Optimizer(PushPull):
             is pushed alone, make one update, with their mean. Until then they are summed on the
             ps, in the slot "gradient_accumulator". Schedules count pushes, all else updates.
             Norms are clipped of each push.
+        compression: "bf16" or "f16": whole gradients of float32 variables travel in 16 bits; what
+            rounding takes from one is added to the same worker's next one of that variable.
 
     Raises:
         ConfigurationError: An argument is wrong, there are two ways to clip, or a rule or schedule
@@ -97,6 +100,7 @@ class Optimizer(PushPull):
         global_clipnorm: float | None = None,
         clipvalue: float | None = None,
         gradient_accumulation_steps: int | None = None,
+        compression: Compression | None = None,
     ) -> None:
         forbid_in_step(
             f"making an optimizer ({type(self).__name__})",
@@ -119,6 +123,7 @@ class Optimizer(PushPull):
                 if scope.runtime is not None:
                     check_plugins(scope.runtime.ps.links, self._name, rule)
         self._forbid_nonfinite = forbid_nonfinite
+        self._compression = checked_compression(self._name, compression)
         self._staleness_bound = staleness_bound
         self._begin(in_use=False)
         optimizers_here().add_new(self)
@@ -270,7 +275,8 @@ class Optimizer(PushPull):
                 do not change it before this returns. Of some rows only: ``psync.IndexedSlices``,
                 or TensorFlow's; rows that occur more than once are summed, and rows that do not
                 occur are not touched, nor what this optimizer keeps beside them.
-            global_step: A variable that is raised by one once all are applied.
+            global_step: A variable that is raised by one: in the same update, if its ps gets a
+                part of it, else once all are applied.
 
         Returns:
             The outcome, the optimizer's step, and the staleness.
@@ -306,18 +312,21 @@ class Optimizer(PushPull):
         runtime = await self._runtime("apply_gradients", *(variable for _, variable in pairs))
         closure, ordinal = runtime.begin_update("push")
         plan, known = runtime.ps.plan(variables), runtime.steps.get(self.number, 0)
-        ratios = await trust_ratios(
-            runtime.ps, self._rule, plan, gradients,
-            optimizer=self.number, config=self._config, step=known,
-        )  # fmt: skip
         wanted = None if pull is None else Wanted(pull)
-        answers = await runtime.ps.push(
-            plan, gradients, optimizer=self.number, config=self._config, step=known,
-            closure=closure, ordinal=ordinal, ratios=ratios, wanted=wanted,
+        raised = None if global_step is None else raised_with(plan, self._rule, global_step.spec)
+        push = functools.partial(
+            push_gradients, runtime.ps, self._rule, optimizer=self.number, config=self._config,
+            step=known, closure=closure, ordinal=ordinal, wanted=wanted, raised=raised,
         )  # fmt: skip
+        if self._compression is None:
+            answers = await push(plan, gradients)
+        else:
+            answers = await runtime.feedback.push(
+                plan, gradients, push, kind=self._compression, optimizer=self.number
+            )
         result = result_of(answers, known)
         runtime.steps[self.number] = max(result.step, runtime.steps.get(self.number, 0))
-        if global_step is not None:
+        if global_step is not None and raised is None:
             await global_step.assign_add(1)
         bound = self._staleness_bound
         if bound is not None and result.outcome is Outcome.ACCEPTED:
@@ -408,20 +417,6 @@ class Optimizer(PushPull):
         return runtime
 
 
-def result_of(answers: Sequence[Pushed], known: int) -> PushResult:
-    """Return what became of a push.
-
-    Args:
-        answers: Of the ps tasks.
-        known: Highest step of the optimizer that was known before: what others have done since
-            is the staleness.
-    """
-    step = max(known, *(answer.step for answer in answers))  # a duplicate's is 0
-    refused = [answer.outcome for answer in answers if answer.outcome != "accepted"]
-    outcome = Outcome(refused[0]) if refused else Outcome.ACCEPTED
-    return PushResult(outcome, step, max(0, step - known - 1))
-
-
 def _restore(
     cls: type[Optimizer],
     origin: str,
@@ -436,7 +431,7 @@ def _restore(
         vars(optimizer).update(state, origin=origin, number=number)
         optimizer._set_rule(rule_from_config(optimizer._config))
         optimizer._begin(in_use=True)
-        optimizers_here().known[origin, number] = optimizer
+        optimizers_here().add_arrived(optimizer)
     if len(variables) > len(optimizer._arrived):  # more may have been declared since
         optimizer._arrived = variables
     return optimizer

@@ -1,13 +1,15 @@
 """The registry of optimizer handles in a process: one object for each, however often it arrives.
 
 An optimizer is known by the process that made it and its number there. The registry holds weak
-references.
+references, but to the last few that have arrived: each closure brings its optimizers along, and to
+make one anew takes a quarter of what a small step does.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from psync.api.optimizers.handles import Optimizer
 
 
+KEPT = 16
+"""Handles that arrived last, and are kept although nobody uses them."""
+
+
 class OptimizerRegistry:
     """Optimizers by their origin and number.
 
@@ -33,6 +39,7 @@ class OptimizerRegistry:
         self.known: weakref.WeakValueDictionary[tuple[str, int], Optimizer] = (
             weakref.WeakValueDictionary()
         )
+        self._last_arrived: deque[Optimizer] = deque(maxlen=KEPT)
         self.begin_process()
 
     def begin_process(self) -> None:
@@ -44,6 +51,11 @@ class OptimizerRegistry:
         """Number an optimizer that is made here."""
         optimizer.number, optimizer.origin = next(self._numbers), self.process
         self.known[optimizer.origin, optimizer.number] = optimizer
+
+    def add_arrived(self, optimizer: Optimizer) -> None:
+        """Note an optimizer that was made elsewhere."""
+        self.known[optimizer.origin, optimizer.number] = optimizer
+        self._last_arrived.append(optimizer)
 
     def of_the_program(self) -> list[NewOptimizer]:
         """Return the optimizers of this program through which it may push, by their numbers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,6 +15,7 @@ from psync.numerics.casting import fitting
 from psync.numerics.update_rule import slot_dtype
 from psync.schedules import Config, from_config
 from psync.specs import Outcome, VariableSpec, checked_integer
+from psync.wire.ps_messages import Pushed
 
 if TYPE_CHECKING:
     from psync.api.optimizers.handles import Optimizer
@@ -43,6 +45,20 @@ class PushResult:
     staleness: int
     partial: bool = False
     count: int = 0
+
+
+def result_of(answers: Sequence[Pushed], known: int) -> PushResult:
+    """Return what became of a push.
+
+    Args:
+        answers: Of the ps tasks.
+        known: Highest step of the optimizer that was known before: what others have done since
+            is the staleness.
+    """
+    step = max(known, *(answer.step for answer in answers))  # a duplicate's is 0
+    refused = [answer.outcome for answer in answers if answer.outcome != "accepted"]
+    outcome = Outcome(refused[0]) if refused else Outcome.ACCEPTED
+    return PushResult(outcome, step, max(0, step - known - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,10 +127,24 @@ class _Draw:
             works=() if races else tuple(name for name in WORKS if rng.random() < 0.15),
             sizes=self._sizes(tightness, has_padding=padding > 0),
             layouts=self._layouts(recovery, num_ps, groups),
+            # Apart, so that what else is drawn of a seed stays.
+            compression=random.Random(f"{self.seed}:compression").choice(
+                (None, None, "bf16", "f16")
+            ),
         )
         if recovery == "replica" and rng.random() < 0.1:
             plan = self._with_small_budgets(plan)
-        return plan
+        return self._with_memory(plan) if rng.random() < 0.5 else plan
+
+    def _with_memory(self, plan: Plan) -> Plan:
+        """Let all tasks be of one host; what they lend is small, as their values are."""
+        rng = self.rng
+        sizes = {"slabs": rng.choice(SIZES["slabs"].values), "used again": 16}
+        if not plan.padding:
+            sizes["lent"] = rng.choice((0, 0, 100))
+            if rng.random() < 0.5:
+                sizes["copied at once"] = rng.choice(SIZES["copied at once"].values)
+        return dataclasses.replace(plan, shares=True, sizes=plan.sizes | sizes)
 
     def _with_small_budgets(self, plan: Plan) -> Plan:
         """Let ps tasks have little room for pushes, and less for entries under way to backups."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from psync.errors import ConnectFailed, PsyncError
-from psync.net.connection import KEEPALIVE_IDLE_S
+from psync.net.transport import KEEPALIVE_IDLE_S
 from psync.testing.link import Direction, Link
 from psync.testing.memory_transport import reset_error
 from psync.testing.sabotage import Failpoints, MessageLosses

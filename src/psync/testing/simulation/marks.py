@@ -81,6 +81,11 @@ MARKS = (
     "a program ends because a ps is gone for good",
     "a program ends although a ps is gone for good",
     "a program ends although a worker is gone for good",
+    # Memory that tasks share.
+    "memory is lent",
+    "memory cannot be lent",
+    "a connection is lost over which something is lent",
+    "what was lent is read after the connection has been lost",
     # Requests and closures.
     "a reply is lost and the request repeated",
     "a request is lost and repeated",

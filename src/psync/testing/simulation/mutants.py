@@ -29,6 +29,7 @@ from psync.closures.rollback import EndedClosures
 from psync.closures.shard_epochs import Visitation
 from psync.coordinator import Coordinator
 from psync.errors import TaskLost
+from psync.net.shared.bodies import BorrowedBody, Sharing
 from psync.ps.computes import Computes
 from psync.ps_task import PsTask
 from psync.replicas import gang_run
@@ -219,6 +220,14 @@ MUTANTS: Mapping[str, Mutant] = {
         ("any",),
         ((PulledAhead, "take", wrong.takes_what_came),
          (PulledAhead, "_end_turn", wrong.does_nothing(None))),
+    ),
+    "lent_is_not_held": Mutant(
+        "what is lent stays as it is until it is given back", ("any",),
+        ((Sharing, "sent", wrong.holds_nothing),),
+    ),
+    "kept_is_given_back": Mutant(
+        "a body that is read where it is lent is given back after that", ("any",),
+        ((BorrowedBody, "keep", wrong.gives_back_at_once),),
     ),
     "reads_in_between": Mutant(
         "nobody reads what is half updated", ("any",),

@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from psync.numerics.compression import Compression
+
 
 @dataclass(frozen=True)
 class Trigger:
@@ -147,7 +149,9 @@ class Plan:
         works: What the program does beside its batches: names of tables without calls.
         layouts: (ps tasks, shards of a variable) of lives that attach to nothing, in turn, after
             the first one. If there are any, another life restores what was saved at the end.
+        shares: Whether all tasks are of one host, and share memory.
         sizes: That are others than usual, by their names in ``tight.SIZES``.
+        compression: Of all optimizers. What they push needs no rounding.
     """
 
     seed: int
@@ -175,6 +179,8 @@ class Plan:
     works: tuple[str, ...] = ()
     layouts: tuple[tuple[int, int], ...] = ()
     sizes: dict[str, float] = field(default_factory=dict)
+    compression: Compression | None = None
+    shares: bool = False
 
     def step_of(self, group: int) -> int:
         """Return the number of the global step of a group: some have one of their own."""

@@ -22,10 +22,11 @@ from psync.chief import consistent_cut, creation, rollback
 from psync.chief.cluster_links import ClusterLinks
 from psync.client.outgoing import Outgoing
 from psync.closures import dispatcher
+from psync.net.shared import bodies, regions
 from psync.numerics import blocks
 from psync.ps import cooperative_work, executor
 from psync.replicas import closure_messages
-from psync.wire import frames
+from psync.wire import frames, lent
 
 LATE_S = (0.003, 0.05, 0.5)
 """Seconds by which acknowledgements are late; a backup may be silent for longer."""
@@ -61,6 +62,10 @@ SIZES: Mapping[str, Size] = {
     "turns": Size(((cooperative_work, "INLINE_BYTES"),), (0, 40_000)),
     "slow pieces": Size(((cooperative_work, "PIECE_S"),), (0.0005, 0.01)),
     "whole pushes": Size(((frames, "SMALL_BODY_BYTES"),), (0, 100)),
+    "lent": Size(((lent, "LENT_ABOVE_BYTES"), (bodies, "PIECE_BYTES")), (0, 100)),
+    "used again": Size(((blocks, "_MIN_POOLED_BYTES"),), (16,)),
+    "copied at once": Size(((lent, "COPY_BYTES"),), (8, 64)),
+    "slabs": Size(((regions, "SLAB_BYTES"),), (256, 4096)),
     "creation": Size(((creation, "MESSAGE_BYTES"),), (1,)),
     "closures ahead": Size(((dispatcher, "MAX_AHEAD"),), (1,)),
     "values in results": Size(((closure_messages, "INLINE_BYTES"),), (0,)),

@@ -67,8 +67,9 @@ class World:
         assert isinstance(loop, ProcessLoop)
         self.loop = loop
         self.network = MemoryNetwork(
-            plan.seed, latency=plan.latency, chunk=plan.chunk, spread=plan.spread
-        )
+            plan.seed, latency=plan.latency, chunk=plan.chunk, spread=plan.spread,
+            shares_memory=plan.shares,
+        )  # fmt: skip
         self.journal = Journal(plan, tables_of(plan))
         self.processes: dict[str, Process] = {}
         self.tasks: dict[str, PsTask | WorkerTask] = {}  # of the living, by name
@@ -127,6 +128,8 @@ class World:
             await self._faults_over(faults)
             await self._heal()
             await self.over.wait()
+        for mark in self.network.lent:
+            self.journal.say("mark", mark)
         for process in self.processes.values():
             process.forget_done()
 

@@ -16,6 +16,7 @@ from psync.client.plans import Plan
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.runtime import Runtime
 from psync.errors import TaskLost
+from psync.net.shared.bodies import BorrowedBody, Loan, Sharing
 from psync.ps.computes import Computes
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog, LogState, chained
@@ -271,3 +272,21 @@ def of_nobody(original: Callable[..., Any]) -> Any:
 
 async def nothing(*_: Any) -> None:
     pass
+
+
+def holds_nothing(original: Callable[..., Any]) -> Any:
+    def sent(self: Sharing, loan: Loan) -> None:
+        original(self, loan)
+        loan.holds.clear()
+
+    return sent
+
+
+def gives_back_at_once(original: Callable[..., Any]) -> Any:
+    def keep(self: BorrowedBody) -> list[memoryview]:
+        self.is_kept = True
+        self._sharing.kept()
+        self._sharing.give_back(self._number, was_kept=True)
+        return list(self.views)
+
+    return keep

@@ -39,7 +39,7 @@ class Moved(Dense):
 
     def declare(self, steps: Sequence[Any]) -> Handles:
         rate = psync.schedules.PolynomialDecay(1.0, 1 << 12, 0.1)
-        optimizer = optimizer_of(self.plan.rule, rate, **self._bound())
+        optimizer = optimizer_of(self.plan.rule, rate, **self._options())
         self._rule = optimizer._rule
         return Handles({"": self._dense()}, optimizer)
 

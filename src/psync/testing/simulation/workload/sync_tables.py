@@ -63,7 +63,7 @@ class Synchronous(Table):
         slope = 1.0 if self.tells_steps else 0.1237  # so that no two steps give one value
         last = MAX_STEPS << self.number  # so that no two groups have one configuration
         rate = psync.schedules.PolynomialDecay(1.0, last, 1.0 + slope * last)
-        inner = optimizer_of(group.rule, rate, **group.limits)
+        inner = optimizer_of(group.rule, rate, **group.limits, compression=self.plan.compression)
         self._rule = inner._rule
         variables = {
             "": self._sparse() if group.rows else self._dense(),

@@ -234,11 +234,13 @@ class Table:
         """
         number = 1 + ("dense", "rows", "both").index(self.name)
         rate = psync.schedules.PolynomialDecay(1.0, number, 1.0)
-        return psync.optimizers.SGD(rate, **self._bound())
+        return psync.optimizers.SGD(rate, **self._options())
 
-    def _bound(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
+        """Return options of an optimizer whose pushes are applied at once."""
         bound = self.plan.bound
-        return {"staleness_bound": psync.StalenessBound(bound)} if bound >= 0 else {}
+        held = {"staleness_bound": psync.StalenessBound(bound)} if bound >= 0 else {}
+        return {"compression": self.plan.compression, **held}
 
 
 class Dense(Table):

@@ -1,0 +1,375 @@
+"""Bodies that are lent over one connection, in both directions.
+
+    sender                                receiver
+    finds or copies the body in regions   —
+    gives regions that are new            (side channel)
+    frame with extents          →         copies the body, or keeps it and reads it there
+                                ←         RETURN, when nobody sees it any more
+    uses the memory again                 —
+
+What is lent is held by references to its roots, so that nothing writes where somebody reads: a
+shard that is being updated goes on in other blocks, the memory of a copied gradient is not handed
+out. A connection that is lost changes nothing in that: its receiver may still read, and says by the
+end of the side channel that it does not (``channel``). Bodies are numbered by both sides, in the
+order in which they are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from psync.errors import RemoteProtocolError
+from psync.net.shared.channel import SideChannel
+from psync.net.shared.regions import Region, SharedMemory, offset_of, region_of, root_of
+from psync.numerics.blocks import roomy
+from psync.wire.frames import Buffer
+from psync.wire.lent import LENT_ABOVE_BYTES, MAX_EXTENTS, Extent, copies
+from psync.wire.tensors import to_bytes_view
+
+LENT_BYTES = 256 << 20
+"""Of copies, at one time and over one connection; what is more goes through the socket."""
+
+PIECE_BYTES = 32 << 10
+"""Of a body in smaller pieces, on average, the kernel copies more in the same time."""
+
+MAX_GIVEN = 64
+"""Regions of ours that a peer has mapped at one time: each costs it a descriptor."""
+
+MAX_REGIONS = 256
+"""That a peer may let us map."""
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """A body that is lent, or will be when all of it has been copied.
+
+    Attributes:
+        extents: Where it is.
+        holds: All that must stay as it is until it is returned.
+        nbytes: Its size.
+    """
+
+    extents: list[Extent]
+    holds: list[object]
+    nbytes: int
+    copied_bytes: int = 0
+    targets: list[memoryview] = field(default_factory=list)
+    sources: list[memoryview] = field(default_factory=list)
+
+    def add(self, extent: Extent) -> None:
+        """Let the next part of it be there."""
+        last = self.extents[-1] if self.extents else None
+        if last is not None and (last.region, last.offset + last.nbytes) == extent[:2]:
+            self.extents[-1] = last._replace(nbytes=last.nbytes + extent.nbytes)
+        else:
+            self.extents.append(extent)
+
+    def copying(self) -> Callable[[], bool]:
+        """Return what copies a part of it each time, and says whether that was the last."""
+        rest = copies(self.targets, self.sources)
+        return lambda: next(rest, None) is None
+
+
+class Sharing:
+    """What the two tasks at the ends of a connection lend each other.
+
+    Args:
+        memory: Of this task.
+        channel: To the other one.
+        wake: Called, in any thread, when there is something for ``due``.
+    """
+
+    def __init__(
+        self, memory: SharedMemory, channel: SideChannel, wake: Callable[[], None]
+    ) -> None:
+        self.bytes_lent = self.bytes_borrowed = 0  # so far
+        self._memory = memory
+        self._channel = channel
+        self._wake = wake
+        self._closed = False
+        self.is_over = False  # nobody at either end reads any more
+        # Of ours.
+        self._given: set[int] = set()  # regions
+        self._lent: dict[int, Loan] = {}
+        self._num_sent = 0
+        self._copied_bytes = 0  # of them
+        self._gone: deque[int] = deque()  # regions that are to be forgotten there
+        # Of theirs.
+        self._regions: dict[int, memoryview] = {}
+        self._num_received = 0
+        self._num_kept = 0  # bodies that are read where they are
+        self._returns: deque[tuple[int, bool]] = deque()  # number, whether it was kept
+        if memory.make is None:
+            memory.make = channel.make
+
+    # Lending.
+
+    def lend(self, buffers: Sequence[Buffer], nbytes: int) -> Loan | None:
+        """Return how a body can be lent; None: it cannot.
+
+        Args:
+            buffers: The body; none is empty.
+            nbytes: Its size.
+        """
+        if self._closed or self._copied_bytes > LENT_BYTES:
+            return None
+        if nbytes < PIECE_BYTES * len(buffers):
+            return None
+        views = [each if isinstance(each, memoryview) else memoryview(each) for each in buffers]
+        regions = [self._own_region_of(view) for view in views]
+        if not all(region is None or self._knows(region) for region in regions):
+            return None
+        each = list(zip(views, regions, strict=True))
+        loan = Loan([], [view for view, region in each if region is not None], nbytes)
+        loan.sources = [view for view, region in each if region is None]
+        loan.copied_bytes = sum(map(len, loan.sources))
+        copies_at = self._make_room(loan) if loan.sources else Extent(0, 0, 0)
+        if copies_at is None:
+            return None
+        copied = 0
+        for view, region in each:
+            if region is not None:
+                loan.add(Extent(region.number, offset_of(view, region), len(view)))
+            else:
+                loan.add(Extent(copies_at.region, copies_at.offset + copied, len(view)))
+                copied += len(view)
+        if len(loan.extents) > MAX_EXTENTS:
+            return None
+        self._copied_bytes += loan.copied_bytes
+        return loan
+
+    def _own_region_of(self, view: memoryview) -> Region | None:
+        region = region_of(view)
+        return region if region is not None and region.owner is self._memory.token else None
+
+    def _make_room(self, loan: Loan) -> Extent | None:
+        """Return where what has to be copied will be, in one piece; None: there is no room."""
+        nbytes = loan.copied_bytes
+        root = self._memory.arena.take(roomy(max(nbytes, LENT_ABOVE_BYTES + 1)))
+        memory = to_bytes_view(root)[:nbytes]
+        region = self._own_region_of(memory)
+        if region is None:  # ordinary memory, which the arena must not keep
+            return None
+        self._memory.arena.give(root)  # handed out again once nobody sees it
+        if not self._knows(region):
+            return None
+        loan.targets.append(memory)
+        loan.holds.append(memory)
+        return Extent(region.number, offset_of(memory, region), nbytes)
+
+    def sent(self, loan: Loan) -> None:
+        """It is on its way."""
+        self._num_sent += 1
+        self._lent[self._num_sent] = loan
+        self.bytes_lent += loan.nbytes
+        loan.targets.clear()
+        loan.sources.clear()
+
+    def withdrawn(self, loan: Loan) -> None:
+        """It was not sent."""
+        self._copied_bytes -= loan.copied_bytes
+
+    def told(self, is_return: bool, number: int) -> None:
+        """The peer gives back a body of ours, or has forgotten a region of its own.
+
+        Raises:
+            RemoteProtocolError: There is none of that number.
+        """
+        (self.returned if is_return else self.forget)(number)
+
+    def returned(self, number: int) -> None:
+        """The peer does not need a body any more.
+
+        Raises:
+            RemoteProtocolError: It has none of that number.
+        """
+        loan = self._lent.pop(number, None)
+        if loan is None:
+            raise RemoteProtocolError(f"body {number} was given back, which is not lent")
+        self._copied_bytes -= loan.copied_bytes
+
+    def region_gone(self, number: int) -> None:
+        """A region of ours is gone; the peer may forget it. Called in any thread."""
+        self._gone.append(number)
+        self._wake()
+
+    def _knows(self, region: Region) -> bool:
+        if region.number in self._given:
+            return True
+        if len(self._given) >= MAX_GIVEN or not self._channel.give(region):
+            return False
+        self._given.add(region.number)
+        region.on_gone.add(self)
+        return True
+
+    # Borrowing.
+
+    def borrow(self, extents: Sequence[Extent]) -> BorrowedBody:
+        """Return a body that the peer has lent.
+
+        Raises:
+            RemoteProtocolError: Its extents lie nowhere.
+        """
+        self._num_received += 1
+        views = []
+        for region, offset, nbytes in extents:
+            memory = self._regions.get(region)
+            if memory is None:
+                memory = self._take(region)
+            if offset + nbytes > len(memory):
+                raise RemoteProtocolError(
+                    f"{nbytes} bytes at {offset} of a region of shared memory that has "
+                    f"{len(memory)}"
+                )
+            views.append(memory[offset : offset + nbytes])
+            self.bytes_borrowed += nbytes
+        return BorrowedBody(self, self._num_received, views)
+
+    def forget(self, number: int) -> None:
+        """The peer will not name a region of its own any more."""
+        if number not in self._regions:
+            self._take(number)
+        del self._regions[number]
+
+    def _take(self, wanted: int) -> memoryview:
+        for number, memory in self._channel.take():
+            if len(self._regions) >= MAX_REGIONS or number in self._regions:
+                raise RemoteProtocolError("got more regions of shared memory than may be")
+            self._regions[number] = memory
+            if number == wanted:  # before the next one comes others may have to be forgotten
+                return memory
+        raise RemoteProtocolError(f"region {wanted} of shared memory was never given")
+
+    # To be said to the peer.
+
+    @property
+    def has_to_say(self) -> bool:
+        """Whether ``due`` would return something."""
+        return bool(self._returns or self._gone)
+
+    def due(self) -> tuple[list[int], list[int]]:
+        """Return bodies to be given back, and regions to be forgotten; once."""
+        returns, gone = [], []
+        while self._returns:
+            number, was_kept = self._returns.popleft()
+            self._num_kept -= was_kept
+            returns.append(number)
+        while self._gone:
+            number = self._gone.popleft()
+            if number in self._given:
+                self._given.discard(number)
+                gone.append(number)
+        if self._closed and not self._num_kept:
+            self._settle()
+        return returns, gone
+
+    def give_back(self, number: int, *, was_kept: bool) -> None:
+        """A body of the peer's is not needed any more; called in any thread."""
+        self._returns.append((number, was_kept))
+        self._wake()
+
+    def kept(self) -> None:
+        """A body of the peer's is read where it is."""
+        self._num_kept += 1
+
+    # The end.
+
+    def close(self) -> None:
+        """The connection is gone; who reads goes on, and what is read stays as it is."""
+        if self._closed:
+            return
+        self._closed = True
+        self._regions.clear()  # who reads in one holds it; nothing else is in them any more
+        if self._lent:
+            self._channel.when_ended(self._end_lent)
+        if not self._num_kept:
+            self._settle()
+
+    def drop(self) -> None:
+        """Close the channel: this task ends, or nobody at either end reads any more."""
+        self._closed = self.is_over = True
+        self._regions.clear()
+        self._channel.close()
+        self._lent.clear()
+
+    def _settle(self) -> None:
+        self._channel.end()
+        if not self._lent:
+            self.drop()
+
+    def _end_lent(self) -> None:
+        self._lent.clear()
+        if not self._num_kept:
+            self.drop()
+
+
+class BorrowedBody:
+    """See ``wire.lent.Borrowed``."""
+
+    __slots__ = ("_gone", "_number", "_sharing", "is_kept", "views")
+
+    def __init__(self, sharing: Sharing, number: int, views: Sequence[memoryview]) -> None:
+        self.views = views
+        self.is_kept = False
+        self._sharing = sharing
+        self._number = number
+        self._gone = itertools.count(1)  # counts in one step, whatever threads there are
+
+    def keep(self) -> list[memoryview]:
+        """See ``Borrowed``."""
+        self.is_kept = True
+        self._sharing.kept()
+        views, self.views = self.views, ()
+        kept = []
+        for view in views:
+            root = root_of(view)
+            weakref.finalize(root, self._one_gone, len(views)).atexit = False
+            kept.append(root.data)
+        return kept
+
+    def give_back(self) -> None:
+        """See ``Borrowed``."""
+        self.views = ()
+        self._sharing.give_back(self._number, was_kept=False)
+
+    def _one_gone(self, of: int) -> None:
+        if next(self._gone) == of:
+            self._sharing.give_back(self._number, was_kept=True)
+
+
+class Waker:
+    """Calls back in a loop, once, whatever thread asks for it, and in whatever it is busy with.
+
+    Args:
+        then: What to call.
+    """
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._is_due = False
+        self._context = contextvars.copy_context()
+
+    def __call__(self) -> None:
+        """See to it that it is called."""
+        if self._is_due:
+            return
+        self._is_due = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            if threading.get_ident() == self._thread:
+                self._loop.call_soon(self._run, context=self._context)
+            else:
+                self._loop.call_soon_threadsafe(self._run, context=self._context)
+
+    def _run(self) -> None:
+        self._is_due = False
+        self._then()

@@ -1,0 +1,235 @@
+"""Doors: where a task can be reached by the others of its host, beside its address.
+
+A door is a Unix socket with an abstract name, made of the address at which its task listens. So who
+knows the address finds the door if it runs on the same host, in the same network namespace, for the
+same user; nobody else does, and connects to the address. What follows is the same handshake. The
+first byte over a connection through a door comes with one end of its side channel (``channel``).
+
+Nothing depends on doors: whatever goes wrong, the address is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from psync.net.shared.channel import SideChannel, SocketChannel, receive_fds
+from psync.net.shared.door_names import BACKLOG, name_of_door
+from psync.net.shared.regions import can_make_regions
+
+Factory = Callable[[], asyncio.BufferedProtocol]
+
+PREAMBLE = b"P"
+PREAMBLE_S = 5.0
+"""Whoever has not said it by then is not psync."""
+
+AGAIN_S = 1.0
+"""Until it is tried again to let somebody in, as both loops do it."""
+
+
+def can_share() -> bool:
+    """Return whether this system has all that is needed."""
+    return hasattr(socket, "SO_PEERCRED") and hasattr(socket, "send_fds") and can_make_regions()
+
+
+class Door:
+    """Accepts connections from tasks of the same host.
+
+    Args:
+        sock: Listens; owned.
+        factory: Makes the protocol of a connection.
+    """
+
+    def __init__(self, sock: socket.socket, factory: Factory) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._factory = factory
+        self._loop = asyncio.get_running_loop()
+        self._welcoming: set[asyncio.Task[None]] = set()
+        self._again: asyncio.TimerHandle | None = None  # looks again when there was no descriptor
+        self._look()
+
+    def _look(self) -> None:
+        self._loop.add_reader(self._sock, self._accept)
+
+    def close(self) -> None:
+        """Accept nobody any more; open connections stay."""
+        if self._sock.fileno() < 0:
+            return
+        if self._again is not None:
+            self._again.cancel()
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._sock)
+        self._sock.close()
+        for task in self._welcoming:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until nobody stands in the door. Cancellation: safe."""
+        await asyncio.gather(*self._welcoming, return_exceptions=True)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._sock.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # there are too many open files, and the loop would call again at once
+            self._loop.remove_reader(self._sock)
+            self._again = self._loop.call_later(AGAIN_S, self._look)
+            return
+        if not _is_own(sock) or len(self._welcoming) >= BACKLOG:
+            sock.close()
+            return
+        sock.setblocking(False)
+        task = self._loop.create_task(self._welcome(sock))
+        self._welcoming.add(task)
+        task.add_done_callback(self._welcoming.discard)
+
+    async def _welcome(self, sock: socket.socket) -> None:
+        channel: SocketChannel | None = None
+        try:
+            async with asyncio.timeout(PREAMBLE_S):
+                channel = await self._channel_of(sock)
+            if channel is None:
+                sock.close()
+                return
+            await self._loop.connect_accepted_socket(_sharing(self._factory, channel), sock)
+        except BaseException as exc:
+            sock.close()
+            if channel is not None:
+                channel.close()
+            if not isinstance(exc, OSError):
+                raise
+
+    async def _channel_of(self, sock: socket.socket) -> SocketChannel | None:
+        while True:
+            try:
+                said, fds = receive_fds(sock, len(PREAMBLE))
+            except BlockingIOError:
+                readable = self._loop.create_future()
+                self._loop.add_reader(sock, _set, readable)
+                try:
+                    await readable
+                finally:
+                    self._loop.remove_reader(sock)
+                continue
+            received = [socket.socket(fileno=fd) for fd in _sockets(fds)]
+            if said == PREAMBLE and len(fds) == len(received) == 1 and _is_channel(received[0]):
+                return SocketChannel(received[0])
+            for each in received:
+                each.close()
+            return None
+
+
+async def through_door(
+    names: Iterable[str], factory: Factory
+) -> tuple[asyncio.BaseTransport, asyncio.BufferedProtocol] | None:
+    """Connect through the first of these doors that there is; None: there is none.
+
+    Raises:
+        OSError: The connection was lost at once.
+
+    Cancellation: Safe, nothing stays open.
+    """
+    sock = _connected(names)
+    if sock is None:
+        return None
+    channel: SocketChannel | None = None
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel = SocketChannel(ours)
+        with theirs:
+            socket.send_fds(sock, [PREAMBLE], [theirs.fileno()])
+        loop = asyncio.get_running_loop()
+        made: Any = await loop.create_unix_connection(_sharing(factory, channel), sock=sock)
+    except BaseException:
+        sock.close()
+        if channel is not None:
+            channel.close()
+        raise
+    return made  # type: ignore[no-any-return]
+
+
+def doors_of(infos: Iterable[Any], port: int) -> list[str]:
+    """Return the names that a door at an address can have.
+
+    Args:
+        infos: The address, as ``getaddrinfo`` has resolved it.
+        port: Its port.
+    """
+    names = []
+    for family, _, _, _, resolved in infos:
+        host = resolved[0]
+        names.append(name_of_door(host, port))
+        if _is_here(family, host):
+            names.append(name_of_door("*", port))
+    return names
+
+
+def _connected(names: Iterable[str]) -> socket.socket | None:
+    for name in dict.fromkeys(names):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.setblocking(False)
+        try:
+            sock.connect(name)
+            if _is_own(sock):
+                return sock
+        except OSError:
+            pass
+        sock.close()
+    return None
+
+
+def _sharing(factory: Factory, channel: SideChannel) -> Factory:
+    def make() -> asyncio.BufferedProtocol:
+        protocol = factory()
+        share = getattr(protocol, "share", None)
+        if share is None:  # it can do without
+            channel.close()
+        else:
+            share(channel)
+        return protocol
+
+    return make
+
+
+def _is_own(sock: socket.socket) -> bool:
+    """Whether the other end is a process of the same user."""
+    size = struct.calcsize("iII")
+    _, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return bool(uid == os.geteuid())
+
+
+def _is_here(family: int, host: str) -> bool:
+    """Whether an address is one of this machine."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _is_channel(sock: socket.socket) -> bool:
+    return sock.family == socket.AF_UNIX and sock.type == socket.SOCK_SEQPACKET
+
+
+def _sockets(fds: Iterable[int]) -> list[int]:
+    """Return those of these descriptors that are sockets; the others are closed."""
+    sockets = []
+    for fd in fds:
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            sockets.append(fd)
+        else:
+            os.close(fd)
+    return sockets
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

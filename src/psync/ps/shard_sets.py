@@ -1,0 +1,312 @@
+"""Sets of shards that a connection calls by one number, and the memory of bodies for them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from psync.errors import GradientError, RemoteProtocolError, UsageError
+from psync.net.peer import Peer
+from psync.numerics.blocks import BlockPool, bytes_of, roomy
+from psync.numerics.compression import (
+    WIDE,
+    Compression,
+    Widened,
+    marker,
+    narrow_dtype,
+    split_members,
+)
+from psync.specs import ShardSpec, dtype_of
+from psync.store.rows import RowValues
+from psync.store.store import Key, ShardStore
+from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.ps_messages import Assign, MeasurePush, Pull, Push
+from psync.wire.sync_messages import DescribeSet, StagePush
+from psync.wire.tensors import to_bytes_view
+
+NO_BYTES = memoryview(b"")
+
+ROW_NUMBER_BYTES = 8
+
+MAX_SETS = 65_536
+"""Of one connection. Clients keep far fewer and define numbers anew."""
+
+
+@dataclass(slots=True)
+class ShardSet:
+    """Shards that a connection calls by one number, and what a store says of them."""
+
+    keys: tuple[Key, ...]
+    store: ShardStore | None = None  # the one that the rest was read from
+    specs: Sequence[ShardSpec] = ()
+    names: Sequence[str] = ()  # of the variables
+    lengths: tuple[int, ...] = ()  # bytes of each shard in a body
+    costs: tuple[int, ...] = ()  # bytes of each shard
+    bounds: Sequence[tuple[int, int]] = ()  # where each one lies in a body
+    nbytes: int = 0
+    digest: int = 0
+    dtype: np.dtype | None = None  # of all shards, or None: they differ, or are bool
+    elements: Sequence[slice] = ()  # where each one lies in a body, in elements of ``dtype``
+    optimizers: set[int] = field(default_factory=set)  # that all shards may be pushed to with
+    compression: Compression | None = None  # how float32 travels
+
+    @classmethod
+    def of(cls, members: Sequence[Sequence[int]]) -> ShardSet:
+        """Return the set that a connection, or a log, defines so.
+
+        Raises:
+            RemoteProtocolError: As ``compression.split_members``.
+        """
+        compression, keys = split_members(members)
+        return cls(keys, compression=compression)
+
+    @property
+    def members(self) -> tuple[Key, ...]:
+        """What defines it."""
+        return self.keys if self.compression is None else (marker(self.compression), *self.keys)
+
+    def is_narrow(self, spec: ShardSpec) -> bool:
+        """Return whether a shard of the set travels compressed."""
+        return self.compression is not None and spec.dtype == WIDE
+
+    def look_up(self, store: ShardStore) -> ShardSet:
+        """Read the shards' sizes, once for all messages of the connection.
+
+        Raises:
+            UnknownVariableError: A shard is not there.
+        """
+        if self.store is not store:
+            self.specs = [store.spec(key) for key in self.keys]
+            self.names = [spec.variable for spec in self.specs]
+            self.costs = self.lengths = tuple(spec.nbytes for spec in self.specs)
+            if self.compression is not None:
+                size = narrow_dtype(self.compression).itemsize
+                self.lengths = tuple(
+                    spec.size * size if self.is_narrow(spec) else spec.nbytes for spec in self.specs
+                )
+            ends = list(itertools.accumulate(self.lengths))
+            self.bounds = list(zip([0, *ends], ends, strict=False))
+            self.nbytes = sum(self.lengths)
+            self.digest = hash(self.keys)  # of integers: the same in every process
+            self._look_up_dtype()
+            self.optimizers = set()
+            self.store = store
+        return self
+
+    def _look_up_dtype(self) -> None:
+        names = {spec.dtype for spec in self.specs}
+        self.dtype = None
+        # Bytes of a bool are checked one by one, and what is narrow is widened.
+        if len(names) == 1 and names != {"bool"} and self.compression is None:
+            self.dtype = dtype_of(names.pop())
+            size = self.dtype.itemsize
+            self.elements = [slice(start // size, end // size) for start, end in self.bounds]
+
+    def check_lengths(
+        self, lengths: Sequence[int], task: str, rows: Sequence[int] | None = None
+    ) -> None:
+        """Check the sizes of a body's segments on the ps ``task``.
+
+        Args:
+            lengths: As they were declared.
+            task: Name of the ps.
+            rows: As for ``lengths_with``, or None where all shards are whole.
+
+        Raises:
+            GradientError: They are not those of the shards, or rows.
+        """
+        if rows is not None:
+            self._check_row_lengths(lengths, task, rows)
+            return
+        if lengths == self.lengths:
+            return
+        for spec, expected, length in zip(self.specs, self.lengths, lengths, strict=False):
+            if expected != length:
+                how = f" as {self.compression}" if self.is_narrow(spec) else ""
+                raise GradientError(
+                    f"{spec} on {task}: expected shape {spec.shape} {spec.dtype}{how} "
+                    f"({expected} bytes), got {length} bytes"
+                )
+        raise GradientError(f"{task}: {len(lengths)} arrays for {len(self.specs)} shards")
+
+    def _check_row_lengths(self, lengths: Sequence[int], task: str, rows: Sequence[int]) -> None:
+        expected = self.lengths_with(rows)
+        if lengths == expected:
+            return
+        for spec, count, right, length in zip(self.specs, rows, expected, lengths, strict=False):
+            if right != length:
+                what = f"{count} rows" if count >= 0 else f"shape {spec.shape} {spec.dtype}"
+                raise GradientError(
+                    f"{spec} on {task}: expected {what} ({right} bytes), got {length} bytes"
+                )
+        raise GradientError(f"{task}: {len(lengths)} arrays for {len(self.specs)} shards")
+
+    def lengths_with(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """Return the sizes of the segments of a body that has only some rows of some shards.
+
+        Args:
+            rows: For each shard their number, or -1 for the whole shard.
+
+        Raises:
+            GradientError: They are not of these shards.
+        """
+        store = self.store
+        assert store is not None, "looked up before sizes are asked for"
+        if len(rows) != len(self.keys):
+            raise GradientError(
+                f"{store.task}: {len(rows)} numbers of rows for {len(self.keys)} shards"
+            )
+        return tuple(
+            length if count < 0 else count * (ROW_NUMBER_BYTES + store.row_bytes(key))
+            for key, length, count in zip(self.keys, self.lengths, rows, strict=True)
+        )
+
+    def body_of(
+        self, body: Sequence[memoryview], task: str, rows: Sequence[int] | None = None
+    ) -> memoryview:
+        """Return a body that has come in, all segments in one.
+
+        Raises:
+            GradientError: It is not that of these shards, or rows.
+        """
+        nbytes = self.nbytes if rows is None else sum(self.lengths_with(rows))
+        if not body:  # no segments came, so nobody was asked where to put them
+            self.check_lengths((), task)
+        elif len(body[0]) == nbytes:
+            return body[0]
+        raise GradientError(f"{task}: the variables were declared anew meanwhile")
+
+    def gradients(self, store: ShardStore, optimizer: int, body: memoryview) -> list[np.ndarray]:
+        """Return each shard's gradient in a body, checked as ``store.check_apply`` does."""
+        if self.dtype is not None and optimizer in self.optimizers:
+            array = bytes_of(body).view(self.dtype)
+            return [array[part] for part in self.elements]
+        parts = zip(self.keys, self.cut(body), strict=True)
+        gradients = [self._gradient(store, optimizer, *part) for part in parts]
+        self.optimizers.add(optimizer)
+        return gradients
+
+    def _gradient(
+        self, store: ShardStore, optimizer: int, key: Key, part: memoryview
+    ) -> np.ndarray:
+        """Return the gradient of a whole shard, checked; ``Widened`` is cut as an array is."""
+        if self.compression is None or not self.is_narrow(store.spec(key)):
+            return store.check_apply(optimizer, key, part)
+        store.check_optimizable(optimizer, key)
+        return cast(np.ndarray, Widened(bytes_of(part).view(narrow_dtype(self.compression))))
+
+    def row_gradients(
+        self, store: ShardStore, optimizer: int, body: memoryview, counts: Sequence[int]
+    ) -> list[np.ndarray | RowValues]:
+        """Return each shard's gradient in a body of which some are rows; all checked."""
+        return self.row_operands(
+            store,
+            body,
+            counts,
+            lambda key, part: self._gradient(store, optimizer, key, part),
+            lambda key: store.check_apply_rows(optimizer, key),
+        )
+
+    def row_operands(
+        self,
+        store: ShardStore,
+        body: memoryview,
+        counts: Sequence[int],
+        check_whole: Callable[[Key, memoryview], np.ndarray],
+        check_some: Callable[[Key], None],
+    ) -> list[np.ndarray | RowValues]:
+        """Return what a body has for each shard.
+
+        Args:
+            store: That holds the shards.
+            body: Of the size that ``lengths_with`` says.
+            counts: As for ``lengths_with``.
+            check_whole: Checks what is for a whole shard, and returns it as it is used.
+            check_some: Checks that some rows of a shard can be updated.
+        """
+        operands: list[np.ndarray | RowValues] = []
+        start = 0
+        for key, count, length in zip(self.keys, counts, self.lengths_with(counts), strict=True):
+            part = body[start : start + length]
+            start += length
+            if count < 0:
+                operands.append(check_whole(key, part))
+                continue
+            check_some(key)
+            end = count * ROW_NUMBER_BYTES
+            rows = bytes_of(part[:end]).view(np.int64)
+            operands.append(RowValues(rows, store.check_rows(key, rows, part[end:])))
+        return operands
+
+    def cut(self, body: memoryview) -> list[memoryview]:
+        """Return the part of each shard in a body."""
+        return [body[start:end] for start, end in self.bounds]
+
+
+def set_of(
+    peer: Peer,
+    message: Pull | Push | MeasurePush | Assign | StagePush | DescribeSet,
+    task: str,
+) -> ShardSet:
+    """Return a set, which the connection may be defining, or defining anew, just now.
+
+    Raises:
+        RemoteProtocolError: It is not defined.
+        UsageError: The connection has defined too many.
+    """
+    return numbered_set(peer, message.set_id, message.members, task)
+
+
+def numbered_set(
+    peer: Peer, number: int, members: Sequence[tuple[int, int]] | None, task: str
+) -> ShardSet:
+    """Return the set that a connection calls by a number; see ``set_of``."""
+    sets: dict[int, ShardSet] = peer.state.setdefault("sets", {})
+    if members is not None:
+        if len(sets) >= MAX_SETS and number not in sets:
+            raise UsageError(f"{task}: {peer.task} has defined too many sets")
+        sets[number] = ShardSet.of(members)
+    known = sets.get(number)
+    if known is None:
+        raise RemoteProtocolError(f"{task}: set {number} is not defined")
+    return known
+
+
+def memory_for(pool: BlockPool, nbytes: int, *, varies: bool = False) -> Sequence[memoryview]:
+    """Take memory for a body, all segments in one.
+
+    Args:
+        pool: Where from.
+        nbytes: Size of the body.
+        varies: Whether such bodies are of another size each time.
+    """
+    if varies and nbytes <= SMALL_BODY_BYTES:
+        return (to_bytes_view(np.empty(nbytes, np.uint8)),)
+    root = pool.take(roomy(nbytes) if varies else nbytes)
+    body = to_bytes_view(root)[:nbytes]
+    pool.give(root)  # handed out again once the update has let go of it
+    return (body,)
+
+
+def body_in_place(
+    peer: Peer, pool: BlockPool, nbytes: int, *, is_alone: bool
+) -> Sequence[memoryview]:
+    """As ``memory_for``, but the body itself where it is lent: in one piece, and for this ps alone.
+
+    Its owner could write to it while it is read. Of numbers to be computed with that harms nobody
+    else; but a backup must compute with the same ones.
+
+    Args:
+        peer: Whose message is being prepared for.
+        pool: Where memory comes from otherwise.
+        nbytes: Size of the body.
+        is_alone: Whether there is no backup.
+    """
+    lent = peer.lent
+    if lent is None or not is_alone or len(lent.views) > 1:
+        return memory_for(pool, nbytes)
+    return lent.keep()

@@ -1,0 +1,109 @@
+"""Bodies that are lent: they lie in memory of the sender's that the receiver can read.
+
+Instead of its bytes, a frame has the extents of such a body. They are found by the connection's
+``Borrow``, and copied here to where an ordinary body would have been read, unless the receiver
+keeps them as they are.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from psync.errors import LocalProtocolError
+
+EXTENT = struct.Struct("<QQQ")
+EXTENT_BYTES = EXTENT.size
+
+MAX_EXTENTS = 0xFFFF
+"""Of one body: the prefix has two bytes for their number."""
+
+LENT_ABOVE_BYTES = 64 << 10
+"""A smaller body is on the wire: a system call costs more than its bytes."""
+
+COPY_BYTES = 4 << 20
+"""Copied in one turn of the loop: less than a millisecond."""
+
+
+class Extent(NamedTuple):
+    """A part of a body that is lent."""
+
+    region: int  # of the sender's memory
+    offset: int
+    nbytes: int
+
+
+class Borrowed(Protocol):
+    """A body that the peer has lent.
+
+    Attributes:
+        views: Its extents, read-only.
+        is_kept: Whether somebody reads them where they are.
+    """
+
+    views: Sequence[memoryview]
+    is_kept: bool
+
+    def keep(self) -> list[memoryview]:
+        """Return ``views``; the body is given back when nobody sees any of them any more."""
+
+    def give_back(self) -> None:
+        """It is not needed any more."""
+
+
+Borrow = Callable[[Sequence[Extent]], Borrowed]
+"""Finds a body that is lent. Raises RemoteProtocolError if there is no such memory."""
+
+
+def copies(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> Iterator[int]:
+    """Copy ``sources`` to ``targets``, which have as many bytes; yield after each COPY_BYTES."""
+    done, at_once = 0, COPY_BYTES
+    onto = iter(targets)
+    target = memoryview(b"")
+    for source in sources:
+        while len(source):
+            while not len(target):
+                target = next(onto)
+            count = min(len(source), len(target), at_once - done)
+            target[:count] = source[:count]
+            source, target = source[count:], target[count:]
+            done += count
+            if done == at_once:
+                yield done
+                done = 0
+
+
+class Copying:
+    """The copy of a lent body, from its begin to when it is given back.
+
+    Args:
+        borrowed: The body.
+        nbytes: Its size.
+        targets: Where it belongs; None: nowhere.
+
+    Raises:
+        LocalProtocolError: They are not of its size.
+    """
+
+    def __init__(
+        self, borrowed: Borrowed, nbytes: int, targets: Sequence[memoryview] | None
+    ) -> None:
+        self._borrowed = borrowed
+        self._rest: Iterator[int] = iter(())
+        if targets is None:
+            return
+        if (given := sum(map(len, targets))) != nbytes:
+            raise LocalProtocolError(f"{given} bytes of memory given for a body of {nbytes}")
+        self._rest = copies(targets, borrowed.views)
+
+    def go_on(self) -> bool:
+        """Copy a part; return whether that was the last, and the body is given back."""
+        if next(self._rest, None) is not None:
+            return False
+        self._borrowed.give_back()
+        return True
+
+    def stop(self) -> None:
+        """Copy nothing more: the next part is the last."""
+        self._rest = iter(())

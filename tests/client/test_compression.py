@@ -1,0 +1,324 @@
+"""Compressed pushes and pulls of a client, to real ps tasks on a network in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inside import handlers_of, points_of
+from ps_cluster import CONFIG, OTHER, WORKER, PsCluster, heard, hold, pull, until
+from psync.client.compression import ErrorFeedback, pull_compressed
+from psync.client.plans import Plan
+from psync.client.ps_client import PsClient
+from psync.errors import ClosedError, GradientError, RemoteProtocolError
+from psync.net.peer import Handler
+from psync.numerics.compression import Compression, narrow_dtype
+from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.update_rule import SGD
+from psync.specs import VariableSpec
+from psync.wire.codec import Message
+from psync.wire.ps_messages import Pull, Push, Pushed
+
+pytestmark = pytest.mark.asyncio
+
+RATE_1 = SGD(1.0).to_config()
+LARGE = 1 << 19  # elements: 2 MiB, beyond what is applied at once
+TINY = 2.0**-9  # beside 1 bfloat16 has no room for it
+KINDS: tuple[Compression, ...] = ("bf16", "f16")
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+class Worker:
+    """A task that pushes compressed."""
+
+    def __init__(self, client: PsClient, kind: Compression = "bf16") -> None:
+        self.client = client
+        self.feedback = ErrorFeedback(client)
+        self.kind: Compression = kind
+        self.ordinal = 0
+
+    async def push(
+        self,
+        variables: Sequence[VariableSpec],
+        gradients: Sequence[Any],
+        *,
+        closure: int = -1,
+        optimizer: int = 1,
+    ) -> list[Pushed]:
+        self.ordinal += 1
+        given = [
+            gradient if isinstance(gradient, IndexedSlices) else np.asarray(gradient, spec.dtype)
+            for spec, gradient in zip(variables, gradients, strict=True)
+        ]
+        send = functools.partial(
+            self.client.push, optimizer=optimizer, config=RATE_1, step=0, closure=closure,
+            ordinal=self.ordinal,
+        )  # fmt: skip
+        plan = self.client.plan(variables)
+        return await self.feedback.push(plan, given, send, kind=self.kind, optimizer=optimizer)
+
+
+def lengths_heard(cluster: PsCluster, kind: type[Message]) -> list[tuple[int, ...]]:
+    """The lengths of the segments of all messages of a kind that ps tasks get from now on."""
+    heard_of: list[tuple[int, ...]] = []
+    for task in cluster.ps:
+        handlers = handlers_of(task)
+        handler = handlers[kind]
+        assert handler.prepare is not None
+
+        def prepare(
+            peer: Any, message: Any, lengths: tuple[int, ...], prepare: Any = handler.prepare
+        ) -> Any:
+            heard_of.append(lengths)
+            return prepare(peer, message, lengths)
+
+        handlers[kind] = Handler(handler.run, prepare)
+    return heard_of
+
+
+async def value_of(cluster: PsCluster, spec: VariableSpec) -> list[float]:
+    return (await pull(cluster.chief, spec))[0].tolist()  # type: ignore[no-any-return]
+
+
+@each_kind
+async def test_float32_travels_in_half_the_bytes_and_all_else_as_it_is(kind: Compression) -> None:
+    async with PsCluster(2) as cluster:
+        a = await cluster.create("a", np.zeros((4, 500), np.float32), shards=2)
+        b = await cluster.create("b", np.zeros(3))
+        c = await cluster.create("c", np.zeros((6, 2), np.float32), shards=2)
+        worker = Worker(cluster.client(WORKER), kind)
+        messages = [heard(task, Push) for task in cluster.ps]
+        rng = np.random.default_rng(0)
+        gradient = rng.normal(size=(4, 500)).astype(np.float32)
+        doubles = rng.normal(size=3)
+        rows = IndexedSlices(np.full((2, 2), 1 + TINY, np.float32), np.array([1, 4]))
+        lengths = lengths_heard(cluster, Push)
+        for _ in range(2):
+            await worker.push((a, b, c), (gradient, doubles, rows))
+        row = 8 + 8  # its number as int64, and two elements
+        assert sorted(map(sorted, lengths[:2])) == [[row, 24, 2000], [row, 2000]]
+        assert sorted(lengths[2:]) == sorted(lengths[:2])
+        for of_ps in messages:
+            first, second = of_ps
+            assert first.members[0] == [-1, KINDS.index(kind) + 1]
+            assert second.members is None
+        np.testing.assert_array_equal(await value_of(cluster, b), -2 * doubles)
+        rounded = gradient.astype(narrow_dtype(kind)).astype(np.float32)
+        again = (gradient + (gradient - rounded)).astype(narrow_dtype(kind)).astype(np.float32)
+        np.testing.assert_array_equal(await value_of(cluster, a), -rounded - again)
+        assert (await value_of(cluster, c))[1] == [-2 - 2 * TINY] * 2  # in full
+
+
+@each_kind
+async def test_large_gradients_are_widened_block_by_block(kind: Compression) -> None:
+    async with PsCluster(2) as cluster:
+        v = await cluster.create("v", np.zeros(LARGE, np.float32), shards=2)
+        worker = Worker(cluster.client(WORKER), kind)
+        gradient = np.random.default_rng(0).normal(size=LARGE).astype(np.float32)
+        await worker.push((v,), (gradient,))
+        expected = -gradient.astype(narrow_dtype(kind)).astype(np.float32)
+        np.testing.assert_array_equal((await pull(cluster.chief, v))[0], expected)
+
+
+class TestErrorFeedback:
+    async def test_what_was_rounded_is_in_the_next_push_of_the_same_optimizer(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(1, np.float32))
+            worker = Worker(cluster.client(WORKER))
+            for _ in range(2):
+                await worker.push((v,), ([1 + TINY],))
+            assert await value_of(cluster, v) == [-2]
+            await worker.push((v,), ([1 + TINY],), optimizer=2)
+            assert await value_of(cluster, v) == [-3]
+            await worker.push((v,), ([4 * TINY],))
+            assert await value_of(cluster, v) == [-3 - 6 * TINY]
+
+    async def test_a_shard_alone_has_its_own(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(2, np.float32), shards=2)
+            shards = (dataclasses.replace(v.shards[1], offset=0),)
+            alone = VariableSpec("v/part_1", 0, (1,), "float32", True, shards, "train.py:1")
+            worker = Worker(cluster.client(WORKER))
+            await worker.push((v,), ([1 + TINY] * 2,))
+            await worker.push((alone,), ([TINY],))
+            assert await value_of(cluster, v) == [-1, -1 - TINY]
+
+    async def test_a_push_that_was_not_applied_leaves_what_was_owed(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(1, np.float32))
+            first, worker = Worker(cluster.client(OTHER)), Worker(cluster.client(WORKER))
+            await worker.push((v,), ([1 + TINY],))
+            worker.ordinal = 0
+            await first.push((v,), ([0],), closure=7)
+            (answer,) = await worker.push((v,), ([100 + 0.25],), closure=7)
+            assert answer.outcome == "duplicate"
+            rows = IndexedSlices(np.ones(1, np.float32), np.array([9]))
+            w = await cluster.create("w", np.zeros(1, np.float32))
+            with pytest.raises(GradientError, match="row 9 does not exist"):
+                await worker.push((v, w), ([100], rows))
+            await worker.push((v,), ([0],))
+            assert await value_of(cluster, v) == [-1 - TINY]
+
+    async def test_pushes_at_the_same_time_are_owed_together(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(1, np.float32))
+            worker = Worker(cluster.client(WORKER))
+            await asyncio.gather(*(worker.push((v,), ([1 + TINY],)) for _ in range(4)))
+            await worker.push((v,), ([0],))
+            assert await value_of(cluster, v) == [-4 - 4 * TINY]
+
+    async def test_a_push_whose_caller_was_cancelled_goes_on_and_counts(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(1, np.float32))
+            worker = Worker(cluster.client(WORKER))
+            release = hold(cluster.ps[0], v)
+            pushing = asyncio.ensure_future(worker.push((v,), ([1 + TINY],)))
+            await asyncio.sleep(0.01)
+            pushing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await pushing
+            release()
+            await worker.client.outgoing.drain()
+            await worker.push((v,), ([0],))
+            assert await value_of(cluster, v) == [-1 - TINY]
+
+    async def test_a_rollback_leaves_nothing(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(1, np.float32))
+            worker = Worker(cluster.client(WORKER))
+            await worker.push((v,), ([1 + TINY],))
+            worker.client.begin_timeline(1)
+            await worker.push((v,), ([1 + TINY],))
+            # One that is under way when it happens is sent again as it was, and leaves nothing.
+            pushes, release = heard(cluster.ps[0], Push), hold(cluster.ps[0], v)
+            pushing = asyncio.ensure_future(worker.push((v,), ([0.5 + TINY / 2],)))
+            await until(lambda: pushes)
+            worker.client.begin_timeline(2)
+            release()
+            await pushing
+            await worker.push((v,), ([0],))
+            # It was 0.5 and 1.5 TINY, which is nearer to 2 TINY than to 0; -TINY / 2 would be left.
+            assert await value_of(cluster, v) == [-2.5 - 2 * TINY]
+
+    async def test_after_the_end_nothing_is_begun(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(1, np.float32))
+            worker = Worker(cluster.client(WORKER))
+            await worker.client.close()
+            with pytest.raises(ClosedError):
+                await worker.push((v,), ([1],))
+
+
+async def test_a_push_whose_answer_was_lost_is_sent_again_as_it_was() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", np.zeros(1, np.float32))
+        task = cluster.ps[0]
+        pushes = heard(task, Push)
+        points_of(task).arm(
+            "ps.push.applied", functools.partial(cluster.network.cut, cluster.address(task))
+        )
+        worker = Worker(cluster.client(WORKER))
+        await worker.push((v,), ([1 + TINY],))
+        assert [(push.sequence, push.members[0]) for push in pushes] == [(1, [-1, 1])] * 2
+        await worker.push((v,), ([3 * TINY],))
+        assert await value_of(cluster, v) == [-1 - 4 * TINY]
+
+
+async def test_what_a_send_gets_does_not_change_any_more() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", np.zeros(2, np.float32))
+        feedback = ErrorFeedback(cluster.client(WORKER))
+        seen: list[np.ndarray] = []
+
+        async def send(plan: Plan, gradients: Sequence[Any]) -> list[Pushed]:
+            seen.append(gradients[0])
+            return [Pushed("accepted", 1)]
+
+        for number in range(8):
+            gradient = np.full(2, number, np.float32)
+            await feedback.push(
+                cluster.chief.plan((v,)), [gradient], send, kind="bf16", optimizer=1
+            )
+        assert [array.tolist() for array in seen] == [[number] * 2 for number in range(8)]
+
+
+class TestPulls:
+    @each_kind
+    @pytest.mark.parametrize("size", [3, LARGE])
+    async def test_float32_is_rounded_and_all_else_is_exact(
+        self, kind: Compression, size: int
+    ) -> None:
+        async with PsCluster(2) as cluster:
+            rng = np.random.default_rng(0)
+            values = [
+                rng.normal(size=size).astype(np.float32), np.arange(5), rng.normal(size=3),
+                np.float32(1 + TINY),
+            ]  # fmt: skip
+            specs = [
+                await cluster.create(f"v{i}", value, shards=1 + (i == 0))
+                for i, value in enumerate(values)
+            ]
+            client = cluster.client(WORKER)
+            messages = [heard(task, Pull) for task in cluster.ps]
+            plan = client.plan(specs)
+            for _ in range(2):
+                got = await pull_compressed(client, plan, kind)
+                for value, array in zip(values, got, strict=True):
+                    exact = np.asarray(value)
+                    narrow = exact.dtype == np.float32
+                    expected = exact.astype(narrow_dtype(kind)) if narrow else exact
+                    assert (array.dtype, array.shape) == (exact.dtype, exact.shape)
+                    np.testing.assert_array_equal(array, expected.astype(exact.dtype))
+                    assert not array.flags.writeable
+            assert all(len(of_ps) == 2 and of_ps[1].members is None for of_ps in messages)
+
+    async def test_into_arrays_of_the_caller_and_copies(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.full(3, 1 + TINY, np.float32))
+            n = await cluster.create("n", np.arange(4))
+            client = cluster.client(WORKER)
+            plan = client.plan((v, n))
+            out = [np.empty(3, np.float32), np.empty(4, np.int64)]
+            got = await pull_compressed(client, plan, "bf16", out=out)
+            assert (got[0] is out[0], got[1] is out[1]) == (True, True)
+            assert [array.tolist() for array in out] == [[1, 1, 1], [0, 1, 2, 3]]
+            first, second = await pull_compressed(client, plan, "bf16", writable=True)
+            first += 1
+            second += 1
+            again = await pull_compressed(client, plan, "bf16", out=[None, out[1]])
+            assert (again[0].tolist(), again[1] is out[1]) == ([1, 1, 1], True)
+
+    async def test_they_wait_for_a_busy_shard_and_read_one_version(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.full(LARGE, 1, np.float32))
+            client = cluster.client(WORKER)
+            release = hold(cluster.ps[0], v)
+            pulling = asyncio.ensure_future(
+                pull_compressed(client, client.plan((v,)), "f16", seen=None)
+            )
+            await asyncio.sleep(0.01)
+            assert not pulling.done()
+            release()
+            await asyncio.sleep(0)  # what is read is being rounded
+            plan = cluster.chief.plan((v,))
+            adding = cluster.chief.assign(
+                plan, [np.full(LARGE, 1, np.float32)], op="add", closure=-1, ordinal=0
+            )
+            (got,), _ = await asyncio.gather(pulling, adding)
+            assert len(set(got.tolist())) == 1
+
+    async def test_slots_are_pulled_as_they_are(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.ones(3, np.float32))
+            client = cluster.client(WORKER)
+            await client.define_optimizer(1, {**CONFIG, "momentum": 0.9})
+            with pytest.raises(RemoteProtocolError, match="slots are not pulled compressed"):
+                await client.pull(client.plan((v,), "bf16"), optimizer=1, slot="momentum")

@@ -1,0 +1,636 @@
+"""Tasks of one host over real connections: what is lent, what is not, and how it all ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from endpoints import PS, WORKER, Pair, connected, new_endpoint, pattern, transport_of
+from psync.errors import ConnectionLost, LocalProtocolError
+from psync.net.connection import WRITE_HIGH_BYTES
+from psync.net.endpoint import Endpoint
+from psync.net.peer import Handler, Peer, Reply
+from psync.net.shared import bodies, regions
+from psync.net.shared.bodies import Sharing
+from psync.net.transport import SocketNetwork
+from psync.wire import lent
+from psync.wire.frames import Kind
+from psync.wire.limits import Limits
+from psync.wire.messages import AskStatistics, Done
+from psync.wire.ps_messages import Pull, Pulled
+from psync.wire.tensors import to_bytes_view
+
+MIB = 1 << 20
+
+
+def pull(nbytes: int) -> Pull:
+    return Pull(nbytes, None, -1, "")
+
+
+def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+    """Answer with as many bytes as the message asks for, or with those that came."""
+    return Reply(Pulled([]), segments or [to_bytes_view(pattern(message.set_id))])
+
+
+def keeping(peer: Peer, message: Any, lengths: tuple[int, ...]) -> Sequence[memoryview]:
+    assert peer.lent is not None
+    return peer.lent.keep()
+
+
+ECHO = {Pull: Handler(values)}
+
+
+def sharing_of(peer: Peer) -> Sharing:
+    sharing = peer.connection.sharing
+    assert sharing is not None
+    return sharing
+
+
+async def all_is_back(pair: Pair) -> None:
+    """Wait until what is to be given back has been: a ping comes behind it."""
+    gc.collect(0)
+    await pair.peer.ping()
+    await pair.peer.ping()
+    for peer in (pair.peer, pair.back):
+        assert sharing_of(peer)._lent == {}
+        assert sharing_of(peer)._copied_bytes == 0
+        assert sharing_of(peer)._num_kept == 0
+
+
+def sharings(endpoint: Endpoint) -> set[Sharing]:
+    """With whom a task shares memory, open connections and others over which somebody reads."""
+    found = {*endpoint._sharings, *(peer.connection.sharing for peer in endpoint._peers)}
+    return {each for each in found if each is not None and not each.is_over}
+
+
+@contextlib.asynccontextmanager
+async def sharing(server: Any = None, client: Any = None, **options: Any) -> AsyncIterator[Pair]:
+    network = SocketNetwork(shares_memory=True)
+    options.setdefault("address", "127.0.0.1:0")
+    async with connected(network, server or ECHO, client, **options) as pair:
+        yield pair
+    assert not sharings(pair.server)
+    assert not sharings(pair.client)
+
+
+# --- what is lent ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["tcp", "unix"])
+async def test_large_bodies_are_lent_both_ways_and_sockets_carry_their_heads(
+    place: str, tmp_path: Path
+) -> None:
+    address = "127.0.0.1:0" if place == "tcp" else f"unix:{tmp_path}/ps0"
+    async with sharing(address=address) as pair:
+        sent = pattern(13 * MIB + 5)  # more than is copied at once
+        answer = await pair.peer.call(pull(0), [to_bytes_view(sent)])
+        assert np.array_equal(np.frombuffer(answer.segments[0], np.uint8), sent)
+        for peer in (pair.peer, pair.back):
+            assert peer.connection.bytes_sent < 2000
+            assert peer.connection.bytes_received < 2000
+            assert sharing_of(peer).bytes_lent == sharing_of(peer).bytes_borrowed == sent.nbytes
+        await all_is_back(pair)
+
+
+async def test_small_bodies_are_not() -> None:
+    async with sharing() as pair:
+        for nbytes in (1, 64 << 10):
+            answer = await pair.peer.call(pull(0), [bytes(nbytes)])
+            assert len(answer.segments[0]) == nbytes
+        assert sharing_of(pair.peer).bytes_lent == sharing_of(pair.back).bytes_lent == 0
+        await pair.peer.call(pull(0), [bytes((64 << 10) + 1)])
+        assert sharing_of(pair.peer).bytes_lent == (64 << 10) + 1
+
+
+async def test_many_at_once_and_many_segments() -> None:
+    draw = np.random.default_rng(3)
+    async with sharing() as pair:
+
+        async def one(number: int) -> None:
+            sizes = draw.integers(0, 300_000, 5)
+            sent = [to_bytes_view(pattern(size, number)) for size in sizes]
+            answer = await pair.peer.call(pull(0), sent)
+            assert [bytes(each) for each in answer.segments] == [bytes(each) for each in sent]
+
+        for _ in range(3):
+            await asyncio.gather(*(one(number) for number in range(20)))
+        await all_is_back(pair)
+        # What was lent is lent again, and not something else each time.
+        assert pair.client.platform.memory.statistics()["shared_bytes"] < 64 * MIB
+
+
+async def test_an_answer_in_shared_memory_is_not_copied_by_its_owner() -> None:
+    def served(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+        root = pair.server.platform.memory.take(MIB)
+        root[:] = 5
+        return Reply(Pulled([]), [root.data])
+
+    async with sharing({Pull: Handler(served)}) as pair:
+        for _ in range(10):
+            answer = await pair.peer.call(pull(0))
+            assert bytes(answer.segments[0]) == b"\5" * MIB
+        assert pair.server.platform.memory.arena.statistics().misses == 0
+        await all_is_back(pair)
+
+
+async def test_a_body_that_is_kept_is_read_where_it_is() -> None:
+    kept: list[memoryview] = []
+
+    def run(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+        kept.extend(segments)
+        return Reply(Pulled([]))
+
+    async with sharing({Pull: Handler(run, keeping)}) as pair:
+        sent = pattern(MIB)
+        await pair.peer.call(pull(0), [to_bytes_view(sent)])
+        await pair.peer.ping()
+        assert len(sharing_of(pair.peer)._lent) == 1
+        assert kept[0].readonly
+        assert np.array_equal(np.frombuffer(kept[0], np.uint8), sent)
+        sent[:] = 0  # the caller has its answer: what is kept is not its memory
+        assert np.array_equal(np.frombuffer(kept[0], np.uint8), pattern(MIB))
+        kept.clear()
+        await all_is_back(pair)
+
+
+async def test_what_is_kept_outlives_the_connection_and_its_memory_is_held_until_then() -> None:
+    kept: list[memoryview] = []
+
+    def run(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+        kept.extend(segments)
+        return Reply(Pulled([]))
+
+    async with sharing({Pull: Handler(run, keeping)}) as pair:
+        sent = pattern(MIB)
+        await pair.peer.call(pull(0), [to_bytes_view(sent)])
+        lender, reader = sharing_of(pair.peer), sharing_of(pair.back)
+        pair.peer.abort()
+        await pair.back.wait_closed()
+        await pair.peer.wait_closed()
+        again = await pair.client.connect(pair.address, PS)
+        for number in range(5):  # would be in the same memory
+            await again.call(pull(0), [to_bytes_view(pattern(MIB, number))])
+        assert len(lender._lent) == 1
+        assert bytes(kept[0]) == sent.tobytes()
+        assert {lender, reader} <= sharings(pair.client) | sharings(pair.server)
+        kept.clear()
+        ended = asyncio.Event()
+        poll(lambda: not lender._lent, ended)
+        await ended.wait()
+        assert lender not in sharings(pair.client)
+        assert reader not in sharings(pair.server)
+        await again.ping()
+        assert sharing_of(again)._lent == {}
+
+
+def poll(condition: Callable[[], bool], then: asyncio.Event) -> None:
+    """Set ``then`` in the turn in which the condition holds."""
+    if condition():
+        then.set()
+    else:
+        asyncio.get_running_loop().call_soon(poll, condition, then)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    event = asyncio.Event()
+    poll(condition, event)
+    async with asyncio.timeout(20):
+        await event.wait()
+
+
+def num_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def until_quiet() -> None:
+    """Let the loop close what has been closed, which takes it some turns."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+# --- what cannot be --------------------------------------------------------------------------
+
+
+async def exchanged(pair: Pair, *, is_lent: bool, nbytes: int = MIB) -> None:
+    """Bytes arrive both ways, over the memory or over the sockets."""
+    before = pair.peer.connection.bytes_sent, pair.back.connection.bytes_sent
+    answer = await pair.peer.call(pull(0), [to_bytes_view(pattern(nbytes))])
+    assert np.array_equal(np.frombuffer(answer.segments[0], np.uint8), pattern(nbytes))
+    after = pair.peer.connection.bytes_sent, pair.back.connection.bytes_sent
+    assert [now - then < 2000 for now, then in zip(after, before, strict=True)] == [is_lent] * 2
+
+
+@pytest.mark.parametrize("sharing", [(False, True), (True, False)])
+async def test_a_peer_that_does_not_share_gets_bytes(sharing: tuple[bool, bool]) -> None:
+    listens, connects = (SocketNetwork(shares_memory=shares) for shares in sharing)
+    ps, worker = new_endpoint(listens, PS, ECHO), new_endpoint(connects, WORKER, incarnation=2)
+    listener = await ps.listen("127.0.0.1:0")
+    peer = await worker.connect(listener.address, PS)
+    assert peer.connection.sharing is None
+    answer = await peer.call(pull(MIB))
+    assert np.array_equal(np.frombuffer(answer.segments[0], np.uint8), pattern(MIB))
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.parametrize("what", ["memfd_create", "posix_fallocate"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.EPERM])
+async def test_without_memory_to_share_bytes_go_over_the_socket(
+    what: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with sharing() as pair:
+        with monkeypatch.context() as patch:
+
+            def fails(*_: Any) -> None:
+                raise OSError(number, os.strerror(number))
+
+            patch.setattr(os, what, fails)
+            await exchanged(pair, is_lent=False)
+        await exchanged(pair, is_lent=number != errno.EPERM)
+
+
+async def test_with_few_descriptors_left_bytes_go_over_the_socket() -> None:
+    async with sharing() as pair:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.open("/dev/null", os.O_RDONLY)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            await exchanged(pair, is_lent=False)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await exchanged(pair, is_lent=True)
+
+
+async def test_a_full_side_channel_sends_bytes_over_the_socket() -> None:
+    async with sharing() as pair:
+        region = regions.make_region(1 << 40, 4096).region
+        for peer in (pair.peer, pair.back):
+            while sharing_of(peer)._channel.give(region):
+                continue
+        await exchanged(pair, is_lent=False)
+
+
+async def test_one_that_is_full_of_regions_that_nobody_names_is_a_breach() -> None:
+    """They are looked at with the next message that names one."""
+    async with sharing() as pair:
+        await exchanged(pair, is_lent=True)
+        region = regions.make_region(1 << 40, 4096).region
+        for _ in range(3):
+            assert sharing_of(pair.peer)._channel.give(region)
+        with pytest.raises(ConnectionLost):
+            await pair.peer.call(pull(0), [bytes(30 * MIB)])
+        await pair.back.wait_closed()
+        assert "got more regions of shared memory than may be" in str(pair.back.error)
+
+
+async def test_only_so_much_is_copied_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "LENT_BYTES", MIB)
+    kept: list[memoryview] = []
+
+    def keep_if_lent(peer: Peer, message: Any, lengths: tuple[int, ...]) -> Sequence[memoryview]:
+        if peer.lent is None:
+            return [memoryview(bytearray(sum(lengths)))]
+        return peer.lent.keep()
+
+    def run(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+        kept.extend(segments)
+        return Reply(Pulled([]))
+
+    async with sharing({Pull: Handler(run, keep_if_lent)}) as pair:
+        for _ in range(4):
+            await pair.peer.call(pull(0), [bytes(MIB)])
+        assert [each.readonly for each in kept] == [True, True, False, False]
+        kept.clear()
+        await pair.peer.ping()
+        await pair.peer.call(pull(0), [bytes(MIB)])
+        assert kept[0].readonly
+        kept.clear()
+        await all_is_back(pair)
+
+
+async def test_what_is_too_large_to_be_sent_does_not_count_as_lent() -> None:
+    async with sharing(limits=Limits(segment_bytes=MIB)) as pair:
+        for _ in range(3):
+            with pytest.raises(LocalProtocolError, match="at most 1048576 are allowed"):
+                await pair.peer.call(pull(0), [bytes(MIB + 1)])
+        assert sharing_of(pair.peer)._copied_bytes == 0
+        await exchanged(pair, is_lent=True)
+        await all_is_back(pair)
+
+
+# --- order, and who waits --------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lent, "COPY_BYTES", 10_000)
+
+
+@pytest.mark.usefixtures("small_pieces")
+async def test_large_messages_keep_their_order_whether_they_are_lent_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    got: list[int] = []
+
+    def noted(peer: Peer, message: Pull, segments: list[memoryview]) -> None:
+        assert all(set(segment) == {message.set_id} for segment in segments)
+        got.append(message.set_id)
+
+    lend = Sharing.lend
+    async with sharing({Pull: Handler(noted), AskStatistics: Handler(done)}) as pair:
+        own = pair.client.platform.memory.take(MIB)
+
+        def every_third(self: Sharing, *args: Any) -> Any:
+            return lend(self, *args) if len(sent) % 3 else None
+
+        monkeypatch.setattr(Sharing, "lend", every_third)
+        sent: list[int] = []
+        for number in range(40):
+            body: Any = bytes([number]) * (100_000 + 10_000 * number)
+            if number % 5 == 1:
+                own = pair.client.platform.memory.take(MIB)
+                own[:] = number
+                body = own.data
+            pair.peer.notify(pull(number), [body])
+            sent.append(number)
+            if number % 7 == 3:
+                await asyncio.sleep(0)
+        assert not pair.peer.connection.is_writable
+        await pair.peer.connection.wait_writable()
+        await pair.peer.call(AskStatistics())
+        assert got == sent
+        await all_is_back(pair)
+
+
+def done(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+    return Reply(Done())
+
+
+@pytest.mark.usefixtures("small_pieces")
+async def test_small_messages_overtake_a_large_one_that_is_being_copied() -> None:
+    async with sharing({Pull: Handler(values), AskStatistics: Handler(done)}) as pair:
+        order: list[str] = []
+
+        async def call(name: str, message: Any, body: Sequence[bytes] = ()) -> None:
+            await pair.peer.call(message, body)
+            order.append(name)
+
+        large = asyncio.ensure_future(call("large", pull(0), [bytes(MIB)]))
+        await asyncio.sleep(0)
+        assert not pair.peer.connection.is_writable
+        await call("small", AskStatistics())
+        await large
+        assert order == ["small", "large"]
+        assert pair.peer.connection.is_writable
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("turns", range(12))
+async def test_a_caller_may_give_up_in_any_turn_and_nothing_stays_lent(turns: int) -> None:
+    """Before it is sent, while it is copied there, while the answer is copied here."""
+    async with sharing() as pair:
+        sent = pattern(35_000 + (64 << 10))
+        for extra in (0, 5, 11):
+            call = asyncio.ensure_future(pair.peer.call(pull(0), [to_bytes_view(sent)]))
+            for _ in range(turns + extra):
+                await asyncio.sleep(0)
+            call.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await call
+        await exchanged(pair, is_lent=True)
+        await all_is_back(pair)
+
+
+@pytest.mark.usefixtures("small_pieces")
+async def test_memory_of_a_caller_that_gave_up_is_not_written_any_more() -> None:
+    async with sharing() as pair:
+        memory = np.zeros(MIB, np.uint8)
+        begun = asyncio.Event()
+
+        def into(message: Any, lengths: Any) -> Sequence[memoryview]:
+            asyncio.get_running_loop().call_soon(begun.set)
+            return [to_bytes_view(memory)]
+
+        call = asyncio.ensure_future(pair.peer.call(pull(MIB), into=into))
+        await begun.wait()
+        assert pair.peer.connection._decoder.is_copying
+        call.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await call
+        then = memory.copy()
+        assert not np.array_equal(then, pattern(MIB))
+        await exchanged(pair, is_lent=True)
+        assert np.array_equal(memory, then)
+        await all_is_back(pair)
+
+
+@pytest.mark.usefixtures("small_pieces")
+async def test_reading_goes_on_when_both_the_copy_and_the_handlers_allow_it() -> None:
+    """Bodies that handlers work on are bounded, lent ones as well."""
+    gate, begun = asyncio.Event(), 0
+
+    async def slow(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+        nonlocal begun
+        begun += 1
+        await gate.wait()
+        return Reply(Pulled([]), segments)
+
+    async with sharing({Pull: Handler(slow)}, limits=Limits(unfinished_bytes=MIB)) as pair:
+        calls = [
+            asyncio.ensure_future(pair.peer.call(pull(0), [to_bytes_view(pattern(300_000, n))]))
+            for n in range(20)
+        ]
+        await until(lambda: begun == 4)  # the fourth is more than is allowed
+        await until_quiet()
+        assert begun == 4
+        assert pair.back.statistics()["unfinished_bytes"] == 4 * 300_000
+        gate.set()
+        for number, call in enumerate(calls):
+            body = np.frombuffer((await call).segments[0], np.uint8)
+            assert np.array_equal(body, pattern(300_000, number))
+        assert pair.back.statistics()["unfinished_bytes"] == 0
+        await all_is_back(pair)
+
+
+async def test_a_peer_that_reads_nothing_costs_memory_up_to_a_limit_and_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bodies, "LENT_BYTES", 8 * MIB)
+    async with sharing() as pair:
+        pair.back.connection.pause_reading()
+        calls = [
+            asyncio.ensure_future(pair.peer.call(pull(0), [to_bytes_view(pattern(MIB, n))]))
+            for n in range(30)
+        ]
+        await until(lambda: not pair.peer.connection._writable)
+        assert sharing_of(pair.peer)._copied_bytes <= 9 * MIB
+        unsent = transport_of(pair.peer).get_write_buffer_size()
+        assert unsent <= WRITE_HIGH_BYTES + 2 * MIB
+        pair.back.connection.resume_reading()
+        for number, call in enumerate(calls):
+            body = np.frombuffer((await call).segments[0], np.uint8)
+            assert np.array_equal(body, pattern(MIB, number))
+        await all_is_back(pair)
+
+
+# --- the end ---------------------------------------------------------------------------------
+
+
+async def test_closing_sends_what_is_still_to_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[bytes] = []
+
+    def noted(peer: Peer, message: Pull, segments: list[memoryview]) -> None:
+        got.extend(map(bytes, segments))
+
+    async with sharing({Pull: Handler(noted)}) as pair:
+        with monkeypatch.context() as patch:
+            patch.setattr(lent, "COPY_BYTES", 10_000)
+            for number in range(3):
+                pair.peer.notify(pull(0), [to_bytes_view(pattern(MIB, number))])
+        assert not pair.peer.connection.is_writable
+        pair.peer.close()
+        await pair.back.wait_closed()
+        assert got == [pattern(MIB, number).tobytes() for number in range(3)]
+
+
+async def test_what_a_task_lends_when_it_ends_is_read_although_it_never_read_ours() -> None:
+    """Its end of the side channel is closed with regions of ours in it."""
+    got: list[bytes] = []
+
+    def noted(peer: Peer, message: Pull, segments: list[memoryview]) -> None:
+        got.extend(map(bytes, segments))
+
+    async with sharing(ECHO, {Pull: Handler(noted)}) as pair:
+        pair.back.connection.pause_reading()
+        pair.peer.notify(pull(0), [bytes(MIB)])
+        await until(lambda: sharing_of(pair.peer).bytes_lent == MIB)
+        pair.back.notify(pull(0), [to_bytes_view(pattern(MIB))])
+        pair.peer.connection.pause_reading()
+        await pair.server.close()
+        pair.peer.connection.resume_reading()
+        await pair.peer.wait_closed()
+        assert got == [pattern(MIB).tobytes()]
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("turns", range(10))
+@pytest.mark.parametrize("who", ["peer", "back"])
+@pytest.mark.parametrize("how", ["close", "abort"])
+async def test_a_connection_may_end_in_any_turn(turns: int, who: str, how: str) -> None:
+    async with sharing() as pair:
+        call = asyncio.ensure_future(pair.peer.call(pull(0), [to_bytes_view(pattern(100_000))]))
+        for _ in range(3 * turns):
+            await asyncio.sleep(0)
+        getattr(getattr(pair, who), how)()
+        with contextlib.suppress(ConnectionLost):
+            answer = await call
+            assert np.array_equal(np.frombuffer(answer.segments[0], np.uint8), pattern(100_000))
+            del answer
+        await pair.peer.wait_closed()
+        await pair.back.wait_closed()
+        await until(lambda: not sharings(pair.client) | sharings(pair.server))
+        again = await pair.client.connect(pair.address, PS)
+        answer = await again.call(pull(0), [to_bytes_view(pattern(100_000))])
+        assert np.array_equal(np.frombuffer(answer.segments[0], np.uint8), pattern(100_000))
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_connecting_may_be_cancelled_in_any_turn(turns: int) -> None:
+    network = SocketNetwork(shares_memory=True)
+    ps, worker = new_endpoint(network, PS, ECHO), new_endpoint(network, WORKER, incarnation=2)
+    listener = await ps.listen("127.0.0.1:0")
+    connecting = asyncio.ensure_future(worker.connect(listener.address, PS))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    connecting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        (await connecting).abort()
+    await until(lambda: not sharings(worker))
+    peer = await worker.connect(listener.address, PS)
+    await peer.call(pull(0), [bytes(MIB)])
+    peer.abort()
+    await until(lambda: not sharings(ps))
+    await worker.close()
+    await ps.close()
+
+
+async def test_many_connections_leave_neither_memory_nor_descriptors() -> None:
+    network = SocketNetwork(shares_memory=True)
+    ps, worker = new_endpoint(network, PS, ECHO), new_endpoint(network, WORKER, incarnation=2)
+    listener = await ps.listen("127.0.0.1:0")
+
+    async def one(number: int) -> None:
+        peer = await worker.connect(listener.address, PS)
+        if number % 2:
+            peer.notify(pull(0), [to_bytes_view(pattern(3 * MIB))])
+            await asyncio.sleep(0)
+        else:
+            await peer.call(pull(0), [to_bytes_view(pattern(3 * MIB))])
+        peer.abort()
+        await peer.wait_closed()
+        await until(lambda: not sharings(worker) | sharings(ps))
+
+    await one(0)
+    await until_quiet()
+    files = num_fds()
+    for number in range(20):
+        await one(number)
+    await until(lambda: num_fds() <= files)
+    statistics = worker.platform.memory.statistics()
+    assert statistics == {"shared_regions": 1, "shared_bytes": regions.SLAB_BYTES}
+    await worker.close()
+    await ps.close()
+
+
+async def test_a_task_that_shares_with_nobody_has_no_regions() -> None:
+    endpoint = Endpoint(new_endpoint(SocketNetwork()).platform, PS, 1, {})
+    assert endpoint.platform.memory.make is None
+    await endpoint.close()
+
+
+def test_the_kinds_of_frames_that_speak_of_memory() -> None:
+    assert (Kind.RETURN, Kind.FORGET) == (23, 24)
+
+
+async def test_another_users_task_is_reached_by_its_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ps = new_endpoint(SocketNetwork(shares_memory=True), PS, ECHO)
+    listener = await ps.listen("127.0.0.1:0")
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    worker = new_endpoint(SocketNetwork(shares_memory=True), WORKER, incarnation=2)
+    peer = await worker.connect(listener.address, PS)
+    assert peer.connection.sharing is None
+    assert len((await peer.call(pull(MIB))).segments[0]) == MIB
+    await worker.close()
+    await ps.close()
+
+
+async def test_a_stranger_behind_the_door_says_nothing_and_is_left() -> None:
+    limits = Limits(handshake_seconds=0.05)
+    ps = new_endpoint(SocketNetwork(shares_memory=True), PS, ECHO, limits=limits)
+    listener = await ps.listen("127.0.0.1:0")
+    port = listener.address.rpartition(":")[2]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, socket.socket(socket.AF_UNIX) as sock:
+        sock.setblocking(False)
+        sock.connect(f"\0psync/{os.geteuid()}/127.0.0.1:{port}")
+        socket.send_fds(sock, [b"P"], [theirs.fileno()])
+        async with asyncio.timeout(20):
+            received = b"x"
+            while received:
+                received = await asyncio.get_running_loop().sock_recv(sock, 1000)
+    await until(lambda: not sharings(ps))
+    await ps.close()

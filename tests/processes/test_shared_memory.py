@@ -1,0 +1,191 @@
+"""Tasks that share memory are killed and stopped: values stay right, and nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+SIZE = 1 << 18
+"""Elements of a variable of one MiB: one block, which is read as a whole."""
+
+KILLS = 7
+SPARE_KIB = 24 << 10  # three slabs: what comes and goes, and would be exceeded by a leak per kill
+
+
+def num_fds(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def mapped_kib(pid: int) -> int:
+    """Memory of regions that a process maps, its own and those of others."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in maps if "/memfd:psync" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in ranges) >> 10
+
+
+def shared_kib(pid: int) -> int:
+    found = re.search(r"^Pss_Shmem: *(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)
+    assert found is not None
+    return int(found[1])
+
+
+def addresses_of(cluster: psync.LocalCluster) -> tuple[str, ...]:
+    spec = cluster.resolver.cluster_spec().as_dict()
+    return tuple(f"/{address}" for addresses in spec.values() for address in addresses)
+
+
+def left_of(addresses: tuple[str, ...]) -> list[str]:
+    """Doors beside these addresses, and files of shared memory."""
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    doors = [line for line in sockets if " @psync/" in line and line.endswith(addresses)]
+    files = [name for name in os.listdir("/dev/shm") if "psync" in name]
+    return doors + [name for name in files if not name.startswith("psync-sim-")]  # disks of others
+
+
+class Survivors:
+    """What tasks that live on have open and mapped, after each kill of others."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[tuple[int, int, int]]] = {}
+
+    def note(self, *pids: int) -> None:
+        for pid in pids:
+            now = num_fds(pid), mapped_kib(pid), shared_kib(pid)
+            self.seen.setdefault(pid, []).append(now)
+
+    def check(self) -> None:
+        """The first two show what there is in turn; the last ones are not more."""
+        for pid, seen in self.seen.items():
+            if len(seen) < KILLS - 2:
+                continue  # it was killed itself
+            files, mapped, shared = zip(*seen, strict=True)
+            assert min(files[-2:]) <= max(files[:3]), (pid, seen)
+            assert min(mapped[-2:]) <= max(mapped[:3]) + SPARE_KIB, (pid, seen)
+            assert min(shared[-2:]) <= max(shared[:3]) + SPARE_KIB, (pid, seen)
+
+
+async def add(variable: Any) -> bool:
+    """Read it, and add one; return whether it was read as a whole."""
+    value = await variable.read()
+    await variable.assign_add(np.ones(SIZE, np.float32))
+    return bool((value == value[0]).all())
+
+
+async def test_workers_are_killed_and_nothing_of_them_stays() -> None:
+    survivors = Survivors()
+    async with psync.LocalCluster(1, 2, max_restarts=100) as cluster:
+        addresses = addresses_of(cluster)
+        assert len(left_of(addresses)) >= 3  # it looks in the right place
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(
+            strategy, max_losses=100, max_flaps=None
+        ) as coordinator:
+            with strategy.scope():
+                variable = psync.Variable(np.zeros(SIZE, np.float32), name="variable")
+                one = psync.Variable(np.float32(0), name="one")
+            sgd = psync.optimizers.SGD(1.0)
+
+            async def step() -> bool:
+                value = await variable.read()
+                await sgd.apply_gradients(
+                    [(np.full(SIZE, -1, np.float32), variable), (np.float32(-1), one)]
+                )
+                return bool((value == value[0]).all())
+
+            scheduled = 0
+            for number in range(KILLS):
+                values = [coordinator.schedule(step) for _ in range(60)]
+                scheduled += 60
+                while await one.read() < scheduled - 50 + 5 * number:  # in the middle, elsewhere
+                    continue
+                os.kill(cluster.tasks["worker-0"].pid, signal.SIGKILL)
+                await coordinator.join()
+                assert all(await coordinator.fetch(values))
+                assert (await variable.read() == scheduled).all()
+                assert await one.read() == scheduled
+                ps, other = cluster.tasks["ps-0"].pid, cluster.tasks["worker-1"].pid
+                assert mapped_kib(ps), "memory is shared"
+                survivors.note(ps, other, os.getpid())
+    survivors.check()
+    assert left_of(addresses) == []
+
+
+async def test_a_ps_is_killed_and_its_memory_goes_with_it() -> None:
+    survivors = Survivors()
+    async with psync.LocalCluster(2, 2, max_restarts=100) as cluster:
+        addresses = addresses_of(cluster)
+        strategy = psync.ParameterServerStrategy(
+            cluster.resolver, psync.FixedShardsPartitioner(2), ps_recovery="replica"
+        )
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                variable = psync.Variable(np.zeros(2 * SIZE, np.float32), name="variable")
+
+            async def more() -> None:
+                await variable.assign_add(np.ones(2 * SIZE, np.float32))
+
+            scheduled = 0
+            for number in range(KILLS):
+                await coordinator.backed_up()
+                for _ in range(40):
+                    coordinator.schedule(more)
+                scheduled += 40
+                while (await variable.read()).max() < scheduled - 30 + 3 * number:
+                    continue
+                os.kill(cluster.tasks[f"ps-{number % 2}"].pid, signal.SIGKILL)
+                await coordinator.join()
+                assert (await variable.read() == scheduled).all()
+                await coordinator.backed_up()
+                workers = [cluster.tasks[f"worker-{index}"].pid for index in (0, 1)]
+                survivor = cluster.tasks[f"ps-{1 - number % 2}"].pid
+                assert mapped_kib(survivor), "memory is shared"
+                survivors.note(*workers, os.getpid())
+    survivors.check()
+    assert left_of(addresses) == []
+
+
+async def test_a_stopped_worker_holds_up_nobody_and_what_it_has_stays_as_it_is() -> None:
+    async with psync.LocalCluster(1, 2) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                variable = psync.Variable(np.zeros(SIZE, np.float32), name="variable")
+            values: list[Any] = []
+            stopped = cluster.tasks["worker-0"].pid
+            for _ in range(4):
+                values += [coordinator.schedule(add, args=(variable,)) for _ in range(40)]
+                while (await variable.read()).max() < len(values) - 30:
+                    continue
+                os.kill(stopped, signal.SIGSTOP)
+                while (await variable.read()).min() < len(values) - 5:  # the other one goes on
+                    continue
+                os.kill(stopped, signal.SIGCONT)
+                await coordinator.join()
+                assert (await variable.read() == len(values)).all()
+            assert all(await coordinator.fetch(values))
+
+
+@pytest.mark.parametrize("text", ["0", "1"])
+async def test_a_cluster_shares_memory_unless_it_is_switched_off(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSYNC_SHARED_MEMORY", text)
+    async with psync.LocalCluster(1, 1) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                variable = psync.Variable(np.zeros(SIZE, np.float32), name="variable")
+            await coordinator.schedule(add, args=(variable,))
+            assert (await variable.read() == 1).all()
+            pids = [cluster.tasks[name].pid for name in ("ps-0", "worker-0")]
+            assert [mapped_kib(pid) > 0 for pid in pids] == [text == "1"] * 2
