@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import gc
 import pickle
 import socket
 import subprocess
 import sys
 import threading
 import types
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +24,7 @@ from psync.serialization.payloads import (
     EMPTY,
     INLINE_BYTES,
     MAX_BUFFERS,
+    MAX_HANDLES,
     Payload,
     pack,
     pack_arguments,
@@ -38,6 +41,40 @@ class RemoteValue:
 
 class Coordinator:
     __psync_capture_error__ = "it lives in the program, not on workers"
+
+
+class Handle:
+    """Stands for a variable or an optimizer, which are recognised by this method."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+        self.num_pickled = 0
+
+    def __psync_handle__(self) -> int:
+        return len(self.parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.num_pickled += 1
+        return Handle, self.parts
+
+
+class Itself:
+    """A handle that is one object in a process."""
+
+    known: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
+
+    def __init__(self) -> None:
+        self.known[id(self)] = self
+
+    def __psync_handle__(self) -> None:
+        pass
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _known_as, (id(self),)
+
+
+def _known_as(number: int) -> Any:
+    return Itself.known[number]
 
 
 def received(payload: Payload) -> Payload:
@@ -410,3 +447,53 @@ def test_members_of_enums_and_numpy_dtypes_arrive_as_themselves() -> None:
     assert there(np.dtype("f4")) == np.dtype("f4")
     assert there(np.zeros) is np.zeros
     assert there(pickle.Pickler) is pickle.Pickler
+
+
+# --- handles ----------------------------------------------------------------------------------
+
+
+def test_a_handle_is_pickled_once_and_arrives_as_one_object() -> None:
+    handle = Handle("a", Handle("inside"))
+    first, again = there([handle, handle, 1]), there({"it": handle})["it"]
+    assert first[0] is first[1] is again is not handle
+    assert again.parts[0] == "a"
+    assert handle.num_pickled == 1
+
+
+def test_a_handle_is_pickled_again_when_what_it_depends_on_has_changed() -> None:
+    handle = Handle("a")
+    first = there([handle])[0]
+    handle.parts += ("b",)
+    second = there([handle])[0]
+    assert (first.parts, second.parts) == (("a",), ("a", "b"))
+
+
+def test_a_handle_with_parts_beside_its_pickle_arrives_with_them() -> None:
+    handle = Handle(np.arange(INLINE_BYTES))
+    first, second = there([handle, 1])[0], there([handle, 1])[0]
+    assert first is not second
+    np.testing.assert_array_equal(second.parts[0], np.arange(INLINE_BYTES))
+
+
+def test_what_a_handle_cannot_take_along_is_named() -> None:
+    with pytest.raises(CaptureError, match="lives in the program"):
+        pack_arguments("train", (Handle(Coordinator()),), {})
+
+
+def test_a_handle_that_nobody_uses_is_forgotten_when_many_others_have_arrived() -> None:
+    arrived = weakref.ref(there([Handle(-1)])[0])
+    gc.collect()
+    assert arrived() is not None
+    for number in range(MAX_HANDLES):
+        there([Handle(number)])
+    gc.collect()
+    assert arrived() is None
+
+
+def test_a_handle_that_was_sent_from_here_is_not_kept_alive_by_coming_back() -> None:
+    handle = Itself()
+    assert there([handle])[0] is handle
+    gone = weakref.ref(handle)
+    del handle
+    gc.collect()
+    assert gone() is None

@@ -47,6 +47,9 @@ class AccumulatorHandle:
     _rule: DenseRule | SparseRule  # holds nothing: it knows what fits
     _scope: weakref.ref[Scope] | None  # its strategy's; None where that is not, on workers
 
+    def __psync_handle__(self) -> None:
+        """Say on what its pickle depends: on nothing."""
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (intern, (type(self), self.origin, self.place))
 

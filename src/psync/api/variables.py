@@ -116,6 +116,9 @@ class Handle(ValueAccess):
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
 
+    def __psync_handle__(self) -> None:
+        """Say on what its pickle depends: on nothing."""
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_intern, (self.origin, self.spec, self.synchronization, self.aggregation))
 

@@ -9,6 +9,10 @@ Arrays travel beside the pickle, one buffer each, copied once: what is scheduled
 value, and the copy is immutable here, where a retry may need it again. On the other side the
 array is built on the receive buffer without a copy, and is writable.
 
+A *handle*, a variable or an optimizer, is one object in each process, however often it arrives, and
+nearly each closure brings some. So it travels as a pickle of its own that is made once, and who has
+had the same bytes before takes the object that they gave then.
+
 cloudpickle is imported when something is first packed, which a ps never does.
 """
 
@@ -19,8 +23,10 @@ import functools
 import inspect
 import io
 import pickle
+import weakref
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Literal, Protocol
 
@@ -28,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psync.errors import CaptureError
+from psync.net.process_state import PerProcess
 from psync.serialization.captures import Refusal, blame, resolves_by_name
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 
@@ -35,6 +42,7 @@ Segment = bytes | bytearray | memoryview
 """What holds bytes: the pickle itself, or the memory of one array."""
 
 INLINE_BYTES = 4096  # smaller arrays stay in the pickle: a segment of its own costs more
+MAX_HANDLES = 4096  # that are kept although nobody uses them now; those that came last
 MAX_BUFFERS = 1024  # further arrays stay in the pickle: frames have a limit (65,536 segments)
 
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
@@ -88,6 +96,22 @@ class Payload:
 EMPTY = Payload(b"")
 
 
+@dataclass(slots=True)
+class _Handles:
+    """Handles that this process has sent, and those that it got."""
+
+    pickles: weakref.WeakKeyDictionary[Any, tuple[object, bytes]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )  # with what they depend on
+    arrived: weakref.WeakValueDictionary[bytes, Any] = field(
+        default_factory=weakref.WeakValueDictionary
+    )  # by their pickles
+    kept: deque[Any] = field(default_factory=lambda: deque(maxlen=MAX_HANDLES))
+
+
+_handles = PerProcess(_Handles)
+
+
 # Packing.
 
 
@@ -105,7 +129,7 @@ class _PicklerOf(Protocol):
     remote_values: list[Any]
     kept: list[Any]
 
-    def __init__(self, file: io.BytesIO, main_by_name: bool) -> None: ...
+    def __init__(self, file: io.BytesIO, main_by_name: bool, is_handle: bool) -> None: ...
     def dump(self, obj: object) -> None: ...
 
 
@@ -116,15 +140,16 @@ def _pickler_class() -> type[_PicklerOf]:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
         """cloudpickle with arrays beside the pickle, RemoteValues by position, and refusals."""
 
-        def __init__(self, file: io.BytesIO, main_by_name: bool) -> None:
+        def __init__(self, file: io.BytesIO, main_by_name: bool, is_handle: bool) -> None:
             super().__init__(file, protocol=5)
             self.main_by_name = main_by_name
+            self._is_handle = is_handle  # then all that is in it belongs to this pickle
             self.buffers: list[Segment] = []
             self.remote_values: list[Any] = []
             self.kept: list[Any] = []
             self._positions: dict[int, int] = {}  # id of a RemoteValue → its position
 
-        def persistent_id(self, obj: object) -> tuple[str, int] | None:
+        def persistent_id(self, obj: object) -> tuple[str, int | bytes] | None:
             cls = type(obj)
             if cls in _PLAIN:
                 return None
@@ -142,6 +167,9 @@ def _pickler_class() -> type[_PicklerOf]:
                 raise Refusal(obj, reason)
             if isinstance(obj, _BOUND_TO_A_LOOP):
                 raise Refusal(obj, "it belongs to the event loop of this process")
+            if not self._is_handle and hasattr(cls, "__psync_handle__"):
+                pickled = _pickled_handle(obj, self.main_by_name)
+                return None if pickled is None else ("handle", pickled)
             return None
 
         def reducer_override(self, obj: Any) -> Any:
@@ -175,9 +203,22 @@ def _pickler_class() -> type[_PicklerOf]:
     return Pickler
 
 
-def _pickle(obj: object, main_by_name: bool) -> Payload:
+def _pickled_handle(handle: Any, main_by_name: bool) -> bytes | None:
+    """Return the pickle of a handle; None: it has parts that travel beside a pickle."""
+    depends_on = (main_by_name, handle.__psync_handle__())
+    known, pickled = _handles().pickles.get(handle, (None, b""))
+    if known != depends_on:
+        payload = _pickle(handle, main_by_name, is_handle=True)
+        if payload.buffers or payload.remote_values or payload.kept:
+            return None
+        pickled = bytes(payload.data)
+        _handles().pickles[handle] = depends_on, pickled
+    return pickled
+
+
+def _pickle(obj: object, main_by_name: bool, *, is_handle: bool = False) -> Payload:
     file = io.BytesIO()
-    pickler = _pickler_class()(file, main_by_name)
+    pickler = _pickler_class()(file, main_by_name, is_handle)
     pickler.dump(obj)
     return Payload(
         file.getvalue(), tuple(pickler.buffers), tuple(pickler.remote_values), tuple(pickler.kept)
@@ -307,8 +348,10 @@ class _Unpickler(pickle.Unpickler):
         self._buffers = buffers
         self._remote_values = list(remote_values)
 
-    def persistent_load(self, pid: tuple[str, int]) -> Any:
+    def persistent_load(self, pid: tuple[str, Any]) -> Any:
         kind, index = pid
+        if kind == "handle":
+            return _handle_of(index)
         if kind == "buffer":
             return self._buffers[index]
         value = self._remote_values[index]
@@ -345,6 +388,17 @@ def unpack_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return args and kwargs as `pack_arguments` pickled them; see `unpack`."""
     return unpack(data, buffers, remote_values) or ((), {})
+
+
+def _handle_of(pickled: bytes) -> Any:
+    """Return this process's handle of that pickle."""
+    handles = _handles()
+    handle = handles.arrived.get(pickled)
+    if handle is None:
+        handle = handles.arrived[pickled] = unpack(pickled)
+        if handle not in handles.pickles:  # else it is of this process, and lives as long as it may
+            handles.kept.append(handle)
+    return handle
 
 
 def _restore_array(

@@ -134,6 +134,10 @@ class Optimizer(PushPull):
         self._also_trained: set[tuple[str, int]] = set()  # not trainable, and pushed from here
         self._in_use = in_use  # from then on the ps tasks know the configuration, or soon will
 
+    def __psync_handle__(self) -> tuple[int, ...]:
+        """Say on what its pickle depends: variables are declared one after the other."""
+        return tuple(len(scope.trainable_variables) for scope in running_scopes())
+
     def __reduce__(self) -> tuple[Any, ...]:
         self._in_use = True
         variables = [v for scope in running_scopes() for v in scope.trainable_variables]

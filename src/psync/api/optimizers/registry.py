@@ -1,15 +1,13 @@
 """The registry of optimizer handles in a process: one object for each, however often it arrives.
 
 An optimizer is known by the process that made it and its number there. The registry holds weak
-references, but to the last few that have arrived: each closure brings its optimizers along, and to
-make one anew takes a quarter of what a small step does.
+references.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +22,6 @@ if TYPE_CHECKING:
     from psync.api.optimizers.handles import Optimizer
 
 
-KEPT = 16
-"""Handles that arrived last, and are kept although nobody uses them."""
-
-
 class OptimizerRegistry:
     """Optimizers by their origin and number.
 
@@ -39,7 +33,6 @@ class OptimizerRegistry:
         self.known: weakref.WeakValueDictionary[tuple[str, int], Optimizer] = (
             weakref.WeakValueDictionary()
         )
-        self._last_arrived: deque[Optimizer] = deque(maxlen=KEPT)
         self.begin_process()
 
     def begin_process(self) -> None:
@@ -55,7 +48,6 @@ class OptimizerRegistry:
     def add_arrived(self, optimizer: Optimizer) -> None:
         """Note an optimizer that was made elsewhere."""
         self.known[optimizer.origin, optimizer.number] = optimizer
-        self._last_arrived.append(optimizer)
 
     def of_the_program(self) -> list[NewOptimizer]:
         """Return the optimizers of this program through which it may push, by their numbers."""
