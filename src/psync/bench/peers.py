@@ -38,7 +38,9 @@ LIMIT_S = 180.0
 IDLE_S = 3.0
 
 SCRIPTS = ("tensorflow1.py", "tensorflow2.py", "torch_rpc.py", "ray_actors.py")
-FLOOR_SCRIPTS = ("raw_tcp.py", "raw_unix.py", "memcpy.py")
+FLOOR_SCRIPTS = (
+    "raw_tcp.py", "raw_unix.py", "shared_memory.py", "shared_views.py", "memcpy.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
