@@ -96,6 +96,7 @@ def test_the_table_has_psync_and_the_floors(
     assert "| pull, 1 MiB, GiB/s |" in capsys.readouterr().out
     written: dict[str, Any] = json.loads((tmp_path / "peers.json").read_text())
     assert [row["name"] for row in written["rows"]] == ["pull, 1 MiB", "push + SGD, 1 MiB"]
-    floors = {"raw TCP", "raw Unix sockets", "memcpy"}
+    shared = {"shared memory", "shared memory, no copy"}
+    floors = {"raw TCP", "raw Unix sockets", "memcpy"} | shared
     for row in written["rows"]:
         assert row["systems"].keys() == {"psync"} | floors
