@@ -355,6 +355,28 @@ def test_the_end_of_training_releases_everybody() -> None:
     assert refusals(steps.push(0, 0, number=1)) == [(0, "TrainingEnded")]
 
 
+def test_who_counts_in_the_step_that_is_being_applied_when_training_ends_is_told_so() -> None:
+    steps = Steps(2, 3)
+    steps.push(0, 0)
+    steps.push(1, 0)
+    assert steps.push(2, 0) == []  # stale, and waits for the token of step 1
+    assert refusals(steps.end("done")) == [(2, "TrainingEnded")]
+    assert steps.push(1, 0, number=1) == []  # sent again, after a lost connection
+    assert answers(steps.closed(GROUP, 0)) == [accepted(0, 1), accepted(1, 1)]
+    assert refusals(steps.push(0, 1)) == [(0, "TrainingEnded")]
+
+
+def test_whoever_gets_no_token_of_the_last_step_is_told_that_training_has_ended() -> None:
+    steps = Steps(2, 1)
+    steps.push(0, 0)
+    steps.push(0, 0)
+    steps.push(1, 0)
+    steps.end("done")
+    done = steps.closed(GROUP, 0)
+    assert len(answers(done)) + len(refusals(done)) == len(done)
+    assert steps.waiting == frozenset()
+
+
 def test_no_step_is_closed_after_the_end_of_training() -> None:
     steps = Steps(2)
     steps.live(0, 1)

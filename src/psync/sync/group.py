@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, cast
 
@@ -333,11 +333,20 @@ class Group:
         """Give those who wait tokens of the present step: nothing else will make it go on."""
         return self._answers(self.tokens.release(self.step))
 
-    def refuse_waiting(self, error: PsyncError) -> list[Action]:
-        """Nobody waits any more: all are told why."""
-        return [
-            Refuse(self.number, replica, number, error) for replica, number in self.tokens.close()
-        ]
+    @property
+    def being_applied(self) -> list[Taker]:
+        """The pushes that count in the step that is being applied."""
+        made = [push.contribution for push in self._being_applied]
+        return [(contribution.replica, contribution.number) for contribution in made]
+
+    def applies(self, push: Push) -> bool:
+        """Whether a push counts in the step that is being applied."""
+        return any(push is each for each in self._being_applied)
+
+    def refuse_waiting(self, error: PsyncError, *, but: Sequence[Taker] = ()) -> list[Action]:
+        """Nobody waits any more, but for some: the others are told why."""
+        refused = self.tokens.close(but)
+        return [Refuse(self.number, replica, number, error) for replica, number in refused]
 
     def statistics(self) -> dict[str, Any]:
         """Return counters as plain data."""

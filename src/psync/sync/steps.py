@@ -117,7 +117,7 @@ class SyncSteps:
             push = known.replayed(contribution)
             if push is not None and push.answer is not None:
                 return [push.answer]
-            if self._ended is not None:
+            if self._ended is not None and (push is None or not known.applies(push)):
                 raise TrainingEnded(self._ended)
             if known.broken is not None:
                 raise known.broken
@@ -142,7 +142,10 @@ class SyncSteps:
         Raises:
             LocalProtocolError: If it was not being closed.
         """
-        actions = self._group(group).closed(step, self._alive)
+        known = self._group(group)
+        actions = known.closed(step, self._alive)
+        if self._ended is not None:
+            actions += known.refuse_waiting(TrainingEnded(self._ended))
         return [*actions, *self._close_what_is_due()]
 
     def finish(self) -> list[Action]:
@@ -247,11 +250,16 @@ class SyncSteps:
     def end(self, reason: str) -> list[Action]:
         """Close the token channels: whoever waits or comes later is told that training has ended.
 
-        A step that is being applied is carried to its end; one that is not complete is dropped.
+        A step that is being applied is carried to its end, and those whose pushes count in it are
+        told so; one that is not complete is dropped.
         """
         self._ended = reason
         error = TrainingEnded(reason)
-        return [act for known in self._groups.values() for act in known.refuse_waiting(error)]
+        return [
+            act
+            for known in self._groups.values()
+            for act in known.refuse_waiting(error, but=known.being_applied)
+        ]
 
     @property
     def waiting(self) -> frozenset[Replica]:

@@ -119,10 +119,10 @@ class TokenChannel:
         self._taken += len(grants)
         return grants
 
-    def close(self) -> list[Taker]:
-        """Nobody will get a token any more; return who waited."""
-        takers = list(self._waiting)
-        self._waiting.clear()
+    def close(self, but: Sequence[Taker] = ()) -> list[Taker]:
+        """Nobody will get a token any more, but some of those who wait; return who waited."""
+        takers = [taker for taker in self._waiting if taker not in but]
+        self._waiting = {taker: None for taker in self._waiting if taker in but}
         return takers
 
     def snapshot(self) -> list[Any]:
