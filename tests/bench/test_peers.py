@@ -69,6 +69,18 @@ def test_a_system_that_fails_is_named_and_one_that_hangs_is_ended(
             system.measure(ROW, 3)
 
 
+def test_a_system_that_polls_is_stopped_but_for_its_turns() -> None:
+    def wait_stopped() -> None:
+        os.waitid(os.P_PID, system.pid, os.WSTOPPED)
+
+    answer = "json.dumps({'done': order['steps'], 'seconds': 0.5})"
+    with System(answering(GREETING, answer)) as system:
+        system.pause()
+        wait_stopped()
+        assert system.measure(ROW, 3) == 6.0
+        wait_stopped()
+
+
 def test_ratios_are_those_of_neighbours() -> None:
     compared = peers.compared({"psync": [8.0, 90.0, 10.0], "torch": [2.0, 30.0, 5.0]})
     assert compared["torch"]["ratio"] == 3.0

@@ -5,7 +5,8 @@ it answers orders, a line of JSON each. ``{"work": "pull", "mib": 64, "steps": 8
 ``{"done": 16, "seconds": 0.4}``, of all workers together, or by ``{"error": "…"}``. What is not
 installed says ``{"missing": "tensorflow"}`` and ends. Row by row, repetition by repetition, systems
 take turns, so that whatever else the machine does hits all of them; a ratio is the median of the
-ratios of neighbours. The others idle meanwhile, and what CPU that takes is measured, too.
+ratios of neighbours. The others idle meanwhile, and what CPU that takes is measured, too: who
+takes much of it, because he polls, is stopped until it is his turn again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -36,6 +38,9 @@ LIMIT_S = 180.0
 """Of one answer."""
 
 IDLE_S = 3.0
+MAX_IDLE = 0.05
+"""Share of a core that a system may take while others are measured; if it needs more, it is stopped
+then. torch RPC, whose transport polls, takes all cores."""
 
 SCRIPTS = ("tensorflow1.py", "tensorflow2.py", "torch_rpc.py", "ray_actors.py")
 FLOOR_SCRIPTS = (
@@ -128,9 +133,11 @@ class System:
             self.close()
             raise
         self.missing: str | None = greeting.get("missing")
+        self.pid = self._process.pid
         self.name = str(greeting.get("name"))
         self.version = str(greeting.get("version"))
         self.works: Sequence[str] = greeting.get("works", ())
+        self.polls = False  # it takes much of the CPU while it idles, see ``MAX_IDLE``
 
     def __enter__(self) -> Self:
         return self
@@ -142,6 +149,8 @@ class System:
         """End it: it ends by itself when there are no more orders; else it is killed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        if self.polls:
+            self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         try:
@@ -151,8 +160,22 @@ class System:
             self._process.wait()
         self._process.stdout.close()
 
+    def pause(self) -> None:
+        """Stop it, with all its processes, until it is measured again: it polls."""
+        self.polls = True
+        self._signal(signal.SIGSTOP)
+
     def measure(self, row: Row, steps: int) -> float:
         """Return the rate of a row, in its unit. Raises ConfigurationError."""
+        if not self.polls:
+            return self._measure(row, steps)
+        self._signal(signal.SIGCONT)
+        try:
+            return self._measure(row, steps)
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _measure(self, row: Row, steps: int) -> float:
         assert self._process.stdin is not None
         order = {"work": row.work, "mib": row.mib, "steps": steps}
         try:
@@ -167,7 +190,12 @@ class System:
 
     def cpu_seconds(self) -> float:
         """Return the CPU time that it and its descendants have used."""
-        return cpu_seconds_below(self._process.pid)
+        return sum(cpu_seconds_below(self.pid).values())
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in cpu_seconds_below(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _answer(self) -> Figures:
         assert self._process.stdout is not None
@@ -197,8 +225,8 @@ def _killed_after(process: subprocess.Popen[str], seconds: float) -> Iterator[No
         timer.cancel()
 
 
-def cpu_seconds_below(root: int) -> float:
-    """Return the CPU time that a process and its descendants have used."""
+def cpu_seconds_below(root: int) -> dict[int, float]:
+    """Return the CPU time that a process and each of its descendants have used, by their ids."""
     parents, used = {}, {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -211,7 +239,7 @@ def cpu_seconds_below(root: int) -> float:
     below = {root}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
-    return sum(used.get(pid, 0.0) for pid in below)
+    return {pid: used.get(pid, 0.0) for pid in below}
 
 
 def measure(
@@ -340,6 +368,10 @@ def run(python: str | None, scripts: Path, out: Path, *, quick: bool, rows: str)
     )
     with started(commands, _note) as systems:
         idle = idle_cpu(systems, IDLE_S)
+        for system in systems:
+            if idle[system.name] > MAX_IDLE:
+                _note(f"{system.name} polls, and is stopped while others are measured")
+                system.pause()
         results = measure(systems, chosen, 2 if quick else 5, quick, _note)
         versions = {system.name: system.version for system in systems}
     measured = {"machine": about, "versions": versions, "idle_cpu": idle, "rows": results}
@@ -350,7 +382,7 @@ def run(python: str | None, scripts: Path, out: Path, *, quick: bool, rows: str)
     print(text)
     print("\n" + "; ".join(f"{name} {version}" for name, version in versions.items()))
     shares = ", ".join(f"{name} {share:.1%}" for name, share in idle.items() if share >= 0.001)
-    print(f"CPU of a core while others are measured: {shares or 'none'}")
+    print(f"CPU of a core while nothing is ordered: {shares or 'none'}")
     return 0
 
 
