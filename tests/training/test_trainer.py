@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import message_counts
 import psync
 from local_training import at_once, strategy_of, training
 from memory_cluster import coordinating, event_of, note
@@ -54,6 +55,22 @@ def make(
 async def examples(trainer: psync.Trainer) -> int:
     """How many count in the loss of the present epoch."""
     return int((await trainer._counted["loss"].variables[0].read())[1])
+
+
+async def test_steps_of_one_closure_get_their_values_with_the_push_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    message_counts.count_everything(monkeypatch)
+    async with training(num_ps=1, num_workers=1) as (strategy, _):
+        trainer = make(strategy)
+        message_counts.counting.on = True
+        await trainer.fit(
+            batches, epochs=1, steps_per_epoch=10, steps_per_execution=5, verbose=False
+        )
+        message_counts.counting.on = False
+    # In each of two closures: a pull, five pushes, one for each of two metrics; and the answers.
+    link = message_counts.Link("ps", "worker")
+    assert message_counts.counting.links[link].messages == 2 * 2 * (1 + 5 + 2)
 
 
 async def test_it_trains_and_says_how_each_epoch_went(capsys: Any) -> None:

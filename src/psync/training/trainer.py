@@ -282,10 +282,8 @@ class Trainer:
         Cancellation: What was scheduled goes on.
         """
         shards = self._shards(data, batch_size, num_shards)
-        return await evaluate(
-            ClusterCoordinator(self.strategy), self.variables, self._evaluated, self._counted,
-            shards,
-        )  # fmt: skip
+        coordinator = ClusterCoordinator(self.strategy)
+        return await evaluate(coordinator, self.variables, self._evaluated, self._counted, shards)
 
     def _shards(self, data: Any, batch_size: int, num_shards: int | None = None) -> Sequence[Shard]:
         """Cut data as ``evaluate`` does, or say what is wrong with them."""
@@ -330,6 +328,7 @@ class Trainer:
             closure = current_closure()
             assert closure is not None, "steps run in closures"
             began, calls = next(closure.ordinals), 0
+            values: Any = None  # of the next step, if they came with the push of the last one
             for step in range(count):
                 try:
                     batch = next(batches)
@@ -340,12 +339,15 @@ class Trainer:
                     for _ in range((count - step) * calls):
                         next(closure.ordinals)
                     break
-                made = await awaited(value_and_grad(await pull(variables), batch))
+                values = await pull(variables) if values is None else values
+                made = await awaited(value_and_grad(values, batch))
                 loss, gradients, *predictions = parts_of(made)
                 pushed = pairs(variables, gradients, "gradients")
-                await optimizer.apply_gradients(
-                    [(gradient, variable) for variable, gradient in pushed], global_step
-                )
+                grads_and_vars = [(gradient, variable) for variable, gradient in pushed]
+                if step + 1 < count:
+                    _, values = await optimizer.push_pull(grads_and_vars, variables, global_step)
+                else:
+                    await optimizer.apply_gradients(grads_and_vars, global_step)
                 if step == 0:
                     calls = next(closure.ordinals) - began - 1
                 counts.note(batch, loss, predictions)
