@@ -162,7 +162,8 @@ def test_fast_closures_are_held_as_far_ahead_as_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mean_s", "ahead"), [(0.0, 64), (1e-2 / 64, 64), (5e-4, 20), (5e-3, 2), (1e-2, 1), (3600, 1)]
+    ("mean_s", "ahead"),
+    [(0.0, 64), (5e-2 / 64, 64), (2.5e-3, 20), (2.5e-2, 2), (5e-2, 1), (3600, 1)],
 )
 def test_depth_is_the_target_divided_by_the_mean_duration(mean_s: float, ahead: int) -> None:
     bench = Bench("a")

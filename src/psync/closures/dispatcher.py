@@ -80,7 +80,7 @@ class ClosureOrder:
         return queued[ids[0]]
 
 
-TARGET_AHEAD_S = 0.01  # more than a closure that pulls and pushes, soon done by another worker
+TARGET_AHEAD_S = 0.05  # several closures that pull and push, soon done by another worker
 MAX_AHEAD = 64
 MAX_AHEAD_BYTES = 64 << 10
 PACE_WEIGHT = 0.25  # of the newest closure, in a worker's mean seconds per closure
