@@ -281,7 +281,9 @@ class Coordinator:
         self._prepare()
         if self._creating is not None:
             await self.joins.wait(deadline, timeout_s, self._creating)
-        (await self.joins.below(cutoff, deadline, timeout_s)).result()
+        settled = await self.joins.below(cutoff, deadline, timeout_s)
+        self._final.look(1)  # who joins is done with them, so nothing of theirs may come any more
+        settled.result()
         if finish_steps and self.done():
             await self._finish_steps(deadline, timeout_s)
 
@@ -415,7 +417,6 @@ class Coordinator:
             self._final.look_for_errors()
         if self.joins.waiting:
             self.joins.settle()
-            self._final.look(1)
         self._reporter.look()
         if self.gangs.runs:
             self.gangs.look(replicas)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +11,17 @@ import numpy as np
 import pytest
 
 import psync
-from inside import chief_of, clocks_of, handlers_of
+from inside import chief_of, clocks_of, heard_by
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, replicated, shared
 from ps_cluster import hold
 from psync.chief.events import RollbackEvent
 from psync.chief.recovery_rule import Do
 from psync.errors import ConnectFailed, FencedError, ParameterServerLost, WorkerLost
-from psync.net.peer import Handler
 from psync.ps_task import PsTask
-from psync.wire.codec import Message
 from psync.wire.ps_messages import FinalBelow
 from psync.wire.sync_messages import ReportSchedule
 from replica_training import declared, run
 from snapshot_store import keep_snapshots
-
-
-@contextlib.contextmanager
-def heard_by(task: Any, *kinds: type[Message]) -> Iterator[list[Any]]:
-    """What a task is told meanwhile, of these kinds."""
-    heard: list[Any] = []
-    handlers = handlers_of(task)
-
-    def listening(handler: Handler) -> Handler:
-        def run(peer: Any, message: Any, body: Any) -> Any:
-            heard.append(message)
-            return handler.run(peer, message, body)
-
-        return Handler(run, handler.prepare)
-
-    before = {kind: handlers[kind] for kind in kinds}
-    handlers.update({kind: listening(handler) for kind, handler in before.items()})
-    try:
-        yield heard
-    finally:
-        handlers.update(before)
-
 
 # --- everything ends -------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import psync
-from inside import chief_of, clocks_of
+from inside import chief_of, clocks_of, heard_by
 from memory_cluster import MemoryCluster, coordinating, event_of
 from psync.chief.schedule_reporter import FinalClosures
 from psync.closures.closure import Closure
@@ -21,6 +21,7 @@ from psync.errors import ParameterServerLost
 from psync.net.peer import Peer
 from psync.net.process_state import fresh_process
 from psync.wire.codec import Message
+from psync.wire.ps_messages import FinalBelow
 from psync.wire.sync_messages import ReportSchedule
 
 pytestmark = pytest.mark.virtual_time
@@ -198,3 +199,21 @@ def test_ps_tasks_refuse_all_that_was_scheduled_before_an_error_once_it_is_there
     queue.collect_error()
     final.look_for_errors()
     assert told == [2], "what is scheduled from now on is served"
+
+
+async def test_a_join_tells_ps_tasks_once_when_it_ends():
+    async with coordinating(num_workers=2) as (cluster, coordinator):
+
+        async def step():
+            await asyncio.sleep(0.001)
+
+        with heard_by(cluster.tasks["ps-0"], FinalBelow) as heard:
+            for _ in range(100):
+                coordinator.schedule(step)
+            await coordinator.join()
+            await asyncio.sleep(1)
+            assert [message.closure for message in heard] == [100]
+            await coordinator.schedule(step)
+            await coordinator.join()
+            await asyncio.sleep(1)
+            assert [message.closure for message in heard] == [100, 101]

@@ -53,13 +53,13 @@ class Kept(NamedTuple):
 
 
 @asynccontextmanager
-async def kept() -> AsyncIterator[Kept]:
+async def kept(now: Callable[[], float] | None = None) -> AsyncIterator[Kept]:
     """A task that has pulled a set, pushed, and got values with its token."""
     async with PsCluster(2) as cluster:
         v = await cluster.create("v", np.zeros(4, np.float32), shards=2)
         client = cluster.client()
         await pull(client, v)
-        ahead, plan = PulledAhead(client.links), client.plan((v,))
+        ahead, plan = PulledAhead(client.links, now or client.now), client.plan((v,))
         assert ahead.take(plan, 0) is None
         ahead.arrivals = 1
         wanted = ahead.want()
@@ -165,6 +165,15 @@ class TestKeeping:
             time.sleep(0.002)  # noqa: ASYNC251  # it computes, or reads a file
             assert k.take() is None
 
+    @pytest.mark.parametrize(("age_s", "good"), [(0.0009, True), (0.0011, False)])
+    async def test_they_are_good_for_a_millisecond_also_where_the_loop_counts_no_less(
+        self, age_s: float, good: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(prefetch, "GOOD_FOR_S", 0.001)
+        times = iter([7.0005, 7.0005 + age_s])
+        async with kept(lambda: next(times)) as k:
+            assert (k.take() is not None) is good
+
     async def test_of_two_pushes_the_one_that_was_sent_first_brings_nothing(self) -> None:
         async with kept() as k:
             first = k.ahead.want()
@@ -224,7 +233,7 @@ class TestKeeping:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.zeros((1 << 14) + 1, np.float32))
             client = cluster.client()
-            ahead = PulledAhead(client.links)
+            ahead = PulledAhead(client.links, client.now)
             assert ahead.want() is None  # nothing was pulled
             ahead.take(client.plan((v,)), 0)
             assert ahead.want() is None

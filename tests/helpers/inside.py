@@ -8,6 +8,8 @@ when a task is arranged anew, this file changes and no test does. What a task sa
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import psync
@@ -58,6 +60,27 @@ def points_of(task: Any) -> Failpoints:
 def handlers_of(task: Any) -> dict[type[Message], Handler]:
     """Who serves which message; a test may put others in their places."""
     return endpoint_of(task).handlers
+
+
+@contextlib.contextmanager
+def heard_by(task: Any, *kinds: type[Message]) -> Iterator[list[Any]]:
+    """What a task is told meanwhile, of these kinds."""
+    heard: list[Any] = []
+    handlers = handlers_of(task)
+
+    def listening(handler: Handler) -> Handler:
+        def run(peer: Any, message: Any, body: Any) -> Any:
+            heard.append(message)
+            return handler.run(peer, message, body)
+
+        return Handler(run, handler.prepare)
+
+    before = {kind: handlers[kind] for kind in kinds}
+    handlers.update({kind: listening(handler) for kind, handler in before.items()})
+    try:
+        yield heard
+    finally:
+        handlers.update(before)
 
 
 def peers_of(link: PsLink) -> list[Peer]:

@@ -79,7 +79,9 @@ class MemoryCluster:
         return task
 
     def platform(self, secret: Secret | None = None, host: str = "") -> Platform:
-        virtual = isinstance(asyncio.get_running_loop(), VirtualClockLoop)
+        loop = asyncio.get_running_loop()
+        virtual = isinstance(loop, VirtualClockLoop)
+        clock = loop.time if virtual else time.monotonic
         ahead = self.clocks.get(host, 0.0)
         return Platform(
             self.network.host(host),
@@ -88,7 +90,7 @@ class MemoryCluster:
             parts=SabotagedParts(without=self._without, losses=self.losses),
             uniform=lambda: 0.5,
             new_incarnation=lambda: next(self._incarnations),
-            now=lambda: time.monotonic() + ahead,
+            now=lambda: clock() + ahead,
             threads=not virtual,
         )
 

@@ -497,3 +497,8 @@ def test_a_handle_that_was_sent_from_here_is_not_kept_alive_by_coming_back() -> 
     del handle
     gc.collect()
     assert gone() is None
+
+
+def test_a_handle_in_the_memory_of_one_that_is_gone_is_another_one() -> None:
+    for number in range(100):
+        assert there([Handle(number)])[0].parts == (number,)

@@ -25,7 +25,7 @@ are dropped unless all of this holds:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,17 +102,19 @@ class PulledAhead:
 
     Args:
         links: To all ps tasks.
+        now: The time, in seconds: finer than ``GOOD_FOR_S``.
 
     Attributes:
         is_used: Whether anything was pulled.
         arrivals: How often closures have come in.
     """
 
-    def __init__(self, links: Sequence[PsLink]) -> None:
+    def __init__(self, links: Sequence[PsLink], now: Callable[[], float]) -> None:
         self.is_used = False
         self.arrivals = 0
         self._arrivals_then = NEVER - 1  # when the last push was sent; before the first: anything
         self._links = links
+        self._now = now
         self._plan: Plan | None = None  # of the first pull after the last push
         self._is_first = True  # whether the next pull is that
         self._in_turn = True  # whether the loop has not gone on since a push was answered
@@ -146,7 +148,7 @@ class PulledAhead:
         They are good for this turn of the loop: in it nothing is heard from anybody.
         """
         if wanted is not None and wanted is self._asked and wanted.arrays is not None:
-            self._wanted, self._came = wanted, asyncio.get_running_loop().time()
+            self._wanted, self._came = wanted, self._now()
         self._begin_turn()
 
     def begin_closure(self) -> None:
@@ -182,8 +184,7 @@ class PulledAhead:
         wanted, self._wanted = self._wanted, None
         if not fresh or wanted is None or wanted.plan is not plan:
             return None
-        age = asyncio.get_running_loop().time() - self._came
-        return wanted if age <= GOOD_FOR_S else None
+        return wanted if self._now() - self._came <= GOOD_FOR_S else None
 
     def _calls(self) -> int:
         return sum(link.num_calls for link in self._links)

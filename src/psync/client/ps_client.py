@@ -89,7 +89,7 @@ class PsClient(PsRows):
             PsLink(endpoint, index, address, lost_after_s)
             for index, address in enumerate(addresses)
         ]
-        self.parts = endpoint.platform.parts
+        self.parts, self.now = endpoint.platform.parts, endpoint.platform.now
         self.outgoing = self.parts.of(Outgoing)()
         self._pool = pool
         self.work = WorkMeter(asyncio.get_running_loop().time)

@@ -49,7 +49,7 @@ class Runtime:
     @functools.cached_property
     def ahead(self) -> PulledAhead:
         """Values that came with the answer to a push."""
-        return PulledAhead(self.ps.links)
+        return PulledAhead(self.ps.links, self.ps.now)
 
     @functools.cached_property
     def feedback(self) -> ErrorFeedback:

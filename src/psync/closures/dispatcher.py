@@ -80,7 +80,7 @@ class ClosureOrder:
         return queued[ids[0]]
 
 
-TARGET_AHEAD_S = 0.01  # more than a closure that pulls and pushes, soon done by another worker
+TARGET_AHEAD_S = 0.05  # several closures that pull and push, soon done by another worker
 MAX_AHEAD = 64
 MAX_AHEAD_BYTES = 64 << 10
 PACE_WEIGHT = 0.25  # of the newest closure, in a worker's mean seconds per closure
@@ -323,11 +323,12 @@ class Dispatcher:
             self._send(record, 1, math.inf, batches[record])
         if len(queued) > num_workers and self._roomy:
             records = list(self._roomy) if reporter is None else [self._workers[reporter]]
+            # The same share of the surplus for each, so that the last ones are spread over all.
+            share = -((num_workers - len(queued)) // num_workers)
             for record in records:
-                # A share of the surplus, so that the last ones are spread over all workers.
-                share = -((num_workers - len(queued)) // num_workers)
-                if share > 0 and record in self._roomy:
-                    self._send_ahead(record, share, batches.setdefault(record, []))
+                surplus = len(queued) - num_workers
+                if surplus > 0 and record in self._roomy:
+                    self._send_ahead(record, min(share, surplus), batches.setdefault(record, []))
         actions: list[DispatchAction] = [
             Dispatch(record.name, tuple(batch)) for record, batch in batches.items() if batch
         ]

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import sysconfig
+import time
 from collections.abc import Mapping
 
 from psync.launch.door import Door
@@ -58,10 +59,12 @@ class TasksHere:
     def __init__(self, network: MemoryNetwork | None, resources: contextlib.AsyncExitStack) -> None:
         if network is None:
             network = MemoryNetwork(chunk=(1 << 20, 1 << 20), check_buffers=False)
-        virtual = isinstance(asyncio.get_running_loop(), VirtualClockLoop)
+        loop = asyncio.get_running_loop()
+        virtual = isinstance(loop, VirtualClockLoop)
         self.platform = Platform(
-            network, Secret(mint_secret().encode()), NO_STRANGERS, threads=not virtual
-        )
+            network, Secret(mint_secret().encode()), NO_STRANGERS,
+            now=loop.time if virtual else time.monotonic, threads=not virtual,
+        )  # fmt: skip
         self._resources = resources
         self._tasks: dict[tuple[str, int], PsTask | WorkerTask] = {}
         self._addresses: set[str] = set()  # of all there ever were

@@ -97,7 +97,7 @@ class Platform:
     random_bytes: Callable[[int], bytes] = os.urandom  # nonces
     uniform: Callable[[], float] = random.random  # jitter, in [0, 1)
     new_incarnation: Callable[[], int] = time.time_ns  # grows each time a task starts
-    now: Callable[[], float] = time.monotonic  # seconds, of traces; no other task's need agree
+    now: Callable[[], float] = time.monotonic  # seconds; uvloop's own clock counts milliseconds
     given_up: GivenUp = field(default_factory=GivenUp)  # told by whoever starts the tasks
     workforce: Workforce = field(default_factory=Workforce)  # likewise
     memory: SharedMemory = field(default_factory=_new_memory)  # of which others may read parts

@@ -100,9 +100,8 @@ EMPTY = Payload(b"")
 class _Handles:
     """Handles that this process has sent, and those that it got."""
 
-    pickles: weakref.WeakKeyDictionary[Any, tuple[object, bytes]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )  # with what they depend on
+    pickles: dict[int, tuple[object, bytes]] = field(default_factory=dict)
+    """By the id of a handle, as long as it lives, with what they depend on."""
     arrived: weakref.WeakValueDictionary[bytes, Any] = field(
         default_factory=weakref.WeakValueDictionary
     )  # by their pickles
@@ -149,10 +148,12 @@ def _pickler_class() -> type[_PicklerOf]:
             self.kept: list[Any] = []
             self._positions: dict[int, int] = {}  # id of a RemoteValue → its position
 
-        def persistent_id(self, obj: object) -> tuple[str, int | bytes] | None:
+        def persistent_id(self, obj: object) -> tuple[str, int] | bytes | None:
             cls = type(obj)
             if cls in _PLAIN:
                 return None
+            if hasattr(cls, "__psync_handle__") and not self._is_handle:
+                return _pickled_handle(obj, self.main_by_name)
             if isinstance(obj, _Buffer):
                 return "buffer", obj.index
             if getattr(cls, "__psync_remote_value__", False):
@@ -167,9 +168,6 @@ def _pickler_class() -> type[_PicklerOf]:
                 raise Refusal(obj, reason)
             if isinstance(obj, _BOUND_TO_A_LOOP):
                 raise Refusal(obj, "it belongs to the event loop of this process")
-            if not self._is_handle and hasattr(cls, "__psync_handle__"):
-                pickled = _pickled_handle(obj, self.main_by_name)
-                return None if pickled is None else ("handle", pickled)
             return None
 
         def reducer_override(self, obj: Any) -> Any:
@@ -206,13 +204,17 @@ def _pickler_class() -> type[_PicklerOf]:
 def _pickled_handle(handle: Any, main_by_name: bool) -> bytes | None:
     """Return the pickle of a handle; None: it has parts that travel beside a pickle."""
     depends_on = (main_by_name, handle.__psync_handle__())
-    known, pickled = _handles().pickles.get(handle, (None, b""))
-    if known != depends_on:
-        payload = _pickle(handle, main_by_name, is_handle=True)
-        if payload.buffers or payload.remote_values or payload.kept:
-            return None
-        pickled = bytes(payload.data)
-        _handles().pickles[handle] = depends_on, pickled
+    pickles, number = _handles().pickles, id(handle)
+    known = pickles.get(number)
+    if known is not None and known[0] == depends_on:
+        return known[1]
+    payload = _pickle(handle, main_by_name, is_handle=True)
+    if payload.buffers or payload.remote_values or payload.kept:
+        return None
+    pickled = bytes(payload.data)
+    if known is None:
+        weakref.finalize(handle, pickles.pop, number).atexit = False
+    pickles[number] = depends_on, pickled
     return pickled
 
 
@@ -250,7 +252,10 @@ def pack(
     """
     if obj is None:
         return EMPTY
-    if type(obj) in _ATOMS or isinstance(obj, np.number):
+    cls = type(obj)
+    if cls in _ATOMS or isinstance(obj, np.number):
+        return Payload(pickle.dumps(obj, 5))
+    if cls is tuple and _ATOMS.issuperset(map(type, obj)):  # type: ignore[call-overload]
         return Payload(pickle.dumps(obj, 5))
     try:
         return _pickle(obj, main_by_name)
@@ -348,10 +353,10 @@ class _Unpickler(pickle.Unpickler):
         self._buffers = buffers
         self._remote_values = list(remote_values)
 
-    def persistent_load(self, pid: tuple[str, Any]) -> Any:
+    def persistent_load(self, pid: tuple[str, int] | bytes) -> Any:
+        if isinstance(pid, bytes):
+            return _handle_of(pid)
         kind, index = pid
-        if kind == "handle":
-            return _handle_of(index)
         if kind == "buffer":
             return self._buffers[index]
         value = self._remote_values[index]
@@ -396,7 +401,9 @@ def _handle_of(pickled: bytes) -> Any:
     handle = handles.arrived.get(pickled)
     if handle is None:
         handle = handles.arrived[pickled] = unpack(pickled)
-        if handle not in handles.pickles:  # else it is of this process, and lives as long as it may
+        if (
+            id(handle) not in handles.pickles
+        ):  # else it is of this process, and may end with its user
             handles.kept.append(handle)
     return handle
 

@@ -136,7 +136,7 @@ class Optimizer(PushPull):
 
     def __psync_handle__(self) -> tuple[int, ...]:
         """Say on what its pickle depends: variables are declared one after the other."""
-        return tuple(len(scope.trainable_variables) for scope in running_scopes())
+        return tuple(len(scope.variables) for scope in running_scopes())
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._in_use = True

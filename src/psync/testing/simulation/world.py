@@ -328,6 +328,7 @@ class World:
             random_bytes=draw.randbytes,
             uniform=draw.random,
             new_incarnation=self._new_incarnation,
+            now=self.loop.time,
             threads=False,
         )
 
