@@ -262,7 +262,7 @@ class SyncClient:
         if not parts:
             return
         calls = [self._stage_part(part, push) for part in parts]
-        await self._ps.outgoing.together(calls)
+        await self._ps.outgoing.ask(calls).all()
         self._staging.update((call.link.index, push.group) for call in calls)
 
     def _stage_part(self, part: _Part, push: _Push) -> Call[Staged]:

@@ -168,7 +168,7 @@ class Connection(asyncio.BufferedProtocol):
                     self.tap(frame.kind, frame.request_id, frame.header, frame.nbytes)
                 self._received(frame)
             frame = self._decoder.next_frame()
-        if self._decoder.is_copying and not self._closing:
+        if self._sharing is not None and self._decoder.is_copying and not self._closing:
             self.pause_reading()  # until all of that body is there
             self._loop.call_soon(self._go_on_copying)
 

@@ -348,9 +348,7 @@ class Peer:
                 at += length
             return [whole]
         for length in frame.lengths:
-            root = self._pool.take(length)
-            frame.segments.append(to_bytes_view(root))
-            self._pool.give(root)  # handed out again once nobody sees this segment any more
+            frame.segments.append(self._pool.lend(length).data)
         return frame.segments
 
     # Replies.
@@ -379,7 +377,7 @@ def _resolve(future: asyncio.Future[Received], outcome: Received | Exception) ->
 
 
 def _fitting(views: Sequence[memoryview], frame: Frame) -> list[memoryview]:
-    given = sum(map(len, views))
+    given = len(views[0]) if len(views) == 1 else sum(map(len, views))
     if given != frame.nbytes:
         raise LocalProtocolError(f"{given} bytes of memory were given for a body of {frame.nbytes}")
     return list(views)

@@ -286,10 +286,9 @@ def memory_for(pool: BlockPool, nbytes: int, *, varies: bool = False) -> Sequenc
     """
     if varies and nbytes <= SMALL_BODY_BYTES:
         return (to_bytes_view(np.empty(nbytes, np.uint8)),)
-    root = pool.take(roomy(nbytes) if varies else nbytes)
-    body = to_bytes_view(root)[:nbytes]
-    pool.give(root)  # handed out again once the update has let go of it
-    return (body,)
+    if not varies:
+        return (pool.lend(nbytes).data,)  # handed out again once the update has let go of it
+    return (pool.lend(roomy(nbytes)).data[:nbytes],)
 
 
 def body_in_place(

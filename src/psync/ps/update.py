@@ -6,6 +6,7 @@ judge, begin and work.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -22,6 +23,7 @@ from psync.store.store import AssignOp, Key, ShardStore, Work
 from psync.wire.codec import Message
 from psync.wire.lock_messages import AssignLocked
 from psync.wire.ps_messages import Assign, AverageShards, Push
+from psync.wire.tensors import to_bytes_view
 
 
 @dataclass(slots=True, eq=False)
@@ -66,11 +68,11 @@ class Update:
 
     def judge(self) -> Verdict:
         """Ask the ledger."""
-        message = self.message
+        message, known = self.message, self.known
         return self.ledger.judge(
             self.client, message.sequence, message.acked_below,
             message.closure if message.closure >= 0 else None, message.ordinal,
-            self.known.digest, self.known.names, message.spread or (),
+            known.digest, known.names, message.spread or (),
         )  # fmt: skip
 
     def begin(self) -> None:
@@ -109,7 +111,7 @@ class Update:
                 f"{spec} on {self.store.task}: expected one number, to be raised by one, got shape "
                 f"{spec.shape}"
             )
-        one = self.store.check_assign(raised, "add", np.ones(spec.shape, dtype_of(spec.dtype)))
+        one = self.store.check_assign(raised, "add", _one(spec.dtype))
         self.raised = raised, one
 
     def _begin_rows(self, message: Push | Assign, counts: Sequence[int]) -> None:
@@ -170,3 +172,9 @@ class Update:
             ratio = None if message.ratios is None else message.ratios[position]
             return self.store.apply_checked(message.optimizer, key, operand, self.step, ratio)
         return self.store.assign_checked(key, cast(AssignOp, message.op), operand)
+
+
+@functools.cache
+def _one(dtype: str) -> memoryview:
+    """Return the bytes of one; of the dtype of a shard that is here."""
+    return to_bytes_view(np.ones(1, dtype_of(dtype)))

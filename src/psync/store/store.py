@@ -29,6 +29,8 @@ __all__ = ["AssignOp", "Key", "ShardStore", "StoreStatistics", "Work"]
 
 AssignOp = Literal["assign", "add", "sub", "max"]
 
+_ASSIGN_OPS = frozenset(get_args(AssignOp))
+
 _UFUNCS = {"add": np.add, "sub": np.subtract, "max": np.maximum}
 
 
@@ -69,7 +71,7 @@ class ShardStore(GradientTable):
         """
         shard = self._shard(key)
         spec = shard.spec
-        if op not in get_args(AssignOp):
+        if op not in _ASSIGN_OPS:
             raise UsageError(f"{spec} on {self._task}: unknown operation {op!r}")
         if spec.dtype == "bool" and op in ("add", "sub"):
             raise GradientError(f"{spec} on {self._task}: bool values cannot be added: not {op!r}")
