@@ -168,8 +168,9 @@ async def trust_ratios(
 
     Cancellation: Safe: nothing is changed.
     """
-    if not isinstance(rule, LayerwiseRule) or all(len(v.shards) == 1 for v in plan.variables):
+    if not rule.takes_norms or all(len(v.shards) == 1 for v in plan.variables):
         return None
+    assert isinstance(rule, LayerwiseRule), "no others do"
     given = [to_bytes_view(each) for each in gradients if isinstance(each, np.ndarray)]
     if len(given) < len(gradients):
         return None

@@ -33,8 +33,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 from psync.client.numbers import Numbers
@@ -80,17 +79,12 @@ class Outgoing:
                 self._go_on(asyncio.ensure_future(delivery.end()))
             raise
 
-    @contextmanager
-    def numbered(self, places: Sequence[Numbers]) -> Generator[Sequence[int], None, None]:
+    def numbered(self, places: Sequence[Numbers]) -> Numbered:
         """Return a context manager in which a delivery is under way; it gives its numbers.
 
         They count as answered when all are: what one ps has been told to forget is settled on all.
         """
-        numbers = [place.draw() for place in places]
-        try:
-            yield numbers
-        finally:
-            self.answered(places, numbers)
+        return Numbered(self, places)
 
     def answered(self, places: Sequence[Numbers], numbers: Sequence[int]) -> None:
         """Acknowledge these numbers, with the next messages to their places."""
@@ -141,6 +135,23 @@ class Outgoing:
         for work in self.begun:
             work.cancel()
         await asyncio.gather(*self.begun, return_exceptions=True)
+
+
+class Numbered:
+    """See ``Outgoing.numbered``."""
+
+    __slots__ = ("_numbers", "_outgoing", "_places")
+
+    def __init__(self, outgoing: Outgoing, places: Sequence[Numbers]) -> None:
+        self._outgoing = outgoing
+        self._places = places
+
+    def __enter__(self) -> Sequence[int]:
+        self._numbers = [place.draw() for place in self._places]
+        return self._numbers
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._outgoing.answered(self._places, self._numbers)
 
 
 class _Delivery(Generic[M]):

@@ -186,4 +186,7 @@ class PulledAhead:
         return wanted if age <= GOOD_FOR_S else None
 
     def _calls(self) -> int:
-        return sum(link.num_calls for link in self._links)
+        calls = 0
+        for link in self._links:
+            calls += link.num_calls
+        return calls

@@ -15,7 +15,7 @@ import asyncio
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,8 +64,7 @@ class _Group:
     token: int | None = None  # the last one
 
 
-@dataclass(frozen=True, slots=True)
-class _Push:
+class _Push(NamedTuple):
     """What every message of a push says of it."""
 
     group: int
@@ -74,8 +73,7 @@ class _Push:
     local_step: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """What a push has for one ps."""
 
     request: Request

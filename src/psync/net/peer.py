@@ -38,7 +38,6 @@ from psync.wire.limits import Limits
 from psync.wire.messages import Failure
 from psync.wire.protocol import Protocol
 from psync.wire.remote_errors import exception_of
-from psync.wire.tensors import to_bytes_view
 
 # Members of an enum are slow to look up.
 _REQUEST, _REPLY, _ERROR = int(Kind.REQUEST), int(Kind.REPLY), int(Kind.ERROR)

@@ -6,7 +6,6 @@ judge, begin and work.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -15,15 +14,13 @@ import numpy as np
 
 from psync.errors import GradientError, UsageError
 from psync.ps.shard_sets import ShardSet
-from psync.specs import dtype_of
 from psync.store.commit_log import LogNames
 from psync.store.ledger import Call, Client, Ledger, Verdict
 from psync.store.rows import RowValues
-from psync.store.store import AssignOp, Key, ShardStore, Work
+from psync.store.store import AssignOp, Key, ShardStore, Work, ones
 from psync.wire.codec import Message
 from psync.wire.lock_messages import AssignLocked
 from psync.wire.ps_messages import Assign, AverageShards, Push
-from psync.wire.tensors import to_bytes_view
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +108,7 @@ class Update:
                 f"{spec} on {self.store.task}: expected one number, to be raised by one, got shape "
                 f"{spec.shape}"
             )
-        one = self.store.check_assign(raised, "add", _one(spec.dtype))
+        one = self.store.check_assign(raised, "add", ones(spec.shape, spec.dtype))
         self.raised = raised, one
 
     def _begin_rows(self, message: Push | Assign, counts: Sequence[int]) -> None:
@@ -172,9 +169,3 @@ class Update:
             ratio = None if message.ratios is None else message.ratios[position]
             return self.store.apply_checked(message.optimizer, key, operand, self.step, ratio)
         return self.store.assign_checked(key, cast(AssignOp, message.op), operand)
-
-
-@functools.cache
-def _one(dtype: str) -> memoryview:
-    """Return the bytes of one; of the dtype of a shard that is here."""
-    return to_bytes_view(np.ones(1, dtype_of(dtype)))

@@ -12,6 +12,7 @@ stay what they are for ever, because a block that is referenced is replaced, not
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -21,11 +22,12 @@ from psync.errors import GradientError, PartitionError, UsageError
 from psync.numerics.blocks import BlockPool, PoolStatistics, bytes_of
 from psync.numerics.means import move_average
 from psync.numerics.sums import sum_dtype
+from psync.specs import dtype_of
 from psync.store.gradients import GradientTable
 from psync.store.shard import Work, started
 from psync.store.shards import Key, described
 
-__all__ = ["AssignOp", "Key", "ShardStore", "StoreStatistics", "Work"]
+__all__ = ["AssignOp", "Key", "ShardStore", "StoreStatistics", "Work", "ones"]
 
 AssignOp = Literal["assign", "add", "sub", "max"]
 
@@ -50,6 +52,14 @@ class StoreStatistics:
     row_bytes: int  # of these rows' values
     versions: dict[str, int]  # finished updates per shard, by name: "w/part_0"
     pool: PoolStatistics
+
+
+@functools.lru_cache(maxsize=64)
+def ones(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Return ones, not to be changed: what raises a counter with each update."""
+    made = np.ones(shape, dtype_of(dtype))
+    made.setflags(write=False)
+    return made
 
 
 class ShardStore(GradientTable):

@@ -253,8 +253,9 @@ def _container(annotation: Any) -> tuple[type, Check]:
         return list, _all_check(args[0])
     if origin is dict and args[0] is str:
         all_fit = _all_check(args[1])
-        return dict, lambda value: (
-            _ONLY_STR.issuperset(map(type, value)) and all_fit(value.values())
+        return (
+            dict,
+            lambda value: _ONLY_STR.issuperset(map(type, value)) and all_fit(value.values()),
         )
     raise TypeError(f"messages have no fields of type {annotation}")
 
