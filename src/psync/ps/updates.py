@@ -153,8 +153,7 @@ class PsUpdates:
         """Check everything that needs no bytes before memory is taken for them."""
         try:
             known = set_of(peer, message, self._task)
-            is_push = isinstance(message, Push)
-            if is_push and message.config is not None:
+            if isinstance(message, Push) and message.config is not None:
                 self._store.define_optimizer(message.optimizer, message.config)
             known.look_up(self._store)
             known.check_lengths(lengths, self._task, message.rows)
@@ -163,7 +162,7 @@ class PsUpdates:
             raise
         if message.rows is not None:
             return memory_for(self._pool, sum(lengths), varies=True)
-        if is_push and peer.lent is not None:
+        if peer.lent is not None and isinstance(message, Push):
             is_alone = self._executor.is_alone
             return body_in_place(peer, self._pool, known.nbytes, is_alone=is_alone)
         return memory_for(self._pool, known.nbytes)

@@ -23,7 +23,8 @@ class Contribution(NamedTuple):
     weight: float
 
 
-class Answer(NamedTuple):
+@dataclass(slots=True)
+class Answer:
     """Tell the replica what became of its push, and from which step it may go on."""
 
     group: int
