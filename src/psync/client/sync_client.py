@@ -144,13 +144,13 @@ class SyncClient:
         Cancellation: Cancelled before ps 0 was told, the push does not count: what is staged of it
             goes with the step. Afterwards it does, and nobody waits for its token.
         """
-        for request in plan.requests:
-            if request.part:
-                raise ConfigurationError(
-                    f"a synchronous push to /job:ps/task:{request.ps} carries at most "
-                    f"{MEMBERS_PER_REQUEST} shards and {BODY_PER_REQUEST >> 30} GiB",
-                    hint="spread the variables over more ps tasks",
-                )
+        if plan.in_parts:
+            ps = next(request.ps for request in plan.requests if request.part)
+            raise ConfigurationError(
+                f"a synchronous push to /job:ps/task:{ps} carries at most "
+                f"{MEMBERS_PER_REQUEST} shards and {BODY_PER_REQUEST >> 30} GiB",
+                hint="spread the variables over more ps tasks",
+            )
         known = self._groups.get(group)
         if known is None:
             known = self._groups[group] = _Group()

@@ -265,7 +265,9 @@ def numbered_set(
     peer: Peer, number: int, members: Sequence[tuple[int, int]] | None, task: str
 ) -> ShardSet:
     """Return the set that a connection calls by a number; see ``set_of``."""
-    sets: dict[int, ShardSet] = peer.state.setdefault("sets", {})
+    sets: dict[int, ShardSet] | None = peer.state.get("sets")
+    if sets is None:
+        sets = peer.state["sets"] = {}
     if members is not None:
         if len(sets) >= MAX_SETS and number not in sets:
             raise UsageError(f"{task}: {peer.task} has defined too many sets")
