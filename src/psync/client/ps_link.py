@@ -78,7 +78,6 @@ class PsLink(Lanes):
         locked: bool = False,
         cut: bool = False,
         urgent: bool = False,
-        at_once: bool = False,
     ) -> Received:
         """Send a request that may be repeated, over and over until it is answered.
 
@@ -93,7 +92,6 @@ class PsLink(Lanes):
                 it that waits for a lock.
             cut: Whether it is about a cut: then nothing may be in front of it that waits at a gate.
             urgent: Whether it is part of a recovery: others wait while that goes on, see ``hold``.
-            at_once: As for ``Peer.call``.
 
         Raises:
             ParameterServerLost: See ``peer``, also for its other errors.
@@ -121,7 +119,7 @@ class PsLink(Lanes):
                     continue  # likewise, and the ps is there, but empty
             try:
                 message = build(peer)
-                received = await peer.call(message, segments, into=into, at_once=at_once)
+                received = await peer.call(message, segments, into=into)
             except ConnectionLost as exc:
                 losses += 1
                 check(message)  # or it would cost the next connections, too
@@ -149,7 +147,6 @@ class PsLink(Lanes):
         into: Into | None = None,
         set_ids: Iterable[int] = (),
         locked: bool = False,
-        at_once: bool = False,
     ) -> Question:
         """As ``call``, without a coroutine while there is a connection and it lasts.
 
@@ -161,7 +158,6 @@ class PsLink(Lanes):
             into: Where the reply's body belongs.
             set_ids: The sets that the ps knows once it has answered.
             locked: Whether it is said under a lock.
-            at_once: Whether it is on its way when this returns.
 
         Returns:
             The request, which can be given up.
@@ -201,8 +197,6 @@ class PsLink(Lanes):
         try:
             message = build(peer)
             question.end = peer.ask(message, segments, answered, into)
-            if at_once:
-                peer.connection.flush()
         except Exception as exc:
             then(exc)
         return question

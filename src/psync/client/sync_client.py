@@ -181,7 +181,6 @@ class SyncClient:
                     segments,
                     into=functools.partial(self._receive, wanted),
                     set_ids=[-each.set_id for each in (along, next_set) if each],
-                    at_once=True,  # this task has nothing else to say before it is answered
                 )
 
         self._deciding.add(group)

@@ -127,7 +127,6 @@ class Peer:
         *,
         into: Into | None = None,
         deadline: float | None = None,
-        at_once: bool = False,
     ) -> Received:
         """Send a request and wait for its reply.
 
@@ -139,7 +138,6 @@ class Peer:
             into: Says where the reply's body belongs, given its message and the lengths of
                 its segments. The reply's ``segments`` are then empty.
             deadline: Loop time (seconds) at which to give up; None: never.
-            at_once: Whether it is written now, since nothing else will be said in this turn.
 
         Raises:
             ConnectionLost: The connection went; the request may or may not have been served.
@@ -155,8 +153,6 @@ class Peer:
         if deadline is not None:
             seconds = deadline - self._loop.time()
             timer = self._loop.call_at(deadline, self._expire, call, message, seconds)
-        if at_once:
-            self.connection.flush()
         try:
             return await future
         finally:
@@ -200,7 +196,10 @@ class Peer:
     ) -> Call:
         self._check_open()
         number = self._next_id
-        buffers = self.connection.send_message(_REQUEST, number, message, segments)
+        # The first of several need not wait for the others, and most are alone.
+        buffers = self.connection.send_message(
+            _REQUEST, number, message, segments, at_once=not self._calls
+        )
         self._next_id = number + 1
         call = self._calls[number] = Call(number, buffers, then, into)
         return call
