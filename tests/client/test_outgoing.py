@@ -11,10 +11,31 @@ import pytest
 
 from psync.client.numbers import Numbers
 from psync.client.outgoing import Outgoing
+from psync.client.ps_link import Answers
 from psync.errors import ClosedError, ParameterServerLost
 from psync.testing import settle
 
 pytestmark = pytest.mark.asyncio
+
+
+class Asked(Answers[Any]):
+    """Calls that are answered all at once, when the scene lets them."""
+
+    def __init__(self, scene: Scene, answer: str) -> None:
+        self._scene, self._answer = scene, answer
+        self.given_up = False
+        super().__init__(())
+
+    def settled(self) -> asyncio.Future[None]:
+        return asyncio.ensure_future(self._scene.may_end.wait())  # type: ignore[return-value,arg-type]
+
+    def give_up(self) -> None:
+        self.given_up = True
+
+    def messages(self) -> list[Any]:
+        if self._scene.error is not None:
+            raise self._scene.error
+        return [self._answer]
 
 
 class Scene(Outgoing):
@@ -24,15 +45,14 @@ class Scene(Outgoing):
         super().__init__()
         self.places = [Numbers(), Numbers()]
         self.sent: list[list[int]] = []
+        self.asked: list[Asked] = []
         self.may_end = asyncio.Event()
         self.error: Exception | None = None
 
-    async def together(self, calls: Any) -> list[Any]:
+    def ask(self, calls: Any) -> Answers[Any]:
         self.sent.append(list(calls))
-        await self.may_end.wait()
-        if self.error is not None:
-            raise self.error
-        return [f"answer {len(self.sent)}"]
+        self.asked.append(Asked(self, f"answer {len(self.sent)}"))
+        return self.asked[-1]
 
     def begin(self) -> asyncio.Task[list[Any]]:
         return asyncio.create_task(self.deliver(self.places, self._calls_of))
@@ -90,6 +110,7 @@ async def test_a_shielded_one_goes_on_when_its_caller_is_cancelled(
     draining = asyncio.create_task(scene.drain())
     await settle()
     assert not draining.done()
+    assert not scene.asked[0].given_up
     assert scene.acked_below == [1, 1]
     scene.error = ParameterServerLost("/job:ps/task:1")
     with caplog.at_level(logging.INFO):
@@ -116,6 +137,22 @@ async def test_closing_ends_what_was_begun() -> None:
     with pytest.raises(asyncio.CancelledError):
         await delivery
     assert scene.acked_below == [2, 2]
+    assert scene.asked[0].given_up
+
+
+@pytest.mark.virtual_time
+async def test_closing_ends_what_goes_on_without_its_caller() -> None:
+    scene = Scene()
+    delivery = scene.begin()
+    await settle()
+    delivery.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await delivery
+    assert len(scene.begun) > 0
+    await scene.close()
+    await settle()
+    assert (scene.acked_below, scene.begun) == ([2, 2], set())
+    assert scene.asked[0].given_up
 
 
 @pytest.mark.virtual_time

@@ -5,6 +5,7 @@ import functools
 import gc
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -388,6 +389,25 @@ async def test_a_connection_that_knows_too_many_sets_makes_way_for_one_that_know
             assert [float(value) for (value,) in got] == [0, 1, 2, 3, 4]
 
 
+class Played:
+    """A link to a ps whose answers a test gives; notes which questions were given up."""
+
+    task = "a ps"
+
+    def __init__(self) -> None:
+        self.answer: list[Callable[[Received | Exception], None]] = []
+        self.given_up: list[int] = []
+
+    def ask(self, build: object, segments: object, then: Any, **_: object) -> Question:
+        question = Question()
+        question.end = functools.partial(self.given_up.append, len(self.answer))
+        self.answer.append(then)
+        return question
+
+    def calls(self, count: int) -> list[Call[Statistics]]:
+        return [Call(self, lambda _: Done(), Statistics, "it")] * count  # type: ignore[arg-type]
+
+
 class TestAnswers:
     @staticmethod
     def received(number: int) -> Received:
@@ -396,43 +416,50 @@ class TestAnswers:
     @pytest.mark.parametrize("before", [0, 1, 3])
     async def test_they_come_in_the_order_of_the_questions(self, before: int) -> None:
         """Also if some of them, or all, were there before somebody waits."""
-        answers, order = Answers(3), [2, 0, 1]
+        link, order = Played(), [2, 0, 1]
+        answers = Answers(link.calls(3))
         for number in order[:before]:
-            answers.note(number, self.received(number))
-        waiting = asyncio.create_task(answers.wait())
+            link.answer[number](self.received(number))
+        waiting = asyncio.create_task(answers.all())
         for number in order[before:]:
             await asyncio.sleep(0)
             assert not waiting.done()
-            answers.note(number, self.received(number))
-        assert await waiting == [self.received(number) for number in range(3)]
-        assert await Answers(0).wait() == []
+            link.answer[number](self.received(number))
+        assert await waiting == [self.received(number).message for number in range(3)]
+        assert await Answers[Done]([]).all() == []
 
     async def test_the_first_error_is_raised_once_all_have_ended(self) -> None:
-        answers = Answers(3)
-        waiting = asyncio.create_task(answers.wait())
-        answers.note(2, ValueError("last"))
-        answers.note(1, ValueError("first"))
+        link = Played()
+        waiting = asyncio.create_task(Answers(link.calls(3)).all())
+        await asyncio.sleep(0)
+        link.answer[2](ValueError("last"))
+        link.answer[1](ValueError("first"))
         await asyncio.sleep(0)
         assert not waiting.done()
-        answers.note(0, self.received(0))
+        link.answer[0](self.received(0))
         with pytest.raises(ValueError, match="first"):
             await waiting
 
     async def test_who_is_cancelled_gives_all_up(self) -> None:
-        answers = Answers(2)
-        given_up: list[int] = []
-        for number in range(2):
-            question = Question()
-            question.end = functools.partial(given_up.append, number)
-            answers.questions.append(question)
-        waiting = asyncio.create_task(answers.wait())
+        link = Played()
+        waiting = asyncio.create_task(Answers(link.calls(2)).all())
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert given_up == [0, 1]
+        assert link.given_up == [0, 1]
         for number in range(2):
-            answers.note(number, self.received(number))  # too late, and harmless
+            link.answer[number](self.received(number))  # too late, and harmless
+
+    async def test_who_waits_for_their_end_may_leave_that_to_another(self) -> None:
+        link = Played()
+        answers = Answers(link.calls(2))
+        answers.settled().cancel()
+        link.answer[0](self.received(0))
+        settled = answers.settled()
+        link.answer[1](self.received(1))
+        assert settled.done()
+        assert (len(answers.messages()), link.given_up) == (2, [])
 
 
 async def test_an_answer_of_another_kind_is_named_with_who_gave_it() -> None:

@@ -141,14 +141,27 @@ def test_one_message_is_dealt_with_before_the_next_one_is_looked_at(turns: Turns
 
 
 @pytest.mark.virtual_time
-@pytest.mark.parametrize("at_once", [False, True])
-async def test_a_request_is_written_at_once_if_no_other_is_to_share_its_turn(at_once: bool) -> None:
+async def test_the_first_request_is_written_at_once_and_others_share_a_turn() -> None:
     async with connected(server={AskStatistics: Handler(done)}) as pair:
-        before = pair.peer.connection.bytes_sent
-        call = asyncio.create_task(pair.peer.call(AskStatistics(), at_once=at_once))
+        sent = [pair.peer.connection.bytes_sent]
+        calls = []
+        for _ in range(3):
+            call = asyncio.ensure_future(pair.peer.call(AskStatistics()))
+            calls.append(call)
+        asyncio.get_running_loop().call_soon(
+            lambda: sent.append(pair.peer.connection.bytes_sent)
+        )  # when all three have been made
         await asyncio.sleep(0)
-        assert (pair.peer.connection.bytes_sent > before) is at_once
-        assert (await call).message == Done()
+        await asyncio.sleep(0)
+        sent.append(pair.peer.connection.bytes_sent)
+        first, others = sent[1] - sent[0], sent[2] - sent[1]
+        assert others == 2 * first > 0
+        for call in calls:
+            assert (await call).message == Done()
+        call = asyncio.ensure_future(pair.peer.call(AskStatistics()))
+        await asyncio.sleep(0)
+        assert pair.peer.connection.bytes_sent == sent[2] + first  # it is the first again
+        await call
 
 
 @pytest.mark.virtual_time

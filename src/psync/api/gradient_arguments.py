@@ -41,9 +41,11 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
     pairs: Pairs = []
     without: list[str] = []  # names of variables whose gradient is None
     seen: set[tuple[int, int]] = set()  # shards
-    if not isinstance(grads_and_vars, Iterable):
-        raise _no_pairs(grads_and_vars)
-    for pair in grads_and_vars:
+    try:
+        given = iter(grads_and_vars)
+    except TypeError:
+        raise _no_pairs(grads_and_vars) from None
+    for pair in given:
         gradient, variable = _pair(pair)
         if gradient is None:
             without.append(variable.name)

@@ -153,12 +153,15 @@ async def pull(
     return mapped(tree, values.__getitem__)
 
 
+_NESTINGS, _SEQUENCES = (dict, list, tuple), (list, tuple)  # a union is made at each call
+
+
 def leaves(tree: Any, kind: Any = Handle) -> list[Any]:
     """Return each variable, or thing of another kind, in ``tree``, as often as it stands there."""
     if isinstance(tree, kind):
         return [tree]
     items = tree.values() if isinstance(tree, dict) else tree
-    if isinstance(tree, dict | list | tuple):
+    if isinstance(tree, _NESTINGS):
         return [leaf for item in items for leaf in leaves(item, kind)]
     return []
 
@@ -178,7 +181,7 @@ def mapped(tree: Any, value_of: Callable[[Any], Any], kind: Any = Handle) -> Any
         for key, item in tree.items():
             made[key] = mapped(item, value_of, kind)
         return made
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, _SEQUENCES):
         items = [mapped(item, value_of, kind) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree
@@ -189,7 +192,7 @@ def is_flat(tree: Any, kind: Any = Handle) -> bool:
 
     A function of such values gets an argument for each; of any other nesting, the nesting.
     """
-    return isinstance(tree, list | tuple) and all(isinstance(item, kind) for item in tree)
+    return isinstance(tree, _SEQUENCES) and all(isinstance(item, kind) for item in tree)
 
 
 def _targets(tree: Any, out: Any) -> dict[Handle, np.ndarray]:

@@ -116,9 +116,11 @@ async def push_gradients(
 
     Cancellation: As ``PsClient.push``.
     """
-    ratios = await trust_ratios(
-        ps, rule, plan, gradients, optimizer=optimizer, config=config, step=step
-    )
+    ratios: list[float] | None = None
+    if rule.takes_norms:
+        ratios = await trust_ratios(
+            ps, rule, plan, gradients, optimizer=optimizer, config=config, step=step
+        )
     return await ps.push(
         plan, gradients, optimizer=optimizer, config=config, step=step, closure=closure,
         ordinal=ordinal, ratios=ratios, wanted=wanted, raised=raised,
@@ -136,7 +138,7 @@ def raised_with(plan: Plan, rule: UpdateRule, step: VariableSpec) -> ShardSpec |
     if len(step.shards) > 1 or step.shape or rule.may_raise:
         return None
     (shard,) = step.shards
-    return shard if any(request.ps == shard.ps for request in plan.requests) else None
+    return shard if shard.ps in plan.ps else None
 
 
 async def trust_ratios(
@@ -168,8 +170,9 @@ async def trust_ratios(
 
     Cancellation: Safe: nothing is changed.
     """
-    if not isinstance(rule, LayerwiseRule) or all(len(v.shards) == 1 for v in plan.variables):
+    if not rule.takes_norms or all(len(v.shards) == 1 for v in plan.variables):
         return None
+    assert isinstance(rule, LayerwiseRule), "no others do"
     given = [to_bytes_view(each) for each in gradients if isinstance(each, np.ndarray)]
     if len(given) < len(gradients):
         return None

@@ -33,12 +33,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Generator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Generic, TypeVar
 
 from psync.client.numbers import Numbers
-from psync.client.ps_link import Call, together
+from psync.client.ps_link import Answers, Call
 from psync.errors import ClosedError
 from psync.net.shielding import shielded
 from psync.wire.codec import Message
@@ -71,36 +70,30 @@ class Outgoing:
 
         Cancellation: As ``shielded``.
         """
+        self._check_open()
+        delivery = _Delivery(self, places, calls_of)
+        try:
+            return await delivery.end()
+        except asyncio.CancelledError:
+            if not self._closed:
+                self._go_on(asyncio.ensure_future(delivery.end()))
+            raise
 
-        async def work() -> list[M]:
-            with self.numbered(places) as numbers:
-                while True:
-                    timeline = self.timeline
-                    answers = await self.together(calls_of(numbers))
-                    if self.timeline == timeline:
-                        return answers
-
-        return await self.shielded(work)
-
-    @contextmanager
-    def numbered(self, places: Sequence[Numbers]) -> Generator[Sequence[int], None, None]:
+    def numbered(self, places: Sequence[Numbers]) -> Numbered:
         """Return a context manager in which a delivery is under way; it gives its numbers.
 
         They count as answered when all are: what one ps has been told to forget is settled on all.
         """
-        numbers = [place.draw() for place in places]
-        try:
-            yield numbers
-        finally:
-            self.answered(places, numbers)
+        return Numbered(self, places)
 
     def answered(self, places: Sequence[Numbers], numbers: Sequence[int]) -> None:
         """Acknowledge these numbers, with the next messages to their places."""
         for place, number in zip(places, numbers, strict=True):
             place.answered(number)
 
-    together = staticmethod(together)
-    """Sends the messages of a delivery."""
+    def ask(self, calls: Sequence[Call[M]]) -> Answers[M]:
+        """Send the messages of a delivery."""
+        return Answers(calls)
 
     async def shielded(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do ``work`` and return what it returns.
@@ -111,8 +104,7 @@ class Outgoing:
 
         Cancellation: It goes on in the background, see ``drain``; an error is logged then.
         """
-        if self._closed:  # what is stopped would begin to unlock, and nobody would stop that
-            raise ClosedError("the connections to the ps tasks are closed")
+        self._check_open()
         under_way = asyncio.ensure_future(work())
         self.begun.add(under_way)
         under_way.add_done_callback(self.begun.discard)
@@ -121,6 +113,16 @@ class Outgoing:
         except asyncio.CancelledError:
             under_way.add_done_callback(_note_result)
             raise
+
+    def _check_open(self) -> None:
+        if self._closed:  # what is stopped would begin to unlock, and nobody would stop that
+            raise ClosedError("the connections to the ps tasks are closed")
+
+    def _go_on(self, rest: asyncio.Future[Any]) -> None:
+        """Do the rest of what has begun without its caller, who was cancelled."""
+        self.begun.add(rest)
+        rest.add_done_callback(self.begun.discard)
+        rest.add_done_callback(_note_result)
 
     async def drain(self) -> None:
         """Wait for what was begun and whose callers were cancelled. Cancellation: safe."""
@@ -133,6 +135,85 @@ class Outgoing:
         for work in self.begun:
             work.cancel()
         await asyncio.gather(*self.begun, return_exceptions=True)
+
+
+class Numbered:
+    """See ``Outgoing.numbered``."""
+
+    __slots__ = ("_numbers", "_outgoing", "_places")
+
+    def __init__(self, outgoing: Outgoing, places: Sequence[Numbers]) -> None:
+        self._outgoing = outgoing
+        self._places = places
+
+    def __enter__(self) -> Sequence[int]:
+        self._numbers = [place.draw() for place in self._places]
+        return self._numbers
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._outgoing.answered(self._places, self._numbers)
+
+
+class _Delivery(Generic[M]):
+    """One delivery: no task while its caller waits, who passes it on when cancelled.
+
+    Args:
+        outgoing: Of which it is one.
+        places: As for ``Outgoing.deliver``.
+        calls_of: As for ``Outgoing.deliver``.
+    """
+
+    def __init__(
+        self,
+        outgoing: Outgoing,
+        places: Sequence[Numbers],
+        calls_of: Callable[[Sequence[int]], Sequence[Call[M]]],
+    ) -> None:
+        self._outgoing = outgoing
+        self._places = places
+        self._calls_of = calls_of
+        self._numbers = [place.draw() for place in places]
+        self._ask()
+
+    def _ask(self) -> None:
+        self._timeline = self._outgoing.timeline
+        try:
+            self._answers = self._outgoing.ask(self._calls_of(self._numbers))
+        except BaseException:
+            self._outgoing.answered(self._places, self._numbers)
+            raise
+
+    async def end(self) -> list[M]:
+        """Wait for the answers, and return them.
+
+        Raises:
+            Exception: The first error, once all have ended.
+
+        Cancellation: It is under way as before, and somebody else may wait for its end; if all is
+            closed, it is given up.
+        """
+        outgoing = self._outgoing
+        while True:
+            settled = self._answers.settled()
+            outgoing.begun.add(settled)
+            try:
+                await settled
+            except asyncio.CancelledError:
+                if outgoing._closed:
+                    self._answers.give_up()
+                    outgoing.answered(self._places, self._numbers)
+                raise
+            finally:
+                outgoing.begun.discard(settled)
+            try:
+                messages = self._answers.messages()
+            except Exception:
+                outgoing.answered(self._places, self._numbers)
+                raise
+            if outgoing.timeline == self._timeline:
+                outgoing.answered(self._places, self._numbers)
+                return messages
+            self._ask()
 
 
 def _note_result(work: asyncio.Future[Any]) -> None:

@@ -100,6 +100,8 @@ class Plan:
     digest: bytes  # of the set of shards, in whatever order: the same in every process
     whole: Whole
     spread: bool  # whether a variable lies on several ps tasks
+    ps: frozenset[int]  # that it concerns
+    in_parts: bool  # whether one of these gets several requests
 
 
 def make_plan(
@@ -168,6 +170,8 @@ def make_plan(
         _digest_of(variables),
         whole_of(ordered),
         any(len({shard.ps for shard in variable.shards}) > 1 for variable in variables),
+        frozenset(requests),
+        len(ordered) > len(requests),
     )
 
 

@@ -80,14 +80,13 @@ class Wanted:
             push: Plan of the push.
             pool: Memory of the arrays.
         """
-        requests, reached = self.plan.requests, {request.ps for request in push.requests}
-        if any(request.part for request in (*requests, *push.requests)):
+        if self.plan.in_parts or push.in_parts:
             return {}  # of a push in several messages a ps would read before it is applied whole
-        if any(request.ps not in reached for request in requests):
+        if not self.plan.ps <= push.ps:
             return {}
         self.make_room(pool)
         assert self.room is not None, "it was made"
-        each = zip(requests, self.room[1], strict=True)
+        each = zip(self.plan.requests, self.room[1], strict=True)
         return {request.ps: (request, targets) for request, targets in each}
 
     def came(self, steps: Sequence[Steps]) -> None:
@@ -187,4 +186,7 @@ class PulledAhead:
         return wanted if self._now() - self._came <= GOOD_FOR_S else None
 
     def _calls(self) -> int:
-        return sum(link.num_calls for link in self._links)
+        calls = 0
+        for link in self._links:
+            calls += link.num_calls
+        return calls

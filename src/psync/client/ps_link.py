@@ -78,7 +78,6 @@ class PsLink(Lanes):
         locked: bool = False,
         cut: bool = False,
         urgent: bool = False,
-        at_once: bool = False,
     ) -> Received:
         """Send a request that may be repeated, over and over until it is answered.
 
@@ -93,7 +92,6 @@ class PsLink(Lanes):
                 it that waits for a lock.
             cut: Whether it is about a cut: then nothing may be in front of it that waits at a gate.
             urgent: Whether it is part of a recovery: others wait while that goes on, see ``hold``.
-            at_once: As for ``Peer.call``.
 
         Raises:
             ParameterServerLost: See ``peer``, also for its other errors.
@@ -121,7 +119,7 @@ class PsLink(Lanes):
                     continue  # likewise, and the ps is there, but empty
             try:
                 message = build(peer)
-                received = await peer.call(message, segments, into=into, at_once=at_once)
+                received = await peer.call(message, segments, into=into)
             except ConnectionLost as exc:
                 losses += 1
                 check(message)  # or it would cost the next connections, too
@@ -149,7 +147,6 @@ class PsLink(Lanes):
         into: Into | None = None,
         set_ids: Iterable[int] = (),
         locked: bool = False,
-        at_once: bool = False,
     ) -> Question:
         """As ``call``, without a coroutine while there is a connection and it lasts.
 
@@ -161,7 +158,6 @@ class PsLink(Lanes):
             into: Where the reply's body belongs.
             set_ids: The sets that the ps knows once it has answered.
             locked: Whether it is said under a lock.
-            at_once: Whether it is on its way when this returns.
 
         Returns:
             The request, which can be given up.
@@ -201,8 +197,6 @@ class PsLink(Lanes):
         try:
             message = build(peer)
             question.end = peer.ask(message, segments, answered, into)
-            if at_once:
-                peer.connection.flush()
         except Exception as exc:
             then(exc)
         return question
@@ -276,46 +270,59 @@ async def together(calls: Sequence[Call[M]]) -> list[M]:
 
     Cancellation: All are given up.
     """
-    answers = Answers(len(calls))
-    for position, call in enumerate(calls):
-        answers.questions.append(
+    return await Answers(calls).all()
+
+
+class Answers(Generic[M]):
+    """Calls that are made at once, and the answers to them.
+
+    Args:
+        calls: Are made by this.
+    """
+
+    def __init__(self, calls: Sequence[Call[M]]) -> None:
+        self._calls = calls
+        self._outcomes: list[Received | Exception | None] = [None] * len(calls)
+        self._missing = len(calls)
+        self._questions: list[Question] = []
+        self._settled: asyncio.Future[None] | None = None  # while somebody waits
+        self._begin()
+
+    def _begin(self) -> None:
+        for position in range(len(self._calls)):
+            self._ask(position)
+
+    def _ask(self, position: int) -> None:
+        call = self._calls[position]
+        self._questions.append(
             call.link.ask(
-                call.build, call.segments, functools.partial(answers.note, position),
+                call.build, call.segments, functools.partial(self._note, position),
                 bulk=call.bulk, into=None if call.body is None else call.body.place,
                 set_ids=call.set_ids, locked=call.locked,
             )
         )  # fmt: skip
-    messages = []
-    for call, received in zip(calls, await answers.wait(), strict=True):
-        messages.append(expect(received, call.kind, call.link.task, call.question))
-        if call.body is not None:
-            call.body.check(call.link.task)
-    return messages
 
-
-class Answers:
-    """The answers to several calls, for one who waits for all.
-
-    Args:
-        count: How many there will be.
-    """
-
-    __slots__ = ("_all", "_missing", "_outcomes", "questions")
-
-    def __init__(self, count: int) -> None:
-        self.questions: list[Question] = []
-        self._outcomes: list[Received | Exception | None] = [None] * count
-        self._missing = count
-        self._all = asyncio.get_running_loop().create_future()
-
-    def note(self, position: int, outcome: Received | Exception) -> None:
+    def _note(self, position: int, outcome: Received | Exception) -> None:
         """One of them is there."""
         self._outcomes[position] = outcome
         self._missing -= 1
-        if not self._missing and not self._all.done():
-            self._all.set_result(None)
+        if not self._missing and self._settled is not None and not self._settled.done():
+            self._settled.set_result(None)
 
-    async def wait(self) -> list[Received]:
+    def settled(self) -> asyncio.Future[None]:
+        """Return what ends when all have ended; to cancel it gives nothing up."""
+        self._settled = asyncio.get_running_loop().create_future()
+        if not self._missing:
+            self._settled.set_result(None)
+        return self._settled
+
+    def give_up(self) -> None:
+        """Nobody wants the answers any more that are not there."""
+        if self._missing:
+            for question in self._questions:
+                question.give_up()
+
+    async def all(self) -> list[M]:
         """Return them, in order.
 
         Raises:
@@ -324,19 +331,26 @@ class Answers:
         Cancellation: All are given up.
         """
         try:
-            if self._missing:
-                await self._all
+            await self.settled()
         finally:
-            if self._missing:
-                for question in self.questions:
-                    question.give_up()
-        received: list[Received] = []
-        for outcome in self._outcomes:
+            self.give_up()
+        return self.messages()
+
+    def messages(self) -> list[M]:
+        """Return the answers, in order; all have ended.
+
+        Raises:
+            Exception: The first error.
+        """
+        messages = []
+        for call, outcome in zip(self._calls, self._outcomes, strict=True):
             if isinstance(outcome, Exception):
                 raise outcome
             assert outcome is not None, "none is missing"
-            received.append(outcome)
-        return received
+            messages.append(expect(outcome, call.kind, call.link.task, call.question))
+            if call.body is not None:
+                call.body.check(call.link.task)
+        return messages
 
 
 def expect(received: Received, kind: type[M], who: str, question: str) -> M:

@@ -15,7 +15,7 @@ import asyncio
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,8 +64,7 @@ class _Group:
     token: int | None = None  # the last one
 
 
-@dataclass(frozen=True, slots=True)
-class _Push:
+class _Push(NamedTuple):
     """What every message of a push says of it."""
 
     group: int
@@ -74,8 +73,7 @@ class _Push:
     local_step: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """What a push has for one ps."""
 
     request: Request
@@ -146,13 +144,13 @@ class SyncClient:
         Cancellation: Cancelled before ps 0 was told, the push does not count: what is staged of it
             goes with the step. Afterwards it does, and nobody waits for its token.
         """
-        for request in plan.requests:
-            if request.part:
-                raise ConfigurationError(
-                    f"a synchronous push to /job:ps/task:{request.ps} carries at most "
-                    f"{MEMBERS_PER_REQUEST} shards and {BODY_PER_REQUEST >> 30} GiB",
-                    hint="spread the variables over more ps tasks",
-                )
+        if plan.in_parts:
+            ps = next(request.ps for request in plan.requests if request.part)
+            raise ConfigurationError(
+                f"a synchronous push to /job:ps/task:{ps} carries at most "
+                f"{MEMBERS_PER_REQUEST} shards and {BODY_PER_REQUEST >> 30} GiB",
+                hint="spread the variables over more ps tasks",
+            )
         known = self._groups.get(group)
         if known is None:
             known = self._groups[group] = _Group()
@@ -183,7 +181,6 @@ class SyncClient:
                     segments,
                     into=functools.partial(self._receive, wanted),
                     set_ids=[-each.set_id for each in (along, next_set) if each],
-                    at_once=True,  # this task has nothing else to say before it is answered
                 )
 
         self._deciding.add(group)
@@ -262,7 +259,7 @@ class SyncClient:
         if not parts:
             return
         calls = [self._stage_part(part, push) for part in parts]
-        await self._ps.outgoing.together(calls)
+        await self._ps.outgoing.ask(calls).all()
         self._staging.update((call.link.index, push.group) for call in calls)
 
     def _stage_part(self, part: _Part, push: _Push) -> Call[Staged]:

@@ -168,7 +168,7 @@ class Connection(asyncio.BufferedProtocol):
                     self.tap(frame.kind, frame.request_id, frame.header, frame.nbytes)
                 self._received(frame)
             frame = self._decoder.next_frame()
-        if self._decoder.is_copying and not self._closing:
+        if self._sharing is not None and self._decoder.is_copying and not self._closing:
             self.pause_reading()  # until all of that body is there
             self._loop.call_soon(self._go_on_copying)
 
@@ -234,8 +234,18 @@ class Connection(asyncio.BufferedProtocol):
         request_id: int,
         message: Message | None = None,
         segments: Sequence[Segment] = (),
+        *,
+        at_once: bool = False,
     ) -> list[Buffer]:
         """Make a frame, ``send`` it, and return its buffers.
+
+        Args:
+            kind: Of the frame.
+            request_id: Of the request; 0: there is none.
+            message: Its header; None: it has none.
+            segments: Its body.
+            at_once: Whether a small one is written now, and not at the end of the turn, which
+                costs another one: for who expects nothing else to be said in this one.
 
         Raises:
             LocalProtocolError: It is larger than the limits allow.
@@ -259,7 +269,7 @@ class Connection(asyncio.BufferedProtocol):
             table = len(head) - PREFIX_BYTES - len(header)  # lengths, extents
             self.tap(kind | SENT, request_id, header, table + nbytes)
         buffers: list[Buffer] = [head] if loan is not None else [head, *body]
-        self._send(buffers, nbytes + len(head), loan)
+        self._send(buffers, nbytes + len(head), loan, at_once)
         return buffers
 
     def send(self, buffers: list[Buffer]) -> None:
@@ -270,7 +280,9 @@ class Connection(asyncio.BufferedProtocol):
         """
         self._send(buffers, sum(map(len, buffers)))
 
-    def _send(self, buffers: list[Buffer], nbytes: int, loan: Loan | None = None) -> None:
+    def _send(
+        self, buffers: list[Buffer], nbytes: int, loan: Loan | None = None, at_once: bool = False
+    ) -> None:
         if self._closing:
             return
         if nbytes <= SMALL_BODY_BYTES and loan is None:
@@ -279,6 +291,9 @@ class Connection(asyncio.BufferedProtocol):
             if self._small_bytes > SMALL_BODY_BYTES:
                 self.flush()
             elif not self._flush_due:
+                if at_once:
+                    self.flush()
+                    return
                 self._flush_due = True
                 self._loop.call_soon(self.flush)
             return

@@ -38,7 +38,6 @@ from psync.wire.limits import Limits
 from psync.wire.messages import Failure
 from psync.wire.protocol import Protocol
 from psync.wire.remote_errors import exception_of
-from psync.wire.tensors import to_bytes_view
 
 # Members of an enum are slow to look up.
 _REQUEST, _REPLY, _ERROR = int(Kind.REQUEST), int(Kind.REPLY), int(Kind.ERROR)
@@ -128,7 +127,6 @@ class Peer:
         *,
         into: Into | None = None,
         deadline: float | None = None,
-        at_once: bool = False,
     ) -> Received:
         """Send a request and wait for its reply.
 
@@ -140,7 +138,6 @@ class Peer:
             into: Says where the reply's body belongs, given its message and the lengths of
                 its segments. The reply's ``segments`` are then empty.
             deadline: Loop time (seconds) at which to give up; None: never.
-            at_once: Whether it is written now, since nothing else will be said in this turn.
 
         Raises:
             ConnectionLost: The connection went; the request may or may not have been served.
@@ -156,8 +153,6 @@ class Peer:
         if deadline is not None:
             seconds = deadline - self._loop.time()
             timer = self._loop.call_at(deadline, self._expire, call, message, seconds)
-        if at_once:
-            self.connection.flush()
         try:
             return await future
         finally:
@@ -201,7 +196,10 @@ class Peer:
     ) -> Call:
         self._check_open()
         number = self._next_id
-        buffers = self.connection.send_message(_REQUEST, number, message, segments)
+        # The first of several need not wait for the others, and most are alone.
+        buffers = self.connection.send_message(
+            _REQUEST, number, message, segments, at_once=not self._calls
+        )
         self._next_id = number + 1
         call = self._calls[number] = Call(number, buffers, then, into)
         return call
@@ -348,9 +346,7 @@ class Peer:
                 at += length
             return [whole]
         for length in frame.lengths:
-            root = self._pool.take(length)
-            frame.segments.append(to_bytes_view(root))
-            self._pool.give(root)  # handed out again once nobody sees this segment any more
+            frame.segments.append(self._pool.lend(length).data)
         return frame.segments
 
     # Replies.
@@ -379,7 +375,7 @@ def _resolve(future: asyncio.Future[Received], outcome: Received | Exception) ->
 
 
 def _fitting(views: Sequence[memoryview], frame: Frame) -> list[memoryview]:
-    given = sum(map(len, views))
+    given = len(views[0]) if len(views) == 1 else sum(map(len, views))
     if given != frame.nbytes:
         raise LocalProtocolError(f"{given} bytes of memory were given for a body of {frame.nbytes}")
     return list(views)

@@ -229,10 +229,10 @@ class RequestServer:
             if isinstance(outcome, Exception):
                 self._failed(request_id, outcome)
             else:
-                self._answer(request_id, outcome)
-            if has_to_wait:  # long enough, while others of this turn are still to be answered
+                # It has waited long enough, while others of this turn are still to be answered.
+                self._answer(request_id, outcome, at_once=has_to_wait)
+            if has_to_wait:
                 self._let_go(later.nbytes)
-                self._connection.flush()
 
         if self._peer.is_closed:
             later.give_up()
@@ -291,13 +291,13 @@ class RequestServer:
             else:
                 self._answer(request_id, reply)
 
-    def _answer(self, request_id: int, reply: Reply | None) -> None:
+    def _answer(self, request_id: int, reply: Reply | None, *, at_once: bool = False) -> None:
         if not request_id:
             return
         try:
             if reply is None:
                 raise LocalProtocolError("the handler of a request gave no reply")
-            self._connection.send_message(_REPLY, request_id, *reply)
+            self._connection.send_message(_REPLY, request_id, *reply, at_once=at_once)
         except LocalProtocolError as exc:
             self._answer_error(request_id, exc)
 

@@ -125,16 +125,32 @@ class BlockPool:
 
         Its contents are arbitrary. The caller is its only owner.
         """
+        key = self._unseen(nbytes)
+        return self.source(nbytes) if key is None else self._remove(key)
+
+    def lend(self, nbytes: int) -> np.ndarray:
+        """As ``take``, and ``give`` at once: handed out again when nobody sees it any more."""
+        key = self._unseen(nbytes)
+        if key is None:
+            root = self.source(nbytes)
+            self.give(root)
+            return root
+        self._by_size[nbytes].move_to_end(key)
+        self._roots.move_to_end(key)
+        return self._roots[key]
+
+    def _unseen(self, nbytes: int) -> int | None:
+        """Return the key of a root of this size that nobody else sees; None: there is none."""
         waiting = self._by_size.get(nbytes)
         if waiting is not None:
             for _ in range(min(_PROBES, len(waiting))):
                 key = next(iter(waiting))
                 if _references(self._roots, key) == _UNSEEN_IN_POOL:
                     self._hits += 1
-                    return self._remove(key)
+                    return key
                 waiting.move_to_end(key)
         self._misses += 1
-        return self.source(nbytes)
+        return None
 
     def zeros(self, nbytes: int) -> np.ndarray:
         """Return new memory like ``take``, all of it 0."""

@@ -40,6 +40,8 @@ def fitting(
     """
     dtype = dtype_of(spec.dtype)
     shape = spec.shape if shape is None else shape
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
     if type(value) is np.ndarray and value.dtype == dtype and value.shape == shape:
         return value if value.flags.c_contiguous else np.asarray(value, order="C")
     try:

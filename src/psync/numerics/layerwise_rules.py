@@ -75,6 +75,8 @@ class Measurement:
 class LayerwiseRule(UpdateRule):
     """Base of rules whose learning rate is multiplied by a trust ratio of each variable."""
 
+    takes_norms = True
+
     @abstractmethod
     def direction(
         self, grad: np.ndarray, slots: Arrays, out_slots: Arrays, t: int, out: np.ndarray,

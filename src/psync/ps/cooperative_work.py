@@ -88,10 +88,12 @@ class LongWork(Changing):
 
         Names of accumulators are not looked up: nothing but computes works on these.
         """
-        cost = nbytes + SHARD_BYTES * len(keys)
-        return cost <= INLINE_BYTES and not any(
-            store.busy(key) for key in keys if not isinstance(key, str)
-        )
+        if nbytes + SHARD_BYTES * len(keys) > INLINE_BYTES:
+            return False
+        for key in keys:
+            if not isinstance(key, str) and store.busy(key):
+                return False
+        return True
 
     async def when_idle(self, function: Callable[..., T], *arguments: Any) -> T:
         """Read shards or begin work on them when all that it needs are idle.

@@ -186,7 +186,7 @@ class Executor:
         if self._over is not None:
             raise self._over.with_traceback(None)
         number = self._append(client, message, body)
-        if self._is_free and self._may_execute(number):
+        if self._is_free and (self.log.state is LogState.ALONE or self._may_execute(number)):
             return self._execute_now(number, act, claim)
         return self._enqueue(number, act, None if claim is None else claim())
 
@@ -266,7 +266,7 @@ class Executor:
 
     def _append(self, client: Client, message: Message | Build, body: Sequence[memoryview]) -> int:
         """Give an entry its number; with a backup, ship it, after what that must know before."""
-        if self.is_alone:
+        if self.log.state is LogState.ALONE:
             return self.log.append(_NOBODY, 0)
         known = self._store.optimizers()
         for new in known.keys() - self._optimizers:  # that a message has defined in passing
@@ -293,7 +293,7 @@ class Executor:
     @property
     def _is_free(self) -> bool:
         """Whether nothing is before what comes now."""
-        return not (self._queue or self._acting or self._busy is not None)
+        return not self._queue and not self._acting and self._busy is None
 
     def _enqueue(self, number: int, act: Act, ended: Ended) -> Answer:
         answer = Answer()

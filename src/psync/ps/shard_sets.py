@@ -265,7 +265,9 @@ def numbered_set(
     peer: Peer, number: int, members: Sequence[tuple[int, int]] | None, task: str
 ) -> ShardSet:
     """Return the set that a connection calls by a number; see ``set_of``."""
-    sets: dict[int, ShardSet] = peer.state.setdefault("sets", {})
+    sets: dict[int, ShardSet] | None = peer.state.get("sets")
+    if sets is None:
+        sets = peer.state["sets"] = {}
     if members is not None:
         if len(sets) >= MAX_SETS and number not in sets:
             raise UsageError(f"{task}: {peer.task} has defined too many sets")
@@ -286,10 +288,9 @@ def memory_for(pool: BlockPool, nbytes: int, *, varies: bool = False) -> Sequenc
     """
     if varies and nbytes <= SMALL_BODY_BYTES:
         return (to_bytes_view(np.empty(nbytes, np.uint8)),)
-    root = pool.take(roomy(nbytes) if varies else nbytes)
-    body = to_bytes_view(root)[:nbytes]
-    pool.give(root)  # handed out again once the update has let go of it
-    return (body,)
+    if not varies:
+        return (pool.lend(nbytes).data,)  # handed out again once the update has let go of it
+    return (pool.lend(roomy(nbytes)).data[:nbytes],)
 
 
 def body_in_place(

@@ -14,11 +14,10 @@ import numpy as np
 
 from psync.errors import GradientError, UsageError
 from psync.ps.shard_sets import ShardSet
-from psync.specs import dtype_of
 from psync.store.commit_log import LogNames
 from psync.store.ledger import Call, Client, Ledger, Verdict
 from psync.store.rows import RowValues
-from psync.store.store import AssignOp, Key, ShardStore, Work
+from psync.store.store import AssignOp, Key, ShardStore, Work, ones
 from psync.wire.codec import Message
 from psync.wire.lock_messages import AssignLocked
 from psync.wire.ps_messages import Assign, AverageShards, Push
@@ -66,11 +65,11 @@ class Update:
 
     def judge(self) -> Verdict:
         """Ask the ledger."""
-        message = self.message
+        message, known = self.message, self.known
         return self.ledger.judge(
             self.client, message.sequence, message.acked_below,
             message.closure if message.closure >= 0 else None, message.ordinal,
-            self.known.digest, self.known.names, message.spread or (),
+            known.digest, known.names, message.spread or (),
         )  # fmt: skip
 
     def begin(self) -> None:
@@ -109,7 +108,7 @@ class Update:
                 f"{spec} on {self.store.task}: expected one number, to be raised by one, got shape "
                 f"{spec.shape}"
             )
-        one = self.store.check_assign(raised, "add", np.ones(spec.shape, dtype_of(spec.dtype)))
+        one = self.store.check_assign(raised, "add", ones(spec.shape, spec.dtype))
         self.raised = raised, one
 
     def _begin_rows(self, message: Push | Assign, counts: Sequence[int]) -> None:

@@ -160,10 +160,12 @@ class PsUpdates:
         except Exception:
             self._refused(peer, message)
             raise
-        if isinstance(message, Push) and message.rows is None:
+        if message.rows is not None:
+            return memory_for(self._pool, sum(lengths), varies=True)
+        if peer.lent is not None and isinstance(message, Push):
             is_alone = self._executor.is_alone
-            return body_in_place(peer, self._pool, sum(lengths), is_alone=is_alone)
-        return memory_for(self._pool, sum(lengths), varies=message.rows is not None)
+            return body_in_place(peer, self._pool, known.nbytes, is_alone=is_alone)
+        return memory_for(self._pool, known.nbytes)
 
     def _refused(self, peer: Peer, message: Push | Assign | AverageShards) -> None:
         """Note that a message was refused before it was judged: no cut waits for it."""
@@ -176,8 +178,16 @@ class PsUpdates:
         try:
             known = set_of(peer, message, self._task).look_up(self._store)
             whole = known.body_of(body, self._task, message.rows)
-            wanted = self._wanted(peer, message)
-            needed = self._needed(known, message)
+            needed: Sequence[Key] = known.keys
+            wanted: Sequence[Key] = ()
+            if isinstance(message, Push):
+                if message.pull >= 0:
+                    pulled = numbered_set(peer, message.pull, message.pull_members, self._task)
+                    wanted = pulled.look_up(self._store).keys
+                if message.raised is not None:
+                    raised = (message.raised[0], message.raised[1])
+                    self._store.spec(raised)  # raises if it is not here
+                    needed = (*needed, raised)
         except Exception:
             self._refused(peer, message)
             raise
@@ -185,19 +195,6 @@ class PsUpdates:
         return self._admit(
             Update(client, message, known, whole, self._store, self._ledger, needed, wanted)
         )
-
-    def _needed(self, known: ShardSet, message: Push | Assign) -> Sequence[Key]:
-        if not isinstance(message, Push) or message.raised is None:
-            return known.keys
-        raised = (message.raised[0], message.raised[1])
-        self._store.spec(raised)  # raises if it is not here
-        return (*known.keys, raised)
-
-    def _wanted(self, peer: Peer, message: Push | Assign) -> Sequence[Key]:
-        if not isinstance(message, Push) or message.pull < 0:
-            return ()
-        known = numbered_set(peer, message.pull, message.pull_members, self._task)
-        return known.look_up(self._store).keys
 
     def _average(
         self, peer: Peer, message: AverageShards, _: list[memoryview]
@@ -281,13 +278,14 @@ class PsUpdates:
         return self._answering(update, self._ledger.record(verdict.ticket, Pushed("duplicate", 0)))
 
     def _accept(self, update: Update, ticket: Ticket) -> Compute:
-        is_push = isinstance(update.message, Push)
-        answer = Pushed("accepted", update.step + 1 if is_push else 0)
-        self._ledger.record(ticket, answer)
         if isinstance(update.message, Push):
+            answer = Pushed("accepted", update.step + 1)
             self.staleness.note(update.client[0], update.message.optimizer, update.step)
-        self.pushes += is_push
-        self.assigns += not is_push
+            self.pushes += 1
+        else:
+            answer = Pushed("accepted", 0)
+            self.assigns += 1
+        self._ledger.record(ticket, answer)
         return Compute(
             update.needed,
             functools.partial(self._applied, update, answer),

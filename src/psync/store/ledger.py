@@ -71,21 +71,21 @@ class Ticket:
     spread: Sequence[Sequence[int]] = ()  # (ps, sequence there) of the same update's others
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fresh:
     """Apply it, and record the ticket."""
 
     ticket: Ticket
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AlreadyApplied:
     """Do not apply it: another run of its closure was first. Record the ticket with an answer."""
 
     ticket: Ticket
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Duplicate:
     """Do not apply it: a retry of a message that has been answered."""
 
@@ -224,16 +224,19 @@ class Ledger:
             FencedError: If the client has been replaced by a newer incarnation.
         """
         task, incarnation = client
-        self.check_incarnation(task, incarnation)
-        self.fence(task, incarnation)
-        sender = self._senders[task]
+        sender = self._senders.get(task)
+        if sender is None or sender.incarnation != incarnation or incarnation < self._floor:
+            self.check_incarnation(task, incarnation)
+            self.fence(task, incarnation)
+            sender = self._senders[task]
         if acked_below > sender.acked_below:
             sender.acked_below = acked_below
             messages = sender.messages
             for sequence in [s for s in messages if s < acked_below]:
                 del messages[sequence]
-            self._forget_failures()
-            if client in self._refused:
+            if self._failures:
+                self._forget_failures()
+            if self._refused and client in self._refused:
                 self._refused[client] = {s for s in self._refused[client] if s >= acked_below}
 
     def note_failure(

@@ -182,7 +182,8 @@ class ShardTable:
         Raises:
             UnknownVariableError: If the shard is not here.
         """
-        return self._shard(key).busy
+        shard = self._shards.get(key) or self._shard(key)
+        return shard.busy
 
     def version(self, key: Key) -> int:
         """Return how many updates of the shard have been finished.
@@ -367,7 +368,7 @@ class ShardTable:
         return shard
 
     def _idle(self, key: Key) -> Shard:
-        shard = self._shard(key)
+        shard = self._shards.get(key) or self._shard(key)
         if shard.busy:
             raise BusyError(f"{shard.spec} on {self._task}: an update is under way")
         return shard

@@ -58,7 +58,7 @@ class StepNorms:
         passes = []
         if options.global_clipnorm is not None or (spread and options.clipnorm is not None):
             passes.append(GRADIENTS)
-        if spread and isinstance(self._rule, LayerwiseRule):
+        if spread and self._rule.takes_norms:
             passes.append(UPDATES)
         return passes
 
@@ -72,7 +72,7 @@ class StepNorms:
         passes = []
         if self.scales is None and clips_norms(self._rule.options):
             passes.append(GRADIENTS)
-        if self.ratios is None and isinstance(self._rule, LayerwiseRule):
+        if self.ratios is None and self._rule.takes_norms:
             if len({variable for variable, _ in keys}) < len(keys):
                 passes.append(UPDATES)
         return passes

@@ -12,6 +12,7 @@ stay what they are for ever, because a block that is referenced is replaced, not
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -21,13 +22,16 @@ from psync.errors import GradientError, PartitionError, UsageError
 from psync.numerics.blocks import BlockPool, PoolStatistics, bytes_of
 from psync.numerics.means import move_average
 from psync.numerics.sums import sum_dtype
+from psync.specs import dtype_of
 from psync.store.gradients import GradientTable
 from psync.store.shard import Work, started
 from psync.store.shards import Key, described
 
-__all__ = ["AssignOp", "Key", "ShardStore", "StoreStatistics", "Work"]
+__all__ = ["AssignOp", "Key", "ShardStore", "StoreStatistics", "Work", "ones"]
 
 AssignOp = Literal["assign", "add", "sub", "max"]
+
+_ASSIGN_OPS = frozenset(get_args(AssignOp))
 
 _UFUNCS = {"add": np.add, "sub": np.subtract, "max": np.maximum}
 
@@ -50,6 +54,14 @@ class StoreStatistics:
     pool: PoolStatistics
 
 
+@functools.lru_cache(maxsize=64)
+def ones(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Return ones, not to be changed: what raises a counter with each update."""
+    made = np.ones(shape, dtype_of(dtype))
+    made.setflags(write=False)
+    return made
+
+
 class ShardStore(GradientTable):
     """A table of shards whose values can be changed. Single owner; never blocks.
 
@@ -69,7 +81,7 @@ class ShardStore(GradientTable):
         """
         shard = self._shard(key)
         spec = shard.spec
-        if op not in get_args(AssignOp):
+        if op not in _ASSIGN_OPS:
             raise UsageError(f"{spec} on {self._task}: unknown operation {op!r}")
         if spec.dtype == "bool" and op in ("add", "sub"):
             raise GradientError(f"{spec} on {self._task}: bool values cannot be added: not {op!r}")

@@ -298,7 +298,7 @@ class AllPs:
                 done(None)
 
         bulk = bool(segments) and sum(map(len, segments)) > SMALL_BODY_BYTES
-        link.ask(build, segments, answered, bulk=bulk, set_ids=sets, at_once=True)
+        link.ask(build, segments, answered, bulk=bulk, set_ids=sets)
 
     def _others(self) -> Sequence[PsLink]:
         return self._links().links[1:] if self.has_others else ()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 from psync.errors import PsyncError
 from psync.sync.tokens import Replica
 
 
-@dataclass(frozen=True, slots=True)
-class Contribution:
+class Contribution(NamedTuple):
     """A push whose parts are all staged."""
 
     replica: Replica
@@ -24,7 +23,7 @@ class Contribution:
     weight: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """Tell the replica what became of its push, and from which step it may go on."""
 
@@ -38,8 +37,7 @@ class Answer:
     count: int  # pushes in the step that it was counted in; 0: that is not closed, or there is none
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(NamedTuple):
     """Tell the replica that its push has failed."""
 
     group: int
@@ -48,8 +46,7 @@ class Refuse:
     error: PsyncError
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(NamedTuple):
     """Let every ps apply ``step``, raise the global step, then call ``closed``."""
 
     group: int
@@ -76,7 +73,7 @@ class Push:
         """Return it as plain data."""
         given = self.answer and [self.answer.token, self.answer.partial, self.answer.count]
         return [
-            *astuple(self.contribution), self.outcome, self.staleness, self.partial, self.count,
+            *self.contribution, self.outcome, self.staleness, self.partial, self.count,
             given,
         ]  # fmt: skip
 

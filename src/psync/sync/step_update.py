@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from psync.ps.shard_sets import NO_BYTES, ShardSet
 from psync.specs import dtype_of
 from psync.store.rows import RowValues
 from psync.store.step_norms import UPDATES, ShardSums, StepNorms
-from psync.store.store import Key, ShardStore, Work
+from psync.store.store import Key, ShardStore, Work, ones
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Along, WholeSet
 
@@ -52,8 +52,7 @@ class RowsAsWhole:
         return made.reshape(-1)[part.start - first * size : part.stop - first * size]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """What a push brings to the shards of one ps."""
 
     known: ShardSet
@@ -127,7 +126,7 @@ class StepUpdate:
             pairs = ((average.shadow, average.value) for average in self.averages)
             self.touched = [*self.keys, *(key for pair in pairs for key in pair)]
         if self.global_step is not None:
-            one = np.ones(self.store.spec(self.global_step).shape, dtype_of(GLOBAL_STEP_DTYPE))
+            one = ones(self.store.spec(self.global_step).shape, GLOBAL_STEP_DTYPE)
             self._one = self.store.check_assign(self.global_step, "add", one)
             self.costs = [*self.costs, 0]
             self.touched = [*self.touched, self.global_step]

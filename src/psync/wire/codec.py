@@ -29,17 +29,16 @@ M = TypeVar("M", bound="Message")
 
 MAX_ARRAY_ITEMS = 65_536
 
-_UNPACK_LIMITS: dict[str, Any] = {
-    "raw": False,
-    "strict_map_key": True,
-    "use_list": True,
-    "max_map_len": 4096,
-    "max_str_len": 1 << 20,
-    "max_bin_len": 1 << 20,
-    "max_ext_len": 0,
-}
+MAX_MAP_ITEMS = 4096
 
-_unpack = functools.partial(msgpack.unpackb, **_UNPACK_LIMITS)
+SHORT_BYTES = 4096
+"""A header of at most so many cannot have more items than these: it needs no bounds but its size,
+which msgpack knows, and which took most of its time to be told."""
+
+_unpack_short = functools.partial(msgpack.unpackb, max_ext_len=0)
+_unpack_long = functools.partial(
+    _unpack_short, max_map_len=MAX_MAP_ITEMS, max_str_len=1 << 20, max_bin_len=1 << 20
+)
 
 _packer = msgpack.Packer()  # one for all: it runs no Python code between its start and its end
 
@@ -54,15 +53,14 @@ class Message:
 class _Form:
     """What is known of one class of messages."""
 
-    __slots__ = ("check", "checks", "cls", "getter", "names", "types")
+    __slots__ = ("check", "cls", "getter", "names", "types")
 
     def __init__(self, cls: type[Message]) -> None:
         hints = typing.get_type_hints(cls)
         self.cls = cls
         self.names = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
         self.types = tuple(hints[name] for name in self.names)
-        self.checks = tuple(map(_check_of, self.types))
-        self.check = _row_check(self.checks)  # of all fields at once
+        self.check = _row_check(self.types)  # of all fields at once
         # attrgetter of one name returns the value and not a tuple.
         self.getter = operator.attrgetter("code", *self.names)
 
@@ -75,12 +73,16 @@ _BY_HEADER: dict[bytes, Message] = {}  # the same, the other way round
 
 @typing.dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def message(code: int) -> Callable[[type[M]], type[M]]:
-    """Class decorator: make a frozen dataclass, a message under ``code``, from 1."""
+    """Class decorator: make a dataclass, a message under ``code``, from 1.
+
+    For a type checker it is frozen. It is not when it runs: to make a frozen one takes five times
+    as long, and all that travels is made twice.
+    """
 
     def register(made: type[M]) -> type[M]:
         if code in _BY_CODE:
             raise TypeError(f"message code {code} is taken by {_BY_CODE[code].cls.__name__}")
-        cls = dataclass(frozen=True, slots=True)(made)
+        cls = dataclass(unsafe_hash=True, slots=True)(made)
         cls.code = code
         form = _BY_CODE[code] = _BY_CLASS[cls] = _Form(cls)
         if not form.names:
@@ -142,9 +144,10 @@ def decode(header: bytes) -> Message:
 def _misfit(form: _Form, values: list[Any]) -> RemoteProtocolError:
     """Say which field is wrong."""
     name = form.cls.__name__
-    if len(values) != len(form.checks):
-        return RemoteProtocolError(f"{name}: expected {len(form.checks)} fields, got {len(values)}")
-    wrong = next(index for index, check in enumerate(form.checks) if not check(values[index]))
+    if len(values) != len(form.types):
+        return RemoteProtocolError(f"{name}: expected {len(form.types)} fields, got {len(values)}")
+    checks = map(_check_of, form.types)
+    wrong = next(index for index, check in enumerate(checks) if not check(values[index]))
     annotation = form.types[wrong]
     expected = annotation.__name__ if type(annotation) is type else str(annotation)
     return RemoteProtocolError(
@@ -160,9 +163,11 @@ def unpack_header(header: bytes) -> list[Any]:
     """
     # An item takes at least a byte. Without these bounds 1 MiB of nested array headers
     # would ask for gigabytes of list slots.
-    most = min(len(header), MAX_ARRAY_ITEMS)
     try:
-        values = _unpack(header, max_array_len=most)
+        if len(header) <= SHORT_BYTES:
+            values = _unpack_short(header)
+        else:
+            values = _unpack_long(header, max_array_len=min(len(header), MAX_ARRAY_ITEMS))
     except Exception as exc:  # msgpack raises ValueError, its own types, RecursionError, …
         # Its text may hold the whole header.
         raise RemoteProtocolError(f"header is not valid msgpack: {type(exc).__name__}") from exc
@@ -186,27 +191,28 @@ def _types_of(annotation: Any) -> frozenset[type] | None:
     return None
 
 
-def _row_check(checks: Sequence[Check]) -> Check:
-    """Return the predicate for a list whose items have a check each.
+def _row_check(annotations: Sequence[Any]) -> Check:
+    """Return the predicate for a list whose items have an annotation each.
 
     Rows of the same types as one that fitted fit too, but for what must be opened.
     """
+    checks = tuple(map(_check_of, annotations))
     known: dict[tuple[type, ...], tuple[tuple[int, Check], ...]] = {}  # types → what to open
 
     def fits(row: list[Any]) -> bool:
         kinds = tuple(map(type, row))
         to_open = known.get(kinds)
         if to_open is not None:
-            for index, check in to_open:
-                if not check(row[index]):
+            for index, content_fits in to_open:
+                if not content_fits(row[index]):
                     return False
             return True
         if len(row) != len(checks) or not all(map(operator.call, checks, row)):
             return False
         known[kinds] = tuple(
-            (index, check)
-            for index, (kind, check) in enumerate(zip(kinds, checks, strict=True))
-            if kind is list or kind is dict
+            (index, _content_check(annotation, kind))
+            for index, (kind, annotation) in enumerate(zip(kinds, annotations, strict=True))
+            if kind in (list, dict) and annotation is not Any
         )
         return True
 
@@ -215,26 +221,41 @@ def _row_check(checks: Sequence[Check]) -> Check:
 
 def _check_of(annotation: Any) -> Check:
     """Return the predicate for one annotation; the small set that messages use."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     accepted = _types_of(annotation)
     if accepted is not None:
         return lambda value: type(value) in accepted
     if annotation is Any:
         return lambda value: True
-    if origin is types.UnionType:
-        options = tuple(map(_check_of, args))
+    if typing.get_origin(annotation) is types.UnionType:
+        options = tuple(map(_check_of, typing.get_args(annotation)))
         return lambda value: any(option(value) for option in options)
+    kind, content_fits = _container(annotation)
+    return lambda value: type(value) is kind and content_fits(value)
+
+
+def _content_check(annotation: Any, kind: type) -> Check:
+    """Return the predicate for what is in a value that is known to be a list, or a dict."""
+    is_union = typing.get_origin(annotation) is types.UnionType
+    options = typing.get_args(annotation) if is_union else (annotation,)
+    containers = [_container(option) for option in options if _types_of(option) is None]
+    fitting = [content_fits for made_of, content_fits in containers if made_of is kind]
+    if len(fitting) == 1:
+        return fitting[0]
+    return lambda value: any(content_fits(value) for content_fits in fitting)
+
+
+def _container(annotation: Any) -> tuple[type, Check]:
+    """Return what a list, tuple or dict is unpacked as, and the predicate for what is in it."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is tuple:
-        fits = _row_check(tuple(map(_check_of, args)))
-        return lambda value: type(value) is list and fits(value)
-    if origin is list or (origin is dict and args[0] is str):
-        all_fit = _all_check(args[-1])
-        if origin is list:
-            return lambda value: type(value) is list and all_fit(value)
-        return lambda value: (
-            type(value) is dict
-            and _ONLY_STR.issuperset(map(type, value))
-            and all_fit(value.values())
+        return list, _row_check(args)
+    if origin is list:
+        return list, _all_check(args[0])
+    if origin is dict and args[0] is str:
+        all_fit = _all_check(args[1])
+        return (
+            dict,
+            lambda value: _ONLY_STR.issuperset(map(type, value)) and all_fit(value.values()),
         )
     raise TypeError(f"messages have no fields of type {annotation}")
 
@@ -266,11 +287,14 @@ def _all_check(annotation: Any) -> Callable[[Iterable[Any]], bool]:
     if origin is tuple:
         widths = frozenset([len(args)])
         columns = tuple(map(_all_check, args))
+        alike = _types_of(args[0]) if len(set(args)) == 1 else None
 
         def rows_fit(values: Iterable[Any]) -> bool:
             rows = list(values)
             if not _ONLY_LIST.issuperset(map(type, rows)) or not widths.issuperset(map(len, rows)):
                 return False
+            if alike is not None:
+                return alike.issuperset(map(type, itertools.chain.from_iterable(rows)))
             return all(map(operator.call, columns, zip(*rows, strict=True)))
 
         return rows_fit

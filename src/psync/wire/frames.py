@@ -22,6 +22,7 @@ nothing of it is on the wire. Such a body is *lent*, see ``net.shared``.
 from __future__ import annotations
 
 import enum
+import functools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,19 @@ SAME_TLS = (
 VERSION = 1
 PREFIX = struct.Struct("<4sBBHQIIQ")
 PREFIX_BYTES = PREFIX.size
+
+
+@functools.lru_cache
+def _heads(count: int) -> struct.Struct:
+    """Return the layout of a prefix and the lengths of so many segments."""
+    return struct.Struct(f"{PREFIX.format}{count}Q")
+
+
+@functools.lru_cache
+def _tables(count: int) -> struct.Struct:
+    """Return the layout of the lengths alone."""
+    return struct.Struct(f"<{count}Q")
+
 
 SCRATCH_BYTES = 128 << 10
 """Room for prefixes, headers and small frames; Dask's asyncio transport used the same."""
@@ -171,13 +185,12 @@ def encode_head(
     if not _are_small(limits, len(header), count, body_len):
         _check_sizes(LocalProtocolError, limits, len(header), count, body_len)
         _check_segments(LocalProtocolError, limits, lengths)
-    prefix = PREFIX.pack(
-        MAGIC, VERSION, kind, len(extents), request_id, len(header), count, body_len
+    head = _heads(count).pack(
+        MAGIC, VERSION, kind, len(extents), request_id, len(header), count, body_len, *lengths
     )
-    table = struct.pack(f"<{count}Q", *lengths)
     if not extents:
-        return prefix + table + header
-    return b"".join((prefix, table, *[EXTENT.pack(*extent) for extent in extents], header))
+        return head + header
+    return b"".join((head, *[EXTENT.pack(*extent) for extent in extents], header))
 
 
 class FrameDecoder:
@@ -294,7 +307,7 @@ class FrameDecoder:
         self._start += head
         if not (count or body_len):
             return Frame(kind, request_id, header, (), 0)
-        lengths = struct.unpack_from(f"<{count}Q", self._scratch, start + PREFIX_BYTES)
+        lengths = _tables(count).unpack_from(self._scratch, start + PREFIX_BYTES)
         if body_len > limits.segment_bytes:
             _check_segments(FrameTooLarge, limits, lengths)
         if sum(lengths) != body_len:
@@ -312,10 +325,10 @@ class FrameDecoder:
         targets = self._sink(frame)
         start, there = self._start, min(self._end - self._start, body_len)
         self._start += there
-        self._frame = frame
         if targets is None:
             self._discard = body_len - there
-            return None if self._discard else self._body_done()
+            self._frame = frame if self._discard else None
+            return None if self._discard else frame
         if sum(map(len, targets)) != body_len:
             raise LocalProtocolError(
                 f"{sum(map(len, targets))} bytes of memory given for a body of {body_len}"
@@ -325,7 +338,8 @@ class FrameDecoder:
                 end = start + len(target)
                 target[:] = self._scratch[start:end]
                 start = end
-            return self._body_done()
+            return frame
+        self._frame = frame
         body = self._scratch[start : start + there]
         self._targets, self._target, self._filled = targets, 0, 0
         while there:

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 from psync.client.outgoing import Outgoing
 from psync.client.plans import Plan
-from psync.client.ps_link import Call
+from psync.client.ps_link import Answers, Call
 from psync.client.sync_client import SyncClient
 from psync.errors import PsyncError
+from psync.net.peer import Received
 from psync.sync.groups import OutgoingStep
 from psync.sync.step_rounds import Ended, StepRounds
 from psync.testing.sabotage.failpoints import Failpoints
@@ -29,16 +30,42 @@ class SteppedOutgoing(Outgoing):
 
     failpoints: Failpoints
 
-    async def together(self, calls: Sequence[Call[M]]) -> list[M]:
+    def ask(self, calls: Sequence[Call[M]]) -> Answers[M]:
         """Send all at once; or one by one, if it is armed what happens between them."""
         if not self.failpoints.armed(BETWEEN_PS):
-            return await super().together(calls)
-        answers: list[M] = []
-        for call in calls:
-            if answers:
-                self.failpoints.hit(BETWEEN_PS)
-            answers += await super().together([call])
-        return answers
+            return super().ask(calls)
+        return SteppedAnswers(calls, self.failpoints)
+
+
+class SteppedAnswers(Answers[M]):
+    """Calls that are made one by one, each when the one before it was answered.
+
+    Args:
+        calls: As for ``Answers``.
+        failpoints: Told between two of them.
+    """
+
+    def __init__(self, calls: Sequence[Call[M]], failpoints: Failpoints) -> None:
+        self._failpoints = failpoints
+        super().__init__(calls)
+
+    def _begin(self) -> None:
+        if self._calls:
+            self._ask(0)
+
+    def _note(self, position: int, outcome: Received | Exception) -> None:
+        super()._note(position, outcome)
+        following = position + 1
+        if following == len(self._calls):
+            return
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            self._failpoints.hit(BETWEEN_PS)
+        except Exception as exc:
+            self._note(following, exc)
+        else:
+            self._ask(following)
 
 
 class SteppedSyncClient(SyncClient):

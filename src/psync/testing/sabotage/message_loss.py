@@ -199,11 +199,11 @@ class LossyServer(RequestServer):
         except PsyncError as exc:
             self._connection.abort(exc)  # if it is there still
 
-    def _answer(self, request_id: int, reply: Reply | None) -> None:
+    def _answer(self, request_id: int, reply: Reply | None, *, at_once: bool = False) -> None:
         if request_id in self._silent:
             self._cut("the reply was lost")
         else:
-            super()._answer(request_id, reply)
+            super()._answer(request_id, reply, at_once=at_once)
 
     def _answer_error(self, request_id: int, exc: BaseException) -> None:
         if request_id in self._silent:

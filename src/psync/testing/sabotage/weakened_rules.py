@@ -5,7 +5,6 @@ Each is the rule itself, told something wrong. So the code that trains knows not
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -111,7 +110,7 @@ class WeakSteps(SyncSteps):
 
     def contribute(self, group: int, contribution: Contribution) -> list[Action]:
         """Judge a push as if its values were those of the present step."""
-        present = dataclasses.replace(contribution, local_step=self.step(group))
+        present = contribution._replace(local_step=self.step(group))
         return super().contribute(group, present)
 
 
