@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 
 from psync.errors import RemoteProtocolError
+from psync.net.shared.views import address_of, root_of
+from psync.net.shared.windows import Windows
 from psync.numerics.blocks import BlockPool
 from psync.wire.lent import LENT_ABOVE_BYTES
 
@@ -100,7 +102,7 @@ def make_region(number: int, nbytes: int) -> Mapping:
     mapping = Mapping(fd, nbytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     mapping.region = region
-    region.address = _address(memoryview(mapping))
+    region.address = address_of(memoryview(mapping))
     return mapping
 
 
@@ -110,7 +112,7 @@ def make_heap(number: int, nbytes: int) -> Heap:
     heap = np.frombuffer(memory, np.uint8).view(Heap)
     heap.region = Region(number, nbytes)
     heap.region.heap = memory
-    heap.region.address = _address(heap.data)
+    heap.region.address = address_of(heap.data)
     return heap
 
 
@@ -158,21 +160,7 @@ def region_of(view: memoryview) -> Region | None:
 
 def offset_of(view: memoryview, region: Region) -> int:
     """Return where in its region a view begins."""
-    return _address(view) - region.address
-
-
-def root_of(memory: memoryview) -> np.ndarray:
-    """Return an array of bytes to which all references to this memory will lead.
-
-    numpy lets views of views refer to the first array in their chain: that is this one, as what is
-    below it is none.
-    """
-    return np.frombuffer(memory, np.uint8)
-
-
-def _address(view: memoryview) -> int:
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return address
+    return address_of(view) - region.address
 
 
 class SharedMemory:
@@ -185,6 +173,7 @@ class SharedMemory:
     def __init__(self) -> None:
         self.make: Make | None = None
         self.arena = self._new_arena()  # of copies that are lent
+        self.windows = Windows()  # on what is lent to it
         self.token = object()  # that its regions bear
         self._numbers = itertools.count(1)
         self._slab = memoryview(b"")  # what is left of it
