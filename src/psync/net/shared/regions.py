@@ -27,6 +27,7 @@ import numpy as np
 from psync.errors import RemoteProtocolError
 from psync.net.shared.views import address_of, root_of
 from psync.net.shared.windows import Windows
+from psync.numerics.block_runs import SHARING_BYTES
 from psync.numerics.blocks import BlockPool
 from psync.wire.lent import LENT_ABOVE_BYTES
 
@@ -177,24 +178,52 @@ class SharedMemory:
         self.token = object()  # that its regions bear
         self._numbers = itertools.count(1)
         self._slab = memoryview(b"")  # what is left of it
+        self._slab_at = 0  # where in its region
         # Each has two descriptors: a mapping keeps one of its own.
         self._max_regions = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def take(self, nbytes: int) -> np.ndarray:
         """Return a new root; of ordinary memory if it is small, or nobody could read it."""
+        memory = self._cut(nbytes, 0, ALIGNMENT, SLAB_BYTES)
+        return np.empty(nbytes, np.uint8) if memory is None else root_of(memory)
+
+    def take_run(self, nbytes: int, offset: int) -> memoryview | None:
+        """Return new memory in one piece, which can be mapped behind others; see ``windows``.
+
+        Args:
+            nbytes: Its size.
+            offset: Of its first byte in the whole; of its first byte in the region, modulo the size
+                of a page.
+
+        Returns:
+            None: it is small, nobody could read it, or there is no more.
+        """
+        return self._cut(nbytes, offset % mmap.PAGESIZE, mmap.PAGESIZE, SHARING_BYTES)
+
+    def _cut(self, nbytes: int, phase: int, alignment: int, sharing: int) -> memoryview | None:
+        """Return new memory; None: it is small, nobody could read it, or there is no more.
+
+        Args:
+            nbytes: Its size.
+            phase: Where it begins: its offset in the region, modulo ``alignment``.
+            alignment: The same.
+            sharing: What is larger has a region of its own.
+        """
         if nbytes <= LENT_ABOVE_BYTES or self.make is None:
-            return np.empty(nbytes, np.uint8)
-        if nbytes > len(self._slab):
-            memory = self._new_region(max(nbytes, SLAB_BYTES))
-            if memory is None:
-                return np.empty(nbytes, np.uint8)
-            if len(memory) == nbytes:
-                return root_of(memory)
-            self._slab = memory
-        root = root_of(self._slab[:nbytes])
-        self._slab = self._slab[-(-nbytes // ALIGNMENT) * ALIGNMENT :]
-        return root
+            return None
+        start = (phase - self._slab_at) % alignment
+        if nbytes <= sharing and start + nbytes <= len(self._slab):
+            memory, at = self._slab, self._slab_at
+        else:
+            new = self._new_region(SLAB_BYTES if nbytes <= sharing else phase + nbytes)
+            if new is None:
+                return None
+            memory, at, start = new, 0, phase
+        if len(memory) - start - nbytes > len(self._slab) or memory is self._slab:
+            end = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
+            self._slab, self._slab_at = memory[end:], at + end
+        return memory[start : start + nbytes]
 
     def let_go(self) -> None:
         """Keep nothing that is not in use: connections have ended, and perhaps the task."""
