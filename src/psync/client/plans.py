@@ -18,6 +18,7 @@ from psync.numerics.compression import Compression, marker, narrowed
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.wire.frames import SMALL_BODY_BYTES, Segment
+from psync.wire.lent import LENT_ABOVE_BYTES
 from psync.wire.tensors import to_bytes_view
 
 ARENA_BYTES = 1 << 20
@@ -105,7 +106,8 @@ class Plan:
     buffers: list[int]  # bytes of each receive buffer
     places: list[Place]  # of each variable
     large: dict[int, list[Part]]
-    """Of each variable above 64 KiB, by its index: its shards but empty ones, in order."""
+    """Of each variable that may be lent by itself, by its index: its shards but empty ones, in
+    order."""
     digest: bytes  # of the set of shards, in whatever order: the same in every process
     whole: Whole
     spread: bool  # whether a variable lies on several ps tasks
@@ -186,7 +188,7 @@ def _large_in(requests: Sequence[Request], sizes: Sequence[int]) -> dict[int, li
     for number, request in enumerate(requests):
         offset = 0
         for (index, start, _), nbytes in zip(request.cuts, request.lengths, strict=True):
-            if nbytes and sizes[index] > SMALL_BODY_BYTES:
+            if nbytes and sizes[index] > LENT_ABOVE_BYTES:
                 found.setdefault(index, []).append((start, Part(number, offset, nbytes)))
             offset += nbytes
     return {index: [part for _, part in sorted(parts)] for index, parts in found.items()}

@@ -216,7 +216,8 @@ class SharedMemory:
         if nbytes <= sharing and start + nbytes <= len(self._slab):
             memory, at = self._slab, self._slab_at
         else:
-            new = self._new_region(SLAB_BYTES if nbytes <= sharing else phase + nbytes)
+            size = phase + nbytes
+            new = self._new_region(max(size, SLAB_BYTES) if nbytes <= sharing else size)
             if new is None:
                 return None
             memory, at, start = new, 0, phase
