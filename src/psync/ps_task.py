@@ -94,7 +94,7 @@ class PsTask:
         self._platform = platform
         self._index = index
         self._address = address
-        self._pool = BlockPool(source=platform.memory.take)
+        self._pool = BlockPool(source=platform.memory.take, run=platform.memory.take_run)
         self._work = LongWork(self.task, self.stopped.set)
         parts, pool, work, check = platform.parts, self._pool, self._work, self._check_coordinator
         self._process = PsProcess(

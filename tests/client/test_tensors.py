@@ -57,6 +57,17 @@ def test_read_only_and_reversed_arrays_become_tensors_without_a_warning(torch: A
     assert tensor_of(torch, array[::-1]).tolist() == [2, 1, 0]
 
 
+def test_memory_that_only_another_process_may_write_is_copied() -> None:
+    class Torch:
+        from_numpy = staticmethod(lambda array: array)
+
+    lent = np.frombuffer(memoryview(np.arange(3.0)).toreadonly()).reshape(3, 1)[::1]
+    made = tensor_of(Torch, lent)
+    made += 1  # and does not end the process
+    assert made.tolist() == [[1], [2], [3]]
+    assert lent.tolist() == [[0], [1], [2]]
+
+
 def test_a_dtype_that_numpy_lacks_is_an_error(torch: Any) -> None:
     with pytest.raises(TypeError):
         array_of(torch.ones(2).to(torch.float8_e4m3fn))

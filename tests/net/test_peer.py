@@ -33,7 +33,7 @@ from psync.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
-from psync.net.peer import Handler, Later, Peer, Reply
+from psync.net.peer import Handler, Into, Later, Peer, Reply
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import Message, encode
 from psync.wire.frames import FrameDecoder, Kind, Segment, encode_frame
@@ -52,8 +52,8 @@ def pull(set_id: int = 0) -> Pull:
     return Pull(set_id, None, -1, "")
 
 
-def views_of(array: np.ndarray) -> Callable[[Message, tuple[int, ...]], list[memoryview]]:
-    return lambda message, lengths: [to_bytes_view(array)]
+def views_of(array: np.ndarray) -> Into:
+    return lambda message, lengths, lent: [to_bytes_view(array)]
 
 
 # --- requests and replies --------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_memory_for_a_reply_may_have_other_borders_than_its_segments(turns: Turn
     asked: list[tuple[Message, tuple[int, ...]]] = []
     destination = np.zeros(10, np.uint8)
 
-    def into(message: Message, lengths: tuple[int, ...]) -> Sequence[memoryview]:
+    def into(message: Message, lengths: tuple[int, ...], lent: object) -> Sequence[memoryview]:
         asked.append((message, lengths))
         return [to_bytes_view(destination[:7]), to_bytes_view(destination[7:])]
 
@@ -233,7 +233,7 @@ def test_an_error_in_placing_a_reply_fails_that_call_alone(turns: Turns) -> None
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
         return Reply(Pulled([]), [bytes(100 * KIB)])
 
-    def broken(message: Message, lengths: tuple[int, ...]) -> Sequence[memoryview]:
+    def broken(message: Message, lengths: tuple[int, ...], lent: object) -> Sequence[memoryview]:
         raise GradientError("no room for this")
 
     pair = peered(turns, {Pull: Handler(values)})

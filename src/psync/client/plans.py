@@ -2,7 +2,7 @@
 
 A *plan* is made once for a set of variables and kept. From the second time on a pull costs
 one small request to each ps, and its reply is read straight into the arrays that the caller
-gets.
+gets (``client.landing``).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from psync.numerics.blocks import BlockPool
 from psync.numerics.compression import Compression, marker, narrowed
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.wire.frames import SMALL_BODY_BYTES, Segment
+from psync.wire.lent import LENT_ABOVE_BYTES
 from psync.wire.tensors import to_bytes_view
 
 ARENA_BYTES = 1 << 20
@@ -34,6 +34,14 @@ class Piece(NamedTuple):
 
     buffer: int
     offset: int
+    nbytes: int
+
+
+class Part(NamedTuple):
+    """Where a shard lies in the bodies of a plan's requests."""
+
+    request: int  # its place in the plan
+    offset: int  # in the body
     nbytes: int
 
 
@@ -97,6 +105,9 @@ class Plan:
     requests: list[Request]
     buffers: list[int]  # bytes of each receive buffer
     places: list[Place]  # of each variable
+    large: dict[int, list[Part]]
+    """Of each variable that may be lent by itself, by its index: its shards but empty ones, in
+    order."""
     digest: bytes  # of the set of shards, in whatever order: the same in every process
     whole: Whole
     spread: bool  # whether a variable lies on several ps tasks
@@ -167,12 +178,24 @@ def make_plan(
         ordered,
         buffers,
         [places[index] for index in range(len(variables))],
+        _large_in(ordered, sizes),
         _digest_of(variables),
         whole_of(ordered),
         any(len({shard.ps for shard in variable.shards}) > 1 for variable in variables),
         frozenset(requests),
         len(ordered) > len(requests),
     )
+
+
+def _large_in(requests: Sequence[Request], sizes: Sequence[int]) -> dict[int, list[Part]]:
+    found: dict[int, list[tuple[int, Part]]] = {}
+    for number, request in enumerate(requests):
+        offset = 0
+        for (index, start, _), nbytes in zip(request.cuts, request.lengths, strict=True):
+            if nbytes and sizes[index] > LENT_ABOVE_BYTES:
+                found.setdefault(index, []).append((start, Part(number, offset, nbytes)))
+            offset += nbytes
+    return {index: [part for _, part in sorted(parts)] for index, parts in found.items()}
 
 
 def whole_of(requests: Sequence[Request]) -> Whole:
@@ -217,41 +240,6 @@ def targets_of(
             buffer, offset, *_ = plan.places[index]
             targets.append(buffers[buffer][offset + start : offset + end])
     return [target for target in targets if len(target)]
-
-
-def landing(
-    plan: Plan,
-    pool: BlockPool,
-    out: Sequence[np.ndarray | None] = (),
-    *,
-    writable: bool = False,
-) -> tuple[list[np.ndarray], list[list[memoryview]]]:
-    """Make room for the values of a plan's variables.
-
-    Args:
-        plan: That is pulled.
-        pool: Memory of the arrays, which is handed out again once they are gone.
-        out: Arrays that take the values instead, or None for each.
-        writable: Whether the others may be changed.
-
-    Returns:
-        An array for each variable; and for each request where the body of its answer belongs.
-    """
-    given = {index: array for index, array in enumerate(out) if array is not None}
-    needed = {place.buffer for index, place in enumerate(plan.places) if index not in given}
-    roots = {number: pool.take(plan.buffers[number]) for number in needed}
-    arrays: list[np.ndarray] = []
-    for index, (buffer, offset, shape, dtype) in enumerate(plan.places):
-        array = given.get(index)
-        if array is None:
-            array = np.ndarray(shape, dtype, roots[buffer], offset)
-            array.setflags(write=writable)
-        arrays.append(array)
-    buffers = {number: to_bytes_view(root) for number, root in roots.items()}
-    views = {index: to_bytes_view(array) for index, array in given.items()}
-    for root in roots.values():
-        pool.give(root)
-    return arrays, [targets_of(plan, request, buffers, views) for request in plan.requests]
 
 
 Given = memoryview | IndexedSlices

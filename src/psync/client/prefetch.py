@@ -25,17 +25,20 @@ are dropped unless all of this holds:
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from psync.client.plans import Plan, Request, landing
-from psync.client.ps_link import PsLink
+from psync.client.landing import Landing
+from psync.client.plans import Plan, Request
+from psync.client.ps_link import PsLink, Where
+from psync.net.shared.windows import Windows
 from psync.numerics.blocks import BlockPool
 from psync.wire.frames import SMALL_BODY_BYTES
 
-Landing = tuple[Request, list[memoryview]]
+Landed = tuple[Request, Where]
 """What is asked of a ps, and where its values belong."""
 
 Steps = Sequence[tuple[int, int]]
@@ -56,44 +59,52 @@ class Wanted:
         plan: Of the variables.
         arrays: Their values, read-only; nobody else has them. None: they have not begun to come.
         steps: That these are of, as the answers to pulls say it.
-        room: Arrays that were made before.
+        room: For values that have not all come.
     """
 
     plan: Plan
     arrays: list[np.ndarray] | None = None
     steps: Sequence[Steps] = ()
-    room: tuple[list[np.ndarray], list[list[memoryview]]] | None = None
+    room: Landing | None = None
 
     def make_room(self, pool: BlockPool) -> None:
-        """Make the arrays: best while nothing else is to be done."""
-        self.room = landing(self.plan, pool)
+        """Take memory for the arrays: best while nothing else is to be done."""
+        self.room = Landing(self.plan, pool)
+        self.room.make_room()
 
     def receive(self, pool: BlockPool) -> list[memoryview]:
         """Return where the bytes belong, in order: the values are coming in, all at once."""
-        (self.arrays, targets), self.room = self.room or landing(self.plan, pool), None
+        room, self.room = self.room or Landing(self.plan, pool), None
+        targets = [room.place(at) for at in range(len(self.plan.requests))]
+        self.arrays = room.arrays()
         return [target for of_request in targets for target in of_request]
 
-    def landings(self, push: Plan, pool: BlockPool) -> Mapping[int, Landing]:
+    def landings(self, push: Plan, pool: BlockPool, windows: Windows) -> Mapping[int, Landed]:
         """Return what comes with the answer of each ps; nothing, if a push does not reach all.
 
         Args:
             push: Plan of the push.
             pool: Memory of the arrays.
+            windows: As for ``Landing``.
         """
         if self.plan.in_parts or push.in_parts:
             return {}  # of a push in several messages a ps would read before it is applied whole
         if not self.plan.ps <= push.ps:
             return {}
-        self.make_room(pool)
-        assert self.room is not None, "it was made"
-        each = zip(self.plan.requests, self.room[1], strict=True)
-        return {request.ps: (request, targets) for request, targets in each}
+        self.room = room = Landing(self.plan, pool, windows=windows)
+        return {
+            request.ps: (request, functools.partial(room.place, at))
+            for at, request in enumerate(self.plan.requests)
+        }
 
-    def came(self, steps: Sequence[Steps]) -> None:
-        """Each ps has answered; those that sent values said which steps these are of."""
+    async def came(self, steps: Sequence[Steps]) -> None:
+        """Each ps has answered; those that sent values said which steps these are of.
+
+        Cancellation: There are no values then.
+        """
         room, self.room = self.room, None
         if room is not None and len(steps) == len(self.plan.requests):
-            self.arrays, self.steps = room[0], steps
+            self.arrays, self.steps = await room.values(), steps
 
 
 class PulledAhead:

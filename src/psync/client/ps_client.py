@@ -7,6 +7,7 @@ Every push and assign carries (sequence) and (closure, ordinal), so it may be se
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from psync.client.landing import Landing
 from psync.client.outgoing import Outgoing
-from psync.client.plans import Given, Plan, Request, body_of, given_of, landing, make_plan
-from psync.client.prefetch import Landing, Wanted
-from psync.client.ps_link import Body, Call, PsLink, always, together
+from psync.client.plans import Given, Plan, Request, body_of, given_of, make_plan
+from psync.client.prefetch import Landed, Wanted
+from psync.client.ps_link import Body, Call, PsLink, Where, always, together
 from psync.client.pulled_steps import PulledSteps
 from psync.client.rows import PsRows, check_exist
 from psync.client.work_meter import WorkMeter
@@ -92,6 +94,7 @@ class PsClient(PsRows):
         self.parts, self.now = endpoint.platform.parts, endpoint.platform.now
         self.outgoing = self.parts.of(Outgoing)()
         self._pool = pool
+        self._windows = endpoint.platform.memory.windows
         self.work = WorkMeter(asyncio.get_running_loop().time)
         # By compression; of each variable its id, for which shards it stands, dtype. The last used
         # is at the end.
@@ -162,29 +165,26 @@ class PsClient(PsRows):
 
         Cancellation: Safe; ``out`` then holds anything.
         """
-        arrays, targets = landing(plan, self._pool, out or (), writable=writable)
+        landing = Landing(plan, self._pool, out or (), writable, self._windows)
         timeline = -1
-        while self.outgoing.timeline != timeline:  # again, if ps tasks rolled back meanwhile
-            timeline = self.outgoing.timeline
-            calls = [
-                self._pull(request, where, optimizer, slot, lock)
-                for request, where in zip(plan.requests, targets, strict=True)
-            ]
-            with self.work.pull:
-                answers = await together(calls)
-            if seen is not None:
-                for pulled in answers:
-                    seen.note(pulled.steps)
-        return arrays
+        with self.work.pull:
+            while self.outgoing.timeline != timeline:  # again, if ps tasks rolled back meanwhile
+                timeline = self.outgoing.timeline
+                calls = [
+                    self._pull(request, functools.partial(landing.place, at), optimizer, slot, lock)
+                    for at, request in enumerate(plan.requests)
+                ]
+                for pulled in await together(calls):
+                    if seen is not None:
+                        seen.note(pulled.steps)
+            return await landing.values()
 
     def _pull(
-        self, request: Request, where: list[memoryview], optimizer: int, slot: str, lock: int
+        self, request: Request, where: Where, optimizer: int, slot: str, lock: int
     ) -> Call[Pulled]:
         def build(peer: Peer) -> Pull:
-            members = members_for(peer, request)
-            if lock:
-                return PullLocked(request.set_id, members, optimizer, slot, lock)
-            return Pull(request.set_id, members, optimizer, slot)
+            what = request.set_id, members_for(peer, request), optimizer, slot
+            return PullLocked(*what, lock) if lock else Pull(*what)
 
         return Call(
             self.links[request.ps], build, Pulled, "a pull", bulk=request.nbytes > SMALL_BODY_BYTES,
@@ -243,14 +243,14 @@ class PsClient(PsRows):
                 raised.key if raised and (request.ps, request.part) == (raised.ps, 0) else None,
             )  # fmt: skip
 
-        landings = None if wanted is None else wanted.landings(plan, self._pool)
+        landings = None if wanted is None else wanted.landings(plan, self._pool, self._windows)
         answers = await self._mutate(
             plan, self.in_order(gradients), build, closure, ordinal, landings=landings
         )
         for request in plan.requests:
             self._optimizers[request.ps].add(optimizer)
         if wanted is not None:
-            wanted.came([answer.steps for answer in answers if answer.steps is not None])
+            await wanted.came([answer.steps for answer in answers if answer.steps is not None])
         return answers
 
     async def assign(
@@ -376,7 +376,7 @@ class PsClient(PsRows):
         ordinal: int,
         *,
         locked: bool = False,
-        landings: Mapping[int, Landing] | None = None,
+        landings: Mapping[int, Landed] | None = None,
     ) -> list[Pushed]:
         """Deliver an update of a plan's variables: one for each of ``arrays``, or without any."""
         for spec, array in zip(plan.variables, arrays, strict=bool(arrays)):
@@ -415,15 +415,15 @@ class PsClient(PsRows):
         closure: int,
         ordinal: int,
         locked: bool,
-        landing: Landing | None,
+        landing: Landed | None,
     ) -> Call[Pushed]:
         link = self.links[request.ps]
         segments, rows, nbytes = body_of(request, given) if given else ([], None, 0)
         set_ids = [request.set_id] if given else []
         body: Body | None = None
         if landing is not None:
-            pulled, targets = landing
-            body = Body(pulled.lengths, targets, "the shards", may_lack=True)
+            pulled, where = landing
+            body = Body(pulled.lengths, where, "the shards", may_lack=True)
             nbytes = max(nbytes, pulled.nbytes)
             set_ids.append(pulled.set_id)
         spread = [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None

@@ -28,6 +28,7 @@ from psync.net.peer import Into, Peer, Received
 from psync.numerics.rule_configs import Registered
 from psync.wire.codec import Message, check
 from psync.wire.frames import Segment
+from psync.wire.lent import Borrowed
 from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
@@ -215,21 +216,27 @@ class PsLink(Lanes):
             peer.notify(message)
 
 
+Where = Callable[[Borrowed | None], Sequence[memoryview]]
+"""Returns where a body belongs; or that body itself if it is lent, and kept."""
+
+
 @dataclass(slots=True, eq=False)
 class Body:
     """Where the body of an answer belongs."""
 
     lengths: tuple[int, ...]  # of the segments that are asked for
-    targets: list[memoryview]  # memory for those that are not empty
+    where: Where  # for those that are not empty
     what: str  # has these lengths, for messages: "the shards"
     may_lack: bool = False  # whether an answer without a body is one, too
     got: tuple[int, ...] = ()  # lengths of what came
 
-    def place(self, _: Message, lengths: tuple[int, ...]) -> list[memoryview]:
+    def place(
+        self, _: Message, lengths: tuple[int, ...], lent: Borrowed | None
+    ) -> Sequence[memoryview]:
         """As ``Into``."""
         self.got = lengths
         if lengths == self.lengths:
-            return self.targets
+            return self.where(lent)
         return [to_bytes_view(np.empty(sum(lengths), np.uint8))]  # thrown away
 
     def check(self, task: str) -> None:
@@ -243,6 +250,11 @@ class Body:
                 f"{task} sent other sizes than {self.what} have: "
                 f"expected {sum(self.lengths)} bytes, got {sum(self.got)}"
             )
+
+
+def copied_to(targets: Sequence[memoryview]) -> Where:
+    """Return what says that a body belongs there, whether it is lent or not."""
+    return lambda lent: targets
 
 
 class Call(NamedTuple, Generic[M]):

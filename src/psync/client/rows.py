@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from psync.client.ps_link import Body, Call, PsLink, always, together
+from psync.client.ps_link import Body, Call, PsLink, always, copied_to, together
 from psync.client.pulled_steps import PulledSteps
 from psync.client.work_meter import WorkMeter
 from psync.errors import GradientError
@@ -159,7 +159,8 @@ class PsRows:
         calls = []
         for parts in messages:
             lengths = tuple([len(one.target) for one in parts])
-            body = Body(lengths, [one.target for one in parts if one.target], "the rows")
+            targets = [one.target for one in parts if one.target]
+            body = Body(lengths, copied_to(targets), "the rows")
             numbers = [to_bytes_view(one.rows) for one in parts if isinstance(one.rows, np.ndarray)]
             message = PullRows([one.part for one in parts], optimizer, slot)
             bulk = max(sum(lengths), sum(map(len, numbers))) > SMALL_BODY_BYTES

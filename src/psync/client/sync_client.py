@@ -193,7 +193,7 @@ class SyncClient:
         return answer
 
     def _receive(
-        self, wanted: Wanted | None, message: Message, lengths: tuple[int, ...]
+        self, wanted: Wanted | None, message: Message, lengths: tuple[int, ...], lent: object
     ) -> list[memoryview]:
         """Return where values belong that come with a token: as ``Into``."""
         if wanted is None or lengths != wanted.plan.whole.lengths:

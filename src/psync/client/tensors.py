@@ -40,7 +40,8 @@ def tensor_of(torch: Any, array: np.ndarray) -> Any:
     """Return a tensor in the array's memory, or in a copy of it if torch knows no such strides.
 
     torch warns of read-only arrays, since a tensor might be changed; here it does not. Those that
-    are differentiated cannot be, in place; data are the caller's own.
+    are differentiated cannot be, in place; data are the caller's own. Of memory that this process
+    cannot write, such as a ps's, a copy is made: torch would end the process by a signal.
     """
     if any(stride < 0 for stride in array.strides):
         array = array.copy()
@@ -59,4 +60,14 @@ class _Writable:
 
 
 def _shared(array: np.ndarray) -> np.ndarray:
-    return array if array.flags.writeable else np.asarray(_Writable(array))
+    if array.flags.writeable:
+        return array
+    return array.copy() if _is_foreign(array) else np.asarray(_Writable(array))
+
+
+def _is_foreign(array: np.ndarray) -> bool:
+    """Whether it lies in memory that was given to be read only."""
+    owner: object = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return isinstance(owner, memoryview) and owner.readonly

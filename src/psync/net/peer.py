@@ -135,8 +135,7 @@ class Peer:
             segments: Its body. Above 64 KiB it is not copied, and must not change before the
                 reply; if there is none, because of a cancellation or a deadline, before the
                 connection is closed.
-            into: Says where the reply's body belongs, given its message and the lengths of
-                its segments. The reply's ``segments`` are then empty.
+            into: Says where the reply's body belongs. The reply's ``segments`` are then empty.
             deadline: Loop time (seconds) at which to give up; None: never.
 
         Raises:
@@ -312,7 +311,8 @@ class Peer:
                 frame.token = call
                 call.reply = decode(frame.header)
                 try:
-                    return _fitting(call.into(call.reply, frame.lengths), frame)
+                    views = call.into(call.reply, frame.lengths, frame.borrowed)
+                    return _fitting(views, frame)
                 except Exception as exc:
                     del self._calls[frame.request_id]
                     call.then(exc)

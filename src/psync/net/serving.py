@@ -22,9 +22,12 @@ from psync.wire.remote_errors import failure_of
 
 if TYPE_CHECKING:
     from psync.net.peer import Peer
+    from psync.wire.lent import Borrowed
 
 
-Into = Callable[[Message, tuple[int, ...]], Sequence[memoryview]]
+Into = Callable[[Message, tuple[int, ...], "Borrowed | None"], Sequence[memoryview]]
+"""Returns memory for a reply's body, given its message and the lengths of its segments; or that
+body itself, kept where it is, if it is lent."""
 
 
 class Reply(NamedTuple):

@@ -80,6 +80,10 @@ def private(nbytes: int) -> np.ndarray:
     return np.empty(nbytes, np.uint8)
 
 
+def no_run(nbytes: int, offset: int) -> memoryview | None:
+    """Return None: there is nobody who would see it in one piece."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
     """A snapshot of a pool."""
@@ -101,16 +105,23 @@ class BlockPool:
     Args:
         max_bytes: Bound of what the pool keeps alive; the least recently given go first.
         source: Where new memory comes from.
+        run: Where that of runs comes from (``block_runs``): given its size, and an offset that its
+            first byte shares the place in a page with.
 
     Attributes:
         source: The same; may be replaced.
+        run: The same.
     """
 
     def __init__(
-        self, max_bytes: int = POOL_BYTES, source: Callable[[int], np.ndarray] = private
+        self,
+        max_bytes: int = POOL_BYTES,
+        source: Callable[[int], np.ndarray] = private,
+        run: Callable[[int, int], memoryview | None] = no_run,
     ) -> None:
         self._max_bytes = max_bytes
         self.source = source
+        self.run = run
         # id -> root, least recently given first. The pool's ONLY reference to a root is here.
         self._roots: OrderedDict[int, np.ndarray] = OrderedDict()
         # nbytes -> ids of the roots of that size, the next to be looked at first.
@@ -305,12 +316,16 @@ class BlockArray:
     def from_bytes(cls, data: np.ndarray, dtype: np.dtype, pool: BlockPool) -> BlockArray:
         """Copy ``data`` (1-D uint8, a whole number of elements) into blocks."""
         made = cls(data.nbytes // dtype.itemsize, dtype, pool=pool)
-        for i in range(made.num_blocks):
-            block = Block(pool.take(made._nbytes(i)), dtype)
-            start, stop = made.bounds(i)
-            block.array.view(np.uint8)[:] = data[start * dtype.itemsize : stop * dtype.itemsize]
-            made._blocks[i] = block
+        made.load(data, pool)
         return made
+
+    def load(self, data: np.ndarray, pool: BlockPool) -> None:
+        """Let a new array have the contents ``data`` (1-D uint8, as many bytes)."""
+        size = self.dtype.itemsize
+        for i in range(self.num_blocks):
+            block = self._blocks[i] = self.apart(i, pool)
+            start, stop = self.bounds(i)
+            block.array.view(np.uint8)[:] = data[start * size : stop * size]
 
     @property
     def num_blocks(self) -> int:

@@ -24,6 +24,7 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
+from psync.numerics.block_runs import ABOVE_BYTES, BlockRuns
 from psync.numerics.blocks import BlockArray, BlockPool, bytes_of
 from psync.numerics.rule_configs import rule_from_config
 from psync.numerics.update_rule import ACCUMULATOR, RuleRaised, UpdateRule, slot_dtype
@@ -93,12 +94,19 @@ class ShardTable:
                     f"got {_whole(spec)}"
                 )
             return False
-        values = BlockArray(spec.size, dtype_of(spec.dtype), fill, self._pool)
+        values = self._new_values(spec, fill)
         shard = Shard(spec, values, values.nbytes)
         if value is not None:
-            shard.values = BlockArray.from_array(self._typed(shard, value), self._pool)
+            values.load(bytes_of(self._typed(shard, value)), self._pool)
         self._shards[spec.key] = shard
         return True
+
+    def _new_values(self, spec: ShardSpec, fill: float | np.ndarray) -> BlockArray:
+        dtype, nbytes = dtype_of(spec.dtype), spec.nbytes
+        if nbytes <= ABOVE_BYTES:
+            return BlockArray(spec.size, dtype, fill, self._pool)
+        offset = spec.offset * (nbytes // spec.shape[0]) if spec.shape else 0
+        return BlockRuns(spec.size, dtype, fill, self._pool, offset)
 
     def copy(self, spec: ShardSpec, source: Key) -> Work:
         """Start to take up a shard that begins with the present value of another one.

@@ -45,6 +45,10 @@ class Borrowed(Protocol):
     views: Sequence[memoryview]
     is_kept: bool
 
+    @property
+    def may_keep(self) -> bool:
+        """Whether it may be kept for as long as somebody likes: not too much is."""
+
     def keep(self) -> list[memoryview]:
         """Return ``views``; the body is given back when nobody sees any of them any more."""
 

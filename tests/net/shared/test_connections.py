@@ -419,7 +419,7 @@ async def test_memory_of_a_caller_that_gave_up_is_not_written_any_more() -> None
         memory = np.zeros(MIB, np.uint8)
         begun = asyncio.Event()
 
-        def into(message: Any, lengths: Any) -> Sequence[memoryview]:
+        def into(message: Any, lengths: Any, lent: object) -> Sequence[memoryview]:
             asyncio.get_running_loop().call_soon(begun.set)
             return [to_bytes_view(memory)]
 

@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 
 from psync.errors import RemoteProtocolError
 from psync.net.shared.channel import SideChannel
-from psync.net.shared.regions import Region, SharedMemory, offset_of, region_of, root_of
+from psync.net.shared.regions import Region, SharedMemory, offset_of, region_of
+from psync.net.shared.views import root_of
 from psync.numerics.blocks import roomy
 from psync.wire.frames import Buffer
 from psync.wire.lent import LENT_ABOVE_BYTES, MAX_EXTENTS, Extent, copies
@@ -36,6 +37,10 @@ from psync.wire.tensors import to_bytes_view
 
 LENT_BYTES = 256 << 20
 """Of copies, at one time and over one connection; what is more goes through the socket."""
+
+KEPT_BYTES = 256 << 20
+"""That are kept for as long as a program likes, over one connection, or twice what is kept last if
+that is more. Then what is lent is copied out."""
 
 PIECE_BYTES = 32 << 10
 """Of a body in smaller pieces, on average, the kernel copies more in the same time."""
@@ -101,12 +106,14 @@ class Sharing:
         self._lent: dict[int, Loan] = {}
         self._num_sent = 0
         self._copied_bytes = 0  # of them
+        self._own_bytes = 0  # of them: memory that its owner would write to otherwise
         self._gone: deque[int] = deque()  # regions that are to be forgotten there
         # Of theirs.
         self._regions: dict[int, memoryview] = {}
         self._num_received = 0
         self._num_kept = 0  # bodies that are read where they are
-        self._returns: deque[tuple[int, bool]] = deque()  # number, whether it was kept
+        self._kept_bytes = 0
+        self._returns: deque[tuple[int, int]] = deque()  # number, bytes that were kept
         if memory.make is None:
             memory.make = channel.make
 
@@ -120,6 +127,8 @@ class Sharing:
             nbytes: Its size.
         """
         if self._closed or self._copied_bytes > LENT_BYTES:
+            return None
+        if self._own_bytes + nbytes > 2 * _bound(nbytes):  # who gets it does not copy it out
             return None
         if nbytes < PIECE_BYTES * len(buffers):
             return None
@@ -144,6 +153,7 @@ class Sharing:
         if len(loan.extents) > MAX_EXTENTS:
             return None
         self._copied_bytes += loan.copied_bytes
+        self._own_bytes += nbytes - loan.copied_bytes
         return loan
 
     def _own_region_of(self, view: memoryview) -> Region | None:
@@ -174,8 +184,9 @@ class Sharing:
         loan.sources.clear()
 
     def withdrawn(self, loan: Loan) -> None:
-        """It was not sent."""
+        """It was not sent, or is not needed any more."""
         self._copied_bytes -= loan.copied_bytes
+        self._own_bytes -= loan.nbytes - loan.copied_bytes
 
     def told(self, is_return: bool, number: int) -> None:
         """The peer gives back a body of ours, or has forgotten a region of its own.
@@ -194,7 +205,7 @@ class Sharing:
         loan = self._lent.pop(number, None)
         if loan is None:
             raise RemoteProtocolError(f"body {number} was given back, which is not lent")
-        self._copied_bytes -= loan.copied_bytes
+        self.withdrawn(loan)
 
     def region_gone(self, number: int) -> None:
         """A region of ours is gone; the peer may forget it. Called in any thread."""
@@ -248,6 +259,16 @@ class Sharing:
                 return memory
         raise RemoteProtocolError(f"region {wanted} of shared memory was never given")
 
+    @property
+    def bytes_lent_now(self) -> int:
+        """What is lent and not given back."""
+        return sum(loan.nbytes for loan in self._lent.values())
+
+    @property
+    def bytes_kept_now(self) -> int:
+        """What is read where the peer has it."""
+        return self._kept_bytes
+
     # To be said to the peer.
 
     @property
@@ -259,8 +280,9 @@ class Sharing:
         """Return bodies to be given back, and regions to be forgotten; once."""
         returns, gone = [], []
         while self._returns:
-            number, was_kept = self._returns.popleft()
-            self._num_kept -= was_kept
+            number, kept_bytes = self._returns.popleft()
+            self._num_kept -= kept_bytes > 0
+            self._kept_bytes -= kept_bytes
             returns.append(number)
         while self._gone:
             number = self._gone.popleft()
@@ -271,14 +293,24 @@ class Sharing:
             self._settle()
         return returns, gone
 
-    def give_back(self, number: int, *, was_kept: bool) -> None:
-        """A body of the peer's is not needed any more; called in any thread."""
-        self._returns.append((number, was_kept))
+    def give_back(self, number: int, kept_bytes: int) -> None:
+        """A body of the peer's is not needed any more; called in any thread.
+
+        Args:
+            number: Of the body.
+            kept_bytes: Its size if it was kept; 0: it was not.
+        """
+        self._returns.append((number, kept_bytes))
         self._wake()
 
-    def kept(self) -> None:
+    def may_keep(self, nbytes: int) -> bool:
+        """Whether a body of the peer's may be kept for as long as somebody likes."""
+        return self._kept_bytes + nbytes <= _bound(nbytes)
+
+    def kept(self, nbytes: int) -> None:
         """A body of the peer's is read where it is."""
         self._num_kept += 1
+        self._kept_bytes += nbytes
 
     # The end.
 
@@ -314,19 +346,25 @@ class Sharing:
 class BorrowedBody:
     """See ``wire.lent.Borrowed``."""
 
-    __slots__ = ("_gone", "_number", "_sharing", "is_kept", "views")
+    __slots__ = ("_gone", "_nbytes", "_number", "_sharing", "is_kept", "views")
 
     def __init__(self, sharing: Sharing, number: int, views: Sequence[memoryview]) -> None:
         self.views = views
         self.is_kept = False
+        self._nbytes = sum(map(len, views))
         self._sharing = sharing
         self._number = number
         self._gone = itertools.count(1)  # counts in one step, whatever threads there are
 
+    @property
+    def may_keep(self) -> bool:
+        """See ``Borrowed``."""
+        return self._sharing.may_keep(self._nbytes)
+
     def keep(self) -> list[memoryview]:
         """See ``Borrowed``."""
         self.is_kept = True
-        self._sharing.kept()
+        self._sharing.kept(self._nbytes)
         views, self.views = self.views, ()
         kept = []
         for view in views:
@@ -338,11 +376,16 @@ class BorrowedBody:
     def give_back(self) -> None:
         """See ``Borrowed``."""
         self.views = ()
-        self._sharing.give_back(self._number, was_kept=False)
+        self._sharing.give_back(self._number, 0)
 
     def _one_gone(self, of: int) -> None:
         if next(self._gone) == of:
-            self._sharing.give_back(self._number, was_kept=True)
+            self._sharing.give_back(self._number, self._nbytes)
+
+
+def _bound(nbytes: int) -> int:
+    """Return how much may be kept where a body of this size is."""
+    return max(KEPT_BYTES, 2 * nbytes)
 
 
 class Waker:

@@ -25,6 +25,9 @@ from typing import Any
 import numpy as np
 
 from psync.errors import RemoteProtocolError
+from psync.net.shared.views import address_of, root_of
+from psync.net.shared.windows import Windows
+from psync.numerics.block_runs import SHARING_BYTES
 from psync.numerics.blocks import BlockPool
 from psync.wire.lent import LENT_ABOVE_BYTES
 
@@ -100,7 +103,7 @@ def make_region(number: int, nbytes: int) -> Mapping:
     mapping = Mapping(fd, nbytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     mapping.region = region
-    region.address = _address(memoryview(mapping))
+    region.address = address_of(memoryview(mapping))
     return mapping
 
 
@@ -110,7 +113,7 @@ def make_heap(number: int, nbytes: int) -> Heap:
     heap = np.frombuffer(memory, np.uint8).view(Heap)
     heap.region = Region(number, nbytes)
     heap.region.heap = memory
-    heap.region.address = _address(heap.data)
+    heap.region.address = address_of(heap.data)
     return heap
 
 
@@ -158,21 +161,7 @@ def region_of(view: memoryview) -> Region | None:
 
 def offset_of(view: memoryview, region: Region) -> int:
     """Return where in its region a view begins."""
-    return _address(view) - region.address
-
-
-def root_of(memory: memoryview) -> np.ndarray:
-    """Return an array of bytes to which all references to this memory will lead.
-
-    numpy lets views of views refer to the first array in their chain: that is this one, as what is
-    below it is none.
-    """
-    return np.frombuffer(memory, np.uint8)
-
-
-def _address(view: memoryview) -> int:
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return address
+    return address_of(view) - region.address
 
 
 class SharedMemory:
@@ -185,27 +174,57 @@ class SharedMemory:
     def __init__(self) -> None:
         self.make: Make | None = None
         self.arena = self._new_arena()  # of copies that are lent
+        self.windows = Windows()  # on what is lent to it
         self.token = object()  # that its regions bear
         self._numbers = itertools.count(1)
         self._slab = memoryview(b"")  # what is left of it
+        self._slab_at = 0  # where in its region
         # Each has two descriptors: a mapping keeps one of its own.
         self._max_regions = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def take(self, nbytes: int) -> np.ndarray:
         """Return a new root; of ordinary memory if it is small, or nobody could read it."""
+        memory = self._cut(nbytes, 0, ALIGNMENT, SLAB_BYTES)
+        return np.empty(nbytes, np.uint8) if memory is None else root_of(memory)
+
+    def take_run(self, nbytes: int, offset: int) -> memoryview | None:
+        """Return new memory in one piece, which can be mapped behind others; see ``windows``.
+
+        Args:
+            nbytes: Its size.
+            offset: Of its first byte in the whole; of its first byte in the region, modulo the size
+                of a page.
+
+        Returns:
+            None: it is small, nobody could read it, or there is no more.
+        """
+        return self._cut(nbytes, offset % mmap.PAGESIZE, mmap.PAGESIZE, SHARING_BYTES)
+
+    def _cut(self, nbytes: int, phase: int, alignment: int, sharing: int) -> memoryview | None:
+        """Return new memory; None: it is small, nobody could read it, or there is no more.
+
+        Args:
+            nbytes: Its size.
+            phase: Where it begins: its offset in the region, modulo ``alignment``.
+            alignment: The same.
+            sharing: What is larger has a region of its own.
+        """
         if nbytes <= LENT_ABOVE_BYTES or self.make is None:
-            return np.empty(nbytes, np.uint8)
-        if nbytes > len(self._slab):
-            memory = self._new_region(max(nbytes, SLAB_BYTES))
-            if memory is None:
-                return np.empty(nbytes, np.uint8)
-            if len(memory) == nbytes:
-                return root_of(memory)
-            self._slab = memory
-        root = root_of(self._slab[:nbytes])
-        self._slab = self._slab[-(-nbytes // ALIGNMENT) * ALIGNMENT :]
-        return root
+            return None
+        start = (phase - self._slab_at) % alignment
+        if nbytes <= sharing and start + nbytes <= len(self._slab):
+            memory, at = self._slab, self._slab_at
+        else:
+            size = phase + nbytes
+            new = self._new_region(max(size, SLAB_BYTES) if nbytes <= sharing else size)
+            if new is None:
+                return None
+            memory, at, start = new, 0, phase
+        if len(memory) - start - nbytes > len(self._slab) or memory is self._slab:
+            end = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
+            self._slab, self._slab_at = memory[end:], at + end
+        return memory[start : start + nbytes]
 
     def let_go(self) -> None:
         """Keep nothing that is not in use: connections have ended, and perhaps the task."""

@@ -17,6 +17,7 @@ import numpy as np
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.client.context import current_closure
 from psync.testing.simulation import oracle
+from psync.testing.simulation.holdings import Holdings
 from psync.testing.simulation.plan import Call, ClosurePlan, Plan
 from psync.testing.simulation.processes import current_process
 from psync.testing.simulation.rounds import Rounds
@@ -194,6 +195,7 @@ class Journal:
         self.worked = 0  # how often what works beside the batches has scheduled something
         self.is_calm = True  # nothing has gone wrong yet
         self.rounds = Rounds(plan)
+        self.holdings = Holdings()
 
     @classmethod
     def current(cls) -> Journal:

@@ -86,6 +86,7 @@ MARKS = (
     "memory cannot be lent",
     "a connection is lost over which something is lent",
     "what was lent is read after the connection has been lost",
+    "a worker holds a ps's memory across an update",
     # Requests and closures.
     "a reply is lost and the request repeated",
     "a request is lost and repeated",

@@ -23,7 +23,7 @@ from psync.chief.cluster_links import ClusterLinks
 from psync.client.outgoing import Outgoing
 from psync.closures import dispatcher
 from psync.net.shared import bodies, regions
-from psync.numerics import blocks
+from psync.numerics import block_runs, blocks
 from psync.ps import cooperative_work, executor
 from psync.replicas import closure_messages
 from psync.wire import frames, lent
@@ -62,7 +62,12 @@ SIZES: Mapping[str, Size] = {
     "turns": Size(((cooperative_work, "INLINE_BYTES"),), (0, 40_000)),
     "slow pieces": Size(((cooperative_work, "PIECE_S"),), (0.0005, 0.01)),
     "whole pushes": Size(((frames, "SMALL_BODY_BYTES"),), (0, 100)),
-    "lent": Size(((lent, "LENT_ABOVE_BYTES"), (bodies, "PIECE_BYTES")), (0, 100)),
+    "lent": Size(
+        ((lent, "LENT_ABOVE_BYTES"), (bodies, "PIECE_BYTES"), (block_runs, "ABOVE_BYTES")),
+        (0, 100),
+    ),
+    "kept": Size(((bodies, "KEPT_BYTES"),), (0, 1_000)),
+    "runs": Size(((block_runs, "MAX_RUNS"), (block_runs, "UNUSED_AFTER")), (1, 2)),
     "used again": Size(((blocks, "_MIN_POOLED_BYTES"),), (16,)),
     "copied at once": Size(((lent, "COPY_BYTES"),), (8, 64)),
     "slabs": Size(((regions, "SLAB_BYTES"),), (256, 4096)),

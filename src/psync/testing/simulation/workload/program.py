@@ -53,13 +53,20 @@ async def step(
                 values = await psync.pull({kind: each.variables for kind, each in handles.items()})
                 for kind, of_table in values.items():
                     journal.tables[kind].note_pull(of_table, run)
+                journal.holdings.hold(
+                    [array for each in values.values() for array in each.values()]
+                )
             await asyncio.sleep(call.pause_s)
             run.ordinal = ordinal
             note = await journal.tables[call.kind].change(handles[call.kind], call, run)
             outcomes.append(str(note.outcome))
             if note.outcome == "accepted":
                 run.changed.append((call.kind, call.column))
+                if journal.holdings.any_leased():
+                    journal.say("mark", "a worker holds a ps's memory across an update")
+            journal.find(journal.holdings.faults())
         await asyncio.sleep(calls[-1].pause_s)
+        journal.find(journal.holdings.faults())
     if fails:
         raise StepFailed(closure)
     return outcomes
