@@ -6,7 +6,7 @@ import pytest
 
 from psync.numerics.blocks import BLOCK_ELEMENTS, BlockArray
 from psync.specs import ShardSpec, dtype_of
-from psync.store.shard import Shard, Work, started
+from psync.store.shard import BlockWork, Shard, Work
 
 
 def shard_of(size: int) -> Shard:
@@ -23,7 +23,7 @@ def shard() -> Shard:
 
 def begun(shard: Shard, done: list[object]) -> Work:
     """Work that notes each block in ``done``, and its end as None."""
-    return started(shard, done.append, lambda: done.append(None))
+    return BlockWork(shard, done.append, lambda: done.append(None))
 
 
 def test_it_does_a_block_per_step_and_the_last_one_with_its_end(shard: Shard) -> None:
@@ -56,7 +56,7 @@ def test_it_leaves_the_shard_busy_when_it_fails(shard: Shard) -> None:
     def fail(i: int) -> None:
         raise MemoryError
 
-    work = started(shard, fail, pytest.fail)
+    work = BlockWork(shard, fail, pytest.fail)
     with pytest.raises(MemoryError):
         next(work)
     assert (shard.busy, shard.version) == (True, 0)
@@ -64,13 +64,13 @@ def test_it_leaves_the_shard_busy_when_it_fails(shard: Shard) -> None:
 
 def test_it_is_over_at_once_on_an_empty_shard() -> None:
     shard, ends = shard_of(0), []
-    work = started(shard, pytest.fail, lambda: ends.append(None))
+    work = BlockWork(shard, pytest.fail, lambda: ends.append(None))
     assert list(work) == []
     assert (ends, shard.version) == ([None], 1)
 
 
 def test_it_may_have_other_pieces_than_blocks_and_change_nothing(shard: Shard) -> None:
     done: list[int] = []
-    for _ in started(shard, done.append, lambda: None, 5, changes=False):
+    for _ in BlockWork(shard, done.append, lambda: None, 5, changes=False):
         pass
     assert (done, shard.busy, shard.version) == ([0, 1, 2, 3, 4], False, 0)
