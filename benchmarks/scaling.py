@@ -16,7 +16,7 @@ Prints a table, and writes ``scaling.json`` and ``scaling.svg``: on the y-axis i
 ``worker_memory``    100 to 1,000 workers in one process: memory of one, and of a connection
 ``variable_memory``  100 to 10,000 variables: likewise
 ``closure_memory``   1,000 to 1,000,000 queued closures: likewise
-``cores``            a ps that may use one core, and two, below two workers that push 16 MiB each
+``cores``            a ps that may use one core, and two: a push of 64 MiB by one worker
 
 Each point is measured several times, each time in a fresh process and cluster; the points of a
 curve take turns. What does not fit into the memory of this machine is left out, and it is said.
@@ -112,7 +112,7 @@ CURVES = {
     ),
     "cores": Curve(
         scaling_points.cores, "cores of the ps", (1, 2), (1, 2),
-        {"push of 16 MiB by two workers; µs": ("step",)},
+        {"push of 64 MiB; µs": ("push",)},
     ),
 }  # fmt: skip
 

@@ -276,15 +276,32 @@ async def take(*args):
 
 
 async def cores(size, quick):
-    """A ps of so many cores: 2 workers push 16 MiB each, again and again."""
-    async with training(1, 2) as (cluster, strategy, coordinator):
-        steps = Steps(coordinator, strategy, [(4 * MIB,)])
-        await steps.run(2, 5)
-        bind(cluster.tasks["ps-0"].pid, size)
-        await steps.run(2, 5)
-        step, _, _ = await steps.run(2, 15 if quick else 60)
-        await steps.check()
-    return {"step of two workers": step}
+    """A ps of so many cores: one worker pushes 64 MiB, and waits for the update."""
+    figures = {}
+    async with training(1, 1) as (cluster, strategy, coordinator):
+        for name in ("SGD", "Adam"):
+            optimizer = getattr(psync.optimizers, name)(0.5)
+            with strategy.scope():
+                variable = psync.Variable(zeros, shape=(16 * MIB,), dtype=np.float32, name=name)
+
+            async def pushes(count, variable=variable, optimizer=optimizer):
+                gradient = np.ones(variable.shape, np.float32)
+                began = time.perf_counter()
+                for _ in range(count):
+                    await optimizer.apply_gradients([(gradient, variable)])
+                return (time.perf_counter() - began) / count * 1e6
+
+            await coordinator.fetch(coordinator.schedule(pushes, args=(3,)))
+            bind(cluster.tasks["ps-0"].pid, size)
+            count = 10 if quick else 40
+            await coordinator.fetch(coordinator.schedule(pushes, args=(3,)))
+            figures[f"push, {name}"] = await coordinator.fetch(
+                coordinator.schedule(pushes, args=(count,))
+            )
+            value = await variable.read()
+            expected = -0.5 * (count + 6)  # the first steps of Adam are its rate, too
+            check(np.allclose(value, expected, rtol=1e-3), f"{name}: expected {expected}")
+    return figures
 
 
 def bind(pid, count):

@@ -151,6 +151,7 @@ class PsTask:
             self._sessions.close()
         await self._adoption.close()
         await self._work.drain()  # what began meanwhile
+        self._work.close()
 
     @property
     def is_torn(self) -> bool:

@@ -105,7 +105,8 @@ class UpdateRule(_AnyRule):
         backup, and a repetition after a failure, call it and have to get the same bits. So no
         randomness, no clock, no state on ``self`` or elsewhere.
 
-        It runs on the event loop of the ps, in a few milliseconds, and blocks everybody meanwhile.
+        It runs on the event loop of the ps, in a few milliseconds, and blocks everybody meanwhile;
+        never in another thread, and never twice at once.
 
         Args:
             value: 1-D, float32 or float64 (variables of half precision come as float32).

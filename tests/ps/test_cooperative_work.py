@@ -1,12 +1,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
-from psync.errors import PsyncError
+from psync.errors import BusyError, PsyncError
+from psync.numerics import blocks, update_rule
+from psync.numerics.layerwise_rules import Lamb
+from psync.numerics.moment_rules import Adam
+from psync.ps import cooperative_work
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.specs import ShardSpec
 from psync.store.store import Key, ShardStore, Work
@@ -127,3 +135,180 @@ async def test_work_that_fails_between_two_turns_ends_the_task() -> None:
     with pytest.raises(MemoryError):
         await ps.work.finish(broken())
     assert ps.ended == ["torn"]
+
+
+# In threads.
+
+BLOCK = 1 << 16  # bytes
+SIZE = 8 * BLOCK // 4 - 7
+LARGE: Key = (7, 0)
+OTHER: Key = (8, 0)
+
+
+@pytest.fixture(params=[1, 2, 4], ids=["one core", "two cores", "four cores"])
+def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many cores the ps may use."""
+    count: int = request.param
+    monkeypatch.setattr(cooperative_work, "usable_cores", lambda: count)
+    return count
+
+
+@pytest.fixture
+def ps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ps]:
+    """One whose shards LARGE and OTHER have eight blocks, small ones."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK)
+    made = Ps()
+    for name, key in (("large", LARGE), ("other", OTHER)):
+        made.store.create(ShardSpec(name, *key, 0, (SIZE,), "float32", 0), fill=np.float32(0.5))
+    yield made
+    made.work.close()
+
+
+def gradient(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(SIZE).astype(np.float32)
+
+
+def bits(ps: Ps) -> bytes:
+    return b"".join(ps.store.read(LARGE))
+
+
+def updates() -> Iterator[Callable[[ShardStore], Work]]:
+    """Pushes, two of which are accumulated; the mean of two; an assign and a moving average."""
+    options = update_rule.RuleOptions(gradient_accumulation_steps=2)
+    rules = [Adam(0.1), Lamb(0.1), Adam(0.1).with_options(options)]
+
+    def push(store: ShardStore, number: int, seed: int) -> Work:
+        store.define_optimizer(number, rules[number].to_config())
+        return store.apply(number, LARGE, gradient(seed), store.begin_push(number, 0))
+
+    def mean(store: ShardStore) -> Work:
+        pair = [gradient(2), gradient(3)]
+        return store.apply_mean(0, LARGE, pair, [1, 2], store.begin_push(0, 0), scale=0.5)
+
+    for number in range(len(rules)):
+        for seed in range(2):
+            yield functools.partial(push, number=number, seed=seed)
+    yield mean
+    yield lambda store: store.assign(LARGE, "add", gradient(4))
+    yield lambda store: store.average(LARGE, OTHER, 0.9)
+
+
+async def test_updates_have_the_same_bits_whoever_computes_them(ps: Ps, cores: int) -> None:
+    alone = Ps().store
+    for key in (LARGE, OTHER):
+        alone.create(ps.store.spec(key), fill=np.float32(0.5))
+    for begin in updates():
+        held = ps.store.read(LARGE)  # so that blocks are replaced
+        before = b"".join(held)
+        await ps.work.finish(begin(ps.store))
+        for _ in begin(alone):
+            pass
+        assert b"".join(held) == before
+        assert bits(ps) == b"".join(alone.read(LARGE))
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, seen: Callable[[], None]) -> None:
+    """Let ``seen`` be called, by who computes it, before each block of SGD."""
+    usual = update_rule.SGD.apply
+
+    def apply(self: update_rule.SGD, *args: Any) -> None:
+        seen()
+        usual(self, *args)
+
+    monkeypatch.setattr(update_rule.SGD, "apply", apply)
+
+
+def sgd(ps: Ps) -> Work:
+    ps.store.define_optimizer(1, update_rule.SGD(1.0).to_config())
+    return ps.store.apply(1, LARGE, np.ones(SIZE, np.float32), ps.store.begin_push(1, 0))
+
+
+async def test_several_blocks_are_computed_at_once_where_there_are_cores(
+    ps: Ps, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread waits for the others in its first block; with one core there are none."""
+    by_thread: dict[int, int] = {}
+    all_there = threading.Barrier(cores)
+
+    def seen() -> None:
+        me = threading.get_ident()
+        by_thread[me] = by_thread.get(me, 0) + 1
+        if by_thread[me] == 1:
+            all_there.wait(10)
+
+    watched(monkeypatch, seen)
+    await ps.work.finish(sgd(ps))
+    assert (threading.get_ident() in by_thread) == (cores == 1)
+    assert len(by_thread) == cores
+    assert sum(by_thread.values()) == 8
+    assert np.frombuffer(bits(ps), np.float32).tolist()[-1] == -0.5
+
+
+async def test_the_loop_serves_others_while_threads_compute(
+    ps: Ps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cooperative_work, "usable_cores", lambda: 2)
+    served = threading.Event()
+
+    def seen() -> None:
+        assert served.wait(10)
+
+    watched(monkeypatch, seen)
+    updating = asyncio.ensure_future(ps.work.finish(sgd(ps)))
+    await asyncio.sleep(0)
+    assert not updating.done()
+    with pytest.raises(BusyError):
+        ps.store.read(LARGE)
+    served.set()
+    await updating
+    assert not ps.store.busy(LARGE)
+
+
+async def test_work_that_is_cancelled_while_threads_compute_is_done_at_once(
+    ps: Ps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cooperative_work, "usable_cores", lambda: 2)
+    computing = threading.Event()
+    watched(monkeypatch, computing.set)
+    updating = asyncio.ensure_future(ps.work.finish(sgd(ps)))
+    await asyncio.sleep(0)
+    assert computing.wait(10)
+    updating.cancel()
+    await asyncio.wait([updating])
+    assert updating.cancelled()
+    assert not ps.store.busy(LARGE)
+    assert set(np.frombuffer(bits(ps), np.float32).tolist()) == {-0.5}
+    assert not ps.ended
+
+
+async def test_a_block_that_fails_in_a_thread_ends_the_task(
+    ps: Ps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cooperative_work, "usable_cores", lambda: 2)
+    failed = iter(range(100))
+
+    def fail() -> None:
+        if next(failed) == 3:
+            raise MemoryError
+
+    watched(monkeypatch, fail)
+    with pytest.raises(MemoryError):
+        await ps.work.finish(sgd(ps))
+    assert ps.ended == ["torn"]
+    assert ps.store.busy(LARGE)
+
+
+async def test_nothing_that_was_computed_is_held_by_threads(
+    ps: Ps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient may lie in memory of a worker, which has it back with the last reference."""
+    monkeypatch.setattr(cooperative_work, "usable_cores", lambda: 2)
+    lent = np.ones(SIZE, np.float32)
+    let_go: list[int] = []
+    weakref.finalize(lent, lambda: let_go.append(threading.get_ident()))
+    ps.store.define_optimizer(1, update_rule.SGD(1.0).to_config())
+    work = ps.store.apply(1, LARGE, lent, ps.store.begin_push(1, 0))
+    del lent
+    await ps.work.finish(work)
+    del work
+    assert let_go == [threading.get_ident()]

@@ -7,17 +7,22 @@ import numpy as np
 import pytest
 
 from psync.numerics.blocks import BlockArray, BlockPool
-from psync.numerics.update_rule import Scratch
-from psync.store.shard import GradientAccumulator
+from psync.store.shard import Workspace
+from psync.store.shard_updates import GradientAccumulator
 
 
 def push(
     sums: BlockArray, gradient: np.ndarray, *, due: bool, pool: BlockPool | None = None
 ) -> tuple[np.ndarray | None, int]:
     """What comes of one push of three, and how many blocks it replaced."""
-    accumulator = GradientAccumulator(sums, 3, due, pool or BlockPool(), Scratch(8))
-    mean = accumulator.take(0, gradient)
-    return None if mean is None else mean.copy(), accumulator.copies
+    accumulator, space = GradientAccumulator(sums, 3, due, pool or BlockPool()), Workspace()
+    if not due:
+        accumulator.adding(0, lambda _: gradient).do(space)
+        return None, accumulator.copies
+    take, commit = accumulator.taking(0, lambda _: gradient)
+    mean = take(space)
+    commit()
+    return mean, accumulator.copies
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
@@ -36,11 +41,12 @@ def test_the_mean_comes_with_the_last_gradient_and_then_the_sum_is_zero(dtype: o
     assert sums.block(0).array.tolist() == [0, 0, 0, 0]
 
 
-def test_to_peek_changes_nothing() -> None:
+def test_to_look_at_the_mean_changes_nothing() -> None:
     sums = BlockArray(2, np.dtype(np.float64))
     push(sums, np.array([1.0, 2.0]), due=False)
-    accumulator = GradientAccumulator(sums, 3, False, BlockPool(), Scratch(8))
-    assert accumulator.peek(0, np.array([5.0, 1.0])).tolist() == [2, 1]
+    accumulator = GradientAccumulator(sums, 3, False, BlockPool())
+    mean = accumulator.mean(accumulator.sum(0), np.array([5.0, 1.0]), Workspace())
+    assert mean.tolist() == [2, 1]
     assert sums.block(0).array.tolist() == [1, 2]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from psync.numerics.blocks import BLOCK_ELEMENTS, BlockArray
 from psync.specs import ShardSpec, dtype_of
-from psync.store.shard import Shard, Work, started
+from psync.store.shard import BlockWork, Prepared, Shard, Work, Workspace
 
 
 def shard_of(size: int) -> Shard:
@@ -23,7 +23,7 @@ def shard() -> Shard:
 
 def begun(shard: Shard, done: list[object]) -> Work:
     """Work that notes each block in ``done``, and its end as None."""
-    return started(shard, done.append, lambda: done.append(None))
+    return BlockWork(shard, done.append, lambda: done.append(None))
 
 
 def test_it_does_a_block_per_step_and_the_last_one_with_its_end(shard: Shard) -> None:
@@ -56,7 +56,7 @@ def test_it_leaves_the_shard_busy_when_it_fails(shard: Shard) -> None:
     def fail(i: int) -> None:
         raise MemoryError
 
-    work = started(shard, fail, pytest.fail)
+    work = BlockWork(shard, fail, pytest.fail)
     with pytest.raises(MemoryError):
         next(work)
     assert (shard.busy, shard.version) == (True, 0)
@@ -64,13 +64,91 @@ def test_it_leaves_the_shard_busy_when_it_fails(shard: Shard) -> None:
 
 def test_it_is_over_at_once_on_an_empty_shard() -> None:
     shard, ends = shard_of(0), []
-    work = started(shard, pytest.fail, lambda: ends.append(None))
+    work = BlockWork(shard, pytest.fail, lambda: ends.append(None))
     assert list(work) == []
     assert (ends, shard.version) == ([None], 1)
 
 
 def test_it_may_have_other_pieces_than_blocks_and_change_nothing(shard: Shard) -> None:
     done: list[int] = []
-    for _ in started(shard, done.append, lambda: None, 5, changes=False):
+    for _ in BlockWork(shard, done.append, lambda: None, 5, changes=False):
         pass
     assert (done, shard.busy, shard.version) == ([0, 1, 2, 3, 4], False, 0)
+
+
+def handed_out_of(shard: Shard, done: list[object]) -> BlockWork:
+    """As ``begun``, and any block can be handed out."""
+
+    def prepared(i: int) -> Prepared:
+        return Prepared(lambda space: done.append(f"compute {i}"), lambda: done.append(i))
+
+    return BlockWork(shard, done.append, lambda: done.append(None), prepared=prepared)
+
+
+def test_blocks_that_are_handed_out_come_back_in_any_order_before_the_end() -> None:
+    done: list[object] = []
+    shard, space = shard_of(8 * BLOCK_ELEMENTS), Workspace()
+    work = handed_out_of(shard, done)
+    first, second = work.hand_out(2), work.hand_out(2)
+    assert first is not None
+    assert second is not None
+    assert work.hand_out(2) is None
+    assert done == []
+    second.compute(space)
+    second.commit()
+    next(work)  # nothing is left to be done here
+    assert done == [*(f"compute {i}" for i in range(4, 8)), 4, 5, 6, 7]
+    first.compute(space)
+    first.commit()
+    assert (shard.busy, shard.version) == (True, 0)
+    with pytest.raises(StopIteration):
+        next(work)
+    assert (done[-1], shard.busy, shard.version) == (None, False, 1)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "threads", "sizes"),
+    [(3, 2, []), (4, 2, [2, 2]), (9, 2, [5, 4]), (64, 2, [16] * 4), (7, 4, []), (8, 4, [2] * 4)],
+)
+def test_what_is_handed_out_is_divided_among_threads(
+    blocks: int, threads: int, sizes: list[int]
+) -> None:
+    done: list[object] = []
+    work = handed_out_of(shard_of(blocks * BLOCK_ELEMENTS), done)
+    found = []
+    while (out := work.hand_out(threads)) is not None:
+        before = len(done)
+        out.compute(Workspace())
+        found.append(len(done) - before)
+        out.commit()
+    assert found == sizes
+    work.close()
+    assert [i for i in done if isinstance(i, int)] == list(range(blocks))
+
+
+def test_blocks_that_cannot_be_handed_out_are_done_first() -> None:
+    done: list[object] = []
+    shard = shard_of(8 * BLOCK_ELEMENTS)
+
+    def prepared(i: int) -> Prepared | None:
+        return Prepared(lambda _: None, lambda: done.append(i)) if i >= 3 else None
+
+    work = BlockWork(shard, lambda i: done.append(f"here {i}"), lambda: None, prepared=prepared)
+    for i in range(3):
+        assert work.hand_out(2) is None
+        next(work)
+        assert done[-1] == f"here {i}"
+    out = work.hand_out(2)
+    assert out is not None
+    out.compute(Workspace())
+    out.commit()
+    assert done[3:] == [3, 4, 5]
+
+
+def test_work_of_which_a_block_has_failed_elsewhere_leaves_the_shard_busy(shard: Shard) -> None:
+    done: list[object] = []
+    work = begun(shard, done)
+    work.fail()
+    work.close()
+    assert list(work) == []
+    assert (done, shard.busy) == ([], True)

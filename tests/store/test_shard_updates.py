@@ -7,7 +7,8 @@ import numpy as np
 from psync.numerics.blocks import BLOCK_ELEMENTS, BlockArray, BlockPool
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.update_rule import SGD, Scratch, UpdateRule
-from psync.store.shard import GradientAccumulator, ShardUpdate
+from psync.store.shard import Workspace
+from psync.store.shard_updates import GradientAccumulator, ShardUpdate
 
 SIZE = 2 * BLOCK_ELEMENTS + 10  # three blocks
 
@@ -38,7 +39,7 @@ def run(update: ShardUpdate) -> None:
 def test_the_blocks_of_an_elementwise_rule_are_the_pieces() -> None:
     param, grad = drawn()
     values, rule = array_of(param), SGD(0.5, 0.9)
-    update = ShardUpdate(rule, values, slots_of(rule), grad, 0, BlockPool(), Scratch())
+    update = ShardUpdate(rule, values, slots_of(rule), grad, 0, BlockPool(), Workspace())
     assert update.pieces == 3
     run(update)
     assert np.array_equal(value_of(values), param - np.float32(0.5) * grad)
@@ -49,7 +50,7 @@ def test_a_layerwise_rule_measures_all_blocks_before_the_first_one_changes() -> 
     param, grad = drawn()
     values, rule = array_of(param), Lamb(0.5)
     slots = slots_of(rule)
-    update = ShardUpdate(rule, values, slots, grad, 0, BlockPool(), Scratch())
+    update = ShardUpdate(rule, values, slots, grad, 0, BlockPool(), Workspace())
     assert update.pieces == 6
     for i in range(3):
         update.piece(i)
@@ -65,7 +66,9 @@ def test_a_layerwise_rule_measures_all_blocks_before_the_first_one_changes() -> 
 def test_a_ratio_that_is_given_saves_the_measuring() -> None:
     param, grad = drawn()
     values, rule = array_of(param), Lamb(0.5)
-    update = ShardUpdate(rule, values, slots_of(rule), grad, 0, BlockPool(), Scratch(), ratio=0.25)
+    update = ShardUpdate(
+        rule, values, slots_of(rule), grad, 0, BlockPool(), Workspace(), ratio=0.25
+    )
     assert update.pieces == 3
     run(update)
     # the first update of Adam is the sign of the gradient
@@ -75,11 +78,11 @@ def test_a_ratio_that_is_given_saves_the_measuring() -> None:
 def test_what_is_not_due_changes_no_block_of_the_values() -> None:
     param, grad = drawn()
     values, rule = array_of(param), Lamb(0.5)
-    sums, pool, scratch = BlockArray(SIZE, np.dtype(np.float32)), BlockPool(), Scratch()
+    sums, pool, space = BlockArray(SIZE, np.dtype(np.float32)), BlockPool(), Workspace()
     seen = values.export()
     for due in (False, True):
-        accumulator = GradientAccumulator(sums, 2, due, pool, Scratch(BLOCK_ELEMENTS))
-        update = ShardUpdate(rule, values, slots_of(rule), grad, 0, pool, scratch, accumulator)
+        accumulator = GradientAccumulator(sums, 2, due, pool)
+        update = ShardUpdate(rule, values, slots_of(rule), grad, 0, pool, space, accumulator)
         run(update)
         assert update.copies == (3 if due else 0)
     whole, whole_slots = param.copy(), [np.zeros_like(param) for _ in range(2)]

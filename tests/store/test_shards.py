@@ -19,7 +19,7 @@ from psync.numerics.rule_options import RuleOptions
 from psync.numerics.update_rule import ACCUMULATOR, SGD
 from psync.schedules import Constant
 from psync.specs import ShardSpec
-from psync.store.shard import started
+from psync.store.shard import BlockWork
 from psync.store.shards import Key, ShardTable
 
 TASK = "/job:ps/task:1"
@@ -41,7 +41,7 @@ def table() -> ShardTable:
 
 class TestTable:
     def test_a_shard_that_is_worked_on_is_not_read(self, table: ShardTable) -> None:
-        work = started(table.shards()[KEY], lambda i: None, lambda: None)
+        work = BlockWork(table.shards()[KEY], lambda i: None, lambda: None)
         with pytest.raises(
             BusyError, match=r'"w/part_0" on /job:ps/task:1: an update is under way'
         ):

@@ -23,7 +23,8 @@ class MeanGradient:
     """The mean, or sum, of the gradients that several pushes have for one shard.
 
     It is cut like an array, ``mean[start:stop]``, and computed when it is cut: what is cut off
-    is valid until the next cut of anything that shares the scratch memory.
+    is valid until the next cut of anything that shares the scratch memory. ``cut`` does it with
+    other scratch memory, in whatever thread.
 
     The result is ``((g0 * w0 + g1 * w1) + …) / (w0 + w1 + …)``, in the order given, computed in
     ``sum_dtype`` and rounded once to the dtype of the gradients. A weight of 1 multiplies nothing.
@@ -58,29 +59,33 @@ class MeanGradient:
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """Return these elements, in the dtype of the gradients; not to be changed."""
-        mean = self._mean(part)
-        return mean if self.scale == 1.0 else self._scaled(mean)
+        return self.cut(part, self.scratch)
 
-    def _scaled(self, mean: np.ndarray) -> np.ndarray:
+    def cut(self, part: slice, scratch: Scratch) -> np.ndarray:
+        """As ``mean[part]``, with other memory for the sum."""
+        mean = self._mean(part, scratch)
+        return mean if self.scale == 1.0 else self._scaled(mean, scratch)
+
+    def _scaled(self, mean: np.ndarray, scratch: Scratch) -> np.ndarray:
         work = sum_dtype(mean.dtype)
-        product = self.scratch.arrays(work, 2, mean.size)[1]  # the mean may lie in the first
+        product = scratch.arrays(work, 2, mean.size)[1]  # the mean may lie in the first
         with np.errstate(all="ignore"):  # infinity times 0 is a result
             np.multiply(mean, self.scale, out=product, dtype=work)
             if work == mean.dtype:
                 return product
-            rounded = self.scratch.arrays(mean.dtype, 2, mean.size)[1]
+            rounded = scratch.arrays(mean.dtype, 2, mean.size)[1]
             np.copyto(rounded, product, casting="same_kind")
         return rounded
 
-    def _mean(self, part: slice) -> np.ndarray:
+    def _mean(self, part: slice, scratch: Scratch) -> np.ndarray:
         first = self.gradients[0][part]
         if len(self.gradients) == 1 and self.weights[0] == 1:
             return first
         work = sum_dtype(first.dtype)
-        (total,) = self.scratch.arrays(work, 1, first.size)
+        (total,) = scratch.arrays(work, 1, first.size)
         rounded: np.ndarray | None = None
         if work != first.dtype:
-            (rounded,) = self.scratch.arrays(first.dtype, 1, first.size)
+            (rounded,) = scratch.arrays(first.dtype, 1, first.size)
         parts = map(itemgetter(part), self.gradients)
         sum_into(total, parts, self.weights, self._weight_sum, self.reduction, rounded)
         return total if rounded is None else rounded

@@ -3,16 +3,25 @@
 A large update is done block by block, with the loop running in between. Its shard is busy
 meanwhile; requests for it wait until some update has ended, and look again. An update that fails
 half-way has torn its shard: then the task must end.
+
+Where a ps may use several cores, many blocks at a time are computed in a few threads instead, and
+the loop serves others: numpy lets go of the interpreter while it computes. Threads see arrays and
+nothing else (``store.shard.HandedOut``); all that is counted, shared or decided stays on the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from psync.errors import BusyError, PsyncError
+from psync.store.shard import BlockWork, HandedOut, Workspace
 from psync.store.store import Key, ShardStore, Work
 
 logger = logging.getLogger(__name__)
@@ -27,6 +36,16 @@ SHARD_BYTES = 16 << 10
 
 PIECE_S = 0.0
 """Pause between two pieces, in seconds: the loop runs once. The simulator has slow ones."""
+
+MAX_THREADS = 4
+"""More of them wait for memory rather than for a core."""
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use. Cheap; it may be another number each time."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Changing:
@@ -53,6 +72,81 @@ class Changing:
                 turn.set_result(None)
 
 
+class _Computing:
+    """Blocks on their way to a thread and back: computed once, by the thread or by the loop.
+
+    Args:
+        blocks: They.
+        compute: Computes them.
+    """
+
+    def __init__(self, blocks: HandedOut, compute: Callable[[HandedOut], None]) -> None:
+        self.blocks = blocks
+        self.computed: asyncio.Future[None]  # by the thread, as the loop sees it
+        self._compute = compute
+        self._lock = threading.Lock()
+        self._is_begun = self._is_done = False
+
+    def compute(self) -> None:
+        """Compute the blocks, or wait for who does.
+
+        Raises:
+            RuntimeError: It failed, and who did it knows why.
+        """
+        with self._lock:
+            if not self._is_begun:
+                self._is_begun = True
+                self._compute(self.blocks)
+                self._is_done = True
+        if not self._is_done:
+            raise RuntimeError("blocks of a shard could not be computed")
+
+
+class ComputeThreads:
+    """A few threads that compute blocks, in the order in which they are given."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None  # until it is first used
+        self._spaces: deque[Workspace] = deque()  # that nobody uses
+
+    def count(self) -> int:
+        """Return how many there are to be used now; less than 2: none."""
+        return min(MAX_THREADS, usable_cores())
+
+    def begin(self, blocks: HandedOut) -> _Computing:
+        """Compute blocks in a thread; ``computed`` is done when they are."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(self.count(), "psync compute")
+        computing = _Computing(blocks, self._compute)
+        computing.computed = asyncio.get_running_loop().run_in_executor(
+            self._executor, computing.compute
+        )
+        return computing
+
+    def close(self) -> None:
+        """End them once they are idle."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
+            self._executor = None
+
+    def _compute(self, blocks: HandedOut) -> None:
+        try:
+            space = self._spaces.pop()
+        except IndexError:
+            space = Workspace()
+        try:
+            blocks.compute(space)
+        finally:
+            self._spaces.append(space)
+
+
+def _finish_at_once(work: Work, computing: deque[_Computing]) -> None:
+    while computing:
+        computing[0].compute()
+        computing.popleft().blocks.commit()
+    work.close()
+
+
 class LongWork(Changing):
     """Updates under way on one ps, whatever they belong to.
 
@@ -67,6 +161,7 @@ class LongWork(Changing):
         self._task = task
         self._on_torn = torn
         self._updates: set[asyncio.Task[Any]] = set()  # never cancelled
+        self._threads = ComputeThreads()
 
     def to_the_end(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
         """Carry work out whatever becomes of its request: half an update is none."""
@@ -82,6 +177,10 @@ class LongWork(Changing):
         """
         while self._updates:
             await asyncio.wait(list(self._updates))
+
+    def close(self) -> None:
+        """Let threads end; there is no work any more."""
+        self._threads.close()
 
     def fits_now(self, store: ShardStore, keys: Sequence[Key | str], nbytes: int) -> bool:
         """Return whether shards are idle, and an update small enough for one turn.
@@ -140,17 +239,50 @@ class LongWork(Changing):
             raise
 
     async def finish(self, work: Work) -> None:
-        """Do the work on one shard, with the loop running between blocks."""
+        """Do the work on one shard, with the loop running between blocks, or while threads compute.
+
+        Cancellation: The rest is done at once.
+        """
+        computing: deque[_Computing] = deque()  # what is handed out, the oldest first
         try:
-            for _ in work:
-                await asyncio.sleep(PIECE_S)
+            try:
+                await self._carry_out(work, computing)
+            except (asyncio.CancelledError, GeneratorExit):
+                _finish_at_once(work, computing)
+                raise
         except Exception as exc:
+            for other in computing:
+                other.computed.cancel()
+            if isinstance(work, BlockWork):
+                work.fail()
             self.give_up(exc)
             raise
         finally:
-            work.close()  # cancelled: the rest at once
             self.wake()
         await asyncio.sleep(0)  # readers first: a queue of updates must not starve them
+
+    async def _carry_out(self, work: Work, computing: deque[_Computing]) -> None:
+        threads = self._threads.count()
+        while True:
+            blocks = None
+            if threads > 1 and isinstance(work, BlockWork):
+                blocks = work.hand_out(threads)
+            if blocks is not None:
+                computing.append(self._threads.begin(blocks))
+                if len(computing) > threads:  # one waits, so that no thread does
+                    await self._commit_oldest(computing)
+            elif computing:
+                await self._commit_oldest(computing)
+            else:
+                try:
+                    next(work)
+                except StopIteration:
+                    return
+                await asyncio.sleep(PIECE_S)
+
+    async def _commit_oldest(self, computing: deque[_Computing]) -> None:
+        await computing[0].computed
+        computing.popleft().blocks.commit()
 
     def give_up(self, error: Exception) -> None:
         """A block could not be written, so its shard is torn: the task must end."""

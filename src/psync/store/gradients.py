@@ -10,14 +10,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from psync.errors import UsageError
-from psync.numerics.blocks import BLOCK_ELEMENTS, BlockPool
+from psync.numerics.blocks import BlockPool
 from psync.numerics.clipping import sum_of_squares
 from psync.numerics.layerwise_rules import LayerwiseRule, Sums
 from psync.numerics.means import MeanGradient
-from psync.numerics.sums import Reduction
-from psync.numerics.update_rule import Part, Scratch, UpdateRule
+from psync.numerics.sums import Pieces, Reduction
+from psync.numerics.update_rule import Part, UpdateRule
 from psync.store.rows import RowTable
-from psync.store.shard import GradientAccumulator, Shard, ShardUpdate, Work, started
+from psync.store.shard import BlockWork, Shard, Work, Workspace
+from psync.store.shard_updates import GradientAccumulator, ShardUpdate
 from psync.store.shards import Key
 
 
@@ -31,9 +32,7 @@ class GradientTable(RowTable):
 
     def __init__(self, task: str, pool: BlockPool | None = None) -> None:
         super().__init__(task, pool)
-        # Apart from the rules' scratch memory, which read what is in these.
-        self._sums = Scratch(BLOCK_ELEMENTS)
-        self._accumulated = Scratch(BLOCK_ELEMENTS)
+        self._space = Workspace(self._scratch)
         self._applies = 0
         self._copies = 0
 
@@ -114,7 +113,9 @@ class GradientTable(RowTable):
                 self._copies += accumulator.copies
                 shard.pushes[optimizer_id] = shard.pushes.get(optimizer_id, 0) + 1
 
-        return started(shard, update.piece, finished, update.pieces, changes=False)
+        return BlockWork(
+            shard, update.piece, finished, update.pieces, changes=False, prepared=update.prepared
+        )
 
     def _update_of(
         self,
@@ -131,9 +132,9 @@ class GradientTable(RowTable):
         if steps is not None:
             *slots, sums = slots
             due = (shard.pushes.get(optimizer_id, 0) + 1) % steps == 0
-            accumulator = GradientAccumulator(sums, steps, due, self._pool, self._accumulated)
+            accumulator = GradientAccumulator(sums, steps, due, self._pool)
         update = ShardUpdate(
-            rule, shard.values, slots, gradient, step, self._pool, self._scratch, accumulator,
+            rule, shard.values, slots, gradient, step, self._pool, self._space, accumulator,
             ratio,
         )  # fmt: skip
         return update, accumulator
@@ -185,7 +186,7 @@ class GradientTable(RowTable):
             )
         update, _ = self._update_of(shard, optimizer_id, gradient, step, None)
         measurement = rule.for_variable(shard.spec.variable).measurement(step, self._scratch)
-        return started(
+        return BlockWork(
             shard,
             lambda i: update.measure(i, measurement),
             lambda: into.append(measurement.sums()),
@@ -238,7 +239,7 @@ class GradientTable(RowTable):
             UnknownVariableError: If the shard is not here.
             BusyError: If another update of the shard is under way.
         """
-        mean = MeanGradient(gradients, weights, reduction, self._sums, scale)
+        mean = MeanGradient(gradients, weights, reduction, self._space.sums, scale)
         return self.apply_checked(optimizer_id, key, mean, step, ratio)
 
     def measure_mean(
@@ -254,7 +255,7 @@ class GradientTable(RowTable):
         scale: float,
     ) -> Work:
         """Do ``measure`` of the mean that ``apply_mean`` applies; arguments as for these two."""
-        mean = MeanGradient(gradients, weights, reduction, self._sums, scale)
+        mean = MeanGradient(gradients, weights, reduction, self._space.sums, scale)
         return self.measure(optimizer_id, key, mean, step, into)
 
     def square_mean(
@@ -265,13 +266,13 @@ class GradientTable(RowTable):
         into: list[Sums],
         *,
         reduction: Reduction,
-    ) -> Work:
+    ) -> Pieces[None]:
         """Start to add up the squares of the mean that ``apply_mean`` applies; changes nothing.
 
         Nothing of the shard is read, so it may be busy. Arguments as there, and ``into`` gets the
         sum at the end, and 0.
         """
-        mean = MeanGradient(gradients, weights, reduction, self._sums)
+        mean = MeanGradient(gradients, weights, reduction, self._space.sums)
         values, total = self._shard(key).values, 0.0
         for i in range(values.num_blocks):
             start, stop = values.bounds(i)
@@ -305,7 +306,9 @@ class GradientTable(RowTable):
         if any(len(gradients) != len(keys) for gradients in gradients_by_push):
             raise UsageError(f"expected {len(keys)} gradients of each push")
         means = [
-            MeanGradient([push[i] for push in gradients_by_push], weights, reduction, self._sums)
+            MeanGradient(
+                [push[i] for push in gradients_by_push], weights, reduction, self._space.sums
+            )
             for i in range(len(keys))
         ]
         self._apply_parts(optimizer_id, keys, means, step)

@@ -234,7 +234,7 @@ class RowTable(RowChecks):
         *,
         reduction: Reduction,
         per_index: bool,
-    ) -> Work:
+    ) -> Pieces[None]:
         """Start to add up the squares of what ``apply_row_mean`` would apply; changes nothing.
 
         Nothing of the shard is read, so it may be busy. Arguments as there, and ``into`` gets the
@@ -393,7 +393,7 @@ def _carried(shard: Shard, steps: Iterator[None], finished: Callable[[], None]) 
     return work
 
 
-def _to_the_end(shard: Shard, steps: Iterator[None], finished: Callable[[], None]) -> Work:
+def _to_the_end(shard: Shard, steps: Iterator[None], finished: Callable[[], None]) -> Pieces[None]:
     shard.busy = True
     with suppress(GeneratorExit):  # closed or dropped early: the rest follows at once
         yield

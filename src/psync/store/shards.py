@@ -30,7 +30,7 @@ from psync.numerics.rule_configs import rule_from_config
 from psync.numerics.update_rule import ACCUMULATOR, RuleRaised, UpdateRule, slot_dtype
 from psync.schedules import Config, Schedule
 from psync.specs import ShardSpec, dtype_of
-from psync.store.shard import Shard, Work, started
+from psync.store.shard import BlockWork, Shard, Work
 
 Key = tuple[int, int]
 """(variable id, shard index): see ``ShardSpec.key``."""
@@ -133,7 +133,7 @@ class ShardTable:
             )
         if spec.key in self._shards:
             self.create(spec)  # raises if it is another one
-            return _nothing()
+            return (None for _ in ())
         original = self._idle(source)
         if (original.spec.shape, original.spec.dtype) != (spec.shape, spec.dtype):
             raise PartitionError(
@@ -148,7 +148,7 @@ class ShardTable:
         def one_block(i: int) -> None:
             np.copyto(values.block(i).array, bytes_of(held[i]).view(dtype))
 
-        return started(shard, one_block, held.clear)
+        return BlockWork(shard, one_block, held.clear)
 
     def release(self) -> tuple[list[Shard], dict[int, Optimizer]]:
         """Give away all shards, none of which may be busy, and all optimizers; none are left."""
@@ -358,7 +358,7 @@ class ShardTable:
             np.copyto(block.array, values[start:stop])
             target.commit(i, block, pool)
 
-        return started(self._shards[key], one_block, lambda: None)
+        return BlockWork(self._shards[key], one_block, lambda: None)
 
     # Lookups and checks
 
@@ -436,10 +436,6 @@ class ShardTable:
         return GradientError(
             f"{spec} on {self._task}: expected {described(spec)} ({spec.nbytes} bytes), got {got}"
         )
-
-
-def _nothing() -> Work:
-    yield from ()
 
 
 def rule_error(task: str, what: str, cause: BaseException) -> RuleError:

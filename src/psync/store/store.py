@@ -13,18 +13,19 @@ stay what they are for ever, because a block that is referenced is replaced, not
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
 from psync.errors import GradientError, PartitionError, UsageError
-from psync.numerics.blocks import BlockPool, PoolStatistics, bytes_of
+from psync.numerics.blocks import Block, BlockArray, BlockPool, PoolStatistics, bytes_of
 from psync.numerics.means import move_average
 from psync.numerics.sums import sum_dtype
 from psync.specs import dtype_of
 from psync.store.gradients import GradientTable
-from psync.store.shard import Work, started
+from psync.store.shard import BlockWork, Prepared, Shard, Work, Workspace
 from psync.store.shards import Key, described
 
 __all__ = ["AssignOp", "Key", "ShardStore", "StoreStatistics", "Work", "ones"]
@@ -112,20 +113,32 @@ class ShardStore(GradientTable):
         shard = self._idle(key)
         values, pool = shard.values, self._pool
 
-        def one_block(i: int) -> None:
-            start, stop = values.bounds(i)
+        def prepared(i: int) -> Prepared:
             target = values.writable(i, pool)
-            if op == "assign":
-                np.copyto(target.array, operand[start:stop])
-            else:
+            present, part = values.block(i).array, operand[slice(*values.bounds(i))]
+
+            def compute(_: Workspace) -> None:
+                if op == "assign":
+                    np.copyto(target.array, part)
+                    return
                 with np.errstate(all="ignore"):  # an overflow is a result, see update_rules
-                    _UFUNCS[op](values.block(i).array, operand[start:stop], out=target.array)
-            self._copies += values.commit(i, target, pool)
+                    _UFUNCS[op](present, part, out=target.array)
+
+            return Prepared(compute, lambda: self._commit(values, i, target))
+
+        return self._assigning(shard, prepared)
+
+    def _commit(self, values: BlockArray, i: int, target: Block) -> None:
+        self._copies += values.commit(i, target, self._pool)
+
+    def _assigning(self, shard: Shard, prepared: Callable[[int], Prepared]) -> Work:
+        def one_block(i: int) -> None:
+            prepared(i).do(self._space)
 
         def finished() -> None:
             self._assigns += 1
 
-        return started(shard, one_block, finished)
+        return BlockWork(shard, one_block, finished, prepared=prepared)
 
     def check_average(self, average_key: Key, key: Key) -> None:
         """Raise what ``average`` would raise, except BusyError.
@@ -169,19 +182,18 @@ class ShardStore(GradientTable):
         """
         self.check_average(average_key, key)
         shard, other = self._idle(average_key), self._idle(key)
-        averages, pool, scratch = shard.values, self._pool, self._sums
+        averages, pool = shard.values, self._pool
         held = other.values.export()[::-1]  # one view of each block, the first at the end
 
-        def one_block(i: int) -> None:
+        def prepared(i: int) -> Prepared:
             target = averages.writable(i, pool)
-            value = bytes_of(held.pop()).view(averages.dtype)
-            move_average(averages.block(i).array, value, target.array, decay, scratch)
-            self._copies += averages.commit(i, target, pool)
+            average, value = averages.block(i).array, bytes_of(held.pop()).view(averages.dtype)
+            return Prepared(
+                lambda space: move_average(average, value, target.array, decay, space.sums),
+                lambda: self._commit(averages, i, target),
+            )
 
-        def finished() -> None:
-            self._assigns += 1
-
-        return started(shard, one_block, finished)
+        return self._assigning(shard, prepared)
 
     def statistics(self) -> StoreStatistics:
         """Return sizes and counters as of now."""

@@ -174,6 +174,8 @@ class _Draw:
         if rng.random() < 0.25:
             sizes |= {"blocks": rng.choice((8, 64)), "turns": 0}
             if rng.random() < 0.5:
+                sizes["cores"] = rng.choice(SIZES["cores"].values)
+            else:
                 sizes["slow pieces"] = rng.choice(SIZES["slow pieces"].values)
         return sizes
 

@@ -77,6 +77,7 @@ MARKS = (
     "a worker leaves during a save",
     "a join waits long enough to say so",
     "sizes are smaller than usual",
+    "several threads compute at once",
     "a program closes its coordinator while it trains",
     "a program ends because a ps is gone for good",
     "a program ends although a ps is gone for good",

@@ -158,6 +158,8 @@ class ProcessLoop(VirtualClockLoop):
         self.due = math.inf  # turns after which ``on_due`` is told; processes have their own
         self.on_due: Callable[[Process], None] = lambda process: None
         self.on_turn: Callable[[str, str], None] | None = None  # told of each of them
+        self.on_threads: Callable[[], None] | None = None  # told when several compute at once
+        self._computing = 0  # functions that were given to threads of a task's own
         self.is_over = False  # nothing that is scheduled from now on runs
 
     def create_task(self, coro: Any, **kwargs: Any) -> asyncio.Task[Any]:
@@ -176,8 +178,19 @@ class ProcessLoop(VirtualClockLoop):
         draw = self._thread_times
         begins, ends = (draw.random() * draw.choice(THREAD_S) for _ in range(2))
         future: asyncio.Future[_T] = self.create_future()
+        if executor is not None:
+            self._computes(future)
         self.call_later(begins, self._work, future, func, args, ends)
         return future
+
+    def _computes(self, future: asyncio.Future[Any]) -> None:
+        def ended(_: object) -> None:
+            self._computing -= 1
+
+        self._computing += 1
+        future.add_done_callback(ended)
+        if self._computing > 1 and self.on_threads is not None:
+            self.on_threads()
 
     def _work(
         self, future: asyncio.Future[_T], func: Callable[..., _T], args: Any, ends: float

@@ -22,7 +22,7 @@ from typing import Any
 import psync
 from psync.client import scopes
 from psync.net.process_state import fresh_process
-from psync.ps import comparison
+from psync.ps import comparison, cooperative_work
 from psync.serialization import failures
 from psync.testing.deadlock import Deadlock, describe_tasks
 from psync.testing.simulation.journal import Journal, Violation
@@ -56,9 +56,10 @@ ALIKE = (
     (scopes, "place_of", lambda _: lambda frame: "program.py:1"),
     (failures, "format_exception", _without_directories),
     (comparison, "CHECK_EVERY", lambda _: 1),
+    (cooperative_work, "usable_cores", lambda _: lambda: 1),
 )
-"""What would travel, and says where the source lies: a seed had another history there. And each
-backup is compared with its primary after each entry.
+"""What would travel, and says where the source lies: a seed had another history there. So would
+it with another number of cores. And each backup is compared with its primary after each entry.
 """
 
 ENDS = ("psync.backups.host", "psync.ps.cooperative_work")

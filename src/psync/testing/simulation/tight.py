@@ -36,6 +36,10 @@ def _instead(size: float, usual: Any) -> Any:
     return size
 
 
+def _answer(number: float, usual: Callable[[], int]) -> Any:
+    return lambda: int(number)
+
+
 def _done_late(seconds: float, usual: Callable[..., None]) -> Any:
     return lambda *args: asyncio.get_running_loop().call_later(seconds, usual, *args)
 
@@ -61,6 +65,7 @@ SIZES: Mapping[str, Size] = {
     "blocks": Size(((blocks, "BLOCK_BYTES"),), (8, 64, 128)),
     "turns": Size(((cooperative_work, "INLINE_BYTES"),), (0, 40_000)),
     "slow pieces": Size(((cooperative_work, "PIECE_S"),), (0.0005, 0.01)),
+    "cores": Size(((cooperative_work, "usable_cores"),), (2, 4), _answer),
     "whole pushes": Size(((frames, "SMALL_BODY_BYTES"),), (0, 100)),
     "lent": Size(
         ((lent, "LENT_ABOVE_BYTES"), (bodies, "PIECE_BYTES"), (block_runs, "ABOVE_BYTES")),

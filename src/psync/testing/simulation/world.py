@@ -96,6 +96,7 @@ class World:
         self.network.trace_deliveries(self._note_delivery)
         loop.set_exception_handler(self._note_unhandled)
         self.journal.listener = self._note_saying
+        loop.on_threads = lambda: self.journal.say("mark", "several threads compute at once")
 
     def stream(self, name: str) -> random.Random:
         """Return a generator of its own."""
