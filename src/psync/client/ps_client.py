@@ -75,6 +75,7 @@ class PsClient(PsRows):
         lost_after_s: A ps that cannot be reached for this many seconds is lost.
 
     Attributes:
+        memory: Of this task, which ps tasks of its host can read.
         work: What the time of this task goes to.
     """
 
@@ -90,6 +91,7 @@ class PsClient(PsRows):
             for index, address in enumerate(addresses)
         ]
         self.parts = endpoint.platform.parts
+        self.memory = endpoint.platform.memory
         self.outgoing = self.parts.of(Outgoing)()
         self._pool = pool
         self.work = WorkMeter(asyncio.get_running_loop().time)

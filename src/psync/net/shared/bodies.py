@@ -28,10 +28,9 @@ from dataclasses import dataclass, field
 
 from psync.errors import RemoteProtocolError
 from psync.net.shared.channel import SideChannel
-from psync.net.shared.regions import Region, SharedMemory, offset_of, region_of, root_of
-from psync.numerics.blocks import roomy
+from psync.net.shared.regions import Region, SharedMemory, offset_of, root_of
 from psync.wire.frames import Buffer
-from psync.wire.lent import LENT_ABOVE_BYTES, MAX_EXTENTS, Extent, copies
+from psync.wire.lent import MAX_EXTENTS, Extent, copies
 from psync.wire.tensors import to_bytes_view
 
 LENT_BYTES = 256 << 20
@@ -124,7 +123,7 @@ class Sharing:
         if nbytes < PIECE_BYTES * len(buffers):
             return None
         views = [each if isinstance(each, memoryview) else memoryview(each) for each in buffers]
-        regions = [self._own_region_of(view) for view in views]
+        regions = [self._memory.own_region_of(view) for view in views]
         if not all(region is None or self._knows(region) for region in regions):
             return None
         each = list(zip(views, regions, strict=True))
@@ -146,20 +145,15 @@ class Sharing:
         self._copied_bytes += loan.copied_bytes
         return loan
 
-    def _own_region_of(self, view: memoryview) -> Region | None:
-        region = region_of(view)
-        return region if region is not None and region.owner is self._memory.token else None
-
     def _make_room(self, loan: Loan) -> Extent | None:
         """Return where what has to be copied will be, in one piece; None: there is no room."""
         nbytes = loan.copied_bytes
-        root = self._memory.arena.take(roomy(max(nbytes, LENT_ABOVE_BYTES + 1)))
-        memory = to_bytes_view(root)[:nbytes]
-        region = self._own_region_of(memory)
-        if region is None:  # ordinary memory, which the arena must not keep
+        root = self._memory.lendable(nbytes)
+        if root is None:
             return None
-        self._memory.arena.give(root)  # handed out again once nobody sees it
-        if not self._knows(region):
+        memory = to_bytes_view(root)[:nbytes]
+        region = self._memory.own_region_of(memory)
+        if region is None or not self._knows(region):
             return None
         loan.targets.append(memory)
         loan.holds.append(memory)

@@ -15,9 +15,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import math
 import mmap
 import os
 import resource
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from psync.errors import RemoteProtocolError
-from psync.numerics.blocks import BlockPool
+from psync.numerics.blocks import BlockPool, roomy
 from psync.wire.lent import LENT_ABOVE_BYTES
 
 SLAB_BYTES = 16 << 20
@@ -150,10 +152,17 @@ def can_make_regions() -> bool:
 
 def region_of(view: memoryview) -> Region | None:
     """Return the region in which a view of a root lies, or of a part of one."""
-    root: object = view.obj
-    base: object = root.base if isinstance(root, np.ndarray) else None
+    base = _base_of(view)
     owner: object = base.obj if isinstance(base, memoryview) else None
     return owner.region if isinstance(owner, Mapping | Heap) else None
+
+
+def _base_of(view: memoryview) -> object:
+    """Return what is below the last array in the chain to which a view refers; None: nothing."""
+    root: object = view.obj
+    while isinstance(root, np.ndarray) and isinstance(root.base, np.ndarray):
+        root = root.base
+    return root.base if isinstance(root, np.ndarray) else None
 
 
 def offset_of(view: memoryview, region: Region) -> int:
@@ -184,7 +193,8 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self.make: Make | None = None
-        self.arena = self._new_arena()  # of copies that are lent
+        self.arena = self._new_arena()  # of copies that are lent, and arrays that will be
+        self._lock = threading.RLock()  # steps that are plain functions run in threads
         self.token = object()  # that its regions bear
         self._numbers = itertools.count(1)
         self._slab = memoryview(b"")  # what is left of it
@@ -196,6 +206,10 @@ class SharedMemory:
         """Return a new root; of ordinary memory if it is small, or nobody could read it."""
         if nbytes <= LENT_ABOVE_BYTES or self.make is None:
             return np.empty(nbytes, np.uint8)
+        with self._lock:
+            return self._cut(nbytes)
+
+    def _cut(self, nbytes: int) -> np.ndarray:
         if nbytes > len(self._slab):
             memory = self._new_region(max(nbytes, SLAB_BYTES))
             if memory is None:
@@ -207,10 +221,47 @@ class SharedMemory:
         self._slab = self._slab[-(-nbytes // ALIGNMENT) * ALIGNMENT :]
         return root
 
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return a new array, which is lent without a copy where that can be; of any contents.
+
+        Its memory is the arena's: handed out again once nobody sees the array, here or elsewhere.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes <= LENT_ABOVE_BYTES or self.make is None:
+            return np.empty(shape, dtype)
+        root = self.lendable(nbytes)
+        if root is None:
+            return np.empty(shape, dtype)
+        return root[:nbytes].view(dtype).reshape(shape)
+
+    def lendable(self, nbytes: int) -> np.ndarray | None:
+        """Return a root of the arena with room for so much; None: there is no memory."""
+        with self._lock:
+            root = self.arena.take(roomy(max(nbytes, LENT_ABOVE_BYTES + 1)))
+            if region_of(root.data) is None:  # ordinary memory, which the arena must not keep
+                return None
+            self.arena.give(root)  # handed out again once nobody sees it
+            return root
+
+    def own_region_of(self, view: memoryview) -> Region | None:
+        """Return the region of this task in which a view lies, whoever has made an array of it."""
+        base = _base_of(view)
+        if isinstance(base, memoryview):
+            region = region_of(view)
+            return region if region is not None and region.owner is self.token else None
+        if base is None or not len(view):  # ordinary memory
+            return None
+        first = _address(view)  # a library's, such as torch, which keeps the array that it got
+        for region in self._regions:
+            if region.address <= first <= region.address + region.nbytes - len(view):
+                return region
+        return None
+
     def let_go(self) -> None:
         """Keep nothing that is not in use: connections have ended, and perhaps the task."""
-        self.arena = self._new_arena()
-        self._slab = memoryview(b"")
+        with self._lock:
+            self.arena = self._new_arena()
+            self._slab = memoryview(b"")
 
     def _new_arena(self) -> BlockPool:
         me = weakref.ref(self)  # or it would be reached from itself, and stay for a while
