@@ -79,6 +79,7 @@ class PsLink(Lanes):
         cut: bool = False,
         urgent: bool = False,
         at_once: bool = False,
+        copied: bool = False,
     ) -> Received:
         """Send a request that may be repeated, over and over until it is answered.
 
@@ -94,6 +95,7 @@ class PsLink(Lanes):
             cut: Whether it is about a cut: then nothing may be in front of it that waits at a gate.
             urgent: Whether it is part of a recovery: others wait while that goes on, see ``hold``.
             at_once: As for ``Peer.call``.
+            copied: As for ``Peer.call``.
 
         Raises:
             ParameterServerLost: See ``peer``, also for its other errors.
@@ -121,7 +123,9 @@ class PsLink(Lanes):
                     continue  # likewise, and the ps is there, but empty
             try:
                 message = build(peer)
-                received = await peer.call(message, segments, into=into, at_once=at_once)
+                received = await peer.call(
+                    message, segments, into=into, at_once=at_once, copied=copied
+                )
             except ConnectionLost as exc:
                 losses += 1
                 check(message)  # or it would cost the next connections, too
@@ -150,6 +154,7 @@ class PsLink(Lanes):
         set_ids: Iterable[int] = (),
         locked: bool = False,
         at_once: bool = False,
+        copied: bool = False,
     ) -> Question:
         """As ``call``, without a coroutine while there is a connection and it lasts.
 
@@ -162,6 +167,7 @@ class PsLink(Lanes):
             set_ids: The sets that the ps knows once it has answered.
             locked: Whether it is said under a lock.
             at_once: Whether it is on its way when this returns.
+            copied: As for ``Peer.call``.
 
         Returns:
             The request, which can be given up.
@@ -169,7 +175,10 @@ class PsLink(Lanes):
         question = Question()
 
         def call() -> Coroutine[Any, Any, Received]:
-            return self.call(build, segments, bulk=bulk, into=into, set_ids=set_ids, locked=locked)
+            return self.call(
+                build, segments, bulk=bulk, into=into, set_ids=set_ids, locked=locked,
+                copied=copied,
+            )  # fmt: skip
 
         def again() -> None:
             task = asyncio.get_running_loop().create_task(_tell(then, call))
@@ -200,7 +209,7 @@ class PsLink(Lanes):
         self.num_calls += 1
         try:
             message = build(peer)
-            question.end = peer.ask(message, segments, answered, into)
+            question.end = peer.ask(message, segments, answered, into, copied=copied)
             if at_once:
                 peer.connection.flush()
         except Exception as exc:
@@ -213,6 +222,12 @@ class PsLink(Lanes):
         known.update(set_ids)
         if len(known) >= SETS_PER_CONNECTION:
             peer.close()  # what is under way is repeated on a new one
+
+    @property
+    def lends(self) -> bool:
+        """Whether large bodies do not travel to it, since it reads this task's memory."""
+        peer = self._peers.get("bulk")
+        return peer is not None and peer.is_open and peer.connection.sharing is not None
 
     def notify(self, message: Message) -> None:
         """Send a notification if there is a connection."""
@@ -263,6 +278,7 @@ class Call(NamedTuple, Generic[M]):
     body: Body | None = None  # of the answer; None: it is dropped, if there is one
     set_ids: Sequence[int] = ()
     locked: bool = False
+    copied: bool = False
 
 
 async def together(calls: Sequence[Call[M]]) -> list[M]:
@@ -282,7 +298,7 @@ async def together(calls: Sequence[Call[M]]) -> list[M]:
             call.link.ask(
                 call.build, call.segments, functools.partial(answers.note, position),
                 bulk=call.bulk, into=None if call.body is None else call.body.place,
-                set_ids=call.set_ids, locked=call.locked,
+                set_ids=call.set_ids, locked=call.locked, copied=call.copied,
             )
         )  # fmt: skip
     messages = []

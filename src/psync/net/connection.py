@@ -234,8 +234,11 @@ class Connection(asyncio.BufferedProtocol):
         request_id: int,
         message: Message | None = None,
         segments: Sequence[Segment] = (),
+        copied: bool = False,
     ) -> list[Buffer]:
         """Make a frame, ``send`` it, and return its buffers.
+
+        If ``copied``, the peer is lent a copy of the segments, and never their own memory.
 
         Raises:
             LocalProtocolError: It is larger than the limits allow.
@@ -247,7 +250,7 @@ class Connection(asyncio.BufferedProtocol):
             lengths, body = flat(segments) if segments else ((), [])
             nbytes = sum(lengths)
             if nbytes > LENT_ABOVE_BYTES and self._sharing is not None:
-                loan = self._sharing.lend(body, nbytes)
+                loan = self._sharing.lend(body, nbytes, copied=copied)
                 extents = () if loan is None else loan.extents
             head = encode_head(kind, request_id, header, lengths, extents, self.wire.limits)
         except LocalProtocolError as exc:

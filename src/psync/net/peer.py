@@ -129,6 +129,7 @@ class Peer:
         into: Into | None = None,
         deadline: float | None = None,
         at_once: bool = False,
+        copied: bool = False,
     ) -> Received:
         """Send a request and wait for its reply.
 
@@ -136,11 +137,12 @@ class Peer:
             message: The request.
             segments: Its body. Above 64 KiB it is not copied, and must not change before the
                 reply; if there is none, because of a cancellation or a deadline, before the
-                connection is closed.
+                connection is closed, or what was lent of it is given back.
             into: Says where the reply's body belongs, given its message and the lengths of
                 its segments. The reply's ``segments`` are then empty.
             deadline: Loop time (seconds) at which to give up; None: never.
             at_once: Whether it is written now, since nothing else will be said in this turn.
+            copied: Whether the body is copied, also where the peer could read it as it is.
 
         Raises:
             ConnectionLost: The connection went; the request may or may not have been served.
@@ -151,7 +153,7 @@ class Peer:
         Cancellation: The peer is told and memory given by ``into`` is not written any more.
         """
         future: asyncio.Future[Received] = self._loop.create_future()
-        call = self._ask(message, segments, functools.partial(_resolve, future), into)
+        call = self._ask(message, segments, functools.partial(_resolve, future), into, copied)
         timer: asyncio.TimerHandle | None = None
         if deadline is not None:
             seconds = deadline - self._loop.time()
@@ -178,6 +180,8 @@ class Peer:
         segments: Sequence[Segment],
         then: Then,
         into: Into | None = None,
+        *,
+        copied: bool = False,
     ) -> Callable[[], None]:
         """Send a request as ``call`` does, without a coroutine that waits for its reply.
 
@@ -186,6 +190,7 @@ class Peer:
             segments: As for ``call``.
             then: Called once with the reply, or with what ``call`` would raise. Must not raise.
             into: As for ``call``.
+            copied: As for ``call``.
 
         Returns:
             What to call to give the request up: then nothing else is called, and memory of
@@ -194,14 +199,19 @@ class Peer:
         Raises:
             ConnectionLost, LocalProtocolError: As ``call``: nothing was sent.
         """
-        return functools.partial(self._give_up, self._ask(message, segments, then, into))
+        return functools.partial(self._give_up, self._ask(message, segments, then, into, copied))
 
     def _ask(
-        self, message: Message, segments: Sequence[Segment], then: Then, into: Into | None
+        self,
+        message: Message,
+        segments: Sequence[Segment],
+        then: Then,
+        into: Into | None,
+        copied: bool,
     ) -> Call:
         self._check_open()
         number = self._next_id
-        buffers = self.connection.send_message(_REQUEST, number, message, segments)
+        buffers = self.connection.send_message(_REQUEST, number, message, segments, copied)
         self._next_id = number + 1
         call = self._calls[number] = Call(number, buffers, then, into)
         return call

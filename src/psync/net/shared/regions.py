@@ -12,6 +12,7 @@ to: memory is used again when nobody sees it any more, here or elsewhere, and th
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import itertools
@@ -21,7 +22,7 @@ import os
 import resource
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -196,6 +197,7 @@ class SharedMemory:
         self.arena = self._new_arena()  # of copies that are lent, and arrays that will be
         self._lock = threading.RLock()  # steps that are plain functions run in threads
         self.token = object()  # that its regions bear
+        self.lenders: weakref.WeakSet[Any] = weakref.WeakSet()  # with whom it is shared
         self._numbers = itertools.count(1)
         self._slab = memoryview(b"")  # what is left of it
         # Each has two descriptors: a mapping keeps one of its own.
@@ -256,6 +258,18 @@ class SharedMemory:
             if region.address <= first <= region.address + region.nbytes - len(view):
                 return region
         return None
+
+    async def returned(self, views: Iterable[memoryview]) -> None:
+        """Wait until nobody reads any more what is lent of the arrays of these views.
+
+        Cancellation: Safe.
+        """
+        owners = {id(view.obj) for view in views}
+        waiters = [
+            waiter for lender in list(self.lenders) for waiter in lender.until_returned(owners)
+        ]
+        if waiters:
+            await asyncio.wait(waiters)
 
     def let_go(self) -> None:
         """Keep nothing that is not in use: connections have ended, and perhaps the task."""
