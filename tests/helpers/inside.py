@@ -159,7 +159,7 @@ def rule_of(ps: Any) -> SyncSteps:
 def staged_on(services: PsServices) -> list[tuple[int, Any, int, int, bytes]]:
     """(group, replica, push, local step, bytes) of all parts that are staged, in order."""
     return sorted(
-        (group, replica, push, local_step, bytes(part.body))
+        (group, replica, push, local_step, b"".join(part.body))
         for group, replica, push, local_step, part in services.sync.staging.held()
     )
 

@@ -43,7 +43,7 @@ def test_a_set_knows_where_its_shards_lie_in_a_body(store: ShardStore) -> None:
     known = ShardSet(((2, 0), (1, 0), (0, 0))).look_up(store)
     assert (known.lengths, known.nbytes) == ((12, 0, 8), 20)
     assert known.names == ["v2", "v1", "v0"]
-    assert [bytes(part) for part in known.cut(memoryview(b"abcdefghijklmnopqrst"))] == [
+    assert [bytes(part) for part in known.cut((memoryview(b"abcdefghijklmnopqrst"),))] == [
         b"abcdefghijkl", b"", b"mnopqrst",
     ]  # fmt: skip
 
@@ -104,20 +104,22 @@ class TestCompressedSets:
         narrow = np.arange(5).astype(dtype_of("bfloat16"))
         body = b"".join([narrow.tobytes(), np.ones(2).tobytes()])
         for _ in range(2):
-            first, second, third = known.gradients(store, 1, memoryview(body))
+            first, second, third = known.gradients(store, 1, (memoryview(body),))
             assert [each[0:3].tolist() for each in (first, second)] == [[0, 1], [2, 3, 4]]
             assert (first[0:2].dtype, third.dtype) == (np.float32, np.float64)
-        rows = known.row_gradients(store, 1, memoryview(body), [-1, -1, -1])
+        rows = known.row_gradients(store, 1, (memoryview(body),), [-1, -1, -1])
         assert [gradient[0:9].tolist() for gradient in rows] == [[0, 1], [2, 3, 4], [1, 1]]
 
     def test_what_could_not_be_applied_is_refused(self, store: ShardStore) -> None:
         known = ShardSet.of(self.MEMBERS[:2]).look_up(store)
         with pytest.raises(UsageError, match="optimizer 2 is not defined"):
-            known.gradients(store, 2, memoryview(bytes(4)))
+            known.gradients(store, 2, (memoryview(bytes(4)),))
 
     def test_values_are_not_assigned_so(self, store: ShardStore) -> None:
         known = ShardSet.of(self.MEMBERS[:2]).look_up(store)
-        made = Update(CLIENT, an_assign(), known, memoryview(bytes(4)), store, Ledger(), known.keys)
+        made = Update(
+            CLIENT, an_assign(), known, (memoryview(bytes(4)),), store, Ledger(), known.keys
+        )
         with pytest.raises(
             GradientError, match=r"expected shape \(2,\) float32 \(8 bytes\), got 4"
         ):
@@ -133,7 +135,7 @@ class TestCompressedSets:
         names, entries = LogNames(), []
         for each in (known, ShardSet(known.keys).look_up(store), known):
             body = memoryview(bytes(each.nbytes))
-            made = Update(CLIENT, a_push(), each, body, store, Ledger(), each.keys)
+            made = Update(CLIENT, a_push(), each, (body,), store, Ledger(), each.keys)
             entry = made.entry(names)
             assert isinstance(entry, Push)
             entries.append((entry.set_id, entry.members))

@@ -37,7 +37,7 @@ def update(
 ) -> Update:
     known = ShardSet(((0, 0), (1, 0), (2, 0))).look_up(store)
     body = to_bytes_view(np.full(known.nbytes // 4, value, np.float32))
-    return Update(CLIENT, message, known, body, store, ledger or Ledger(), known.keys)
+    return Update(CLIENT, message, known, (body,), store, ledger or Ledger(), known.keys)
 
 
 def a_push(**changes: object) -> Push:
@@ -86,7 +86,7 @@ def test_an_assign_outside_of_closures(store: ShardStore) -> None:
 def test_nothing_has_begun_where_a_part_does_not_fit(store: ShardStore) -> None:
     store.create(ShardSpec("n", 3, 0, 0, (2,), "int32", 0))
     known = ShardSet(((0, 0), (3, 0))).look_up(store)
-    made = Update(CLIENT, a_push(), known, memoryview(bytes(16)), store, Ledger(), known.keys)
+    made = Update(CLIENT, a_push(), known, (memoryview(bytes(16)),), store, Ledger(), known.keys)
     with pytest.raises(GradientError, match="only floating-point variables can be optimized"):
         made.begin()
     assert store.begin_push(1, 0) == 0  # no step was drawn

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 
 from psync.ps.executor import Listed
-from psync.ps.shard_sets import ShardSet
+from psync.ps.shard_sets import Body, ShardSet
 from psync.store.commit_log import LogNames
 from psync.store.ledger import Client
 from psync.sync.cross_ps_sets import ShareNumbers, WholeSet
@@ -36,14 +36,14 @@ BODY = memoryview(b"gradient")
 MEMBERS = [(0, 3, 0), (1, 3, 1)]
 
 
-def staged(body: memoryview = BODY) -> Part:
+def staged(body: Body = (BODY,)) -> Part:
     return Part(ShardSet(KEYS), (), body)
 
 
 def whole() -> Part:
     known = WholeSet(MEMBERS, ShareNumbers(2, "/job:ps/task:0"))
     known.lengths = (4, 4)
-    return Part(known.own, (), BODY, None, known)
+    return Part(known.own, (), (BODY,), None, known)
 
 
 def contribute(**more: Any) -> Contribute:
@@ -64,7 +64,7 @@ def test_a_part_names_its_set_and_its_group_in_full_once() -> None:
 def test_a_compressed_part_is_named_apart_and_held_as_it_came() -> None:
     names = LogNames()
     members = [(-1, 2), *KEYS]
-    part = Part(ShardSet.of(members), (), BODY)
+    part = Part(ShardSet.of(members), (), (BODY,))
     message = StagePush(GROUP, None, 1, 3, 77, None, None)
     staged_entry(staged(), message, RAW)(names)
     assert staged_entry(part, message, RAW)(names) == replace(message, set_id=1, members=members)
@@ -94,7 +94,7 @@ def test_of_one_whose_parts_were_staged_it_says_only_that_it_is_judged() -> None
         assert build(LogNames()) == CountPush(
             GROUP, 1, 1, -1, 2, b"set", 3, 0.5, -1, None, [], None, False
         )
-    assert body_of(None) == body_of(staged(memoryview(b""))) == ()
+    assert body_of(None) == body_of(staged(())) == ()
 
 
 def test_the_rule_is_told_the_same_of_a_push_and_of_its_entry() -> None:
@@ -110,7 +110,7 @@ def test_the_rule_is_told_the_same_of_a_push_and_of_its_entry() -> None:
 def test_a_closing_has_the_parts_that_ps_0_handed_on_and_no_values_are_wanted() -> None:
     message = CloseStep(GROUP, RAW, 3, [(*REPLICA, 1, 1.0)] * 4, [9], [], [8], [(3, 0.5)], None)
     names = LogNames()
-    along = [None, staged(), staged(memoryview(b"")), staged()]
+    along = [None, staged(), staged(()), staged()]
     build, segments = closing_entry(message, RAW, along)
     entry = build(names)
     assert entry == replace(

@@ -77,6 +77,7 @@ class PsClient(PsRows):
         lost_after_s: A ps that cannot be reached for this many seconds is lost.
 
     Attributes:
+        memory: Of this task, which ps tasks of its host can read.
         work: What the time of this task goes to.
     """
 
@@ -92,9 +93,10 @@ class PsClient(PsRows):
             for index, address in enumerate(addresses)
         ]
         self.parts, self.now = endpoint.platform.parts, endpoint.platform.now
+        self.memory = endpoint.platform.memory
         self.outgoing = self.parts.of(Outgoing)()
         self._pool = pool
-        self._windows = endpoint.platform.memory.windows
+        self._windows = self.memory.windows
         self.work = WorkMeter(asyncio.get_running_loop().time)
         # By compression; of each variable its id, for which shards it stands, dtype. The last used
         # is at the end.

@@ -79,6 +79,7 @@ class PsLink(Lanes):
         locked: bool = False,
         cut: bool = False,
         urgent: bool = False,
+        copied: bool = False,
     ) -> Received:
         """Send a request that may be repeated, over and over until it is answered.
 
@@ -93,6 +94,7 @@ class PsLink(Lanes):
                 it that waits for a lock.
             cut: Whether it is about a cut: then nothing may be in front of it that waits at a gate.
             urgent: Whether it is part of a recovery: others wait while that goes on, see ``hold``.
+            copied: As for ``Peer.call``.
 
         Raises:
             ParameterServerLost: See ``peer``, also for its other errors.
@@ -120,7 +122,7 @@ class PsLink(Lanes):
                     continue  # likewise, and the ps is there, but empty
             try:
                 message = build(peer)
-                received = await peer.call(message, segments, into=into)
+                received = await peer.call(message, segments, into=into, copied=copied)
             except ConnectionLost as exc:
                 losses += 1
                 check(message)  # or it would cost the next connections, too
@@ -148,6 +150,7 @@ class PsLink(Lanes):
         into: Into | None = None,
         set_ids: Iterable[int] = (),
         locked: bool = False,
+        copied: bool = False,
     ) -> Question:
         """As ``call``, without a coroutine while there is a connection and it lasts.
 
@@ -159,6 +162,7 @@ class PsLink(Lanes):
             into: Where the reply's body belongs.
             set_ids: The sets that the ps knows once it has answered.
             locked: Whether it is said under a lock.
+            copied: As for ``Peer.call``.
 
         Returns:
             The request, which can be given up.
@@ -166,7 +170,10 @@ class PsLink(Lanes):
         question = Question()
 
         def call() -> Coroutine[Any, Any, Received]:
-            return self.call(build, segments, bulk=bulk, into=into, set_ids=set_ids, locked=locked)
+            return self.call(
+                build, segments, bulk=bulk, into=into, set_ids=set_ids, locked=locked,
+                copied=copied,
+            )  # fmt: skip
 
         def again() -> None:
             task = asyncio.get_running_loop().create_task(_tell(then, call))
@@ -197,7 +204,7 @@ class PsLink(Lanes):
         self.num_calls += 1
         try:
             message = build(peer)
-            question.end = peer.ask(message, segments, answered, into)
+            question.end = peer.ask(message, segments, answered, into, copied=copied)
         except Exception as exc:
             then(exc)
         return question
@@ -208,6 +215,12 @@ class PsLink(Lanes):
         known.update(set_ids)
         if len(known) >= SETS_PER_CONNECTION:
             peer.close()  # what is under way is repeated on a new one
+
+    @property
+    def lends(self) -> bool:
+        """Whether large bodies do not travel to it, since it reads this task's memory."""
+        peer = self._peers.get("bulk")
+        return peer is not None and peer.is_open and peer.connection.sharing is not None
 
     def notify(self, message: Message) -> None:
         """Send a notification if there is a connection."""
@@ -269,6 +282,7 @@ class Call(NamedTuple, Generic[M]):
     body: Body | None = None  # of the answer; None: it is dropped, if there is one
     set_ids: Sequence[int] = ()
     locked: bool = False
+    copied: bool = False
 
 
 async def together(calls: Sequence[Call[M]]) -> list[M]:
@@ -310,7 +324,7 @@ class Answers(Generic[M]):
             call.link.ask(
                 call.build, call.segments, functools.partial(self._note, position),
                 bulk=call.bulk, into=None if call.body is None else call.body.place,
-                set_ids=call.set_ids, locked=call.locked,
+                set_ids=call.set_ids, locked=call.locked, copied=call.copied,
             )
         )  # fmt: skip
 

@@ -7,13 +7,20 @@ A push of at most 64 KiB is no more than the second message, which carries it wh
 one it carries ps 0's own part, if that is small.
 
 A push is one delivery (``client.outgoing``), numbered separately in each group.
+
+A ps of this host keeps a part where it is lent, until the step is applied. Where that is memory of
+the caller's own (``psync.empty_like``), which may be written to once the push has returned, it must
+not be read any more then. It is not where the token is of a later step than the push counts in, or
+the push does not count. Else, or after an error, each ps is sent the same part again, as a copy,
+which takes the place of the first one, and the push returns when that has been given back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,7 +40,7 @@ from psync.client.plans import (
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.ps_client import PsClient, members_for
 from psync.client.ps_link import Call, ask, expect
-from psync.errors import ConfigurationError, RemoteProtocolError
+from psync.errors import ConfigurationError, PsyncError, RemoteProtocolError
 from psync.net.peer import Peer
 from psync.numerics.blocks import BlockPool
 from psync.numerics.indexed_slices import IndexedSlices
@@ -71,6 +78,15 @@ class _Push(NamedTuple):
     config: dict[str, Any]
     number: int
     local_step: int
+    copied: bool  # from the beginning: each replica contributes several times to a step
+    read: list[_Part]  # where they lie: in the caller's memory
+
+    def is_applied(self, answer: Contributed) -> bool:
+        """Return whether nothing will be computed from it any more, now that it is answered."""
+        if answer.outcome != "accepted":
+            return True
+        # It counts in a step up to its local step, and later tokens come when that is applied.
+        return answer.token > self.local_step >= 0
 
 
 class _Part(NamedTuple):
@@ -80,6 +96,10 @@ class _Part(NamedTuple):
     segments: Sequence[Segment]
     rows: list[int] | None  # as the wire has it
     nbytes: int
+
+    def views(self) -> Iterator[memoryview]:
+        """Return what is lent of it: segments of whole shards."""
+        return (each for each in self.segments if isinstance(each, memoryview) and len(each))
 
 
 class SyncClient:
@@ -158,7 +178,8 @@ class SyncClient:
         wanted: Wanted | None = None
 
         with self._ps.outgoing.numbered([pushes]) as (number,):
-            push = _Push(group, config, number, local_step)
+            several = config["replicas_to_aggregate"] > config["total_num_replicas"]
+            push = _Push(group, config, number, local_step, several, [])
             with self._ps.work.push:
                 along, segments, rows = await self._stage_large(plan, gradients, push)
             next_set = None
@@ -176,15 +197,22 @@ class SyncClient:
                 )  # fmt: skip
 
             with self._ps.work.wait:
-                received = await self._ps.links[0].call(
-                    build,
-                    segments,
-                    into=functools.partial(self._receive, wanted),
-                    set_ids=[-each.set_id for each in (along, next_set) if each],
-                )
+                try:
+                    received = await self._ps.links[0].call(
+                        build,
+                        segments,
+                        into=functools.partial(self._receive, wanted),
+                        set_ids=[-each.set_id for each in (along, next_set) if each],
+                    )
+                    answer = expect(received, Contributed, self._ps.links[0].task, "a push")
+                except PsyncError:
+                    with contextlib.suppress(PsyncError):
+                        await self._own(push)
+                    raise
+            if push.read and not push.is_applied(answer):
+                await self._own(push)
 
         self._deciding.add(group)
-        answer = expect(received, Contributed, self._ps.links[0].task, "a push")
         known.token = answer.token
         if ahead is not None:
             if wanted is not None:
@@ -233,7 +261,7 @@ class SyncClient:
         if await self._is_over(parts, push):
             return None, (), None
         own = _small_part_of_ps_0(parts)
-        await self._stage([part for part in parts if part is not own], push)
+        await self._stage([part for part in parts if part is not own], push, push.copied)
         if own is None:
             return None, (), None
         return whole_of([own.request]), own.segments, own.rows
@@ -245,24 +273,42 @@ class SyncClient:
 
     async def _is_over(self, parts: Sequence[_Part], push: _Push) -> bool:
         """Ask ps 0, before many bytes travel, whether the push would be stale."""
-        if sum(part.nbytes for part in parts) <= ASK_FROM_SMALLS * SMALL_BODY_BYTES:
+        travel = sum(part.nbytes for part in parts if not self._ps.links[part.request.ps].lends)
+        if travel <= ASK_FROM_SMALLS * SMALL_BODY_BYTES:
             return False
         present, _ = await ask(self._ps.links[0], AskStep(push.group), SyncStep)
         return (push.local_step if push.local_step >= 0 else present.first) < present.step
 
-    async def _stage(self, parts: Sequence[_Part], push: _Push) -> None:
-        """Send each ps its part.
+    async def _stage(self, parts: Sequence[_Part], push: _Push, copied: bool) -> None:
+        """Send each ps its part, or a copy of it.
 
         Whether one says "stale" makes no difference: ps 0 decides before any ps can know, so it
         will say the same of the whole push.
         """
         if not parts:
             return
-        calls = [self._stage_part(part, push) for part in parts]
+        calls = [self._stage_part(part, push, copied) for part in parts]
+        if not copied:
+            push.read.extend(part for part in parts if any(map(self._is_own, part.views())))
         await self._ps.outgoing.ask(calls).all()
         self._staging.update((call.link.index, push.group) for call in calls)
 
-    def _stage_part(self, part: _Part, push: _Push) -> Call[Staged]:
+    def _is_own(self, view: memoryview) -> bool:
+        return self._ps.memory.own_region_of(view) is not None
+
+    async def _own(self, push: _Push) -> None:
+        """Let nobody read any more where the caller has the gradients of a push.
+
+        Raises:
+            PsyncError: As for any part of a push.
+
+        Cancellation: As for the push.
+        """
+        if push.read:
+            await self._stage(push.read, push, True)
+            await self._ps.memory.returned(view for part in push.read for view in part.views())
+
+    def _stage_part(self, part: _Part, push: _Push, copied: bool) -> Call[Staged]:
         request = part.request
         place = request.ps, push.group
 
@@ -275,7 +321,7 @@ class SyncClient:
         return Call(
             self._ps.links[request.ps], build, Staged, "a part of a push", part.segments,
  part.nbytes > SMALL_BODY_BYTES,
-            set_ids=(request.set_id,),
+            set_ids=(request.set_id,), copied=copied,
         )  # fmt: skip
 
 

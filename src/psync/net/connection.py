@@ -236,6 +236,7 @@ class Connection(asyncio.BufferedProtocol):
         segments: Sequence[Segment] = (),
         *,
         at_once: bool = False,
+        copied: bool = False,
     ) -> list[Buffer]:
         """Make a frame, ``send`` it, and return its buffers.
 
@@ -246,6 +247,7 @@ class Connection(asyncio.BufferedProtocol):
             segments: Its body.
             at_once: Whether a small one is written now, and not at the end of the turn, which
                 costs another one: for who expects nothing else to be said in this one.
+            copied: Whether the peer is lent a copy of the segments, and never their own memory.
 
         Raises:
             LocalProtocolError: It is larger than the limits allow.
@@ -257,7 +259,7 @@ class Connection(asyncio.BufferedProtocol):
             lengths, body = flat(segments) if segments else ((), [])
             nbytes = sum(lengths)
             if nbytes > LENT_ABOVE_BYTES and self._sharing is not None:
-                loan = self._sharing.lend(body, nbytes)
+                loan = self._sharing.lend(body, nbytes, copied=copied)
                 extents = () if loan is None else loan.extents
             head = encode_head(kind, request_id, header, lengths, extents, self.wire.limits)
         except LocalProtocolError as exc:

@@ -127,6 +127,7 @@ class Peer:
         *,
         into: Into | None = None,
         deadline: float | None = None,
+        copied: bool = False,
     ) -> Received:
         """Send a request and wait for its reply.
 
@@ -134,9 +135,10 @@ class Peer:
             message: The request.
             segments: Its body. Above 64 KiB it is not copied, and must not change before the
                 reply; if there is none, because of a cancellation or a deadline, before the
-                connection is closed.
+                connection is closed, or what was lent of it is given back.
             into: Says where the reply's body belongs. The reply's ``segments`` are then empty.
             deadline: Loop time (seconds) at which to give up; None: never.
+            copied: Whether the body is copied, also where the peer could read it as it is.
 
         Raises:
             ConnectionLost: The connection went; the request may or may not have been served.
@@ -147,7 +149,7 @@ class Peer:
         Cancellation: The peer is told and memory given by ``into`` is not written any more.
         """
         future: asyncio.Future[Received] = self._loop.create_future()
-        call = self._ask(message, segments, functools.partial(_resolve, future), into)
+        call = self._ask(message, segments, functools.partial(_resolve, future), into, copied)
         timer: asyncio.TimerHandle | None = None
         if deadline is not None:
             seconds = deadline - self._loop.time()
@@ -172,6 +174,8 @@ class Peer:
         segments: Sequence[Segment],
         then: Then,
         into: Into | None = None,
+        *,
+        copied: bool = False,
     ) -> Callable[[], None]:
         """Send a request as ``call`` does, without a coroutine that waits for its reply.
 
@@ -180,6 +184,7 @@ class Peer:
             segments: As for ``call``.
             then: Called once with the reply, or with what ``call`` would raise. Must not raise.
             into: As for ``call``.
+            copied: As for ``call``.
 
         Returns:
             What to call to give the request up: then nothing else is called, and memory of
@@ -188,16 +193,21 @@ class Peer:
         Raises:
             ConnectionLost, LocalProtocolError: As ``call``: nothing was sent.
         """
-        return functools.partial(self._give_up, self._ask(message, segments, then, into))
+        return functools.partial(self._give_up, self._ask(message, segments, then, into, copied))
 
     def _ask(
-        self, message: Message, segments: Sequence[Segment], then: Then, into: Into | None
+        self,
+        message: Message,
+        segments: Sequence[Segment],
+        then: Then,
+        into: Into | None,
+        copied: bool,
     ) -> Call:
         self._check_open()
         number = self._next_id
         # The first of several need not wait for the others, and most are alone.
         buffers = self.connection.send_message(
-            _REQUEST, number, message, segments, at_once=not self._calls
+            _REQUEST, number, message, segments, at_once=not self._calls, copied=copied
         )
         self._next_id = number + 1
         call = self._calls[number] = Call(number, buffers, then, into)

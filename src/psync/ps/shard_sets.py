@@ -30,6 +30,11 @@ from psync.wire.tensors import to_bytes_view
 
 NO_BYTES = memoryview(b"")
 
+Body = Sequence[memoryview]
+"""Of all shards of a set, one after the other, in pieces: each shard lies in one of them. What is
+copied out, and so all that a log has, is one piece; what lies where its sender has it may be
+several."""
+
 ROW_NUMBER_BYTES = 8
 
 MAX_SETS = 65_536
@@ -165,10 +170,8 @@ class ShardSet:
             for key, length, count in zip(self.keys, self.lengths, rows, strict=True)
         )
 
-    def body_of(
-        self, body: Sequence[memoryview], task: str, rows: Sequence[int] | None = None
-    ) -> memoryview:
-        """Return a body that has come in, all segments in one.
+    def body_of(self, body: Body, task: str, rows: Sequence[int] | None = None) -> Body:
+        """Return a body that has come in.
 
         Raises:
             GradientError: It is not that of these shards, or rows.
@@ -176,14 +179,20 @@ class ShardSet:
         nbytes = self.nbytes if rows is None else sum(self.lengths_with(rows))
         if not body:  # no segments came, so nobody was asked where to put them
             self.check_lengths((), task)
-        elif len(body[0]) == nbytes:
-            return body[0]
+        elif sum(map(len, body)) == nbytes and self.fits(list(map(len, body))):
+            return body if nbytes else ()
         raise GradientError(f"{task}: the variables were declared anew meanwhile")
 
-    def gradients(self, store: ShardStore, optimizer: int, body: memoryview) -> list[np.ndarray]:
+    def fits(self, pieces: Sequence[int]) -> bool:
+        """Return whether each shard lies in one of pieces of these sizes, of all shards."""
+        if len(pieces) <= 1:
+            return True
+        return {end for _, end in self.bounds}.issuperset(itertools.accumulate(pieces))
+
+    def gradients(self, store: ShardStore, optimizer: int, body: Body) -> list[np.ndarray]:
         """Return each shard's gradient in a body, checked as ``store.check_apply`` does."""
-        if self.dtype is not None and optimizer in self.optimizers:
-            array = bytes_of(body).view(self.dtype)
+        if self.dtype is not None and optimizer in self.optimizers and len(body) == 1:
+            array = bytes_of(body[0]).view(self.dtype)
             return [array[part] for part in self.elements]
         parts = zip(self.keys, self.cut(body), strict=True)
         gradients = [self._gradient(store, optimizer, *part) for part in parts]
@@ -200,7 +209,7 @@ class ShardSet:
         return cast(np.ndarray, Widened(bytes_of(part).view(narrow_dtype(self.compression))))
 
     def row_gradients(
-        self, store: ShardStore, optimizer: int, body: memoryview, counts: Sequence[int]
+        self, store: ShardStore, optimizer: int, body: Body, counts: Sequence[int]
     ) -> list[np.ndarray | RowValues]:
         """Return each shard's gradient in a body of which some are rows; all checked."""
         return self.row_operands(
@@ -214,7 +223,7 @@ class ShardSet:
     def row_operands(
         self,
         store: ShardStore,
-        body: memoryview,
+        body: Body,
         counts: Sequence[int],
         check_whole: Callable[[Key, memoryview], np.ndarray],
         check_some: Callable[[Key], None],
@@ -223,15 +232,15 @@ class ShardSet:
 
         Args:
             store: That holds the shards.
-            body: Of the size that ``lengths_with`` says.
+            body: Of the size that ``lengths_with`` says, in one piece.
             counts: As for ``lengths_with``.
             check_whole: Checks what is for a whole shard, and returns it as it is used.
             check_some: Checks that some rows of a shard can be updated.
         """
         operands: list[np.ndarray | RowValues] = []
-        start = 0
+        whole, start = body[0] if body else NO_BYTES, 0
         for key, count, length in zip(self.keys, counts, self.lengths_with(counts), strict=True):
-            part = body[start : start + length]
+            part = whole[start : start + length]
             start += length
             if count < 0:
                 operands.append(check_whole(key, part))
@@ -242,9 +251,19 @@ class ShardSet:
             operands.append(RowValues(rows, store.check_rows(key, rows, part[end:])))
         return operands
 
-    def cut(self, body: memoryview) -> list[memoryview]:
+    def cut(self, body: Body) -> list[memoryview]:
         """Return the part of each shard in a body."""
-        return [body[start:end] for start, end in self.bounds]
+        if len(body) <= 1:
+            whole = body[0] if body else NO_BYTES
+            return [whole[start:end] for start, end in self.bounds]
+        pieces = iter(body)
+        piece, parts = NO_BYTES, []
+        for length in self.lengths:
+            while len(piece) < length:  # what is left of one is as large as a shard, or empty
+                piece = next(pieces)
+            parts.append(piece[:length])
+            piece = piece[length:]
+        return parts
 
 
 def set_of(
@@ -294,20 +313,33 @@ def memory_for(pool: BlockPool, nbytes: int, *, varies: bool = False) -> Sequenc
 
 
 def body_in_place(
-    peer: Peer, pool: BlockPool, nbytes: int, *, is_alone: bool
-) -> Sequence[memoryview]:
-    """As ``memory_for``, but the body itself where it is lent: in one piece, and for this ps alone.
+    peer: Peer, pool: BlockPool, known: ShardSet, nbytes: int, *, is_alone: bool
+) -> Body:
+    """As ``memory_for``, but the body itself where it is lent, for this ps alone.
 
     Its owner could write to it while it is read. Of numbers to be computed with that harms nobody
-    else; but a backup must compute with the same ones.
+    else; but a backup must compute with the same ones, see ``owned``.
 
     Args:
         peer: Whose message is being prepared for.
         pool: Where memory comes from otherwise.
+        known: Whose body it is.
         nbytes: Size of the body.
         is_alone: Whether there is no backup.
     """
     lent = peer.lent
-    if lent is None or not is_alone or len(lent.views) > 1:
+    if lent is None or not is_alone or not known.fits(list(map(len, lent.views))):
         return memory_for(pool, nbytes)
     return lent.keep()
+
+
+def owned(pool: BlockPool, body: Body) -> Body:
+    """Return a body that nobody else can write to: what is lent, which is read-only, copied out."""
+    if not any(piece.readonly for piece in body):
+        return body
+    (memory,) = memory_for(pool, sum(map(len, body)))
+    at = 0
+    for piece in body:
+        memory[at : at + len(piece)] = piece
+        at += len(piece)
+    return (memory,)

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from psync.errors import GradientError, UsageError
-from psync.ps.shard_sets import ShardSet
+from psync.ps.shard_sets import Body, ShardSet
 from psync.store.commit_log import LogNames
 from psync.store.ledger import Call, Client, Ledger, Verdict
 from psync.store.rows import RowValues
@@ -30,7 +30,7 @@ class Update:
     client: Client
     message: Push | Assign | AverageShards
     known: ShardSet
-    body: memoryview  # of all shards, one after the other; of averages nothing
+    body: Body  # of averages nothing
     store: ShardStore  # both stay the same, even if a new coordinator
     ledger: Ledger  # empties the task while the update is under way
     needed: Sequence[Key]  # the shards that it reads or changes

@@ -29,7 +29,7 @@ from psync.ps.executor import Answer, Executor, Listed
 from psync.ps.locks import PsLocks
 from psync.ps.optimizers import MeasureService, SlotService
 from psync.ps.pulls import PsPulls
-from psync.ps.shard_sets import NO_BYTES, ShardSet, body_in_place, memory_for, numbered_set, set_of
+from psync.ps.shard_sets import ShardSet, body_in_place, memory_for, numbered_set, owned, set_of
 from psync.ps.update import Update
 from psync.store.ledger import Duplicate, Fresh, Ledger, Ticket
 from psync.store.ledger_snapshot import control_of
@@ -164,7 +164,7 @@ class PsUpdates:
             return memory_for(self._pool, sum(lengths), varies=True)
         if peer.lent is not None and isinstance(message, Push):
             is_alone = self._executor.is_alone
-            return body_in_place(peer, self._pool, known.nbytes, is_alone=is_alone)
+            return body_in_place(peer, self._pool, known, known.nbytes, is_alone=is_alone)
         return memory_for(self._pool, known.nbytes)
 
     def _refused(self, peer: Peer, message: Push | Assign | AverageShards) -> None:
@@ -207,7 +207,7 @@ class PsUpdates:
             raise
         client = (peer.task, peer.incarnation)
         return self._admit(
-            Update(client, message, known, NO_BYTES, self._store, self._ledger, known.keys)
+            Update(client, message, known, (), self._store, self._ledger, known.keys)
         )
 
     # Admission: nothing is noted of an update that waits, which has not begun.
@@ -239,11 +239,12 @@ class PsUpdates:
             return self._when_open(update)
         if isinstance(update.message, AssignLocked):
             self._locks.check(update.client, update.message, update.needed)
-        body = (update.body,) if len(update.body) else ()
+        if not self._executor.is_alone:  # any more: it may have waited
+            update.body = owned(self._pool, update.body)
         answer = self._executor.submit(
             update.client,
             update.entry,
-            body,
+            update.body,
             lambda: self._judge(update),
             lambda: self._claim(update),
         )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from psync.errors import GradientError, RemoteProtocolError, UsageError
 from psync.net.peer import Peer
-from psync.ps.shard_sets import MAX_SETS, ShardSet
+from psync.ps.shard_sets import MAX_SETS, NO_BYTES, Body, ShardSet
 from psync.store.store import Key, ShardStore
 from psync.wire.frames import SMALL_BODY_BYTES
 
@@ -188,10 +188,11 @@ class WholeSet:
                 f"{task}: shards of ps {share.ps}: expected {tuple(sizes)} bytes, got {came}"
             )
 
-    def cut(self, body: memoryview) -> tuple[memoryview, list[Along]]:
+    def cut(self, body: Body) -> tuple[Body, list[Along]]:
         """Return the part of ps 0 in a push's body, and those of the others."""
-        along = [Along(share, body[start:end]) for share, (start, end) in self._cuts]
-        return body[self._own_cut], along
+        whole = body[0] if body else NO_BYTES
+        along = [Along(share, whole[start:end]) for share, (start, end) in self._cuts]
+        return (whole[self._own_cut],), along
 
     def joined(self, own: Sequence[list[memoryview]], others: Values) -> list[Any]:
         """Return the values of all shards, in order; none if some are missing."""

@@ -83,7 +83,7 @@ def _along(part: Part | None, names: LogNames) -> tuple[int, Any, list[int], Any
 
 def body_of(part: Part | None) -> Sequence[memoryview]:
     """Return the segments of an entry with a part."""
-    return () if part is None or not len(part.body) else (part.body,)
+    return () if part is None else part.body
 
 
 def closing_entry(
@@ -95,7 +95,7 @@ def closing_entry(
         sets: list[tuple[int, Any]] = []
         numbers: list[int] = []
         for part in along:
-            if part is None or not len(part.body):
+            if part is None or not part.body:
                 numbers.append(-1)
                 continue
             number, members = names.of_set(part.known.members)
@@ -105,7 +105,7 @@ def closing_entry(
         config = dict(raw) if names.is_new(message.group) else None
         return replace(message, config=config, sets=sets, along=numbers, ahead=[])
 
-    return build, [part.body for part in along if part is not None and len(part.body)]
+    return build, [part.body[0] for part in along if part is not None and part.body]
 
 
 def entries_of_snapshot(

@@ -26,7 +26,7 @@ from psync.numerics.blocks import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Answer, Executor, Listed
 from psync.ps.locks import PsLocks
-from psync.ps.shard_sets import NO_BYTES, ShardSet, body_in_place, memory_for, numbered_set, set_of
+from psync.ps.shard_sets import Body, ShardSet, body_in_place, memory_for, numbered_set, set_of
 from psync.store.ledger import Ledger
 from psync.store.step_norms import ShardSums
 from psync.store.store import ShardStore
@@ -134,21 +134,32 @@ class PsSync(GroupTable):
         self.ledger.check_incarnation(peer.task, peer.incarnation)
         known = set_of(peer, message, self._task).look_up(self.store)
         known.check_lengths(lengths, self._task, message.rows)
-        return self.reserve(peer, message, sum(lengths))
+        return self.reserve(peer, message, sum(lengths), known)
 
     def reserve(
-        self, peer: Peer, message: StagePush | Contribute, nbytes: int
+        self,
+        peer: Peer,
+        message: StagePush | Contribute,
+        nbytes: int,
+        known: ShardSet | None = None,
     ) -> Sequence[memoryview]:
-        """Take memory for a part that is about to arrive."""
+        """Take memory for a part that is about to arrive.
+
+        Args:
+            peer: Who sends it.
+            message: With which it comes.
+            nbytes: Its size.
+            known: Of which shards it is, if it may stay where it is lent.
+        """
         config = self.define(message.group, message.config)
         replica = (peer.task, peer.incarnation)
         # What is stale is dropped once it is here.
         self.staging.reserve(
             message.group, replica, message.push, message.local_step, nbytes, config
         )
-        if message.rows is None:
-            return body_in_place(peer, self._pool, nbytes, is_alone=self.executor.is_alone)
-        return memory_for(self._pool, nbytes, varies=True)
+        if known is None or message.rows is not None:
+            return memory_for(self._pool, nbytes, varies=message.rows is not None)
+        return body_in_place(peer, self._pool, known, nbytes, is_alone=self.executor.is_alone)
 
     def _stage(
         self, peer: Peer, message: StagePush, body: list[memoryview]
@@ -166,7 +177,7 @@ class PsSync(GroupTable):
     ) -> Reply | Answer | None:
         self.define(message.group, message.config)
         known = set_of(peer, message, self._task).look_up(self.store)
-        part = self._part_with(message, known, body[0] if body else NO_BYTES)
+        part = self._part_with(message, known, body)
         return self._submit((peer.task, peer.incarnation), message, part)
 
     def _submit(self, replica: Replica, message: StagePush, part: Part) -> Reply | Answer | None:
@@ -177,7 +188,7 @@ class PsSync(GroupTable):
 
         return self.executor.submit(replica, entry, body_of(part), keep)
 
-    def _part_with(self, message: StagePush | HoldPush, known: ShardSet, body: memoryview) -> Part:
+    def _part_with(self, message: StagePush | HoldPush, known: ShardSet, body: Body) -> Part:
         """Return the part of a push that belongs to this ps; GradientError: it does not fit."""
         group, rows = message.group, message.rows
         if rows is None:
@@ -190,11 +201,11 @@ class PsSync(GroupTable):
         """Keep a part that has arrived, in its turn; False: it is stale."""
         self.ledger.check_incarnation(*replica)
         return self.staging.stage(
-            message.group, replica, message.push, message.local_step, len(part.body), part
+            message.group, replica, message.push, message.local_step, part.nbytes, part
         )
 
     def part_of(
-        self, message: Contribute | CountPush | HoldPush, known: WholeSet, body: memoryview
+        self, message: Contribute | CountPush | HoldPush, known: WholeSet, body: Body
     ) -> Part:
         """Return what a push that has come whole brings, or ps 0's part that came along.
 
@@ -217,9 +228,9 @@ class PsSync(GroupTable):
         """Return what has come along with a push, as the log says it; None: nothing."""
         if message.set_id < 0:
             return None
-        return self._whole_part(peer, message, body[0] if body else NO_BYTES)
+        return self._whole_part(peer, message, body)
 
-    def _whole_part(self, peer: Peer, message: CountPush | HoldPush, body: memoryview) -> Part:
+    def _whole_part(self, peer: Peer, message: CountPush | HoldPush, body: Body) -> Part:
         known = whole_set_of(peer, message.set_id, message.members, self.shares, self._task)
         if message.rows is None:
             known.fit(self.store, tuple(message.lengths), self._task)
@@ -227,16 +238,15 @@ class PsSync(GroupTable):
 
     def _hold(self, peer: Peer, message: HoldPush, body: list[memoryview]) -> Reply:
         """Keep a part that is staged over there, whether its sender lives or not."""
-        segment = body[0] if body else NO_BYTES
         if message.whole:
-            part = self._whole_part(peer, message, segment)
+            part = self._whole_part(peer, message, body)
         else:
             keys = [(variable, index) for _, variable, index in message.members]
             known = numbered_set(peer, message.set_id, keys, self._task).look_up(self.store)
-            part = self._part_with(message, known, segment)
+            part = self._part_with(message, known, body)
         replica = (peer.task, peer.incarnation)
         self.staging.stage(
-            message.group, replica, message.push, message.local_step, len(part.body), part
+            message.group, replica, message.push, message.local_step, part.nbytes, part
         )
         return Reply(Done())
 
@@ -254,7 +264,7 @@ class PsSync(GroupTable):
     def control(self) -> list[Any]:
         """Return what is staged and decided, as plain data in an order of its own, for a digest."""
         held = sorted(
-            [group, *replica, push, local_step, len(part.body)]
+            [group, *replica, push, local_step, part.nbytes]
             for group, replica, push, local_step, part in self.staging.held()
         )
         decided = sorted(
@@ -291,8 +301,7 @@ class PsSync(GroupTable):
         known = set_of(peer, message, self._task).look_up(self.store)
         if message.group >= 0:
             self.define(message.group, message.config)
-            (anything,) = memory_for(self._pool, known.nbytes)
-            known.gradients(self.store, message.group, anything)
+            known.gradients(self.store, message.group, memory_for(self._pool, known.nbytes))
         return Reply(SetSizes(list(known.lengths)))
 
     # Measuring.
@@ -361,7 +370,7 @@ class PsSync(GroupTable):
                 parts.append(None)
                 continue
             known = numbered_set(peer, number, None, self._task).look_up(self.store)
-            body = known.body_of((next(bodies),), self._task)
+            body = known.body_of([next(bodies)], self._task)
             parts.append(Part(known, known.gradients(self.store, message.group, body), body))
         return parts
 

@@ -268,7 +268,7 @@ class StepCloser:
         body: list[memoryview],
         wanted: WholeSet | None,
     ) -> Later:
-        part = None if brought is None else self._sync.part_of(message, brought, body[0])
+        part = None if brought is None else self._sync.part_of(message, brought, body)
         replica = _client(peer)
         waiter = self._waits.add((message.group, replica, message.push), wanted)
         try:

@@ -16,7 +16,7 @@ from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.numerics.layerwise_rules import Sums
 from psync.numerics.sums import Reduction, check_weight
 from psync.numerics.update_rule import slot_dtype
-from psync.ps.shard_sets import NO_BYTES, ShardSet
+from psync.ps.shard_sets import Body, ShardSet
 from psync.specs import dtype_of
 from psync.store.rows import RowValues
 from psync.store.step_norms import UPDATES, ShardSums, StepNorms
@@ -56,11 +56,16 @@ class Part(NamedTuple):
     """What a push brings to the shards of one ps."""
 
     known: ShardSet
-    gradients: Sequence[Gradient]  # views of the buffer in which they came
-    body: memoryview = NO_BYTES  # that buffer, or all of it that came to ps 0
+    gradients: Sequence[Gradient]  # views of the memory in which they came
+    body: Body = ()  # that memory; on ps 0 all that came
     rows: Sequence[int] | None = None  # as in StagePush
     whole: WholeSet | None = None  # on ps 0: the set, if the push came whole
     along: Sequence[Along] = ()  # on ps 0: what of it belongs to others
+
+    @property
+    def nbytes(self) -> int:
+        """Size of what came."""
+        return sum(map(len, self.body))
 
 
 @dataclass(frozen=True, slots=True)

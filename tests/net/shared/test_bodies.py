@@ -749,7 +749,6 @@ def test_memory_is_never_written_while_it_is_read_and_free_at_last(
     for where, name, value in (
         (regions, "LENT_ABOVE_BYTES", 16),
         (regions, "SLAB_BYTES", 1000),
-        (bodies, "LENT_ABOVE_BYTES", 16),
         (bodies, "LENT_BYTES", 3000),
         (bodies, "MAX_GIVEN", 8),
         (lent, "COPY_BYTES", 60),

@@ -33,6 +33,7 @@ from psync.net.shared.regions import (
     offset_of,
     region_of,
 )
+from psync.specs import dtype_of
 from psync.wire.lent import LENT_ABOVE_BYTES
 from psync.wire.tensors import to_bytes_view
 
@@ -286,14 +287,97 @@ def test_a_view_knows_its_place(make: Callable[[int, int], Mapping | Heap]) -> N
 
 def test_views_of_other_kinds_are_in_no_region() -> None:
     memory = shared()
+    memory.take(MIB)
+    for view in (
+        memoryview(b"abc"),
+        memoryview(bytearray(3)),
+        np.zeros(3, np.uint8).data,
+        np.zeros(9, np.uint8)[3:].data,
+        np.frombuffer(b"abc", np.uint8).data,
+        memoryview(mmap.mmap(-1, PAGE)),
+    ):
+        assert region_of(view) is memory.own_region_of(view) is None
+
+
+@MAKERS
+def test_views_of_arrays_know_their_region(make: Callable[[int, int], Mapping | Heap]) -> None:
+    memory, other = shared(make), shared(make)
     root = memory.take(MIB)
-    assert region_of(memoryview(b"abc")) is None
-    assert region_of(memoryview(bytearray(3))) is None
-    assert region_of(np.zeros(3, np.uint8).data) is None
-    assert region_of(memoryview(mmap.mmap(-1, PAGE))) is None
-    # References to such views do not lead to the root itself: they are copied, which is safe.
-    assert region_of(root[10:].data) is None
-    assert region_of(to_bytes_view(root.view(np.float32))) is None
+    region = region_of(root.data)
+    assert region is not None
+    for view in (root[10:].data, to_bytes_view(root.view(np.float32).reshape(512, 512)[3:9])):
+        assert region_of(view) is memory.own_region_of(view) is region
+        assert other.own_region_of(view) is None
+
+
+class Tensor:
+    """An array as another library gives it back, whose chain of references is its own affair."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.__array_interface__ = array.__array_interface__
+
+
+@MAKERS
+def test_memory_is_found_by_its_address_where_a_library_has_made_the_array(
+    make: Callable[[int, int], Mapping | Heap],
+) -> None:
+    memory, other = shared(make), shared(make)
+    root, _ = memory.take(MIB), other.take(MIB)
+    view = to_bytes_view(np.asarray(Tensor(root[64:].view(np.float32))))
+    region = memory.own_region_of(view)
+    assert region is region_of(root.data)
+    assert region is not None
+    assert offset_of(view, region) == 64
+    assert other.own_region_of(view) is None
+    assert memory.own_region_of(to_bytes_view(np.asarray(Tensor(np.zeros(3))))) is None
+
+
+class TestArrays:
+    F32 = np.dtype(np.float32)
+
+    def test_one_is_recycled_when_nobody_sees_it(self) -> None:
+        memory = shared()
+        array = memory.empty((1000, 100), self.F32)
+        assert (array.shape, array.dtype, array.flags.c_contiguous) == ((1000, 100), self.F32, True)
+        region = memory.own_region_of(to_bytes_view(array))
+        assert region is region_of(array.base.data)
+        address, part = array.ctypes.data, array[7:].T
+        del array
+        assert memory.empty((100_000,), self.F32).ctypes.data != address  # a part of it is seen
+        lent = to_bytes_view(part.T)
+        del part
+        assert memory.empty((1000, 100), self.F32).ctypes.data != address  # it is lent
+        del lent
+        again = {memory.empty((100, 1000), self.F32).ctypes.data for _ in range(3)}
+        assert address in again
+
+    def test_dtypes_and_sizes_are_any(self) -> None:
+        memory = shared()
+        for shape, name in (((33, 1000), "bfloat16"), ((40_000,), "int64"), ((70_001,), "bool")):
+            array = memory.empty(shape, dtype_of(name))
+            assert (array.shape, array.dtype) == (shape, dtype_of(name))
+            assert memory.own_region_of(to_bytes_view(array)) is not None
+            assert array.flags.writeable
+        large = memory.empty((2 * SLAB_BYTES,), np.dtype(np.uint8))
+        assert memory.own_region_of(to_bytes_view(large)) is not None
+
+    def test_small_ones_are_ordinary_and_so_are_all_where_nobody_could_read_them(self) -> None:
+        memory = shared()
+        small = memory.empty((LENT_ABOVE_BYTES // 4,), self.F32)
+        assert memory.own_region_of(to_bytes_view(small)) is None
+        assert memory.empty((0, 5), self.F32).shape == (0, 5)
+        memory.make = None
+        array = memory.empty((MIB,), self.F32)
+        assert memory.own_region_of(to_bytes_view(array)) is None
+        assert memory.arena.statistics().roots == 0
+
+    def test_without_memory_they_are_ordinary(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        memory = shared()
+        monkeypatch.setattr(memory, "_max_regions", 0)
+        array = memory.empty((MIB,), self.F32)
+        assert memory.own_region_of(to_bytes_view(array)) is None
+        assert memory.arena.statistics().roots == 0
 
 
 def test_what_is_larger_than_a_slab_has_a_region_of_its_own() -> None:

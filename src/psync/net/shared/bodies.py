@@ -23,16 +23,15 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from psync.errors import RemoteProtocolError
 from psync.net.shared.channel import SideChannel
-from psync.net.shared.regions import Region, SharedMemory, offset_of, region_of
+from psync.net.shared.regions import Region, SharedMemory, offset_of
 from psync.net.shared.views import root_of
-from psync.numerics.blocks import roomy
 from psync.wire.frames import Buffer
-from psync.wire.lent import LENT_ABOVE_BYTES, MAX_EXTENTS, Extent, copies
+from psync.wire.lent import MAX_EXTENTS, Extent, copies
 from psync.wire.tensors import to_bytes_view
 
 LENT_BYTES = 256 << 20
@@ -63,11 +62,12 @@ class Loan:
     """
 
     extents: list[Extent]
-    holds: list[object]
+    holds: list[memoryview]
     nbytes: int
     copied_bytes: int = 0
     targets: list[memoryview] = field(default_factory=list)
     sources: list[memoryview] = field(default_factory=list)
+    waiters: list[asyncio.Future[None]] = field(default_factory=list)  # until it is returned
 
     def add(self, extent: Extent) -> None:
         """Let the next part of it be there."""
@@ -76,6 +76,16 @@ class Loan:
             self.extents[-1] = last._replace(nbytes=last.nbytes + extent.nbytes)
         else:
             self.extents.append(extent)
+
+    def is_of(self, owners: Collection[int]) -> bool:
+        """Return whether it holds memory of one of these arrays, given by their ids."""
+        return any(id(held.obj) in owners for held in self.holds)
+
+    def over(self) -> None:
+        """Nobody reads it any more."""
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def copying(self) -> Callable[[], bool]:
         """Return what copies a part of it each time, and says whether that was the last."""
@@ -116,15 +126,17 @@ class Sharing:
         self._returns: deque[tuple[int, int]] = deque()  # number, bytes that were kept
         if memory.make is None:
             memory.make = channel.make
+        memory.lenders.add(self)
 
     # Lending.
 
-    def lend(self, buffers: Sequence[Buffer], nbytes: int) -> Loan | None:
+    def lend(self, buffers: Sequence[Buffer], nbytes: int, *, copied: bool = False) -> Loan | None:
         """Return how a body can be lent; None: it cannot.
 
         Args:
             buffers: The body; none is empty.
             nbytes: Its size.
+            copied: Whether all of it is copied, also what lies in own regions.
         """
         if self._closed or self._copied_bytes > LENT_BYTES:
             return None
@@ -133,7 +145,7 @@ class Sharing:
         if nbytes < PIECE_BYTES * len(buffers):
             return None
         views = [each if isinstance(each, memoryview) else memoryview(each) for each in buffers]
-        regions = [self._own_region_of(view) for view in views]
+        regions = [None if copied else self._memory.own_region_of(view) for view in views]
         if not all(region is None or self._knows(region) for region in regions):
             return None
         each = list(zip(views, regions, strict=True))
@@ -143,33 +155,28 @@ class Sharing:
         copies_at = self._make_room(loan) if loan.sources else Extent(0, 0, 0)
         if copies_at is None:
             return None
-        copied = 0
+        at = copies_at.offset
         for view, region in each:
             if region is not None:
                 loan.add(Extent(region.number, offset_of(view, region), len(view)))
             else:
-                loan.add(Extent(copies_at.region, copies_at.offset + copied, len(view)))
-                copied += len(view)
+                loan.add(Extent(copies_at.region, at, len(view)))
+                at += len(view)
         if len(loan.extents) > MAX_EXTENTS:
             return None
         self._copied_bytes += loan.copied_bytes
         self._own_bytes += nbytes - loan.copied_bytes
         return loan
 
-    def _own_region_of(self, view: memoryview) -> Region | None:
-        region = region_of(view)
-        return region if region is not None and region.owner is self._memory.token else None
-
     def _make_room(self, loan: Loan) -> Extent | None:
         """Return where what has to be copied will be, in one piece; None: there is no room."""
         nbytes = loan.copied_bytes
-        root = self._memory.arena.take(roomy(max(nbytes, LENT_ABOVE_BYTES + 1)))
-        memory = to_bytes_view(root)[:nbytes]
-        region = self._own_region_of(memory)
-        if region is None:  # ordinary memory, which the arena must not keep
+        root = self._memory.lendable(nbytes)
+        if root is None:
             return None
-        self._memory.arena.give(root)  # handed out again once nobody sees it
-        if not self._knows(region):
+        memory = to_bytes_view(root)[:nbytes]
+        region = self._memory.own_region_of(memory)
+        if region is None or not self._knows(region):
             return None
         loan.targets.append(memory)
         loan.holds.append(memory)
@@ -206,6 +213,20 @@ class Sharing:
         if loan is None:
             raise RemoteProtocolError(f"body {number} was given back, which is not lent")
         self.withdrawn(loan)
+        loan.over()
+
+    def until_returned(self, owners: Collection[int]) -> list[asyncio.Future[None]]:
+        """Return what is done once memory of arrays that is lent now is lent no more.
+
+        Args:
+            owners: Ids of the arrays.
+        """
+        waiters = []
+        for loan in self._lent.values():
+            if loan.is_of(owners):
+                waiters.append(asyncio.get_running_loop().create_future())
+                loan.waiters.append(waiters[-1])
+        return waiters
 
     def region_gone(self, number: int) -> None:
         """A region of ours is gone; the peer may forget it. Called in any thread."""
@@ -330,15 +351,20 @@ class Sharing:
         self._closed = self.is_over = True
         self._regions.clear()
         self._channel.close()
-        self._lent.clear()
+        self._forget_lent()
 
     def _settle(self) -> None:
         self._channel.end()
         if not self._lent:
             self.drop()
 
-    def _end_lent(self) -> None:
+    def _forget_lent(self) -> None:
+        for loan in self._lent.values():
+            loan.over()
         self._lent.clear()
+
+    def _end_lent(self) -> None:
+        self._forget_lent()
         if not self._num_kept:
             self.drop()
 

@@ -12,14 +12,17 @@ to: memory is used again when nobody sees it any more, here or elsewhere, and th
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import itertools
+import math
 import mmap
 import os
 import resource
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -28,7 +31,7 @@ from psync.errors import RemoteProtocolError
 from psync.net.shared.views import address_of, root_of
 from psync.net.shared.windows import Windows
 from psync.numerics.block_runs import SHARING_BYTES
-from psync.numerics.blocks import BlockPool
+from psync.numerics.blocks import BlockPool, roomy
 from psync.wire.lent import LENT_ABOVE_BYTES
 
 SLAB_BYTES = 16 << 20
@@ -153,10 +156,17 @@ def can_make_regions() -> bool:
 
 def region_of(view: memoryview) -> Region | None:
     """Return the region in which a view of a root lies, or of a part of one."""
-    root: object = view.obj
-    base: object = root.base if isinstance(root, np.ndarray) else None
+    base = _base_of(view)
     owner: object = base.obj if isinstance(base, memoryview) else None
     return owner.region if isinstance(owner, Mapping | Heap) else None
+
+
+def _base_of(view: memoryview) -> object:
+    """Return what is below the last array in the chain to which a view refers; None: nothing."""
+    root: object = view.obj
+    while isinstance(root, np.ndarray) and isinstance(root.base, np.ndarray):
+        root = root.base
+    return root.base if isinstance(root, np.ndarray) else None
 
 
 def offset_of(view: memoryview, region: Region) -> int:
@@ -173,9 +183,11 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self.make: Make | None = None
-        self.arena = self._new_arena()  # of copies that are lent
+        self.arena = self._new_arena()  # of copies that are lent, and arrays that will be
         self.windows = Windows()  # on what is lent to it
+        self._lock = threading.RLock()  # steps that are plain functions run in threads
         self.token = object()  # that its regions bear
+        self.lenders: weakref.WeakSet[Any] = weakref.WeakSet()  # with whom it is shared
         self._numbers = itertools.count(1)
         self._slab = memoryview(b"")  # what is left of it
         self._slab_at = 0  # where in its region
@@ -212,6 +224,12 @@ class SharedMemory:
         """
         if nbytes <= LENT_ABOVE_BYTES or self.make is None:
             return None
+        with self._lock:
+            return self._cut_from_slab(nbytes, phase, alignment, sharing)
+
+    def _cut_from_slab(
+        self, nbytes: int, phase: int, alignment: int, sharing: int
+    ) -> memoryview | None:
         start = (phase - self._slab_at) % alignment
         if nbytes <= sharing and start + nbytes <= len(self._slab):
             memory, at = self._slab, self._slab_at
@@ -226,10 +244,59 @@ class SharedMemory:
             self._slab, self._slab_at = memory[end:], at + end
         return memory[start : start + nbytes]
 
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return a new array, which is lent without a copy where that can be; of any contents.
+
+        Its memory is the arena's: handed out again once nobody sees the array, here or elsewhere.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes <= LENT_ABOVE_BYTES or self.make is None:
+            return np.empty(shape, dtype)
+        root = self.lendable(nbytes)
+        if root is None:
+            return np.empty(shape, dtype)
+        return root[:nbytes].view(dtype).reshape(shape)
+
+    def lendable(self, nbytes: int) -> np.ndarray | None:
+        """Return a root of the arena with room for so much; None: there is no memory."""
+        with self._lock:
+            root = self.arena.take(roomy(max(nbytes, LENT_ABOVE_BYTES + 1)))
+            if region_of(root.data) is None:  # ordinary memory, which the arena must not keep
+                return None
+            self.arena.give(root)  # handed out again once nobody sees it
+            return root
+
+    def own_region_of(self, view: memoryview) -> Region | None:
+        """Return the region of this task in which a view lies, whoever has made an array of it."""
+        base = _base_of(view)
+        if isinstance(base, memoryview):
+            region = region_of(view)
+            return region if region is not None and region.owner is self.token else None
+        if base is None or not len(view):  # ordinary memory
+            return None
+        first = address_of(view)  # a library's, such as torch, which keeps the array that it got
+        for region in self._regions:
+            if region.address <= first <= region.address + region.nbytes - len(view):
+                return region
+        return None
+
+    async def returned(self, views: Iterable[memoryview]) -> None:
+        """Wait until nobody reads any more what is lent of the arrays of these views.
+
+        Cancellation: Safe.
+        """
+        owners = {id(view.obj) for view in views}
+        waiters = [
+            waiter for lender in list(self.lenders) for waiter in lender.until_returned(owners)
+        ]
+        if waiters:
+            await asyncio.wait(waiters)
+
     def let_go(self) -> None:
         """Keep nothing that is not in use: connections have ended, and perhaps the task."""
-        self.arena = self._new_arena()
-        self._slab = memoryview(b"")
+        with self._lock:
+            self.arena = self._new_arena()
+            self._slab = memoryview(b"")
 
     def _new_arena(self) -> BlockPool:
         me = weakref.ref(self)  # or it would be reached from itself, and stay for a while
