@@ -222,7 +222,7 @@ class Table:
         return value.reshape(self.plan.num_shards, -1)
 
     def _gradient(self, variable: Any, column: int, of: float = -1.0) -> np.ndarray:
-        gradient = psync.empty_like(variable)
+        gradient: np.ndarray = psync.empty_like(variable)
         gradient.fill(0)
         gradient[:, column] = of
         return gradient
