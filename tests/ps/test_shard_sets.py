@@ -4,15 +4,17 @@ import numpy as np
 import pytest
 
 from psync.errors import GradientError, UnknownVariableError, UsageError
+from psync.numerics.blocks import BlockPool
 from psync.numerics.compression import COMPRESSED
 from psync.numerics.update_rule import SGD
-from psync.ps.shard_sets import ShardSet
+from psync.ps.shard_sets import ShardSet, memory_for, owned
 from psync.ps.update import Update
 from psync.specs import ShardSpec, dtype_of
 from psync.store.commit_log import LogNames
 from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
 from psync.wire.ps_messages import Assign, Push
+from psync.wire.tensors import to_bytes_view
 
 CLIENT = ("/job:worker/task:0", 5)
 
@@ -46,6 +48,34 @@ def test_a_set_knows_where_its_shards_lie_in_a_body(store: ShardStore) -> None:
     assert [bytes(part) for part in known.cut((memoryview(b"abcdefghijklmnopqrst"),))] == [
         b"abcdefghijkl", b"", b"mnopqrst",
     ]  # fmt: skip
+
+
+def test_a_body_may_be_pieces_of_whole_shards(store: ShardStore) -> None:
+    known = ShardSet(((2, 0), (1, 0), (0, 0))).look_up(store)
+    first, last = np.array([1, 2, 3], np.float32), np.array([4, 5], np.float32)
+    pieces = [to_bytes_view(first), to_bytes_view(last)]
+    assert known.body_of(pieces, "ps") == pieces
+    for _ in range(2):  # checked, and then known
+        gradients = known.gradients(store, 1, pieces)
+        assert [gradient.tolist() for gradient in gradients] == [[1, 2, 3], [], [4, 5]]
+    first[0] = 9
+    assert gradients[0][0] == 9  # where it lies
+    assert not known.fits([4, 16])
+    assert not known.fits([13, 7])
+    with pytest.raises(GradientError, match="declared anew"):
+        known.body_of([memoryview(bytes(4)), memoryview(bytes(16))], "ps")
+    with pytest.raises(GradientError, match="declared anew"):
+        known.body_of([memoryview(bytes(12)), memoryview(bytes(12))], "ps")
+
+
+def test_what_others_could_write_to_is_copied_for_a_backup() -> None:
+    pool, theirs = BlockPool(), bytearray(b"abc")
+    own = memory_for(pool, 8)
+    assert owned(pool, own) is own
+    body = [memoryview(theirs).toreadonly(), memoryview(b"d")]
+    (copied,) = owned(pool, body)
+    theirs[:] = b"xyz"
+    assert bytes(copied) == b"abcd"
 
 
 def test_a_set_is_looked_up_once_in_a_store_and_again_in_another(store: ShardStore) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backup_by_hand import BackupByHand
 from inside import endpoint_of, ledger_of, points_of, work_of
 from ps_by_hand import COORDINATOR, A, B, PsByHand
 from ps_cluster import (
     CONFIG,
     OTHER,
+    RATE,
     WORKER,
     PsCluster,
     assign,
@@ -77,6 +79,21 @@ class Ps(PsByHand):
         """A counter of the ledger."""
         counters: dict[str, int] = self.services.statistics()["ledger"]
         return counters[counter]
+
+
+@pytest.mark.usefixtures("turns")
+def test_a_backup_gets_what_was_computed_from_although_its_sender_writes_to_it() -> None:
+    """What waited while the backup was begun lies in memory of its sender's."""
+    ps = Ps()
+    ps.store.define_optimizer(1, CONFIG)
+    backup = BackupByHand(ps)
+    theirs = bytearray(np.full(3, 2, np.float32).tobytes())
+    message = Push(1, 0, -1, 0, ps.v[0], [ps.v], 1, CONFIG, 0)
+    handler = ps.services.handlers()[Push]
+    handler.run(ps.peer(A), message, [memoryview(theirs).toreadonly()])
+    theirs[:] = bytes(len(theirs))
+    backup.catch_up()  # compares both
+    assert ps.pull(ps.v)[0].tolist() == [-2 * RATE] * 3
 
 
 class TestCalls:

@@ -20,6 +20,7 @@ import numpy as np
 from psync.api.cluster_coordinator import ClusterCoordinator
 from psync.api.embeddings import embedding_lookup
 from psync.api.global_step import get_or_create_global_step
+from psync.api.gradient_memory import empty_like
 from psync.api.pulls import pull
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.sync_replicas import SyncReplicasOptimizer
@@ -205,7 +206,9 @@ async def move(
     variables: list[Variable], optimizer: SGD, pulls: bool, pushes: bool, steps: int
 ) -> tuple[int, float, float]:
     """Pull all variables, push ones for all, or both, again and again."""
-    gradients = [np.ones(variable.shape, np.float32) for variable in variables]
+    gradients = empty_like(variables)
+    for gradient in gradients:
+        gradient.fill(1)
     began = time.perf_counter()
     for _ in range(steps):
         if pulls:
@@ -229,7 +232,7 @@ async def train(
     model: list[Variable], counter: Variable, global_step: Variable, optimizer: Any, steps: int
 ) -> tuple[int, float, float]:
     """Train: the loss is the sum of (w - 1)² over the model."""
-    gradients = [np.empty(variable.shape, np.float32) for variable in model]
+    gradients = empty_like(model)
     one = np.float32(-1)  # minus: the counter counts upwards
     began = time.perf_counter()
     values = await pull(model)

@@ -55,9 +55,8 @@ class Part(NamedTuple):
     """What one message of an update says, whatever its kind."""
 
     request: Request
-    identity: tuple[
-        int, int, int, int
-    ]  # sequence, that below which all are answered, closure, call
+    # sequence, that below which all are answered, closure, call
+    identity: tuple[int, int, int, int]
     members: list[tuple[int, int]] | None
     rows: list[int] | None  # as ``body_of`` returns them
     spread: list[tuple[int, int]] | None

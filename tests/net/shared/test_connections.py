@@ -352,8 +352,8 @@ async def test_large_messages_keep_their_order_whether_they_are_lent_or_not(
     async with sharing({Pull: Handler(noted), AskStatistics: Handler(done)}) as pair:
         own = pair.client.platform.memory.take(MIB)
 
-        def every_third(self: Sharing, *args: Any) -> Any:
-            return lend(self, *args) if len(sent) % 3 else None
+        def every_third(self: Sharing, *args: Any, **options: Any) -> Any:
+            return lend(self, *args, **options) if len(sent) % 3 else None
 
         monkeypatch.setattr(Sharing, "lend", every_third)
         sent: list[int] = []

@@ -109,7 +109,7 @@ async def test_extents_that_lie_nowhere(kind: str, keep: bool) -> None:
     async with breach(told, keep) as pair:
         sharing = pair.peer.connection.sharing
         assert sharing is not None
-        sharing.lend = lambda *_: Loan(extents, [], nbytes)  # type: ignore[method-assign]
+        sharing.lend = lambda *_, **__: Loan(extents, [], nbytes)  # type: ignore[method-assign]
         with contextlib.suppress(ConnectionLost):
             await pair.peer.call(pull(), [bytes(nbytes)])
 
@@ -122,7 +122,7 @@ async def test_the_same_memory_many_times_is_only_a_strange_body() -> None:
         sharing = pair.peer.connection.sharing
         assert sharing is not None
         extents = [Extent(1, number, 100) for number in range(1000)]
-        sharing.lend = lambda *_: Loan(extents, [], 100_000)  # type: ignore[method-assign]
+        sharing.lend = lambda *_, **__: Loan(extents, [], 100_000)  # type: ignore[method-assign]
         answer = await pair.peer.call(pull(), [bytes(100_000)])
         assert bytes(answer.segments[0]) == bytes(100_000)
 
@@ -132,7 +132,7 @@ async def test_extents_where_nothing_is_shared() -> None:
         sharing: Any = type("Sharing", (), {})()
         sharing.has_to_say, sharing.bytes_lent, sharing.bytes_borrowed = False, 0, 0
         sharing.drop = lambda: None
-        sharing.lend = lambda *_: Loan([Extent(1, 0, MIB)], [], MIB)
+        sharing.lend = lambda *_, **__: Loan([Extent(1, 0, MIB)], [], MIB)
         sharing.sent = sharing.close = lambda *_: None
         pair.peer.connection._sharing = sharing
         with pytest.raises(ConnectionLost):
@@ -212,7 +212,7 @@ async def name(pair: Pair, number: int = 99) -> None:
     sharing = pair.peer.connection.sharing
     assert sharing is not None
     loan = Loan([Extent(number, 0, MIB)], [], MIB)
-    sharing.lend = lambda *_: loan  # type: ignore[method-assign]
+    sharing.lend = lambda *_, **__: loan  # type: ignore[method-assign]
     with contextlib.suppress(ConnectionLost):
         await pair.peer.call(pull(), [bytes(MIB)])
 
@@ -273,7 +273,7 @@ async def test_too_many_regions() -> None:
             for number in range(MAX_REGIONS):  # and one was given before
                 give(pair, [fd], 100 + number, 4096)
                 loan = Loan([Extent(100 + number, 0, 4096)] * 20, [], 4096 * 20)
-                sharing.lend = lambda *_, loan=loan: loan  # type: ignore[method-assign, misc]
+                sharing.lend = lambda *_, loan=loan, **__: loan  # type: ignore[method-assign, misc]
                 with contextlib.suppress(ConnectionLost):
                     await pair.peer.call(pull(), [bytes(4096 * 20)])
             assert not pair.peer.is_open

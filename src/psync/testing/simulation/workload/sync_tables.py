@@ -94,6 +94,7 @@ class Synchronous(Table):
         note = run.begin(call)
         note.local = self._local_step(handles.optimizer, run)
         result = await handles.optimizer.apply_gradients(pairs, handles.step, weight=call.weight)
+        self._overwrite(pairs)
         return note.told(result)
 
     def _local_step(self, optimizer: Any, run: Run) -> int | None:

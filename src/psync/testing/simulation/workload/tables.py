@@ -8,7 +8,7 @@ is said by one class for each kind.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 SPARE = 8
 """Columns of each table for calls that are made when all faults are over."""
+
+OVERWRITTEN = -4096.0
+"""In gradients whose push has returned."""
+
 COUNTED = ("accepted", "duplicate")
 
 Fault = tuple[str, str]
@@ -218,9 +222,17 @@ class Table:
         return value.reshape(self.plan.num_shards, -1)
 
     def _gradient(self, variable: Any, column: int, of: float = -1.0) -> np.ndarray:
-        gradient = np.zeros(variable.shape, np.float32)
+        gradient: np.ndarray = psync.empty_like(variable)
+        gradient.fill(0)
         gradient[:, column] = of
         return gradient
+
+    @staticmethod
+    def _overwrite(pairs: Iterable[tuple[Any, Any]]) -> None:
+        """Write to gradients whose push has returned: nothing may be computed from that."""
+        for gradient, _ in pairs:
+            if isinstance(gradient, np.ndarray):
+                gradient.fill(OVERWRITTEN)
 
     def _slices(self, variable: Any, column: int, of: float = -1.0) -> psync.IndexedSlices:
         shards = self.plan.num_shards
@@ -260,6 +272,7 @@ class Dense(Table):
                 run.look_for_own(self.name, self.marks(values)[:, call.column])
         else:
             note.told(await handles.optimizer.apply_gradients(pairs))
+        self._overwrite(pairs)
         run.end_round(self.name, note)
         return note
 

@@ -1,0 +1,175 @@
+"""psync.empty_like: which arrays it returns, and programs that write to them after each push."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import psync
+from memory_cluster import TWO_SHARDS, MemoryCluster, running
+from psync.errors import UsageError
+from psync.net.shared.regions import region_of
+from psync.testing import MemoryNetwork
+from psync.wire.tensors import to_bytes_view
+
+pytestmark = pytest.mark.timeout(30)
+
+LARGE = (300, 200)  # float32: 234 KiB, half of it on each ps
+OVERWRITTEN = np.float32(1e30)
+
+
+class Pair(NamedTuple):
+    large: Any
+    small: Any
+
+
+@asynccontextmanager
+async def one_host(
+    num_workers: int = 2, **options: Any
+) -> AsyncIterator[tuple[psync.ClusterCoordinator, Pair]]:
+    network = MemoryNetwork(chunk=(1 << 16, 1 << 20), shares_memory=True)
+    async with running(MemoryCluster(2, num_workers, network=network)) as cluster:
+        strategy = cluster.strategy(TWO_SHARDS, **options)
+        with strategy.scope():
+            model = Pair(
+                psync.Variable(np.zeros(LARGE, np.float32), name="large"),
+                psync.Variable(np.zeros(3, np.float64), name="small"),
+            )
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            yield coordinator, model
+
+
+def is_shared(array: np.ndarray) -> bool:
+    return region_of(to_bytes_view(array)) is not None
+
+
+async def test_arrays_are_nested_and_shaped_as_the_variables() -> None:
+    async with one_host() as (_, model):
+        made = psync.empty_like({"all": model, "again": [model.large], "other": "x"})
+        large, small = made["all"]
+        assert isinstance(made["all"], Pair)
+        assert (large.shape, large.dtype, small.shape, small.dtype) == (LARGE, "f4", (3,), "f8")
+        assert made["again"][0] is large
+        assert made["other"] == "x"
+        assert (is_shared(large), is_shared(small)) == (True, False)
+        assert psync.empty_like(model.large) is not large
+
+
+async def test_without_a_connection_to_ps_tasks_it_says_so() -> None:
+    strategy = MemoryCluster(1, 1).strategy()
+    with strategy.scope():
+        v = psync.Variable(np.zeros(3), name="v")
+    with pytest.raises(UsageError, match="empty_like: no connection to the ps tasks here"):
+        psync.empty_like(v)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_accumulation_steps": 2}, {"compression": "bf16"}]
+)
+async def test_steps_write_to_their_gradients_once_they_are_pushed(options: Any) -> None:
+    sgd = psync.optimizers.SGD(0.5, **options)
+
+    async def step(number: int) -> bool:
+        gradients = psync.empty_like(model)
+        for gradient in gradients:
+            gradient.fill(2)
+        await sgd.apply_gradients(zip(gradients, model, strict=True))
+        for gradient in gradients:
+            gradient.fill(OVERWRITTEN)
+        return is_shared(gradients.large)
+
+    async with one_host() as (coordinator, model):
+        values = [coordinator.schedule(step, (number,)) for number in range(8)]
+        await coordinator.join()
+        assert all(await coordinator.fetch(values))
+        updates = 4 if "gradient_accumulation_steps" in options else 8
+        for value in await psync.pull(model):
+            assert (value == -updates).all()
+
+
+async def test_a_plain_step_makes_them_in_its_thread() -> None:
+    sgd = psync.optimizers.SGD(0.5)
+
+    def step() -> bool:
+        gradient = psync.empty_like(model.large)
+        np.subtract(psync.wait(psync.pull(model.large)), 1, out=gradient)
+        psync.wait(sgd.apply_gradients([(gradient, model.large)]))
+        return is_shared(gradient)
+
+    async with one_host(1) as (coordinator, model):
+        assert await coordinator.schedule(step)
+        assert (await model.large.read() == 0.5).all()
+
+
+async def test_the_program_pushes_from_its_own_memory_and_assigns_and_returns_it() -> None:
+    sgd = psync.optimizers.SGD(0.5)
+
+    async def step() -> np.ndarray:
+        array = psync.empty_like(model.large)
+        array.fill(7)
+        return array
+
+    async with one_host(1) as (coordinator, model):
+        array = psync.empty_like(model.large)
+        for number in range(3):
+            array.fill(number)
+            await model.large.assign(array)
+            array.fill(OVERWRITTEN)
+            assert (await model.large.read() == number).all()
+            array.fill(2)
+            await sgd.apply_gradients([(array[:], model.large)])
+            array.fill(OVERWRITTEN)
+            assert (await model.large.read() == number - 1).all()
+        assert (await coordinator.schedule(step) == 7).all()
+
+
+async def test_a_push_that_is_cancelled_counts_as_it_was_if_others_are_made_then() -> None:
+    sgd = psync.optimizers.SGD(0.5)
+    async with one_host(1) as (_, model):
+        for _ in range(10):
+            gradient = psync.empty_like(model.large)
+            gradient.fill(2)
+            push = asyncio.ensure_future(sgd.apply_gradients([(gradient, model.large)]))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            push.cancel()
+            del gradient
+            other = psync.empty_like(model.large)
+            other.fill(OVERWRITTEN)
+            await asyncio.gather(push, return_exceptions=True)
+        value = await model.large.read()
+        assert value.min() == value.max() >= -10
+
+
+async def test_a_backup_has_what_was_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sgd = psync.optimizers.SGD(0.5)
+    network = MemoryNetwork(chunk=(1 << 16, 1 << 20), shares_memory=True)
+    cluster = MemoryCluster(2, 2, network=network)
+    async with running(cluster):
+        strategy = cluster.replica_strategy()
+        with strategy.scope():
+            v = psync.Variable(np.zeros(LARGE, np.float32), name="v")
+
+        async def step() -> None:
+            gradient = psync.empty_like(v)
+            gradient.fill(2)
+            await sgd.apply_gradients([(gradient, v)])
+            gradient.fill(OVERWRITTEN)
+
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            for _ in range(10):  # while backups are made
+                coordinator.schedule(step)
+            await coordinator.join()
+            await coordinator.backed_up()
+            for _ in range(6):
+                coordinator.schedule(step)
+            await coordinator.join()
+            await cluster.kill("ps-0")
+            coordinator.schedule(step)
+            await coordinator.join()
+            assert (await v.read() == -17).all()
