@@ -403,7 +403,7 @@ def _handle_of(pickled: bytes) -> Any:
         handle = handles.arrived[pickled] = unpack(pickled)
         if (
             id(handle) not in handles.pickles
-        ):  # else it is of this process, and may end with its user
+        ):  # else it is of this process, and not kept
             handles.kept.append(handle)
     return handle
 
