@@ -235,11 +235,13 @@ class ShardTable:
         Raises:
             ConfigurationError: If the config is not one, or differs from the one known.
         """
+        known = self._optimizers.get(optimizer_id)
+        if known is not None and known.config == config:  # as the first push of a worker says it
+            return
         try:
             rule = rule_from_config(config)
         except ConfigurationError as exc:
             raise ConfigurationError(f"{self._task}: {exc.message}", hint=exc.hint) from exc
-        known = self._optimizers.get(optimizer_id)
         if known is None:
             self._optimizers[optimizer_id] = Optimizer(rule, rule.to_config())
         elif known.config != rule.to_config():
