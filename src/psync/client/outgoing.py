@@ -75,8 +75,10 @@ class Outgoing:
         try:
             return await delivery.end()
         except asyncio.CancelledError:
-            if not self._closed:
-                self._go_on(asyncio.ensure_future(delivery.end()))
+            if self._closed:
+                delivery.give_up()
+            else:
+                self._go_on(delivery)
             raise
 
     def numbered(self, places: Sequence[Numbers]) -> Numbered:
@@ -118,11 +120,18 @@ class Outgoing:
         if self._closed:  # what is stopped would begin to unlock, and nobody would stop that
             raise ClosedError("the connections to the ps tasks are closed")
 
-    def _go_on(self, rest: asyncio.Future[Any]) -> None:
-        """Do the rest of what has begun without its caller, who was cancelled."""
+    def _go_on(self, delivery: _Delivery[Any]) -> None:
+        """Do the rest of a delivery without its caller, who was cancelled."""
+
+        def ended(rest: asyncio.Future[Any]) -> None:
+            self.begun.discard(rest)
+            if rest.cancelled():  # all is closed; perhaps before it has begun
+                delivery.give_up()
+            _note_result(rest)
+
+        rest = asyncio.ensure_future(delivery.end())
         self.begun.add(rest)
-        rest.add_done_callback(self.begun.discard)
-        rest.add_done_callback(_note_result)
+        rest.add_done_callback(ended)
 
     async def drain(self) -> None:
         """Wait for what was begun and whose callers were cancelled. Cancellation: safe."""
@@ -189,8 +198,7 @@ class _Delivery(Generic[M]):
         Raises:
             Exception: The first error, once all have ended.
 
-        Cancellation: It is under way as before, and somebody else may wait for its end; if all is
-            closed, it is given up.
+        Cancellation: It is under way as before, and somebody else may wait for its end.
         """
         outgoing = self._outgoing
         while True:
@@ -198,11 +206,6 @@ class _Delivery(Generic[M]):
             outgoing.begun.add(settled)
             try:
                 await settled
-            except asyncio.CancelledError:
-                if outgoing._closed:
-                    self._answers.give_up()
-                    outgoing.answered(self._places, self._numbers)
-                raise
             finally:
                 outgoing.begun.discard(settled)
             try:
@@ -214,6 +217,11 @@ class _Delivery(Generic[M]):
                 outgoing.answered(self._places, self._numbers)
                 return messages
             self._ask()
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more."""
+        self._answers.give_up()
+        self._outgoing.answered(self._places, self._numbers)
 
 
 def _note_result(work: asyncio.Future[Any]) -> None:

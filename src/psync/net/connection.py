@@ -240,14 +240,8 @@ class Connection(asyncio.BufferedProtocol):
     ) -> list[Buffer]:
         """Make a frame, ``send`` it, and return its buffers.
 
-        Args:
-            kind: Of the frame.
-            request_id: Of the request; 0: there is none.
-            message: Its header; None: it has none.
-            segments: Its body.
-            at_once: Whether a small one is written now, and not at the end of the turn, which
-                costs another one: for who expects nothing else to be said in this one.
-            copied: Whether the peer is lent a copy of the segments, and never their own memory.
+        ``at_once``: a small one waits for no others of this turn, which costs another turn.
+        ``copied``: the peer is lent a copy of the segments, and never their own memory.
 
         Raises:
             LocalProtocolError: It is larger than the limits allow.
@@ -277,14 +271,11 @@ class Connection(asyncio.BufferedProtocol):
     def send(self, buffers: list[Buffer]) -> None:
         """Send one message; does nothing on a closing connection.
 
-        The buffers of a message above 64 KiB must not change until the transport has let go
-        of them.
+        The buffers of a message above 64 KiB must not change until the transport lets them go.
         """
-        self._send(buffers, sum(map(len, buffers)))
+        self._send(buffers, sum(map(len, buffers)), None, False)
 
-    def _send(
-        self, buffers: list[Buffer], nbytes: int, loan: Loan | None = None, at_once: bool = False
-    ) -> None:
+    def _send(self, buffers: list[Buffer], nbytes: int, loan: Loan | None, at_once: bool) -> None:
         if self._closing:
             return
         if nbytes <= SMALL_BODY_BYTES and loan is None:
@@ -292,10 +283,9 @@ class Connection(asyncio.BufferedProtocol):
             self._small_bytes += nbytes
             if self._small_bytes > SMALL_BODY_BYTES:
                 self.flush()
+            elif at_once and not self._flush_due:
+                self.flush()
             elif not self._flush_due:
-                if at_once:
-                    self.flush()
-                    return
                 self._flush_due = True
                 self._loop.call_soon(self.flush)
             return

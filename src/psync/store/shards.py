@@ -190,8 +190,7 @@ class ShardTable:
         Raises:
             UnknownVariableError: If the shard is not here.
         """
-        shard = self._shards.get(key) or self._shard(key)
-        return shard.busy
+        return (self._shards.get(key) or self._shard(key)).busy
 
     def version(self, key: Key) -> int:
         """Return how many updates of the shard have been finished.

@@ -53,15 +53,9 @@ PREFIX_BYTES = PREFIX.size
 
 
 @functools.lru_cache
-def _heads(count: int) -> struct.Struct:
-    """Return the layout of a prefix and the lengths of so many segments."""
-    return struct.Struct(f"{PREFIX.format}{count}Q")
-
-
-@functools.lru_cache
-def _tables(count: int) -> struct.Struct:
-    """Return the layout of the lengths alone."""
-    return struct.Struct(f"<{count}Q")
+def _with_lengths(before: str, count: int) -> struct.Struct:
+    """Return the layout of something and then the lengths of so many segments."""
+    return struct.Struct(f"{before}{count}Q")
 
 
 SCRATCH_BYTES = 128 << 10
@@ -185,7 +179,7 @@ def encode_head(
     if not _are_small(limits, len(header), count, body_len):
         _check_sizes(LocalProtocolError, limits, len(header), count, body_len)
         _check_segments(LocalProtocolError, limits, lengths)
-    head = _heads(count).pack(
+    head = _with_lengths(PREFIX.format, count).pack(
         MAGIC, VERSION, kind, len(extents), request_id, len(header), count, body_len, *lengths
     )
     if not extents:
@@ -307,7 +301,7 @@ class FrameDecoder:
         self._start += head
         if not (count or body_len):
             return Frame(kind, request_id, header, (), 0)
-        lengths = _tables(count).unpack_from(self._scratch, start + PREFIX_BYTES)
+        lengths = _with_lengths("<", count).unpack_from(self._scratch, start + PREFIX_BYTES)
         if body_len > limits.segment_bytes:
             _check_segments(FrameTooLarge, limits, lengths)
         if sum(lengths) != body_len:
