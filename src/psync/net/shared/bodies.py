@@ -289,7 +289,7 @@ class Sharing:
             if number in self._given:
                 self._given.discard(number)
                 gone.append(number)
-        if self._closed and not self._num_kept:
+        if self._closed and not (self._num_kept or self.is_over):
             self._settle()
         return returns, gone
 
@@ -326,11 +326,22 @@ class Sharing:
             self._settle()
 
     def drop(self) -> None:
-        """Close the channel: this task ends, or nobody at either end reads any more."""
-        self._closed = self.is_over = True
+        """This task ends, or nobody at either end reads any more: lend nothing.
+
+        The channel is closed when nothing is kept any more: what a program has read stays as it is
+        for as long as it likes, and also when there is no loop.
+        """
+        self._closed = True
         self._regions.clear()
-        self._channel.close()
         self._lent.clear()
+        self._wake = self._end_kept  # instead of a connection that is gone
+        self._end_kept()
+
+    def _end_kept(self) -> None:
+        """Close the channel if nothing is kept any more; in any thread."""
+        if sum(kept_bytes > 0 for _, kept_bytes in list(self._returns)) >= self._num_kept:
+            self.is_over = True
+            self._channel.close()
 
     def _settle(self) -> None:
         self._channel.end()
