@@ -24,11 +24,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from psync.numerics.block_runs import ABOVE_BYTES, BlockRuns
 from psync.numerics.blocks import Block, BlockArray, BlockPool
 from psync.numerics.layerwise_rules import LayerwiseRule, Measurement
 from psync.numerics.means import MeanGradient
 from psync.numerics.update_rule import RuleRaised, Scratch, UpdateRule
-from psync.specs import ShardSpec
+from psync.specs import ShardSpec, dtype_of
 
 Work = Generator[None, None, None]
 """Work under way on one shard: one block per ``next()``; run it to its end."""
@@ -45,6 +46,15 @@ class Shard:
     pushes: dict[int, int] = field(default_factory=dict)  # by optimizer, if it accumulates them
     version: int = 0  # finished updates
     busy: bool = False  # an update is under way
+
+
+def new_values(spec: ShardSpec, fill: float | np.ndarray, pool: BlockPool) -> BlockArray:
+    """Return the values of a new shard; side by side where tasks of its host would read them so."""
+    dtype, nbytes = dtype_of(spec.dtype), spec.nbytes
+    if nbytes <= ABOVE_BYTES:
+        return BlockArray(spec.size, dtype, fill, pool)
+    offset = spec.offset * (nbytes // spec.shape[0]) if spec.shape else 0
+    return BlockRuns(spec.size, dtype, fill, pool, offset)
 
 
 def started(

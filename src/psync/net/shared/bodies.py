@@ -23,7 +23,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from psync.errors import RemoteProtocolError
@@ -261,13 +261,13 @@ class Sharing:
 
     @property
     def bytes_lent_now(self) -> int:
-        """What is lent and not given back."""
+        """What was not given back."""
         return sum(loan.nbytes for loan in self._lent.values())
 
     @property
     def bytes_kept_now(self) -> int:
-        """What is read where the peer has it."""
-        return self._kept_bytes
+        """What is read where it is."""
+        return self._kept_bytes - sum(kept_bytes for _, kept_bytes in list(self._returns))
 
     # To be said to the peer.
 
@@ -392,6 +392,15 @@ class BorrowedBody:
     def _one_gone(self, of: int) -> None:
         if next(self._gone) == of:
             self._sharing.give_back(self._number, self._nbytes)
+
+
+def bytes_now(sharings: Iterable[Sharing]) -> dict[str, int]:
+    """Return what is lent over all connections of a task, also those that are gone, and kept."""
+    each = list(sharings)
+    return {
+        "bytes_lent_now": sum(sharing.bytes_lent_now for sharing in each),
+        "bytes_kept_now": sum(sharing.bytes_kept_now for sharing in each),
+    }
 
 
 def _bound(nbytes: int) -> int:
