@@ -191,7 +191,7 @@ async def test_a_cluster_shares_memory_unless_it_is_switched_off(
             assert [mapped_kib(pid) > 0 for pid in pids] == [text == "1"] * 2
 
 
-HELD: list[np.ndarray] = []
+HELD: list[tuple[np.ndarray, np.ndarray]] = []
 
 
 async def test_what_a_worker_holds_is_free_again_when_it_is_killed() -> None:
@@ -204,10 +204,11 @@ async def test_what_a_worker_holds_is_free_again_when_it_is_killed() -> None:
                 variable = psync.Variable(np.zeros(4 * SIZE + 10, np.float32), name="variable")
 
             async def hold() -> tuple[int, bool]:
-                """Keep what is read, for ever; return whether it is what it was."""
-                HELD.append(await variable.read())
+                """Keep what is read, for ever; return whether all of it is what it was."""
+                value = await variable.read()
+                HELD.append((value, value.copy()))
                 await variable.assign_add(np.ones(4 * SIZE + 10, np.float32))
-                return os.getpid(), all(bool((each == each[0]).all()) for each in HELD)
+                return os.getpid(), all(np.array_equal(*each) for each in HELD)
 
             async def lent() -> int:
                 each = await coordinator.ps_statistics()
