@@ -189,3 +189,39 @@ async def test_a_cluster_shares_memory_unless_it_is_switched_off(
             assert (await variable.read() == 1).all()
             pids = [cluster.tasks[name].pid for name in ("ps-0", "worker-0")]
             assert [mapped_kib(pid) > 0 for pid in pids] == [text == "1"] * 2
+
+
+HELD: list[tuple[np.ndarray, np.ndarray]] = []
+
+
+async def test_what_a_worker_holds_is_free_again_when_it_is_killed() -> None:
+    async with psync.LocalCluster(2, 2, max_restarts=100) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver, psync.FixedShardsPartitioner(2))
+        async with psync.ClusterCoordinator(
+            strategy, max_losses=100, max_flaps=None
+        ) as coordinator:
+            with strategy.scope():
+                variable = psync.Variable(np.zeros(4 * SIZE + 10, np.float32), name="variable")
+
+            async def hold() -> tuple[int, bool]:
+                """Keep what is read, for ever; return whether all of it is what it was."""
+                value = await variable.read()
+                HELD.append((value, value.copy()))
+                await variable.assign_add(np.ones(4 * SIZE + 10, np.float32))
+                return os.getpid(), all(np.array_equal(*each) for each in HELD)
+
+            async def lent() -> int:
+                each = await coordinator.ps_statistics()
+                return sum(ps["network"]["bytes_lent_now"] for ps in each)
+
+            for number in range(3):
+                values = [coordinator.schedule(hold) for _ in range(12)]
+                await coordinator.join()
+                found = await coordinator.fetch(values)
+                assert all(is_whole for _, is_whole in found)
+                assert await lent() >= variable.spec.nbytes
+                assert (await variable.read() == 12 * (number + 1)).all()
+                for pid in {pid for pid, _ in found}:
+                    os.kill(pid, signal.SIGKILL)
+                while await lent():  # the kernel ends its side channels
+                    continue

@@ -161,6 +161,6 @@ async def test_tasks_of_a_network_in_memory_share_it() -> None:
         assert not back._lent
         assert not sharing._regions
         assert not back._given
-        assert pair.server.platform.memory.statistics() == {"shared_regions": 0, "shared_bytes": 0}
+        assert pair.server.platform.memory.statistics()["shared_regions"] == 0
         assert pair.back.connection.bytes_sent < 2000
     assert network.lent["memory is lent"] == 3

@@ -96,7 +96,9 @@ async def pull(
     Args:
         tree: A variable, or any nesting of dicts, lists and tuples (named ones too) of
             variables. Anything else in it is returned as it is.
-        copy: Whether the arrays may be changed by the caller. Otherwise they are read-only.
+        copy: Whether the arrays may be changed by the caller. Otherwise they are read-only, and
+            those of a ps on this host may be its own memory: they stay as they are, and cost it
+            that memory for as long as they are kept.
         out: A nesting like ``tree`` of writable C-contiguous arrays of the variables' shapes
             and dtypes, which are filled and returned.
         consistent: Whether all values are of one instant, over all shards and ps tasks. An

@@ -32,7 +32,7 @@ from psync.net.handshake_limits import (
 from psync.net.peer import Handler, Peer
 from psync.net.platform import Platform
 from psync.net.serving import RequestServer
-from psync.net.shared.bodies import Sharing
+from psync.net.shared.bodies import Sharing, bytes_now
 from psync.net.transport import Listener, one_line, reason
 from psync.numerics.blocks import BlockPool
 from psync.wire.codec import Message
@@ -290,6 +290,7 @@ class Endpoint:
             "bytes_received": self._received + sum(each.bytes_received for each in connections),
             "bytes_lent": self._lent + sum(each.bytes_lent for each in sharings),
             "bytes_borrowed": self._borrowed + sum(each.bytes_borrowed for each in sharings),
+            **bytes_now({*sharings, *self._sharings}),
             **self.platform.memory.statistics(),
         }
 

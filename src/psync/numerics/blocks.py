@@ -338,6 +338,11 @@ class BlockArray:
         return self.size * self.dtype.itemsize
 
     @property
+    def spare_bytes(self) -> int:
+        """Size of memory beside the blocks that updates go to, see ``block_runs``."""
+        return 0
+
+    @property
     def num_made(self) -> int:
         """Number of blocks that have come into being."""
         return len(self._blocks) - self._blocks.count(None)

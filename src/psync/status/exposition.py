@@ -52,6 +52,16 @@ def task_exposition(task: str, counters: Mapping[str, Any], process: Mapping[str
             network.get("bytes_borrowed", 0),
         ),
         ("task_lent_bytes_total", "Bytes lent to tasks of its host.", network.get("bytes_lent", 0)),
+        (
+            "task_lent_now_bytes",
+            "Bytes that tasks of its host have not given back.",
+            network.get("bytes_lent_now", 0),
+        ),
+        (
+            "task_kept_now_bytes",
+            "Bytes that it reads where tasks of its host have them.",
+            network.get("bytes_kept_now", 0),
+        ),
         *(_of_ps(counters) if "store" in counters else ()),
     ]
     labels = {"task": task}

@@ -18,10 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from psync.numerics.blocks import BLOCK_ELEMENTS, BlockArray
+import numpy as np
+
+from psync.numerics.block_runs import ABOVE_BYTES, BlockRuns
+from psync.numerics.blocks import BLOCK_ELEMENTS, BlockArray, BlockPool
 from psync.numerics.sums import Pieces
 from psync.numerics.update_rule import Scratch
-from psync.specs import ShardSpec
+from psync.specs import ShardSpec, dtype_of
 
 MIN_HANDED_OUT = 2
 """Blocks. The way to a thread and back takes a tenth of a millisecond, as long as SGD takes for
@@ -97,6 +100,15 @@ class Shard:
     pushes: dict[int, int] = field(default_factory=dict)  # by optimizer, if it accumulates them
     version: int = 0  # finished updates
     busy: bool = False  # an update is under way
+
+
+def new_values(spec: ShardSpec, fill: float | np.ndarray, pool: BlockPool) -> BlockArray:
+    """Return the values of a new shard; side by side where tasks of its host would read them so."""
+    dtype, nbytes = dtype_of(spec.dtype), spec.nbytes
+    if nbytes <= ABOVE_BYTES:
+        return BlockArray(spec.size, dtype, fill, pool)
+    offset = spec.offset * (nbytes // spec.shape[0]) if spec.shape else 0
+    return BlockRuns(spec.size, dtype, fill, pool, offset)
 
 
 class BlockWork:

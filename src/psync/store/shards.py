@@ -24,13 +24,12 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.numerics.block_runs import ABOVE_BYTES, BlockRuns
 from psync.numerics.blocks import BlockArray, BlockPool, bytes_of
 from psync.numerics.rule_configs import rule_from_config
 from psync.numerics.update_rule import ACCUMULATOR, RuleRaised, UpdateRule, slot_dtype
 from psync.schedules import Config, Schedule
-from psync.specs import ShardSpec, dtype_of
-from psync.store.shard import BlockWork, Shard, Work
+from psync.specs import ShardSpec
+from psync.store.shard import BlockWork, Shard, Work, new_values
 
 Key = tuple[int, int]
 """(variable id, shard index): see ``ShardSpec.key``."""
@@ -94,19 +93,12 @@ class ShardTable:
                     f"got {_whole(spec)}"
                 )
             return False
-        values = self._new_values(spec, fill)
+        values = new_values(spec, fill, self._pool)
         shard = Shard(spec, values, values.nbytes)
         if value is not None:
             values.load(bytes_of(self._typed(shard, value)), self._pool)
         self._shards[spec.key] = shard
         return True
-
-    def _new_values(self, spec: ShardSpec, fill: float | np.ndarray) -> BlockArray:
-        dtype, nbytes = dtype_of(spec.dtype), spec.nbytes
-        if nbytes <= ABOVE_BYTES:
-            return BlockArray(spec.size, dtype, fill, self._pool)
-        offset = spec.offset * (nbytes // spec.shape[0]) if spec.shape else 0
-        return BlockRuns(spec.size, dtype, fill, self._pool, offset)
 
     def copy(self, spec: ShardSpec, source: Key) -> Work:
         """Start to take up a shard that begins with the present value of another one.

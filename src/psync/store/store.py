@@ -44,6 +44,7 @@ class StoreStatistics:
     shards: int  # shards held
     bytes: int  # size of their values
     slot_bytes: int  # size of their slots
+    spare_bytes: int  # size of runs beside those in use, see ``numerics.block_runs``
     applies: int  # finished applies, one per shard
     assigns: int  # finished assigns and moving averages, one per shard
     copies: int  # blocks replaced instead of changed, because a reader held them
@@ -202,6 +203,7 @@ class ShardStore(GradientTable):
             shards=len(shards),
             bytes=sum(shard.values.nbytes for shard in shards),
             slot_bytes=sum(slot.nbytes for shard in shards for slot in shard.slots.values()),
+            spare_bytes=sum(shard.values.spare_bytes for shard in shards),
             applies=self._applies,
             assigns=self._assigns,
             copies=self._copies + self._row_copies,

@@ -489,6 +489,54 @@ def test_a_task_that_ends_holds_nothing_any_more(turns: Turns) -> None:
     assert theirs.sharing.is_over
 
 
+def test_what_is_kept_when_its_reader_ends_stays_until_nobody_sees_it(turns: Turns) -> None:
+    ours, theirs = sides()
+    block = Block(root(ours, MIB), np.dtype(np.uint8))
+    kept = theirs.sharing.borrow(ours.lend(block.export())).keep()
+    theirs.sharing.close()
+    theirs.sharing.drop()  # its endpoint is closed, and perhaps there is no loop any more
+    ours.sharing.close()
+    turns.settle()
+    assert block.held()
+    assert not theirs.sharing.is_over
+    kept.clear()
+    turns.settle()
+    assert theirs.sharing.is_over
+    assert not block.held()
+    theirs.sharing.due()  # a turn that was asked for before
+    theirs.sharing.drop()
+
+
+def test_so_much_is_kept_and_a_receiver_may_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "KEPT_BYTES", 3 * MIB)
+    ours, theirs = sides()
+
+    def borrowed(mib: int) -> BorrowedBody:
+        return theirs.sharing.borrow(ours.lend(root(ours, mib * MIB).data))
+
+    kept = [borrowed(1).keep(), borrowed(2).keep()]
+    assert theirs.sharing.bytes_kept_now == ours.sharing.bytes_lent_now == 3 * MIB
+    assert not borrowed(1).may_keep
+    assert borrowed(3).may_keep  # one version of it, and the next one
+    del kept[1]
+    assert theirs.sharing.bytes_kept_now == MIB
+    theirs.tell(ours)
+    assert borrowed(2).may_keep
+
+
+def test_only_so_much_of_ones_own_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As to a peer that gives nothing back: it is stopped, or keeps more than it should."""
+    monkeypatch.setattr(bodies, "KEPT_BYTES", MIB)
+    ours, theirs = sides()
+    memory = root(ours, MIB)
+    lent = [ours.lend(memory.data) for _ in range(4)]
+    assert ours.sharing.lend([memory.data], MIB) is None
+    assert ours.lend(b"what is copied is bounded apart" * MIB)
+    theirs.sharing.borrow(lent[0]).give_back()
+    theirs.tell(ours)
+    assert ours.sharing.lend([memory.data], MIB) is not None
+
+
 def test_both_directions_end_by_themselves(turns: Turns) -> None:
     ours, theirs = sides()
     there = theirs.sharing.borrow(ours.lend(b"x" * MIB)).keep()

@@ -33,6 +33,7 @@ from psync.net.shared.regions import (
     offset_of,
     region_of,
 )
+from psync.numerics.block_runs import SHARING_BYTES
 from psync.specs import dtype_of
 from psync.wire.lent import LENT_ABOVE_BYTES
 from psync.wire.tensors import to_bytes_view
@@ -263,7 +264,9 @@ def test_before_somebody_could_read_it_memory_is_ordinary() -> None:
     root = memory.take(MIB)
     assert root.flags.owndata
     assert region_of(root.data) is None
-    assert memory.statistics() == {"shared_regions": 0, "shared_bytes": 0}
+    assert memory.statistics() == {
+        "shared_regions": 0, "shared_bytes": 0, "windows": 0, "window_bytes": 0,
+    }  # fmt: skip
 
 
 def test_small_memory_is_ordinary() -> None:
@@ -282,7 +285,8 @@ def test_a_view_knows_its_place(make: Callable[[int, int], Mapping | Heap]) -> N
     assert region.owner is memory.token
     assert offset_of(first.data, region) == 0
     assert offset_of(second.data[10:20], region) == 100_032 + 10  # what begins there is aligned
-    assert memory.statistics() == {"shared_regions": 1, "shared_bytes": SLAB_BYTES}
+    assert memory.statistics()["shared_regions"] == 1
+    assert memory.statistics()["shared_bytes"] == SLAB_BYTES
 
 
 def test_views_of_other_kinds_are_in_no_region() -> None:
@@ -389,6 +393,25 @@ def test_what_is_larger_than_a_slab_has_a_region_of_its_own() -> None:
     assert region_of(another.data) is region_of(rest.data)  # what was left of it is not lost
     del large
     assert memory.statistics()["shared_bytes"] == SLAB_BYTES
+
+
+def test_a_run_begins_where_its_offset_does_in_a_page() -> None:
+    memory = shared(make_region)
+    memory.take(MIB)
+    for nbytes in (100_000, MIB + 40, SHARING_BYTES, SHARING_BYTES + 1, SLAB_BYTES + 8):
+        for offset in (0, 40, PAGE - 8, 10 * PAGE + 8):
+            run = memory.take_run(nbytes, offset)
+            assert run is not None
+            assert len(run) == nbytes
+            address = np.frombuffer(run, np.uint8).__array_interface__["data"][0]
+            assert (address - offset) % PAGE == 0
+            root = np.frombuffer(run, np.uint8)
+            region = region_of(root.data)
+            assert region is not None
+            shares = region.nbytes == SLAB_BYTES
+            assert shares == (nbytes <= SHARING_BYTES)
+    assert memory.take_run(LENT_ABOVE_BYTES, 0) is None  # is copied anyway
+    assert SharedMemory().take_run(MIB, 0) is None  # nobody would read it
 
 
 def test_a_region_goes_with_the_last_root_in_it() -> None:

@@ -23,7 +23,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from psync.errors import RemoteProtocolError
@@ -282,13 +282,13 @@ class Sharing:
 
     @property
     def bytes_lent_now(self) -> int:
-        """What is lent and not given back."""
+        """What was not given back."""
         return sum(loan.nbytes for loan in self._lent.values())
 
     @property
     def bytes_kept_now(self) -> int:
-        """What is read where the peer has it."""
-        return self._kept_bytes
+        """What is read where it is."""
+        return self._kept_bytes - sum(kept_bytes for _, kept_bytes in list(self._returns))
 
     # To be said to the peer.
 
@@ -310,7 +310,7 @@ class Sharing:
             if number in self._given:
                 self._given.discard(number)
                 gone.append(number)
-        if self._closed and not self._num_kept:
+        if self._closed and not (self._num_kept or self.is_over):
             self._settle()
         return returns, gone
 
@@ -347,11 +347,22 @@ class Sharing:
             self._settle()
 
     def drop(self) -> None:
-        """Close the channel: this task ends, or nobody at either end reads any more."""
-        self._closed = self.is_over = True
+        """This task ends, or nobody at either end reads any more: lend nothing.
+
+        The channel is closed when nothing is kept any more: what a program has read stays as it is
+        for as long as it likes, and also when there is no loop.
+        """
+        self._closed = True
         self._regions.clear()
-        self._channel.close()
         self._forget_lent()
+        self._wake = self._end_kept  # instead of a connection that is gone
+        self._end_kept()
+
+    def _end_kept(self) -> None:
+        """Close the channel if nothing is kept any more; in any thread."""
+        if sum(kept_bytes > 0 for _, kept_bytes in list(self._returns)) >= self._num_kept:
+            self.is_over = True
+            self._channel.close()
 
     def _settle(self) -> None:
         self._channel.end()
@@ -407,6 +418,15 @@ class BorrowedBody:
     def _one_gone(self, of: int) -> None:
         if next(self._gone) == of:
             self._sharing.give_back(self._number, self._nbytes)
+
+
+def bytes_now(sharings: Iterable[Sharing]) -> dict[str, int]:
+    """Return what is lent over all connections of a task, also those that are gone, and kept."""
+    each = list(sharings)
+    return {
+        "bytes_lent_now": sum(sharing.bytes_lent_now for sharing in each),
+        "bytes_kept_now": sum(sharing.bytes_kept_now for sharing in each),
+    }
 
 
 def _bound(nbytes: int) -> int:

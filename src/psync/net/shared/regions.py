@@ -309,11 +309,12 @@ class SharedMemory:
         return BlockPool(source=take)
 
     def statistics(self) -> dict[str, int]:
-        """Return how many regions there are, and their size."""
+        """Return how many regions there are, and windows on those of others, and their size."""
         regions = list(self._regions)
         return {
             "shared_regions": len(regions),
             "shared_bytes": sum(region.nbytes for region in regions),
+            **self.windows.statistics(),
         }
 
     def _new_region(self, nbytes: int) -> memoryview | None:
