@@ -119,7 +119,11 @@ async def test_a_push_that_is_repeated_on_another_connection_counts_once_and_as_
         await pull(client, variables[0])
         arrays = Arrays(client, *variables)
         for _ in range(3):
-            releases = [hold(cluster.ps[variable.shards[0].ps], variable) for variable in variables]
+            releases = [
+                hold(cluster.ps[shard.ps], variable, shard.index)
+                for variable in variables
+                for shard in variable.shards
+            ]
             arrays.filled(1)
             pushes = [heard(task, Push) for task in cluster.ps]
             pushed = asyncio.ensure_future(push(client, variables, arrays))

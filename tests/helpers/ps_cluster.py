@@ -195,9 +195,9 @@ def is_busy(task: PsTask, variable: VariableSpec) -> Callable[[], bool]:
     return lambda: store_of(task).busy((variable.variable_id, 0))
 
 
-def hold(task: PsTask, variable: VariableSpec) -> Callable[[], None]:
-    """Keep a variable's first shard busy; return what ends that."""
-    shard = variable.shards[0]
+def hold(task: PsTask, variable: VariableSpec, index: int = 0) -> Callable[[], None]:
+    """Keep a variable's shard busy, the first one; return what ends that."""
+    shard = variable.shards[index]
     work = store_of(task).assign(shard.key, "add", np.zeros(shard.shape, dtype_of(shard.dtype)))
 
     def release() -> None:
