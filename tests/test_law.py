@@ -43,6 +43,8 @@ BYTES_ALLOWED = {
     "net.tls": "hands bytes to TLS, and takes them from it",
     "net.peer": "gathers the small segments of a reply in one buffer",
     "net.shared.regions": "makes the memory that tasks of one host share",
+    "net.shared.views": "says what views of that memory refer to",
+    "net.shared.windows": "maps that memory a second time",
     "net.shared.bodies": "finds where in that memory a buffer lies",
     "numerics.blocks": "memory of shards is cut into blocks of bytes",
     "numerics.row_blocks": "blocks that lie in one mapping of memory",

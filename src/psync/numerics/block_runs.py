@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from psync.numerics.blocks import Block, BlockArray, BlockPool
+from psync.numerics.blocks import Block, BlockArray, BlockPool, bytes_of
 
 MAX_RUNS = 4
 """Of one array: two workers that keep a version each, of which one is reading the next; and where
@@ -153,7 +153,7 @@ class BlockRuns(BlockArray):
             return None
         bounds = [self.bounds(i) for i in range(self.num_blocks)]
         size = self.dtype.itemsize
-        roots = [np.frombuffer(memory[a * size : b * size], np.uint8) for a, b in bounds]
+        roots = [bytes_of(memory[a * size : b * size]) for a, b in bounds]
         run = Run([Block(root, self.dtype) for root in roots])
         self._runs.append(run)
         return run

@@ -14,6 +14,7 @@ import numpy as np
 
 from psync.testing.simulation.processes import Process, current_process
 from psync.testing.simulation.workload.tables import Fault
+from psync.wire.tensors import to_bytes_view
 
 PULLS = 3
 """That a worker holds; the oldest goes first."""
@@ -44,7 +45,7 @@ class Holdings:
     def faults(self) -> Iterator[Fault]:
         """Look at what the present process holds."""
         for array, then in self._here():
-            if array.tobytes() != then.tobytes():
+            if to_bytes_view(array) != to_bytes_view(then):
                 yield ("held", f"an array that was pulled as {then.ravel()} became {array.ravel()}")
 
     def _here(self) -> _Pulled:
