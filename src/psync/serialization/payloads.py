@@ -401,9 +401,7 @@ def _handle_of(pickled: bytes) -> Any:
     handle = handles.arrived.get(pickled)
     if handle is None:
         handle = handles.arrived[pickled] = unpack(pickled)
-        if (
-            id(handle) not in handles.pickles
-        ):  # else it is of this process, and may end with its user
+        if id(handle) not in handles.pickles:  # else it is of this process, and not kept
             handles.kept.append(handle)
     return handle
 
