@@ -328,8 +328,9 @@ class TestBadInput:
             v = await cluster.create("v", np.zeros(3, np.float32))
             taken: list[int] = []
             pool = pool_of(cluster.ps[0])
-            take = pool.take
-            monkeypatch.setattr(pool, "take", lambda n: (taken.append(n), take(n))[1])
+            for way in ("take", "lend"):
+                had = getattr(pool, way)
+                monkeypatch.setattr(pool, way, lambda n, had=had: (taken.append(n), had(n))[1])
             body = to_bytes_view(np.zeros(4 * MiB, np.uint8))
             message = Push(1, 1, -1, 0, 5, [(v.variable_id, 0)], 1, CONFIG, 0)
             with pytest.raises(GradientError, match="got 4194304 bytes"):
