@@ -14,7 +14,8 @@ from inside import sync_of
 from ps_cluster import CONFIG, RATE, PsCluster, heard, hold, pull, until
 from psync.client.ps_client import PsClient
 from psync.errors import NotEnoughReplicas, PsyncError
-from psync.net.shared.bodies import Loan, Sharing
+from psync.net.shared.bodies import Sharing
+from psync.net.shared.loans import Loan
 from psync.specs import VariableSpec
 from psync.testing import memory_sharing
 from psync.wire.frames import Buffer

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from psync.errors import ConnectionLost, LocalProtocolError, PsyncError
-from psync.net.shared.bodies import Loan, Sharing, Waker
+from psync.net.shared.bodies import Sharing, Waker
 from psync.net.shared.channel import SideChannel
+from psync.net.shared.loans import Loan
 from psync.net.shared.regions import SharedMemory
 from psync.net.transport import name_of, set_options
 from psync.wire import protocol as wire
@@ -281,9 +282,7 @@ class Connection(asyncio.BufferedProtocol):
         if nbytes <= SMALL_BODY_BYTES and loan is None:
             self._small.append(buffers[0] if len(buffers) == 1 else b"".join(buffers))
             self._small_bytes += nbytes
-            if self._small_bytes > SMALL_BODY_BYTES:
-                self.flush()
-            elif at_once and not self._flush_due:
+            if self._small_bytes > SMALL_BODY_BYTES or (at_once and not self._flush_due):
                 self.flush()
             elif not self._flush_due:
                 self._flush_due = True
@@ -301,10 +300,7 @@ class Connection(asyncio.BufferedProtocol):
             self._go_on_writing()
 
     def flush(self) -> None:
-        """Write small messages now, and not at the end of this turn of the loop.
-
-        For whoever goes on with work that takes long, while the peer could begin with its own.
-        """
+        """Write small messages now, not at the end of this turn: the peer can begin with them."""
         self._flush_due = False
         if self._sharing is not None and self._sharing.has_to_say:
             self._say_returns()

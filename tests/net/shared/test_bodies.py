@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from psync.errors import RemoteProtocolError
 from psync.net.shared import bodies, regions
-from psync.net.shared.bodies import MAX_REGIONS, BorrowedBody, Loan, Sharing, Waker
+from psync.net.shared.bodies import MAX_REGIONS, BorrowedBody, Sharing, Waker
+from psync.net.shared.loans import Loan
 from psync.net.shared.regions import SLAB_BYTES, SharedMemory
 from psync.numerics import blocks
 from psync.numerics.blocks import Block, BlockPool

@@ -16,7 +16,8 @@ from psync.client.plans import Plan
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.runtime import Runtime
 from psync.errors import TaskLost
-from psync.net.shared.bodies import BorrowedBody, Loan, Sharing
+from psync.net.shared.bodies import BorrowedBody, Sharing
+from psync.net.shared.loans import Loan
 from psync.ps.computes import Computes
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog, LogState, chained
