@@ -12,6 +12,7 @@ import numpy as np
 from psync.errors import GradientError, RemoteProtocolError, UsageError
 from psync.net.peer import Peer
 from psync.numerics.blocks import BlockPool, bytes_of, roomy
+from psync.numerics.common_blocks import Adjacent
 from psync.numerics.compression import (
     WIDE,
     Compression,
@@ -180,15 +181,21 @@ class ShardSet:
             return body[0]
         raise GradientError(f"{task}: the variables were declared anew meanwhile")
 
-    def gradients(self, store: ShardStore, optimizer: int, body: memoryview) -> list[np.ndarray]:
+    def gradients(
+        self, store: ShardStore, optimizer: int, body: memoryview
+    ) -> Sequence[np.ndarray]:
         """Return each shard's gradient in a body, checked as ``store.check_apply`` does."""
-        if self.dtype is not None and optimizer in self.optimizers:
-            array = bytes_of(body).view(self.dtype)
-            return [array[part] for part in self.elements]
-        parts = zip(self.keys, self.cut(body), strict=True)
-        gradients = [self._gradient(store, optimizer, *part) for part in parts]
-        self.optimizers.add(optimizer)
-        return gradients
+        gradients: Sequence[np.ndarray] = ()
+        if optimizer not in self.optimizers:
+            parts = zip(self.keys, self.cut(body), strict=True)
+            gradients = [self._gradient(store, optimizer, *part) for part in parts]
+            self.optimizers.add(optimizer)
+        if self.dtype is not None:
+            return Adjacent(bytes_of(body).view(self.dtype), self.elements)
+        return gradients or [
+            self._gradient(store, optimizer, *part)
+            for part in zip(self.keys, self.cut(body), strict=True)
+        ]
 
     def _gradient(
         self, store: ShardStore, optimizer: int, key: Key, part: memoryview

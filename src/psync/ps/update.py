@@ -35,7 +35,7 @@ class Update:
     store: ShardStore  # both stay the same, even if a new coordinator
     ledger: Ledger  # empties the task while the update is under way
     needed: Sequence[Key]  # the shards that it reads or changes
-    wanted: Sequence[Key] = ()  # whose values its answer brings
+    wanted: ShardSet | None = None  # whose values its answer brings
     step: int = 0
     operands: Sequence[np.ndarray | RowValues] = ()  # the views as arrays, checked; one per shard
     raised: tuple[Key, np.ndarray] | None = None  # a shard, and the one that is added to it

@@ -193,11 +193,11 @@ class PsUpdates:
         self._store.spec(raised)  # raises if it is not here
         return (*known.keys, raised)
 
-    def _wanted(self, peer: Peer, message: Push | Assign) -> Sequence[Key]:
+    def _wanted(self, peer: Peer, message: Push | Assign) -> ShardSet | None:
         if not isinstance(message, Push) or message.pull < 0:
-            return ()
+            return None
         known = numbered_set(peer, message.pull, message.pull_members, self._task)
-        return known.look_up(self._store).keys
+        return known.look_up(self._store)
 
     def _average(
         self, peer: Peer, message: AverageShards, _: list[memoryview]
@@ -310,7 +310,7 @@ class PsUpdates:
 
     def _reply(self, update: Update, answer: Pushed) -> Reply:
         """Return the answer, with the values that were asked for if no shard is busy."""
-        if update.wanted and (read := self._pulls.read_now(update.wanted)) is not None:
+        if update.wanted is not None and (read := self._pulls.read_now(update.wanted)) is not None:
             steps, values = read
             return Reply(Pushed(answer.outcome, answer.step, steps), values)
         return Reply(answer)

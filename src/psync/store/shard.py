@@ -221,11 +221,10 @@ class ShardUpdate:
             if mean is None:
                 return
             gradient = mean
-        param = values.block(i).array
         targets = [slot.writable(i, pool) for slot in self._slots]
         target = values.writable(i, pool)
         self._rule.apply(
-            param,
+            values.block(i).array,
             gradient,
             [slot.block(i).array for slot in self._slots],
             target.array,

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -109,8 +109,27 @@ the memory in which it is.
 """
 
 
-def flat(segments: Sequence[Segment]) -> tuple[list[int], list[Buffer]]:
+class Joined(tuple[memoryview, ...]):
+    """All segments of a message in buffers that need not end where segments do.
+
+    Attributes:
+        lengths: Of the segments.
+    """
+
+    lengths: Sequence[int]
+
+    @classmethod
+    def of(cls, buffers: Iterable[memoryview], lengths: Sequence[int]) -> Joined:
+        """Return what is sent as segments of these lengths, which is all that is in the buffers."""
+        made = cls(buffers)
+        made.lengths = lengths
+        return made
+
+
+def flat(segments: Sequence[Segment]) -> tuple[Sequence[int], list[Buffer]]:
     """Return the length of each segment, and the buffers of all but for empty ones."""
+    if isinstance(segments, Joined):
+        return segments.lengths, list(filter(len, segments))
     lengths: list[int] = []
     buffers: list[Buffer] = []
     for segment in segments:

@@ -121,10 +121,14 @@ class Sharing:
         """
         if self._closed or self._copied_bytes > LENT_BYTES:
             return None
-        if nbytes < PIECE_BYTES * len(buffers):
-            return None
         views = [each if isinstance(each, memoryview) else memoryview(each) for each in buffers]
         regions = [self._own_region_of(view) for view in views]
+        copied = regions.count(None)
+        # What is copied is in one piece afterwards.
+        if nbytes < PIECE_BYTES * (len(views) - copied + bool(copied)):
+            return None
+        if copied == len(views):
+            return self._lend_copy(views, nbytes)
         if not all(region is None or self._knows(region) for region in regions):
             return None
         each = list(zip(views, regions, strict=True))
@@ -144,6 +148,16 @@ class Sharing:
         if len(loan.extents) > MAX_EXTENTS:
             return None
         self._copied_bytes += loan.copied_bytes
+        return loan
+
+    def _lend_copy(self, views: list[memoryview], nbytes: int) -> Loan | None:
+        """As ``lend``, of a body of which nothing is in regions, in however many buffers."""
+        loan = Loan([], [], nbytes, nbytes, sources=views)
+        copies_at = self._make_room(loan)
+        if copies_at is None:
+            return None
+        loan.add(copies_at)
+        self._copied_bytes += nbytes
         return loan
 
     def _own_region_of(self, view: memoryview) -> Region | None:
