@@ -125,11 +125,11 @@ class Adjacent(Sequence[np.ndarray]):
     @overload
     def __getitem__(self, position: int) -> np.ndarray: ...
     @overload
-    def __getitem__(self, position: slice) -> list[np.ndarray]: ...
-    def __getitem__(self, position: int | slice) -> np.ndarray | list[np.ndarray]:
-        """Return one, or several."""
+    def __getitem__(self, position: slice) -> Adjacent: ...
+    def __getitem__(self, position: int | slice) -> np.ndarray | Adjacent:
+        """Return one, or those of a slice, which are adjacent, too."""
         if isinstance(position, slice):
-            return [self.whole[part] for part in self.parts[position]]
+            return Adjacent(self.whole, self.parts[position])
         return self.whole[self.parts[position]]
 
     def __iter__(self) -> Iterator[np.ndarray]:

@@ -22,6 +22,7 @@ from psync.numerics.compression import (
     split_members,
 )
 from psync.specs import ShardSpec, dtype_of
+from psync.store.bundles import runs_of
 from psync.store.rows import RowValues
 from psync.store.store import Key, ShardStore
 from psync.wire.frames import SMALL_BODY_BYTES
@@ -52,6 +53,8 @@ class ShardSet:
     digest: int = 0
     dtype: np.dtype | None = None  # of all shards, or None: they differ, or are bool
     elements: Sequence[slice] = ()  # where each one lies in a body, in elements of ``dtype``
+    runs: Sequence[slice] = ()  # of shards that can be updated together; of ``dtype`` alone
+    run_costs: Sequence[int] = ()  # bytes of each run
     optimizers: set[int] = field(default_factory=set)  # that all shards may be pushed to with
     compression: Compression | None = None  # how float32 travels
 
@@ -106,6 +109,8 @@ class ShardSet:
             self.dtype = dtype_of(names.pop())
             size = self.dtype.itemsize
             self.elements = [slice(start // size, end // size) for start, end in self.bounds]
+            self.runs = runs_of(self.costs)
+            self.run_costs = [sum(self.costs[run]) for run in self.runs]
 
     def check_lengths(
         self, lengths: Sequence[int], task: str, rows: Sequence[int] | None = None

@@ -291,7 +291,7 @@ class PsUpdates:
         return Compute(
             update.needed,
             functools.partial(self._applied, update, answer),
-            sum(update.costs),
+            update.nbytes,
             update.at_once,
             functools.partial(self._work.shard_by_shard, update.costs, update.work),
         )

@@ -30,6 +30,28 @@ PATIENCE = 8
 """Pushes in a row of some of a bundle's shards after which it gives way."""
 
 
+def runs_of(sizes: Sequence[int]) -> list[slice]:
+    """Return which of a set's shards could be bundled if nothing else speaks against it.
+
+    Args:
+        sizes: Bytes of each.
+
+    Returns:
+        All shards, in order: runs of small ones, and others alone.
+    """
+    runs: list[slice] = []
+    nbytes = BLOCK_BYTES  # of the run that could go on
+    for place, size in enumerate(sizes):
+        small = 0 < size <= SMALL_SHARD_BYTES
+        if small and nbytes + size <= BLOCK_BYTES:
+            runs[-1] = slice(runs[-1].start, place + 1)
+            nbytes += size
+        else:
+            runs.append(slice(place, place + 1))
+            nbytes = size if small else BLOCK_BYTES
+    return runs
+
+
 class Bundle:
     """Shards that lie side by side.
 
@@ -150,6 +172,11 @@ class BundleTable(RowTable):
             views.append(bundle.export(part))
             at += part.stop - part.start
         return views
+
+    def check_idle(self, keys: Sequence[Key]) -> None:
+        """Raise BusyError if an update of one of these shards is under way."""
+        for key in keys:
+            self._idle(key)
 
     def _bundled(self, keys: tuple[Key, ...]) -> Iterator[tuple[int, int, Bundle | None]]:
         """Yield (first, end, bundle) for all shards that are pushed, in order; bundle them.

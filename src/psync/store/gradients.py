@@ -157,6 +157,17 @@ class GradientTable(BundleTable):
         """
         return isinstance(self._optimizer(optimizer_id).rule, LayerwiseRule)
 
+    def has_bundles(self, optimizer_id: int) -> bool:
+        """Return whether an optimizer does the same to each element, whatever shard it is in."""
+        rule = self._optimizer(optimizer_id).rule
+        options = rule.options
+        return not (
+            isinstance(rule, LayerwiseRule)
+            or rule.may_raise
+            or options.gradient_accumulation_steps is not None
+            or options.excludes_any
+        )
+
     def measure(
         self,
         optimizer_id: int,
@@ -318,14 +329,7 @@ class GradientTable(BundleTable):
         gradients: Sequence[np.ndarray] | _Means,
         step: int,
     ) -> None:
-        rule = self._optimizers[optimizer_id].rule
-        options = rule.options
-        if (
-            isinstance(rule, LayerwiseRule)
-            or rule.may_raise
-            or options.gradient_accumulation_steps is not None
-            or options.excludes_any
-        ):
+        if not self.has_bundles(optimizer_id):
             each: Iterable[np.ndarray | MeanGradient] = gradients
             for key, gradient in zip(keys, each, strict=True):
                 for _ in self.apply_checked(optimizer_id, key, gradient, step):
@@ -335,7 +339,7 @@ class GradientTable(BundleTable):
             parts = self._bundled_parts(optimizer_id, tuple(keys), gradients)
         else:
             parts = self._parts(optimizer_id, keys, gradients)
-        rule.apply_all(parts, step, self._scratch)
+        self._optimizers[optimizer_id].rule.apply_all(parts, step, self._scratch)
 
     def _bundled_parts(
         self, optimizer_id: int, keys: tuple[Key, ...], gradients: Adjacent | _Means

@@ -85,6 +85,11 @@ def _work(
     finished()
 
 
+def nothing() -> Work:
+    """Return work that is done."""
+    yield from ()
+
+
 class GradientAccumulator:
     """What one push does to the accumulator of a shard, block by block.
 

@@ -29,7 +29,7 @@ from psync.numerics.rule_configs import rule_from_config
 from psync.numerics.update_rule import ACCUMULATOR, RuleRaised, UpdateRule, slot_dtype
 from psync.schedules import Config, Schedule
 from psync.specs import ShardSpec, dtype_of
-from psync.store.shard import Shard, Work, started
+from psync.store.shard import Shard, Work, nothing, started
 
 Key = tuple[int, int]
 """(variable id, shard index): see ``ShardSpec.key``."""
@@ -125,7 +125,7 @@ class ShardTable:
             )
         if spec.key in self._shards:
             self.create(spec)  # raises if it is another one
-            return _nothing()
+            return nothing()
         original = self._idle(source)
         if (original.spec.shape, original.spec.dtype) != (spec.shape, spec.dtype):
             raise PartitionError(
@@ -427,10 +427,6 @@ class ShardTable:
         return GradientError(
             f"{spec} on {self._task}: expected {described(spec)} ({spec.nbytes} bytes), got {got}"
         )
-
-
-def _nothing() -> Work:
-    yield from ()
 
 
 def rule_error(task: str, what: str, cause: BaseException) -> RuleError:

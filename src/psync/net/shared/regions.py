@@ -152,7 +152,9 @@ def region_of(view: memoryview) -> Region | None:
     """Return the region in which a view of a root lies, or of a part of one."""
     root: object = view.obj
     base: object = root.base if isinstance(root, np.ndarray) else None
-    owner: object = base.obj if isinstance(base, memoryview) else None
+    if not isinstance(base, memoryview):
+        return None
+    owner: object = base.obj
     return owner.region if isinstance(owner, Mapping | Heap) else None
 
 
