@@ -273,16 +273,28 @@ def test_rows_of_a_table_in_a_bundle_are_pushed_and_read_as_ever() -> None:
     rows, values = np.array([1]), np.full((1, 3), 2, np.float32)
     stores = [ShardStore(PS), ShardStore(PS)]
     for store, do in zip(stores, (push, one_by_one), strict=True):
-        for number in range(3):
+        for number in range(4):
             store.create(ShardSpec(f"t{number}", number, 0, 0, (4, 3), "float32", 0), fill=1)
         store.define_optimizer(0, Adam(0.1).to_config())
-        do(store, range(3))
-        run(store.apply_rows(0, key(1), rows, values, 1))
-        do(store, range(3), 2)
+        do(store, range(4))
+        run(store.apply_rows(0, key(2), rows, values, 1))
+        do(store, range(4), 2)
         out = np.empty((1, 3), np.float32)
-        run(store.read_rows(key(1), rows, out.reshape(-1).view(np.uint8)))
-        assert out.tobytes() == b"".join(store.read(key(1)))[12:24]
+        run(store.read_rows(key(2), rows, out.reshape(-1).view(np.uint8)))
+        assert out.tobytes() == b"".join(store.read(key(2)))[12:24]
     assert contents(stores[0]) == contents(stores[1])
+    assert (views(stores[0], range(4)), views(stores[1], range(4))) == (3, 4)
+
+
+def test_memory_of_a_bundle_that_is_no_more_is_used_again() -> None:
+    sizes = [4096 // 4] * 4
+    store = store_with(Adam(0.1), sizes=sizes)
+    for step in range(3 * PATIENCE):
+        push(store, range(step % 2, 3 + step % 2), step)
+    before = store.statistics().pool.misses
+    for step in range(20 * PATIENCE):
+        push(store, range(4) if step // (2 * PATIENCE) % 2 else range(1, 3), step)
+    assert store.statistics().pool.misses - before < 2 * PATIENCE
 
 
 def test_what_is_frozen_stays_and_is_restored_shard_by_shard() -> None:

@@ -70,6 +70,10 @@ class CommonBlock:
         """Return whether anybody outside sees any of it."""
         return self._block.held()
 
+    def retire(self, pool: BlockPool) -> None:
+        """Give the memory to ``pool``: all arrays have other blocks. As ``Block.retire``."""
+        self._block.retire(pool)
+
 
 class Window(Block):
     """The part of a common block in which one array lies.

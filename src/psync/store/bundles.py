@@ -123,10 +123,13 @@ class Bundle:
         """Give each shard blocks of its own."""
         for shard in self.shards:
             for array in (shard.values, *shard.slots.values()):
-                if isinstance(array.block(0), Window):
+                # Rows of a table have their own layout, which it has left for.
+                if type(array) is BlockArray and isinstance(array.block(0), Window):
                     own = array.apart(0, pool)
                     own.array[:] = array.block(0).array
                     array.commit(0, own, pool)
+        for common in (self.values, *itertools.chain.from_iterable(self._slots.values())):
+            common.retire(pool)
 
 
 def _common(
