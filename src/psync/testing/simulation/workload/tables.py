@@ -250,7 +250,7 @@ class Dense(Table):
     """
 
     applies_at_once = True
-    parts = ("", "twin")
+    parts: Sequence[str] = ("", "twin")
 
     def declare(self, steps: Sequence[Any]) -> Handles:
         return Handles({part: self._dense(part) for part in self.parts}, self._descent())
