@@ -27,7 +27,6 @@ from psync.wire.frames import (
     SCRATCH_BYTES,
     Frame,
     FrameDecoder,
-    Joined,
     Kind,
     Segment,
     encode_frame,
@@ -35,7 +34,7 @@ from psync.wire.frames import (
 )
 from psync.wire.lent import EXTENT, MAX_EXTENTS, Extent
 from psync.wire.limits import DEFAULT_LIMITS, HANDSHAKE_LIMITS, Limits
-from psync.wire.tensors import to_bytes_view
+from psync.wire.tensors import Joined, to_bytes_view
 from wire_tools import Anywhere, Lender, joined, pour, splits
 
 SMALL = Limits(header_bytes=50, segments=4, segment_bytes=100, body_bytes=150)

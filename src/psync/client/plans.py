@@ -18,8 +18,8 @@ from psync.numerics.blocks import BlockPool
 from psync.numerics.compression import Compression, marker, narrowed
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.specs import ShardSpec, VariableSpec, dtype_of
-from psync.wire.frames import SMALL_BODY_BYTES, Joined, Segment
-from psync.wire.tensors import to_bytes_view
+from psync.wire.frames import SMALL_BODY_BYTES, Segment
+from psync.wire.tensors import Joined, to_bytes_view
 
 ARENA_BYTES = 1 << 20
 """Small variables of one pull share memory up to this much: one read instead of many."""

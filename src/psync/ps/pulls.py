@@ -24,10 +24,11 @@ from psync.ps.locks import PsLocks
 from psync.ps.shard_sets import NO_BYTES, ROW_NUMBER_BYTES, ShardSet, memory_for, set_of
 from psync.store.store import Key, ShardStore, Work
 from psync.wire.codec import Message
-from psync.wire.frames import Joined, Segment
+from psync.wire.frames import Segment
 from psync.wire.limits import Limits
 from psync.wire.lock_messages import PullLocked
 from psync.wire.ps_messages import Pull, Pulled, PullRows, RowsPulled
+from psync.wire.tensors import Joined
 
 
 class PsPulls:

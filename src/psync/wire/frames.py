@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,6 +37,7 @@ from psync.errors import (
 )
 from psync.wire.lent import EXTENT, EXTENT_BYTES, Borrow, Borrowed, Copying, Extent
 from psync.wire.limits import DEFAULT_LIMITS, Limits
+from psync.wire.tensors import Joined
 
 MAGIC = b"PSYN"
 TLS_HELLO = b"\x16\x03"
@@ -107,23 +108,6 @@ whose lengths add up to the body's, in order (their borders need not be those of
 segments), or None: then the body is read and thrown away. Of one that is lent it may instead keep
 the memory in which it is.
 """
-
-
-class Joined(tuple[memoryview, ...]):
-    """All segments of a message in buffers that need not end where segments do.
-
-    Attributes:
-        lengths: Of the segments.
-    """
-
-    lengths: Sequence[int]
-
-    @classmethod
-    def of(cls, buffers: Iterable[memoryview], lengths: Sequence[int]) -> Joined:
-        """Return what is sent as segments of these lengths, which is all that is in the buffers."""
-        made = cls(buffers)
-        made.lengths = lengths
-        return made
 
 
 def flat(segments: Sequence[Segment]) -> tuple[Sequence[int], list[Buffer]]:
