@@ -3,9 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psync.errors import GradientError, UsageError
+from psync.errors import BusyError, GradientError, UsageError
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.update_rule import SGD
+from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.ps.shard_sets import ShardSet
 from psync.ps.update import Update
 from psync.specs import ShardSpec
@@ -139,6 +140,45 @@ def test_a_push_may_raise_a_number_in_the_same_update(store: ShardStore) -> None
     push.at_once()
     assert int(np.frombuffer(b"".join(store.read((3, 0))), np.int64)[0]) == 5
     assert values(store)[0] == [0.5, 0.5]
+
+
+def test_piece_by_piece_small_shards_side_by_side_are_one_piece(store: ShardStore) -> None:
+    for number in (3, 4):
+        store.create(ShardSpec(f"v{number}", number, 0, 0, (4,), "float32", 0), fill=1)
+    known = ShardSet(tuple(store.keys())).look_up(store)
+    body = to_bytes_view(np.ones(known.nbytes // 4, np.float32))
+    push = Update(CLIENT, a_push(), known, body, store, Ledger(), known.keys)
+    push.judge()
+    push.begin()
+    assert list(push.costs) == [8, 0, 44]
+    work = store.assign((4, 0), "add", np.ones(4, np.float32))
+    with pytest.raises(BusyError, match="v4"):
+        push.work(2)
+    for _ in work:
+        pass
+    assert values(store)[2] == [1] * 3, "none of them has changed"
+    for position in range(3):
+        for _ in push.work(position):
+            pass
+    assert values(store) == [[0.5] * 2, [], [0.5] * 3, [0.5] * 4, [1.5] * 4]
+    assert [store.version(key) for key in store.keys()] == [1, 1, 1, 1, 2]
+    assert len(store.read_together(known.keys)) == 2
+
+
+def test_shards_that_are_updated_together_cost_less_than_one_after_the_other() -> None:
+    store = ShardStore("/job:ps/task:0")
+    for number in range(100):
+        store.create(ShardSpec(f"v{number}", number, 0, 0, (4,), "float32", 0))
+    store.define_optimizer(1, SGD(0.5).to_config())
+    store.define_optimizer(2, Lamb(0.5).to_config())
+    known = ShardSet(tuple(store.keys())).look_up(store)
+    body = to_bytes_view(np.ones(known.nbytes // 4, np.float32))
+    work = LongWork("/job:ps/task:0", lambda: None)
+    for optimizer, fits in ((1, True), (2, False)):
+        message = a_push(optimizer=optimizer)
+        push = Update(CLIENT, message, known, body, store, Ledger(), known.keys)
+        push.begin()
+        assert work.fits_now(store, known.keys, push.nbytes + INLINE_BYTES // 2) is fits
 
 
 def test_piece_by_piece_the_number_is_raised_last(store: ShardStore) -> None:

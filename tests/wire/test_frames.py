@@ -34,7 +34,7 @@ from psync.wire.frames import (
 )
 from psync.wire.lent import EXTENT, MAX_EXTENTS, Extent
 from psync.wire.limits import DEFAULT_LIMITS, HANDSHAKE_LIMITS, Limits
-from psync.wire.tensors import to_bytes_view
+from psync.wire.tensors import Joined, to_bytes_view
 from wire_tools import Anywhere, Lender, joined, pour, splits
 
 SMALL = Limits(header_bytes=50, segments=4, segment_bytes=100, body_bytes=150)
@@ -110,6 +110,17 @@ def test_a_segment_may_be_gathered_from_several_views() -> None:
     (frame,) = pour(FrameDecoder(DEFAULT_LIMITS, Anywhere()), data)
     assert frame.lengths == (5, 2, 0)
     assert body_of(frame) == [b"abcde", b"xy", b""]
+
+
+def test_buffers_may_end_elsewhere_than_segments() -> None:
+    views = [memoryview(b"abc"), memoryview(b""), memoryview(b"defg")]
+    joint = Joined.of(views, (1, 0, 6))
+    assert len(encode_frame(Kind.REPLY, 1, b"h", joint)) == 3, "no empty buffers"
+    (frame,) = pour(
+        FrameDecoder(DEFAULT_LIMITS, Anywhere()), frame_bytes(Kind.REPLY, 1, b"h", joint)
+    )
+    assert frame.lengths == (1, 0, 6)
+    assert body_of(frame) == [b"a", b"", b"bcdefg"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from psync.api.variables import Handle, OnReadVariable, ShardedVariable, Variabl
 from psync.client.runtime import current_runtime
 from psync.client.scopes import running_scopes
 from psync.errors import GradientError, UsageError
-from psync.numerics.casting import fitting
+from psync.numerics.casting import fits, fitting
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.update_rule import slot_dtype
 from psync.specs import VariableSpec, dtype_of
@@ -40,7 +40,7 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
     """
     pairs: Pairs = []
     without: list[str] = []  # names of variables whose gradient is None
-    seen: set[tuple[int, int]] = set()  # shards
+    seen: dict[int, set[int]] = {}  # variables, and the shards of each
     try:
         given = iter(grads_and_vars)
     except TypeError:
@@ -56,10 +56,14 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
                 "has another value, which no optimizer trains"
             )
         spec = variable.spec
-        shards = {(spec.variable_id, shard.index) for shard in spec.shards}
-        if not seen.isdisjoint(shards):
+        shards = [shard.index for shard in spec.shards]
+        others = seen.get(spec.variable_id)
+        if others is None:
+            seen[spec.variable_id] = set(shards)
+        elif others.isdisjoint(shards):
+            others.update(shards)
+        else:
             raise GradientError(f'apply_gradients: variable "{spec.name}" occurs twice')
-        seen |= shards
         pairs.append((_checked(gradient, spec, finite), variable))
     if not pairs:
         raise GradientError(
@@ -72,6 +76,8 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
 
 def _checked(gradient: Any, spec: VariableSpec, finite: str | None) -> Gradient:
     checked: Gradient
+    if finite is None and type(gradient) is np.ndarray and fits(gradient, spec):
+        return gradient
     if "float" not in spec.dtype:  # here, before the ps tasks of other variables have theirs
         try:
             slot_dtype(dtype_of(spec.dtype))

@@ -136,7 +136,8 @@ async def pull(
         params = await psync.pull({"dense": {"w": w, "b": b}})
     """
     kind = checked_compression("pull", compression)
-    variables = list(dict.fromkeys(leaves(tree)))
+    is_list = type(tree) is list and is_flat(tree)
+    variables = list(dict.fromkeys(tree if is_list else leaves(tree)))
     if not variables:
         return tree
     targets = {} if out is None else _targets(tree, out)
@@ -149,6 +150,8 @@ async def pull(
         arrays = await values_of(
             runtime, stored, copy=copy, out=given, consistent=consistent, compression=kind
         )
+        if is_list and len(arrays) == len(tree):  # each stands there once
+            return arrays
         values = dict(zip(stored, arrays, strict=True))
     for variable in copied:
         values[variable] = await variable.read(copy=copy, out=targets.get(variable))

@@ -19,7 +19,7 @@ from psync.numerics.indexed_slices import IndexedSlices
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.wire.frames import SMALL_BODY_BYTES, Segment
 from psync.wire.lent import LENT_ABOVE_BYTES
-from psync.wire.tensors import to_bytes_view
+from psync.wire.tensors import Joined, to_bytes_view
 
 ARENA_BYTES = 1 << 20
 """Small variables of one pull share memory up to this much: one read instead of many."""
@@ -253,7 +253,7 @@ def given_of(arrays: Iterable[np.ndarray | IndexedSlices]) -> list[Given]:
 
 def body_of(
     request: Request, given: Sequence[Given]
-) -> tuple[list[Segment], list[int] | None, int]:
+) -> tuple[Sequence[Segment], list[int] | None, int]:
     """Return the body of a push or assign, and what the message says of the rows in it.
 
     Args:
@@ -266,8 +266,8 @@ def body_of(
     """
     if IndexedSlices not in map(type, given):
         wholes = cast(Sequence[memoryview], given)
-        cuts = request.cuts
-        return [wholes[index][start:end] for index, start, end in cuts], None, request.nbytes
+        parts = [wholes[index][start:end] for index, start, end in request.cuts]
+        return Joined.of(parts, request.lengths), None, request.nbytes
     segments: list[Segment] = []
     counts: list[int] = []
     for (variable, start, end), (first, last) in zip(request.cuts, request.spans, strict=True):

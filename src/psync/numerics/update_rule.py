@@ -284,10 +284,12 @@ class UpdateRule(ABC):
                 size = part[0].size
                 if size <= chunk:  # most are small, and slicing costs as much as the maths
                     self._chunk(part, decay, coefficients, scratch)
-                    continue
-                for start in range(0, size, chunk):
-                    piece = _cut(part, slice(start, start + chunk))
-                    self._chunk(piece, decay, coefficients, scratch)
+                else:
+                    for start in range(0, size, chunk):
+                        piece = _cut(part, slice(start, start + chunk))
+                        self._chunk(piece, decay, coefficients, scratch)
+                        del piece
+                del part  # who makes the next one looks who else sees this memory
 
     def _chunk(
         self, part: Part, decay: float, coefficients: Coefficients, scratch: Scratch

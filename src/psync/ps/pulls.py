@@ -28,6 +28,7 @@ from psync.wire.frames import Segment
 from psync.wire.limits import Limits
 from psync.wire.lock_messages import PullLocked
 from psync.wire.ps_messages import Pull, Pulled, PullRows, RowsPulled
+from psync.wire.tensors import Joined
 
 
 class PsPulls:
@@ -71,14 +72,21 @@ class PsPulls:
         if known.compression is not None:
             return self._pull_narrow(known, message)
         try:
+            if message.optimizer < 0:
+                return Reply(Pulled(self._steps()), self._values(known))
             return Reply(Pulled(self._steps()), [read(key) for key in keys])
         except BusyError:
             return self._pull_later(keys, read)
 
-    def read_now(self, keys: Sequence[Key]) -> tuple[list[tuple[int, int]], list[Segment]] | None:
+    def _values(self, known: ShardSet) -> Sequence[Segment]:
+        """Return a segment for each shard of a set. Raises BusyError: one is busy."""
+        lengths = known.look_up(self._store).lengths
+        return Joined.of(self._store.read_together(known.keys), lengths)
+
+    def read_now(self, known: ShardSet) -> tuple[list[tuple[int, int]], Sequence[Segment]] | None:
         """Return what a pull of whole shards would bring: steps, values. None: one is busy."""
         try:
-            values: list[Segment] = [self._store.read(key) for key in keys]
+            values = self._values(known)
         except BusyError:
             return None
         self.pulls += 1

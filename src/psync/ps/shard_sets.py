@@ -12,6 +12,7 @@ import numpy as np
 from psync.errors import GradientError, RemoteProtocolError, UsageError
 from psync.net.peer import Peer
 from psync.numerics.blocks import BlockPool, bytes_of, roomy
+from psync.numerics.common_blocks import Adjacent
 from psync.numerics.compression import (
     WIDE,
     Compression,
@@ -21,6 +22,7 @@ from psync.numerics.compression import (
     split_members,
 )
 from psync.specs import ShardSpec, dtype_of
+from psync.store.bundles import runs_of
 from psync.store.rows import RowValues
 from psync.store.store import Key, ShardStore
 from psync.wire.frames import SMALL_BODY_BYTES
@@ -56,6 +58,8 @@ class ShardSet:
     digest: int = 0
     dtype: np.dtype | None = None  # of all shards, or None: they differ, or are bool
     elements: Sequence[slice] = ()  # where each one lies in a body, in elements of ``dtype``
+    runs: Sequence[slice] = ()  # of shards that can be updated together; of ``dtype`` alone
+    run_costs: Sequence[int] = ()  # bytes of each run
     optimizers: set[int] = field(default_factory=set)  # that all shards may be pushed to with
     compression: Compression | None = None  # how float32 travels
 
@@ -110,6 +114,8 @@ class ShardSet:
             self.dtype = dtype_of(names.pop())
             size = self.dtype.itemsize
             self.elements = [slice(start // size, end // size) for start, end in self.bounds]
+            self.runs = runs_of(self.costs)
+            self.run_costs = [sum(self.costs[run]) for run in self.runs]
 
     def check_lengths(
         self, lengths: Sequence[int], task: str, rows: Sequence[int] | None = None
@@ -189,14 +195,15 @@ class ShardSet:
             return True
         return {end for _, end in self.bounds}.issuperset(itertools.accumulate(pieces))
 
-    def gradients(self, store: ShardStore, optimizer: int, body: Body) -> list[np.ndarray]:
+    def gradients(self, store: ShardStore, optimizer: int, body: Body) -> Sequence[np.ndarray]:
         """Return each shard's gradient in a body, checked as ``store.check_apply`` does."""
-        if self.dtype is not None and optimizer in self.optimizers and len(body) == 1:
-            array = bytes_of(body[0]).view(self.dtype)
-            return [array[part] for part in self.elements]
-        parts = zip(self.keys, self.cut(body), strict=True)
-        gradients = [self._gradient(store, optimizer, *part) for part in parts]
-        self.optimizers.add(optimizer)
+        gradients: Sequence[np.ndarray] = ()
+        if optimizer not in self.optimizers or self.dtype is None or len(body) != 1:
+            parts = zip(self.keys, self.cut(body), strict=True)
+            gradients = [self._gradient(store, optimizer, *part) for part in parts]
+            self.optimizers.add(optimizer)
+        if self.dtype is not None and len(body) == 1:
+            return Adjacent(bytes_of(body[0]).view(self.dtype), self.elements)
         return gradients
 
     def _gradient(

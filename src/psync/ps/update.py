@@ -13,10 +13,13 @@ from typing import cast
 import numpy as np
 
 from psync.errors import GradientError, UsageError
+from psync.numerics.common_blocks import Adjacent
+from psync.ps.cooperative_work import SHARD_BYTES
 from psync.ps.shard_sets import Body, ShardSet
 from psync.store.commit_log import LogNames
 from psync.store.ledger import Call, Client, Ledger, Verdict
 from psync.store.rows import RowValues
+from psync.store.shard import nothing
 from psync.store.store import AssignOp, Key, ShardStore, Work, ones
 from psync.wire.codec import Message
 from psync.wire.lock_messages import AssignLocked
@@ -34,12 +37,13 @@ class Update:
     store: ShardStore  # both stay the same, even if a new coordinator
     ledger: Ledger  # empties the task while the update is under way
     needed: Sequence[Key]  # the shards that it reads or changes
-    wanted: Sequence[Key] = ()  # whose values its answer brings
+    wanted: ShardSet | None = None  # whose values its answer brings
     step: int = 0
     operands: Sequence[np.ndarray | RowValues] = ()  # the views as arrays, checked; one per shard
     raised: tuple[Key, np.ndarray] | None = None  # a shard, and the one that is added to it
     followed: Sequence[Key] = ()  # by the averages: one per shard
-    costs: Sequence[int] = ()  # bytes that the update of each shard touches
+    runs: Sequence[slice] = ()  # of shards that are updated together; (): each by itself
+    costs: Sequence[int] = ()  # bytes that the update of each run or shard touches
 
     def entry(self, names: LogNames) -> Message:
         """Return it as the log has it: its set by a number of the log's own, and no lock."""
@@ -85,6 +89,9 @@ class Update:
             self._check_ratios(message)
             self.operands = known.gradients(store, optimizer, self.body)
             self.step = store.begin_push(optimizer, message.step)
+            if isinstance(self.operands, Adjacent) and message.ratios is None:
+                if store.has_bundles(optimizer):
+                    self.runs, self.costs = known.runs, known.run_costs
         elif isinstance(message, AverageShards):
             if not 0 <= message.decay < 1:
                 raise GradientError(
@@ -141,22 +148,41 @@ class Update:
                 f"and optimizer {message.optimizer}"
             )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all of it touches, less what shards do not cost that are updated together."""
+        together = len(self.known.keys) - len(self.runs) if self.runs else 0
+        return sum(self.costs) - SHARD_BYTES * together
+
     def at_once(self) -> None:
         """Do all the work; for small shards, none of which is busy."""
         message, keys, done = self.message, self.known.keys, 0
         if isinstance(message, Push) and message.rows is None and message.ratios is None:
             wholes = cast(Sequence[np.ndarray], self.operands)
             self.store.apply_at_once(message.optimizer, keys, wholes, self.step)
-            done = len(keys)
+            done = len(self.runs or keys)
         for position in range(done, len(self.costs)):
             for _ in self.work(position):
                 pass
 
+    def _run_at_once(self, run: slice) -> Work:
+        """Do the work on small shards when all are idle; nothing is left to be done."""
+        assert isinstance(self.message, Push), "of others there are no runs"
+        keys, optimizer = self.known.keys[run], self.message.optimizer
+        self.store.check_idle(keys)  # before any of them is changed
+        self.store.apply_at_once(optimizer, keys, cast(Adjacent, self.operands)[run], self.step)
+        return nothing()
+
     def work(self, position: int) -> Work:
-        """Begin on one shard."""
-        if self.raised is not None and position == len(self.known.keys):
+        """Begin on one shard, or run of shards."""
+        if self.raised is not None and position == len(self.runs or self.known.keys):
             raised, one = self.raised
             return self.store.assign_checked(raised, "add", one)
+        if self.runs:
+            run = self.runs[position]
+            if run.stop - run.start > 1:
+                return self._run_at_once(run)
+            position = run.start
         message, key = self.message, self.known.keys[position]
         if isinstance(message, AverageShards):
             return self.store.average(key, self.followed[position], message.decay)

@@ -179,11 +179,11 @@ class PsUpdates:
             known = set_of(peer, message, self._task).look_up(self._store)
             whole = known.body_of(body, self._task, message.rows)
             needed: Sequence[Key] = known.keys
-            wanted: Sequence[Key] = ()
+            wanted: ShardSet | None = None
             if isinstance(message, Push):
                 if message.pull >= 0:
                     pulled = numbered_set(peer, message.pull, message.pull_members, self._task)
-                    wanted = pulled.look_up(self._store).keys
+                    wanted = pulled.look_up(self._store)
                 if message.raised is not None:
                     raised = (message.raised[0], message.raised[1])
                     self._store.spec(raised)  # raises if it is not here
@@ -290,7 +290,7 @@ class PsUpdates:
         return Compute(
             update.needed,
             functools.partial(self._applied, update, answer),
-            sum(update.costs),
+            update.nbytes,
             update.at_once,
             functools.partial(self._work.shard_by_shard, update.costs, update.work),
         )
@@ -309,7 +309,7 @@ class PsUpdates:
 
     def _reply(self, update: Update, answer: Pushed) -> Reply:
         """Return the answer, with the values that were asked for if no shard is busy."""
-        if update.wanted and (read := self._pulls.read_now(update.wanted)) is not None:
+        if update.wanted is not None and (read := self._pulls.read_now(update.wanted)) is not None:
             steps, values = read
             return Reply(Pushed(answer.outcome, answer.step, steps), values)
         return Reply(answer)

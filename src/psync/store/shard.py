@@ -219,3 +219,8 @@ class BlockWork:
 
 Work = BlockWork | Pieces[None]
 """Work under way on one shard: one piece per ``next()``; run it to its end."""
+
+
+def nothing() -> Work:
+    """Return work that is done."""
+    return (None for _ in ())

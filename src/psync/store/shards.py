@@ -29,7 +29,7 @@ from psync.numerics.rule_configs import rule_from_config
 from psync.numerics.update_rule import ACCUMULATOR, RuleRaised, UpdateRule, slot_dtype
 from psync.schedules import Config, Schedule
 from psync.specs import ShardSpec
-from psync.store.shard import BlockWork, Shard, Work, new_values
+from psync.store.shard import BlockWork, Shard, Work, new_values, nothing
 
 Key = tuple[int, int]
 """(variable id, shard index): see ``ShardSpec.key``."""
@@ -125,7 +125,7 @@ class ShardTable:
             )
         if spec.key in self._shards:
             self.create(spec)  # raises if it is another one
-            return (None for _ in ())
+            return nothing()
         original = self._idle(source)
         if (original.spec.shape, original.spec.dtype) != (spec.shape, spec.dtype):
             raise PartitionError(

@@ -7,7 +7,7 @@ says when to begin and work.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -92,11 +92,12 @@ class StepUpdate:
     keys: Sequence[Key] = ()
     costs: Sequence[int] = ()  # bytes that the update of each shard touches, then each average's
     touched: Sequence[Key] = ()  # all shards that must be idle
-    _gradients: Sequence[Sequence[Gradient]] = ()  # of each shard, in the order of the sum
+    _gradients: Sequence[Sequence[Gradient]] = ()  # of each shard, in the order of the sum; or
+    # those of each push, which then carries the same shards as the others
+    _pushes: Sequence[Sequence[np.ndarray]] = ()
     _weights: Sequence[Sequence[float]] = ()  # of each shard
     _decay: float = 0.0
     _one: np.ndarray | None = None  # by which the global step is raised
-    _pushes: Sequence[Sequence[np.ndarray]] = field(default=())  # if all carry the same shards
 
     def __post_init__(self) -> None:
         self._decay = self.config.decay_at(self.step + 1)
@@ -141,7 +142,6 @@ class StepUpdate:
         self.keys = known.keys
         self.costs = [length * len(parts) for length in known.costs]
         self._pushes = [cast(Sequence[np.ndarray], part.gradients) for part in parts]
-        self._gradients = list(zip(*self._pushes, strict=True))
         self._weights = [weights] * len(self.keys)
 
     def _gather_mixed(self, parts: Sequence[Part], weights: Sequence[float]) -> None:
@@ -257,7 +257,11 @@ class StepUpdate:
 
     def _wholes_or_rows(self, position: int) -> tuple[Sequence[np.ndarray], Sequence[RowValues]]:
         """Return the gradients of a shard: rows, or if not all are rows, whole ones."""
-        gradients = self._gradients[position]
+        gradients: Sequence[Gradient]
+        if self._pushes:
+            gradients = [push[position] for push in self._pushes]
+        else:
+            gradients = self._gradients[position]
         rows = [gradient for gradient in gradients if isinstance(gradient, RowValues)]
         if len(rows) == len(gradients):
             return (), rows

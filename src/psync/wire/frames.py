@@ -38,6 +38,7 @@ from psync.errors import (
 )
 from psync.wire.lent import EXTENT, EXTENT_BYTES, Borrow, Borrowed, Copying, Extent
 from psync.wire.limits import DEFAULT_LIMITS, Limits
+from psync.wire.tensors import Joined
 
 MAGIC = b"PSYN"
 TLS_HELLO = b"\x16\x03"
@@ -117,8 +118,10 @@ the memory in which it is.
 """
 
 
-def flat(segments: Sequence[Segment]) -> tuple[list[int], list[Buffer]]:
+def flat(segments: Sequence[Segment]) -> tuple[Sequence[int], list[Buffer]]:
     """Return the length of each segment, and the buffers of all but for empty ones."""
+    if isinstance(segments, Joined):
+        return segments.lengths, list(filter(len, segments))
     lengths: list[int] = []
     buffers: list[Buffer] = []
     for segment in segments:

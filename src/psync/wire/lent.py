@@ -64,15 +64,17 @@ def copies(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> Iter
     """Copy ``sources`` to ``targets``, which have as many bytes; yield after each COPY_BYTES."""
     done, at_once = 0, COPY_BYTES
     onto = iter(targets)
-    target = memoryview(b"")
+    target, at = memoryview(b""), 0
     for source in sources:
-        while len(source):
-            while not len(target):
-                target = next(onto)
-            count = min(len(source), len(target), at_once - done)
-            target[:count] = source[:count]
-            source, target = source[count:], target[count:]
-            done += count
+        begin, size = 0, len(source)
+        while begin < size:
+            while at == len(target):
+                target, at = next(onto), 0
+            count = min(size - begin, len(target) - at, at_once - done)
+            # Of small sources there are many, and to cut them takes as long as to copy them.
+            part = source if count == size else source[begin : begin + count]
+            target[at : at + count] = part
+            begin, at, done = begin + count, at + count, done + count
             if done == at_once:
                 yield done
                 done = 0

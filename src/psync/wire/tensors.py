@@ -6,11 +6,30 @@ a 0 in their shape, for Fortran order and for bfloat16, so views go through ``ui
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from psync.errors import PartitionError
 from psync.specs import dtype_of
+
+
+class Joined(tuple[memoryview, ...]):
+    """All segments of a message in buffers that need not end where segments do.
+
+    Attributes:
+        lengths: Of the segments.
+    """
+
+    lengths: Sequence[int]
+
+    @classmethod
+    def of(cls, buffers: Iterable[memoryview], lengths: Sequence[int]) -> Joined:
+        """Return what is sent as segments of these lengths, which is all that is in the buffers."""
+        made = cls(buffers)
+        made.lengths = lengths
+        return made
 
 
 def to_bytes_view(array: NDArray[np.generic]) -> memoryview:
@@ -19,11 +38,12 @@ def to_bytes_view(array: NDArray[np.generic]) -> memoryview:
     No copy is made for a C-contiguous native array: the view aliases the array, which must
     not change while the view may still be in flight.
     """
-    if array.dtype.isnative and array.flags.c_contiguous:
+    if array.dtype.isnative:
         try:
             return array.data.cast("B")  # three times as fast as what follows
         except (TypeError, ValueError):
-            pass  # empty, or a dtype that memoryview does not know: float16, bfloat16, …
+            # Not C-contiguous, empty, or a dtype that memoryview does not know: bfloat16, …
+            pass
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     flat = np.ascontiguousarray(array).reshape(-1)

@@ -122,6 +122,23 @@ def test_neighbours_are_one_extent() -> None:
     assert len(ours.lend(b"a" * 70_000, b"b", b"c" * 3)) == 1
 
 
+def test_small_pieces_are_lent_once_they_are_copied_and_named_where_they_are_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bodies, "PIECE_BYTES", 32 * KIB)
+    ours, theirs = sides()
+    gradients = [bytes([n]) * 16 * KIB for n in range(50)]
+    extents = ours.lend(*gradients)
+    assert len(extents) == 1
+    assert body(theirs.sharing.borrow(extents)) == b"".join(gradients)
+    memory = root(ours, MIB)
+    small = [memory.data[n * 40 * KIB :][: 16 * KIB] for n in range(20)]
+    assert ours.sharing.lend(small, 20 * 16 * KIB) is None
+    assert ours.sharing.lend([*small, *gradients], 70 * 16 * KIB) is not None
+    large = [memory.data[:40_000], memory.data[50_000:90_000]]
+    assert len(ours.lend(*large)) == 2
+
+
 def test_memory_of_another_task_of_this_process_is_copied() -> None:
     """Its regions have the same numbers."""
     ours, theirs = sides()

@@ -100,10 +100,12 @@ class Sharing:
             return None
         if self._own_bytes + nbytes > 2 * _bound(nbytes):  # who gets it does not copy it out
             return None
-        if nbytes < PIECE_BYTES * len(buffers):
-            return None
         views = [each if isinstance(each, memoryview) else memoryview(each) for each in buffers]
         regions = [None if copied else self._memory.own_region_of(view) for view in views]
+        num_copied = regions.count(None)
+        # What is copied is in one piece afterwards.
+        if nbytes < PIECE_BYTES * (len(views) - num_copied + (num_copied > 0)):
+            return None
         if not all(region is None or self._knows(region) for region in regions):
             return None
         each = list(zip(views, regions, strict=True))
@@ -114,6 +116,9 @@ class Sharing:
         if copies_at is None:
             return None
         at = copies_at.offset
+        if num_copied == len(views):
+            loan.add(copies_at)
+            each.clear()
         for view, region in each:
             if region is not None:
                 loan.add(Extent(region.number, offset_of(view, region), len(view)))

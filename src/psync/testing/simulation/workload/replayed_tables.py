@@ -36,6 +36,7 @@ class Moved(Dense):
     """
 
     _rule: UpdateRule
+    parts = ("",)
 
     def declare(self, steps: Sequence[Any]) -> Handles:
         rate = psync.schedules.PolynomialDecay(1.0, 1 << 12, 0.1)

@@ -256,12 +256,16 @@ class Table:
 
 
 class Dense(Table):
-    """Pushed as whole gradients; values come with the answers of every second call."""
+    """Two variables, whose shards lie side by side, pushed together as whole gradients.
+
+    Values come with the answers of every second call.
+    """
 
     applies_at_once = True
+    parts: Sequence[str] = ("", "twin")
 
     def declare(self, steps: Sequence[Any]) -> Handles:
-        return Handles({"": self._dense()}, self._descent())
+        return Handles({part: self._dense(part) for part in self.parts}, self._descent())
 
     async def change(self, handles: Handles, call: Call, run: Run) -> Note:
         note = run.begin(call)
@@ -277,11 +281,14 @@ class Dense(Table):
         return note
 
     def _pairs(self, variables: Mapping[str, Any], column: int) -> Iterator[tuple[Any, Any]]:
-        yield self._gradient(variables[""], column), variables[""]
+        for part in self.parts:
+            yield self._gradient(variables[part], column), variables[part]
 
 
 class Rows(Dense):
     """Pushed as gradients of some rows."""
+
+    parts = ("",)
 
     def declare(self, steps: Sequence[Any]) -> Handles:
         return Handles({"": self._sparse()}, self._descent())
