@@ -147,7 +147,7 @@ def test_piece_by_piece_small_shards_side_by_side_are_one_piece(store: ShardStor
         store.create(ShardSpec(f"v{number}", number, 0, 0, (4,), "float32", 0), fill=1)
     known = ShardSet(tuple(store.keys())).look_up(store)
     body = to_bytes_view(np.ones(known.nbytes // 4, np.float32))
-    push = Update(CLIENT, a_push(), known, body, store, Ledger(), known.keys)
+    push = Update(CLIENT, a_push(), known, (body,), store, Ledger(), known.keys)
     push.judge()
     push.begin()
     assert list(push.costs) == [8, 0, 44]
@@ -176,7 +176,7 @@ def test_shards_that_are_updated_together_cost_less_than_one_after_the_other() -
     work = LongWork("/job:ps/task:0", lambda: None)
     for optimizer, fits in ((1, True), (2, False)):
         message = a_push(optimizer=optimizer)
-        push = Update(CLIENT, message, known, body, store, Ledger(), known.keys)
+        push = Update(CLIENT, message, known, (body,), store, Ledger(), known.keys)
         push.begin()
         assert work.fits_now(store, known.keys, push.nbytes + INLINE_BYTES // 2) is fits
 

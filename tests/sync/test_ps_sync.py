@@ -23,6 +23,7 @@ from psync.errors import (
 )
 from psync.numerics.blocks import Block, BlockArray, BlockPool
 from psync.numerics.update_rule import SGD
+from psync.ps import cooperative_work
 from psync.schedules import PiecewiseConstantDecay
 from psync.specs import VariableSpec
 from psync.store.store import Key, ShardStore, Work
@@ -304,8 +305,9 @@ class TestClosing:
             assert sync_of(two.cluster.ps[0]).steps() == []
 
     async def test_large_shards_are_applied_with_the_loop_running_and_who_reads_holds_old_values(
-        self,
+        self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(cooperative_work, "usable_cores", lambda: 1)  # threads could be done
         async with Two() as two:
             v = await two.cluster.create("v", np.zeros(LARGE, np.float32))
             u = await two.cluster.create("u", np.ones(3, np.float32))
