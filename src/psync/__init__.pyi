@@ -25,7 +25,7 @@ from psync.api.embeddings import embedding_lookup_sparse as embedding_lookup_spa
 from psync.api.embeddings import safe_embedding_lookup_sparse as safe_embedding_lookup_sparse
 from psync.api.global_step import get_global_step as get_global_step
 from psync.api.global_step import get_or_create_global_step as get_or_create_global_step
-from psync.api.gradient_memory import empty_like as empty_like
+from psync.api.gradient_arguments import empty_like as empty_like
 from psync.api.modules import Module as Module
 from psync.api.moving_averages import ExponentialMovingAverage as ExponentialMovingAverage
 from psync.api.optimizers.staleness_bound import StalenessBound as StalenessBound

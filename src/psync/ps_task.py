@@ -25,6 +25,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from psync.backups.host import BackupHost
+from psync.backups.locate_ps import Primary
 from psync.backups.sender import Served
 from psync.backups.served import ServedService
 from psync.cluster_roles import CHIEF, ENQUIRER
@@ -48,7 +49,6 @@ from psync.ps.succession import (
     check_chief,
     check_newest,
 )
-from psync.store.locate_ps import Primary
 from psync.store.snapshot import Loaded
 from psync.sync.groups import CLOSER
 from psync.sync.ps_services import PsProcess, PsServices

@@ -20,9 +20,9 @@ from inside import (
     store_of,
 )
 from ps_cluster import CHIEF, CONFIG, PsCluster, heard, pull, push
+from psync.backups.fingerprint import fingerprint
 from psync.errors import FencedError, PsyncError, UsageError
 from psync.net.peer import AsIfFrom, Handler, Reply
-from psync.numerics.fingerprint import fingerprint
 from psync.ps_task import PsTask
 from psync.wire import log_messages
 from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator

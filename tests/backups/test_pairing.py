@@ -6,9 +6,9 @@ import pytest
 
 import own_rules
 import psync
+from psync.backups.fingerprint import fingerprint
 from psync.backups.pairing import Computation, check_deterministic, check_release
 from psync.errors import ConfigurationError, VersionMismatch
-from psync.numerics.fingerprint import fingerprint
 from psync.wire.handshake import RELEASE
 
 

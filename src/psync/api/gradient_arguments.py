@@ -1,4 +1,4 @@
-"""Gradient arguments: validation, the variables that are meant, and gradients of a function.
+"""Gradient arguments: memory for them, validation, the variables meant, gradients of a function.
 
 ``value_and_gradients`` pulls variables, calls a function of their values and checks the result.
 """
@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from psync.api.pulls import is_flat, leaves, pairs, pull
+from psync.api.pulls import NamedFields, is_flat, leaves, mapped, pairs, pull
+from psync.api.reads import scope_of
 from psync.api.variables import Handle, OnReadVariable, ShardedVariable, Variable
 from psync.client.runtime import current_runtime
-from psync.client.scopes import running_scopes
+from psync.client.scopes import running_scopes, runtime_here
 from psync.errors import GradientError, UsageError
 from psync.numerics.casting import fits, fitting
 from psync.numerics.indexed_slices import IndexedSlices
@@ -24,6 +25,9 @@ AnyVariable = Variable | ShardedVariable
 GradsAndVars = Iterable[tuple[Any, AnyVariable]]
 Gradient = np.ndarray | IndexedSlices
 Pairs = list[tuple[Gradient, AnyVariable]]
+
+V = TypeVar("V", bound=Handle)
+K = TypeVar("K")
 
 
 def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
@@ -253,3 +257,58 @@ async def value_and_gradients(
     return loss, [
         (gradient, variable) for variable, gradient in pairs(variables, grads, "gradients")
     ]
+
+
+@overload
+def empty_like(tree: V) -> np.ndarray: ...
+@overload
+def empty_like(tree: NamedFields) -> Any: ...
+@overload
+def empty_like(tree: tuple[V, ...]) -> tuple[np.ndarray, ...]: ...
+@overload
+def empty_like(tree: list[V]) -> list[np.ndarray]: ...
+@overload
+def empty_like(tree: dict[K, V]) -> dict[K, np.ndarray]: ...
+@overload
+def empty_like(tree: Any) -> Any: ...
+def empty_like(tree: Any) -> Any:
+    """Return arrays of the shapes and dtypes of variables, for gradients that are computed into.
+
+    A ps task of this host computes from such an array where it lies, so that a push copies
+    nothing. It is an array as any other: of ordinary memory where it has at most 64 KiB, where no
+    ps is on this host, or where there is no more memory to share. Its contents are arbitrary.
+
+    Make them where they are needed, in each step: the memory of those that are gone is used again.
+    Views of them, and what other libraries make of them without a copy, count as well.
+
+    Args:
+        tree: As ``psync.pull`` takes it.
+
+    Returns:
+        The same nesting with a numpy array for each variable, the same one wherever a variable
+        stands.
+
+    Raises:
+        UsageError: Neither in a step nor within a running coordinator.
+        ClosedError: The coordinator was closed.
+        ClosureCancelled: In a step that was cancelled.
+
+    Once a push has returned, its arrays may be written to again. **One that was cancelled, or that
+    has failed because a ps is lost or this task was replaced, may still be read**: an asynchronous
+    one until it has ended in the background, a synchronous one until its step has. So do not go on
+    with arrays of such a push, but make others.
+
+    Example:
+        async def step(w):
+            value = await psync.pull(w)
+            gradient = psync.empty_like(w)
+            np.subtract(value, 1, out=gradient)
+            await optimizer.apply_gradients([(gradient, w)])
+    """
+    arrays: dict[Any, np.ndarray] = {}
+    for variable in leaves(tree):
+        if variable not in arrays:
+            runtime = runtime_here("empty_like", scope_of(variable))
+            spec = variable.value_spec
+            arrays[variable] = runtime.ps.memory.empty(spec.shape, dtype_of(spec.dtype))
+    return mapped(tree, arrays.__getitem__)

@@ -34,6 +34,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from psync.backups.locate_ps import Copy, Primary
 from psync.backups.pairing import Computation, check_release
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
 from psync.net.peer import AsIfFrom, Handler, Later, Peer, Reply
@@ -46,7 +47,6 @@ from psync.ps.shard_sets import NO_BYTES
 from psync.ps.snapshots import unpack_answer
 from psync.store.commit_log import chained
 from psync.store.ledger import Ledger
-from psync.store.locate_ps import Copy, Primary
 from psync.store.snapshot import Loaded, load_snapshot
 from psync.store.snapshot_state import SnapshotState
 from psync.store.store import ShardStore

@@ -3,7 +3,7 @@
     the backup's process has    then
     another version of psync    it refuses: its rules, or its log, may be others
     other plugins               the same: they belong to the release, by names and versions
-    another fingerprint         the primary decides, see ``numerics.fingerprint``. Where a
+    another fingerprint         the primary decides, see ``backups.fingerprint``. Where a
                                 synchronous group is deterministic it refuses: bits are promised.
                                 Else they are paired, and it is counted and logged: a value of the
                                 backup may differ in its last bits, its decisions do not
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from psync.backups.fingerprint import fingerprint
 from psync.errors import ConfigurationError, VersionMismatch
-from psync.numerics.fingerprint import fingerprint
 from psync.numerics.rule_configs import registered
 from psync.wire.handshake import RELEASE
 

@@ -16,9 +16,9 @@ import dataclasses
 from collections.abc import Callable
 
 from psync.backups.host import BackupHost
+from psync.backups.locate_ps import Primary
 from psync.net.peer import Handler, Peer, Reply
 from psync.ps.succession import check_newest
-from psync.store.locate_ps import Primary
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import AskServed, EndFormer, ServedHere

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from psync.backups.locate_ps import Found, Place, Primary, places
 from psync.client.calls import all_of
 from psync.closures.membership import backoff
 from psync.cluster_roles import CHIEF, ENQUIRER
@@ -30,7 +31,6 @@ from psync.errors import (
 )
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
-from psync.store.locate_ps import Found, Place, Primary, places
 from psync.store.reattach import BACK
 from psync.wire.codec import Message
 from psync.wire.messages import Done

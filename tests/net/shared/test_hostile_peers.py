@@ -132,6 +132,7 @@ async def test_extents_where_nothing_is_shared() -> None:
     async with connected(SocketNetwork(), {Pull: Handler(echo)}, address="127.0.0.1:0") as pair:
         sharing: Any = type("Sharing", (), {})()
         sharing.has_to_say, sharing.bytes_lent, sharing.bytes_borrowed = False, 0, 0
+        sharing.bytes_lent_now = sharing.bytes_kept_now = 0
         sharing.drop = lambda: None
         sharing.lend = lambda *_, **__: Loan([Extent(1, 0, MIB)], [], MIB)
         sharing.sent = sharing.close = lambda *_: None

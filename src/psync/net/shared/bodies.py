@@ -81,7 +81,7 @@ class Sharing:
         self._num_received = 0
         self._num_kept = 0  # bodies that are read where they are
         self._kept_bytes = 0
-        self._returns: deque[tuple[int, int]] = deque()  # number, bytes that were kept
+        self._returns: deque[tuple[int, int | None]] = deque()  # number, bytes that were kept
         if memory.make is None:
             memory.make = channel.make
         memory.lenders.add(self)
@@ -251,7 +251,7 @@ class Sharing:
     @property
     def bytes_kept_now(self) -> int:
         """What is read where it is."""
-        return self._kept_bytes - sum(kept_bytes for _, kept_bytes in list(self._returns))
+        return self._kept_bytes - sum(nbytes or 0 for _, nbytes in list(self._returns))
 
     # To be said to the peer.
 
@@ -265,8 +265,9 @@ class Sharing:
         returns, gone = [], []
         while self._returns:
             number, kept_bytes = self._returns.popleft()
-            self._num_kept -= kept_bytes > 0
-            self._kept_bytes -= kept_bytes
+            if kept_bytes is not None:
+                self._num_kept -= 1
+                self._kept_bytes -= kept_bytes
             returns.append(number)
         while self._gone:
             number = self._gone.popleft()
@@ -277,12 +278,12 @@ class Sharing:
             self._settle()
         return returns, gone
 
-    def give_back(self, number: int, kept_bytes: int) -> None:
+    def give_back(self, number: int, kept_bytes: int | None) -> None:
         """A body of the peer's is not needed any more; called in any thread.
 
         Args:
             number: Of the body.
-            kept_bytes: Its size if it was kept; 0: it was not.
+            kept_bytes: Its size if it was kept, which may be 0; None: it was not.
         """
         self._returns.append((number, kept_bytes))
         self._wake()
@@ -323,7 +324,7 @@ class Sharing:
 
     def _end_kept(self) -> None:
         """Close the channel if nothing is kept any more; in any thread."""
-        if sum(kept_bytes > 0 for _, kept_bytes in list(self._returns)) >= self._num_kept:
+        if sum(nbytes is not None for _, nbytes in list(self._returns)) >= self._num_kept:
             self.is_over = True
             self._channel.close()
 
@@ -376,7 +377,7 @@ class BorrowedBody:
     def give_back(self) -> None:
         """See ``Borrowed``."""
         self.views = ()
-        self._sharing.give_back(self._number, 0)
+        self._sharing.give_back(self._number, None)
 
     def _one_gone(self, of: int) -> None:
         if next(self._gone) == of:

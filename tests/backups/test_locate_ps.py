@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from psync.backups.locate_ps import Found, Place, Primary, places
 from psync.errors import AttachError
-from psync.store.locate_ps import Found, Place, Primary, places
 
 NOTHING = Found()
 

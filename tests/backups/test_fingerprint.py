@@ -12,7 +12,7 @@ import pytest
 
 import own_rules
 from psync import rules
-from psync.numerics.fingerprint import (
+from psync.backups.fingerprint import (
     DTYPES,
     _fingerprint_with,
     fingerprint,
@@ -26,7 +26,7 @@ import numpy as np
 sys.path.append("tests/helpers")
 from psync import schedules
 from psync.numerics.clipping import sum_of_squares
-from psync.numerics.fingerprint import fingerprint
+from psync.backups.fingerprint import fingerprint
 from psync.numerics.sums import DenseSum, SparseSum, at_once
 from rule_table import RULES, run
 
