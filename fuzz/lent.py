@@ -54,7 +54,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
 
         def nothing(self, *_: Any) -> None: ...
 
-        give = end = close = when_ended = nothing
+        give = end = close = when_ended = look_no_more = nothing
 
     def one_input(data: bytes) -> None:
         draw = Draw(data[-32:])

@@ -288,3 +288,26 @@ def test_whatever_is_read_and_dropped_nothing_that_is_read_changes(
     for _ in range(2):
         made.update(1)
     assert made.is_one
+
+
+def test_what_is_written_apart_is_no_block_that_never_was_made() -> None:
+    one = Array(fill=1)
+    apart = [one.array.apart(i, one.pool) for i in range(one.array.num_blocks)]
+    for i, block in enumerate(apart):
+        block.array.fill(7)
+        assert (one.array.block(i).array == 1).all()
+    assert values(one.read()) == {1.0}  # a rule has raised: nothing is committed
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_a_block_of_a_large_run_keeps_no_memory_in_the_pool(
+    monkeypatch: pytest.MonkeyPatch, sharing: bool
+) -> None:
+    monkeypatch.setattr(block_runs, "SHARING_BYTES", SIZE * 4 if sharing else 0)
+    one = Array()
+    one.update(1)
+    for i in range(one.array.num_blocks):
+        block = one.array.release(i)
+        assert block is not None
+        one.array.retire(block)
+    assert bool(one.pool.statistics().roots) == sharing

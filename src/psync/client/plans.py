@@ -267,7 +267,7 @@ def body_of(
     if IndexedSlices not in map(type, given):
         wholes = cast(Sequence[memoryview], given)
         parts = [wholes[index][start:end] for index, start, end in request.cuts]
-        return Joined.of(parts, request.lengths), None, request.nbytes
+        return Joined.of(parts, list(map(len, parts))), None, request.nbytes
     segments: list[Segment] = []
     counts: list[int] = []
     for (variable, start, end), (first, last) in zip(request.cuts, request.spans, strict=True):

@@ -270,10 +270,7 @@ class Connection(asyncio.BufferedProtocol):
         return buffers
 
     def send(self, buffers: list[Buffer]) -> None:
-        """Send one message; does nothing on a closing connection.
-
-        The buffers of a message above 64 KiB must not change until the transport lets them go.
-        """
+        """Send one message, none of whose buffers may change if it is above 64 KiB."""
         self._send(buffers, sum(map(len, buffers)), None, False)
 
     def _send(self, buffers: list[Buffer], nbytes: int, loan: Loan | None, at_once: bool) -> None:
@@ -301,9 +298,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def flush(self) -> None:
         """Write small messages now, not at the end of this turn: the peer can begin with them."""
-        self._flush_due = False
         if self._sharing is not None and self._sharing.has_to_say:
+            # First: the peer may need the memory for what comes after them.
+            self._flush_due, small, self._small = True, self._small, []
             self._say_returns()
+            self._small += small
+        self._flush_due = False
         if self._small:
             small = self._small
             self._small, self._small_bytes = [], 0

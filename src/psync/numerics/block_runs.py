@@ -62,7 +62,7 @@ class BlockRuns(BlockArray):
             in a page, so that others can map the parts one behind the other.
     """
 
-    __slots__ = ("_offset", "_runs", "_target")
+    __slots__ = ("_is_apart", "_offset", "_runs", "_target")
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class BlockRuns(BlockArray):
         self._offset = offset
         self._runs: list[Run] = []
         self._target: Run | None = None  # where the present update goes, or the last one went
+        self._is_apart = False  # whether the old contents must stay apart from it
 
     @property
     def spare_bytes(self) -> int:
@@ -84,7 +85,7 @@ class BlockRuns(BlockArray):
 
     def block(self, i: int) -> Block:
         """Return block ``i``."""
-        if self._blocks[i] is None and self._target is not None:
+        if self._blocks[i] is None and self._target is not None and not self._is_apart:
             block = self._target.blocks[i]
             if not block.held():
                 block.array[:] = self.fill
@@ -121,9 +122,14 @@ class BlockRuns(BlockArray):
             self._forget_unused()
         return super().export(start, stop)
 
+    def retire(self, block: Block) -> None:
+        """As there; of a large run one block would keep all of it, so all of it goes."""
+        if self.nbytes <= SHARING_BYTES or not any(block in run.blocks for run in self._runs):
+            super().retire(block)
+
     def _begin_update(self, pool: BlockPool, *, apart: bool = False) -> None:
         """Choose where the new contents go: a run of which nobody sees anything; None: nowhere."""
-        last = self._target
+        last, self._is_apart = self._target, apart
         runs = self._runs if last is None else [last, *self._runs]
         free = (run for run in runs if not run.held() and not (apart and self._is_in(run)))
         self._target = next(free, None) or self._new_run(pool)

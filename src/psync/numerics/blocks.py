@@ -418,6 +418,10 @@ class BlockArray:
         block, self._blocks[i] = self._blocks[i], None
         return block
 
+    def retire(self, block: Block) -> None:
+        """A block that was released is not needed any more: others may use its memory."""
+        block.retire(self._pool)
+
     def _readable(self, i: int) -> Block:
         """Return a block with the contents of block ``i``, to be read."""
         return self._blocks[i] or self._untouched() or self.block(i)

@@ -116,8 +116,10 @@ class GradientTable(BundleTable):
                 self._copies += accumulator.copies
                 shard.pushes[optimizer_id] = shard.pushes.get(optimizer_id, 0) + 1
 
+        # No code of users in other threads: neither rules, see ``prepared``, nor schedules.
+        handed_out = None if self._optimizers[optimizer_id].own_schedules else update.prepared
         return BlockWork(
-            shard, update.piece, finished, update.pieces, changes=False, prepared=update.prepared
+            shard, update.piece, finished, update.pieces, changes=False, prepared=handed_out
         )
 
     def _update_of(

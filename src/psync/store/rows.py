@@ -301,7 +301,7 @@ class RowTable(RowChecks):
             block = array.release(i)
             if block is not None:
                 made.take_over(i, block)
-                block.retire(self._pool)
+                array.retire(block)
                 yield
         made.taken_over()
         return made

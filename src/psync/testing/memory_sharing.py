@@ -66,6 +66,9 @@ class MemoryChannel:
             self._seen["what was lent is read after the connection has been lost"] += 1
         self._look()
 
+    def look_no_more(self) -> None:
+        """See ``SideChannel``."""
+
     def close(self) -> None:
         """Close this end."""
         self._then = None

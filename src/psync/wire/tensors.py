@@ -31,6 +31,10 @@ class Joined(tuple[memoryview, ...]):
         made.lengths = lengths
         return made
 
+    def __bool__(self) -> bool:
+        """Return whether there are segments, of which all may be empty."""
+        return bool(self.lengths)
+
 
 def to_bytes_view(array: NDArray[np.generic]) -> memoryview:
     """Return the bytes of ``array`` in C order, little endian, as a flat memoryview.

@@ -234,6 +234,7 @@ def test_a_body_in_too_many_pieces_is_not_lent(monkeypatch: pytest.MonkeyPatch) 
 
 def test_only_so_many_regions_are_known_to_one_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "MAX_GIVEN", 3)
+    monkeypatch.setattr(bodies, "SPARE_GIVEN", 0)
     ours, theirs = sides()
     roots = [root(ours, SLAB_BYTES, number) for number in range(4)]
     extents = [ours.lend(each.data) for each in roots[:3]]
@@ -249,6 +250,17 @@ def test_only_so_many_regions_are_known_to_one_peer(monkeypatch: pytest.MonkeyPa
     assert theirs.sharing.borrow(extents[2]).views[0][0] == 2
     theirs.sharing.forget(1)
     assert theirs.sharing.borrow(last).views[0][0] == 3
+
+
+def test_memory_that_can_not_be_given_any_more_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_GIVEN", 2)
+    monkeypatch.setattr(bodies, "SPARE_GIVEN", 1)
+    ours, _ = sides()
+    first, second = (root(ours, SLAB_BYTES, number) for number in range(2))
+    for each, copied in ((first, 0), (second, SLAB_BYTES)):
+        loan = ours.sharing.lend([each.data], SLAB_BYTES)
+        assert loan is not None
+        assert loan.copied_bytes == copied
 
 
 def test_a_closed_connection_lends_nothing(turns: Turns) -> None:

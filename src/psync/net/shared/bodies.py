@@ -47,6 +47,9 @@ PIECE_BYTES = 32 << 10
 MAX_GIVEN = 64
 """Regions of ours that a peer has mapped at one time: each costs it a descriptor."""
 
+SPARE_GIVEN = 8
+"""Of them, for what is copied: where no more of our own memory can be mapped, copies still are."""
+
 MAX_REGIONS = 256
 """That a peer may let us map."""
 
@@ -101,12 +104,10 @@ class Sharing:
         if self._own_bytes + nbytes > 2 * _bound(nbytes):  # who gets it does not copy it out
             return None
         views = [each if isinstance(each, memoryview) else memoryview(each) for each in buffers]
-        regions = [None if copied else self._memory.own_region_of(view) for view in views]
+        regions = [None if copied else self._own_region_of(view) for view in views]
         num_copied = regions.count(None)
         # What is copied is in one piece afterwards.
         if nbytes < PIECE_BYTES * (len(views) - num_copied + (num_copied > 0)):
-            return None
-        if not all(region is None or self._knows(region) for region in regions):
             return None
         each = list(zip(views, regions, strict=True))
         loan = Loan([], [view for view, region in each if region is not None], nbytes)
@@ -130,6 +131,11 @@ class Sharing:
         self._copied_bytes += loan.copied_bytes
         self._own_bytes += nbytes - loan.copied_bytes
         return loan
+
+    def _own_region_of(self, view: memoryview) -> Region | None:
+        """Return the region of ours that a view can be lent in; None: it has to be copied."""
+        region = self._memory.own_region_of(view)
+        return region if region is not None and self._knows(region, SPARE_GIVEN) else None
 
     def _make_room(self, loan: Loan) -> Extent | None:
         """Return where what has to be copied will be, in one piece; None: there is no room."""
@@ -196,10 +202,10 @@ class Sharing:
         self._gone.append(number)
         self._wake()
 
-    def _knows(self, region: Region) -> bool:
+    def _knows(self, region: Region, spare: int = 0) -> bool:
         if region.number in self._given:
             return True
-        if len(self._given) >= MAX_GIVEN or not self._channel.give(region):
+        if len(self._given) >= MAX_GIVEN - spare or not self._channel.give(region):
             return False
         self._given.add(region.number)
         region.on_gone.add(self)
@@ -319,12 +325,14 @@ class Sharing:
         self._closed = True
         self._regions.clear()
         self._forget_lent()
+        self._channel.look_no_more()  # here: a loop's readers are its own thread's
         self._wake = self._end_kept  # instead of a connection that is gone
         self._end_kept()
 
     def _end_kept(self) -> None:
         """Close the channel if nothing is kept any more; in any thread."""
-        if sum(nbytes is not None for _, nbytes in list(self._returns)) >= self._num_kept:
+        kept = self._num_kept  # read first: what ``due`` takes meanwhile then counts as kept
+        if sum(nbytes is not None for _, nbytes in list(self._returns)) >= kept:
             self.is_over = True
             self._channel.close()
 

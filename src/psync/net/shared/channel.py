@@ -45,8 +45,11 @@ class SideChannel(Protocol):
     def when_ended(self, then: Callable[[], None]) -> None:
         """Call ``then`` when the other side reads nothing of ours any more."""
 
+    def look_no_more(self) -> None:
+        """Nothing is lent any more, so its end does not matter; by the loop that looks at it."""
+
     def close(self) -> None:
-        """Close this end."""
+        """Close this end; in any thread, once nobody looks at it."""
 
 
 class SocketChannel:
@@ -100,7 +103,7 @@ class SocketChannel:
                 data, fds = received
                 _close_all(fds)
                 if not data:
-                    self._stop_looking()
+                    self.look_no_more()
                     then()
                     return
 
@@ -109,10 +112,10 @@ class SocketChannel:
 
     def close(self) -> None:
         """See ``SideChannel``."""
-        self._stop_looking()
+        self.look_no_more()
         self._sock.close()
 
-    def _stop_looking(self) -> None:
+    def look_no_more(self) -> None:
         if self._loop is not None:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._sock)

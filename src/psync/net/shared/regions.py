@@ -211,6 +211,8 @@ class SharedMemory:
         Returns:
             None: it is small, nobody could read it, or there is no more.
         """
+        if len(self._regions) >= self._max_regions // 2:  # blocks and copies need some, too
+            return None
         return self._cut(nbytes, offset % mmap.PAGESIZE, mmap.PAGESIZE, SHARING_BYTES)
 
     def _cut(self, nbytes: int, phase: int, alignment: int, sharing: int) -> memoryview | None:
@@ -275,7 +277,9 @@ class SharedMemory:
         if base is None or not len(view):  # ordinary memory
             return None
         first = address_of(view)  # a library's, such as torch, which keeps the array that it got
-        for region in self._regions:
+        with self._lock:  # others are made in other threads
+            regions = list(self._regions)
+        for region in regions:
             if region.address <= first <= region.address + region.nbytes - len(view):
                 return region
         return None
@@ -310,7 +314,8 @@ class SharedMemory:
 
     def statistics(self) -> dict[str, int]:
         """Return how many regions there are, and windows on those of others, and their size."""
-        regions = list(self._regions)
+        with self._lock:
+            regions = list(self._regions)
         return {
             "shared_regions": len(regions),
             "shared_bytes": sum(region.nbytes for region in regions),
