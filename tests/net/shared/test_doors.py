@@ -147,6 +147,19 @@ async def test_both_ends_get_a_channel_and_can_talk(accepted: Accepted) -> None:
     await finish(client, server)
 
 
+async def test_a_connection_that_is_given_up_at_once_leaves_no_socket(accepted: Accepted) -> None:
+    class GivenUp(Sharer):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            transport.abort()
+
+    made = await through_door([accepted.name], GivenUp)
+    assert made is not None
+    await finish(made[1], await accepted.next())  # type: ignore[arg-type]
+    del made
+    gc.collect()  # a socket that is not closed would be reported
+
+
 async def test_many_come_at_once(accepted: Accepted) -> None:
     made = await asyncio.gather(*(through_door([accepted.name], Sharer) for _ in range(50)))
     clients = [each[1] for each in made if each is not None]

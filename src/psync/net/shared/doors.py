@@ -152,6 +152,8 @@ async def through_door(
         if channel is not None:
             channel.close()
         raise
+    if made[0].is_closing() and not isinstance(loop, asyncio.BaseEventLoop):
+        sock.detach()  # uvloop has closed the descriptor, and takes the socket only afterwards
     return made  # type: ignore[no-any-return]
 
 
