@@ -337,3 +337,15 @@ def test_blocks_that_come_into_being_are_0_whatever_the_source_of_their_memory_h
     assert array.block(0).array.tolist() == [0.0] * 5
     ones = BlockArray(5, np.dtype(np.float32), 1.0, pool)
     assert ones.block(0).array.tolist() == [1.0] * 5
+
+
+def test_what_is_lent_is_handed_out_again_when_nobody_sees_it() -> None:
+    pool = BlockPool()
+    first = pool.lend(8192)
+    second = pool.lend(8192)
+    assert second is not first
+    address = first.__array_interface__["data"][0]
+    del first
+    again = pool.lend(8192)
+    assert again.__array_interface__["data"][0] == address
+    assert pool.take(8192) is not second

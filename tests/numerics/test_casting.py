@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from psync.errors import GradientError
-from psync.numerics.casting import checked_target, fitting
+from psync.numerics.casting import checked_target, fits, fitting
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 
 
@@ -23,6 +23,20 @@ SPEC = spec_of((3, 2))
 
 def fitted(value: Any, spec: VariableSpec = SPEC, **options: Any) -> np.ndarray:
     return fitting(value, spec, "assign", **{"casting": "same_kind", **options})
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.zeros((3, 2), np.float32), True),
+        (np.zeros((3, 2), np.float64), False),
+        (np.zeros((2, 3), np.float32), False),
+        (np.zeros((2, 3), np.float32).T, False),
+    ],
+)
+def test_what_fits_as_it_is(value: np.ndarray, expected: bool) -> None:
+    assert fits(value, SPEC) == expected
+    assert not fits(np.zeros((3, 2), np.int32), spec_of((3, 2), "int32"))
 
 
 def test_an_array_that_fits_is_not_copied() -> None:

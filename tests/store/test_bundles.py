@@ -385,3 +385,15 @@ def _changed(store: ShardStore, what: str, first: Key, optimizer: int) -> Work:
         return store.average(key(0), key(2), 0.5)
     name = store.rule(optimizer).slot_names()[0]
     return store.load_slot(first, optimizer, name, np.arange(size, dtype=np.float32))
+
+
+def test_shards_of_which_one_is_busy_are_not_idle() -> None:
+    store = ShardStore(PS)
+    for number in range(2):
+        store.create(ShardSpec(f"v{number}", number, 0, 0, (3,), "float32", 0))
+    store.check_idle(keys_of((0, 1)))
+    work = store.assign(key(1), "add", np.ones(3, np.float32))
+    with pytest.raises(BusyError):
+        store.check_idle(keys_of((0, 1)))
+    for _ in work:
+        pass

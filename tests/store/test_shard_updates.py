@@ -90,3 +90,21 @@ def test_what_is_not_due_changes_no_block_of_the_values() -> None:
     assert value_of(values).tobytes() == whole.tobytes()
     assert not value_of(sums).any()
     del seen
+
+
+def test_blocks_are_handed_out_but_for_those_that_are_measured() -> None:
+    param, grad = drawn()
+    values, rule = array_of(param), Lamb(0.5)
+    update = ShardUpdate(rule, values, slots_of(rule), grad, 0, BlockPool(), Workspace())
+    for i in range(update.pieces):
+        prepared = update.prepared(i)
+        assert (prepared is None) == (i < 3)
+        if prepared is None:
+            update.piece(i)
+        else:
+            prepared.do(Workspace())
+    other, expected = array_of(param), None
+    again = ShardUpdate(rule, other, slots_of(rule), grad, 0, BlockPool(), Workspace())
+    run(again)
+    expected = value_of(other)
+    assert np.array_equal(value_of(values), expected)

@@ -76,6 +76,7 @@ class TestTable:
     def test_an_optimizer_is_defined_once(self, table: ShardTable) -> None:
         for _ in range(2):
             table.define_optimizer(0, SGD(0.5).to_config())
+        table.define_optimizer(0, {**SGD(0.5).to_config(), "excluded_names": ()})  # the same
         with pytest.raises(ConfigurationError, match="optimizer 0 on /job:ps/task:1 is defined"):
             table.define_optimizer(0, SGD(0.25).to_config())
 

@@ -19,7 +19,7 @@ from psync.numerics.blocks import BLOCK_BYTES, BLOCK_ELEMENTS, BlockPool
 from psync.numerics.moment_rules import Adam
 from psync.numerics.update_rule import SGD
 from psync.specs import DTYPE_NAMES, ShardSpec, dtype_of
-from psync.store.store import ShardStore, Work
+from psync.store.store import ShardStore, Work, ones
 
 TASK = "/job:ps/task:1"
 
@@ -601,3 +601,9 @@ class TestStatistics:
         assert (statistics.shards, statistics.bytes) == (2, 2592)
         assert (statistics.applies, statistics.assigns, statistics.copies) == (1, 1, 0)
         assert statistics.versions == {"w/part_0": 1, "w/part_1": 1}
+
+
+def test_ones_are_made_once_and_nobody_changes_them() -> None:
+    assert ones((), "int64") is ones((), "int64")
+    assert not ones((2,), "float32").flags.writeable
+    assert ones((2,), "float32").tolist() == [1, 1]

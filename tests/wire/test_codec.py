@@ -329,3 +329,19 @@ def test_a_message_that_its_receiver_would_refuse_can_be_told_before_it_is_sent(
 
 def test_there_are_as_many_numbers_as_one_likes() -> None:
     assert decode(encode(Late(7))) == Late(7)
+
+
+@message(301)
+class Either(Message):
+    """What no message of psync has: lists of two kinds in one field."""
+
+    value: list[int] | list[str]
+
+
+@pytest.mark.parametrize("value", [[1, 2], ["a"], []])
+def test_a_list_may_be_of_one_kind_or_another(value: list[Any]) -> None:
+    for _ in range(2):  # the second time its type is known
+        assert decode(encode(Either(value))) == Either(value)
+    mixed = encode(Either([1, "a"]))  # type: ignore[list-item]
+    with pytest.raises(RemoteProtocolError, match="Either"):
+        decode(mixed)

@@ -86,10 +86,8 @@ class BlockRuns(BlockArray):
     def block(self, i: int) -> Block:
         """Return block ``i``."""
         if self._blocks[i] is None and self._target is not None and not self._is_apart:
-            block = self._target.blocks[i]
-            if not block.held():
-                block.array[:] = self.fill
-                self._blocks[i] = block
+            block = self._blocks[i] = self._target.blocks[i]  # which nobody has seen
+            block.array[:] = self.fill
         return super().block(i)
 
     def writable(self, i: int, pool: BlockPool) -> Block:
@@ -144,12 +142,11 @@ class BlockRuns(BlockArray):
     def _forget_unused(self) -> None:
         for run in self._runs:
             run.unused = 0 if run is self._target or run.held() else run.unused + 1
-        for run in [run for run in self._runs if run.unused > UNUSED_AFTER]:
-            if not self._is_in(run):
-                self._runs.remove(run)
-                if self.nbytes <= SHARING_BYTES:
-                    for block in run.blocks:
-                        block.retire(self._pool)
+        unused = [run for run in self._runs if run.unused > UNUSED_AFTER and not self._is_in(run)]
+        for run in unused:
+            self._runs.remove(run)
+            for block in run.blocks if self.nbytes <= SHARING_BYTES else ():
+                block.retire(self._pool)
 
     def _new_run(self, pool: BlockPool) -> Run | None:
         if len(self._runs) >= MAX_RUNS or not self.size:
