@@ -18,9 +18,9 @@ import numpy as np
 
 from psync.numerics.blocks import Block, BlockArray, BlockPool, bytes_of
 
-MAX_RUNS = 4
-"""Of one array: two workers that keep a version each, of which one is reading the next; and where
-the next update goes."""
+MAX_RUNS = 8
+"""Of one array. A worker that pulls with its pushes has two versions, the one that it has computed
+from and the next: so this is three workers, and where the next updates go."""
 
 UNUSED_AFTER = 256
 """Updates and readings of an array after which a run that took no part in them goes."""
