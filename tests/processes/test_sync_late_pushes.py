@@ -91,7 +91,9 @@ async def rounds(
         return np.subtract(between, before), np.subtract(after, start), found_late
 
 
-def test_a_late_push_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_late_push_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PSYNC_SHARED_MEMORY", "0")  # of what is lent nothing travels: nobody asks
+
     def is_about(received: np.ndarray, *kib: int) -> Any:
         return (received >= np.multiply(kib, KIB)).all() and (
             received < np.multiply(kib, KIB) + 4 * KIB  # what messages and pings take
