@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,7 +31,7 @@ from psync.net.transport import UNIX_BUFFER_BYTES, USER_TIMEOUT_MS, SocketNetwor
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import encode
 from psync.wire.frames import Buffer, Frame, Kind, encode_frame
-from psync.wire.handshake import ClientHandshake, ServerHandshake
+from psync.wire.handshake import BULK, LANES, ClientHandshake, ServerHandshake
 from psync.wire.limits import DEFAULT_LIMITS
 from psync.wire.messages import AskStatistics, Done, Refused
 from psync.wire.protocol import Protocol
@@ -266,8 +267,11 @@ async def test_waiting_for_room_ends_with_the_connection() -> None:
     await waiting
 
 
-def test_small_answers_overtake_large_ones_that_wait(turns: Turns) -> None:
-    pair = peered(turns, SERVED)
+@pytest.mark.parametrize("lane", LANES)
+def test_small_answers_overtake_large_ones_that_wait_where_bodies_are_large(
+    turns: Turns, lane: str
+) -> None:
+    pair = peered(turns, SERVED, lane=lane)
     pair.link.to_client.stall()
     answers: list[Any] = []
     for _ in range(20):
@@ -278,8 +282,32 @@ def test_small_answers_overtake_large_ones_that_wait(turns: Turns) -> None:
     turns.settle()
     pair.link.to_client.flow()
     turns.settle()
-    assert [answer.message for answer in answers].index(Done()) < 10
+    place = [answer.message for answer in answers].index(Done())
+    assert place < 10 if lane == BULK else place == 20
     assert len(answers) == 21
+
+
+@pytest.mark.parametrize("lane", [lane for lane in LANES if lane != BULK])
+@pytest.mark.parametrize("seed", range(20))
+def test_where_bodies_are_small_everything_comes_in_order(
+    turns: Turns, lane: str, seed: int
+) -> None:
+    draw = random.Random(seed)
+    got: list[tuple[int, int]] = []
+
+    def noted(peer: Peer, message: Pull, segments: list[memoryview]) -> None:
+        got.append((message.set_id, sum(map(len, segments))))
+
+    pair = peered(turns, {Pull: Handler(noted)}, lane=lane, seed=seed)
+    sent: list[tuple[int, int]] = []
+    for number in range(30):
+        if draw.random() < 0.2:
+            draw.choice((pair.link.to_server.stall, pair.link.to_server.flow, turns.settle))()
+        sent.append((number, draw.choice((0, 10, 70_000, 3 * MIB))))
+        pair.peer.notify(pull(number), [bytes(sent[-1][1])])
+    pair.link.to_server.flow()
+    turns.settle()
+    assert got == sent
 
 
 @pytest.mark.virtual_time

@@ -203,8 +203,6 @@ class BackupSender:
         while self._ships and self._peer is not None and self._under_way < MAX_UNDER_WAY:
             if self._log.state is not LogState.PAIRED:
                 return
-            if self._under_way and not self._peer.connection.is_writable:
-                return  # until one is answered: small ones would overtake a large one that waits
             batch = self._log.to_ship(MAX_ENTRIES, MAX_BYTES)
             if not batch:
                 return

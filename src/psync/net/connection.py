@@ -8,8 +8,9 @@ from 3.12 on) keeps references to the buffers until the kernel has taken them, s
 that was written may change in place (see ``numerics.blocks``). Small messages are copied, and those
 of one turn of the loop share a system call: that call is most of what they cost.
 
-Large messages wait, in order, while the transport has much unsent; small ones never do,
-and so may overtake them.
+Large messages wait, in order, while the transport has much unsent, or while they are copied. On the
+lane for large bodies small ones do not, and so overtake them. On all others nothing is overtaken: a
+cancellation comes after what it cancels.
 
 To a task of the same host a large body is lent instead, see ``net.shared``: it stays where it is,
 or is copied to memory that the peer can read, and only the frame's head is written.
@@ -43,6 +44,7 @@ from psync.wire.frames import (
     encode_head,
     flat,
 )
+from psync.wire.handshake import BULK
 from psync.wire.lent import LENT_ABOVE_BYTES, Extent
 from psync.wire.messages import Refused
 
@@ -62,7 +64,7 @@ Tap = Callable[[int, int, bytes, int], None]
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A large message that was not written yet."""
+    """A large message that was not written yet, or a small one behind it."""
 
     buffers: list[Buffer]
     loan: Loan | None = None  # its body is lent
@@ -121,6 +123,7 @@ class Connection(asyncio.BufferedProtocol):
         self._sharing: Sharing | None = None  # of memory, with the peer
         self._room = asyncio.Event()  # set while large messages need not wait, and at the end
         self._room.set()
+        self._in_order = False  # whether small messages wait behind large ones
 
     # asyncio.BufferedProtocol.
 
@@ -277,6 +280,9 @@ class Connection(asyncio.BufferedProtocol):
         if self._closing:
             return
         if nbytes <= SMALL_BODY_BYTES and loan is None:
+            if self._in_order and self._waiting:
+                self._waiting.append(_Waiting([b"".join(buffers)]))
+                return
             self._small.append(buffers[0] if len(buffers) == 1 else b"".join(buffers))
             self._small_bytes += nbytes
             if self._small_bytes > SMALL_BODY_BYTES or (at_once and not self._flush_due):
@@ -322,7 +328,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def is_writable(self) -> bool:
-        """Whether large messages need not wait, so that no small one may overtake them."""
+        """Whether large messages need not wait."""
         return self._room.is_set()
 
     async def wait_writable(self) -> None:
@@ -437,6 +443,7 @@ class Connection(asyncio.BufferedProtocol):
             self.close()
         elif self.wire.state is wire.State.OPEN:
             self._open = True
+            self._in_order = self.wire.lane != BULK
             self._deadline.cancel()
             self._opened()
             if not self._closing:

@@ -48,7 +48,10 @@ Tasks of two versions may connect where that of the wire is the same.
 NONCE_BYTES = 32
 MAX_NAME_CHARS = 200
 
-LANES = ("control", "bulk", "lock", "cut")
+BULK = "bulk"
+"""The lane for large bodies, where small messages overtake them; nothing is overtaken on others."""
+
+LANES = ("control", BULK, "lock", "cut")
 """A task has up to one connection of each to another one, see ``frames.SMALL_BODY_BYTES``."""
 
 _SAME_VERSION = "install the same version of psync for all tasks"
