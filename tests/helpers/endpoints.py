@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
@@ -161,3 +162,14 @@ def places(directory: Path) -> dict[str, Callable[[], tuple[Network, str]]]:
 
 
 PLACES = ("memory", "tcp", "unix", "one host", "one host, unix", "one host, memory")
+
+
+def is_writable(connection: Connection) -> bool:
+    """Whether large messages need not wait."""
+    waiting = connection.wait_writable()
+    try:
+        waiting.send(None)
+    except StopIteration:
+        return True
+    waiting.close()
+    return False

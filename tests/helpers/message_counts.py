@@ -8,8 +8,9 @@ sent in between, divided by ``TIMES``, is what one takes.
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -60,7 +61,22 @@ class Counting:
     """What has been sent while it is on."""
 
     on: bool = False
+    garbage: Counter[str] | None = None  # what only the collector finds, if it is looked for
     links: defaultdict[Link, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
+
+    def begin(self) -> None:
+        self.on = True
+        if self.garbage is not None:
+            gc.collect()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+
+    def end(self) -> None:
+        self.on = False
+        if self.garbage is not None:
+            gc.collect()
+            self.garbage.update(f"{type(each).__qualname__} {each!r:.80}" for each in gc.garbage)
+            gc.set_debug(0)
+            gc.garbage.clear()
 
     def tap_of(self, own: str, peer: Peer) -> Tap:
         """Each message is shown twice: the sender counts it, the receiver knows its body."""
@@ -107,12 +123,12 @@ async def counted(operation: Callable[[], Awaitable[Any]]) -> None:
     for _ in range(WARM_UP):
         await operation()
     await asyncio.sleep(SILENCE_S)
-    counting.on = True
+    counting.begin()
     await asyncio.sleep(SILENCE_S)
     for _ in range(TIMES):
         await operation()
     await asyncio.sleep(SILENCE_S)
-    counting.on = False
+    counting.end()
 
 
 # Operations: each is made of what it works on, and is done in the closures of all its workers.
@@ -230,5 +246,5 @@ async def _closures(
             coordinator.schedule(nothing)
         await coordinator.join()
         await asyncio.sleep(SILENCE_S)
-        counting.on = not counting.on
+        (counting.end if counting.on else counting.begin)()
     return counting.each(CLOSURES), {}

@@ -130,6 +130,20 @@ def test_a_reader_that_ends_in_the_middle_of_an_update_scatters_nothing() -> Non
     assert values(made.read()) == {3}
 
 
+def test_who_reads_in_the_middle_of_an_update_has_one_version_in_one_piece() -> None:
+    made = Array()
+    made.update(1)
+    held = [made.read()]
+    array = made.array
+    for i in range(array.num_blocks):
+        block = array.writable(i, made.pool)
+        block.array.fill(2)
+        assert array.commit(i, block, made.pool)
+        assert made.is_one
+        held.append(made.read())
+    assert [values(each) for each in held] == [{1}] * array.num_blocks + [{2}]
+
+
 def test_part_of_a_version_that_is_read_moves_all_of_it() -> None:
     made = Array()
     made.update(1)

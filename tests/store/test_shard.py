@@ -108,7 +108,7 @@ def test_blocks_that_are_handed_out_come_back_in_any_order_before_the_end() -> N
 
 @pytest.mark.parametrize(
     ("blocks", "threads", "sizes"),
-    [(3, 2, []), (4, 2, [2, 2]), (9, 2, [5, 4]), (64, 2, [16] * 4), (7, 4, []), (8, 4, [2] * 4)],
+    [(7, 2, []), (8, 2, [4, 4]), (9, 2, [5, 4]), (64, 2, [16] * 4), (7, 4, []), (8, 4, [4] * 2)],
 )
 def test_what_is_handed_out_is_divided_among_threads(
     blocks: int, threads: int, sizes: list[int]
@@ -128,7 +128,7 @@ def test_what_is_handed_out_is_divided_among_threads(
 
 def test_blocks_that_cannot_be_handed_out_are_done_first() -> None:
     done: list[object] = []
-    shard = shard_of(8 * BLOCK_ELEMENTS)
+    shard = shard_of(11 * BLOCK_ELEMENTS)
 
     def prepared(i: int) -> Prepared | None:
         return Prepared(lambda _: None, lambda: done.append(i)) if i >= 3 else None
@@ -142,7 +142,7 @@ def test_blocks_that_cannot_be_handed_out_are_done_first() -> None:
     assert out is not None
     out.compute(Workspace())
     out.commit()
-    assert done[3:] == [3, 4, 5]
+    assert done[3:] == [3, 4, 5, 6]
 
 
 def test_work_of_which_a_block_has_failed_elsewhere_leaves_the_shard_busy(shard: Shard) -> None:

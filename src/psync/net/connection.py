@@ -326,11 +326,6 @@ class Connection(asyncio.BufferedProtocol):
                 return True
         return False
 
-    @property
-    def is_writable(self) -> bool:
-        """Whether large messages need not wait."""
-        return self._room.is_set()
-
     async def wait_writable(self) -> None:
         """Wait until large messages need not wait, or the connection is gone.
 

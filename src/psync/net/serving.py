@@ -57,7 +57,7 @@ class Later:
     __slots__ = ("_deliver", "_on_given_up", "nbytes", "outcome", "over")
 
     def __init__(self, on_given_up: Callable[[Later], None]) -> None:
-        self.outcome: Reply | Exception | None = None  # what was given
+        self.outcome: Reply | Exception | None = None  # given before it was said where it goes
         self.over = False  # given, or given up
         self.nbytes = 0  # that came with the request
         self._on_given_up = on_given_up
@@ -65,19 +65,24 @@ class Later:
 
     def give(self, outcome: Reply | Exception) -> None:
         """Answer; nothing if that is over."""
-        if not self.over:
-            self.over, self.outcome = True, outcome
-            if self._deliver is not None:
-                self._deliver(outcome)
+        if self.over:
+            return
+        self.over = True
+        # It refers to this, and an answer to what it lends: that must not wait for the collector.
+        deliver, self._deliver = self._deliver, None
+        if deliver is None:
+            self.outcome = outcome
+        else:
+            deliver(outcome)
 
     def give_up(self) -> None:
         """Nobody wants the answer any more."""
         if not self.over:
-            self.over = True
+            self.over, self._deliver = True, None
             self._on_given_up(self)
 
     def deliver_to(self, deliver: Callable[[Reply | Exception], None]) -> None:
-        """Say where the answer goes."""
+        """Say where the answer goes; once."""
         if self.outcome is not None:
             deliver(self.outcome)
         else:

@@ -5,7 +5,9 @@ dense array in memory that others can see has *runs*: pieces of memory with a bl
 blocks. An update goes to a run of which nobody sees anything, all of it to the same one: the run
 where the array is, unless that is read. It reads the old block and writes the new one wherever that
 lies, so this costs no copy. What was read is given back before long, and is written to again:
-as many runs as there are versions that somebody reads, and one, serve for ever.
+as many runs as there are versions that somebody reads, and one, serve for ever. The new blocks of
+all of it take the places of the old ones together, with the last one: who reads while an update is
+under way would else see some of each, in two runs.
 
 There is a bound. Beyond it, and where there is no memory for a run, blocks are replaced as ever, by
 single ones from the pool, and what reads them copies them; the next update that finds a run free
@@ -62,7 +64,7 @@ class BlockRuns(BlockArray):
             in a page, so that others can map the parts one behind the other.
     """
 
-    __slots__ = ("_is_apart", "_offset", "_runs", "_target")
+    __slots__ = ("_is_apart", "_new", "_offset", "_runs", "_target")
 
     def __init__(
         self,
@@ -77,6 +79,7 @@ class BlockRuns(BlockArray):
         self._runs: list[Run] = []
         self._target: Run | None = None  # where the present update goes, or the last one went
         self._is_apart = False  # whether the old contents must stay apart from it
+        self._new: list[Block] = []  # of the present update, before its last one is there
 
     @property
     def spare_bytes(self) -> int:
@@ -107,12 +110,25 @@ class BlockRuns(BlockArray):
         return there
 
     def commit(self, i: int, block: Block, pool: BlockPool) -> bool:
-        """Make ``block`` the block ``i``. Returns whether it replaced another one."""
+        """Make ``block`` the block ``i``, with the last one of all. Commit all, in order.
+
+        Returns:
+            Whether it replaces another one.
+        """
+        replaces = block is not self._blocks[i]
+        self._new.append(block)
+        if i + 1 == self.num_blocks:
+            new, self._new = self._new, []
+            for at, each in enumerate(new):
+                self._replace(at, each, pool)
+        return replaces
+
+    def _replace(self, i: int, block: Block, pool: BlockPool) -> None:
         old = self._blocks[i]
         if any(run.blocks[i] is old for run in self._runs):
             self._blocks[i] = block
-            return block is not old
-        return super().commit(i, block, pool)
+        else:
+            super().commit(i, block, pool)
 
     def export(self, start: int = 0, stop: int | None = None) -> list[memoryview]:
         """Return elements ``start`` to ``stop`` as read-only views of bytes, in order."""
@@ -127,7 +143,7 @@ class BlockRuns(BlockArray):
 
     def _begin_update(self, pool: BlockPool, *, apart: bool = False) -> None:
         """Choose where the new contents go: a run of which nobody sees anything; None: nowhere."""
-        last, self._is_apart = self._target, apart
+        last, self._is_apart, self._new = self._target, apart, []
         runs = self._runs if last is None else [last, *self._runs]
         free = (run for run in runs if not run.held() and not (apart and self._is_in(run)))
         self._target = next(free, None) or self._new_run(pool)

@@ -276,11 +276,12 @@ class AllPs:
             )
 
         def answered(outcome: Received | Exception) -> None:
-            nonlocal moved
             if isinstance(outcome, FencedError):
                 if self._moves:
-                    moved = self._await_move(link, moved)
-                    link.ask(build, segments, answered, bulk=bulk, set_ids=sets)
+                    self._await_move(link, moved)
+                    # By no reference to this function: that would keep all that came until the
+                    # garbage collector finds it.
+                    self._tell(link, message, along, wanted, heard, done)
                 elif isinstance(outcome, NotServedError):
                     done(_came_back(link, outcome))
                 else:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from endpoints import PS, WORKER, Pair, connected, new_endpoint, pattern, transport_of
+from endpoints import PS, WORKER, Pair, connected, is_writable, new_endpoint, pattern, transport_of
 from psync.errors import ConnectionLost, LocalProtocolError
 from psync.net.connection import WRITE_HIGH_BYTES
 from psync.net.endpoint import Endpoint
@@ -368,7 +368,7 @@ async def test_large_messages_keep_their_order_whether_they_are_lent_or_not(
             sent.append(number)
             if number % 7 == 3:
                 await asyncio.sleep(0)
-        assert not pair.peer.connection.is_writable
+        assert not is_writable(pair.peer.connection)
         await pair.peer.connection.wait_writable()
         await pair.peer.call(AskStatistics())
         assert got == sent
@@ -394,11 +394,11 @@ async def test_only_where_bodies_are_large_small_messages_overtake_one_that_is_b
 
         large = asyncio.ensure_future(call("large", pull(0), [bytes(MIB)]))
         await asyncio.sleep(0)
-        assert not pair.peer.connection.is_writable
+        assert not is_writable(pair.peer.connection)
         await call("small", AskStatistics())
         await large
         assert order == (["small", "large"] if lane == BULK else ["large", "small"])
-        assert pair.peer.connection.is_writable
+        assert is_writable(pair.peer.connection)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -504,7 +504,7 @@ async def test_closing_sends_what_is_still_to_be_copied(monkeypatch: pytest.Monk
             patch.setattr(lent, "COPY_BYTES", 10_000)
             for number in range(3):
                 pair.peer.notify(pull(0), [to_bytes_view(pattern(MIB, number))])
-        assert not pair.peer.connection.is_writable
+        assert not is_writable(pair.peer.connection)
         pair.peer.close()
         await pair.back.wait_closed()
         assert got == [pattern(MIB, number).tobytes() for number in range(3)]
