@@ -45,6 +45,7 @@ then. torch RPC, whose transport polls, takes all cores."""
 SCRIPTS = ("tensorflow1.py", "tensorflow2.py", "torch_rpc.py", "ray_actors.py")
 FLOOR_SCRIPTS = (
     "raw_tcp.py", "raw_unix.py", "shared_memory.py", "shared_views.py", "memcpy.py",
+    "arithmetic.py",
 )  # fmt: skip
 
 
