@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -225,3 +226,75 @@ async def test_what_a_worker_holds_is_free_again_when_it_is_killed() -> None:
                     os.kill(pid, signal.SIGKILL)
                 while await lent():  # the kernel ends its side channels
                     continue
+
+
+MOMENTS = ("read", "made", "computed", "begun", "1 turn", "3 turns", "9 turns", "pushed", "read again")
+
+
+def die_once(flag: Path) -> None:
+    """Kill this process, unless one was killed here before."""
+    try:
+        flag.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("synchronous", [False, True])
+async def test_a_worker_dies_at_each_moment_of_a_step_and_what_it_held_is_free_again(
+    synchronous: bool, tmp_path: Path
+) -> None:
+    survivors = Survivors()
+    size = 4 * SIZE + 10
+    async with psync.LocalCluster(2, 2, max_restarts=100) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver, psync.FixedShardsPartitioner(2))
+        async with psync.ClusterCoordinator(
+            strategy, max_losses=100, max_flaps=None
+        ) as coordinator:
+            with strategy.scope():
+                variable = psync.Variable(np.zeros(size, np.float32), name="variable")
+                count = psync.get_or_create_global_step()
+            optimizer: Any = psync.optimizers.SGD(1.0)
+            if synchronous:
+                optimizer = psync.SyncReplicasOptimizer(optimizer, 2)
+
+            async def step(moment: str) -> None:
+                def now(name: str) -> None:
+                    if name == moment:
+                        die_once(tmp_path / moment)
+
+                value = await variable.read()  # lent by both ps tasks
+                now("read")
+                (gradient,) = psync.empty_like([variable])  # to be lent to both
+                now("made")
+                gradient.fill(-1)
+                now("computed")
+                pairs = [(gradient, variable)]
+                push = asyncio.ensure_future(optimizer.apply_gradients(pairs, global_step=count))
+                now("begun")
+                for turn in range(1, 10):
+                    await asyncio.sleep(0)
+                    now(f"{turn} turn{'s' if turn > 1 else ''}")
+                await push
+                now("pushed")
+                again = await variable.read()
+                now("read again")
+                assert (again >= value).all()  # equal if an earlier run of it has counted
+
+            async def lent(what: str) -> int:
+                each = await coordinator.ps_statistics()
+                return sum(int(ps["network"][what]) for ps in each)
+
+            for number, moment in enumerate(MOMENTS, 1):
+                for _ in range(12):
+                    coordinator.schedule(step, args=(moment,))
+                await coordinator.join()
+                assert (tmp_path / moment).exists()
+                updates = await count.read()
+                assert updates == 12 * number or (synchronous and updates >= 6 * number)
+                assert (await variable.read() == updates).all()
+                while await lent("bytes_lent_now") or await lent("bytes_kept_now"):
+                    await asyncio.sleep(0)  # the kernel ends the side channels of who has died
+                survivors.note(*(cluster.tasks[f"ps-{index}"].pid for index in (0, 1)), os.getpid())
+    survivors.check()
