@@ -10,6 +10,7 @@ import pytest
 from ps_by_hand import A, PsByHand, joined
 from ps_cluster import CONFIG, PsCluster, hold, pull
 from psync.errors import LockLost, UsageError
+from psync.numerics.compression import marker
 from psync.wire.lock_messages import PullLocked
 from psync.wire.ps_messages import Pull, Push
 
@@ -43,3 +44,15 @@ def test_a_pull_under_a_lock_that_is_not_held_is_refused() -> None:
     v = ps.create("v", np.zeros(2))
     with pytest.raises(LockLost, match="lock 7 has ended"):
         ps.ask(A, PullLocked(9, [v], -1, "", 7))
+
+
+def test_values_that_are_to_be_rounded_do_not_come_with_the_answer_to_a_push() -> None:
+    ps = PsByHand()
+    v = ps.create("v", np.zeros(2, np.float32))
+    for members, brought in (([v], 1), ([marker("bf16"), v], 0)):
+        push = Push(
+            1 + (not brought), 0, -1, 0, 9, [v], 1, CONFIG, 0,
+            pull=7 + brought, pull_members=members,
+        )  # fmt: skip
+        reply = ps.call(A, push, np.ones(2, np.float32).tobytes())
+        assert len(reply.segments) == brought

@@ -19,6 +19,8 @@ from psync.numerics.update_rule import SGD, UpdateRule
 from psync.specs import ShardSpec, dtype_of
 from psync.store.bundles import PATIENCE, SMALL_SHARD_BYTES
 from psync.store.ledger import Ledger
+from psync.store.previous_store import FormerStore
+from psync.store.reattach import Orders
 from psync.store.shards import Key
 from psync.store.snapshot import freeze, load_snapshot
 from psync.store.store import ShardStore, Work
@@ -397,3 +399,38 @@ def test_shards_of_which_one_is_busy_are_not_idle() -> None:
         store.check_idle(keys_of((0, 1)))
     for _ in work:
         pass
+
+
+def test_slots_that_shards_get_from_an_earlier_store_take_the_place_of_bundled_ones() -> None:
+    def slot_after(*, together: bool) -> bytes:
+        rule = SGD(1.0, momentum=0.5)
+
+        def push(store: ShardStore, number: int) -> None:
+            both = Adjacent(np.ones(8, np.float32), [slice(0, 4), slice(4, 8)])
+            parts = both if together else [both[0], both[1]]
+            store.apply_at_once(number, keys_of((0, 1)), parts, store.begin_push(number, 0))
+
+        earlier, now, former = store_with(sizes=(4, 4)), ShardStore(PS), FormerStore(PS)
+        earlier.define_optimizer(5, rule.to_config())
+        for _ in range(3):
+            push(earlier, 5)
+        former.take(earlier, 1)
+        former.adopt(Orders((("v0", 0, 0), ("v1", 0, 1)), (), ()), now)
+        now.define_optimizer(9, rule.to_config())
+        push(now, 9)  # before it is known which optimizer that was
+        former.adopt(Orders((), (), ((1, 5, 9),)), now)
+        for _ in range(2):
+            push(now, 9)
+        return b"".join((*now.read_slot(key(0), 9, "momentum"), *now.read(key(0))))
+
+    assert slot_after(together=True) == slot_after(together=False)
+
+
+def test_a_shard_that_is_pushed_to_twice_at_once_is_updated_twice() -> None:
+    store = store_with(SGD(1.0), sizes=(4, 4))
+    whole = np.arange(12, dtype=np.float32)
+    parts = [slice(0, 4), slice(4, 8), slice(8, 12)]
+    before = np.frombuffer(store.read(key(0))[0], np.float32)
+    store.apply_at_once(0, keys_of((0, 1, 0)), Adjacent(whole, parts), store.begin_push(0, 0))
+    after = np.frombuffer(store.read(key(0))[0], np.float32)
+    assert np.allclose(after, before - whole[:4] - whole[8:])

@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 
 import psync
+from inside import endpoint_of
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
 from psync.errors import UsageError, WorkerLost
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler
+from psync.wire.handshake import BULK
 from psync.wire.recovery_messages import EndSession, LeaveCluster
 from psync.wire.worker_messages import AttachWorker, GivenBack, RunClosures
 from psync.worker_task import WorkerTask
 
 pytestmark = pytest.mark.virtual_time
 
-W0, W1 = "/job:worker/task:0", "/job:worker/task:1"
+CHIEF, W0, W1 = "/job:chief/task:0", "/job:worker/task:0", "/job:worker/task:1"
 
 
 def worker(cluster: MemoryCluster, name: str) -> WorkerTask:
@@ -370,3 +372,23 @@ async def test_a_worker_that_leaves_is_attached_by_nobody():
         await endpoint.close()
         event_of("go on").set()
         await leaving
+
+
+async def test_results_that_are_on_their_way_come_before_the_word_that_their_worker_has_left():
+    async with coordinating(1, 1) as (cluster, coordinator):
+
+        async def step():
+            return np.ones(1 << 20, np.float32)
+
+        peers = endpoint_of(worker(cluster, "worker-0")).peers
+        (bulk,) = [peer for peer in peers if (peer.task, peer.lane) == (CHIEF, BULK)]
+        bulk.connection.pause_writing()  # as where much is unsent
+        value = coordinator.schedule(step)
+        await asyncio.sleep(1)
+        leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
+        await asyncio.sleep(1)
+        assert not leaving.done()
+        bulk.connection.resume_writing()
+        await leaving
+        assert (await value == 1).all()
+        assert counts(coordinator)[:2] == (1, 0)

@@ -84,7 +84,12 @@ class PsPulls:
         return Joined.of(self._store.read_together(known.keys), lengths)
 
     def read_now(self, known: ShardSet) -> tuple[list[tuple[int, int]], Sequence[Segment]] | None:
-        """Return what a pull of whole shards would bring: steps, values. None: one is busy."""
+        """Return what a pull of whole shards would bring: steps, values. None: ask again.
+
+        As one is busy, or the values are to be rounded first.
+        """
+        if known.compression is not None:
+            return None
         try:
             values = self._values(known)
         except BusyError:

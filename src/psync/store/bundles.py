@@ -119,6 +119,10 @@ class Bundle:
             self._slots[optimizer_id] = made
         return made
 
+    def forget_slots(self, optimizer_id: int) -> None:
+        """The shards have other slots of an optimizer now."""
+        self._slots.pop(optimizer_id, None)
+
     def dissolve(self, pool: BlockPool) -> None:
         """Give each shard blocks of its own."""
         for shard in self.shards:
@@ -154,6 +158,12 @@ class BundleTable(RowTable):
         """As that of any table; what is bundled elsewhere is bundled anew."""
         self._bundles.clear()
         return super().release()
+
+    def take_up_optimizer(self, optimizer_id: int, optimizer: Optimizer) -> None:
+        """As that of any table; its slots, which shards get as well, are bundled anew."""
+        for bundle in self._bundles.values():
+            bundle.forget_slots(optimizer_id)
+        super().take_up_optimizer(optimizer_id, optimizer)
 
     def read_together(self, keys: Sequence[Key]) -> list[memoryview]:
         """Return the bytes of shards as ``read`` does, in order, in as few views as can be.
@@ -206,12 +216,15 @@ class BundleTable(RowTable):
 
     def _run_from(self, start: int, keys: Sequence[Key]) -> list[Shard]:
         """Return the shards from ``start`` on that could be bundled; at least one."""
-        run = [self._idle(keys[start])]
+        run, seen = [self._idle(keys[start])], {keys[start]}
         dtype, nbytes = run[0].values.dtype, run[0].nbytes
         most = min(BLOCK_BYTES, BLOCK_ELEMENTS * dtype.itemsize)
         if not _can_be_bundled(run[0]):
             return run
         for key in keys[start + 1 :]:
+            if key in seen:  # two updates of one shard are no common one
+                break
+            seen.add(key)
             shard = self._idle(key)
             nbytes += shard.nbytes
             if nbytes > most or shard.values.dtype != dtype or not _can_be_bundled(shard):

@@ -191,6 +191,7 @@ class Session:
         finally:
             waiting.cancel()
         await self.runtime.ps.outgoing.drain()
+        await self.bulk.connection.wait_writable()  # what is said next would overtake large results
         for lane in (self.bulk, self.control):
             await lane.call(EndSession(reason, True), deadline=self._loop.time() + ANSWER_S)
 
@@ -312,10 +313,9 @@ class Session:
                 self.running = None
             if self._results.nbytes > SMALL_BODY_BYTES:
                 self._results.flush()
-                if self.bulk.connection is not None:
-                    self.runtime.ahead.begin_closure()  # none, but it may wait
-                    await self.bulk.connection.wait_writable()
-                    self.runtime.ahead.end_closure()
+                self.runtime.ahead.begin_closure()  # none, but it may wait
+                await self.bulk.connection.wait_writable()
+                self.runtime.ahead.end_closure()
             if self._now - self._last_turn > TURN_S:
                 await self._turn()
 
