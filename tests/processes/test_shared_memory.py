@@ -75,6 +75,12 @@ class Survivors:
             assert min(shared[-2:]) <= max(shared[:3]) + SPARE_KIB, (pid, seen)
 
 
+def held_by(coordinator: psync.ClusterCoordinator, index: int) -> int:
+    """How many closures a worker has been sent and has not answered."""
+    workers = coordinator.statistics()["closures"].workers
+    return sum(each.in_flight for each in workers if each.worker == f"/job:worker/task:{index}")
+
+
 async def add(variable: Any) -> bool:
     """Read it, and add one; return whether it was read as a whole."""
     value = await variable.read()
@@ -168,7 +174,8 @@ async def test_a_stopped_worker_holds_up_nobody_and_what_it_has_stays_as_it_is()
                 while (await variable.read()).max() < len(values) - 30:
                     continue
                 os.kill(stopped, signal.SIGSTOP)
-                while (await variable.read()).min() < len(values) - 5:  # the other one goes on
+                # The other one goes on, until nothing is left but what the stopped one has.
+                while (await variable.read()).min() < len(values) - held_by(coordinator, 0):
                     continue
                 os.kill(stopped, signal.SIGCONT)
                 await coordinator.join()
