@@ -92,6 +92,7 @@ class PsTask:
         self.stopped = asyncio.Event() if stopped is None else stopped
         self.life = Life.EMPTY
         self._platform = platform
+        self._is_hosted = is_hosted
         self._index = index
         self._address = address
         self._pool = BlockPool(source=platform.memory.take, run=platform.memory.take_run)
@@ -143,7 +144,7 @@ class PsTask:
         await self.services.drain()
         await self._work.drain()  # and let their senders know
         self._recorder.close()
-        await self._endpoint.close()
+        await self._endpoint.close(goes_on=self._is_hosted)
         self.life = self.life.after(LifeEvent.CLOSE, self.task)
         await self.services.close()
         await self._host.close()
@@ -152,6 +153,8 @@ class PsTask:
         await self._adoption.close()
         await self._work.drain()  # what began meanwhile
         self._work.close()
+        if not self._is_hosted:
+            self._platform.memory.end()
 
     @property
     def is_torn(self) -> bool:

@@ -109,6 +109,7 @@ class WorkerTask:
             await asyncio.wait(list(self._ending))
         self._recorder.close()
         await self._endpoint.close()
+        self._platform.memory.end()
 
     async def leave(self, reason: str, *, hint: str = "") -> None:
         """End what runs, give back what does not, tell the coordinator, and set ``stopped``.
@@ -288,7 +289,8 @@ class WorkerTask:
 
         async def end() -> None:
             async with contextlib.AsyncExitStack() as stack:
-                stack.push_async_callback(clients.close)
+                # A ps may still compute from what a push has lent it, and keep that update.
+                stack.push_async_callback(clients.close, goes_on=True)
                 stack.push_async_callback(session.runtime.ps.close)
                 await session.close()
 

@@ -87,8 +87,8 @@ class Endpoint:
         self.on_peer: list[Callable[[Peer], None]] = []  # told of each accepted connection
         self._admit = admit
         self._peers: dict[Peer, None] = {}  # open, or in their handshake, in this order
-        self._sent = self._received = 0  # bytes over connections that are gone
-        self._lent = self._borrowed = 0  # likewise
+        # Bytes over connections that are gone.
+        self._sent = self._received = self._lent = self._borrowed = 0
         # Of them, accepted ones in their handshake, the oldest first, and where they come from.
         self._unproven: dict[Peer, Place] = {}
         self._failures = FailedHandshakes(platform.limits.handshake_failures)
@@ -250,9 +250,10 @@ class Endpoint:
                 await asyncio.sleep(pause)
                 attempt += 1
 
-    async def close(self) -> None:
+    async def close(self, *, goes_on: bool = False) -> None:
         """Stop listening, close every connection, cancel the handlers and wait for them.
 
+        ``goes_on``: the process does, so what others read of its memory stays as it is.
         Cancellation: Connections are closed; handlers may still be ending.
         """
         self._closed = True
@@ -274,7 +275,7 @@ class Endpoint:
             await self._wait_closed()
         for listener in self._listeners:
             await listener.wait_closed()
-        for sharing in list(self._sharings):
+        for sharing in () if goes_on else list(self._sharings):
             sharing.drop()
         self.platform.memory.let_go()
 
@@ -326,8 +327,7 @@ class Endpoint:
         is_full = len(self._peers) >= limits.connections
         peer = self._new_peer(handshake, self._on_accepted_opened, self._on_accepted_closed)
         if is_full:
-            full = Refused("full", f"it has {limits.connections} connections")
-            peer.connection.wire.refuse(full)
+            peer.connection.wire.refuse(Refused("full", f"it has {limits.connections} connections"))
         else:
             peer.connection.on_made = functools.partial(self._take_place, peer)
         if self._closed:

@@ -332,7 +332,7 @@ class AllPs:
         self._closed = True
         if self._client is not None and self._endpoint is not None:
             await self._client.close()
-            await self._endpoint.close()
+            await self._endpoint.close(goes_on=True)
 
     def _links(self) -> PsClient:
         """Return the links to the other ps tasks.

@@ -24,6 +24,7 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.shared import bodies, regions
 from psync.net.shared.bodies import Sharing
 from psync.net.transport import SocketNetwork
+from psync.numerics.blocks import Block, BlockPool
 from psync.wire import lent
 from psync.wire.frames import Kind
 from psync.wire.handshake import BULK
@@ -508,6 +509,44 @@ async def test_closing_sends_what_is_still_to_be_copied(monkeypatch: pytest.Monk
         pair.peer.close()
         await pair.back.wait_closed()
         assert got == [pattern(MIB, number).tobytes() for number in range(3)]
+
+
+@pytest.mark.parametrize("reads_on", [True, False])
+async def test_what_is_kept_stays_as_it_is_where_a_task_ends_and_its_process_goes_on(
+    reads_on: bool,
+) -> None:
+    kept: list[memoryview] = []
+
+    def run(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+        kept.extend(segments)
+        return Reply(Pulled([]))
+
+    async with sharing({Pull: Handler(run, keeping)}) as pair:
+        memory = pair.client.platform.memory
+        pool = BlockPool(source=memory.take)
+        root, sent = pool.take(MIB), pattern(MIB)
+        root[:] = sent
+        block = Block(root, sent.dtype)
+        del root
+        await pair.peer.call(pull(0), [block.export()])
+        lender = sharing_of(pair.peer)
+        block.retire(pool)
+        del block
+        await pair.client.close(goes_on=True)
+        others = [pool.take(MIB) for _ in range(3)]  # of others of this process
+        for other in others:
+            other.fill(7)
+        assert bytes(kept[0]) == sent.tobytes()
+        if reads_on:
+            memory.end()
+            assert bytes(kept[0]) == sent.tobytes()
+            kept.clear()
+        else:
+            kept.clear()
+            ended = asyncio.Event()
+            poll(lambda: lender.is_over, ended)
+            await ended.wait()
+        assert lender.is_over
 
 
 async def test_what_a_task_lends_when_it_ends_is_read_although_it_never_read_ours() -> None:

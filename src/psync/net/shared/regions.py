@@ -302,6 +302,11 @@ class SharedMemory:
             self.arena = self._new_arena()
             self._slab = memoryview(b"")
 
+    def end(self) -> None:
+        """The process ends: whoever still reads what it has lent keeps the memory."""
+        for sharing in list(self.lenders):
+            sharing.drop()
+
     def _new_arena(self) -> BlockPool:
         me = weakref.ref(self)  # or it would be reached from itself, and stay for a while
 
