@@ -14,6 +14,7 @@ import pytest
 
 import psync
 from psync.errors import CaptureError, ConfigurationError, UsageError
+from psync.testing import MemoryNetwork
 
 BOTH_KINDS = pytest.mark.parametrize(
     "processes", [False, pytest.param(True, marks=pytest.mark.processes)]
@@ -342,3 +343,27 @@ async def test_an_adaptive_cluster_follows_the_queue() -> None:
             cluster.adapt(3, 3)
             await asyncio.sleep(0.5)
             assert number() == 3
+
+
+@pytest.mark.virtual_time
+async def test_tasks_of_one_process_that_share_memory_end_one_by_one() -> None:
+    network = MemoryNetwork(shares_memory=True)
+    async with psync.LocalCluster(1, 2, processes=False, network=network) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                variable = psync.Variable(np.zeros(1 << 18, np.float32))
+
+            async def step() -> None:
+                await variable.assign_add(np.ones(1 << 18, np.float32))
+
+            coordinator.schedule(step)
+            await coordinator.join()
+            own = await variable.read()
+            await cluster.scale(1)
+            for _ in range(3):
+                coordinator.schedule(step)
+            await coordinator.join()
+            assert (own == 1).all()
+            assert (await variable.read() == 4).all()
+            del own

@@ -328,4 +328,4 @@ class BackupSender:
     async def _disconnect(self) -> None:
         if self._reconnecting is not None:
             await asyncio.wait((self._reconnecting,))
-        await self._endpoint.close()
+        await self._endpoint.close(goes_on=True)  # the backup may be in the middle of a copy

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
@@ -28,6 +29,7 @@ from psync.net import certificates
 from psync.net.environment import newest_incarnation, shares_memory
 from psync.net.platform import Platform
 from psync.net.secret import Secret, load_secret, mint_secret
+from psync.net.shared.regions import SharedMemory
 from psync.net.tls import TlsNetwork
 from psync.net.tls_config import TLS_VARIABLES, load_tls
 from psync.net.transport import SocketNetwork
@@ -81,7 +83,8 @@ class TasksHere:
         places = (f"{job}-{index}:{port}" for port in itertools.count(1))
         address = next(place for place in places if place not in self._addresses)
         self._addresses.add(address)
-        task = self._tasks[job, index] = make_task(self.platform, job, index, address)
+        platform = dataclasses.replace(self.platform, memory=SharedMemory())  # a task has its own
+        task = self._tasks[job, index] = make_task(platform, job, index, address)
         await task.start()
         self._resources.push_async_callback(task.close)
         return address

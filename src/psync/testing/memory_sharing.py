@@ -68,6 +68,7 @@ class MemoryChannel:
 
     def look_no_more(self) -> None:
         """See ``SideChannel``."""
+        self._then = None
 
     def close(self) -> None:
         """Close this end."""
