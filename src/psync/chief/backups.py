@@ -120,6 +120,10 @@ class Backups:
     def _begin(self, work: Iterable[Coroutine[Any, Any, None]]) -> None:
         self._keepers = [asyncio.get_running_loop().create_task(each) for each in work]
 
+    async def _order(self, link: PsLink, message: BackUp) -> None:
+        """Where no update is in front that waits for a backup: of those a ps takes only so many."""
+        await link.call(always(message), cut=True)
+
     async def _keep(self, ps: int) -> None:
         """See to it that a ps has a backup."""
         link, chosen = self._links[ps], 0
@@ -129,10 +133,10 @@ class Backups:
                 if host is None:
                     host = chosen = await self._host_for(ps)
                     epoch = next(self._next_epoch)
-                    await link.call(always(BackUp(epoch, *self._processes[host], False)))
+                    await self._order(link, BackUp(epoch, *self._processes[host], False))
                     self._epochs[ps] = epoch
                     self._note(ps, host)
-                await link.call(always(BackUp(self._epochs[ps], *self._processes[host], True)))
+                await self._order(link, BackUp(self._epochs[ps], *self._processes[host], True))
                 self._note(ps, None)
                 logger.warning("%s goes on without its backup", link.task)
                 await self.let_alone(ps)
@@ -157,7 +161,7 @@ class Backups:
     async def let_alone(self, ps: int, *, urgent: bool = False) -> None:
         """Order a ps to go on without its backup. Raises as ``PsLink.call``."""
         order = BackUp(next(self._next_epoch), "", "", False)
-        await self._links[ps].call(always(order), urgent=urgent)
+        await self._links[ps].call(always(order), urgent=urgent, cut=True)
 
     async def _without_backup(self, ps: int) -> None:
         with contextlib.suppress(PsyncError):

@@ -92,7 +92,8 @@ class PsLink(Lanes):
                 overtake one another.
             locked: Whether it is about a lock, or said under one: then nothing may be in front of
                 it that waits for a lock.
-            cut: Whether it is about a cut: then nothing may be in front of it that waits at a gate.
+            cut: Whether it is about a cut, or a backup: then nothing may be in front of it that
+                waits at a gate, or for the backup.
             urgent: Whether it is part of a recovery: others wait while that goes on, see ``hold``.
             copied: As for ``Peer.call``.
 
