@@ -120,9 +120,9 @@ class Backups:
     def _begin(self, work: Iterable[Coroutine[Any, Any, None]]) -> None:
         self._keepers = [asyncio.get_running_loop().create_task(each) for each in work]
 
-    async def _order(self, link: PsLink, message: BackUp) -> None:
+    async def _order(self, link: PsLink, message: BackUp, *, urgent: bool = False) -> None:
         """Where no update is in front that waits for a backup: of those a ps takes only so many."""
-        await link.call(always(message), cut=True)
+        await link.call(always(message), urgent=urgent, cut=True)
 
     async def _keep(self, ps: int) -> None:
         """See to it that a ps has a backup."""
@@ -161,7 +161,7 @@ class Backups:
     async def let_alone(self, ps: int, *, urgent: bool = False) -> None:
         """Order a ps to go on without its backup. Raises as ``PsLink.call``."""
         order = BackUp(next(self._next_epoch), "", "", False)
-        await self._links[ps].call(always(order), urgent=urgent, cut=True)
+        await self._order(self._links[ps], order, urgent=urgent)
 
     async def _without_backup(self, ps: int) -> None:
         with contextlib.suppress(PsyncError):
