@@ -113,9 +113,10 @@ def test_whoever_cannot_join_says_why_in_one_line(environ: dict[str, str]) -> No
         assert "/job:chief/task:0 does not hold the same secret" in refused(other, at)
         none = {name: text for name, text in environ.items() if name != "PSYNC_SECRET"}
         assert "no secret is set" in refused(none, at)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            unused = listener.getsockname()[1]
-        assert "connection refused" in refused(environ, f"127.0.0.1:{unused}")
+        with socket.socket() as silent:  # it has a port, and does not listen there
+            silent.bind(("127.0.0.1", 0))
+            port = silent.getsockname()[1]
+            assert "connection refused" in refused(environ, f"127.0.0.1:{port}")
         assert "expected a port" in refused(environ, "127.0.0.1")
         assert "cannot listen on 192.0.2.1" in refused(environ, at, "--listen", "192.0.2.1")
         wrong_port = refused(environ, chief.ask("ps"))
