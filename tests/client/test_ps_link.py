@@ -50,8 +50,9 @@ class TestLost:
             assert str(caught.value) == (
                 "/job:ps/task:0 at ps0:1 cannot be reached (no connection within 15 s: "
                 "/job:ps/task:0 at ps0:1: no answer within 5 s)\n"
-                "hint: its shards are gone, with no checkpoint or copy to go back to: restart "
-                'the program; with a psync.CheckpointManager, or ps_recovery="replica", it goes on'
+                "hint: its shards are gone, with no checkpoint or complete copy to go back to: "
+                "restart the program; with a psync.CheckpointManager, or "
+                'ps_recovery="replica" and a backup that has had time to copy them, it goes on'
             )
             assert caught.value.task == "/job:ps/task:0"
             assert 15 <= loop.time() - began < 25

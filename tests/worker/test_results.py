@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from psync.serialization.payloads import pack
 from psync.wire.codec import Message
@@ -80,3 +81,14 @@ def test_an_error_leaves_at_once_with_its_text_and_its_exception(turns: Turns) -
     ((_, kind, count, error),) = control.told[0].results
     assert (kind, error and error[:2]) == ("error", ("ValueError", "wrong"))
     assert count == len(control.segments[0]) > 0
+
+
+def test_whoever_writes_to_a_value_hears_that_it_is_read_only_and_what_to_do() -> None:
+    value = np.zeros(3, np.float32)
+    value.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only") as caught:
+        value += 1
+    for _ in range(2):  # the same exception of two closures
+        end = failed("error", caught.value, main_by_name=False)
+        assert end.error is not None
+        assert end.error[2].count("copy=True, out=, or value.copy()") == 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -358,7 +359,8 @@ class _Run:
                 job, index, self.commands[job], env=env, output=output, pass_fds=pass_fds
             )
         except OSError as error:
-            self._give_up(f"{job}-{index} could not be started: {error}")
+            hint = "; raise `ulimit -n`" if error.errno == errno.EMFILE else ""
+            self._give_up(f"{job}-{index} could not be started: {error}{hint}")
             return None
 
     # What decides the outcome: the first call wins.

@@ -26,6 +26,11 @@ class ClosureEnd(NamedTuple):
 
 CANCELLED = ClosureEnd("cancelled")
 
+READ_ONLY_HINT = (
+    "hint: values that psync.pull, Variable.read and push_pull return are read-only; for an array "
+    "of your own use copy=True, out=, or value.copy()"
+)
+
 
 def failed(kind: str, exc: BaseException, *, main_by_name: bool) -> ClosureEnd:
     """Return the end of a closure that has raised.
@@ -35,6 +40,9 @@ def failed(kind: str, exc: BaseException, *, main_by_name: bool) -> ClosureEnd:
         exc: What it has raised.
         main_by_name: Whether this process runs the coordinator's script.
     """
+    if isinstance(exc, ValueError) and "read-only" in str(exc):  # numpy's, which says no more
+        if READ_ONLY_HINT not in getattr(exc, "__notes__", ()):
+            exc.add_note(READ_ONLY_HINT)
     described = describe_exception(exc, main_by_name=main_by_name)
     return ClosureEnd(
         kind,

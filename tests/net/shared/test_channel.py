@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import socket
 import struct
 import subprocess
@@ -16,7 +17,8 @@ from collections.abc import Iterator
 import pytest
 
 from psync.errors import RemoteProtocolError
-from psync.net.shared.channel import SocketChannel
+from psync.net.process_state import fresh_process
+from psync.net.shared.channel import SocketChannel, ran_out
 from psync.net.shared.regions import Mapping, make_region
 from psync.testing import settle
 
@@ -99,6 +101,40 @@ def test_when_the_queue_is_full_regions_are_not_given(
     gc.collect()
     assert not ours.give(made.region)
     assert num_fds() == before - 1
+
+
+@pytest.mark.parametrize("free", [0, 1])  # a mapping has a descriptor of its own
+def test_whoever_has_no_descriptor_for_a_region_says_so_and_shares_no_more(
+    free: int, ends: tuple[SocketChannel, SocketChannel], caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = ends
+    made = [filled(number) for number in (1, 2)]
+    assert all(ours.give(each.region) for each in made)
+    before = num_fds()
+    with fresh_process(), descriptors(free):
+        assert not ran_out().is_set()
+        for _ in range(2):
+            with pytest.raises(RemoteProtocolError, match=r"no descriptor|Too many open files"):
+                next(theirs.take())
+        assert ran_out().is_set()
+    assert not ran_out().is_set()
+    assert num_fds() == before
+    (record,) = caplog.records
+    assert "raise `ulimit -n`" in record.getMessage()
+
+
+@contextlib.contextmanager
+def descriptors(free: int) -> Iterator[None]:
+    """Let this process have so many more open files."""
+    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(free + 1)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for fd in taken:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_what_arrives_is_not_passed_on_to_processes(

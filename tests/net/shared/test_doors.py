@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from psync.net.process_state import fresh_process
 from psync.net.shared import doors
-from psync.net.shared.channel import SocketChannel
+from psync.net.shared.channel import SocketChannel, ran_out
 from psync.net.shared.door_names import door_beside, name_of_door, shut
 from psync.net.shared.doors import PREAMBLE, Door, can_share, doors_of, through_door
 from psync.net.shared.regions import make_region
@@ -231,15 +232,31 @@ async def test_one_that_closes_at_once_is_an_error_of_the_network(
     assert num_fds() == before - 1
 
 
-async def test_without_descriptors_nothing_stays_open(
+async def test_without_descriptors_it_is_the_address(
     accepted: Accepted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> None:
         raise OSError(24, "too many open files")
 
+    before = num_fds()
     monkeypatch.setattr(doors.socket, "socketpair", fails)
-    with pytest.raises(OSError, match="too many open files"):
-        await through_door([accepted.name], Sharer)
+    assert await through_door([accepted.name], Sharer) is None
+    assert num_fds() == before
+
+
+async def test_a_task_that_could_not_take_a_region_shares_no_more(accepted: Accepted) -> None:
+    with fresh_process():
+        before = await through_door([accepted.name], Sharer)
+        assert before is not None
+        let_in = await accepted.next()
+        ran_out().set()
+        assert await through_door([accepted.name], Sharer) is None
+        with socket.socket(socket.AF_UNIX) as sock:  # of a task that does not know
+            sock.setblocking(False)
+            sock.connect(accepted.name)
+            await left(sock)
+        await finish(before[1], let_in)  # type: ignore[arg-type]
+    assert await through_door([accepted.name], Sharer) is None  # it is shut
 
 
 async def through_last(accepted: Accepted) -> None:

@@ -495,11 +495,12 @@ def test_without_a_region_memory_is_ordinary(number: int, for_ever: bool) -> Non
 
 
 def test_a_task_without_descriptors_goes_on_with_ordinary_memory() -> None:
-    memory, taken = shared(make_region), []
+    memory, taken, before = shared(make_region), [], num_fds()
     soft, hard = regions.resource.getrlimit(regions.resource.RLIMIT_NOFILE)
-    regions.resource.setrlimit(regions.resource.RLIMIT_NOFILE, (num_fds() + 1, hard))
+    regions.resource.setrlimit(regions.resource.RLIMIT_NOFILE, (num_fds() + 20, hard))
     try:
         taken += [memory.take(SLAB_BYTES) for _ in range(4)]
+        assert num_fds() + regions.SPARE_DESCRIPTORS <= before + 20  # others have some left
     finally:
         regions.resource.setrlimit(regions.resource.RLIMIT_NOFILE, (soft, hard))
     assert region_of(taken[-1].data) is None

@@ -5,6 +5,9 @@ connection. Nobody waits for it: what is written to a socket of this kind is in 
 at once, so a region is there before the first message that names it. It has an end at each side for
 as long as that side reads the other's memory: the end of file says, even of a process that was
 killed, that nobody does any more.
+
+Who has no descriptor left for a region of the peer's loses the connection, as it cannot read what
+is lent there. It shares memory with nobody from then on, so the next connection is to the address.
 """
 
 from __future__ import annotations
@@ -12,16 +15,26 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import errno
+import logging
 import os
+import resource
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from psync.errors import RemoteProtocolError
+from psync.net.process_state import PerProcess
 from psync.net.shared.regions import Make, Region, make_region, map_foreign
 
 _GIVEN = struct.Struct("<QQ")  # number, bytes
+
+ran_out = PerProcess(threading.Event)
+"""Set once this process had no descriptor left for a region of another one."""
+
+_log = logging.getLogger(__name__)
 
 
 class SideChannel(Protocol):
@@ -36,7 +49,7 @@ class SideChannel(Protocol):
         """Return the regions that the peer has given: number, memory.
 
         Raises:
-            RemoteProtocolError: It has given something else.
+            RemoteProtocolError: It has given something else, or no descriptor is left for it.
         """
 
     def end(self) -> None:
@@ -81,14 +94,22 @@ class SocketChannel:
     def take(self) -> Iterator[tuple[int, memoryview]]:
         """See ``SideChannel``."""
         while (received := self._receive()) is not None:
-            data, fds = received
+            data, fds, all_came = received
             if not data:
                 return
+            if not all_came:
+                _note_if_ran_out(OSError(errno.EMFILE, ""))
+                raise RemoteProtocolError("no descriptor is left for a region of shared memory")
             if len(data) != _GIVEN.size or len(fds) != 1:
                 _close_all(fds)
                 raise RemoteProtocolError("got something that is no region of shared memory")
             number, nbytes = _GIVEN.unpack(data)
-            yield number, map_foreign(fds[0], nbytes)
+            try:
+                memory = map_foreign(fds[0], nbytes)
+            except RemoteProtocolError as exc:
+                _note_if_ran_out(exc.__cause__)
+                raise
+            yield number, memory
 
     def end(self) -> None:
         """See ``SideChannel``."""
@@ -100,7 +121,7 @@ class SocketChannel:
 
         def look() -> None:
             while (received := self._receive()) is not None:
-                data, fds = received
+                data, fds, _ = received
                 _close_all(fds)
                 if not data:
                     self.look_no_more()
@@ -121,7 +142,7 @@ class SocketChannel:
                 self._loop.remove_reader(self._sock)
             self._loop = None
 
-    def _receive(self) -> tuple[bytes, list[int]] | None:
+    def _receive(self) -> tuple[bytes, list[int], bool] | None:
         """Return what is next: nothing as b"" is its end; None: nothing is there yet."""
         try:
             return receive_fds(self._sock, _GIVEN.size + 1)
@@ -130,11 +151,26 @@ class SocketChannel:
         except BlockingIOError:
             return None
         except OSError:
-            return b"", []
+            return b"", [], True
 
 
-def receive_fds(sock: socket.socket, nbytes: int) -> tuple[bytes, list[int]]:
+def _note_if_ran_out(cause: BaseException | None) -> None:
+    """Share memory with nobody any more if that is what has failed."""
+    if not isinstance(cause, OSError) or cause.errno not in (errno.EMFILE, errno.ENFILE):
+        return
+    if not ran_out().is_set():
+        ran_out().set()
+        _log.warning(
+            "no descriptor is left for shared memory, so tensors go through sockets from now on; "
+            "to share it raise `ulimit -n` of all tasks of this host (it is %d here)",
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        )
+
+
+def receive_fds(sock: socket.socket, nbytes: int) -> tuple[bytes, list[int], bool]:
     """Return what is next, and at most two descriptors that came with it; never wait for it.
+
+    The third is whether all came with it that had been sent: else no descriptor was left here.
 
     Whether a socket waits can be changed by all who have it, so it is said each time. Python 3.11's
     ``recv_fds`` ignores flags.
@@ -144,11 +180,11 @@ def receive_fds(sock: socket.socket, nbytes: int) -> tuple[bytes, list[int]]:
     """
     fds = array.array("i")
     room, flags = socket.CMSG_LEN(2 * fds.itemsize), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-    data, ancillary, _, _ = sock.recvmsg(nbytes, room, flags)
+    data, ancillary, flags_of_it, _ = sock.recvmsg(nbytes, room, flags)
     for level, kind, received in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(received[: len(received) - len(received) % fds.itemsize])
-    return data, list(fds)
+    return data, list(fds), bool(fds) or not flags_of_it & socket.MSG_CTRUNC
 
 
 def _close_all(fds: list[int]) -> None:

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from psync.net.shared.channel import SideChannel, SocketChannel, receive_fds
+from psync.net.shared.channel import SideChannel, SocketChannel, ran_out, receive_fds
 from psync.net.shared.door_names import BACKLOG, name_of_door
 from psync.net.shared.regions import can_make_regions
 
@@ -82,6 +82,10 @@ class Door:
             self._loop.remove_reader(self._sock)
             self._again = self._loop.call_later(AGAIN_S, self._look)
             return
+        if ran_out().is_set():  # the next one finds no door, and goes to the address
+            sock.close()
+            self.close()
+            return
         if not _is_own(sock) or len(self._welcoming) >= BACKLOG:
             sock.close()
             return
@@ -109,7 +113,7 @@ class Door:
     async def _channel_of(self, sock: socket.socket) -> SocketChannel | None:
         while True:
             try:
-                said, fds = receive_fds(sock, len(PREAMBLE))
+                said, fds, _ = receive_fds(sock, len(PREAMBLE))
             except BlockingIOError:
                 readable = self._loop.create_future()
                 self._loop.add_reader(sock, _set, readable)
@@ -129,28 +133,35 @@ class Door:
 async def through_door(
     names: Iterable[str], factory: Factory
 ) -> tuple[asyncio.BaseTransport, asyncio.BufferedProtocol] | None:
-    """Connect through the first of these doors that there is; None: there is none.
+    """Connect through the first of these doors that there is.
+
+    Returns:
+        None: There is none, or this process has no descriptors for it.
 
     Raises:
         OSError: The connection was lost at once.
 
     Cancellation: Safe, nothing stays open.
     """
+    if ran_out().is_set():
+        return None
     sock = _connected(names)
     if sock is None:
         return None
-    channel: SocketChannel | None = None
     try:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        channel = SocketChannel(ours)
+    except OSError:
+        sock.close()
+        return None
+    channel = SocketChannel(ours)
+    try:
         with theirs:
             socket.send_fds(sock, [PREAMBLE], [theirs.fileno()])
         loop = asyncio.get_running_loop()
         made: Any = await loop.create_unix_connection(_sharing(factory, channel), sock=sock)
     except BaseException:
         sock.close()
-        if channel is not None:
-            channel.close()
+        channel.close()
         raise
     if made[0].is_closing() and not isinstance(loop, asyncio.BaseEventLoop):
         sock.detach()  # uvloop has closed the descriptor, and takes the socket only afterwards

@@ -39,6 +39,9 @@ SLAB_BYTES = 16 << 20
 
 ALIGNMENT = 64
 
+SPARE_DESCRIPTORS = 16
+"""That a task leaves for connections and files: memory that others can read does without."""
+
 F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; not in ``fcntl``
 MFD_NOEXEC_SEAL = 0x8  # Linux 6.3; asked for where ``vm.memfd_noexec`` is 2
 
@@ -95,7 +98,14 @@ Make = Callable[[int, int], Mapping | Heap]
 
 
 def make_region(number: int, nbytes: int) -> Mapping:
-    """Make a region that other processes can map. Raises OSError: there is no more memory."""
+    """Make a region that other processes can map.
+
+    Raises:
+        OSError: There is no more memory, or fewer than ``SPARE_DESCRIPTORS`` are left.
+    """
+    after = len(os.listdir("/proc/self/fd")) + 2  # the region's own, and that of its mapping
+    if after + SPARE_DESCRIPTORS > _max_descriptors():
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         fd = os.memfd_create("psync", flags)
@@ -141,6 +151,10 @@ def map_foreign(fd: int, nbytes: int) -> memoryview:
         raise RemoteProtocolError(f"a region of shared memory cannot be mapped: {exc}") from exc
     finally:
         os.close(fd)
+
+
+def _max_descriptors() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def can_make_regions() -> bool:
@@ -192,7 +206,7 @@ class SharedMemory:
         self._slab = memoryview(b"")  # what is left of it
         self._slab_at = 0  # where in its region
         # Each has two descriptors: a mapping keeps one of its own.
-        self._max_regions = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
+        self._max_regions = _max_descriptors() // 8
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def take(self, nbytes: int) -> np.ndarray:
