@@ -23,6 +23,7 @@ from psync.net.shared.door_names import door_beside, name_of_door, shut
 from psync.net.shared.doors import PREAMBLE, Door, can_share, doors_of, through_door
 from psync.net.shared.regions import make_region
 from psync.net.transport import SocketNetwork
+from psync.testing import settle
 from recorder import Recorder, end
 
 
@@ -245,6 +246,7 @@ async def test_without_descriptors_it_is_the_address(
 
 
 async def test_a_task_that_could_not_take_a_region_shares_no_more(accepted: Accepted) -> None:
+    launcher = accepted.door._sock.dup()
     with fresh_process():
         before = await through_door([accepted.name], Sharer)
         assert before is not None
@@ -257,6 +259,10 @@ async def test_a_task_that_could_not_take_a_region_shares_no_more(accepted: Acce
             await left(sock)
         await finish(before[1], let_in)  # type: ignore[arg-type]
     assert await through_door([accepted.name], Sharer) is None  # it is shut
+    again = Door(launcher, Sharer)  # of the process that comes after
+    await settle()
+    assert launcher.fileno() < 0
+    again.close()
 
 
 async def through_last(accepted: Accepted) -> None:

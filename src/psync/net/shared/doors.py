@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
 import stat
 import struct
@@ -77,6 +78,8 @@ class Door:
         try:
             sock, _ = self._sock.accept()
         except BlockingIOError:
+            if _is_shut(self._sock):  # by the process that had it before: see below
+                self.close()
             return
         except OSError:  # there are too many open files, and the loop would call again at once
             self._loop.remove_reader(self._sock)
@@ -84,6 +87,7 @@ class Door:
             return
         if ran_out().is_set():  # the next one finds no door, and goes to the address
             sock.close()
+            self._sock.shutdown(socket.SHUT_RDWR)  # a launcher has it, too
             self.close()
             return
         if not _is_own(sock) or len(self._welcoming) >= BACKLOG:
@@ -216,6 +220,13 @@ def _is_own(sock: socket.socket) -> bool:
     size = struct.calcsize("iII")
     _, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return bool(uid == os.geteuid())
+
+
+def _is_shut(sock: socket.socket) -> bool:
+    """Whether nobody can connect to it any more; a loop would call again and again for it."""
+    poll = select.poll()
+    poll.register(sock, select.POLLHUP)
+    return bool(poll.poll(0))
 
 
 def _is_here(family: int, host: str) -> bool:
