@@ -15,7 +15,7 @@ counts the push. So a part on this ps is of no consequence until a closing of ps
 **A part that is complete stays until its step is closed here**, whatever else its replica pushes,
 and whether it lives or not: ps 0 may have counted it, and only ps 0 knows. A worker that waits
 for its token when it dies is the usual case. So what a lost worker leaves behind costs memory
-until the end of the step, and no longer.
+until the end of the step, and no longer; what a cancelled push has reserved or sent does, too.
 
 Memory is reserved when a part is announced, so the parts that are here and those that are coming
 in never exceed the budget. A part goes at the latest with its step: what a step may need is
@@ -182,6 +182,14 @@ class Staging:
             (group, replica, push, part.local_step, part.update)
             for group, known in self._groups.items()
             for (replica, push), part in known.parts.items()
+        ]
+
+    def local_steps(self) -> list[tuple[int, int]]:
+        """Return (group, local step) of all parts, those still coming in included."""
+        return [
+            (group, part.local_step)
+            for group, known in self._groups.items()
+            for part in (*known.parts.values(), *known.coming.values())
         ]
 
     def staged(self, group: int, replica: Replica, push: int) -> Any:

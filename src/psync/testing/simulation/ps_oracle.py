@@ -74,11 +74,11 @@ def faults_of_rest(
             continue
         name, statistics = f"{task.task} in the process of {host.task}", task.statistics()
         staging, steps = statistics["staging"], dict(task.services.sync.steps())
-        # Of pushes that were told duplicate, and of runs that were lost, they wait for the end of
-        # the step that is open.
+        # Of pushes that were told duplicate, or cancelled, and of runs that were lost, they wait
+        # for the end of the step that is open. That of values that nobody has pulled is -1.
         waiting = sum(
-            local >= steps.get(group, 0)
-            for group, *_, local, _ in task.services.sync.staging.held()
+            local >= steps.get(group, -1)
+            for group, local in task.services.sync.staging.local_steps()
         )
         if staging["parts"] != waiting or (staging["bytes"] and not waiting):
             yield "left over", f"{name}: parts of steps that are closed: {staging}"
