@@ -92,3 +92,12 @@ def test_whoever_writes_to_a_value_hears_that_it_is_read_only_and_what_to_do() -
         end = failed("error", caught.value, main_by_name=False)
         assert end.error is not None
         assert end.error[2].count("copy=True, out=, or value.copy()") == 1
+
+
+def test_an_exception_that_cannot_be_shown_is_reported_all_the_same() -> None:
+    class Mute:
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    for exc in (ValueError(Mute()), type("Own", (ValueError,), {"__str__": Mute.__str__})()):
+        assert failed("error", exc, main_by_name=False).error is not None

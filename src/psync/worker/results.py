@@ -10,7 +10,7 @@ import traceback
 from typing import Any, NamedTuple
 
 from psync.net.peer import Peer
-from psync.serialization.failures import describe_exception
+from psync.serialization.failures import describe_exception, text_of
 from psync.serialization.payloads import EMPTY, Payload
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.worker_messages import ClosureResults
@@ -40,7 +40,7 @@ def failed(kind: str, exc: BaseException, *, main_by_name: bool) -> ClosureEnd:
         exc: What it has raised.
         main_by_name: Whether this process runs the coordinator's script.
     """
-    if isinstance(exc, ValueError) and "read-only" in str(exc):  # numpy's, which says no more
+    if type(exc) is ValueError and "read-only" in text_of(exc):  # numpy's, which says no more
         if READ_ONLY_HINT not in getattr(exc, "__notes__", ()):
             exc.add_note(READ_ONLY_HINT)
     described = describe_exception(exc, main_by_name=main_by_name)

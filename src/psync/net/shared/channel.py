@@ -98,7 +98,7 @@ class SocketChannel:
             if not data:
                 return
             if not all_came:
-                _note_if_ran_out(OSError(errno.EMFILE, ""))
+                _share_no_more()
                 raise RemoteProtocolError("no descriptor is left for a region of shared memory")
             if len(data) != _GIVEN.size or len(fds) != 1:
                 _close_all(fds)
@@ -107,7 +107,8 @@ class SocketChannel:
             try:
                 memory = map_foreign(fds[0], nbytes)
             except RemoteProtocolError as exc:
-                _note_if_ran_out(exc.__cause__)
+                if getattr(exc.__cause__, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                    _share_no_more()
                 raise
             yield number, memory
 
@@ -154,10 +155,8 @@ class SocketChannel:
             return b"", [], True
 
 
-def _note_if_ran_out(cause: BaseException | None) -> None:
-    """Share memory with nobody any more if that is what has failed."""
-    if not isinstance(cause, OSError) or cause.errno not in (errno.EMFILE, errno.ENFILE):
-        return
+def _share_no_more() -> None:
+    """This process has no descriptor left."""
     if not ran_out().is_set():
         ran_out().set()
         _log.warning(
