@@ -17,7 +17,7 @@ import numpy as np
 from psync.api.pulls import is_flat, leaves, mapped
 from psync.client.tensors import array_of, tensor_of
 from psync.errors import ConfigurationError, GradientError
-from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.scatter import IndexedSlices
 
 Loss = Callable[..., Any]
 

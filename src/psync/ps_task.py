@@ -36,7 +36,7 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.net.tracing.recorder import SpanRecorder
 from psync.net.transport import Listener
-from psync.numerics.blocks import BlockPool
+from psync.numerics.block_pool import BlockPool
 from psync.numerics.rule_configs import registered
 from psync.ps.cooperative_work import LongWork
 from psync.ps.life import Life, LifeEvent

@@ -20,7 +20,7 @@ from psync.client.ps_client import PsClient
 from psync.errors import ClosedError, GradientError, RemoteProtocolError
 from psync.net.peer import Handler
 from psync.numerics.compression import Compression, narrow_dtype
-from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.scatter import IndexedSlices
 from psync.numerics.update_rule import SGD
 from psync.specs import VariableSpec
 from psync.wire.codec import Message

@@ -10,8 +10,8 @@ import pytest
 from ps_cluster import PsCluster
 from psync.client.optimizer_client import trust_ratios
 from psync.client.plans import Plan
-from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.layerwise_rules import Lamb
+from psync.numerics.scatter import IndexedSlices
 from psync.numerics.update_rule import SGD, Scratch, UpdateRule
 
 pytestmark = pytest.mark.asyncio

@@ -16,8 +16,7 @@ from psync.client.pulled_steps import PulledSteps
 from psync.client.rows import _within
 from psync.errors import GradientError, RemoteProtocolError, UnknownVariableError
 from psync.net.peer import Handler, Reply
-from psync.numerics.indexed_slices import IndexedSlices
-from psync.numerics.scatter import SCATTER_OPS
+from psync.numerics.scatter import SCATTER_OPS, IndexedSlices
 from psync.numerics.update_rule import SGD
 from psync.specs import ShardSpec, VariableSpec
 from psync.wire.messages import Done

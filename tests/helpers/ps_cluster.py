@@ -19,7 +19,7 @@ from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler
 from psync.net.platform import Platform
 from psync.net.secret import Secret
-from psync.numerics.blocks import BlockPool
+from psync.numerics.block_pool import BlockPool
 from psync.numerics.update_rule import SGD
 from psync.partitioners import FixedShardsPartitioner
 from psync.ps_task import PsTask

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psync.numerics import block_runs, blocks
+from psync.numerics import block_pool, block_runs, blocks
+from psync.numerics.block_pool import BlockPool
 from psync.numerics.block_runs import MAX_RUNS, UNUSED_AFTER, BlockRuns
-from psync.numerics.blocks import BlockPool
 
 F32 = np.dtype(np.float32)
 SIZE = 100  # elements, in blocks of 16
@@ -20,7 +20,7 @@ SIZE = 100  # elements, in blocks of 16
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(blocks, "_MIN_POOLED_BYTES", 16)
+    monkeypatch.setattr(block_pool, "_MIN_POOLED_BYTES", 16)
 
 
 class Memory:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from psync.numerics.clipping import PIECE, clipped_by_norm, scaled, sum_of_squares
-from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.rule_options import RuleOptions
+from psync.numerics.scatter import IndexedSlices
 
 EACH, ALL = RuleOptions(clipnorm=5.0), RuleOptions(global_clipnorm=5.0)
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from psync.errors import GradientError, ReplicaValueError
-from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.replica_sums import (
     ReduceOp,
     as_axes,
@@ -15,6 +14,7 @@ from psync.numerics.replica_sums import (
     gather_arrays,
     reducing_arrays,
 )
+from psync.numerics.scatter import IndexedSlices
 from psync.numerics.sums import PIECE_BYTES, at_once
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN

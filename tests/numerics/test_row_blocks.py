@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psync.numerics import blocks
-from psync.numerics.blocks import BlockArray, BlockPool
+from psync.numerics.block_pool import BlockPool
+from psync.numerics.blocks import BlockArray
 from psync.numerics.row_blocks import RowBlocks
 from psync.specs import DTYPE_NAMES, dtype_of
 

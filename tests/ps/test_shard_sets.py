@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from psync.errors import GradientError, UnknownVariableError, UsageError
-from psync.numerics.blocks import BlockPool
+from psync.numerics.block_pool import BlockPool
 from psync.numerics.compression import COMPRESSED
 from psync.numerics.update_rule import SGD
 from psync.ps.shard_sets import ShardSet, memory_for, owned

@@ -10,7 +10,7 @@ import pytest
 from local_training import at_once
 from psync.api.variables import VariableAggregation
 from psync.errors import GradientError, ReplicaValueError, UnsupportedError
-from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.scatter import IndexedSlices
 from psync.replicas import gang_updates
 
 ROWS = IndexedSlices(np.ones((1, 2), np.float32), [0])

@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psync.numerics.blocks import BlockArray, BlockPool
+from psync.numerics.block_pool import BlockPool
+from psync.numerics.blocks import BlockArray
 from psync.store.shard import Workspace
 from psync.store.shard_updates import GradientAccumulator
 

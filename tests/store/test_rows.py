@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psync.errors import BusyError, GradientError, UsageError
-from psync.numerics.blocks import BLOCK_BYTES, BlockPool
+from psync.numerics.block_pool import BlockPool
+from psync.numerics.blocks import BLOCK_BYTES
 from psync.numerics.clipping import sum_of_squares
 from psync.numerics.moment_rules import Adam
 from psync.numerics.scatter import SCATTER_OPS, combine

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from psync.numerics.blocks import BLOCK_ELEMENTS, BlockArray, BlockPool
+from psync.numerics.block_pool import BlockPool
+from psync.numerics.blocks import BLOCK_ELEMENTS, BlockArray
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.update_rule import SGD, Scratch, UpdateRule
 from psync.store.shard import Workspace

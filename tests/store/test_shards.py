@@ -13,7 +13,8 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.numerics.blocks import BLOCK_ELEMENTS, BlockPool
+from psync.numerics.block_pool import BlockPool
+from psync.numerics.blocks import BLOCK_ELEMENTS
 from psync.numerics.moment_rules import Adam
 from psync.numerics.rule_options import RuleOptions
 from psync.numerics.update_rule import ACCUMULATOR, SGD

@@ -21,7 +21,7 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.numerics.blocks import BlockPool
+from psync.numerics.block_pool import BlockPool
 from psync.specs import ShardSpec, VariableSpec
 from psync.store.store import ShardStore
 from psync.sync import cross_ps_sets

@@ -17,7 +17,7 @@ from psync.client.runtime import current_runtime
 from psync.client.scopes import running_scopes, runtime_here
 from psync.errors import GradientError, UsageError
 from psync.numerics.casting import fits, fitting
-from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.scatter import IndexedSlices
 from psync.numerics.update_rule import slot_dtype
 from psync.specs import VariableSpec, dtype_of
 

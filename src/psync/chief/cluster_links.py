@@ -24,7 +24,7 @@ from psync.cluster import ClusterSpec, task_name
 from psync.errors import ConnectFailed
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
-from psync.numerics.blocks import BlockPool
+from psync.numerics.block_pool import BlockPool
 from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.ps_messages import FinalBelow
 

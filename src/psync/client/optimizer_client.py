@@ -18,9 +18,9 @@ from psync.client.ps_client import PsClient, members_for
 from psync.client.ps_link import Call, PsLink, always, expect, together
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.peer import Peer, Received
-from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.layerwise_rules import LayerwiseRule, Sums
 from psync.numerics.rule_configs import registered_in
+from psync.numerics.scatter import IndexedSlices
 from psync.numerics.update_rule import UpdateRule
 from psync.specs import ShardSpec, VariableSpec
 from psync.wire.frames import SMALL_BODY_BYTES

@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from psync.numerics.compression import Compression, marker, narrowed
-from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.scatter import IndexedSlices
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.wire.frames import SMALL_BODY_BYTES, Segment
 from psync.wire.lent import LENT_ABOVE_BYTES

@@ -25,10 +25,9 @@ from psync.client.rows import PsRows, check_exist
 from psync.client.work_meter import WorkMeter
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer
-from psync.numerics.blocks import BlockPool
+from psync.numerics.block_pool import BlockPool
 from psync.numerics.compression import Compression
-from psync.numerics.indexed_slices import IndexedSlices
-from psync.numerics.scatter import check_scatter, merged
+from psync.numerics.scatter import IndexedSlices, check_scatter, merged
 from psync.specs import ShardSpec, VariableSpec
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES

@@ -18,9 +18,8 @@ from psync.client.ps_link import Body, Call, PsLink, always, copied_to, together
 from psync.client.pulled_steps import PulledSteps
 from psync.client.work_meter import WorkMeter
 from psync.errors import GradientError
-from psync.numerics.blocks import BlockPool, roomy
-from psync.numerics.indexed_slices import IndexedSlices
-from psync.numerics.scatter import distinct, merged
+from psync.numerics.block_pool import BlockPool, roomy
+from psync.numerics.scatter import IndexedSlices, distinct, merged
 from psync.numerics.update_rule import slot_dtype
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.wire.frames import SMALL_BODY_BYTES

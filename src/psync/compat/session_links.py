@@ -31,7 +31,7 @@ from psync.errors import (
 from psync.net.endpoint import Endpoint
 from psync.net.environment import note_incarnation
 from psync.net.platform import Platform
-from psync.numerics.blocks import BlockPool
+from psync.numerics.block_pool import BlockPool
 from psync.specs import ShardSpec
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Statistics

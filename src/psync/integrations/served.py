@@ -34,7 +34,7 @@ from psync.errors import ConfigurationError, GradientError, UsageError
 from psync.integrations.merging import AnyVariable, StateMerge
 from psync.net.process_state import PerProcess
 from psync.numerics.casting import fitting
-from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.scatter import IndexedSlices
 from psync.replicas.context import current_gang
 from psync.specs import checked_kind
 

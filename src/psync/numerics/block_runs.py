@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from psync.numerics.blocks import Block, BlockArray, BlockPool, bytes_of
+from psync.numerics.block_pool import BlockPool
+from psync.numerics.blocks import Block, BlockArray, bytes_of
 
 MAX_RUNS = 8
 """Of one array. A worker that pulls with its pushes has two versions, the one that it has computed

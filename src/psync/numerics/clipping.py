@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.rule_options import RuleOptions
+from psync.numerics.scatter import IndexedSlices
 from psync.numerics.sums import sum_dtype
 
 Gradient = np.ndarray | IndexedSlices

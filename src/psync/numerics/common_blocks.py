@@ -15,7 +15,8 @@ from typing import overload
 
 import numpy as np
 
-from psync.numerics.blocks import Block, BlockArray, BlockPool
+from psync.numerics.block_pool import BlockPool
+from psync.numerics.blocks import Block, BlockArray
 
 
 class CommonBlock:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from psync.errors import ReplicaValueError
-from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.scatter import IndexedSlices
 from psync.numerics.sums import PIECE_BYTES, Pieces, cuts, sum_dtype
 from psync.specs import DTYPE_NAMES
 

@@ -24,7 +24,8 @@ import sys
 
 import numpy as np
 
-from psync.numerics.blocks import Block, BlockArray, BlockPool
+from psync.numerics.block_pool import BlockPool
+from psync.numerics.blocks import Block, BlockArray
 from psync.numerics.scatter import starts_of
 
 _NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)

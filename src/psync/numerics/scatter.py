@@ -1,4 +1,4 @@
-"""Scatter operations on rows of an array, and the merging of duplicate row numbers.
+"""Rows of an array by their numbers: sparse gradients, scatter operations, merging of duplicates.
 
 Arithmetic is numpy's in the array's own dtype: integers wrap around, overflow of floats is
 infinite, the smaller of a number and NaN is NaN. Row numbers are sorted and made unique first;
@@ -7,8 +7,8 @@ each operation says how it combines the operands of duplicates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -180,3 +180,69 @@ def _reduced(
         rest = order[starts[run] + LONG_RUN : starts[run] + lengths[run]]
         made[run] = ufunc(made[run], ufunc.reduce(values[rest], axis=0, dtype=dtype))
     return made
+
+
+class IndexedSlices:
+    """Some rows of an array: row ``i`` of ``values`` belongs to row ``indices[i]``.
+
+    As a gradient it says that all other rows have none. An optimizer touches only the rows that
+    are named and what it keeps beside them; rows named more than once are summed first.
+
+    Args:
+        values: Shape (n, …), or what numpy makes an array of.
+        indices: Integers, shape (n,), in any order.
+        dense_shape: Of the whole array, if it is known.
+
+    Raises:
+        GradientError: Values or indices are no arrays; the indices are no integers, or not as many
+            as there are rows.
+
+    Source: ``tf.IndexedSlices``.
+    """
+
+    __slots__ = ("dense_shape", "indices", "values")
+
+    def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
+        try:
+            self.values = np.asarray(values)
+            indices = np.asarray(indices)
+            shape = None if dense_shape is None else tuple(map(int, dense_shape))
+        except (TypeError, ValueError) as exc:
+            raise GradientError(
+                "IndexedSlices: expected values and indices that are arrays, and integers as "
+                f"dense_shape: {exc}"
+            ) from exc
+        if indices.size == 0 and indices.dtype.kind == "f":
+            indices = indices.astype(np.int64)  # what numpy makes of an empty list
+        if indices.ndim != 1 or indices.dtype.kind not in "iu":
+            raise GradientError(
+                f"IndexedSlices: expected indices of shape (n,), integers, got {indices.shape} "
+                f"{indices.dtype}"
+            )
+        if self.values.ndim < 1 or len(self.values) != len(indices):
+            raise GradientError(
+                f"IndexedSlices: expected values for {len(indices)} indices, shape "
+                f"({len(indices)}, …), got {self.values.shape}"
+            )
+        self.indices = indices
+        self.dense_shape = shape
+
+    def __repr__(self) -> str:
+        return (
+            f"IndexedSlices({len(self.indices)} rows of shape {self.values.shape[1:]} "
+            f"{self.values.dtype}, dense_shape={self.dense_shape})"
+        )
+
+    def merged(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return (indices, values) with each index once, in ascending order, its rows summed.
+
+        Half precision is summed in float32 and rounded once. What needs no change is returned as it
+        is, so the result may share memory with this object.
+
+        Raises:
+            GradientError: There are duplicates, and the values are not floating.
+        """
+        indices, values = merged(self.indices.astype(np.int64, copy=False), self.values, "add")
+        if len(indices) < len(self.indices):
+            sum_dtype(values.dtype)  # raises
+        return indices, values

@@ -16,7 +16,7 @@ import numpy as np
 
 from psync.errors import GradientError
 from psync.net.peer import Handler, Peer, Reply
-from psync.numerics.blocks import BlockPool
+from psync.numerics.block_pool import BlockPool
 from psync.numerics.layerwise_rules import Sums
 from psync.numerics.update_rule import slot_dtype
 from psync.ps.cooperative_work import LongWork

@@ -11,7 +11,8 @@ import numpy as np
 
 from psync.errors import GradientError, RemoteProtocolError, UsageError
 from psync.net.peer import Peer
-from psync.numerics.blocks import BlockPool, bytes_of, roomy
+from psync.numerics.block_pool import BlockPool, roomy
+from psync.numerics.blocks import bytes_of
 from psync.numerics.common_blocks import Adjacent
 from psync.numerics.compression import (
     WIDE,

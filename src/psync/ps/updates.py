@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 from psync.net.peer import Handler, Peer, Reply
-from psync.numerics.blocks import BlockPool
+from psync.numerics.block_pool import BlockPool
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.cut_gate import GateService

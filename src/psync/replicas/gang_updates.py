@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from psync.errors import GradientError, ReplicaValueError, UnsupportedError
-from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.replica_sums import ReduceOp
 from psync.numerics.replica_values import reducing_values
+from psync.numerics.scatter import IndexedSlices
 from psync.numerics.sums import sum_dtype
 from psync.replicas.chunks import in_turns
 from psync.replicas.gang_member import GangMember

@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 
 from psync.errors import UsageError
-from psync.numerics.blocks import BlockPool
+from psync.numerics.block_pool import BlockPool
 from psync.numerics.clipping import sum_of_squares
 from psync.numerics.common_blocks import Adjacent
 from psync.numerics.layerwise_rules import LayerwiseRule, Sums

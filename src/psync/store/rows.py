@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from psync.errors import UsageError
-from psync.numerics.blocks import BlockArray, BlockPool, roomy
+from psync.numerics.block_pool import BlockPool, roomy
+from psync.numerics.blocks import BlockArray
 from psync.numerics.clipping import PIECE, scaled, sum_of_squares
 from psync.numerics.row_blocks import RowBlocks
 from psync.numerics.scatter import combine

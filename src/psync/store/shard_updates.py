@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from psync.numerics.blocks import Block, BlockArray, BlockPool
+from psync.numerics.block_pool import BlockPool
+from psync.numerics.blocks import Block, BlockArray
 from psync.numerics.layerwise_rules import LayerwiseRule, Measurement
 from psync.numerics.means import MeanGradient
 from psync.numerics.update_rule import RuleRaised, UpdateRule

@@ -24,7 +24,8 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.numerics.blocks import BlockArray, BlockPool, bytes_of
+from psync.numerics.block_pool import BlockPool
+from psync.numerics.blocks import BlockArray, bytes_of
 from psync.numerics.rule_configs import rule_from_config
 from psync.numerics.update_rule import ACCUMULATOR, RuleRaised, UpdateRule, slot_dtype
 from psync.schedules import Config, Schedule

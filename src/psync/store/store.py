@@ -20,7 +20,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from psync.errors import GradientError, PartitionError, UsageError
-from psync.numerics.blocks import Block, BlockArray, BlockPool, PoolStatistics, bytes_of
+from psync.numerics.block_pool import BlockPool, PoolStatistics
+from psync.numerics.blocks import Block, BlockArray, bytes_of
 from psync.numerics.means import move_average
 from psync.numerics.sums import sum_dtype
 from psync.specs import dtype_of

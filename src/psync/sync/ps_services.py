@@ -36,7 +36,7 @@ from psync.backups.service import BackupService, Section
 from psync.errors import ConnectionLost, FencedError, PsyncError
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
-from psync.numerics.blocks import BlockPool
+from psync.numerics.block_pool import BlockPool
 from psync.ps.accumulators import AccumulatorService
 from psync.ps.computes import Compute, Touches
 from psync.ps.cooperative_work import LongWork

@@ -38,9 +38,9 @@ from psync.client.scopes import running_scopes
 from psync.errors import ConfigurationError, UsageError
 from psync.numerics.clipping import clipped_by_norm
 from psync.numerics.compression import Compression, checked_compression
-from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.rule_configs import registered_in, rule_from_config
 from psync.numerics.rule_options import RuleOptions
+from psync.numerics.scatter import IndexedSlices
 from psync.numerics.update_rule import UpdateRule
 from psync.replicas import gang_updates
 from psync.replicas.context import current_gang

@@ -21,7 +21,7 @@ from psync.integrations.keras.metrics import (
     set_metrics,
 )
 from psync.integrations.keras.models import BuiltModel, checked_backend
-from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.scatter import IndexedSlices
 
 _SPREAD = 0x9E3779B9
 """By how much the seeds of two workers differ, modulo 2**32: the golden ratio's bits."""

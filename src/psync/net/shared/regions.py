@@ -30,8 +30,8 @@ import numpy as np
 from psync.errors import RemoteProtocolError
 from psync.net.shared.views import address_of, root_of
 from psync.net.shared.windows import Windows
+from psync.numerics.block_pool import BlockPool, roomy
 from psync.numerics.block_runs import SHARING_BYTES
-from psync.numerics.blocks import BlockPool, roomy
 from psync.wire.lent import LENT_ABOVE_BYTES
 
 SLAB_BYTES = 16 << 20
@@ -276,11 +276,10 @@ class SharedMemory:
     def lendable(self, nbytes: int) -> np.ndarray | None:
         """Return a root of the arena with room for so much; None: there is no memory."""
         with self._lock:
-            root = self.arena.take(roomy(max(nbytes, LENT_ABOVE_BYTES + 1)))
-            if region_of(root.data) is None:  # ordinary memory, which the arena must not keep
+            try:
+                return self.arena.lend(roomy(max(nbytes, LENT_ABOVE_BYTES + 1)))
+            except MemoryError:
                 return None
-            self.arena.give(root)  # handed out again once nobody sees it
-            return root
 
     def own_region_of(self, view: memoryview) -> Region | None:
         """Return the region of this task in which a view lies, whoever has made an array of it."""
@@ -327,7 +326,10 @@ class SharedMemory:
         def take(nbytes: int) -> np.ndarray:
             memory = me()
             assert memory is not None, "who takes has it"
-            return memory.take(nbytes)
+            root = memory.take(nbytes)
+            if region_of(root.data) is None:  # ordinary memory, which the arena must not keep
+                raise MemoryError
+            return root
 
         return BlockPool(source=take)
 
