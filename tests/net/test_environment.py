@@ -13,7 +13,13 @@ import pytest
 
 import psync
 from psync.errors import ConfigurationError
-from psync.net.environment import platform_of, shares_memory, watchdog_timeout
+from psync.net.environment import (
+    SETTINGS,
+    misspelt_settings,
+    platform_of,
+    shares_memory,
+    watchdog_timeout,
+)
 from psync.net.platform import Platform
 from psync.net.tls import TlsNetwork
 from psync.net.transport import Network
@@ -100,6 +106,30 @@ def test_every_limit_is_described_with_its_default() -> None:
     for field in dataclasses.fields(Limits):
         row = rf"^\| `PSYNC_LIMIT_{field.name.upper()}` \| {field.default}\b"
         assert re.search(row, described, re.MULTILINE), field.name
+
+
+def test_every_setting_is_described_and_no_other_name_there_is_taken_for_one() -> None:
+    described = (Path(__file__).parents[2] / "docs" / "reference" / "configuration.md").read_text()
+    assert [name for name in SETTINGS if f"`{name}`" not in described] == []
+    names = dict.fromkeys(re.findall(r"PSYNC_[A-Z_]+[A-Z]", described), "")
+    assert misspelt_settings(names) == {"PSYNC_TLS_CAFILE": "PSYNC_TLS_CA_FILE"}  # its example
+    assert misspelt_settings({"PSYNC_SERVICE_HOST": "10.0.0.1", "PSYNC_PORT_8470_TCP": ""}) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("PSYNC_SHARED_MEMRY", "PSYNC_SHARED_MEMORY"),
+        ("PSYNC_TLS_CAFILE", "PSYNC_TLS_CA_FILE"),
+        ("PSYNC_LIMIT_CONNECTION", "PSYNC_LIMIT_CONNECTIONS"),
+    ],
+)
+def test_a_misspelt_setting_is_said(
+    name: str, meant: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(name, "0")
+    platform_of(resolver(), LOCAL, insecure=True)
+    assert f"{name} means nothing to psync: is {meant} meant?" in caplog.messages
 
 
 def test_failpoints_are_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:

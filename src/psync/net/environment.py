@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import difflib
 import importlib
 import logging
 import math
@@ -57,6 +58,19 @@ platform_of_tf_config: ContextVar[Platform | None] = ContextVar(
 """That of the cluster which ``TF_CONFIG`` describes, where this process has opened it itself."""
 
 
+SETTINGS = (
+    "PSYNC_CHIEF_TIMEOUT", "PSYNC_DASHBOARD", "PSYNC_DASHBOARD_HOSTS", "PSYNC_FAILPOINTS",
+    "PSYNC_INSECURE", "PSYNC_JOBS", "PSYNC_LOG_LEVEL", "PSYNC_LOOP", "PSYNC_METRICS",
+    "PSYNC_NAMESPACE", "PSYNC_PLUGINS", "PSYNC_PORT", "PSYNC_RUN_LOG", "PSYNC_SECRET",
+    "PSYNC_SECRET_FILE", "PSYNC_SERVICE", "PSYNC_SHARED_MEMORY", "PSYNC_STATUS",
+    "PSYNC_SUPERVISED", "PSYNC_TASK_METRICS", "PSYNC_TLS_CA_FILE", "PSYNC_TLS_CERT_FILE",
+    "PSYNC_TLS_KEY_FILE", "PSYNC_TLS_MUTUAL", "PSYNC_WATCHDOG_TIMEOUT",
+    *(f"PSYNC_LIMIT_{field.name.upper()}" for field in dataclasses.fields(Limits)),
+)  # fmt: skip
+"""Variables that every process reads. Commands have their own, one for each option."""
+
+_ALMOST = 0.9  # of the letters: one or two of a name are wrong
+
 _newest_incarnation = 0  # under which this process is, or was, a coordinator
 
 
@@ -88,6 +102,8 @@ def platform_of(
     if isinstance(own, Platform):
         return own
     environ = os.environ
+    for misspelt, meant in misspelt_settings(environ).items():
+        logger.warning("%s means nothing to psync: is %s meant?", misspelt, meant)
     insecure = insecure or insecure_by_environ(environ)
     secret = require_secret(load_secret(environ), insecure, address, warn)
     tls = load_tls(environ)
@@ -105,6 +121,16 @@ def platform_of(
         parts=parts_of(environ),
         workforce=workforce_of_launcher(),
     )
+
+
+def misspelt_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return which variables are almost settings, and which ones; for them nobody reads.
+
+    Others are nothing to complain of: Kubernetes sets ``PSYNC_PORT_8470_TCP`` beside a service.
+    """
+    unknown = sorted(name for name in environ if name.startswith("PSYNC") and name not in SETTINGS)
+    close = ((name, difflib.get_close_matches(name, SETTINGS, 1, _ALMOST)) for name in unknown)
+    return {name: meant[0] for name, meant in close if meant}
 
 
 def parts_of(environ: Mapping[str, str]) -> Parts:
