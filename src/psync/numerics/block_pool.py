@@ -124,14 +124,14 @@ class BlockPool:
             self._roots.move_to_end(key)
         if self._bytes > self._max_bytes:
             self._lent_bytes += nbytes
-            if key is None or self._lent_bytes * _CENSUSES > self._bytes:
+            if self._lent_bytes * _CENSUSES > self._bytes:
                 self._take_census()
         return root
 
     def _take_census(self) -> None:
         """Find out how much is in use, and forget what is more than that lately was at most.
 
-        All roots are looked at, which is little work beside what they are filled with.
+        All roots are looked at, which is little beside what it takes to fill a 16th of them.
         """
         unseen = [key for key in self._roots if _references(self._roots, key) == _UNSEEN_IN_POOL]
         in_use = self._bytes - sum(self._roots[key].nbytes for key in unseen)
@@ -142,7 +142,7 @@ class BlockPool:
         if self._period_bytes > _PERIODS * self._bytes:
             self._former_most_in_use, self._most_in_use = self._most_in_use, 0
             self._period_bytes = 0
-        bound = max(self._max_bytes, most + most // 8)  # the most is seen only every 16th
+        bound = max(self._max_bytes, most + most // 8)  # there may have been more in between
         for key in unseen:
             if self._bytes <= bound:
                 break
