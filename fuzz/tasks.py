@@ -22,7 +22,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
     from psync.net.endpoint import Endpoint
     from psync.net.platform import Platform
     from psync.net.secret import Secret
-    from psync.numerics.blocks import BlockPool
+    from psync.numerics.block_pool import BlockPool
     from psync.numerics.update_rule import SGD
     from psync.ps_task import PsTask
     from psync.testing import MemoryNetwork, run_virtual

@@ -147,6 +147,9 @@ class TestMoreThanTheBoundIsLent:
 
     KEPT = 32 * KIB
 
+    def pool(self, *, may_grow: bool = True) -> BlockPool:
+        return BlockPool(self.KEPT, may_grow=lambda: may_grow)
+
     def use(self, pool: BlockPool, *sizes: int) -> int:
         """Have so much memory lent at one time; return how often it was new."""
         before = pool.statistics().misses
@@ -156,35 +159,41 @@ class TestMoreThanTheBoundIsLent:
 
     @pytest.mark.parametrize("sizes", [[64 * KIB], [8 * KIB] * 20, [48 * KIB, 8 * KIB, 16 * KIB]])
     def test_it_is_new_once(self, sizes: list[int]) -> None:
-        pool = BlockPool(self.KEPT)
+        pool = self.pool()
         assert [self.use(pool, *sizes) for _ in range(4)] == [len(sizes), 0, 0, 0]
         assert pool.statistics().bytes == sum(sizes)
-
-    @pytest.mark.parametrize("sizes", [[4 * KIB], [16 * KIB, 8 * KIB], [8 * KIB + 1, 8 * KIB + 2]])
-    def test_once_less_is_used_the_rest_goes(self, sizes: list[int]) -> None:
-        pool = BlockPool(self.KEPT)
-        self.use(pool, *[8 * KIB] * 20)
-        for _ in range(20 * 20 * 8 * KIB // sum(sizes)):
-            self.use(pool, *sizes)
+        pool.shrink()
         assert pool.statistics().bytes <= self.KEPT
+        assert self.use(pool, *sizes) > 0
         assert self.use(pool, *sizes) == 0
 
+    def test_a_pool_that_may_not_grow_forgets_the_oldest_also_if_it_is_in_use(self) -> None:
+        pool = self.pool(may_grow=False)
+        assert [self.use(pool, *[8 * KIB] * 20) for _ in range(2)] == [20, 16]
+        assert pool.statistics().bytes == self.KEPT
+
     def test_of_sizes_that_do_not_come_again_no_more_than_the_bound_is_kept(self) -> None:
-        pool = BlockPool(self.KEPT)
+        pool = self.pool()
         for extra in range(100):
             self.use(pool, 8 * KIB + extra, 4 * KIB + extra)
-            assert pool.statistics().bytes <= self.KEPT + 16 * KIB
+            assert pool.statistics().bytes <= self.KEPT
+
+    def test_what_is_in_use_does_not_hide_what_nobody_sees(self) -> None:
+        pool = self.pool()
+        held = [pool.lend(4 * KIB) for _ in range(20)]
+        for extra in range(100):
+            self.use(pool, 8 * KIB + extra)
+        assert pool.statistics().bytes <= len(held) * 4 * KIB + self.KEPT
 
     @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), max_size=60))
-    def test_never_is_it_lent_twice_and_what_nobody_uses_is_bounded(
+    def test_never_is_it_lent_twice_and_shrunk_it_has_the_bound_or_what_is_in_use(
         self, steps: list[tuple[int, int]]
     ) -> None:
         """So many pages are lent, and the last ones of them kept."""
-        pool, live, most = BlockPool(self.KEPT), [], 0
+        pool, live = self.pool(), []
         for pages, kept in steps:
             live.append(pool.lend(pages * 4 * KIB))
-            most = max(most, sum(root.nbytes for root in live))
             assert len({root.ctypes.data for root in live}) == len(live)
-            bound = max(self.KEPT, most + most // 8)
-            assert pool.statistics().bytes <= bound + bound // 16 + pages * 4 * KIB
             live = live[len(live) - min(kept, len(live)) :]
+        pool.shrink()
+        assert pool.statistics().bytes <= max(self.KEPT, sum(root.nbytes for root in live))

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from psync.errors import ConfigurationError
 from psync.net.chief_presence import TrainingPresence
 from psync.net.platform import Parts, Platform
-from psync.net.process_state import inherited_file
+from psync.net.process_state import PerProcess, inherited_file
 from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver
 from psync.net.secret import insecure_by_environ, load_secret, require_secret
 from psync.net.shared.door_names import may_share
@@ -69,6 +69,8 @@ SETTINGS = (
 )  # fmt: skip
 """Variables that every process reads. Commands have their own, one for each option."""
 
+_said = PerProcess(set[str])  # misspelt ones
+
 _ALMOST = 0.9  # of the letters: one or two of a name are wrong
 
 _newest_incarnation = 0  # under which this process is, or was, a coordinator
@@ -96,14 +98,13 @@ def platform_of(
             be understood.
     """
     tell_launcher()
+    _say_what_is_misspelt(os.environ)
     own = getattr(resolver, "platform", None)
     if isinstance(resolver, TFConfigClusterResolver):
         own = platform_of_tf_config.get()
     if isinstance(own, Platform):
         return own
     environ = os.environ
-    for misspelt, meant in misspelt_settings(environ).items():
-        logger.warning("%s means nothing to psync: is %s meant?", misspelt, meant)
     insecure = insecure or insecure_by_environ(environ)
     secret = require_secret(load_secret(environ), insecure, address, warn)
     tls = load_tls(environ)
@@ -126,11 +127,22 @@ def platform_of(
 def misspelt_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Return which variables are almost settings, and which ones; for them nobody reads.
 
-    Others are nothing to complain of: Kubernetes sets ``PSYNC_PORT_8470_TCP`` beside a service.
+    Others are nothing to complain of: Kubernetes sets some for each service, as
+    ``PSYNC_0_PORT=tcp://10.0.0.1:8470`` for psync-0.
     """
-    unknown = sorted(name for name in environ if name.startswith("PSYNC") and name not in SETTINGS)
-    close = ((name, difflib.get_close_matches(name, SETTINGS, 1, _ALMOST)) for name in unknown)
+    close = (
+        (name, difflib.get_close_matches(name, SETTINGS, 1, _ALMOST))
+        for name, text in sorted(environ.items())
+        if name.startswith("PSYNC") and name not in SETTINGS and "://" not in text
+    )
     return {name: meant[0] for name, meant in close if meant}
+
+
+def _say_what_is_misspelt(environ: Mapping[str, str]) -> None:
+    for misspelt, meant in misspelt_settings(environ).items():
+        if misspelt not in _said():
+            _said().add(misspelt)
+            logger.warning("%s means nothing to psync: is %s meant?", misspelt, meant)
 
 
 def parts_of(environ: Mapping[str, str]) -> Parts:

@@ -8,6 +8,7 @@ nobody else refers to.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,8 +23,6 @@ POOL_BYTES = 256 << 20
 
 _MIN_POOLED_BYTES = 4096  # below a page malloc is as quick as the pool's own bookkeeping
 _PROBES = 8  # roots looked at per take(): keeps it O(1) when readers hold many
-_CENSUSES = 16  # of what is in use, while as much is lent as a pool has
-_PERIODS = 4  # times as much is lent in a period, over which the most that was in use is taken
 
 
 def roomy(nbytes: int) -> int:
@@ -50,12 +49,12 @@ def no_run(nbytes: int, offset: int) -> memoryview | None:
 class PoolStatistics:
     """A snapshot of a pool."""
 
-    hits: int  # take() calls that were served with recycled memory
-    misses: int  # take() calls that were served with new memory
+    hits: int  # take() and lend() calls that were served with recycled memory
+    misses: int  # those that were served with new memory
     evicted: int  # roots dropped because the pool was full
     roots: int  # roots in the pool now, those that others still see included
     bytes: int  # their size
-    max_bytes: int  # the bound of ``bytes``
+    max_bytes: int  # the bound of ``bytes`` now
 
 
 class BlockPool:
@@ -65,15 +64,16 @@ class BlockPool:
     by nobody else, and is no longer in the pool.
 
     Args:
-        max_bytes: Bound of what the pool keeps alive; the least recently given go first. What is
-            lent may exceed it while it is in use, and stays while it is used again and again.
+        max_bytes: Bound of what the pool keeps alive; the least recently given go first.
         source: Where new memory comes from.
         run: Where that of runs comes from (``block_runs``): given its size, and an offset that its
             first byte shares the place in a page with.
+        may_grow: Whether what is lent may raise the bound now, if that much is in use.
 
     Attributes:
         source: The same; may be replaced.
         run: The same.
+        bound: Of what is kept: ``max_bytes``, or more until ``shrink``.
     """
 
     def __init__(
@@ -81,18 +81,16 @@ class BlockPool:
         max_bytes: int = POOL_BYTES,
         source: Callable[[int], np.ndarray] = private,
         run: Callable[[int, int], memoryview | None] = no_run,
+        may_grow: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._max_bytes = max_bytes
+        self._max_bytes = self.bound = max_bytes
+        self.may_grow = may_grow
         self.source = source
         self.run = run
         # id -> root, least recently given first. The pool's ONLY reference to a root is here.
         self._roots: OrderedDict[int, np.ndarray] = OrderedDict()
         # nbytes -> ids of the roots of that size, the next to be looked at first.
         self._by_size: dict[int, OrderedDict[int, None]] = {}
-        self._lent_bytes = 0  # since the last census
-        self._period_bytes = 0  # lent in this period until then
-        self._most_in_use = 0  # of all censuses of this period
-        self._former_most_in_use = 0  # of the period before
         self._bytes = 0
         self._hits = 0
         self._misses = 0
@@ -107,47 +105,43 @@ class BlockPool:
         return self.source(nbytes) if key is None else self._remove(key)
 
     def lend(self, nbytes: int) -> np.ndarray:
-        """As ``take``, and ``give`` at once: handed out again when nobody sees it any more.
-
-        It is kept however much there is: to forget what is in use would free nothing, and who has
-        used more than the bound at one time will do so again. Of what nobody sees, the pool keeps
-        what makes it up to the most that was in use at one time lately.
-        """
+        """As ``take``, and ``give`` at once: handed out again when nobody sees it any more."""
         key = self._unseen(nbytes)
         if key is None:
             root = self.source(nbytes)
-            if nbytes >= _MIN_POOLED_BYTES:
-                self._add(root)
-        else:
-            root = self._roots[key]
-            self._by_size[nbytes].move_to_end(key)
-            self._roots.move_to_end(key)
-        if self._bytes > self._max_bytes:
-            self._lent_bytes += nbytes
-            if self._lent_bytes * _CENSUSES > self._bytes:
-                self._take_census()
-        return root
+            if self.may_grow():
+                self._grow(nbytes)
+            self.give(root)
+            return root
+        self._by_size[nbytes].move_to_end(key)
+        self._roots.move_to_end(key)
+        return self._roots[key]
 
-    def _take_census(self) -> None:
-        """Find out how much is in use, and forget what is more than that lately was at most.
+    def _grow(self, nbytes: int) -> None:
+        """Raise the bound for so much more, unless there is something that nobody sees.
 
-        All roots are looked at, which is little beside what it takes to fill a 16th of them.
+        To forget what is in use would free nothing, and who uses more than the bound at one time
+        will do so again.
         """
-        unseen = [key for key in self._roots if _references(self._roots, key) == _UNSEEN_IN_POOL]
-        in_use = self._bytes - sum(self._roots[key].nbytes for key in unseen)
-        self._most_in_use = max(self._most_in_use, in_use)
-        self._period_bytes += self._lent_bytes
-        self._lent_bytes = 0
-        most = max(self._most_in_use, self._former_most_in_use)
-        if self._period_bytes > _PERIODS * self._bytes:
-            self._former_most_in_use, self._most_in_use = self._most_in_use, 0
-            self._period_bytes = 0
-        bound = max(self._max_bytes, most + most // 8)  # there may have been more in between
-        for key in unseen:
-            if self._bytes <= bound:
+        while self._bytes + nbytes > self.bound:
+            for key in list(itertools.islice(self._roots, _PROBES)):
+                if _references(self._roots, key) == _UNSEEN_IN_POOL:
+                    self._remove(key)
+                    self._evicted += 1
+                    break
+                self._roots.move_to_end(key)
+            else:
+                self.bound = self._bytes + nbytes
+
+    def shrink(self) -> None:
+        """Take the bound back to what it was, and forget what nobody sees beyond it."""
+        self.bound = self._max_bytes
+        for key in list(self._roots):
+            if self._bytes <= self.bound:
                 break
-            self._remove(key)
-            self._evicted += 1
+            if _references(self._roots, key) == _UNSEEN_IN_POOL:
+                self._remove(key)
+                self._evicted += 1
 
     def _unseen(self, nbytes: int) -> int | None:
         """Return the key of a root of this size that nobody else sees; None: there is none."""
@@ -190,13 +184,13 @@ class BlockPool:
             raise UsageError(
                 f"a pool takes back only 1-d uint8 arrays, got {root.ndim}-d {root.dtype}"
             )
-        if not _MIN_POOLED_BYTES <= root.nbytes <= self._max_bytes:
+        if not _MIN_POOLED_BYTES <= root.nbytes <= self.bound:
             return
         key = id(root)
         if key in self._roots:
             self._roots.move_to_end(key)
             return
-        while self._bytes + root.nbytes > self._max_bytes:
+        while self._bytes + root.nbytes > self.bound:
             self._remove(next(iter(self._roots)))
             self._evicted += 1
         self._add(root)
@@ -209,7 +203,7 @@ class BlockPool:
             evicted=self._evicted,
             roots=len(self._roots),
             bytes=self._bytes,
-            max_bytes=self._max_bytes,
+            max_bytes=self.bound,
         )
 
     def _add(self, root: np.ndarray) -> None:

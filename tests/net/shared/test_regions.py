@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import gc
@@ -22,6 +23,7 @@ from psync.net.shared.regions import (
     F_SEAL_FUTURE_WRITE,
     MFD_NOEXEC_SEAL,
     SEALS,
+    SHRINK_S,
     SLAB_BYTES,
     Heap,
     Mapping,
@@ -35,6 +37,7 @@ from psync.net.shared.regions import (
 )
 from psync.numerics.block_runs import SHARING_BYTES
 from psync.specs import dtype_of
+from psync.testing import run_virtual
 from psync.wire.lent import LENT_ABOVE_BYTES
 from psync.wire.tensors import to_bytes_view
 
@@ -439,6 +442,45 @@ def test_a_task_that_has_ended_keeps_no_memory() -> None:
     assert memory.statistics()["shared_regions"] == 1  # somebody still reads
     del view
     assert num_fds() == before
+
+
+def use(memory: SharedMemory, *sizes: int) -> int:
+    """Have copies of these sizes at one time; return in how many regions they were."""
+    roots = [memory.lendable(size) for size in sizes]
+    return len({region_of(root.data) for root in roots if root is not None})
+
+
+def test_what_copies_take_above_the_bound_is_used_again_and_goes_some_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        for _ in range(2):  # the second time, once more
+            for _ in range(3):
+                assert use(memory, 20 * MIB, 20 * MIB) == 2
+            assert memory.arena.statistics().bytes == 40 * MIB
+            memory.shrink_soon()
+            await asyncio.sleep(SHRINK_S - 1)
+            assert use(memory, 20 * MIB, 20 * MIB) == 2
+            await asyncio.sleep(2)
+            assert memory.statistics()["shared_bytes"] == 0
+        assert memory.arena.statistics().misses == 4
+        use(memory, 20 * MIB)
+        memory.shrink_soon()
+        memory.let_go()  # and nothing is waited for
+        assert memory.statistics()["shared_bytes"] == 0
+
+    monkeypatch.setattr(regions, "ARENA_BYTES", 4 * MIB)
+    memory = shared()
+    run_virtual(main)
+
+
+def test_copies_above_the_bound_are_kept_in_few_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "ARENA_BYTES", 4 * MIB)
+    monkeypatch.setattr(regions, "SLAB_BYTES", MIB)
+    memory = shared()
+    for _ in range(5):  # each is a descriptor of everybody who reads it
+        assert use(memory, *[2 * MIB] * 40) == 40
+        assert memory.statistics()["shared_regions"] <= regions.ARENA_REGIONS
 
 
 @settings(deadline=None, max_examples=50)

@@ -183,6 +183,7 @@ class Sharing:
             raise RemoteProtocolError(f"body {number} was given back, which is not lent")
         self.withdrawn(loan)
         loan.over()
+        self._memory.shrink_soon()
 
     def until_returned(self, owners: Collection[int]) -> list[asyncio.Future[None]]:
         """Return what is done once memory of arrays that is lent now is lent no more.

@@ -30,7 +30,7 @@ import numpy as np
 from psync.errors import RemoteProtocolError
 from psync.net.shared.views import address_of, root_of
 from psync.net.shared.windows import Windows
-from psync.numerics.block_pool import BlockPool, roomy
+from psync.numerics.block_pool import POOL_BYTES, BlockPool, roomy
 from psync.numerics.block_runs import SHARING_BYTES
 from psync.wire.lent import LENT_ABOVE_BYTES
 
@@ -38,6 +38,17 @@ SLAB_BYTES = 16 << 20
 """Of one region; what is larger has a region of its own."""
 
 ALIGNMENT = 64
+
+ARENA_BYTES = POOL_BYTES
+"""That are kept of the memory of copies; more for a while, if more is in use at one time."""
+
+ARENA_REGIONS = 16
+"""In which more is kept. Each is a descriptor of every task that reads it, and these bytes in slabs
+have as many."""
+
+SHRINK_S = 60.0
+"""So often an arena that keeps more is taken back to ``ARENA_BYTES``: then new memory for a step
+costs nothing to speak of."""
 
 SPARE_DESCRIPTORS = 16
 """That a task leaves for connections and files: memory that others can read does without."""
@@ -208,6 +219,7 @@ class SharedMemory:
         # Each has two descriptors: a mapping keeps one of its own.
         self._max_regions = _max_descriptors() // 8
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
+        self._shrinking: asyncio.TimerHandle | None = None
 
     def take(self, nbytes: int) -> np.ndarray:
         """Return a new root; of ordinary memory if it is small, or nobody could read it."""
@@ -311,6 +323,7 @@ class SharedMemory:
 
     def let_go(self) -> None:
         """Keep nothing that is not in use: connections have ended, and perhaps the task."""
+        self._stop_shrinking()
         with self._lock:
             self.arena = self._new_arena()
             self._slab = memoryview(b"")
@@ -320,18 +333,41 @@ class SharedMemory:
         for sharing in list(self.lenders):
             sharing.drop()
 
+    def shrink_soon(self) -> None:
+        """Something that was lent has come back: see that no more is kept than is used."""
+        if self._shrinking is None and self.arena.bound > ARENA_BYTES:
+            loop, me = asyncio.get_running_loop(), weakref.ref(self)
+            self._shrinking = loop.call_later(SHRINK_S, _shrink, me)
+
+    def shrink(self) -> None:
+        """Let the arena keep no more than usual, but for what is in use."""
+        self._stop_shrinking()
+        with self._lock:
+            self.arena.shrink()
+
+    def _stop_shrinking(self) -> None:
+        if self._shrinking is not None:
+            self._shrinking.cancel()
+            self._shrinking = None
+
     def _new_arena(self) -> BlockPool:
         me = weakref.ref(self)  # or it would be reached from itself, and stay for a while
 
-        def take(nbytes: int) -> np.ndarray:
+        def memory() -> SharedMemory:
             memory = me()
             assert memory is not None, "who takes has it"
-            root = memory.take(nbytes)
+            return memory
+
+        def take(nbytes: int) -> np.ndarray:
+            root = memory().take(nbytes)
             if region_of(root.data) is None:  # ordinary memory, which the arena must not keep
                 raise MemoryError
             return root
 
-        return BlockPool(source=take)
+        def may_grow() -> bool:
+            return len(memory()._regions) <= ARENA_REGIONS
+
+        return BlockPool(ARENA_BYTES, take, may_grow=may_grow)
 
     def statistics(self) -> dict[str, int]:
         """Return how many regions there are, and windows on those of others, and their size."""
@@ -355,3 +391,8 @@ class SharedMemory:
         made.region.owner = self.token
         self._regions.add(made.region)
         return made.data if isinstance(made, Heap) else memoryview(made)
+
+
+def _shrink(memory: weakref.ref[SharedMemory]) -> None:
+    if (shrunk := memory()) is not None:
+        shrunk.shrink()

@@ -22,6 +22,7 @@ from typing import Any
 import psync
 from psync.client import scopes
 from psync.net.process_state import fresh_process
+from psync.net.shared import regions
 from psync.ps import comparison, cooperative_work
 from psync.serialization import failures
 from psync.testing.deadlock import Deadlock, describe_tasks
@@ -57,9 +58,11 @@ ALIKE = (
     (failures, "format_exception", _without_directories),
     (comparison, "CHECK_EVERY", lambda _: 1),
     (cooperative_work, "usable_cores", lambda _: lambda: 1),
+    (regions, "SHRINK_S", lambda _: 0.05),
 )
 """What would travel, and says where the source lies: a seed had another history there. So would
-it with another number of cores. And each backup is compared with its primary after each entry.
+it with another number of cores. And each backup is compared with its primary after each entry, and
+memory that was lent goes soon, as a run lasts for seconds.
 """
 
 ENDS = ("psync.backups.host", "psync.ps.cooperative_work")

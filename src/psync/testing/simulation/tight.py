@@ -23,7 +23,7 @@ from psync.chief.cluster_links import ClusterLinks
 from psync.client.outgoing import Outgoing
 from psync.closures import dispatcher
 from psync.net.shared import bodies, regions
-from psync.numerics import block_runs, blocks
+from psync.numerics import block_pool, block_runs, blocks
 from psync.ps import cooperative_work, executor
 from psync.replicas import closure_messages
 from psync.wire import frames, lent
@@ -73,9 +73,9 @@ SIZES: Mapping[str, Size] = {
     ),
     "kept": Size(((bodies, "KEPT_BYTES"),), (0, 1_000)),
     "runs": Size(((block_runs, "MAX_RUNS"), (block_runs, "UNUSED_AFTER")), (1, 2)),
-    "used again": Size(((blocks, "_MIN_POOLED_BYTES"),), (16,)),
+    "used again": Size(((block_pool, "_MIN_POOLED_BYTES"),), (16,)),
     "copied at once": Size(((lent, "COPY_BYTES"),), (8, 64)),
-    "slabs": Size(((regions, "SLAB_BYTES"),), (256, 4096)),
+    "slabs": Size(((regions, "SLAB_BYTES"), (regions, "ARENA_BYTES")), (256, 4096)),
     "creation": Size(((creation, "MESSAGE_BYTES"),), (1,)),
     "closures ahead": Size(((dispatcher, "MAX_AHEAD"),), (1,)),
     "values in results": Size(((closure_messages, "INLINE_BYTES"),), (0,)),
