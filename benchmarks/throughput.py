@@ -2,7 +2,8 @@
 
     python benchmarks/throughput.py [--quick] [--json FILE]    # two minutes, or half a minute
 
-One cluster of real processes on this machine, 2 ps and 2 workers, joined by TCP on loopback;
+One cluster of real processes on this machine, 2 ps and 2 workers, joined by TCP on loopback if
+``PSYNC_SHARED_MEMORY=0``, and as tasks of one host are if not;
 ``floor.py`` has 2 and 2 processes as well. The two take turns, repetition by repetition, so that
 whatever else the machine does hits both. Variables are float32, and cut in two, one half on each
 ps, but for the 100 small ones, which lie on the two in turn. Both workers work at once.

@@ -31,7 +31,7 @@ def health(timeout: float) -> int:
         0  it answers
         1  it does not: it has not begun to listen, is busy, or hangs
         2  wrong set-up, as that of psync serve; or the task is a chief or evaluator, which
-           listen nowhere
+           this cannot ask
     """
     from psync.errors import AuthenticationError, ConfigurationError, PsyncError, VersionMismatch
     from psync.launch.identity import own_task
