@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ports import claimed_ports
 from psync.cli import top
 from psync.cli.main import main
 from psync.errors import ConfigurationError, DeadlineExceeded, RemoteProtocolError
@@ -131,9 +131,8 @@ def test_live_it_goes_on_when_the_run_is_silent_and_ends_with_it() -> None:
 
 
 def test_a_url_at_which_nobody_answers_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        port = bound.getsockname()[1]
-    assert main(["top", f"http://127.0.0.1:{port}/status?token=secret", "--once"]) == 2
+    with claimed_ports(1) as (port,):
+        assert main(["top", f"http://127.0.0.1:{port}/status?token=secret", "--once"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"psync: error: http://127.0.0.1:{port}/status does not answer")
     assert "secret" not in error

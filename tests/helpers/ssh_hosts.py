@@ -6,6 +6,7 @@ configuration and keys of its own; nothing of the user's is read.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import shutil
@@ -13,6 +14,8 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from ports import claimed_ports
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 IS_POSSIBLE = SSHD is not None and sys.platform == "linux"
@@ -38,8 +41,8 @@ class SshHosts:
         if os.getuid() == 0:
             Path("/run/sshd").mkdir(exist_ok=True)  # where it keeps what has no privileges
         addresses = {host: f"127.0.0.{number}" for number, host in enumerate(hosts, 2)}
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port = listener.getsockname()[1]
+        self._claims = contextlib.ExitStack()
+        (self.port,) = self._claims.enter_context(claimed_ports(1))
         keys = directory / "authorized_keys"
         keys.write_text((directory / "user_key.pub").read_text())
         self._configuration = directory / "sshd_config"
@@ -103,6 +106,7 @@ class SshHosts:
             for each in [pid, *children_of(pid)]:
                 if b"sshd" in command_of(each):
                     kill(each)
+        self._claims.close()
 
 
 def command_of(pid: int) -> bytes:

@@ -8,13 +8,14 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from ports import claimed_ports
 
 SCRIPTS = Path(__file__).parents[1] / "processes" / "scripts"
 SERVE = ("-m", "psync", "serve")
@@ -31,14 +32,6 @@ def plain_environ(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONUNBUFFERED": "1", **more}
 
 
-def free_addresses(count: int) -> list[str]:
-    with contextlib.ExitStack() as taken:
-        sockets = [
-            taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [f"127.0.0.1:{taken.getsockname()[1]}" for taken in sockets]
-
-
 @dataclass
 class Ended:
     """What a process has left."""
@@ -52,7 +45,9 @@ class ByHand:
     """A cluster whose tasks are started one by one."""
 
     def __init__(self, num_ps: int = 1, num_workers: int = 1) -> None:
-        chief, *others = free_addresses(1 + num_ps + num_workers)
+        self._claims = contextlib.ExitStack()
+        ports = self._claims.enter_context(claimed_ports(1 + num_ps + num_workers))
+        chief, *others = [f"127.0.0.1:{port}" for port in ports]
         self.cluster = {"chief": [chief], "ps": others[:num_ps], "worker": others[num_ps:]}
         self.processes: list[subprocess.Popen[str]] = []
 
@@ -106,6 +101,7 @@ class ByHand:
         for process in self.processes:
             process.kill()
             process.communicate()
+        self._claims.close()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from ports import claimed_ports
 from psync.errors import ConfigurationError
 from psync.launch.hosted_task import HostedTask, MovedTasks, Order, join_address
 from psync.net.transport import SocketNetwork
@@ -66,14 +67,13 @@ async def test_a_task_that_cannot_listen_says_where() -> None:
 async def test_it_does_not_listen_at_the_name_of_another_task(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    create, ports = socket.create_server, [port, 0]
-    monkeypatch.setattr(
-        socket, "create_server", lambda at, **more: create((at[0], ports.pop(0)), **more)
-    )
-    task = HostedTask(order(names=[f"127.0.0.1:{port}"]), "127.0.0.1")
-    assert await task.begin() != f"127.0.0.1:{port}"
+    with claimed_ports(1) as (port,):
+        create, ports = socket.create_server, [port, 0]
+        monkeypatch.setattr(
+            socket, "create_server", lambda at, **more: create((at[0], ports.pop(0)), **more)
+        )
+        task = HostedTask(order(names=[f"127.0.0.1:{port}"]), "127.0.0.1")
+        assert await task.begin() != f"127.0.0.1:{port}"
     assert ports == []
     await task.stop()
 

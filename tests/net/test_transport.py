@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ports import claimed_ports
 from psync.errors import ConfigurationError
 from psync.net.transport import SocketNetwork, reason
 
@@ -99,9 +100,8 @@ async def test_port_0_becomes_the_port_that_was_bound(host: str) -> None:
 
 async def test_an_empty_host_listens_on_all_interfaces() -> None:
     network, greeters = SocketNetwork(), Greeters()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    listener = await network.listen(f":{port}", greeters)
+    with claimed_ports(1) as (port,):
+        listener = await network.listen(f":{port}", greeters)
     assert listener.address == f":{port}"
     assert await greeted(network, f"127.0.0.1:{port}") == b"hello"
     await greeters.wait_gone()

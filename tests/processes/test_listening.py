@@ -14,6 +14,7 @@ import pytest
 
 import psync
 from listening import descendants, listening
+from ports import claimed_ports
 from tasks_by_hand import SERVE, by_hand, plain_environ, script, wait_for_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -27,12 +28,6 @@ def own_address() -> str | None:
             address: str = probe.getsockname()[0]
             return None if address.startswith("127.") else address
     return None
-
-
-def free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
 
 
 def test_the_kernel_is_understood() -> None:
@@ -78,8 +73,8 @@ def test_a_task_listens_on_its_own_address_alone_and_not_without_a_secret(job: s
     host = own_address()
     if host is None:
         pytest.skip("this machine has no other address than its loopback one")
-    with by_hand() as cluster:
-        cluster.cluster[job] = [f"{host}:{free_port(host)}"]
+    with claimed_ports(1, host) as (port,), by_hand() as cluster:
+        cluster.cluster[job] = [f"{host}:{port}"]
         refused = cluster.run(job, 0, SERVE, secret=None)
         assert refused.code == 2
         assert "everybody who can reach it could run code on this task" in refused.err

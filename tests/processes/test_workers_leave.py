@@ -16,7 +16,8 @@ import pytest
 import uvloop
 
 import psync
-from tasks_by_hand import SECRET, SERVE, by_hand, ended, free_addresses, script, wait_for_line
+from ports import claimed_ports
+from tasks_by_hand import SECRET, SERVE, by_hand, ended, script, wait_for_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -153,8 +154,8 @@ def test_sigterm_is_noted_while_a_step_computes_on_the_loop_and_the_second_one_k
 
 
 def test_a_worker_that_was_started_by_hand_is_added_and_told_of_the_end() -> None:
-    (address,) = free_addresses(1)
-    with by_hand(num_ps=1, num_workers=1) as cluster:
+    with claimed_ports(1) as (port,), by_hand(num_ps=1, num_workers=1) as cluster:
+        address = f"127.0.0.1:{port}"
         tasks = cluster.serve_all()
         alone = {"cluster": {"worker": {"3": address}}, "task": {"type": "worker", "index": 3}}
         added = cluster.start("worker", 3, SERVE, environ={"TF_CONFIG": json.dumps(alone)})

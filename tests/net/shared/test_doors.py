@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ports import claimed_ports
 from psync.net.process_state import fresh_process
 from psync.net.shared import doors
 from psync.net.shared.channel import SocketChannel, ran_out
@@ -498,10 +499,9 @@ async def test_closing_it_leaves_those_who_stand_in_it(listening: socket.socket)
 async def test_both_must_want_to_share(host: str, sharing: tuple[bool, bool]) -> None:
     """And who does not is reached by the address."""
     listens, connects = (SocketNetwork(shares_memory=shares) for shares in sharing)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     sharers = Sharers()
-    listener = await listens.listen(f"{host}:{port}", sharers)
+    with claimed_ports(1) as (port,):
+        listener = await listens.listen(f"{host}:{port}", sharers)
     _, client = await connects.connect(f"{host or '127.0.0.1'}:{port}", Sharer)
     server = await sharers.next()
     assert isinstance(client, Sharer)
