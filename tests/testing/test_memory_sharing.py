@@ -57,7 +57,7 @@ def test_its_memory_outlives_the_region(ends: tuple[SideChannel, SideChannel]) -
         region_gone = gone.append
 
     knower = Knower()
-    made.region.on_gone.add(knower)
+    made.region.on_gone[knower] = None
     ours.give(made.region)
     ((_, memory),) = theirs.take()
     del made

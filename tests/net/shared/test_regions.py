@@ -119,6 +119,20 @@ def test_a_mapping_outlives_the_descriptor_and_the_owner() -> None:
     assert bytes(foreign[:3]) == b"abc"
 
 
+def test_its_end_is_told_in_the_order_in_which_it_was_shown() -> None:
+    class Knower:
+        def region_gone(self, number: int) -> None:
+            told.append(self)
+
+    told: list[Knower] = []
+    knowers = [Knower() for _ in range(20)]
+    made = make_heap(7, PAGE)
+    for knower in knowers:
+        made.region.on_gone[knower] = None
+    del made
+    assert told == knowers
+
+
 @MAKERS
 def test_its_end_closes_it_and_is_told(make: Callable[[int, int], Mapping | Heap]) -> None:
     class Knower:
@@ -131,8 +145,8 @@ def test_its_end_closes_it_and_is_told(make: Callable[[int, int], Mapping | Heap
     before = num_fds()
     first, second = Knower(), Knower()
     made = make(7, PAGE)
-    made.region.on_gone.add(first)
-    made.region.on_gone.add(second)
+    made.region.on_gone[first] = None
+    made.region.on_gone[second] = None
     view = memoryview(made)
     del made, second
     assert first.gone == []  # somebody sees it

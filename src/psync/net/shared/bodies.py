@@ -87,7 +87,7 @@ class Sharing:
         self._returns: deque[tuple[int, int | None]] = deque()  # number, bytes that were kept
         if memory.make is None:
             memory.make = channel.make
-        memory.lenders.add(self)
+        memory.lenders[self] = None
 
     # Lending.
 
@@ -209,7 +209,7 @@ class Sharing:
         if len(self._given) >= MAX_GIVEN - spare or not self._channel.give(region):
             return False
         self._given.add(region.number)
-        region.on_gone.add(self)
+        region.on_gone[self] = None
         return True
 
     # Borrowing.

@@ -79,7 +79,8 @@ class Region:
         self.address = 0
         self.owner: object = None  # the ``token`` of the memory that it belongs to
         self.heap: bytearray | None = None  # its memory, if it is in this process only
-        self.on_gone: weakref.WeakSet[Any] = weakref.WeakSet()  # whose ``region_gone`` is called
+        # Whose ``region_gone`` is called, in this order: a run of the simulator has no other.
+        self.on_gone: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -212,7 +213,8 @@ class SharedMemory:
         self.windows = Windows()  # on what is lent to it
         self._lock = threading.RLock()  # steps that are plain functions run in threads
         self.token = object()  # that its regions bear
-        self.lenders: weakref.WeakSet[Any] = weakref.WeakSet()  # with whom it is shared
+        # With whom it is shared, in this order.
+        self.lenders: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count(1)
         self._slab = memoryview(b"")  # what is left of it
         self._slab_at = 0  # where in its region
