@@ -28,7 +28,7 @@ from psync.errors import (
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer, Received
 from psync.net.platform import Platform
-from psync.ps.executor import Entry
+from psync.ps.executor import MAX_KEPT_BYTES, Entry
 from psync.store.commit_log import CommitLog, LogState, Numbered
 from psync.store.snapshot import Frozen
 from psync.wire.codec import Message
@@ -291,7 +291,12 @@ class BackupSender:
 
     def _check(self) -> None:
         if self.error is None and self._log.state is LogState.ALONE:
-            self._fail(PsyncError("it was given up: the copy took too long"))
+            self._fail(
+                PsyncError(
+                    f"more than {MAX_KEPT_BYTES >> 20} MiB of updates came while it was copied; "
+                    "it is copied again"
+                )
+            )
         if self.error is not None:
             raise self.error.with_traceback(None)
 
