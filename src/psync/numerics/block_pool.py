@@ -126,8 +126,7 @@ class BlockPool:
         while self._bytes + nbytes > self.bound:
             for key in list(itertools.islice(self._roots, _PROBES)):
                 if _references(self._roots, key) == _UNSEEN_IN_POOL:
-                    self._remove(key)
-                    self._evicted += 1
+                    self._evict(key)
                     break
                 self._roots.move_to_end(key)
             else:
@@ -140,8 +139,7 @@ class BlockPool:
             if self._bytes <= self.bound:
                 break
             if _references(self._roots, key) == _UNSEEN_IN_POOL:
-                self._remove(key)
-                self._evicted += 1
+                self._evict(key)
 
     def _unseen(self, nbytes: int) -> int | None:
         """Return the key of a root of this size that nobody else sees; None: there is none."""
@@ -191,8 +189,7 @@ class BlockPool:
             self._roots.move_to_end(key)
             return
         while self._bytes + root.nbytes > self.bound:
-            self._remove(next(iter(self._roots)))
-            self._evicted += 1
+            self._evict(next(iter(self._roots)))
         self._add(root)
 
     def statistics(self) -> PoolStatistics:
@@ -211,6 +208,10 @@ class BlockPool:
         self._roots[key] = root
         self._by_size.setdefault(root.nbytes, OrderedDict())[key] = None
         self._bytes += root.nbytes
+
+    def _evict(self, key: int) -> None:
+        self._remove(key)
+        self._evicted += 1
 
     def _remove(self, key: int) -> np.ndarray:
         root = self._roots.pop(key)
