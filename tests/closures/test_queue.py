@@ -14,6 +14,7 @@ from psync.errors import (
     ClosureInputError,
     EndOfData,
     LocalProtocolError,
+    ParameterServerLost,
     RemoteProtocolError,
     WorkerLost,
 )
@@ -691,9 +692,9 @@ def test_failed_input_is_of_no_interest_to_a_closure_cancelled_meanwhile() -> No
 def test_error_that_is_no_closures_own_ends_everything_and_is_raised() -> None:
     bench = Bench("a")
     bench.run(0, 1, 2, 3)
-    lost = ConnectionError("a ps is gone")
+    lost = ParameterServerLost("ps-0", "is gone", hint="restart the program")
     assert bench.queue.fail(lost) == [bench.settle(2, 3), Cancel("a", (0, 1))]
-    assert "was cancelled: a ps is gone" in str(bench.error(2))
+    assert str(bench.error(2)).endswith("was cancelled: ps-0 is gone\nhint: restart the program")
     bench.queue.cancelled("a", 0)
     bench.queue.cancelled("a", 1)
     assert bench.queue.collect_error() == (lost, ())

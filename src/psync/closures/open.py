@@ -18,6 +18,8 @@ from psync.closures.closure import Closure, Event, State, move
 from psync.closures.dispatcher import Dispatcher
 from psync.errors import ClosureCancelled, ClosureError, ClosureInputError, WorkerLost
 
+SCHEDULE_AGAIN = "schedule it again after join has raised the error"
+
 
 @dataclass(slots=True, eq=False)
 class Barrier:
@@ -98,6 +100,7 @@ class QueueErrors:
     def __init__(self) -> None:
         self.pending: list[BaseException] = []  # in order, until they are collected
         self.ending: str | None = None  # why everything is being cancelled; None if it is not
+        self.remedy = SCHEDULE_AGAIN  # what to do about that
         self.stopped = False  # everything is cancelled for good
         self._end_of_data: BaseException | None = None  # the first, until it is collected
 
@@ -122,7 +125,7 @@ class QueueErrors:
             return ClosureCancelled(f"{closure} was cancelled")
         return ClosureCancelled(
             f"{closure} was cancelled: {self.ending}",
-            hint=None if self.stopped else "schedule it again after join has raised the error",
+            hint=None if self.stopped else self.remedy,
         )
 
 
@@ -283,11 +286,11 @@ class OpenClosures:
         move(closure, Event.ASK_TO_STOP)
         self._cancels.append(Cancel(closure.worker, (closure.id,)))
 
-    def end_all(self, reason: str) -> None:
+    def end_all(self, reason: str, remedy: str | None = None) -> None:
         """Cancel what no worker holds, and ask for the rest to be stopped, if not done before."""
         if self.errors.ending is not None:
             return
-        self.errors.ending = reason
+        self.errors.ending, self.errors.remedy = reason, remedy or SCHEDULE_AGAIN
         for closure in list(self._open.values()):
             if closure.state is State.WAITING or closure.state is State.QUEUED:
                 self._settle(closure, Event.CANCEL, self.errors.cancelled(closure))

@@ -30,7 +30,7 @@ from psync.closures.open import (
     loss_error,
     without_input,
 )
-from psync.errors import LocalProtocolError, RemoteProtocolError, WorkerLost
+from psync.errors import LocalProtocolError, PsyncError, RemoteProtocolError, WorkerLost
 
 MAX_LOSSES = 3  # as Dask, which gives a task up when it has taken three workers with it
 
@@ -163,7 +163,10 @@ class ClosureQueue:
     def fail(self, error: BaseException) -> list[Action]:
         """End everything with an error that is no closure's own, such as the loss of a ps."""
         self._errors.pending.append(error)
-        self._open.end_all(str(error))
+        if isinstance(error, PsyncError):
+            self._open.end_all(error.message, error.hint)
+        else:
+            self._open.end_all(str(error))
         return self._actions()
 
     def stop(self) -> list[Action]:
