@@ -69,6 +69,18 @@ def test_a_system_that_fails_is_named_and_one_that_hangs_is_ended(
             system.measure(ROW, 3)
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ([sys.executable, "-c", ""], "gave no answer but ''"),
+        (["/nowhere/python"], "/nowhere/python cannot be started: No such file or directory"),
+    ],
+)
+def test_a_system_that_does_not_begin_is_named(command: list[str], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        System(command)
+
+
 def test_a_system_that_polls_is_stopped_but_for_its_turns() -> None:
     def wait_stopped() -> None:
         os.waitid(os.P_PID, system.pid, os.WSTOPPED)

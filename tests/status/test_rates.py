@@ -218,7 +218,9 @@ def test_a_synchronous_step_waits_for_who_has_work_and_has_not_come() -> None:
     )  # fmt: skip
     status = seen(
         reading(
-            1.0, workers={W0: (1, 5), W1: (1, 4), W2: (0, 0)}, servers=[ps(sync={"sync/1": sync})]
+            1.0,
+            workers={W0: (1, 5), W1: (1, 4), W2: (0, 0)},
+            servers=[ps(sync={"sync/1": sync}), ps(1, iterations=90)],  # others count pushes there
         )
     )
     (step,) = status.steps.groups

@@ -44,7 +44,9 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
     """
     pairs: Pairs = []
     without: list[str] = []  # names of variables whose gradient is None
-    seen: dict[int, set[int]] = {}  # variables, and the shards of each
+    seen: dict[tuple[str, int], set[int]] = {}  # variables, and the shards of each
+    if isinstance(grads_and_vars, dict):
+        raise _no_pairs(grads_and_vars)
     try:
         given = iter(grads_and_vars)
     except TypeError:
@@ -61,9 +63,10 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
             )
         spec = variable.spec
         shards = [shard.index for shard in spec.shards]
-        others = seen.get(spec.variable_id)
+        key = variable.origin, spec.variable_id
+        others = seen.get(key)
         if others is None:
-            seen[spec.variable_id] = set(shards)
+            seen[key] = set(shards)
         elif others.isdisjoint(shards):
             others.update(shards)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy as copying
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypedDict, TypeVar, Unpack, overload
 
@@ -95,7 +96,8 @@ async def pull(
 
     Args:
         tree: A variable, or any nesting of dicts, lists and tuples (named ones too) of
-            variables. Anything else in it is returned as it is.
+            variables. Anything else in it is returned as it is; also a ``psync.Module``: give its
+            ``trainable_variables``, or a nesting of them.
         copy: Whether the arrays may be changed by the caller. Otherwise they are read-only, and
             those of a ps on this host may be its own memory: they stay as they are, and cost it
             that memory for as long as they are kept.
@@ -122,8 +124,8 @@ async def pull(
             strategies.
         ClosedError: The coordinator was closed.
         ConfigurationError: No such compression.
-        GradientError: An array in ``out`` does not fit, or stands for a variable that has another
-            array already.
+        GradientError: An array in ``out`` does not fit, overlaps another one, or stands for a
+            variable that has another array already.
         ParameterServerLost: A ps is gone.
         LockLost: ``consistent``, and connections were lost again and again, or this task's loop
             was blocked for longer than 10 s.
@@ -206,6 +208,10 @@ def _targets(tree: Any, out: Any) -> dict[Handle, np.ndarray]:
     for variable, array in pairs(tree, out, "out"):
         if targets.setdefault(variable, checked_target(array, variable.value_spec)) is not array:
             raise GradientError(f'out has two arrays for variable "{variable.name}"')
+    spans = sorted((array.ctypes.data, array.nbytes, at.name) for at, array in targets.items())
+    for (begin, nbytes, name), (follows, _, other) in itertools.pairwise(spans):
+        if follows < begin + nbytes:
+            raise GradientError(f'out: the arrays for variables "{name}" and "{other}" overlap')
     return targets
 
 

@@ -114,6 +114,7 @@ class SyncReplicasOptimizer(Optimizer):
     """
 
     synchronous = True
+    push_options = frozenset({"name", "weight"})
     GATE_NONE = 0
     GATE_OP = 1
     GATE_GRAPH = 2
@@ -249,6 +250,7 @@ class SyncReplicasOptimizer(Optimizer):
         global_step: AnyVariable | None,
         pull: Plan | None,
         weight: float = 1.0,
+        name: str | None = None,
     ) -> Answered:
         pairs = self._checked(grads_and_vars)
         weight = checked_weight(weight)

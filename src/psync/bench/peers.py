@@ -116,18 +116,25 @@ class System:
         command: Of it.
 
     Raises:
-        ConfigurationError: It ends, or says nothing that is an answer; names it.
+        ConfigurationError: It cannot be started, ends, or says nothing that is an answer.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PSYNC_LOG_LEVEL": "warning"},
-        )
+        self.polls = False  # it takes much of the CPU while it idles, see ``MAX_IDLE``
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PSYNC_LOG_LEVEL": "warning"},
+            )
+        except OSError as exc:
+            raise ConfigurationError(
+                f"{command[0]} cannot be started: {exc.strerror}",
+                hint="--peers takes the Python of an environment in which the peers are installed",
+            ) from exc
         try:
             greeting = self._answer()
         except BaseException:
@@ -138,7 +145,6 @@ class System:
         self.name = str(greeting.get("name"))
         self.version = str(greeting.get("version"))
         self.works: Sequence[str] = greeting.get("works", ())
-        self.polls = False  # it takes much of the CPU while it idles, see ``MAX_IDLE``
 
     def __enter__(self) -> Self:
         return self

@@ -7,8 +7,8 @@ that follows carries one ratio for each variable. Nothing is remembered between 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,13 +16,14 @@ from psync.client.plans import Plan, Request, body_of
 from psync.client.prefetch import Wanted
 from psync.client.ps_client import PsClient, members_for
 from psync.client.ps_link import Call, PsLink, always, expect, together
+from psync.client.runtime import Runtime
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.peer import Peer, Received
 from psync.numerics.layerwise_rules import LayerwiseRule, Sums
 from psync.numerics.rule_configs import registered_in
 from psync.numerics.scatter import IndexedSlices
 from psync.numerics.update_rule import UpdateRule
-from psync.specs import ShardSpec, VariableSpec
+from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.messages import Done
 from psync.wire.ps_messages import (
@@ -36,6 +37,8 @@ from psync.wire.ps_messages import (
     SetSlots,
 )
 from psync.wire.tensors import to_bytes_view
+
+T = TypeVar("T")
 
 
 def note_plugins(link: PsLink, received: Received) -> None:
@@ -139,6 +142,36 @@ def raised_with(plan: Plan, rule: UpdateRule, step: VariableSpec) -> ShardSpec |
         return None
     (shard,) = step.shards
     return shard if shard.ps in plan.ps else None
+
+
+async def push_and_count(
+    runtime: Runtime, push: Callable[[], Awaitable[T]], step: VariableSpec | None
+) -> T:
+    """Push, then raise a variable by one, if there is one that the push itself cannot raise.
+
+    Args:
+        runtime: Carries both.
+        push: Pushes.
+        step: Of the variable, an integer scalar; None: there is none.
+
+    Raises:
+        Exception: What ``push`` raises.
+        ParameterServerLost: A ps is gone.
+
+    Cancellation: As ``push``; if a variable is to be raised, both end in the background.
+    """
+    if step is None:
+        return await push()
+    closure, ordinal = runtime.begin_update("push")
+    one = np.ones((), dtype_of(step.dtype))
+
+    async def both() -> T:
+        answers = await push()
+        plan = runtime.ps.plan((step,))
+        await runtime.ps.assign(plan, [one], op="add", closure=closure, ordinal=ordinal)
+        return answers
+
+    return await runtime.ps.outgoing.shielded(both)
 
 
 async def trust_ratios(

@@ -192,6 +192,11 @@ class BlockPool:
             self._evict(next(iter(self._roots)))
         self._add(root)
 
+    @property
+    def nbytes(self) -> int:
+        """The size of what is kept alive."""
+        return self._bytes
+
     def statistics(self) -> PoolStatistics:
         """Return counters and sizes as of now."""
         return PoolStatistics(

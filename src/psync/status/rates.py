@@ -130,13 +130,15 @@ class Reading:
 
 def status_of(reading: Reading, history: History) -> Status:
     """Return the status, with rates since an earlier reading; note this one in the history."""
-    steps = [_global_step(ps.counters) for ps in reading.ps if ps.counters]
     counters: dict[str, float] = {"finished": reading.closures.finished}
-    if steps:
-        counters["step"] = max(steps)
     for worker in reading.closures.workers:
         counters[worker.worker] = worker.finished
     groups: Mapping[str, Any] = reading.ps[0].counters.get("sync", {}) if reading.ps else {}
+    # Groups are on ps 0 only; iterations count each optimizer's updates, on each ps.
+    steps = [group["step"] for group in groups.values()]
+    steps = steps or [ps.counters.get("iterations", 0) for ps in reading.ps if ps.counters]
+    if steps:
+        counters["step"] = max(steps)
     for name, group in groups.items():
         counters[f"group {name}"] = group["step"]
     for ps in reading.ps:
@@ -184,13 +186,6 @@ def status_of(reading: Reading, history: History) -> Status:
 
 
 # Steps.
-
-
-def _global_step(counters: Mapping[str, Any]) -> int:
-    groups = counters.get("sync") or {}
-    if groups:
-        return max(int(group["step"]) for group in groups.values())
-    return int(counters.get("iterations", 0))
 
 
 def _group(name: str, group: Mapping[str, Any], busy: Iterable[str], pace: Rate) -> GroupStatus:

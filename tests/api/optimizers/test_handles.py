@@ -61,6 +61,26 @@ async def test_the_global_step_is_raised_by_each_push() -> None:
         assert global_step.dtype == np.int64
 
 
+async def test_a_global_step_that_cannot_count_lets_nothing_be_pushed() -> None:
+    sgd = optimizers.SGD(1.0)
+    async with training() as (strategy, _), training() as (other, _):
+        with other.scope():
+            foreign = psync.get_or_create_global_step()
+        with strategy.scope():
+            v = psync.Variable(np.float32(0))
+            counter = psync.Variable(7, name="the same number as that of the other strategy")
+            vector = psync.Variable(np.zeros(3, np.int64), name="vector")
+        for step, expected in [
+            (foreign, '"global_step" belongs to another program or strategy'),
+            (vector, 'expected an integer scalar, variable "vector"'),
+            (v, "expected an integer scalar"),
+            (3, "global_step: expected a variable, got int"),
+        ]:
+            with pytest.raises(UsageError, match=expected):
+                await sgd.apply_gradients([(np.float32(1), v)], step)
+        assert (await v.read(), await counter.read()) == (0, 7)
+
+
 # --- gradients that do not fit -----------------------------------------------------------------
 
 Refusal = tuple[Callable[[Any, Any], Any], str]

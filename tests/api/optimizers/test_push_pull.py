@@ -13,8 +13,9 @@ import pytest
 
 import psync
 from memory_cluster import MemoryCluster, coordinating, replicated
-from ps_cluster import heard, hold
+from ps_cluster import heard, hold, until
 from psync import Outcome, SyncReplicasOptimizer, UsageError
+from psync.api.reads import runtime_of
 from psync.client import plans, prefetch
 from psync.optimizers import SGD
 from psync.wire.ps_messages import Pull, Push
@@ -102,6 +103,45 @@ async def test_a_global_step_that_is_raised_is_pulled_as_it_is_then(with_step: b
         assert int(await step.read()) == STEPS - 1
         # The last pull is of the step alone.
         assert sum(m.num_pulls) == 1 + (2 * (STEPS - 1) if with_step else 0)
+
+
+@pytest.mark.parametrize("compression", [None, "bf16"])
+@pytest.mark.parametrize("at", [0, 1], ids=["with the variable", "on another ps"])
+async def test_a_push_that_is_cancelled_counts_in_the_global_step(at, compression) -> None:
+    optimizer = SGD(1.0, compression=compression)
+    async with coordinating(2, 1) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            w, _, *steps = [psync.Variable(first) for first in (np.zeros(3, np.float32), 0.0, 0, 0)]
+        await psync.pull([w, *steps])
+        pushes, release = heard(cluster.ps("ps-0"), Push), hold(cluster.ps("ps-0"), w.spec)
+        push = asyncio.ensure_future(
+            optimizer.apply_gradients([(np.ones(3, np.float32), w)], steps[at])
+        )
+        await until(lambda: pushes)
+        push.cancel()
+        await asyncio.gather(push, return_exceptions=True)
+        release()
+        await (await runtime_of("a test", w)).ps.outgoing.drain()
+        values = [float(np.ravel(value)[0]) for value in await psync.pull([w, steps[at]])]
+        assert values == [-1, 1]
+
+
+async def test_an_option_is_that_of_apply_gradients_or_an_error_that_names_push_pull() -> None:
+    async with coordinating(2, 1) as (cluster, coordinator):
+        m = Model(cluster, coordinator, 3)
+        with coordinator.strategy.scope():
+            step = psync.get_or_create_global_step()
+        both, variables = SyncReplicasOptimizer(SGD(1.0), 1, 1), m.variables
+
+        async def train() -> list[float]:
+            pairs = [(np.ones(3, np.float32), w) for w in variables]
+            _, values = await both.push_pull(pairs, variables, step, name="n", weight=2.0)
+            return [float(value[0]) for value in values]
+
+        assert await coordinator.schedule(train) == [-1, -1]
+        for optimizer in (m.optimizer, both):
+            with pytest.raises(TypeError, match=r"push_pull\(\) got an unexpected .*'compression'"):
+                await optimizer.push_pull(m.gradients(), m.variables, step, compression="bf16")
 
 
 async def test_what_cannot_be_pulled_lets_nothing_be_pushed() -> None:

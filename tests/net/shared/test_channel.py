@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import resource
 import socket
 import struct
 import subprocess
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from open_files import descriptors
 from psync.errors import RemoteProtocolError
 from psync.net.process_state import fresh_process
 from psync.net.shared.channel import SocketChannel, ran_out
@@ -121,20 +121,6 @@ def test_whoever_has_no_descriptor_for_a_region_says_so_and_shares_no_more(
     assert num_fds() == before
     (record,) = caplog.records
     assert "raise `ulimit -n`" in record.getMessage()
-
-
-@contextlib.contextmanager
-def descriptors(free: int) -> Iterator[None]:
-    """Let this process have so many more open files."""
-    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(free + 1)]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for fd in taken:
-        os.close(fd)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1], hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_what_arrives_is_not_passed_on_to_processes(

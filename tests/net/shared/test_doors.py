@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from open_files import descriptors
 from ports import claimed_ports
 from psync.net.process_state import fresh_process
 from psync.net.shared import doors
@@ -264,6 +265,22 @@ async def test_a_task_that_could_not_take_a_region_shares_no_more(accepted: Acce
     await settle()
     assert launcher.fileno() < 0
     again.close()
+
+
+async def test_a_task_with_one_descriptor_left_is_reached_by_its_address(
+    accepted: Accepted,
+) -> None:
+    """The connection gets it, and there is none for the side channel."""
+    with fresh_process(), socket.socket(socket.AF_UNIX) as sock:
+        sock.setblocking(False)
+        sock.connect(accepted.name)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            socket.send_fds(sock, [PREAMBLE], [theirs.fileno()])
+        with descriptors(1):
+            await left(sock)
+        assert ran_out().is_set()
+    assert await through_door([accepted.name], Sharer) is None
 
 
 async def through_last(accepted: Accepted) -> None:

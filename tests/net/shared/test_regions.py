@@ -488,6 +488,23 @@ def test_what_copies_take_above_the_bound_is_used_again_and_goes_some_time(
     run_virtual(main)
 
 
+def test_an_arena_that_was_in_use_when_it_should_shrink_does_so_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        in_use = [memory.lendable(20 * MIB) for _ in range(2)]
+        memory.shrink_soon()
+        await asyncio.sleep(SHRINK_S + 1)
+        assert memory.arena.statistics().bytes == 40 * MIB
+        in_use.clear()  # and nothing is lent after that
+        await asyncio.sleep(SHRINK_S)
+        assert memory.statistics()["shared_bytes"] == 0
+
+    monkeypatch.setattr(regions, "ARENA_BYTES", 4 * MIB)
+    memory = shared()
+    run_virtual(main)
+
+
 def test_copies_above_the_bound_are_kept_in_few_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regions, "ARENA_BYTES", 4 * MIB)
     monkeypatch.setattr(regions, "SLAB_BYTES", MIB)

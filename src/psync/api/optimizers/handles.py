@@ -13,6 +13,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+from psync.api.global_step import check_step
 from psync.api.gradient_arguments import (
     AnyVariable,
     GradsAndVars,
@@ -30,7 +31,13 @@ from psync.api.optimizers.state import Iterations, PushResult, result_of
 from psync.api.optimizers.state import Slot as Slot
 from psync.api.reads import runtime_of
 from psync.client.context import forbid_in_step
-from psync.client.optimizer_client import check_plugins, push_gradients, raised_with, set_optimizer
+from psync.client.optimizer_client import (
+    check_plugins,
+    push_and_count,
+    push_gradients,
+    raised_with,
+    set_optimizer,
+)
 from psync.client.plans import Plan
 from psync.client.prefetch import Wanted
 from psync.client.runtime import Runtime
@@ -279,8 +286,8 @@ class Optimizer(PushPull):
                 do not change it before this returns. Of some rows only: ``psync.IndexedSlices``,
                 or TensorFlow's; rows that occur more than once are summed, and rows that do not
                 occur are not touched, nor what this optimizer keeps beside them.
-            global_step: A variable that is raised by one: in the same update, if its ps gets a
-                part of it, else once all are applied.
+            global_step: An integer scalar that is raised by one: in the same update, if its ps gets
+                a part of it, else once all are applied.
 
         Returns:
             The outcome, the optimizer's step, and the staleness.
@@ -289,7 +296,8 @@ class Optimizer(PushPull):
             GradientError: No gradient at all, a variable twice, one that is not floating, a wrong
                 shape or dtype, a row that the variable does not have, rows where this optimizer
                 needs all of them, or NaN or infinity where it forbids them. Nothing was pushed.
-            UsageError: Outside a step without a running coordinator, or after the step ended.
+            UsageError: Outside a step without a running coordinator, or after the step ended; or
+                the ``global_step`` is no integer scalar, or of another strategy.
             ClosureCancelled: In a step that was cancelled.
             ParameterServerLost: A ps is gone.
 
@@ -306,32 +314,33 @@ class Optimizer(PushPull):
         self, grads_and_vars: GradsAndVars, global_step: AnyVariable | None, pull: Plan | None
     ) -> Answered:
         pairs = self._checked(grads_and_vars)
-        member = current_gang()
-        if member is not None:
+        variables = [variable for _, variable in pairs]
+        if global_step is not None:
+            check_step(global_step, "apply_gradients: global_step")
+            variables.append(global_step)
+        if (member := current_gang()) is not None:
             return await gang_updates.apply_gradients(member, self, pairs, global_step), None
         gradients = [gradient for gradient, _ in pairs]
-        variables = tuple(variable.spec for _, variable in pairs)
-        ids = [spec.variable_id for spec in variables]
+        specs = tuple(variable.spec for _, variable in pairs)
+        ids = [spec.variable_id for spec in specs]
         gradients = clipped_by_norm(gradients, ids, self._rule.options)
-        runtime = await self._runtime("apply_gradients", *(variable for _, variable in pairs))
+        runtime = await self._runtime("apply_gradients", *variables)
         closure, ordinal = runtime.begin_update("push")
-        plan, known = runtime.ps.plan(variables), runtime.steps.get(self.number, 0)
+        plan, known = runtime.ps.plan(specs), runtime.steps.get(self.number, 0)
         wanted = None if pull is None else Wanted(pull)
         raised = None if global_step is None else raised_with(plan, self._rule, global_step.spec)
         push = functools.partial(
             push_gradients, runtime.ps, self._rule, optimizer=self.number, config=self._config,
             step=known, closure=closure, ordinal=ordinal, wanted=wanted, raised=raised,
         )  # fmt: skip
-        if self._compression is None:
-            answers = await push(plan, gradients)
-        else:
-            answers = await runtime.feedback.push(
-                plan, gradients, push, kind=self._compression, optimizer=self.number
+        if self._compression is not None:
+            push = functools.partial(
+                runtime.feedback.push, send=push, kind=self._compression, optimizer=self.number
             )
+        apart = None if global_step is None or raised is not None else global_step.spec
+        answers = await push_and_count(runtime, functools.partial(push, plan, gradients), apart)
         result = result_of(answers, known)
         runtime.steps[self.number] = max(result.step, runtime.steps.get(self.number, 0))
-        if global_step is not None and raised is None:
-            await global_step.assign_add(1)
         bound = self._staleness_bound
         if bound is not None and result.outcome is Outcome.ACCEPTED:
             if closure >= 0 or runtime.in_session:  # else the program itself, which has no clock

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from psync.api.gradient_arguments import AnyVariable, GradsAndVars
 from psync.api.optimizers.state import PushResult
@@ -19,6 +19,8 @@ Answered = tuple[PushResult, Wanted | None]
 
 
 class _Pushes(Protocol):
+    push_options: ClassVar[frozenset[str]]
+
     @property
     def _pushed(self) -> Callable[..., Awaitable[Answered]]:
         """Pushes gradients, and asks for values, if there is a plan of them."""
@@ -28,7 +30,12 @@ class _Pushes(Protocol):
 
 
 class PushPull:
-    """The part of an optimizer that pulls with its pushes."""
+    """The part of an optimizer that pulls with its pushes.
+
+    ``push_options``: names of further arguments of ``apply_gradients``.
+    """
+
+    push_options: ClassVar[frozenset[str]] = frozenset()
 
     async def push_pull(
         self: _Pushes,
@@ -49,12 +56,13 @@ class PushPull:
             grads_and_vars: As for ``apply_gradients``.
             pull: A variable, or any nesting of variables, as ``psync.pull`` takes it.
             global_step: As for ``apply_gradients``.
-            options: As for ``apply_gradients``.
+            options: What else ``apply_gradients`` takes.
 
         Returns:
             What ``apply_gradients`` returns; and the same nesting as ``pull`` with an array for
             each variable, read-only. Each shard is read on its ps once the push is applied there:
-            it may lack what others have done since, also what ``staleness`` has counted.
+            it may lack what others have done since, also what ``staleness`` has counted. In
+            ``cache_variable_reads`` they are what was read there before, if anything was.
 
         Raises:
             PsyncError: As ``apply_gradients`` and ``psync.pull``. Of variables that cannot be
@@ -70,6 +78,8 @@ class PushPull:
 
         Source: ``push_pull`` of BytePS.
         """
+        if unknown := sorted(options.keys() - self.push_options):
+            raise TypeError(f"push_pull() got an unexpected keyword argument {unknown[0]!r}")
         variables = list(dict.fromkeys(leaves(pull)))
         plan: Plan | None = None
         if variables:

@@ -98,7 +98,7 @@ class SocketChannel:
             if not data:
                 return
             if not all_came:
-                _share_no_more()
+                share_no_more()
                 raise RemoteProtocolError("no descriptor is left for a region of shared memory")
             if len(data) != _GIVEN.size or len(fds) != 1:
                 _close_all(fds)
@@ -108,7 +108,7 @@ class SocketChannel:
                 memory = map_foreign(fds[0], nbytes)
             except RemoteProtocolError as exc:
                 if getattr(exc.__cause__, "errno", None) in (errno.EMFILE, errno.ENFILE):
-                    _share_no_more()
+                    share_no_more()
                 raise
             yield number, memory
 
@@ -155,7 +155,7 @@ class SocketChannel:
             return b"", [], True
 
 
-def _share_no_more() -> None:
+def share_no_more() -> None:
     """This process has no descriptor left."""
     if not ran_out().is_set():
         ran_out().set()

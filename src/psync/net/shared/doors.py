@@ -19,7 +19,13 @@ import struct
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from psync.net.shared.channel import SideChannel, SocketChannel, ran_out, receive_fds
+from psync.net.shared.channel import (
+    SideChannel,
+    SocketChannel,
+    ran_out,
+    receive_fds,
+    share_no_more,
+)
 from psync.net.shared.door_names import BACKLOG, name_of_door
 from psync.net.shared.regions import can_make_regions
 
@@ -85,10 +91,9 @@ class Door:
             self._loop.remove_reader(self._sock)
             self._again = self._loop.call_later(AGAIN_S, self._look)
             return
-        if ran_out().is_set():  # the next one finds no door, and goes to the address
+        if ran_out().is_set():
             sock.close()
-            self._sock.shutdown(socket.SHUT_RDWR)  # a launcher has it, too
-            self.close()
+            self._shut()
             return
         if not _is_own(sock) or len(self._welcoming) >= BACKLOG:
             sock.close()
@@ -97,6 +102,12 @@ class Door:
         task = self._loop.create_task(self._welcome(sock))
         self._welcoming.add(task)
         task.add_done_callback(self._welcoming.discard)
+
+    def _shut(self) -> None:
+        """No descriptor is left: whoever comes next finds no door, and goes to the address."""
+        if self._sock.fileno() >= 0:
+            self._sock.shutdown(socket.SHUT_RDWR)  # a launcher has it, too
+        self.close()
 
     async def _welcome(self, sock: socket.socket) -> None:
         channel: SocketChannel | None = None
@@ -117,7 +128,7 @@ class Door:
     async def _channel_of(self, sock: socket.socket) -> SocketChannel | None:
         while True:
             try:
-                said, fds, _ = receive_fds(sock, len(PREAMBLE))
+                said, fds, all_came = receive_fds(sock, len(PREAMBLE))
             except BlockingIOError:
                 readable = self._loop.create_future()
                 self._loop.add_reader(sock, _set, readable)
@@ -126,6 +137,10 @@ class Door:
                 finally:
                     self._loop.remove_reader(sock)
                 continue
+            if not all_came:  # of the descriptors here; the connection has got the last one
+                share_no_more()
+                self._shut()
+                return None
             received = [socket.socket(fileno=fd) for fd in _sockets(fds)]
             if said == PREAMBLE and len(fds) == len(received) == 1 and _is_channel(received[0]):
                 return SocketChannel(received[0])

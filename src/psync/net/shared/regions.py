@@ -337,7 +337,7 @@ class SharedMemory:
 
     def shrink_soon(self) -> None:
         """Something that was lent has come back: see that no more is kept than is used."""
-        if self._shrinking is None and self.arena.bound > ARENA_BYTES:
+        if self._shrinking is None and self.arena.nbytes > ARENA_BYTES:
             loop, me = asyncio.get_running_loop(), weakref.ref(self)
             self._shrinking = loop.call_later(SHRINK_S, _shrink, me)
 
@@ -398,3 +398,4 @@ class SharedMemory:
 def _shrink(memory: weakref.ref[SharedMemory]) -> None:
     if (shrunk := memory()) is not None:
         shrunk.shrink()
+        shrunk.shrink_soon()  # if more is in use now
