@@ -144,7 +144,7 @@ class PsTask:
         await self.services.drain()
         await self._work.drain()  # and let their senders know
         self._recorder.close()
-        await self._endpoint.close(goes_on=True)  # updates that begin meanwhile still spare leases
+        await self._endpoint.close(goes_on=True)  # updates do, for a while
         self.life = self.life.after(LifeEvent.CLOSE, self.task)
         await self.services.close()
         await self._host.close()

@@ -29,6 +29,22 @@ DTYPE_NAMES = (
 _NUMPY_DTYPES = {name: np.dtype(name) for name in DTYPE_NAMES if name != "bfloat16"}
 
 
+STEP_BITS = 44
+"""A step of an optimizer that travels is marked, above these bits, with how often its number was
+set, as by a checkpoint: whoever knows only of steps before that knows less, however many they were.
+"""
+
+
+def count_of(step: int) -> int:
+    """Return the number of a marked step."""
+    return step & (1 << STEP_BITS) - 1
+
+
+def marked_after(step: int, count: int) -> int:
+    """Return the step of a number that was set when ``step`` was the newest one, marked."""
+    return ((step >> STEP_BITS) + 1 << STEP_BITS) + count
+
+
 def as_integer(value: object) -> int | None:
     """Return the value of an int64 scalar of Python, numpy or the like; None for all else."""
     if isinstance(value, bool):

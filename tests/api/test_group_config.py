@@ -85,6 +85,22 @@ def test_averages_that_follow_another_step_are_refused() -> None:
     assert group.of_step(other)
 
 
+def test_averages_are_of_one_strategy_and_the_global_step_too() -> None:
+    """A variable of another one may have the same number."""
+    (step,) = variables(strategy_of(), "step")
+    one, other = strategy_of(), strategy_of()
+    with one.scope():
+        v = psync.Variable(np.zeros(2, np.float32), name="v")
+    with other.scope():
+        w = psync.Variable(np.zeros(2, np.float32), name="w")
+    with pytest.raises(ConfigurationError, match='averages of "v", and variable "w"'):
+        config().add_averages(psync.ExponentialMovingAverage(0.75), [v, w])
+    group = config()
+    group.add_averages(psync.ExponentialMovingAverage(0.75), [v])
+    with pytest.raises(ConfigurationError, match='"step", which belongs to another program or'):
+        group.of_step(step)
+
+
 def test_averages_of_one_variable_that_is_no_list() -> None:
     with strategy_of().scope():
         v = psync.Variable(np.zeros(2, np.float32), name="v")

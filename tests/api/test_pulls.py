@@ -140,13 +140,12 @@ def test_another_nesting_in_out_is_an_error(out: Any, text: str) -> None:
         at_once(psync.pull({"w": w, "rest": [b]}, out=out))
 
 
-def test_arrays_in_out_that_overlap_are_an_error() -> None:
+def test_an_array_in_out_that_stands_for_two_variables_is_an_error() -> None:
     with strategy_of().scope():
         w, b = psync.Variable(np.zeros(2), name="w"), psync.Variable(np.zeros(2), name="b")
-    room = np.zeros(3)
-    for out in ([room[:2], room[1:]], [room[:2], room[:2]]):
-        with pytest.raises(GradientError, match=r'the arrays for variables "\w" and "\w" overlap'):
-            at_once(psync.pull([w, b], out=out))
+    room = np.zeros(2)
+    with pytest.raises(GradientError, match='out has one array for variables "w" and "b"'):
+        at_once(psync.pull([w, b], out=[room, room]))
 
 
 def test_a_variable_that_stands_twice_has_one_array_in_out() -> None:

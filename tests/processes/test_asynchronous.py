@@ -111,7 +111,7 @@ def test_without_a_cluster_a_script_says_how_to_start_one() -> None:
         "psync: error: this process belongs to no cluster: none is open in the program, and no "
         "variables of TF_CONFIG, torchrun, SLURM, Kubernetes describe one\n"
         f"hint: to train on this machine: psync run {command[1]} --ps 1 --workers 2; or open a "
-        "psync.LocalCluster(1, 2) in the program (by asyncio.run then, no psync.run)\n"
+        "psync.LocalCluster(1, 2) in the program, and start that by asyncio.run\n"
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import psync
 from local_training import training
 from psync import Outcome, PushResult, optimizers, schedules
-from psync.errors import GradientError, UsageError
+from psync.errors import ConfigurationError, GradientError, UsageError
 from psync.numerics import layerwise_rules
 from psync.numerics.update_rule import Scratch
 
@@ -193,7 +193,11 @@ async def test_excluded_variables_do_not_decay() -> None:
         with strategy.scope():
             names = ("w", "w2", "dense/bias")
             variables = [psync.Variable(np.ones(2, np.float32), name=name) for name in names]
-        sgd.exclude_from_weight_decay(var_list=[variables[0]], var_names=["bias"])
+        with pytest.raises(ConfigurationError, match="expected at most 10000 words, got bias"):
+            sgd.exclude_from_weight_decay(var_names="bias")  # which is b, i, a and s
+        with pytest.raises(GradientError, match="var_list: expected variables, got str"):
+            sgd.exclude_from_weight_decay(var_list=["w"])  # type: ignore[list-item]
+        sgd.exclude_from_weight_decay(var_list=variables[0], var_names=(n for n in ["bias"]))
         await sgd.apply_gradients([(np.zeros(2, np.float32), v) for v in variables])
         assert [(await v.read())[0] for v in variables] == [1, 0.75, 1]
         with pytest.raises(UsageError, match="exclude_from_weight_decay: SGD is in use already"):

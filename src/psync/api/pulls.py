@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy as copying
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypedDict, TypeVar, Unpack, overload
 
@@ -124,8 +123,8 @@ async def pull(
             strategies.
         ClosedError: The coordinator was closed.
         ConfigurationError: No such compression.
-        GradientError: An array in ``out`` does not fit, overlaps another one, or stands for a
-            variable that has another array already.
+        GradientError: An array in ``out`` does not fit, stands for two variables, or for one that
+            has another array already.
         ParameterServerLost: A ps is gone.
         LockLost: ``consistent``, and connections were lost again and again, or this task's loop
             was blocked for longer than 10 s.
@@ -208,10 +207,12 @@ def _targets(tree: Any, out: Any) -> dict[Handle, np.ndarray]:
     for variable, array in pairs(tree, out, "out"):
         if targets.setdefault(variable, checked_target(array, variable.value_spec)) is not array:
             raise GradientError(f'out has two arrays for variable "{variable.name}"')
-    spans = sorted((array.ctypes.data, array.nbytes, at.name) for at, array in targets.items())
-    for (begin, nbytes, name), (follows, _, other) in itertools.pairwise(spans):
-        if follows < begin + nbytes:
-            raise GradientError(f'out: the arrays for variables "{name}" and "{other}" overlap')
+    owners: dict[int, Handle] = {}
+    for variable, array in targets.items():
+        if (other := owners.setdefault(id(array), variable)) is not variable:
+            raise GradientError(
+                f'out has one array for variables "{other.name}" and "{variable.name}"'
+            )
     return targets
 
 

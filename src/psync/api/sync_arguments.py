@@ -95,22 +95,34 @@ class GroupConfig:
     Args:
         sync: As its arguments make it, without a global step.
         averaged_by: The variable whose value the decay of its moving averages follows.
+        averaged: A variable that has one of these; the others are of its strategy.
     """
 
-    def __init__(self, sync: SyncConfig, averaged_by: Variable | None = None) -> None:
+    def __init__(
+        self,
+        sync: SyncConfig,
+        averaged_by: Variable | None = None,
+        averaged: AnyVariable | None = None,
+    ) -> None:
         self.sync = sync
         self.averaged_by = averaged_by
+        self.averaged = averaged
         self.global_step: Variable | None = None  # that of the last push; None before the first
         self._told: dict[str, Any] = {}  # what ps tasks are told, once it is known
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GroupConfig, (self.sync, self.averaged_by)  # the step is that of pushes from there
+        return GroupConfig, (
+            self.sync,
+            self.averaged_by,
+            self.averaged,
+        )  # the step is that of pushes from there
 
     def add_averages(self, averages: object, variables: Iterable[AnyVariable] | None) -> None:
         """Add moving averages that follow each step; see the options of ``SyncReplicasOptimizer``.
 
         Raises:
-            ConfigurationError: There are variables and no averages, or these are none.
+            ConfigurationError: There are variables and no averages, these are none, or the
+                variables are of several strategies.
             UsageError: The variables are one variable.
             GradientError: One of them is of no float dtype.
         """
@@ -129,6 +141,10 @@ class GroupConfig:
         averages.apply(chosen)
         follows = averages.num_updates
         self.averaged_by = follows if isinstance(follows, Variable) else None
+        averaged = [each for each, _ in averages.items() if chosen is None or each in chosen]
+        self.averaged = averaged[0] if averaged else None
+        for other in averaged:
+            self._check_averaged(other)
         self.sync = dataclasses.replace(
             self.sync,
             decay=averages.decay,
@@ -140,7 +156,8 @@ class GroupConfig:
         """Return what ps tasks are told; the global step becomes part of it with the first push.
 
         Raises:
-            ConfigurationError: It is another one than before, or than the averages follow.
+            ConfigurationError: It is another one than before, or than the averages follow, or of
+                another strategy than these.
         """
         if global_step is self.global_step:
             return self._told
@@ -150,6 +167,7 @@ class GroupConfig:
                 f'{name}: expected the global step "{before.name}", as before, got '
                 f'"{global_step.name}"'
             )
+        self._check_averaged(global_step)
         follows = self.averaged_by
         if follows is not None and follows is not global_step:
             raise ConfigurationError(
@@ -161,3 +179,11 @@ class GroupConfig:
         sync = dataclasses.replace(self.sync, global_step=(shard.ps, *shard.key))
         self._told, self.global_step = sync.to_config(), global_step
         return self._told
+
+    def _check_averaged(self, other: AnyVariable) -> None:
+        if self.averaged is not None and self.averaged.origin != other.origin:
+            raise ConfigurationError(
+                f'{self.sync.name}: averages of "{self.averaged.name}", and variable '
+                f'"{other.name}", which belongs to another program or strategy',
+                hint="make an optimizer, and an ExponentialMovingAverage, for each strategy",
+            )

@@ -8,7 +8,8 @@ step at which its replica may go on. See docs/design.md, "A synchronous step".
 from __future__ import annotations
 
 import functools
-from collections.abc import Coroutine, Iterable
+import weakref
+from collections.abc import Coroutine, Iterable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,6 @@ from psync.api.sync_arguments import (
 )
 from psync.api.variables import Variable
 from psync.client.context import current_closure
-from psync.client.plans import Plan
 from psync.client.runtime import Runtime, current_runtime
 from psync.errors import ConfigurationError, UsageError
 from psync.numerics.rule_options import flag
@@ -115,9 +115,7 @@ class SyncReplicasOptimizer(Optimizer):
 
     synchronous = True
     push_options = frozenset({"name", "weight"})
-    GATE_NONE = 0
-    GATE_OP = 1
-    GATE_GRAPH = 2
+    GATE_NONE, GATE_OP, GATE_GRAPH = 0, 1, 2
 
     def __init__(
         self,
@@ -154,15 +152,19 @@ class SyncReplicasOptimizer(Optimizer):
             sparse_divisor=sparse_divisor,
             global_step=NOWHERE,
         )
+        self._opt = opt
         super().__init__(
             opt._rule, name=name, forbid_nonfinite=opt._forbid_nonfinite,
             compression=opt._compression,
         )  # fmt: skip
         self._in_use = opt._in_use = True  # what it does was written into ``config``
-        self._opt = opt
         self._group = GroupConfig(config)
         self._pull_ahead = flag(name, "pull_ahead", pull_ahead)
         self._group.add_averages(variable_averages, variables_to_average)
+
+    def _begin(self, *, in_use: bool) -> None:
+        super()._begin(in_use=in_use)
+        self._opt._wrapper = weakref.ref(self)
 
     def __repr__(self) -> str:
         config = self._group.sync
@@ -241,14 +243,14 @@ class SyncReplicasOptimizer(Optimizer):
         Source: ``tf.compat.v1.train.SyncReplicasOptimizer.apply_gradients``, whose train_op is
             this call.
         """
-        result, _ = await self._pushed(grads_and_vars, global_step, None, weight)
+        result, _ = await self._pushed(grads_and_vars, global_step, (), weight)
         return result
 
     async def _pushed(
         self,
         grads_and_vars: GradsAndVars,
         global_step: AnyVariable | None,
-        pull: Plan | None,
+        pulled: Sequence[AnyVariable],
         weight: float = 1.0,
         name: str | None = None,
     ) -> Answered:
@@ -258,7 +260,7 @@ class SyncReplicasOptimizer(Optimizer):
         if step is None or step is not global_step:
             step = checked_step("apply_gradients", global_step)
         variables = [variable for _, variable in pairs]
-        runtime = await self._runtime("apply_gradients", *variables, step)
+        runtime = await self._runtime("apply_gradients", *variables, step, *pulled)
         run = current_closure()
         if run is None and not runtime.in_session:
             raise UsageError(
@@ -279,7 +281,7 @@ class SyncReplicasOptimizer(Optimizer):
             ordinal=ordinal,
             weight=weight,
             ahead=runtime.ahead if self._pull_ahead else None,
-            announced=pull,
+            announced=self._asked(runtime, pulled, step),
         )
         if self._compression is None:
             answer = await push(plan, gradients)
@@ -294,7 +296,7 @@ class SyncReplicasOptimizer(Optimizer):
             run.dropped += 1
         return result, None  # the next pull takes what has come
 
-    def _may_bring(self, pull: Plan, global_step: AnyVariable | None) -> bool:
+    def _may_bring(self, pulled: Sequence[AnyVariable], step: AnyVariable | None) -> bool:
         return self._pull_ahead
 
     async def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, AnyVariable]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from psync.checkpoints.manifest import Place, Planned, Slice
 from psync.schedules import Config
+from psync.specs import count_of
 from psync.store.shards import Key
 from psync.store.snapshot_state import SnapshotItem, SnapshotState
 
@@ -96,10 +97,8 @@ def _kind(item: SnapshotItem) -> str:
 
 def step_of(snapshots: Sequence[SnapshotState], optimizer: int) -> int:
     """Return the highest step that a ps has given a push of an optimizer, plus 1."""
-    return max(
-        (snapshot.optimizers[optimizer].step for snapshot in _knowing(snapshots, optimizer)),
-        default=0,
-    )
+    known = _knowing(snapshots, optimizer)
+    return count_of(max((each.optimizers[optimizer].step for each in known), default=0))
 
 
 def changed_rate(snapshots: Sequence[SnapshotState], optimizer: int) -> Config | None:

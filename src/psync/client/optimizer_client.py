@@ -136,9 +136,9 @@ def raised_with(plan: Plan, rule: UpdateRule, step: VariableSpec) -> ShardSpec |
     Args:
         plan: Of the push.
         rule: Of the optimizer. If it may raise an error, nothing else is to be done with it.
-        step: The variable that is to be raised.
+        step: The variable that is to be raised, a scalar.
     """
-    if len(step.shards) > 1 or step.shape or rule.may_raise:
+    if rule.may_raise:
         return None
     (shard,) = step.shards
     return shard if shard.ps in plan.ps else None

@@ -233,11 +233,12 @@ class PsClient(PsRows):
         Cancellation: A push once begun is shielded: it ends in the background.
         """
 
-        def build(part: Part) -> Push:
+        def build(part: Part, timeline: int = self.timeline) -> Push:
             request = part.request
             return Push(
                 *part.identity, request.set_id, part.members, optimizer,
-                None if optimizer in self._optimizers[request.ps] else config, step, part.rows,
+                None if optimizer in self._optimizers[request.ps] else config,
+                step if timeline == self.timeline else 0, part.rows,  # ps tasks have undone it
                 None if ratios is None else [ratios[variable] for variable, *_ in request.cuts],
                 part.spread, part.pull, part.pull_members,
                 raised.key if raised and (request.ps, request.part) == (raised.ps, 0) else None,

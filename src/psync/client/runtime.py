@@ -14,7 +14,7 @@ from psync.client.accumulator_client import AccumulatorClient
 from psync.client.compression import ErrorFeedback
 from psync.client.context import ClosureContext, here
 from psync.client.plans import Plan
-from psync.client.prefetch import PulledAhead
+from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.ps_client import PsClient
 from psync.client.pulled_steps import PulledSteps
 from psync.client.sync_client import SyncClient
@@ -33,13 +33,21 @@ class Runtime:
     """Returns a worker's per-worker iterator by its uid; None on the coordinator."""
     in_session: bool = field(default=False, kw_only=True)
     """Whether the program itself trains, outside of closures: a worker in a training session."""
-    steps: dict[int, int] = field(default_factory=dict, init=False)
-    """Highest step known of each optimizer."""
+    _steps: dict[int, int] = field(default_factory=dict, init=False)
+    _timeline: int = field(default=0, init=False)  # that they are of
     rounds: dict[int, int] = field(default_factory=dict, init=False)
     """Done through each optimizer that has a staleness bound."""
     _pulled: PulledSteps = field(default_factory=PulledSteps, init=False)
     """By code outside of closures."""
     _ordinals: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
+
+    @property
+    def steps(self) -> dict[int, int]:
+        """Highest step known of each optimizer, marked; none that ps tasks have undone."""
+        if self._timeline != self.ps.timeline:
+            self._timeline = self.ps.timeline
+            self._steps = {}
+        return self._steps
 
     @functools.cached_property
     def sync(self) -> SyncClient:
@@ -72,10 +80,13 @@ class Runtime:
         closure = here.get()
         arrival = closure.arrival if type(closure) is ClosureContext else 0
         wanted = self.ahead.take(plan, arrival)
-        if wanted is None:
-            return None
-        for steps in wanted.steps:
-            self.pulled.note(steps)
+        return None if wanted is None else self.note_values(wanted)
+
+    def note_values(self, wanted: Wanted) -> list[np.ndarray] | None:
+        """Return values that came with an answer, as pulled now; None: they did not come."""
+        if wanted.arrays is not None:
+            for steps in wanted.steps:
+                self.pulled.note(steps)
         return wanted.arrays
 
     def begin_update(self, operation: str) -> tuple[int, int]:

@@ -253,7 +253,7 @@ class Endpoint:
     async def close(self, *, goes_on: bool = False) -> None:
         """Stop listening, close every connection, cancel the handlers and wait for them.
 
-        ``goes_on``: its task does, so what others read of its memory stays as it is.
+        ``goes_on``: somebody may still write to its memory, so what others read there is spared.
         Cancellation: Connections are closed; handlers may still be ending.
         """
         self._closed = True

@@ -20,7 +20,9 @@ and accumulation refuse gradients of some rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from psync.errors import ConfigurationError
 from psync.schedules import as_number
@@ -80,7 +82,7 @@ class RuleOptions:
                 hint="leave it out to apply each gradient at once",
             )
         for name in ("excluded_names", "excluded_words"):
-            self._set(name, _words(getattr(self, name)))
+            self._set(name, words_of(getattr(self, name)))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -118,9 +120,12 @@ def flag(rule: str, name: str, value: object) -> bool:
     return value
 
 
-def _words(value: object) -> tuple[str, ...]:
-    words = value if isinstance(value, list | tuple) and len(value) <= MAX_WORDS else (None,)
-    if not all(isinstance(word, str) and word for word in words):
+def words_of(value: object) -> tuple[str, ...]:
+    """Return words that were given. Raises ConfigurationError if they are none, or too many."""
+    words: list[Any] = [None]
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        words = [*value]
+    if len(words) > MAX_WORDS or not all(isinstance(word, str) and word for word in words):
         raise ConfigurationError(
             f"exclude_from_weight_decay: expected at most {MAX_WORDS} words, got {str(value)[:100]}"
         )

@@ -21,7 +21,7 @@ from psync.numerics.layerwise_rules import Sums
 from psync.numerics.update_rule import slot_dtype
 from psync.ps.cooperative_work import LongWork
 from psync.ps.shard_sets import ShardSet, memory_for, set_of
-from psync.specs import dtype_of
+from psync.specs import count_of, dtype_of, marked_after
 from psync.store.store import ShardStore, Work
 from psync.wire.codec import Message
 from psync.wire.messages import Done
@@ -102,12 +102,13 @@ class SlotService:
         if message.learning_rate is not None:
             store.set_learning_rate(optimizer, message.learning_rate)
         if message.step >= 0:
-            store.set_optimizer_step(optimizer, message.step)
+            newest = store.optimizer_step(optimizer)
+            store.set_optimizer_step(optimizer, marked_after(newest, message.step))
         return Reply(Done())
 
     def _ask_optimizer(self, peer: Peer, message: AskOptimizer, _: list[memoryview]) -> Reply:
         self._store.define_optimizer(message.optimizer, message.config)
-        return Reply(OptimizerState(self._store.optimizer_step(message.optimizer)))
+        return Reply(OptimizerState(count_of(self._store.optimizer_step(message.optimizer))))
 
 
 class MeasureService:
@@ -176,4 +177,4 @@ class MeasureService:
         return store.measure(optimizer, known.keys[position], gradients[position], step, sums)
 
     def _step_of(self, message: MeasurePush) -> int:
-        return max(self._store.optimizer_step(message.optimizer), message.step)
+        return count_of(max(self._store.optimizer_step(message.optimizer), message.step))

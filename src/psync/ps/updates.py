@@ -280,7 +280,7 @@ class PsUpdates:
 
     def _accept(self, update: Update, ticket: Ticket) -> Compute:
         if isinstance(update.message, Push):
-            answer = Pushed("accepted", update.step + 1)
+            answer = Pushed("accepted", self._store.optimizer_step(update.message.optimizer))
             self.staleness.note(update.client[0], update.message.optimizer, update.step)
             self.pushes += 1
         else:

@@ -19,6 +19,7 @@ from psync.numerics.layerwise_rules import LayerwiseRule, Sums
 from psync.numerics.means import MeanGradient
 from psync.numerics.sums import Pieces, Reduction
 from psync.numerics.update_rule import Part, Scratch, UpdateRule
+from psync.specs import count_of
 from psync.store.bundles import Bundle, BundleTable
 from psync.store.shard import BlockWork, Shard, Work, Workspace
 from psync.store.shard_updates import GradientAccumulator, ShardUpdate
@@ -42,8 +43,8 @@ class GradientTable(BundleTable):
     def begin_push(self, optimizer_id: int, carried_step: int) -> int:
         """Count one push and return its step, with which all its shards are applied.
 
-        The step is that of this ps or the one that the push carries, whichever is later: a
-        ps that sees few pushes evaluates schedules with the others all the same.
+        The step is that of this ps or the one that the push carries (marked), whichever is later:
+        a ps that sees few pushes evaluates schedules with the others all the same.
 
         Raises:
             UsageError: If the optimizer is not defined.
@@ -52,9 +53,9 @@ class GradientTable(BundleTable):
         optimizer = self._optimizer(optimizer_id)
         step = max(optimizer.step, carried_step)
         if optimizer.own_schedules:
-            self.check_rate(optimizer_id, step)
+            self.check_rate(optimizer_id, count_of(step))
         optimizer.step = step + 1
-        return step
+        return count_of(step)
 
     def check_apply(self, optimizer_id: int, key: Key, grad: object) -> np.ndarray:
         """Raise what ``apply`` would raise, except BusyError, and return ``grad`` as it is used.

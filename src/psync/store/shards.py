@@ -29,7 +29,7 @@ from psync.numerics.blocks import BlockArray, bytes_of
 from psync.numerics.rule_configs import rule_from_config
 from psync.numerics.update_rule import ACCUMULATOR, RuleRaised, UpdateRule, slot_dtype
 from psync.schedules import Config, Schedule
-from psync.specs import ShardSpec
+from psync.specs import ShardSpec, count_of
 from psync.store.shard import BlockWork, Shard, Work, new_values, nothing
 
 Key = tuple[int, int]
@@ -42,7 +42,7 @@ class Optimizer:
 
     rule: UpdateRule
     config: Config  # with which it was defined
-    step: int = 0  # the lowest step that the next push may have
+    step: int = 0  # the lowest that the next push may have, marked; see ``specs.count_of``
 
     @functools.cached_property
     def own_schedules(self) -> list[type[Schedule]]:
@@ -243,7 +243,7 @@ class ShardTable:
             )
 
     def optimizer_step(self, optimizer_id: int) -> int:
-        """Return the lowest step that the next push of an optimizer may have.
+        """Return the lowest step that the next push of an optimizer may have, marked.
 
         Raises:
             UsageError: If the optimizer is not defined.
@@ -254,11 +254,12 @@ class ShardTable:
     def iterations(self) -> int:
         """The most updates that an optimizer has made."""
         return max(
-            (each.rule.iteration(each.step) for each in self._optimizers.values()), default=0
+            (each.rule.iteration(count_of(each.step)) for each in self._optimizers.values()),
+            default=0,
         )
 
     def set_optimizer_step(self, optimizer_id: int, step: int) -> None:
-        """Let the next push of an optimizer have this step, or the one that it carries if later.
+        """Let the next push have this step, marked, or the one that it carries if later.
 
         Raises:
             UsageError: If the optimizer is not defined, or the step is negative.

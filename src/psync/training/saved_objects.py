@@ -248,7 +248,7 @@ class Contents:
     def _add_optimizer(self, path: str, optimizer: Optimizer) -> ValueOf:
         self._check_new(f"{path}/step")
         self._check_new(f"{path}/learning_rate")
-        self.optimizers[path] = optimizer
+        self.optimizers[path] = optimizer.holder
         self.by_variable += [f"{path}/{slot}" for slot in optimizer.get_slot_names()]
         for slot in optimizer.variables() if self.slots else ():
             self._add_array(f"{path}/{slot.name}/{slot.variable.name}", slot)

@@ -61,6 +61,25 @@ async def test_the_global_step_is_raised_by_each_push() -> None:
         assert global_step.dtype == np.int64
 
 
+async def test_variables_of_two_strategies_are_not_pushed_or_pulled_together() -> None:
+    """Each is the first of its strategy, so they have the same number."""
+    sgd = optimizers.SGD(1.0)
+    async with training() as (strategy, _), training() as (other, _):
+        with strategy.scope():
+            v = psync.Variable(np.float32(0))
+        with other.scope():
+            foreign = psync.Variable(np.float32(7), name="foreign")
+        own = (np.float32(1), v)
+        for push in (
+            lambda: sgd.apply_gradients([own, (np.float32(1), foreign)]),
+            lambda: sgd.push_pull([own], pull=foreign),
+            lambda: sgd.push_pull([own], pull=[v, foreign]),
+        ):
+            with pytest.raises(UsageError, match='"foreign" belongs to another program or strat'):
+                await push()
+        assert (await v.read(), await foreign.read()) == (0, 7)
+
+
 async def test_a_global_step_that_cannot_count_lets_nothing_be_pushed() -> None:
     sgd = optimizers.SGD(1.0)
     async with training() as (strategy, _), training() as (other, _):
@@ -87,6 +106,11 @@ Refusal = tuple[Callable[[Any, Any], Any], str]
 
 REFUSED: dict[str, Refusal] = {
     "nothing": (lambda v, w: [], "apply_gradients: no gradients given"),
+    "a dict": (
+        lambda v, w: {v: np.float32(1)},
+        "apply_gradients: expected (gradient, variable) pairs, got dict\n"
+        "hint: apply_gradients(zip(gradients, variables))",
+    ),
     "all None": (
         lambda v, w: [(None, v), (None, w)],
         "apply_gradients: all gradients are None (v, w)",

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from psync.api.global_step import check_step
@@ -25,10 +26,11 @@ from psync.api.gradient_arguments import (
     value_and_gradients,
 )
 from psync.api.optimizers.push_pull import Answered, PushPull
-from psync.api.optimizers.registry import optimizers_here
+from psync.api.optimizers.registry import optimizers_here, restored
 from psync.api.optimizers.staleness_bound import StalenessBound
 from psync.api.optimizers.state import Iterations, PushResult, result_of
 from psync.api.optimizers.state import Slot as Slot
+from psync.api.pulls import leaves
 from psync.api.reads import runtime_of
 from psync.client.context import forbid_in_step
 from psync.client.optimizer_client import (
@@ -38,7 +40,6 @@ from psync.client.optimizer_client import (
     raised_with,
     set_optimizer,
 )
-from psync.client.plans import Plan
 from psync.client.prefetch import Wanted
 from psync.client.runtime import Runtime
 from psync.client.scopes import running_scopes
@@ -46,7 +47,7 @@ from psync.errors import ConfigurationError, UsageError
 from psync.numerics.clipping import clipped_by_norm
 from psync.numerics.compression import Compression, checked_compression
 from psync.numerics.rule_configs import registered_in, rule_from_config
-from psync.numerics.rule_options import RuleOptions
+from psync.numerics.rule_options import RuleOptions, words_of
 from psync.numerics.scatter import IndexedSlices
 from psync.numerics.update_rule import UpdateRule
 from psync.replicas import gang_updates
@@ -54,7 +55,9 @@ from psync.replicas.context import current_gang
 from psync.schedules import Constant, Schedule, as_schedule
 from psync.specs import Outcome
 
-OF_THE_PROCESS = frozenset({"number", "origin", "_rule", "_arrived", "_also_trained", "_in_use"})
+OF_THE_PROCESS = frozenset(
+    {"number", "origin", "_rule", "_arrived", "_also_trained", "_wrapper", "_in_use"}
+)
 """Attributes of an optimizer that do not travel with it as they are."""
 
 
@@ -139,6 +142,7 @@ class Optimizer(PushPull):
         """Take up life in this process."""
         self._arrived: tuple[AnyVariable, ...] = ()
         self._also_trained: set[tuple[str, int]] = set()  # not trainable, and pushed from here
+        self._wrapper: weakref.ref[Optimizer] | None = None
         self._in_use = in_use  # from then on the ps tasks know the configuration, or soon will
 
     def __psync_handle__(self) -> tuple[int, ...]:
@@ -150,7 +154,13 @@ class Optimizer(PushPull):
         variables = [v for scope in running_scopes() for v in scope.trainable_variables]
         state = {name: value for name, value in vars(self).items() if name not in OF_THE_PROCESS}
         arrived = tuple(variables or self._arrived)
-        return _restore, (type(self), self.origin, self.number, state, arrived)
+        return restored, (type(self), self.origin, self.number, state, arrived)
+
+    @property
+    def holder(self) -> Optimizer:
+        """Whose state on ps tasks is meant: of an optimizer that is wrapped, its wrapper's."""
+        wrapper = None if self._wrapper is None else self._wrapper()
+        return wrapper or self
 
     def _set_rule(self, rule: UpdateRule) -> None:
         self._rule = rule
@@ -179,7 +189,7 @@ class Optimizer(PushPull):
         """
         if name not in self._rule.slot_names() or not self._trains(var):
             return None
-        return Slot(var, self, name)
+        return Slot(var, self.holder, name)
 
     def _trains(self, variable: AnyVariable) -> bool:
         spec = variable.spec
@@ -199,7 +209,7 @@ class Optimizer(PushPull):
         names = self._rule.slot_names()
         variables = trainable_here("variables", self._arrived) if names else ()
         trained = filter(self._trains, variables)
-        return [Slot(variable, self, name) for variable in trained for name in names]
+        return [Slot(variable, self.holder, name) for variable in trained for name in names]
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration as plain data."""
@@ -219,7 +229,8 @@ class Optimizer(PushPull):
         Raises:
             UsageError: The optimizer is in use already: it was pushed through, or a step has
                 captured it.
-            ConfigurationError: A word is none; also a ValueError.
+            ConfigurationError: A word is none, or one instead of several; also a ValueError.
+            GradientError: Something in ``var_list`` is no variable.
 
         Source: ``keras.optimizers.Optimizer.exclude_from_weight_decay``.
         """
@@ -228,10 +239,11 @@ class Optimizer(PushPull):
                 f"exclude_from_weight_decay: {self._name} is in use already",
                 hint="call it right after the optimizer was made",
             )
+        variables = [] if var_list is None else leaves(listed(var_list))
         options = dataclasses.replace(
             self._rule.options,
-            excluded_names=tuple(variable.spec.shards[0].variable for variable in var_list or ()),
-            excluded_words=tuple(var_names or ()),
+            excluded_names=tuple(variable.spec.shards[0].variable for variable in variables),
+            excluded_words=words_of(var_names or ()),
         )
         self._set_rule(self._rule.with_options(options))
 
@@ -259,7 +271,8 @@ class Optimizer(PushPull):
         forbid_in_step("set_learning_rate", instead="call it in main(), or use a schedule")
         rate = as_schedule(learning_rate)
         runtime = await self._runtime("set_learning_rate")
-        await set_optimizer(runtime.ps, self.number, self._config, learning_rate=rate.to_config())
+        number = self.holder.number
+        await set_optimizer(runtime.ps, number, self._config, learning_rate=rate.to_config())
         self._rule.learning_rate = rate
 
     @property
@@ -268,7 +281,7 @@ class Optimizer(PushPull):
 
         Source: ``keras.optimizers.Optimizer.iterations``.
         """
-        return Iterations(self)
+        return Iterations(self.holder)
 
     async def apply_gradients(
         self, grads_and_vars: GradsAndVars, global_step: AnyVariable | None = None
@@ -286,8 +299,8 @@ class Optimizer(PushPull):
                 do not change it before this returns. Of some rows only: ``psync.IndexedSlices``,
                 or TensorFlow's; rows that occur more than once are summed, and rows that do not
                 occur are not touched, nor what this optimizer keeps beside them.
-            global_step: An integer scalar that is raised by one: in the same update, if its ps gets
-                a part of it, else once all are applied.
+            global_step: A variable, an integer scalar, that is raised by one: in the same update,
+                if its ps gets a part of it, else once all are applied.
 
         Returns:
             The outcome, the optimizer's step, and the staleness.
@@ -297,7 +310,7 @@ class Optimizer(PushPull):
                 shape or dtype, a row that the variable does not have, rows where this optimizer
                 needs all of them, or NaN or infinity where it forbids them. Nothing was pushed.
             UsageError: Outside a step without a running coordinator, or after the step ended; or
-                the ``global_step`` is no integer scalar, or of another strategy.
+                the ``global_step`` is of another strategy, no integer scalar, or one for each task.
             ClosureCancelled: In a step that was cancelled.
             ParameterServerLost: A ps is gone.
 
@@ -307,11 +320,14 @@ class Optimizer(PushPull):
         Source: ``tf.compat.v1.train.Optimizer.apply_gradients``. Unlike there, gradients that
             are pushed again after a worker's loss are applied at most once on each shard.
         """
-        result, _ = await self._pushed(grads_and_vars, global_step, None)
+        result, _ = await self._pushed(grads_and_vars, global_step, ())
         return result
 
     async def _pushed(
-        self, grads_and_vars: GradsAndVars, global_step: AnyVariable | None, pull: Plan | None
+        self,
+        grads_and_vars: GradsAndVars,
+        global_step: AnyVariable | None,
+        pulled: Sequence[AnyVariable],
     ) -> Answered:
         pairs = self._checked(grads_and_vars)
         variables = [variable for _, variable in pairs]
@@ -324,9 +340,12 @@ class Optimizer(PushPull):
         specs = tuple(variable.spec for _, variable in pairs)
         ids = [spec.variable_id for spec in specs]
         gradients = clipped_by_norm(gradients, ids, self._rule.options)
-        runtime = await self._runtime("apply_gradients", *variables)
+        runtime = await self._runtime("apply_gradients", *variables, *pulled)
+        self._wrapper = None  # then it has a state of its own
+        pull = self._asked(runtime, pulled, global_step)
         closure, ordinal = runtime.begin_update("push")
-        plan, known = runtime.ps.plan(specs), runtime.steps.get(self.number, 0)
+        plan, steps = runtime.ps.plan(specs), runtime.steps
+        known = steps.get(self.number, 0)
         wanted = None if pull is None else Wanted(pull)
         raised = None if global_step is None else raised_with(plan, self._rule, global_step.spec)
         push = functools.partial(
@@ -339,19 +358,15 @@ class Optimizer(PushPull):
             )
         apart = None if global_step is None or raised is not None else global_step.spec
         answers = await push_and_count(runtime, functools.partial(push, plan, gradients), apart)
-        result = result_of(answers, known)
-        runtime.steps[self.number] = max(result.step, runtime.steps.get(self.number, 0))
+        if steps is not runtime.steps:  # ps tasks have undone what was known
+            steps, known = runtime.steps, 0
+        result, newest = result_of(answers, known)
+        steps[self.number] = max(newest, steps.get(self.number, 0))
         bound = self._staleness_bound
         if bound is not None and result.outcome is Outcome.ACCEPTED:
             if closure >= 0 or runtime.in_session:  # else the program itself, which has no clock
                 await bound.end_round(runtime, self.number)
-        return result, wanted
-
-    def _may_bring(self, pull: Plan, global_step: AnyVariable | None) -> bool:
-        """Return whether values may be of when the push is applied: nothing changes them later."""
-        step = None if global_step is None else global_step.spec.variable_id
-        changes = any(variable.variable_id == step for variable in pull.variables)
-        return not changes and self._staleness_bound is None
+        return result, None if wanted is None else runtime.note_values(wanted)
 
     async def compute_gradients(
         self, value_and_grad: ValueAndGrad, var_list: Any = None
@@ -428,23 +443,3 @@ class Optimizer(PushPull):
                 hint="make it in main(), on the coordinator, and let the step capture it",
             )
         return runtime
-
-
-def _restore(
-    cls: type[Optimizer],
-    origin: str,
-    number: int,
-    state: dict[str, Any],
-    variables: tuple[AnyVariable, ...],
-) -> Optimizer:
-    """Return this process's handle of an optimizer: one object, however often it arrives."""
-    optimizer = optimizers_here().known.get((origin, number))
-    if optimizer is None:
-        optimizer = cls.__new__(cls)
-        vars(optimizer).update(state, origin=origin, number=number)
-        optimizer._set_rule(rule_from_config(optimizer._config))
-        optimizer._begin(in_use=True)
-        optimizers_here().add_arrived(optimizer)
-    if len(variables) > len(optimizer._arrived):  # more may have been declared since
-        optimizer._arrived = variables
-    return optimizer

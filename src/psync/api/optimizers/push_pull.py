@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+
 from psync.api.gradient_arguments import AnyVariable, GradsAndVars
+from psync.api.optimizers.staleness_bound import StalenessBound
 from psync.api.optimizers.state import PushResult
 from psync.api.pulls import leaves, mapped
 from psync.api.pulls import pull as pull_values
-from psync.api.reads import keeps_reads, runtime_of
+from psync.api.reads import keeps_reads
 from psync.api.variables import OnReadVariable
 from psync.client.plans import Plan
-from psync.client.prefetch import Wanted
+from psync.client.runtime import Runtime
 
-Answered = tuple[PushResult, Wanted | None]
-"""What became of a push, and what was asked for with it, if that is not for the next pull."""
+Answered = tuple[PushResult, list[np.ndarray] | None]
+"""What became of a push, and values that came with its answers; None: they are to be pulled."""
 
 
 class _Pushes(Protocol):
     push_options: ClassVar[frozenset[str]]
+    _staleness_bound: StalenessBound | None
 
     @property
     def _pushed(self) -> Callable[..., Awaitable[Answered]]:
-        """Pushes gradients, and asks for values, if there is a plan of them."""
+        """Pushes gradients, and asks for values of variables, if there are some."""
 
-    def _may_bring(self, pull: Plan, global_step: AnyVariable | None) -> bool:
+    def _may_bring(self, pulled: Sequence[AnyVariable], step: AnyVariable | None) -> bool:
         """Return whether values may come with a push: else they are pulled."""
 
 
@@ -80,17 +84,24 @@ class PushPull:
         """
         if unknown := sorted(options.keys() - self.push_options):
             raise TypeError(f"push_pull() got an unexpected keyword argument {unknown[0]!r}")
-        variables = list(dict.fromkeys(leaves(pull)))
-        plan: Plan | None = None
-        if variables:
-            runtime = await runtime_of("push_pull", *variables)
-            if not keeps_reads() and not any(isinstance(v, OnReadVariable) for v in variables):
-                plan = runtime.ps.plan(tuple([variable.spec for variable in variables]))
-        if plan is not None and not self._may_bring(plan, global_step):
-            plan = None
-        result, wanted = await self._pushed(grads_and_vars, global_step, plan, **options)
-        if wanted is None or wanted.arrays is None:
+        variables = tuple(dict.fromkeys(leaves(pull)))
+        result, values = await self._pushed(grads_and_vars, global_step, variables, **options)
+        if values is None:
             return result, await pull_values(pull)
-        for steps in wanted.steps:
-            runtime.pulled.note(steps)
-        return result, mapped(pull, dict(zip(variables, wanted.arrays, strict=True)).__getitem__)
+        return result, mapped(pull, dict(zip(variables, values, strict=True)).__getitem__)
+
+    def _asked(
+        self: _Pushes, runtime: Runtime, pulled: Sequence[AnyVariable], step: AnyVariable | None
+    ) -> Plan | None:
+        """Return the plan of what may come with a push; None: nothing, it is pulled apart."""
+        if not pulled or keeps_reads() or any(isinstance(v, OnReadVariable) for v in pulled):
+            return None
+        if not self._may_bring(pulled, step):
+            return None
+        return runtime.ps.plan(tuple([variable.spec for variable in pulled]))
+
+    def _may_bring(self: _Pushes, pulled: Sequence[AnyVariable], step: AnyVariable | None) -> bool:
+        """Return whether values may be of when the push is applied: nothing changes them later."""
+        raised = None if step is None else step.spec.variable_id
+        changes = any(variable.spec.variable_id == raised for variable in pulled)
+        return not changes and self._staleness_bound is None

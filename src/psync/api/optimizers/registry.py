@@ -15,10 +15,12 @@ from psync.client.optimizer_client import check_plugins
 from psync.client.ps_link import PsLink
 from psync.net.platform import random_hex
 from psync.net.process_state import PerProcess
+from psync.numerics.rule_configs import rule_from_config
 from psync.schedules import from_config as schedule_from_config
 from psync.store.reattach import NewOptimizer
 
 if TYPE_CHECKING:
+    from psync.api.gradient_arguments import AnyVariable
     from psync.api.optimizers.handles import Optimizer
 
 
@@ -52,11 +54,10 @@ class OptimizerRegistry:
     def of_the_program(self) -> list[NewOptimizer]:
         """Return the optimizers of this program through which it may push, by their numbers."""
         own = [optimizer for optimizer in self.known.values() if optimizer.origin == self.process]
-        wrapped = {id(getattr(optimizer, "_opt", None)) for optimizer in own}
         return [
             NewOptimizer(optimizer.number, optimizer._name, optimizer._config)
             for optimizer in sorted(own, key=lambda optimizer: optimizer.number)
-            if id(optimizer) not in wrapped
+            if optimizer.holder is optimizer  # else it is wrapped
         ]
 
     def check_unused(self, links: Sequence[PsLink]) -> None:
@@ -80,3 +81,23 @@ class OptimizerRegistry:
 
 
 optimizers_here = PerProcess(OptimizerRegistry)
+
+
+def restored(
+    cls: type[Optimizer],
+    origin: str,
+    number: int,
+    state: dict[str, Any],
+    variables: tuple[AnyVariable, ...],
+) -> Optimizer:
+    """Return this process's handle of an optimizer: one object, however often it arrives."""
+    optimizer = optimizers_here().known.get((origin, number))
+    if optimizer is None:
+        optimizer = cls.__new__(cls)
+        vars(optimizer).update(state, origin=origin, number=number)
+        optimizer._set_rule(rule_from_config(optimizer._config))
+        optimizer._begin(in_use=True)
+        optimizers_here().add_arrived(optimizer)
+    if len(variables) > len(optimizer._arrived):  # more may have been declared since
+        optimizer._arrived = variables
+    return optimizer

@@ -14,7 +14,7 @@ from psync.client.optimizer_client import optimizer_step, set_optimizer, set_slo
 from psync.numerics.casting import fitting
 from psync.numerics.update_rule import slot_dtype
 from psync.schedules import Config, from_config
-from psync.specs import Outcome, VariableSpec, checked_integer
+from psync.specs import STEP_BITS, Outcome, VariableSpec, checked_integer, count_of
 from psync.wire.ps_messages import Pushed
 
 if TYPE_CHECKING:
@@ -47,18 +47,19 @@ class PushResult:
     count: int = 0
 
 
-def result_of(answers: Sequence[Pushed], known: int) -> PushResult:
-    """Return what became of a push.
+def result_of(answers: Sequence[Pushed], known: int) -> tuple[PushResult, int]:
+    """Return what became of a push, and the highest step that is known now, marked.
 
     Args:
         answers: Of the ps tasks.
-        known: Highest step of the optimizer that was known before: what others have done since
-            is the staleness.
+        known: Highest step of the optimizer that was known before, marked: what others have done
+            since is the staleness, unless the number was set meanwhile.
     """
     step = max(known, *(answer.step for answer in answers))  # a duplicate's is 0
     refused = [answer.outcome for answer in answers if answer.outcome != "accepted"]
     outcome = Outcome(refused[0]) if refused else Outcome.ACCEPTED
-    return PushResult(outcome, step, max(0, step - known - 1))
+    others = step - known - 1 if step >> STEP_BITS == known >> STEP_BITS else 0
+    return PushResult(outcome, count_of(step), max(0, others)), step
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ def resolve_cluster(environ: Environ | None = None) -> ClusterResolver:
     script = sys.argv[0] if sys.argv[0].endswith(".py") else "train.py"  # of a command, or none
     advice += [
         f"to train on this machine: psync run {script} --ps 1 --workers 2",
-        "or open a psync.LocalCluster(1, 2) in the program (by asyncio.run then, no psync.run)",
+        "or open a psync.LocalCluster(1, 2) in the program, and start that by asyncio.run",
     ]
     raise ConfigurationError(
         f"this process belongs to no cluster: none is open in the program, and no variables of "

@@ -7,7 +7,8 @@ as long as that side reads the other's memory: the end of file says, even of a p
 killed, that nobody does any more.
 
 Who has no descriptor left for a region of the peer's loses the connection, as it cannot read what
-is lent there. It shares memory with nobody from then on, so the next connection is to the address.
+is lent there; who has none for the channel does not get one. It shares memory with nobody from then
+on, so the next connection is to the address.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from psync.net.shared.regions import Make, Region, make_region, map_foreign
 _GIVEN = struct.Struct("<QQ")  # number, bytes
 
 ran_out = PerProcess(threading.Event)
-"""Set once this process had no descriptor left for a region of another one."""
+"""Set once this process had no descriptor left for a region of another one, or a side channel."""
 
 _log = logging.getLogger(__name__)
 

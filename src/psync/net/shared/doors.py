@@ -137,7 +137,7 @@ class Door:
                 finally:
                     self._loop.remove_reader(sock)
                 continue
-            if not all_came:  # of the descriptors here; the connection has got the last one
+            if not all_came:  # no descriptor is left for it: the connection has taken the last one
                 share_no_more()
                 self._shut()
                 return None

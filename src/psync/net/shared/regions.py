@@ -148,6 +148,7 @@ def map_foreign(fd: int, nbytes: int) -> memoryview:
     Raises:
         RemoteProtocolError: It is not what ``make_region`` makes: it could shrink, change under
             other hands, or has holes that would become memory of this task when they are read.
+            (As many pages are there, at least: somebody who hides some behind the end passes.)
     """
     try:
         status = os.fstat(fd)
