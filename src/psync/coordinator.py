@@ -154,7 +154,7 @@ class Coordinator:
         self._creating: asyncio.Task[None] | None = None  # meanwhile the queue is paused
         self._tasks: set[asyncio.Task[None]] = set()  # that end with the coordinator
         self._closed = False
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
 
     async def start(self) -> None:
         """Connect to the cluster; see ``ClusterLinks.start``.
@@ -190,7 +190,7 @@ class Coordinator:
             if not task.cancelled() and (error := task.exception()) is not None:
                 logger.error("%s", if_it_fails, exc_info=error)
 
-        self._tasks.add(task := self._loop.create_task(work))
+        self._tasks.add(task := self.loop.create_task(work))
         task.add_done_callback(ended)
         return task
 
@@ -255,7 +255,7 @@ class Coordinator:
             self.perform(actions)
         if not self._dispatch_due:
             self._dispatch_due = True
-            self._loop.call_soon(self._dispatch)
+            self.loop.call_soon(self._dispatch)
         return value
 
     def done(self) -> bool:
@@ -275,7 +275,7 @@ class Coordinator:
         if self._closed:
             raise ClosedError("join on a closed coordinator")
         forbid_in_merge("join")
-        deadline = None if timeout_s is None else self._loop.time() + timeout_s
+        deadline = None if timeout_s is None else self.loop.time() + timeout_s
         cutoff = self._queue.next_id
         self.recovery.fail_if_gone()
         self._prepare()
@@ -312,7 +312,7 @@ class Coordinator:
         """Say what runs where, what waits and for whom; for reports."""
         return [
             f"coordinator, incarnation {self.links.endpoint.incarnation}",
-            *watchdog.describe_closures(self._queue, self._closures.values(), self._loop.time()),
+            *watchdog.describe_closures(self._queue, self._closures.values(), self.loop.time()),
             *(f"not connected: {task} at {at}" for task, at in self.links.membership.missing()),
             *self.recovery.describe(),
             f"everybody waits for: {self.waits_for()}",
@@ -335,7 +335,7 @@ class Coordinator:
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on the coordinator's loop; may be called in any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(callback)
+            self.loop.call_soon_threadsafe(callback)
 
     def _cancel(self, closure_id: int) -> None:
         self.perform(self._queue.cancel(closure_id))
@@ -354,7 +354,7 @@ class Coordinator:
     def _prepare(self) -> None:
         """Create what is declared; the queue is paused meanwhile."""
         if self.recovery.is_gone:
-            self._loop.call_soon(self._dispatch)  # it fails the gang that is prepared now
+            self.loop.call_soon(self._dispatch)  # it fails the gang that is prepared now
         self._create_if_declared()
 
     def _create_if_declared(self) -> None:
@@ -429,7 +429,7 @@ class Coordinator:
         if self.cuts.taken or self.recovery.source is not None:
             for closure_id, calls in updates:
                 self.recovery.ended.ended(closure_id, calls)
-        self.joins.heard_at = self._loop.time()
+        self.joins.heard_at = self.loop.time()
         self._final.look()
 
     def _dispatch(self) -> None:
@@ -438,7 +438,7 @@ class Coordinator:
         self.perform(self._queue.dispatch())
 
     def _send(self, action: Dispatch) -> None:
-        now = self._loop.time()
+        now = self.loop.time()
         for closure in action.closures:
             closure.payload.sent_at = now
         message, segments = starting(action.closures)

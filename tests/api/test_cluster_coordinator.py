@@ -762,8 +762,14 @@ async def test_it_is_used_on_its_own_loop_only():
             except UsageError as exc:
                 found.append(exc)
 
+        async def on_another_loop():
+            call()
+
         await asyncio.to_thread(call)
-        assert "schedule outside the event loop" in str(found[0])
+        await asyncio.to_thread(asyncio.run, on_another_loop())
+        for error in found:
+            assert "schedule outside the event loop" in str(error)
+        assert len(found) == 2
 
 
 async def test_closing_in_the_middle_ends_everything_and_frees_the_workers():

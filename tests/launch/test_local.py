@@ -367,3 +367,17 @@ async def test_tasks_of_one_process_that_share_memory_end_one_by_one() -> None:
             assert (own == 1).all()
             assert (await variable.read() == 4).all()
             del own
+
+
+def test_a_program_that_raises_before_it_has_closed_anything_ends() -> None:
+    """All of it is cancelled then, the sessions of workers too."""
+
+    async def main() -> None:
+        cluster = psync.LocalCluster(1, 1, processes=False)
+        await cluster.start()
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        await psync.ClusterCoordinator(strategy).start()
+        raise ValueError("a mistake")
+
+    with pytest.raises(ValueError, match="a mistake"):
+        asyncio.run(main())

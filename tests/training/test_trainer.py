@@ -298,6 +298,31 @@ class TestWithoutACoordinator:
             assert reading.values["w"].shape == (2, 1)  # it was told while they were there
             assert "not running" in repr(psync.ClusterCoordinator(strategy))
 
+    async def test_steps_of_one_that_is_cancelled_take_no_part_in_the_next_one(self) -> None:
+        """In a coordinator that ran before, as after an interrupt in a notebook."""
+        async with psync.LocalCluster(1, 1, processes=False) as cluster:
+            strategy = psync.ParameterServerStrategy(cluster.resolver)
+            async with psync.ClusterCoordinator(strategy) as coordinator:
+                trainer = make(strategy)
+                options: dict[str, Any] = {"steps_per_execution": 1, "verbose": False}
+                begun = asyncio.Event()
+
+                class Noting(psync.callbacks.Callback):
+                    def on_train_batch_end(self, batch: int, logs: Any) -> None:
+                        begun.set()
+
+                fitting = asyncio.create_task(
+                    trainer.fit(batches, steps_per_epoch=10**4, callbacks=[Noting()], **options)
+                )
+                await begun.wait()
+                fitting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await fitting
+                await coordinator.join()
+                before = await trainer.optimizer.iterations.read()
+                await trainer.fit(batches, steps_per_epoch=5, **options)
+                assert await trainer.optimizer.iterations.read() - before == 5
+
     async def test_it_starts_the_coordinator_that_the_program_has_made(self) -> None:
         class Noting(psync.callbacks.Callback):
             def on_train_begin(self) -> None:

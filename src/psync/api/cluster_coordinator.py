@@ -415,12 +415,11 @@ class ClusterCoordinator(Scheduling):
                 f"{operation}: the coordinator is not running",
                 hint="use it inside `async with ClusterCoordinator(strategy) as coordinator:`",
             )
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError as exc:
+        if asyncio._get_running_loop() is not self._coordinator.loop:
             raise UsageError(
-                f"{operation} outside the event loop on which the coordinator runs"
-            ) from exc
+                f"{operation} outside the event loop on which the coordinator runs",
+                hint="one asyncio.run for the whole program, or psync.blocking",
+            )
         return self._coordinator
 
 

@@ -145,7 +145,8 @@ def loss_error(closure: Closure) -> ClosureError:
     error = ClosureError(
         f"{closure} was lost with its worker {closure.attempts} times: "
         f"{', '.join(closure.lost_on)}",
-        hint="it seems to kill its process: look for a crash or lack of memory in their logs",
+        hint="it seems to kill its process (look for a crash or lack of memory in their logs), or "
+        "to block its event loop: what computes for long is a plain function, or in a thread",
     )
     error.__cause__ = WorkerLost(closure.worker, f"was lost while it held {closure}")
     return error

@@ -1,4 +1,4 @@
-"""Waiting for work that goes on when its caller is cancelled.
+"""Waiting for work that goes on when its caller is cancelled; whether all is.
 
 As ``asyncio.shield``, which from Python 3.14 on reports an error of such work to the exception
 handler of the loop, even if somebody else looks at it: a log of an ERROR where nothing is wrong.
@@ -33,3 +33,12 @@ def _look(work: asyncio.Future[T]) -> None:
     """Nobody waits for it any more, so asyncio need not complain that nobody has seen its error."""
     if not work.cancelled():
         work.exception()
+
+
+def most_are_cancelled() -> bool:
+    """Return whether most other tasks of this loop were cancelled, as when ``asyncio.run`` ends.
+
+    All were then, but some that have begun since.
+    """
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    return 2 * sum(task.cancelling() > 0 for task in others) >= len(others)

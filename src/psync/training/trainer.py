@@ -197,8 +197,8 @@ class Trainer:
             Exception: What a step or a callback raised, or what starting a coordinator does. What
                 callbacks raise in ``on_train_end`` after it is added to it as notes.
 
-        Cancellation: ``on_train_end`` is called. What was scheduled goes on in a coordinator that
-            ran before, and is cancelled in fit's own.
+        Cancellation: ``on_train_end`` is called. Steps that were scheduled are cancelled; some of
+            their pushes may have been made.
 
         Example:
             trainer = psync.Trainer(strategy, {"w": w}, value_and_grad, psync.optimizers.Adam())
@@ -380,7 +380,7 @@ class Trainer:
             await metric.reset_state()
         batches, ended = iter(dataset), False
         closures = [coordinator.schedule(run_steps, args=(batches, count)) for count in counts]
-        tasks = [asyncio.create_task(_show(closures, counts, show))]
+        tasks: list[Any] = [asyncio.create_task(_show(closures, counts, show))]
         if told:
             batches_told = follow(closures, counts, tell, lambda: self.stop_training)
             tasks.append(asyncio.create_task(batches_told))
@@ -392,8 +392,8 @@ class Trainer:
             for telling in tasks[1:]:
                 await telling
         finally:
-            for task in tasks:
-                task.cancel()
+            for unfinished in (*closures, *tasks):
+                unfinished.cancel()
             await asyncio.wait(tasks)
         return await self._values(closures, ended)
 

@@ -27,6 +27,7 @@ from psync.client.runtime import Runtime
 from psync.errors import ClosureCancelled, DeadlineExceeded, EndOfData, TransportError
 from psync.net.peer import Peer, Received
 from psync.net.platform import Platform
+from psync.net.shielding import most_are_cancelled
 from psync.net.task_reports import stack_of_task
 from psync.replicas.gang_member import GangMember
 from psync.serialization.payloads import check_size, pack
@@ -52,8 +53,7 @@ from psync.worker.step_thread import StepThread
 logger = logging.getLogger(__name__)
 
 SHORT_S = 200e-6
-"""After a step that took longer the loop gets a turn, so that results leave and requests arrive
-before the next one may compute for minutes."""
+"""After a step that took longer the loop gets a turn: the next one may compute for minutes."""
 
 TURN_S = 0.002
 """Short steps that never await give the loop a turn after this long."""
@@ -286,7 +286,7 @@ class Session:
             try:
                 await self._run_queued()
             except asyncio.CancelledError:
-                if self._ended:
+                if self._ended or most_are_cancelled():
                     raise
                 self._uncancel()  # by what a step has left running
             except _CoordinatorGone as exc:
