@@ -40,6 +40,11 @@ def count_of(step: int) -> int:
     return step & (1 << STEP_BITS) - 1
 
 
+def marked_like(step: int, count: int) -> int:
+    """Return the step of a number that is counted on from where ``step`` is, marked."""
+    return (step >> STEP_BITS << STEP_BITS) + count
+
+
 def marked_after(step: int, count: int) -> int:
     """Return the step of a number that was set when ``step`` was the newest one, marked."""
     return ((step >> STEP_BITS) + 1 << STEP_BITS) + count

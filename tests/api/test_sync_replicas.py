@@ -321,18 +321,6 @@ async def test_the_optimizer_that_is_wrapped_shows_and_sets_what_its_wrapper_has
         assert (await inner.iterations.read(), await optimizer.iterations.read()) == (1, 2)
 
 
-async def test_steps_go_on_from_a_number_that_is_set() -> None:
-    async with model(1) as m:
-        rates = psync.schedules.PiecewiseConstantDecay([2], [1.0, 0.0])
-        optimizer = SyncReplicasOptimizer(optimizers.SGD(rates), 1)
-        await m.run(m.pushing(optimizer), *[1.0] * 5)
-        assert await m.value() == -3  # at steps 0, 1 and 2
-        await optimizer.iterations.assign(1)
-        await m.run(m.pushing(optimizer), *[1.0] * 4)
-        assert await m.value() == -5  # at steps 1 and 2
-        assert await optimizer.iterations.read() == 5
-
-
 async def test_a_slot_can_be_read_before_the_first_push() -> None:
     async with model(1) as m:
         optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, momentum=0.5), 1)

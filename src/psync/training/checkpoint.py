@@ -256,6 +256,9 @@ class Checkpoint:
     ) -> Restored:
         """Take everything from a checkpoint, whatever number of ps tasks and shards it was of.
 
+        A ``SyncReplicasOptimizer`` that has made steps in this program counts on from these, with
+        its bias corrections and schedules: restore it before its first push.
+
         Args:
             path: Of the checkpoint, as ``save`` returned it.
             partial: Whether what the checkpoint does not have is left as it is. What it has
