@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from psync.api.optimizers.handles import Optimizer
 
 MAX_ITERATIONS = 1 << 32
-"""Of an optimizer whose number is set: times the most gradients that make an update it travels."""
+"""Of an optimizer whose number is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +167,12 @@ class Iterations:
 
         Cancellation: Some ps tasks have heard of it, others have not.
         """
-        expected = f"iterations: expected a whole number from 0 to {MAX_ITERATIONS}"
-        updates = checked_integer(expected, step, 0, MAX_ITERATIONS)
         optimizer = self.optimizer
+        each = optimizer._rule.options.gradient_accumulation_steps or 1  # pushes
+        highest = min(MAX_ITERATIONS, (1 << STEP_BITS - 1) // each)
+        expected = f"iterations: expected a whole number from 0 to {highest}"
+        pushes = checked_integer(expected, step, 0, highest) * each
         runtime = await optimizer._runtime("assign to iterations")
-        pushes = updates * (optimizer._rule.options.gradient_accumulation_steps or 1)
         await set_optimizer(runtime.ps, optimizer.number, optimizer._config, step=pushes)
 
 
