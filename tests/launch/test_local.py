@@ -371,13 +371,19 @@ async def test_tasks_of_one_process_that_share_memory_end_one_by_one() -> None:
 
 def test_a_program_that_raises_before_it_has_closed_anything_ends() -> None:
     """All of it is cancelled then, the sessions of workers too."""
+    program = """
+import asyncio, psync
 
-    async def main() -> None:
-        cluster = psync.LocalCluster(1, 1, processes=False)
-        await cluster.start()
-        strategy = psync.ParameterServerStrategy(cluster.resolver)
-        await psync.ClusterCoordinator(strategy).start()
-        raise ValueError("a mistake")
+async def main():
+    cluster = psync.LocalCluster(1, 1, processes=False)
+    await cluster.start()
+    await psync.ClusterCoordinator(psync.ParameterServerStrategy(cluster.resolver)).start()
+    raise ValueError("a mistake")
 
-    with pytest.raises(ValueError, match="a mistake"):
-        asyncio.run(main())
+asyncio.run(main())
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=30
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("ValueError: a mistake\n")
