@@ -281,7 +281,7 @@ class SyncReplicasOptimizer(Optimizer):
             ordinal=ordinal,
             weight=weight,
             ahead=runtime.ahead if self._pull_ahead else None,
-            announced=self._asked(runtime, pulled, step),
+            announced=self._asked(runtime, pulled, step) if pulled else None,
         )
         if self._compression is None:
             answer = await push(plan, gradients)

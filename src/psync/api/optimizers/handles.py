@@ -342,7 +342,7 @@ class Optimizer(PushPull):
         gradients = clipped_by_norm(gradients, ids, self._rule.options)
         runtime = await self._runtime("apply_gradients", *variables, *pulled)
         self._wrapper = None  # then it has a state of its own
-        pull = self._asked(runtime, pulled, global_step)
+        pull = self._asked(runtime, pulled, global_step) if pulled else None
         closure, ordinal = runtime.begin_update("push")
         plan, steps = runtime.ps.plan(specs), runtime.steps
         known = steps.get(self.number, 0)

@@ -94,7 +94,7 @@ class PushPull:
         self: _Pushes, runtime: Runtime, pulled: Sequence[AnyVariable], step: AnyVariable | None
     ) -> Plan | None:
         """Return the plan of what may come with a push; None: nothing, it is pulled apart."""
-        if not pulled or keeps_reads() or any(isinstance(v, OnReadVariable) for v in pulled):
+        if keeps_reads() or any(isinstance(v, OnReadVariable) for v in pulled):
             return None
         if not self._may_bring(pulled, step):
             return None
