@@ -161,7 +161,7 @@ class TestMoreThanTheBoundIsLent:
     def test_it_is_new_once(self, sizes: list[int]) -> None:
         pool = self.pool()
         assert [self.use(pool, *sizes) for _ in range(4)] == [len(sizes), 0, 0, 0]
-        assert pool.statistics().bytes == sum(sizes)
+        assert pool.nbytes == pool.statistics().bytes == sum(sizes)
         pool.shrink()
         assert pool.statistics().bytes <= self.KEPT
         assert self.use(pool, *sizes) > 0

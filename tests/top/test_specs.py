@@ -16,8 +16,11 @@ from psync.specs import (
     VariableSpec,
     as_integer,
     checked_kind,
+    count_of,
     dtype_name,
     dtype_of,
+    marked_after,
+    marked_like,
 )
 
 
@@ -104,3 +107,13 @@ def test_what_is_of_another_class_is_named() -> None:
     assert checked_kind("expected a text", "x", str) == "x"
     with pytest.raises(ConfigurationError, match="expected a text, got int"):
         checked_kind("expected a text", 1, str)
+
+
+def test_a_step_that_was_set_is_more_than_all_that_were_known_before() -> None:
+    known = 10**12
+    for count in (0, 7):
+        known, before = marked_after(known, count), known
+        assert known > before + 10**12
+        assert count_of(known) == count
+        assert [count_of(known + n) for n in range(3)] == [count, count + 1, count + 2]
+        assert marked_like(known, 9) - known == 9 - count
