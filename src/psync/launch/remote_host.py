@@ -147,6 +147,7 @@ class RemoteHost:
             _kill(ssh)
             code = await ssh.wait()
             await asyncio.wait([listening], timeout=LAST_WORDS_S)
+            ssh._transport.close()  # type: ignore[attr-defined]  # a pipe may end later than it
             if isinstance(exc, TimeoutError):
                 raise ConfigurationError(
                     f"host {self.name}: psync has not answered within {CONNECT_S:g} s"
