@@ -111,11 +111,8 @@ class GroupConfig:
         self._told: dict[str, Any] = {}  # what ps tasks are told, once it is known
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GroupConfig, (
-            self.sync,
-            self.averaged_by,
-            self.averaged,
-        )  # the step is that of pushes from there
+        # The global step is that of pushes from there.
+        return GroupConfig, (self.sync, self.averaged_by, self.averaged)
 
     def add_averages(self, averages: object, variables: Iterable[AnyVariable] | None) -> None:
         """Add moving averages that follow each step; see the options of ``SyncReplicasOptimizer``.
