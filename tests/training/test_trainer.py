@@ -454,6 +454,42 @@ class TestResuming:
                 )
         assert seen == [0.5, 0.25, 0.125, 0.0625]
 
+    async def test_after_a_rollback_an_epoch_has_the_values_of_what_ran_since(
+        self, tmp_path: Path
+    ) -> None:
+        async def value_and_grad(values: Any, batch: Any) -> Any:
+            import memory_cluster
+
+            loss = 1.0
+            if memory_cluster.event_of("second epoch").is_set():
+                await memory_cluster.note("under way")
+                await memory_cluster.event_of("go on").wait()
+                loss = 3.0
+            return loss, {"w": np.zeros_like(values["w"])}, np.zeros((8, 1), np.float32)
+
+        class Second(psync.callbacks.Callback):
+            def on_epoch_begin(self, epoch: int) -> None:
+                if epoch == 1:
+                    event_of("second epoch").set()
+
+        async with coordinating(2, 1) as (cluster, coordinator):
+            trainer = make(
+                coordinator.strategy, None, value_and_grad, checkpoint_directory=tmp_path
+            )
+            training = asyncio.create_task(
+                trainer.fit(
+                    batches, epochs=2, steps_per_epoch=5, callbacks=[Second()], verbose=False
+                )
+            )
+            await event_of("under way").wait()
+            await cluster.stop("ps-1")
+            await cluster.start("ps-1")
+            await anext(coordinator.events())
+            event_of("go on").set()
+            history = await training
+            assert history.history["loss"] == [1.0, 3.0]
+            assert await examples(trainer) == 5 * 8
+
     async def test_what_is_done_is_not_done_again(self, tmp_path: Path) -> None:
         for _ in range(2):
             async with training() as (strategy, coordinator):

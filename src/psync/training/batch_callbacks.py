@@ -1,12 +1,16 @@
-"""Callbacks for batches: told of each closure of an epoch as it ends."""
+"""Who is told of the closures of an epoch as they end: callbacks for batches, and the bar."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from psync.errors import EndOfData
 from psync.serialization.remote_value import RemoteValue
+from psync.status.progress import Progress
+
+SHOW_EVERY_S = 0.1
 
 
 async def follow(
@@ -54,3 +58,16 @@ async def follow(
 def _cancel(closures: Sequence[RemoteValue[Any]]) -> None:
     for closure in closures:
         closure.cancel()
+
+
+async def show_steps(
+    closures: Sequence[RemoteValue[Any]], counts: Sequence[int], show: Progress
+) -> None:
+    """Move the bar while the closures run; they are done about in order."""
+    first = done = 0
+    while True:
+        while first < len(closures) and closures[first].done():
+            done += counts[first]
+            first += 1
+        show.at(done)
+        await asyncio.sleep(SHOW_EVERY_S)

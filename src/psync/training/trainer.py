@@ -29,7 +29,7 @@ from psync.serialization.failures import text_of
 from psync.serialization.remote_value import RemoteValue
 from psync.specs import checked_integer, checked_kind
 from psync.status.progress import Progress, progress_of
-from psync.training.batch_callbacks import follow
+from psync.training.batch_callbacks import follow, show_steps
 from psync.training.checkpoint import Checkpoint
 from psync.training.checkpoint_manager import CheckpointManager
 from psync.training.evaluation import (
@@ -43,8 +43,6 @@ from psync.training.evaluation import (
     shards_of,
 )
 from psync.training.saved_names import by_name
-
-SHOW_EVERY_S = 0.1
 
 
 @dataclass(slots=True)
@@ -247,9 +245,12 @@ class Trainer:
                     history.add(epoch, logs)
                     coordinator.report({"epoch": epoch, **logs})
                     await call_back(self, callbacks, "on_epoch_end", epoch, logs)
+                    last = ended or self.stop_training or epoch + 1 == epochs
                     if self.manager is not None:
+                        if not last:  # after a rollback the next epoch must not count this one, too
+                            await self._reset()
                         await self.manager.save()
-                    if ended or self.stop_training:
+                    if last:
                         break
                 if self.manager is not None:
                     await self.manager.finish()
@@ -376,11 +377,10 @@ class Trainer:
             coordinator.report(logs)
             await call_back(self, told, "on_train_batch_end", batch, logs)
 
-        for metric in self._counted.values():
-            await metric.reset_state()
+        await self._reset()
         batches, ended = iter(dataset), False
         closures = [coordinator.schedule(run_steps, args=(batches, count)) for count in counts]
-        tasks: list[Any] = [asyncio.create_task(_show(closures, counts, show))]
+        tasks: list[Any] = [asyncio.create_task(show_steps(closures, counts, show))]
         if told:
             batches_told = follow(closures, counts, tell, lambda: self.stop_training)
             tasks.append(asyncio.create_task(batches_told))
@@ -396,6 +396,10 @@ class Trainer:
                 unfinished.cancel()
             await asyncio.wait(tasks)
         return await self._values(closures, ended)
+
+    async def _reset(self) -> None:
+        for metric in self._counted.values():
+            await metric.reset_state()
 
     async def _end(
         self, callbacks: Sequence[Callback], logs: Mapping[str, float],
@@ -435,16 +439,3 @@ def _check_all(where: str, what: str, kind: type, things: Sequence[Any]) -> None
     for thing in things:
         hint = f"a class of your own is derived from psync.{what}.{kind.__name__}"
         checked_kind(f"{where}: expected psync.{what}", thing, kind, hint=hint)
-
-
-async def _show(
-    closures: Sequence[RemoteValue[Any]], counts: Sequence[int], show: Progress
-) -> None:
-    """Move the bar while the closures run; they are done about in order."""
-    first = done = 0
-    while True:
-        while first < len(closures) and closures[first].done():
-            done += counts[first]
-            first += 1
-        show.at(done)
-        await asyncio.sleep(SHOW_EVERY_S)
