@@ -193,10 +193,21 @@ class Reader:
                         hint="restore an older checkpoint",
                     )
 
+    def check(self, tensor: Tensor) -> None:
+        """Read a tensor, where that was not done yet, and keep nothing of it.
+
+        Raises:
+            CheckpointCorrupt, CheckpointError: As ``read``.
+        """
+        nothing = np.empty(0, np.uint8)
+        for piece in tensor.slices:
+            if piece not in self._checked:
+                self._read_slice(tensor, piece, (0, 0), nothing)
+
     def read(self, tensor: Tensor, start: int, stop: int) -> np.ndarray:
         """Return rows ``start`` to ``stop`` of a tensor, a new array; of a scalar: the scalar.
 
-        Each slice is read whole when it is first read from, to check it.
+        Each slice that is not checked yet is read whole, and is checked.
 
         Raises:
             CheckpointCorrupt: Its checksum is wrong.

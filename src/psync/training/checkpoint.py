@@ -267,7 +267,7 @@ class Checkpoint:
 
         Raises:
             CheckpointNotFound: There is none.
-            CheckpointCorrupt: It is damaged.
+            CheckpointCorrupt: It is damaged. Nothing was restored.
             CheckpointMismatch: Something is missing, or of another shape or dtype: all are named.
                 Nothing was restored.
             CheckpointError: It cannot be read; the path is named.
@@ -286,20 +286,25 @@ class Checkpoint:
             "restore(path, partial=True) leaves what is missing as it is",
             partial=partial,
         )
-        found = [
-            (part, tensor)
-            for part in contents.parts
-            if (tensor := manifest.tensors.get(part.tensor)) is not None
-        ]
+        named = [(part, manifest.tensors.get(part.tensor)) for part in contents.parts]
+        found = [(part, tensor) for part, tensor in named if tensor is not None]
+        steps = {
+            optimizer: _as_step(manifest.states[name], name, reader)
+            for each, optimizer in contents.optimizers.items()
+            if (name := f"{each}/step") in manifest.states
+        }
         total, done = sum(part.nbytes for part, _ in found), 0
         with showing(verbose, f"restoring {reader.path}", total) as show:
             for part, tensor in found:
+                await asyncio.to_thread(reader.check, tensor)  # all, before any is replaced
+                show((done := done + part.nbytes) // 2)
+            for part, tensor in found:
                 stop = part.offset + part.rows
                 await part.write(await asyncio.to_thread(reader.read, tensor, part.offset, stop))
-                show(done := done + part.nbytes)
+                show((done := done + part.nbytes) // 2)
+        for optimizer, step in steps.items():
+            await optimizer.iterations.assign(step)
         for each, optimizer in contents.optimizers.items():
-            if (name := f"{each}/step") in manifest.states:
-                await optimizer.iterations.assign(_as_step(manifest.states[name], name, reader))
             if (name := f"{each}/learning_rate") in manifest.states:
                 await restore_learning_rate(optimizer, manifest.states[name])
         for name, thing in contents.states.items():
