@@ -32,7 +32,7 @@ from psync.client.runtime import Runtime, current_runtime
 from psync.errors import ConfigurationError, UsageError
 from psync.numerics.rule_options import flag
 from psync.specs import Outcome
-from psync.store.sync_config import SyncConfig, count_of
+from psync.store.sync_config import SyncConfig, whole_number
 
 if TYPE_CHECKING:
     from psync.compat.chief_queue_runner import ChiefQueueRunner
@@ -444,6 +444,6 @@ class SyncReplicasOptimizer(Optimizer):
         return step
 
     def _checked_tokens(self, num_tokens: int) -> int:
-        count = count_of(self._name, "num_tokens", num_tokens)
+        count = whole_number(self._name, "num_tokens", num_tokens)
         self._group.sync.initial_tokens(count)
         return count

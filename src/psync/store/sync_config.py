@@ -46,7 +46,7 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         for each in ("replicas_to_aggregate", "total_num_replicas", "min_replicas"):
-            self._set(each, count_of(self.name, each, getattr(self, each)))
+            self._set(each, whole_number(self.name, each, getattr(self, each)))
         for each in ("patience_s", "decay"):
             self._set(each, float(as_number(f"{self.name}: {each}", getattr(self, each))))
         for each in ("strict", "deterministic", "tensorflow_compat", "num_updates"):
@@ -171,7 +171,7 @@ class SyncConfig:
         return cls(**config)
 
 
-def count_of(name: str, argument: str, value: object) -> int:
+def whole_number(name: str, argument: str, value: object) -> int:
     """Return a whole number. Raises ConfigurationError if it is none."""
     return checked_integer(f"{name}: expected a whole number as {argument}", value, -(1 << 63))
 

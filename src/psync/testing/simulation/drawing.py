@@ -131,6 +131,7 @@ class _Draw:
             compression=random.Random(f"{self.seed}:compression").choice(
                 (None, None, "bf16", "f16")
             ),
+            sets_steps=random.Random(f"{self.seed}:steps").random() < 0.3,
         )
         if recovery == "replica" and rng.random() < 0.1:
             plan = self._with_small_budgets(plan)

@@ -101,6 +101,7 @@ MARKS = (
     "a closure is cancelled while it pushes",
     "a cancelled closure has counted before",
     "a step raises after its calls",
+    "a program sets how many updates an optimizer has made",
     # Gangs and locks.
     "a gang's member dies",
     "whoever holds a lock dies",

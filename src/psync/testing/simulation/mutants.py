@@ -30,6 +30,7 @@ from psync.closures.shard_epochs import Visitation
 from psync.coordinator import Coordinator
 from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
+from psync.ps import optimizers
 from psync.ps.computes import Computes
 from psync.ps_task import PsTask
 from psync.replicas import gang_run
@@ -232,6 +233,10 @@ MUTANTS: Mapping[str, Mutant] = {
     "reads_in_between": Mutant(
         "nobody reads what is half updated", ("any",),
         ((ShardTable, "read", lambda original: wrong.read_at_any_time),),
+    ),
+    "set_steps_are_plain": Mutant(
+        "a step that was set holds, whoever remembers a higher one", ("async",),
+        ((optimizers, "marked_after", lambda original: lambda newest, count: count),),
     ),
     "metric_counts_each_run": Mutant(
         "of the runs of a closure one counts in a metric", ("metered",),

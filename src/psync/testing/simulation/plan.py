@@ -152,6 +152,7 @@ class Plan:
         shares: Whether all tasks are of one host, and share memory.
         sizes: That are others than usual, by their names in ``tight.SIZES``.
         compression: Of all optimizers. What they push needs no rounding.
+        sets_steps: Whether the program sets how many updates optimizers have made.
     """
 
     seed: int
@@ -181,6 +182,7 @@ class Plan:
     sizes: dict[str, float] = field(default_factory=dict)
     compression: Compression | None = None
     shares: bool = False
+    sets_steps: bool = False
 
     def step_of(self, group: int) -> int:
         """Return the number of the global step of a group: some have one of their own."""

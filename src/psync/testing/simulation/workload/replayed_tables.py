@@ -37,6 +37,7 @@ class Moved(Dense):
 
     _rule: UpdateRule
     parts = ("",)
+    sets_steps = False
 
     def declare(self, steps: Sequence[Any]) -> Handles:
         rate = psync.schedules.PolynomialDecay(1.0, 1 << 12, 0.1)

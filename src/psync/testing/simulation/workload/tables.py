@@ -7,6 +7,7 @@ is said by one class for each kind.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ OVERWRITTEN = -4096.0
 """In gradients whose push has returned."""
 
 COUNTED = ("accepted", "duplicate")
+
+STEPS = (1_000_000, 1_000)
+"""The program sets an optimizer's step to so much, less so much each time: more than all pushes."""
 
 Fault = tuple[str, str]
 """An oracle, and what it has found."""
@@ -258,11 +262,18 @@ class Table:
 class Dense(Table):
     """Two variables, whose shards lie side by side, pushed together as whole gradients.
 
-    Values come with the answers of every second call.
+    Values come with the answers of every second call. The program may set, while it trains, how
+    many updates the optimizer has made: then that number holds, and the pushes since count from it.
     """
 
     applies_at_once = True
     parts: Sequence[str] = ("", "twin")
+    sets_steps = True  # if the plan says so
+
+    def __init__(self, name: str, plan: Plan, columns: int) -> None:
+        super().__init__(name, plan, columns)
+        self._times = self._certain = 0  # the step was set; and of these, surely
+        self._all_set = asyncio.Event()
 
     def declare(self, steps: Sequence[Any]) -> Handles:
         return Handles({part: self._dense(part) for part in self.parts}, self._descent())
@@ -283,6 +294,40 @@ class Dense(Table):
     def _pairs(self, variables: Mapping[str, Any], column: int) -> Iterator[tuple[Any, Any]]:
         for part in self.parts:
             yield self._gradient(variables[part], column), variables[part]
+
+    def begin(
+        self, handles: Handles, values: Mapping[str, np.ndarray], noted: Any
+    ) -> Iterator[Fault]:
+        self._certain, self._all_set = 0, asyncio.Event()
+        return iter(())
+
+    async def act(self, handles: Handles, coordinator: Any, rng: random.Random) -> None:
+        for _ in range(rng.choice((1, 3)) if self.plan.sets_steps and self.sets_steps else 0):
+            await asyncio.sleep(rng.uniform(0.0, self.plan.train_s))
+            self._times += 1
+            await handles.optimizer.iterations.assign(self._step_set(self._times))
+            self._certain = self._times
+        self._all_set.set()
+
+    def _step_set(self, time: int) -> int:
+        return STEPS[0] - STEPS[1] * time if time else 0
+
+    async def finish(self, handles: Handles) -> None:
+        await self._all_set.wait()
+
+    def check(self, look: Look) -> Iterator[Fault]:
+        journal, made = look.journal, look.iterations.get(self.name)
+        if look.late or made is None:
+            return
+        calls = journal.calls_of(self.name).values()
+        pushes = sum(at in run.notes for closure, at, _ in calls for run in closure.runs)
+        times = range(0 if journal.is_rolled_back else self._certain, self._times + 1)
+        steps = [self._step_set(time) for time in times]
+        if self._certain:
+            journal.say("mark", "a program sets how many updates an optimizer has made")
+        if not any(0 <= made - step <= pushes for step in steps):
+            said = f"{made} iterations, set to one of {steps}, with {pushes} pushes at most"
+            yield "iterations", f"{look.when}: {self.name}: {said}"
 
 
 class Rows(Dense):
