@@ -79,7 +79,7 @@ class Coordinator:
         program: Token of this process.
         main_by_name: Whether workers run the script of this process, so that classes of its
             ``__main__`` are found there by name.
-        own: This program's optimizers, if it goes on with what another one has left.
+        own: This program's optimizers, which go on with what was left, and after rollbacks.
         has_backups: Whether each ps has a backup.
 
     Attributes:
@@ -132,7 +132,7 @@ class Coordinator:
         self.events = self.links.events
         self.cuts = Cuts(self.links.ps, functools.partial(self._creation.ensure, last=True))
         self.recovery = ClusterRecovery(
-            self.links, self._queue, self.gangs, self._reports, self._creation, self.events,
+            self.links, self._queue, self.gangs, self._reports, self._creation, self.events, own,
             perform=self.perform, tell_again=self._tell_again,
             ps_timeout_s=options.ps_timeout_s, has_backups=has_backups,
         )  # fmt: skip

@@ -92,6 +92,36 @@ async def test_a_closure_in_flight_runs_again_and_what_the_snapshot_has_of_it_is
         assert np.array_equal(await variables[0].read(), np.ones((2, 3)))
 
 
+async def push(w: Any, optimizer: Any, step: Any) -> None:
+    await optimizer.apply_gradients([(np.ones((2, 3), np.float32), w)], global_step=step)
+
+
+@pytest.mark.parametrize(
+    "wrapped", [lambda sgd: sgd, lambda sgd: psync.SyncReplicasOptimizer(sgd, 1)],
+    ids=["asynchronous", "synchronous"],
+)  # fmt: skip
+async def test_a_learning_rate_that_the_program_has_set_stays(wrapped: Any, tmp_path: Path) -> None:
+    async with coordinating(2, 1) as (cluster, coordinator):
+        wide, _ = declared(coordinator)
+        with coordinator.strategy.scope():
+            optimizer = wrapped(psync.optimizers.SGD(0.5))
+            step = psync.get_or_create_global_step()
+
+        async def train() -> None:
+            coordinator.schedule(push, (wide, optimizer, step))
+            await coordinator.join()
+
+        await train()
+        await keep_snapshots(coordinator, tmp_path)
+        await optimizer.set_learning_rate(0.25)
+        await train()
+        await lose(cluster, "ps-1")
+        await anext(coordinator.events())
+        assert optimizer.learning_rate == 0.25
+        await train()
+        assert np.array_equal(await wide.read(), np.full((2, 3), -0.75))
+
+
 @pytest.mark.parametrize(
     ("call", "returned", "left"),
     [

@@ -16,6 +16,7 @@ from psync.chief.backups import Backups
 from psync.chief.cluster_links import ClusterLinks
 from psync.chief.creation import Creation
 from psync.chief.events import Events, FailoverEvent, RollbackEvent
+from psync.chief.reattachment import OwnOptimizers
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
 from psync.chief.rollback import RollbackSteps, Source
 from psync.closures.queue import Action as QueueAction
@@ -50,6 +51,7 @@ class ClusterRecovery:
     reports: ScheduleReports  # are told again to ps 0 after one
     creation: Creation  # knows what was created, and what is adopted
     events: Events  # where a recovery is told
+    optimizers: OwnOptimizers  # of this program
     _: KW_ONLY
     perform: Callable[[Sequence[QueueAction]], None]  # does what the queue decided
     tell_again: Callable[[], None]  # tells ps tasks how far closures are: they do not know
@@ -62,7 +64,7 @@ class ClusterRecovery:
         self.ended = EndedClosures()
         self.rule = RecoveryRule(links.served.homes, lambda: self.source is not None)
         self.backups = Backups(self.rule, links)
-        self._steps = RollbackSteps(links, self.creation, wait_s)
+        self._steps = RollbackSteps(links, self.creation, self.optimizers, wait_s)
         links.served.on_lost, links.supervision.on_replaced = self.ps_lost, self.replaced
         links.on_worker_given_up = self.fail_if_gone
         self._task: asyncio.Task[None] | None = None  # takes steps

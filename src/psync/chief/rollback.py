@@ -28,6 +28,7 @@ from psync.checkpoints.stored_snapshots import StoredSnapshot
 from psync.checkpoints.writer import streamed_by_environ
 from psync.chief.cluster_links import ClusterLinks
 from psync.chief.creation import Creation
+from psync.chief.reattachment import OwnOptimizers
 from psync.chief.recovery_rule import RollbackStep
 from psync.client.calls import all_of
 from psync.client.ps_link import PsLink, always, ask
@@ -54,6 +55,7 @@ class RollbackSteps:
 
     cluster: ClusterLinks
     creation: Creation  # knows what was created
+    optimizers: OwnOptimizers  # keep the learning rates that the program has set
     wait_s: float  # seconds within which a ps that was lost has to be there again
     # Of the present rollback, once it has been read: how far training was, what it goes back to.
     from_step: int = 0
@@ -112,7 +114,10 @@ class RollbackSteps:
                 hint="save again after the last variable was declared",
             )
         self.snapshots = snapshots
-        self.states = [state.for_coordinator(self.cluster.endpoint.incarnation) for state in states]
+        incarnation, optimizers = self.cluster.endpoint.incarnation, self.optimizers.listed()
+        self.states = [
+            state.for_coordinator(incarnation).with_rates(optimizers) for state in states
+        ]
 
     async def _iterations(self) -> int:
         """Return how far training was, as far as those know who are left."""

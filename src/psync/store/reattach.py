@@ -137,7 +137,8 @@ class NewOptimizer:
 
     number: int
     name: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # with which it was made
+    learning_rate: Mapping[str, Any] = field(default_factory=dict)  # that it has now
 
     def __str__(self) -> str:
         return f'"{self.name}" ({_described(self.config)})'

@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from psync.numerics.update_rule import UpdateRule, slot_dtype
 from psync.schedules import OR_OWN, Config
 from psync.specs import ShardSpec, dtype_name, dtype_of
 from psync.store.ledger_snapshot import LedgerState, SenderState
+from psync.store.reattach import NewOptimizer
 from psync.store.shards import Key
 from psync.store.sync_config import SyncConfig
 from psync.store.untrusted_json import Signed, read_json, to_json, wrong
@@ -129,6 +130,14 @@ class SnapshotState:
         if self.ledger.coordinator in (0, coordinator):
             return self
         return replace(self, ledger=LedgerState(coordinator=coordinator), counted=(), pending=())
+
+    def with_rates(self, optimizers: Iterable[NewOptimizer]) -> SnapshotState:
+        """Return it with the learning rates that a program has set since."""
+        known = dict(self.optimizers)
+        for each in optimizers:
+            if (held := known.get(each.number)) is not None and held.config == each.config:
+                known[each.number] = replace(held, learning_rate=dict(each.learning_rate))
+        return replace(self, optimizers=known)
 
     def to_bytes(self) -> bytes:
         """Return the state as it is stored."""

@@ -55,7 +55,12 @@ class OptimizerRegistry:
         """Return the optimizers of this program through which it may push, by their numbers."""
         own = [optimizer for optimizer in self.known.values() if optimizer.origin == self.process]
         return [
-            NewOptimizer(optimizer.number, optimizer._name, optimizer._config)
+            NewOptimizer(
+                optimizer.number,
+                optimizer._name,
+                optimizer._config,
+                optimizer._rule.learning_rate.to_config(),
+            )
             for optimizer in sorted(own, key=lambda optimizer: optimizer.number)
             if optimizer.holder is optimizer  # else it is wrapped
         ]
