@@ -23,7 +23,7 @@ from psync.numerics.layerwise_rules import LayerwiseRule, Sums
 from psync.numerics.rule_configs import registered_in
 from psync.numerics.scatter import IndexedSlices
 from psync.numerics.update_rule import UpdateRule
-from psync.specs import ShardSpec, VariableSpec, dtype_of
+from psync.specs import ShardSpec, VariableSpec, count_of, dtype_of
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.messages import Done
 from psync.wire.ps_messages import (
@@ -293,8 +293,10 @@ async def set_optimizer(
 
     Cancellation: Some ps tasks have heard of it, others have not.
     """
-    message = SetOptimizer(optimizer, config, step, learning_rate)
-    await together([Call(link, always(message), Done, "an optimizer") for link in ps.links])
+    message, timeline = SetOptimizer(optimizer, config, step, learning_rate), -1
+    while ps.timeline != timeline:  # again, if ps tasks rolled back meanwhile: on some it is undone
+        timeline = ps.timeline
+        await together([Call(link, always(message), Done, "an optimizer") for link in ps.links])
 
 
 async def optimizer_step(ps: PsClient, optimizer: int, config: dict[str, Any]) -> int:
@@ -315,4 +317,4 @@ async def optimizer_step(ps: PsClient, optimizer: int, config: dict[str, Any]) -
     answers = await together(
         [Call(link, ask, OptimizerState, "a question for an optimizer") for link in ps.links]
     )
-    return max(answer.step for answer in answers)
+    return count_of(max(answer.step for answer in answers))

@@ -108,7 +108,7 @@ class SlotService:
 
     def _ask_optimizer(self, peer: Peer, message: AskOptimizer, _: list[memoryview]) -> Reply:
         self._store.define_optimizer(message.optimizer, message.config)
-        return Reply(OptimizerState(count_of(self._store.optimizer_step(message.optimizer))))
+        return Reply(OptimizerState(self._store.optimizer_step(message.optimizer)))
 
 
 class MeasureService:

@@ -37,7 +37,7 @@ from psync.errors import ConfigurationError, GradientError, PartitionError
 from psync.numerics.rule_configs import rule_from_config, unknown_in
 from psync.numerics.update_rule import UpdateRule, slot_dtype
 from psync.schedules import OR_OWN, Config
-from psync.specs import ShardSpec, dtype_name, dtype_of
+from psync.specs import ShardSpec, count_of, dtype_name, dtype_of
 from psync.store.ledger_snapshot import LedgerState, SenderState
 from psync.store.reattach import NewOptimizer
 from psync.store.shards import Key
@@ -112,7 +112,7 @@ class SnapshotState:
     def iterations(self) -> int:
         """The most updates that an optimizer has made."""
         return max(
-            (rule_from_config(each.config).iteration(each.step)
+            (rule_from_config(each.config).iteration(count_of(each.step))
              for each in self.optimizers.values()),
             default=0,
         )  # fmt: skip

@@ -217,7 +217,7 @@ class AskOptimizer(Message):
 class OptimizerState(Message):
     """As of now."""
 
-    step: int  # that its next push has, unless that carries a later one
+    step: int  # that its next push has, unless that carries a later one; marked
 
 
 @message(125)

@@ -7,8 +7,9 @@ process would still say is not heard.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -82,15 +83,25 @@ class Run:
     notes: dict[int, Note] = field(default_factory=dict)  # by the ordinal of a call
     changed: list[tuple[str, int]] = field(default_factory=list)  # (table, column) that counted
     ordinal: int = 0  # of the call that is made
+    has_raised: bool = False
 
     def say(self, kind: str) -> None:
         """Note something for the report."""
         Journal.current().say(kind)
 
+    @contextlib.contextmanager
+    def noting_errors(self) -> Iterator[None]:
+        """What the run raises may end other closures at any moment from now on."""
+        try:
+            yield
+        except Exception:
+            self.has_raised = True
+            raise
+
     def look_for_own(self, table: str, found: np.ndarray) -> None:
         """What this run has changed in a table, and was told so, is in what it pulls."""
         journal = Journal.current()
-        if not journal.is_rolled_back:
+        if not journal.is_rolled_back and not journal.may_be_ending(self.closure):
             seen = bool((found > 0).all())
             journal.look(seen, f"{table}: of own changes {found.tolist()} is seen", "own")
 
@@ -216,6 +227,13 @@ class Journal:
     def era(self) -> tuple[int, int]:
         """How many lives and rollbacks there were: what was told in another one may be undone."""
         return self.lives, sum(isinstance(event, RollbackEvent) for event in self.events)
+
+    def may_be_ending(self, number: int) -> bool:
+        """Whether a closure may be cancelled: from then on ps tasks refuse what it changes."""
+        if self.closures[number].plan.cancel_s is not None:
+            return True
+        return any(run.has_raised for each in self.closures[self.dropped :] if each.state == "open"
+                   for run in each.runs)  # fmt: skip
 
     def calls_of(self, table: str) -> dict[int, tuple[Closure, int, Call]]:
         """Return all calls that change a table, by their columns."""

@@ -47,7 +47,7 @@ async def step(
     """One closure: make the calls, and return what became of each."""
     journal = Journal.current()
     run, outcomes = journal.begin_run(closure), []
-    with journal.rounds.working(run.worker):
+    with journal.rounds.working(run.worker), run.noting_errors():
         for ordinal, call in enumerate(calls):
             if call.pulls:
                 values = await psync.pull({kind: each.variables for kind, each in handles.items()})
@@ -68,6 +68,7 @@ async def step(
         await asyncio.sleep(calls[-1].pause_s)
         journal.find(journal.holdings.faults())
     if fails:
+        run.has_raised = True
         raise StepFailed(closure)
     return outcomes
 
