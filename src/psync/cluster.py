@@ -75,6 +75,13 @@ def split_address(address: str) -> tuple[str, int | None]:
         raise ConfigurationError(
             f"address {address!r}: expected a port from 0 to 65535 at its end", hint=_ADDRESS_HINT
         )
+    try:
+        host.encode("idna")  # as getaddrinfo does, whose UnicodeError nobody expects
+    except UnicodeError:
+        raise ConfigurationError(
+            f"address {address!r}: {host!r} is no host name",
+            hint="between its dots are 1 to 63 letters, digits and hyphens",
+        ) from None
     return host, int(port)
 
 

@@ -53,6 +53,8 @@ def test_what_is_no_task_name_is_an_error(name: str) -> None:
         ("[::1]:2222", ("::1", 2222)),
         ("[fe80::1%eth0]:2222", ("fe80::1%eth0", 2222)),
         ("unix:/run/psync/ps:0", ("/run/psync/ps:0", None)),
+        ("unix:/a..b", ("/a..b", None)),
+        ("ps_0.bücher.de.:1", ("ps_0.bücher.de.", 1)),
     ],
 )
 def test_address_is_split(address: str, parts: tuple[str, int | None]) -> None:
@@ -74,6 +76,14 @@ def test_address_is_split(address: str, parts: tuple[str, int | None]) -> None:
         ("my host:1", "address 'my host:1': 'my host' is no host"),
         ("[::g]:1", "address '[::g]:1': Only hex digits permitted in 'g' in '::g'"),
         ("[::1]", "address '[::1]': '[:' is no host"),
+        ("a..b:1", "address 'a..b:1': 'a..b' is no host name"),
+        (".:1", "address '.:1': '.' is no host name"),
+        ("\udcff:1", "address '\\udcff:1': '\\udcff' is no host name"),
+        (f"{'x' * 64}.de:1", f"address '{'x' * 64}.de:1': '{'x' * 64}.de' is no host name"),
+        (
+            f"[fe80::1%{'x' * 64}]:1",
+            f"address '[fe80::1%{'x' * 64}]:1': 'fe80::1%{'x' * 64}' is no host name",
+        ),
         ("unix:run/ps", "address 'unix:run/ps': expected an absolute path after 'unix:'"),
         ("unix:/a\0b", "address 'unix:/a\\x00b': expected an absolute path after 'unix:'"),
         (
