@@ -192,6 +192,17 @@ async def test_a_ps_that_does_not_answer_keeps_its_numbers_and_gets_an_age() -> 
         cluster.network.go_on("ps-1")
 
 
+async def test_a_ps_that_has_never_answered_is_silent_once_it_was_asked() -> None:
+    async with coordinating(num_ps=2, ps_timeout=60.0) as (cluster, coordinator):
+        cluster.network.stop("ps-1")
+        status = await coordinator.status()
+        assert [ps.state for ps in status.ps] == ["connected", "silent"]
+        assert status.ps[1].age_s is None
+        cluster.network.go_on("ps-1")
+        await asyncio.sleep(1)
+        assert [ps.state for ps in (await coordinator.status()).ps] == ["connected"] * 2
+
+
 async def test_a_failover_is_an_event_and_backups_are_shown() -> None:
     async with replicated() as (cluster, coordinator):
         status = await coordinator.status()

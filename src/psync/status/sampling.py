@@ -13,7 +13,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -160,12 +160,12 @@ class StatusSource:
     async def _read(self) -> Status:
         controls = self._controls()
         links = self._coordinator.links.ps.links
-        asked = (self._ask(controls[link.task]) for link in links if link.task in controls)
+        asked = {link.task: controls[link.task] for link in links if link.task in controls}
         began = self._loop.time()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*map(self._ask, asked.values()))
         if self.asks_workers:
             self._ask_workers()
-        status = status_of(self._reading(began), self._history)
+        status = status_of(self._reading(began, asked), self._history)
         self._newest = self._loop.time(), status
         return status
 
@@ -232,7 +232,7 @@ class StatusSource:
             shares = None if known is None else shares_of(known.work, work)
             self._worked[name] = _Worked(self._loop.time(), work, shares)
 
-    def _reading(self, began: float) -> Reading:
+    def _reading(self, began: float, asked: Collection[str]) -> Reading:
         coordinator, now = self._coordinator, self._loop.time()
         queue, links = coordinator.recovery.queue, coordinator.links
         self._placement = self._placed(self._placement)
@@ -253,7 +253,7 @@ class StatusSource:
                 *(WorkerReading(task, "", "given up", last_error=SeenError(why, 0.0))
                   for task, why in given_up),
             ],
-            ps=[self._ps_reading(link, began, now) for link in links.ps.links],
+            ps=[self._ps_reading(link, began, asked, now) for link in links.ps.links],
             has_backups=coordinator.recovery.has_backups,
             attached=coordinator.continues_program,
             reported=dict(self.reported),
@@ -303,11 +303,13 @@ class StatusSource:
             worker.name, worker.address, state, running, worker.losses, worker.failed, error, work
         )
 
-    def _ps_reading(self, link: PsLink, began: float, now: float) -> PsReading:
-        known = self._ps.get(link.task)
-        if known is None:
-            return PsReading(link.task, link.address, link.state)
-        state = link.state
-        if state == "connected" and known.at < began:
+    def _ps_reading(
+        self, link: PsLink, began: float, asked: Collection[str], now: float
+    ) -> PsReading:
+        known, state = self._ps.get(link.task), link.state
+        answered = link.task not in asked if known is None else known.at >= began
+        if state == "connected" and not answered:
             state = "silent"
+        if known is None:
+            return PsReading(link.task, link.address, state)
         return PsReading(link.task, link.address, state, now - known.at, known.counters)
