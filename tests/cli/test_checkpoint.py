@@ -41,7 +41,7 @@ def test_differences_are_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["checkpoint", "diff", first, first]) == 0
     assert capsys.readouterr().out == ""
     assert main(["checkpoint", "diff", first, second]) == 1
-    assert capsys.readouterr().out == "model/w  values: 4 elements, by 0.5 at most\n"
+    assert capsys.readouterr().out == "model/w  values: 4 elements, by 0.5 at most\nepoch  state\n"
 
 
 def test_an_export_names_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

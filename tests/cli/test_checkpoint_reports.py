@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from psync.specs import dtype_name
 TABLE = np.arange(20, dtype=np.float32).reshape(10, 2)
 
 
-def save(directory: Path, number: int, **changes: Any) -> Path:
+def save(
+    directory: Path, number: int, states: dict[str, Any] | None = None, **changes: Any
+) -> Path:
     """A checkpoint of a table in two slices, a scalar, and a bfloat16 vector."""
     tensors: dict[str, Any] = {
         "model/table": TABLE, "model/bias": np.float64(3), "opt/m/table": TABLE,
@@ -29,7 +32,7 @@ def save(directory: Path, number: int, **changes: Any) -> Path:
     }  # fmt: skip
     tensors = {name: np.asarray(value) for name, value in tensors.items() if value is not None}
     shapes = {name: (value.shape, dtype_name(value.dtype)) for name, value in tensors.items()}
-    states = {"opt/step": 7, "long": "x" * 200}
+    states = {"opt/step": 7, "long": "x" * 200} if states is None else states
     writer = Writer(directory, f"ckpt-{number:08d}", number, shapes, states)
     pieces = []
     for name, value in tensors.items():
@@ -91,6 +94,36 @@ def test_nan_is_no_difference_to_nan(tmp_path: Path) -> None:
     first = save(tmp_path, 1, v=value)
     second = save(tmp_path, 2, v=-value)
     assert differences(first, second) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "other", "line"),
+    [
+        (np.int64([2**53, 1]), np.int64([2**53 + 1, 1]), "1 elements, by 1 at most"),
+        (np.int64([-(2**63)]), np.int64([2**63 - 1]), "1 elements, by 1.845e+19 at most"),
+        (np.uint8([255, 0]), np.uint8([0, 255]), "2 elements, by 255 at most"),
+        (np.array([True, False]), np.array([True, True]), "1 elements, by 1 at most"),
+        (np.array([np.nan, 1.0]), np.array([0.0, 1.0]), "1 elements, by nan at most"),
+        (np.array([np.nan, 1.0]), np.array([0.0, 3.0]), "2 elements, by 2 at most"),
+        (np.array([np.inf, 1.0]), np.array([0.0, 1.0]), "1 elements, by inf at most"),
+    ],
+)
+def test_every_element_that_differs_is_counted(
+    tmp_path: Path, value: np.ndarray, other: np.ndarray, line: str
+) -> None:
+    (found,) = differences(save(tmp_path, 1, v=value), save(tmp_path, 2, v=other))
+    assert str(found) == f"v  values: {line}"
+
+
+def test_states_are_compared(tmp_path: Path) -> None:
+    same: dict[str, Any] = {"same": [1, math.nan], "map": {"a": 1, "b": 2}}
+    first = save(tmp_path, 1, states={**same, "opt/step": 7, "gone": None})
+    second = save(
+        tmp_path, 2, states={"same": [1, math.nan], "map": {"b": 2, "a": 1}, "opt/step": 8}
+    )
+    assert list(map(str, differences(first, second))) == [
+        "gone  only in the first", "opt/step  state",
+    ]  # fmt: skip
 
 
 class TestExport:

@@ -60,9 +60,7 @@ def diff_command(first: Path, second: Path) -> int:
     lines: list[str] = []
 
     def describe() -> list[str]:
-        for found in differences(first, second):
-            sizes = f": {found.changed} elements, by {found.largest:.4g} at most"
-            lines.append(f"{found.name}  {found.what}{sizes if found.changed else ''}")
+        lines.extend(map(str, differences(first, second)))
         return lines
 
     return _report(describe) or (FAILED if lines else 0)

@@ -6,9 +6,10 @@ Everything here blocks, and needs no cluster.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,13 +27,19 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
-class TensorDifference:
-    """How a tensor differs between two checkpoints."""
+class Difference:
+    """How a tensor or a state differs between two checkpoints."""
 
     name: str
-    what: str  # "only in the first", "only in the second", "shape", "dtype" or "values"
-    largest: float = 0.0  # absolute difference of elements, if values differ
+    what: str  # "only in the first", "only in the second", "shape", "dtype", "values" or "state"
+    largest: float = (
+        0.0  # absolute difference of elements, if values differ; NaN: no number has one
+    )
     changed: int = 0  # elements that differ
+
+    def __str__(self) -> str:
+        sizes = f": {self.changed} elements, by {self.largest:.4g} at most" if self.changed else ""
+        return f"{self.name}  {self.what}{sizes}"
 
 
 def summary(path: Path) -> str:
@@ -71,8 +78,8 @@ def inspection(path: Path) -> list[str]:
     return lines
 
 
-def differences(first: Path, second: Path) -> list[TensorDifference]:
-    """Return what differs between the tensors of two checkpoints, by name.
+def differences(first: Path, second: Path) -> list[Difference]:
+    """Return what differs between two checkpoints: tensors by name, then states by name.
 
     NaN equals NaN.
 
@@ -80,32 +87,54 @@ def differences(first: Path, second: Path) -> list[TensorDifference]:
         CheckpointError: One of them is none, or is damaged.
     """
     one, other = Reader(first), Reader(second)
-    found = []
-    for name in sorted({*one.manifest.tensors, *other.manifest.tensors}):
-        here, there = one.manifest.tensors.get(name), other.manifest.tensors.get(name)
-        if here is None or there is None:
-            where = "first" if there is None else "second"
-            found.append(TensorDifference(name, f"only in the {where}"))
-        elif here.shape != there.shape:
-            found.append(TensorDifference(name, "shape"))
+    tensors, others = one.manifest.tensors, other.manifest.tensors
+    found = _only_in_one(tensors, others)
+    for name in tensors.keys() & others.keys():
+        here, there = tensors[name], others[name]
+        if here.shape != there.shape:
+            found.append(Difference(name, "shape"))
         elif here.dtype != there.dtype:
-            found.append(TensorDifference(name, "dtype"))
+            found.append(Difference(name, "dtype"))
         else:
             found += _compared(one, here, other, there)
-    return found
+    states, their_states = one.manifest.states, other.manifest.states
+    changed = _only_in_one(states, their_states)
+    for name in states.keys() & their_states.keys():
+        # As texts NaN equals NaN, and the order of keys is nothing that was saved.
+        texts = [json.dumps(each[name], sort_keys=True) for each in (states, their_states)]
+        if texts[0] != texts[1]:
+            changed.append(Difference(name, "state"))
+    return [each for part in (found, changed) for each in sorted(part, key=lambda d: d.name)]
 
 
-def _compared(one: Reader, here: Tensor, other: Reader, there: Tensor) -> list[TensorDifference]:
-    largest, changed = 0.0, 0
+def _only_in_one(first: Collection[str], second: Collection[str]) -> list[Difference]:
+    return [
+        *(Difference(name, "only in the first") for name in first if name not in second),
+        *(Difference(name, "only in the second") for name in second if name not in first),
+    ]
+
+
+def _compared(one: Reader, here: Tensor, other: Reader, there: Tensor) -> list[Difference]:
+    largest, changed = math.nan, 0
     for a, b in zip(_chunks(one, here), _chunks(other, there), strict=True):
         if not np.array_equal(a, b):
-            with np.errstate(all="ignore"):
-                x, y = a.astype(np.float64), b.astype(np.float64)
-                differs = (x != y) & ~(np.isnan(x) & np.isnan(y))
-                gaps = np.abs(x - y)[differs]
-            changed += int(differs.sum())
-            largest = max(largest, float(gaps.max(initial=0.0)))
-    return [TensorDifference(here.name, "values", largest, changed)] if changed else []
+            gaps = _gaps(a, b)
+            changed += len(gaps)
+            largest = float(np.fmax.reduce(gaps, initial=largest))
+    return [Difference(here.name, "values", largest, changed)] if changed else []
+
+
+def _gaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the absolute differences, as float64, of the elements that differ."""
+    if a.dtype.kind in "biu":  # float64 does not tell all of them apart
+        differs = a != b
+        # Those of int64 are right modulo 2**64, in which they have room.
+        low, high = (f(a, b)[differs].astype(np.uint64) for f in (np.minimum, np.maximum))
+        return (high - low).astype(np.float64)
+    with np.errstate(all="ignore"):
+        x, y = a.astype(np.float64), b.astype(np.float64)
+        differs = (x != y) & ~(np.isnan(x) & np.isnan(y))
+        return np.abs(x - y)[differs]
 
 
 def export(
