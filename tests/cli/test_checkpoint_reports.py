@@ -190,3 +190,23 @@ class TestExport:
         (tmp_path / "out").mkdir()
         with pytest.raises(CheckpointError, match="exists already"):
             export(path, tmp_path / "out")
+
+    @pytest.mark.parametrize("directory", [".", "/", "out/..", "out/."])
+    def test_what_has_no_name_of_its_own_exists_already(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str
+    ) -> None:
+        path = save(tmp_path, 1)
+        (tmp_path / "out").mkdir()
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(CheckpointError, match="exists already"):
+            export(path, Path(directory))
+
+    def test_it_touches_nothing_beside_its_directory(self, tmp_path: Path) -> None:
+        path = save(tmp_path, 1)
+        (tmp_path / "out.tmp").mkdir()
+        (tmp_path / "out.tmp" / "mine").touch()
+        export(path, tmp_path / "out")
+        assert (tmp_path / "out.tmp" / "mine").exists()
+        found = sorted(entry.name for entry in tmp_path.iterdir())
+        assert found == ["ckpt-00000001", "out", "out.tmp"]
+        assert (tmp_path / "out").stat().st_mode == (tmp_path / "out.tmp").stat().st_mode

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
+import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,18 +161,17 @@ def export(
     """
     reader = Reader(path)
     wanted = _renamed(reader, prefixes)
-    temporary = directory.with_name(directory.name + ".tmp")
+    place = Path(os.path.abspath(directory))  # "." and "/" have no name
     with disk_errors(f"export to {directory}"):
-        if directory.exists():
+        if place.exists():
             raise CheckpointError(f"export: {directory} exists already")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        try:
-            names = _write_files(reader, wanted, temporary, max_file_bytes)
-            os.rename(temporary, directory)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+        if not place.parent.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".psync-export-", dir=place.parent) as temporary:
+            made = Path(temporary, place.name)
+            made.mkdir()  # with the permissions of any other; the one around it is private
+            names = _write_files(reader, wanted, made, max_file_bytes)
+            os.rename(made, place)
     return [directory / name for name in names]
 
 
