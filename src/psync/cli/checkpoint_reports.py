@@ -130,11 +130,13 @@ def _gaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         differs = a != b
         # Those of int64 are right modulo 2**64, in which they have room.
         low, high = (f(a, b)[differs].astype(np.uint64) for f in (np.minimum, np.maximum))
-        return (high - low).astype(np.float64)
+        gaps: np.ndarray = (high - low).astype(np.float64)
+        return gaps
     with np.errstate(all="ignore"):
         x, y = a.astype(np.float64), b.astype(np.float64)
         differs = (x != y) & ~(np.isnan(x) & np.isnan(y))
-        return np.abs(x - y)[differs]
+        gaps = np.abs(x - y)[differs]
+    return gaps
 
 
 def export(
