@@ -8,6 +8,7 @@ import pytest
 
 from psync.closures.dispatcher import WorkerStatistics
 from psync.closures.queue import QueueStatistics
+from psync.status.exposition import exposition
 from psync.status.model import (
     BackupStatus,
     EventStatus,
@@ -231,6 +232,15 @@ def test_a_synchronous_step_waits_for_who_has_work_and_has_not_come() -> None:
     assert status.steps.staleness == {"0": 8, "1": 1}
     assert [each.state for each in status.workers] == ["waiting", "busy", "idle"]
     assert [each.dropped for each in status.workers] == [1, 0, 0]
+
+
+def test_groups_of_one_name_are_told_apart_by_their_numbers() -> None:
+    groups = {"sync/1": group(), "other/2": group(), "sync/3": group()}
+    status = seen(reading(1.0, servers=[ps(sync=groups)]))
+    assert [each.name for each in status.steps.groups] == ["sync/1", "other", "sync/3"]
+    lines = [line for line in exposition(status).splitlines() if "optimizer=" in line]
+    series = [line.partition(" ")[0] for line in lines]
+    assert len(series) == len(set(series)) > 0
 
 
 def test_where_nobody_waits_nobody_is_waited_for() -> None:

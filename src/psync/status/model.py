@@ -131,7 +131,7 @@ class PsStatus:
 class GroupStatus:
     """One synchronous optimizer."""
 
-    name: str
+    name: str  # with its number, as in "sync_replicas/2", where several have this name
     step: int
     target: int  # gradients that the step takes
     counted: int  # that it has

@@ -154,7 +154,10 @@ def status_of(reading: Reading, history: History) -> Status:
 
     bounds = reading.ps[0].counters.get("clocks", {}) if reading.ps else {}
     busy = [worker.task for worker in reading.workers if worker.closure is not None]
-    synchronous = tuple(_group(*each, busy, pace) for each in groups.items())
+    shown = _shown_names(groups)
+    synchronous = tuple(
+        _group(shown[name], name, group, busy, pace) for name, group in groups.items()
+    )
     bounded = tuple(_bound(each) for each in bounds.values())
     waiting = {task for each in synchronous for task in each.waiting}
     waiting.update(task for each in bounded for task in each.waiting)
@@ -188,13 +191,22 @@ def status_of(reading: Reading, history: History) -> Status:
 # Steps.
 
 
-def _group(name: str, group: Mapping[str, Any], busy: Iterable[str], pace: Rate) -> GroupStatus:
+def _shown_names(groups: Iterable[str]) -> dict[str, str]:
+    """Return the names of groups for people: without their numbers where these tell nothing."""
+    short = {name: name.rpartition("/")[0] for name in groups}
+    count = Counter(short.values())
+    return {name: each if count[each] == 1 else name for name, each in short.items()}
+
+
+def _group(
+    shown: str, name: str, group: Mapping[str, Any], busy: Iterable[str], pace: Rate
+) -> GroupStatus:
     waiting = tuple(group["waits"])
     pushes = Counter[str]()
     for counts in group["replicas"].values():
         pushes.update(counts)
     return GroupStatus(
-        name=name.rpartition("/")[0],
+        name=shown,
         step=group["step"],
         target=group["target"],
         counted=group["counted"],
