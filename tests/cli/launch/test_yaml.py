@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -63,3 +64,27 @@ def test_it_is_what_people_write() -> None:
 )
 def test_what_may_be_read_as_something_else_is_quoted(value: Any, written: str) -> None:
     assert dump([("", {"key": value})]) == f"---\nkey: {written}\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "  indented\nnot\n", "\n  indented\nnot", "\tindented\nnot", " \nnot", "end\n\n", "end\n  ",
+        "\n", "\n\n", "a\r\nb\r\n", "a\nb\0c",
+    ],
+)  # fmt: skip
+def test_text_that_lines_of_its_own_would_change_is_quoted(text: str) -> None:
+    assert dump([("", {"key": text})]) == f"---\nkey: {json.dumps(text)}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("a\n", "|\n  a\n"),
+        ("a\n  b", "|-\n  a\n    b\n"),
+        ("\na\n\n \nb\n", "|\n\n  a\n\n   \n  b\n"),
+        ("a\n\tb", "|-\n  a\n  \tb\n"),
+    ],
+)
+def test_other_text_has_lines_of_its_own(text: str, written: str) -> None:
+    assert dump([("", {"key": text})]) == f"---\nkey: {written}"

@@ -46,7 +46,7 @@ def _block(data: Data) -> Iterator[str]:
 
 
 def _item(head: str, value: Data) -> Iterator[str]:
-    if isinstance(value, str) and "\n" in value:
+    if isinstance(value, str) and _is_literal(value):
         yield f"{head} |" + ("" if value.endswith("\n") else "-")
         yield from (f"  {line}" if line else "" for line in value.rstrip("\n").split("\n"))
     elif isinstance(value, Mapping | Sequence) and not isinstance(value, str) and value:
@@ -54,6 +54,18 @@ def _item(head: str, value: Data) -> Iterator[str]:
         yield from (f"  {line}" if line else "" for line in _block(value))
     else:
         yield f"{head} {_scalar(value)}"
+
+
+def _is_literal(text: str) -> bool:
+    """Whether text is the same in lines of its own: its first line says how far these are indented.
+
+    Of line ends after the last one only one is kept, or none, and others than ours become ours.
+    """
+    lines = text.removesuffix("\n").split("\n")
+    first = next((line for line in lines if line), " ")
+    if "\n" not in text or first[0].isspace() or not lines[-1].strip():
+        return False
+    return all(line.replace("\t", "").isprintable() for line in lines)
 
 
 def _scalar(value: Data) -> str:
