@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
+from psync.cli import run
 from psync.cli.run import launch
 from psync.errors import ConfigurationError
 
@@ -42,3 +45,36 @@ def test_a_plugin_that_is_not_there_is_an_error_before_anything_starts(tmp_path:
     assert str(caught.value.hint).startswith(f"it was looked for in '{tmp_path}', '{Path.cwd()}'")
     with pytest.raises(ConfigurationError, match="expected names of modules"):
         launch(str(script), plugins=["rules.py!"])
+
+
+@pytest.mark.parametrize("in_a_task", [False, True])
+def test_too_few_files_are_one_line_that_says_what_to_do(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    in_a_task: bool,
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise ExceptionGroup("in a task group", [error]) if in_a_task else error
+
+    monkeypatch.setattr(run, "ProcessGroup", full)
+    script = tmp_path / "train.py"
+    script.touch()
+    assert launch(str(script), environ={}) == 1
+    assert capfd.readouterr().err == (
+        "psync: error: Too many open files; raise `ulimit -n`: the run ends\n"
+    )
+
+
+def test_other_errors_of_the_system_are_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "no")
+
+    monkeypatch.setattr(run, "ProcessGroup", refused)
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(PermissionError):
+        launch(str(script), environ={})

@@ -29,12 +29,28 @@ def test_hosts_are_named_with_their_room(text: str, slots: dict[str, int]) -> No
         ("a:0", "expected a number of workers above 0 after a:, got '0'"),
         ("a:-1", "expected a number of workers above 0"),
         ("a:1,a:1", "a is named twice"),
+        ("a:1,b:1048576", "expected at most 1048576 workers, got 'a:1,b:1048576'"),
+        (f"a:{'9' * 5000}", "expected at most 1048576 workers"),
     ],
 )
 def test_what_names_no_hosts_is_an_error(text: str, error: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_hosts(text)
     assert error in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ssh", "error"),
+    [
+        ("", "ssh: expected a command, got ''"),
+        (" ", "ssh: expected a command, got ' '"),
+        ("ssh 'x", 'ssh: "ssh \'x" is no command: No closing quotation'),
+    ],
+)
+def test_an_ssh_that_is_no_command_is_an_error(ssh: str, error: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        HostsPlan({"a": 1}, ssh)
+    assert str(caught.value) == error
 
 
 def test_workers_fill_one_host_after_the_other_and_ps_tasks_are_dealt_out() -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 ALONE_S = 1.0  # how long the chief may outlive a worker before that is worth a word
 FAILED = 1  # exit code when a worker could not be kept alive
+RAISE_LIMIT = "; raise `ulimit -n`"  # a remedy
 SETUP_ERROR = 2  # exit code of a task whose set-up is wrong: once more would be no better
 
 
@@ -92,7 +93,7 @@ def launch(
 
     Returns:
         The exit code: the chief's (128 + n if signal n killed it), 128 + n if signal n
-        stopped the run, 1 if a worker died too often.
+        stopped the run, 1 if a worker died too often or this process may open too few files.
 
     Raises:
         ConfigurationError: If the script is missing or not one, the secret cannot be used, a plugin
@@ -124,7 +125,19 @@ def launch(
     joinable = known is not None  # nobody else knows one that is made here
     limits = max_restarts, chief_restarts
     run = _Run(commands, jobs, environ, place, hosts, gpus, *limits, quiet, joinable)
-    return asyncio.run(run.run())
+    try:
+        return asyncio.run(run.run())
+    except (OSError, BaseExceptionGroup) as error:
+        if not _too_many_files(error):
+            raise
+        say(f"error: {os.strerror(errno.EMFILE)}{RAISE_LIMIT}: the run ends")
+        return FAILED
+
+
+def _too_many_files(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(_too_many_files, error.exceptions))
+    return isinstance(error, OSError) and error.errno == errno.EMFILE
 
 
 Place = Callable[[Mapping[str, int]], AbstractAsyncContextManager[ProcessGroup]]
@@ -359,7 +372,7 @@ class _Run:
                 job, index, self.commands[job], env=env, output=output, pass_fds=pass_fds
             )
         except OSError as error:
-            hint = "; raise `ulimit -n`" if error.errno == errno.EMFILE else ""
+            hint = RAISE_LIMIT if _too_many_files(error) else ""
             self._give_up(f"{job}-{index} could not be started: {error}{hint}")
             return None
 

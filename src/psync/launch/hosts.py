@@ -15,7 +15,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from psync.cluster import is_loopback
+from psync.cluster import MAX_TASKS, is_loopback
 from psync.errors import ConfigurationError
 from psync.launch.host_agent import secret_file
 from psync.launch.interfaces import interface_towards, joined_with
@@ -48,7 +48,7 @@ def parse_hosts(text: str) -> dict[str, int]:
             raise ConfigurationError(
                 f"hosts: expected names with numbers of workers, as in a:2,b:2, got {text!r}"
             )
-        if not (count.isascii() and count.isdigit() and int(count) > 0):
+        if not (count.isascii() and count.isdigit() and count.strip("0")):
             raise ConfigurationError(
                 f"hosts: expected a number of workers above 0 after {name}:, got {count!r}"
             )
@@ -56,6 +56,8 @@ def parse_hosts(text: str) -> dict[str, int]:
             raise ConfigurationError(
                 f"hosts: {name} is named twice", hint=f"give it all its workers at once: {name}:2"
             )
+        if len(count) > len(str(MAX_TASKS)) or sum(slots.values()) + int(count) > MAX_TASKS:
+            raise ConfigurationError(f"hosts: expected at most {MAX_TASKS} workers, got {text!r}")
         slots[name] = int(count)
     return slots
 
@@ -71,6 +73,9 @@ class HostsPlan:
         variables: Further names of environment variables that tasks there get from here.
         gpus_per_worker: As of ``launch``.
         silence_s: How long tasks live that hear nothing from here.
+
+    Raises:
+        ConfigurationError: ``ssh`` is no command.
     """
 
     slots: Mapping[str, int]
@@ -80,8 +85,16 @@ class HostsPlan:
     gpus_per_worker: int | None = None
     silence_s: float = SILENCE_S
     places: list[tuple[str, int]] = field(init=False)  # of each worker: host, and slot there
+    command: list[str] = field(init=False)  # of ``ssh``
 
     def __post_init__(self) -> None:
+        try:
+            command = shlex.split(self.ssh)
+        except ValueError as exc:
+            raise ConfigurationError(f"ssh: {self.ssh!r} is no command: {exc}") from None
+        if not command:
+            raise ConfigurationError(f"ssh: expected a command, got {self.ssh!r}")
+        object.__setattr__(self, "command", command)
         places = [(host, slot) for host, count in self.slots.items() for slot in range(count)]
         object.__setattr__(self, "places", places)
 
@@ -131,7 +144,7 @@ class HostsPlan:
         hosts = {
             name: RemoteHost(
                 name,
-                shlex.split(self.ssh),
+                self.command,
                 self.python,
                 {
                     "directory": os.getcwd(), "script": script, "environ": forwarded,
