@@ -313,12 +313,15 @@ async def test_the_optimizer_that_is_wrapped_shows_and_sets_what_its_wrapper_has
         assert (await slot.read()).tolist() == [-3, -3]
         assert await inner.iterations.read() == 1
         await inner.set_learning_rate(0.0)
+        assert (inner.learning_rate, optimizer.learning_rate) == (0.0, 0.0)
         before = await m.value()
         await slot.assign(np.zeros(2, np.float32))
         await m.run(m.pushing(optimizer), 3.0)
         assert await m.value() == before
         await inner.apply_gradients([(np.ones(2, np.float32), m.v)])  # then it is one of its own
         assert (await inner.iterations.read(), await optimizer.iterations.read()) == (1, 2)
+        assert (inner.learning_rate, optimizer.learning_rate) == (1.0, 0.0)
+        assert await m.value() == before - 1
 
 
 async def test_a_slot_can_be_read_before_the_first_push() -> None:

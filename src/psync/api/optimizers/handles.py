@@ -125,7 +125,8 @@ class Optimizer(PushPull):
         options = RuleOptions(
             weight_decay, clipnorm, global_clipnorm, clipvalue, gradient_accumulation_steps
         )
-        self._set_rule(rule if options == RuleOptions() else rule.with_options(options))
+        # A copy either way: others may be made of the same rule, and have rates of their own.
+        self._set_rule(rule.with_options(rule.options if options == RuleOptions() else options))
         self._name = name or type(rule if type(self) is Optimizer else self).__name__
         if registered_in(rule):
             rule_from_config(self._config)  # it is registered here, and bears its probe
@@ -250,7 +251,7 @@ class Optimizer(PushPull):
     @property
     def learning_rate(self) -> float | Schedule:
         """The learning rate: a number, or the schedule that the ps tasks evaluate."""
-        rate = self._rule.learning_rate
+        rate = self.holder._rule.learning_rate
         return rate.value if isinstance(rate, Constant) else rate
 
     async def set_learning_rate(self, learning_rate: float | Schedule) -> None:
@@ -271,9 +272,9 @@ class Optimizer(PushPull):
         forbid_in_step("set_learning_rate", instead="call it in main(), or use a schedule")
         rate = as_schedule(learning_rate)
         runtime = await self._runtime("set_learning_rate")
-        number = self.holder.number
-        await set_optimizer(runtime.ps, number, self._config, learning_rate=rate.to_config())
-        self._rule.learning_rate = rate
+        holder = self.holder
+        await set_optimizer(runtime.ps, holder.number, self._config, learning_rate=rate.to_config())
+        holder._rule.learning_rate = rate
 
     @property
     def iterations(self) -> Iterations:
