@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,28 @@ def test_live_it_goes_on_when_the_run_is_silent_and_ends_with_it() -> None:
     assert "not answered for 5 s" in text
     assert text.rstrip().endswith("has ended")
     assert "train.py" in text.rpartition("\x1b[?1049l")[2]  # the last one stays on the screen
+
+
+def test_sigterm_leaves_the_terminal_as_it_was() -> None:
+    class Stopped(Reader):
+        async def read(self) -> Status:
+            if self.asked:
+                signal.raise_signal(signal.SIGTERM)
+                await asyncio.sleep(60)
+            return await super().read()
+
+    reader: Any = Stopped(STATUS, STATUS)
+    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
+    assert asyncio.run(top._follow_until_told(reader, console, 0.0)) == 143
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.rfind("\x1b[?1049l") > text.rfind("\x1b[?1049h") >= 0
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
+
+
+def test_live_it_ends_with_code_0_when_the_run_has_ended() -> None:
+    reader: Any = Reader(STATUS, ConfigurationError("has ended"))
+    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
+    assert asyncio.run(top._follow_until_told(reader, console, 0.0)) == 0
 
 
 def test_a_url_at_which_nobody_answers_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
@@ -47,10 +48,9 @@ def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
     if as_json and not once:
         raise click.UsageError("--json prints one status: give --once with it")
     try:
-        asyncio.run(_show(run, once or not sys.stdout.isatty(), as_json, interval))
+        return asyncio.run(_show(run, once or not sys.stdout.isatty(), as_json, interval))
     except (ProtocolError, DeadlineExceeded) as exc:
         raise ConfigurationError(exc.message, hint=exc.hint) from exc
-    return 0
 
 
 def reading_of(run: str | None) -> AbstractAsyncContextManager[Reader]:
@@ -63,24 +63,44 @@ def reading_of(run: str | None) -> AbstractAsyncContextManager[Reader]:
     return reading_status(newest_run() if run is None else read_run(Path(run)))
 
 
-async def _show(path: str | None, once: bool, as_json: bool, interval: float) -> None:
+async def _show(path: str | None, once: bool, as_json: bool, interval: float) -> int:
     async with reading_of(path) as reader:
         await reader.read()  # rates are counted from here on, if nobody has asked for a while
         if not once:
             from rich.console import Console
 
-            await _follow(reader, Console(), interval)
-            return
+            return await _follow_until_told(reader, Console(), interval)
         await asyncio.sleep(FIRST_WINDOW_S)
         status = await reader.read()
     if as_json:
         click.echo(status.to_json())
-        return
+        return 0
     from rich.console import Console
 
     from psync.cli.status_tables import tables_of
 
     Console().print(tables_of(status))
+    return 0
+
+
+async def _follow_until_told(reader: Reader, console: Console, interval: float) -> int:
+    """Follow a run until it ends, or SIGTERM comes; return the exit code.
+
+    Either way the terminal is left as it was. Ctrl-C cancels this.
+    """
+    following = asyncio.ensure_future(_follow(reader, console, interval))
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, following.cancel)
+    try:
+        await asyncio.wait([following])
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        following.cancel()
+        await asyncio.wait([following])
+    if following.cancelled():
+        return 128 + signal.SIGTERM
+    following.result()
+    return 0
 
 
 async def _follow(reader: Reader, console: Console, interval: float) -> None:
