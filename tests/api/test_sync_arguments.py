@@ -12,7 +12,7 @@ import psync
 from psync import optimizers
 from psync.api.sync_arguments import NOWHERE, check_wrapped, checked_weight
 from psync.errors import ConfigurationError, GradientError
-from psync.store.sync_config import SyncConfig, count_of
+from psync.store.sync_config import SyncConfig, whole_number
 
 SGD = optimizers.SGD(0.5)
 
@@ -94,11 +94,11 @@ def test_what_is_wrong_is_said(changes: dict[str, Any], text: str) -> None:
 
 
 def test_a_count_is_a_whole_number() -> None:
-    assert count_of("sync", "num_tokens", np.int32(-1)) == -1
+    assert whole_number("sync", "num_tokens", np.int32(-1)) == -1
     with pytest.raises(ConfigurationError, match="expected a whole number as num_tokens, got nan"):
-        count_of("sync", "num_tokens", float("nan"))
+        whole_number("sync", "num_tokens", float("nan"))
     with pytest.raises(ConfigurationError, match="as num_tokens, got "):
-        count_of("sync", "num_tokens", np.True_)
+        whole_number("sync", "num_tokens", np.True_)
 
 
 def test_a_weight_is_a_number_within_what_can_be_summed() -> None:
