@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from psync.api.pulls import pull
 from psync.errors import ConfigurationError
+from psync.schedules import Schedule
+from psync.specs import checked_integer
 from psync.training.checkpoint_manager import CheckpointManager
 from psync.training.event_file import EventFile
 
@@ -65,7 +67,11 @@ class Callback:
         """
 
     def on_train_end(self, logs: Logs) -> Any:
-        """After the last epoch, also if an error or a cancellation ended it."""
+        """After the last epoch, also if an error or a cancellation ended it.
+
+        Who changes variables here says so, ``trainer.unsaved = True``: then what ``fit`` saved
+        after the last epoch is saved once more. After an error nothing is.
+        """
 
 
 class _Monitor:
@@ -88,8 +94,9 @@ class _Monitor:
         )
         self.monitor = monitor
         self._sign = -1.0 if grows else 1.0
-        self._min_delta = abs(min_delta)
-        self.best = self._sign * math.inf if baseline is None else baseline
+        self._min_delta = abs(_checked_number("min_delta", min_delta))
+        at_first = self._sign * math.inf
+        self.best = at_first if baseline is None else _checked_number("baseline", baseline)
 
     def is_due(self, trainer: Trainer) -> bool:
         """Return whether there is a value: no validation, no value of it."""
@@ -113,6 +120,16 @@ class _Monitor:
         return False
 
 
+def _checked_number(name: str, value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isnan(number):
+        raise ConfigurationError(f"callback: expected a number as {name}, got {value!r}")
+    return number
+
+
 class EarlyStopping(Callback):
     """Ends training when a value gets no better any more.
 
@@ -123,7 +140,8 @@ class EarlyStopping(Callback):
         mode: "min", "max", or "auto": "max" for accuracies and areas.
         baseline: What it must get better than.
         restore_best_weights: Whether the variables become in the end what they were after the best
-            epoch. They are kept in the program's memory; slots of optimizers are not.
+            epoch, in the last checkpoint of ``fit``, too. They are kept in the program's memory;
+            slots of optimizers are not.
 
     Raises:
         ConfigurationError: An argument is out of range.
@@ -138,10 +156,8 @@ class EarlyStopping(Callback):
         baseline: float | None = None,
         restore_best_weights: bool = False,
     ) -> None:
-        if patience < 0:
-            raise ConfigurationError(f"early stopping: expected patience from 0, got {patience}")
         self._arguments = (monitor, mode, min_delta, baseline)
-        self._patience = patience
+        self._patience = checked_integer("early stopping: expected patience from 0", patience, 0)
         self._restore = restore_best_weights
         self._values: Any = None
         self.on_train_begin()
@@ -173,6 +189,7 @@ class EarlyStopping(Callback):
         if self._values is not None:
             for variable, value in zip(self.trainer.flat_variables, self._values, strict=True):
                 await variable.assign(value)
+            self.trainer.unsaved = True
 
 
 class LearningRateScheduler(Callback):
@@ -195,12 +212,12 @@ class LearningRateScheduler(Callback):
         optimizer = self.trainer.optimizer
         if self._rate is None:
             present = optimizer.learning_rate
-            if not isinstance(present, float):
+            if isinstance(present, Schedule):
                 raise ConfigurationError(
                     f"learning rate scheduler: {optimizer.get_name()} has a schedule already",
                     hint="give the optimizer a number as learning_rate, or leave this callback out",
                 )
-            self._rate = present
+            self._rate = float(present)
         self._rate = float(self._schedule(epoch, self._rate))
         await optimizer.set_learning_rate(self._rate)
 
@@ -226,6 +243,7 @@ class CSVLogger(Callback):
     def on_train_begin(self) -> None:
         """Open the file."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._names = []
         if self._append and self._path.exists() and self._path.stat().st_size:
             with open(self._path, newline="", encoding="utf-8") as file:
                 self._names = next(csv.reader(file, delimiter=self._separator))[1:]
@@ -296,11 +314,14 @@ class TensorBoard(Callback):
         self._told = self._before = 0  # times that it was told of batches; batches of past epochs
         self._newest = -1
 
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Count the batches that are past."""
+        self._before += self._newest + 1
+        self._newest = -1
+
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Write the values of each n-th."""
         self._told += 1
-        if batch < self._newest:  # an epoch has begun
-            self._before += self._newest + 1
         self._newest = batch
         if self._told % self._every == 0:
             self._write(self._before + batch, {f"batch_{name}": v for name, v in logs.items()})
@@ -350,13 +371,12 @@ class ModelCheckpoint(Callback):
         every_n_epochs: int = 1,
         max_to_keep: int | None = 5,
     ) -> None:
-        if every_n_epochs < 1:
-            raise ConfigurationError(
-                f"model checkpoint: expected every_n_epochs above 0, got {every_n_epochs}"
-            )
+        expected = "model checkpoint: expected every_n_epochs above 0"
+        self._every = checked_integer(expected, every_n_epochs, 1)
+        if max_to_keep is not None:
+            checked_integer("model checkpoint: expected max_to_keep above 0", max_to_keep, 1)
         self._directory = directory
         self._monitor = _Monitor(monitor, mode) if save_best_only else None
-        self._every = every_n_epochs
         self._max_to_keep = max_to_keep
         self.manager: CheckpointManager | None = None
 
@@ -373,4 +393,4 @@ class ModelCheckpoint(Callback):
             return
         monitor = self._monitor
         if monitor is None or (monitor.is_due(self.trainer) and monitor.improved(logs)):
-            await self.manager.save()
+            await self.trainer.save(self.manager)

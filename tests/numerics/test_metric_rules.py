@@ -49,6 +49,8 @@ LABELS, SCORES = [[2], [1]], [[0.1, 0.6, 0.3], [0.05, 0.95, 0]]
         (rules.MeanAbsoluteError(), ([[0, 1], [0, 0]], [[3, 1], [0, 0]]), None, 0.75),
         (rules.AUC(3), ([0, 0, 1, 1], [0, 0.5, 0.3, 0.9]), None, 0.75),
         (rules.AUC(3), ([0, 0, 1, 1], [0, 0.5, 0.3, 0.9]), [1, 0, 0, 1], 1.0),
+        (rules.AUC(np.int64(3)), ([0, 0, 1, 1], [0, 0.5, 0.3, 0.9]), [[1], [0], [0], [1]], 1.0),
+        (rules.BinaryAccuracy(np.float32(0.5)), ([0, 1], [0.4, 0.4]), None, 0.5),
     ],
 )
 def test_values_are_those_of_keras(

@@ -62,6 +62,10 @@ def test_patience_counts_epochs_without(patience: int, stopped: int) -> None:
     ("make", "text"),
     [
         (lambda: callbacks.EarlyStopping(patience=-1), "expected patience from 0, got -1"),
+        (lambda: callbacks.EarlyStopping(patience="3"), "expected patience from 0, got '3'"),  # type: ignore[arg-type]
+        (lambda: callbacks.EarlyStopping(min_delta="1"), "expected a number as min_delta"),  # type: ignore[arg-type]
+        (lambda: callbacks.EarlyStopping(baseline=[1]), "expected a number as baseline"),  # type: ignore[arg-type]
+        (lambda: callbacks.ModelCheckpoint("d", max_to_keep=0), "max_to_keep above 0"),
         (lambda: callbacks.EarlyStopping(mode="up"), "expected mode auto, min or max, got 'up'"),
         (lambda: callbacks.ModelCheckpoint("d", every_n_epochs=0), "every_n_epochs above 0"),
     ],
@@ -90,7 +94,8 @@ def test_tensorboard_gets_every_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("update_freq", "steps"), [("batch", [1, 3, 5, 7]), (1, [1, 3, 5, 7]), (2, [3, 7]), (3, [5])]
+    ("update_freq", "steps"),
+    [("batch", [1, 3, 5, 7, 11]), (1, [1, 3, 5, 7, 11]), (2, [3, 7]), (3, [5])],
 )
 def test_tensorboard_counts_batches_through_all_epochs(
     update_freq: int | str, steps: list[int], tmp_path: Path
@@ -98,8 +103,10 @@ def test_tensorboard_counts_batches_through_all_epochs(
     board = callbacks.TensorBoard(tmp_path, update_freq)
     assert board.wants_batches
     board.on_train_begin()
-    for batch in (1, 3, 1, 3):  # two epochs of four batches, two in each closure
-        board.on_train_batch_end(batch, {"loss": 0.5})
+    for epoch, batches in enumerate(([1, 3], [1, 3], [3])):  # two in each closure
+        board.on_epoch_begin(epoch)
+        for batch in batches:
+            board.on_train_batch_end(batch, {"loss": 0.5})
     board.on_train_end({})
     assert written(tmp_path) == [("batch_loss", 0.5, step) for step in steps]
 
@@ -108,6 +115,16 @@ def test_tensorboard_counts_batches_through_all_epochs(
 def test_another_frequency_for_tensorboard_is_refused(update_freq: Any) -> None:
     with pytest.raises(ConfigurationError, match="expected update_freq"):
         callbacks.TensorBoard("logs", update_freq)
+
+
+def test_each_fit_of_a_csv_logger_has_a_header(tmp_path: Path) -> None:
+    logger = callbacks.CSVLogger(tmp_path / "log.csv")
+    logger.trainer = FakeTrainer()  # type: ignore[assignment]
+    for name in ("loss", "mae"):
+        logger.on_train_begin()
+        logger.on_epoch_end(0, {name: 0.5})
+        logger.on_train_end({})
+        assert (tmp_path / "log.csv").read_text().splitlines() == [f"epoch,{name}", "0,0.5"]
 
 
 def test_a_callback_wants_batches_if_it_has_the_method() -> None:

@@ -13,8 +13,9 @@ import pytest
 
 import message_counts
 import psync
-from local_training import at_once, strategy_of, training
+from local_training import at_once, shared, strategy_of, training
 from memory_cluster import coordinating, event_of, note
+from psync.checkpoints.files import is_last
 from psync.errors import ClosedError, ConfigurationError, GradientError
 
 TRUE = np.array([[2.0], [-1.0]], np.float32)
@@ -141,6 +142,27 @@ class TestEnds:
             )
             assert history.epoch == [0]
             assert await examples(trainer) == 3 * 8
+
+    @pytest.mark.parametrize("steps", [6, 9, 12])  # of ten batches
+    async def test_an_epoch_goes_on_with_the_data_where_the_one_before_has_stopped(
+        self, steps: int
+    ) -> None:
+        def ten(context: psync.InputContext) -> list[Any]:
+            return [(np.full((1, 2), number), np.zeros((1, 1))) for number in range(10)]
+
+        def noting(values: Any, batch: Any) -> Any:
+            import local_training
+
+            local_training.shared.setdefault("seen", []).append(int(batch[0][0, 0]))
+            return 0.0, {"w": np.zeros((2, 1), np.float32)}, batch[1]
+
+        shared.clear()
+        async with training(num_workers=1) as (strategy, _):
+            trainer = make(strategy, compute=noting)
+            history = await trainer.fit(ten, epochs=4, steps_per_epoch=steps, verbose=False)
+        trained = 10 if steps > 10 else 4 * steps  # data that are too few for an epoch end it
+        assert shared["seen"] == [*range(10), *range(10), *range(10), *range(10)][:trained]
+        assert len(history.epoch) == (1 if steps > 10 else 4)
 
     @pytest.mark.virtual_time
     async def test_steps_may_run_again_where_there_are_less_data(self) -> None:
@@ -454,8 +476,9 @@ class TestResuming:
                 )
         assert seen == [0.5, 0.25, 0.125, 0.0625]
 
+    @pytest.mark.parametrize("saves", ["the trainer", "a callback"])
     async def test_after_a_rollback_an_epoch_has_the_values_of_what_ran_since(
-        self, tmp_path: Path
+        self, saves: str, tmp_path: Path
     ) -> None:
         async def value_and_grad(values: Any, batch: Any) -> Any:
             import memory_cluster
@@ -473,12 +496,14 @@ class TestResuming:
                     event_of("second epoch").set()
 
         async with coordinating(2, 1) as (cluster, coordinator):
-            trainer = make(
-                coordinator.strategy, None, value_and_grad, checkpoint_directory=tmp_path
-            )
+            own = tmp_path if saves == "the trainer" else None
+            trainer = make(coordinator.strategy, None, value_and_grad, checkpoint_directory=own)
+            callbacks: list[Any] = [Second()]
+            if own is None:
+                callbacks.append(psync.callbacks.ModelCheckpoint(tmp_path))
             training = asyncio.create_task(
                 trainer.fit(
-                    batches, epochs=2, steps_per_epoch=5, callbacks=[Second()], verbose=False
+                    batches, epochs=2, steps_per_epoch=5, callbacks=callbacks, verbose=False
                 )
             )
             await event_of("under way").wait()
@@ -489,6 +514,16 @@ class TestResuming:
             history = await training
             assert history.history["loss"] == [1.0, 3.0]
             assert await examples(trainer) == 5 * 8
+
+    async def test_epochs_that_are_done_again_are_in_the_history_once(self, tmp_path: Path) -> None:
+        for initial_epoch in (None, 0):
+            async with training() as (strategy, _):
+                trainer = make(strategy, checkpoint_directory=tmp_path)
+                history = await trainer.fit(
+                    batches, epochs=2, initial_epoch=initial_epoch, steps_per_epoch=2, verbose=False
+                )
+            assert history.epoch == [0, 1]
+            assert len(history.history["loss"]) == 2
 
     async def test_what_is_done_is_not_done_again(self, tmp_path: Path) -> None:
         for _ in range(2):
@@ -534,6 +569,30 @@ class TestCallbacks:
         w = trainer.values["w"]  # type: ignore[attr-defined]
         losses = trainer.history.history["val_loss"]
         assert float(np.mean((X @ w - Y) ** 2)) == pytest.approx(min(losses), rel=1e-4)
+
+    async def test_the_best_values_are_in_the_last_checkpoint(self, tmp_path: Path) -> None:
+        rates = psync.callbacks.LearningRateScheduler(lambda epoch, _: 0.05 if epoch < 2 else -0.5)
+        stop = psync.callbacks.EarlyStopping("loss", patience=2, restore_best_weights=True)
+        async with training() as (strategy, _):
+            trainer = make(strategy, checkpoint_directory=tmp_path)
+            await trainer.fit(
+                batches, epochs=20, steps_per_epoch=3, callbacks=[rates, stop], verbose=False
+            )
+            assert stop.stopped_epoch == stop.best_epoch + 2
+            values = await psync.pull(trainer.variables)
+            assert trainer.manager is not None
+            newest = trainer.manager.latest_checkpoint
+            assert newest is not None
+            saved = await trainer.checkpoint.read(newest)
+            np.testing.assert_array_equal(saved["model"]["w"], values["w"])
+            assert is_last(newest)
+
+    async def test_a_whole_number_is_a_learning_rate(self) -> None:
+        rates = psync.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+        async with training() as (strategy, _):
+            trainer = make(strategy, psync.optimizers.SGD(1))
+            await trainer.fit(batches, steps_per_epoch=1, callbacks=[rates], verbose=False)
+            assert trainer.optimizer.learning_rate == 0.5
 
     async def test_a_value_that_there_is_not_is_named(self) -> None:
         with pytest.raises(ConfigurationError, match="no 'val_loss' to monitor, there are loss"):

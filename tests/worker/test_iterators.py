@@ -167,6 +167,37 @@ def test_the_end_of_data_comes_after_the_last_batch_and_stays(
     assert iterator.position == 1
 
 
+def test_a_dataset_outlasts_epochs_and_begins_again_once_in_each(
+    make: Callable[..., WorkerIterator],
+) -> None:
+    built: list[int] = []
+
+    def dataset() -> Iterator[int]:
+        built.append(len(built))
+        yield from range(2)
+
+    iterator = make(dataset)
+    assert [iterator.next_in(3) for _ in range(2)] == [0, 1]
+    with pytest.raises(EndOfData):
+        iterator.next_in(3)
+    assert [iterator.next_in(4), iterator.next_in(5), iterator.next_in(5)] == [0, 1, 0]
+    assert iterator.position == 1
+    assert iterator.next_in(5) == 1
+    with pytest.raises(EndOfData):
+        iterator.next_in(5)
+    assert built == [0, 1, 2]
+
+
+def test_a_dataset_that_has_failed_does_not_begin_again(
+    make: Callable[..., WorkerIterator],
+) -> None:
+    iterator = make(lambda: (1 // rest for rest in (1, 0)))
+    assert iterator.next_in(0) == 1
+    for epoch in (1, 2):
+        with pytest.raises(ZeroDivisionError):
+            iterator.next_in(epoch)
+
+
 def test_an_error_of_dataset_code_is_raised_in_its_turn_with_its_traceback(
     make: Callable[..., WorkerIterator],
 ) -> None:
@@ -425,7 +456,7 @@ class TestIteratorHandle:
         table = IteratorTable()
         table.add("it", make(lambda: range(1, 3)))
         with in_step(table):
-            assert [next(handle), next(handle)] == [1, 2]
+            assert [next(handle), handle.next_in(0)] == [1, 2]
             with pytest.raises(EndOfData):
                 next(handle)
 

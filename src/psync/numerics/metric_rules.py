@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from psync.errors import ConfigurationError, GradientError
-from psync.specs import DTYPE_NAMES
+from psync.specs import DTYPE_NAMES, checked_integer
 
 EDGE = 1e-7
 """How far the outermost thresholds of an AUC lie outside of [0, 1]."""
@@ -130,7 +130,7 @@ class BinaryAccuracy(Averaged):
     name = "binary_accuracy"
 
     def __init__(self, threshold: float = 0.5) -> None:
-        if not isinstance(threshold, int | float) or not 0 < threshold < 1:
+        if not isinstance(threshold, int | float | np.floating) or not 0 < threshold < 1:
             raise ConfigurationError(
                 f"{self.name}: expected threshold between 0 and 1, got {threshold!r}"
             )
@@ -225,12 +225,10 @@ class AUC(MetricRule):
                 raise ConfigurationError(
                     f"{self.name}: expected a list of thresholds from 0 to 1, got {thresholds!r}"
                 )
-        elif isinstance(num_thresholds, int) and num_thresholds > 1:
-            inner = np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
         else:
-            raise ConfigurationError(
-                f"{self.name}: expected num_thresholds above 1, got {num_thresholds!r}"
-            )
+            expected = f"{self.name}: expected num_thresholds above 1"
+            count = checked_integer(expected, num_thresholds, 2)
+            inner = np.arange(1, count - 1) / (count - 1)
         self.curve = curve
         self.summation_method = summation_method
         self.from_logits = from_logits
@@ -250,7 +248,9 @@ class AUC(MetricRule):
             )
         if weights is None:
             weights = np.ones(y_pred.shape)
-        elif weights.ndim < y_pred.ndim:
+        else:
+            weights = squeezed(weights, y_pred)
+        if weights.ndim < y_pred.ndim:
             weights = weights.reshape(weights.shape + (1,) * (y_pred.ndim - weights.ndim))
         weights = broadcast(self.name, weights, y_pred.shape)
         # Of each prediction: how many thresholds lie below it.
@@ -361,8 +361,7 @@ def per_sample(
             )
         return np.zeros(0), None
     if weights is not None:
-        if weights.ndim == values.ndim + 1 and weights.shape[-1] == 1:
-            weights = weights[..., 0]
+        weights = squeezed(weights, values)
         if weights.ndim > values.ndim:
             raise GradientError(
                 f"{name}: expected sample_weight of at most {values.ndim} axes, as the values "
@@ -377,6 +376,12 @@ def per_sample(
     if values.ndim > 1:
         values = reduce(values, axis=tuple(range(1, values.ndim)))
     return values, weights
+
+
+def squeezed(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return weights (n, 1) of values (n,) as (n,)."""
+    fits = weights.ndim == values.ndim + 1 and weights.shape[-1] == 1
+    return weights[..., 0] if fits else weights
 
 
 def broadcast(name: str, weights: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

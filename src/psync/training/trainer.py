@@ -10,7 +10,7 @@ import asyncio
 import copy
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +25,10 @@ from psync.client.context import current_closure, forbid_in_step
 from psync.errors import ConfigurationError, EndOfData
 from psync.gradients import GradientFunction
 from psync.metrics import Mean, Metric
-from psync.serialization.failures import text_of
 from psync.serialization.remote_value import RemoteValue
 from psync.specs import checked_integer, checked_kind
 from psync.status.progress import Progress, progress_of
-from psync.training.batch_callbacks import follow, show_steps
+from psync.training.callback_calls import call_back, call_ends, follow, show_steps
 from psync.training.checkpoint import Checkpoint
 from psync.training.checkpoint_manager import CheckpointManager
 from psync.training.evaluation import (
@@ -62,6 +61,10 @@ class History:
         self.epoch.append(epoch)
         for name, value in logs.items():
             self.history.setdefault(name, []).append(value)
+
+    def clear(self) -> None:
+        """Forget all epochs."""
+        self.epoch, self.history = [], {}
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -134,6 +137,7 @@ class Trainer:
         self.optimizer = optimizer
         self.stop_training = False
         self.validation_skipped = False  # after this epoch: only each n-th has one
+        self.unsaved = False  # whether a callback has changed what the last checkpoint holds
         self._value_and_grad = _of_batch(value_and_grad)
         self._evaluated = _of_batch(loss_and_predictions or value_and_grad)
         with strategy.scope():
@@ -173,7 +177,9 @@ class Trainer:
 
         Args:
             dataset: What ``ClusterCoordinator.create_per_worker_dataset`` takes, or returns. Each
-                epoch begins it again.
+                epoch goes on where the one before has stopped; a worker whose data end begins its
+                own again, unless it has begun them in the same epoch. Each ``fit`` begins anew, and
+                so does one that resumes.
             epochs: Number of the last epoch, plus 1.
             steps_per_epoch: Steps of all workers together.
             steps_per_execution: Steps of one closure: more cost less, and are lost together.
@@ -181,11 +187,13 @@ class Trainer:
             validation_batch_size: Of validation data that are arrays.
             validation_freq: After each n-th epoch.
             callbacks: Called between epochs, and after batches if they want that.
-            initial_epoch: From 0. Default: where the last checkpoint was saved, else 0.
+            initial_epoch: From 0. Default: where the last checkpoint was saved, else 0. Where it is
+                lower the history begins anew.
             verbose: False, "lines", "bar"; "auto" or True: a bar on a terminal, else lines.
 
         Returns:
-            The values of each epoch. If the data of a worker ended, training ended with the epoch.
+            The values of each epoch. If the data of a worker began and ended in one epoch, training
+            ended with it.
 
         Raises:
             ConfigurationError: A number is out of range; validation data are none; the dataset has
@@ -216,12 +224,17 @@ class Trainer:
             if not isinstance(dataset, PerWorkerDataset):
                 dataset = coordinator.create_per_worker_dataset(dataset)
             history = self.history
-            history.epoch, history.history = [], {}
+            history.clear()
             if self.manager is not None:
                 await self.manager.restore_or_initialize()
-            first = max(history.epoch, default=-1) + 1 if initial_epoch is None else initial_epoch
+            following = max(history.epoch, default=-1) + 1
+            first = following if initial_epoch is None else initial_epoch
+            if first < following:  # they are done again
+                history.clear()
+            batches: Any = iter(dataset)
             told = [callback for callback in callbacks if callback.wants_batches]
-            self.stop_training, run_steps = False, self._steps(tells=bool(told))
+            self.stop_training = self.unsaved = False
+            run_steps = self._steps(tells=bool(told))
             starts = range(0, steps_per_epoch, steps_per_execution)
             closures = [min(steps_per_execution, steps_per_epoch - start) for start in starts]
             logs: dict[str, float] = {}
@@ -233,7 +246,7 @@ class Trainer:
                     began = time.perf_counter()
                     show.begin(epoch, epochs, steps_per_epoch)
                     logs, ended = await self._epoch(
-                        coordinator, run_steps, dataset, closures, show, told
+                        coordinator, run_steps, (batches, epoch), closures, show, told
                     )
                     validates = validation_data is not None and (epoch + 1) % validation_freq == 0
                     self.validation_skipped = validation_data is not None and not validates
@@ -245,21 +258,19 @@ class Trainer:
                     history.add(epoch, logs)
                     coordinator.report({"epoch": epoch, **logs})
                     await call_back(self, callbacks, "on_epoch_end", epoch, logs)
-                    last = ended or self.stop_training or epoch + 1 == epochs
                     if self.manager is not None:
-                        if not last:  # after a rollback the next epoch must not count this one, too
-                            await self._reset()
-                        await self.manager.save()
-                    if last:
+                        await self.save(self.manager)
+                    if ended or self.stop_training:
                         break
-                if self.manager is not None:
-                    await self.manager.finish()
             except BaseException as exc:
                 show.close()
-                await self._end(callbacks, logs, exc)
+                await call_ends(self, callbacks, logs, exc)
                 raise
             show.close()
-            await self._end(callbacks, logs)
+            try:
+                await call_ends(self, callbacks, logs)
+            finally:
+                await self._finish()
             return History(list(history.epoch), copy.deepcopy(history.history))
 
     async def evaluate(
@@ -323,7 +334,7 @@ class Trainer:
         optimizer, global_step = self.optimizer, self._global_step
         metrics = self._counted
 
-        async def run_steps(batches: Any, count: int) -> list[Any] | None:
+        async def run_steps(batches: Any, epoch: int, count: int) -> list[Any] | None:
             counts = Counts(metrics)
             ended: EndOfData | None = None
             closure = current_closure()
@@ -332,7 +343,7 @@ class Trainer:
             values: Any = None  # of the next step, if they came with the push of the last one
             for step in range(count):
                 try:
-                    batch = next(batches)
+                    batch = batches.next_in(epoch)
                 except EndOfData as exc:
                     ended = exc
                     # Where the closure runs again there may be more data, or less; what is added to
@@ -365,7 +376,7 @@ class Trainer:
         self,
         coordinator: ClusterCoordinator,
         run_steps: Callable[..., Any],
-        dataset: PerWorkerDataset[Any],
+        data: tuple[Any, int],
         counts: Sequence[int],
         show: Progress,
         told: Sequence[Callback],
@@ -378,8 +389,8 @@ class Trainer:
             await call_back(self, told, "on_train_batch_end", batch, logs)
 
         await self._reset()
-        batches, ended = iter(dataset), False
-        closures = [coordinator.schedule(run_steps, args=(batches, count)) for count in counts]
+        ended = False
+        closures = [coordinator.schedule(run_steps, args=(*data, count)) for count in counts]
         tasks: list[Any] = [asyncio.create_task(show_steps(closures, counts, show))]
         if told:
             batches_told = follow(closures, counts, tell, lambda: self.stop_training)
@@ -401,34 +412,28 @@ class Trainer:
         for metric in self._counted.values():
             await metric.reset_state()
 
-    async def _end(
-        self, callbacks: Sequence[Callback], logs: Mapping[str, float],
-        error: BaseException | None = None,
-    ) -> None:  # fmt: skip
-        """Tell every callback that training has ended, also if one before it raises.
+    async def save(self, manager: CheckpointManager) -> None:
+        """Save the state between epochs, as ``fit`` does after each.
 
-        The first error comes out, which is ``error`` if there is one; others become notes of it.
+        Metrics have counted nothing in what is saved: after a rollback to it an epoch counts its
+        own steps alone.
         """
-        first: Exception | None = None
-        for callback in callbacks:
-            try:
-                await call_back(self, (callback,), "on_train_end", logs)
-            except Exception as exc:
-                first = first or exc
-                if (before := error or first) is not exc:
-                    name = f"{type(callback).__name__}.on_train_end"
-                    before.add_note(f"{name}: {type(exc).__name__}: {text_of(exc)}")
-        if error is None and first is not None:
-            raise first
+        counts = [count for metric in self._counted.values() for count in metric.variables]
+        sums = await pull(counts, copy=True)
+        await self._reset()
+        try:
+            await manager.save()
+        finally:
+            for count, total in zip(counts, sums, strict=True):
+                await count.assign(total)
+        self.unsaved = False
 
-
-async def call_back(
-    trainer: Any, callbacks: Iterable[Callback], method: str, *arguments: Any
-) -> None:
-    """Call one method of each callback, which sees its trainer."""
-    for callback in callbacks:
-        callback.trainer = trainer
-        await awaited(getattr(callback, method)(*arguments))
+    async def _finish(self) -> None:
+        """Mark the newest checkpoint as the last one, which holds what callbacks have changed."""
+        if self.manager is not None:
+            if self.unsaved:
+                await self.save(self.manager)
+            await self.manager.finish()
 
 
 def _of_batch(function: Callable[..., Any]) -> Callable[..., Any]:

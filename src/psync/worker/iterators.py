@@ -35,9 +35,9 @@ BATCHES_AHEAD = 2  # one is being used up while the other is ready; more only ta
 class WorkerIterator:
     """One worker's iterator over its dataset.
 
-    States: open; ended (the dataset is exhausted or has raised, and stays so); closed (every
-    method raises ClosedError). The thread ends with the first of the last two; whoever made the
-    iterator closes it.
+    States: open; ended (the dataset is exhausted or has raised, and stays so until
+    ``next_in`` begins it again); closed (every method raises ClosedError). The thread ends with the
+    first of the last two; whoever made the iterator closes it.
 
     Args:
         dataset_fn: Builds the dataset; called in the loader thread.
@@ -75,8 +75,12 @@ class WorkerIterator:
         self._end_traceback: TracebackType | None = None
         self._closed = False
         self._waiters: list[asyncio.Future[None]] = []  # of `ready`
+        self._epoch: int | None = None  # in which the dataset was begun, of those who count them
         self.thread: threading.Thread | None = None  # in which dataset code runs
-        if ahead > 0:
+        self._start_thread()
+
+    def _start_thread(self) -> None:
+        if self._ahead > 0:
             self.thread = threading.Thread(
                 target=self._run, name=f"psync dataset {self.name}", daemon=True
             )
@@ -117,6 +121,33 @@ class WorkerIterator:
                     self._load()
                 else:
                     self._changed.wait()
+
+    def next_in(self, epoch: int) -> Any:
+        """Return the next batch, as ``next`` does, of a dataset that outlasts epochs.
+
+        Where it ends that was begun in an earlier epoch it begins again, and its position with it.
+
+        Args:
+            epoch: Grows.
+
+        Raises:
+            EndOfData: The dataset was begun in this epoch, and has ended in it.
+            Exception: As ``next``.
+        """
+        if self._epoch is None:
+            self._epoch = epoch
+        try:
+            return next(self)
+        except EndOfData:
+            if self._epoch == epoch:
+                raise
+        if self.thread is not None:
+            self.thread.join()  # it has found the end: what is left to it is to close the source
+        self._epoch, self.position, self._to_skip = epoch, 0, 0
+        with self._changed:
+            self._end = None
+        self._start_thread()
+        return next(self)
 
     async def ready(self) -> None:
         """Wait until ``next`` will not block: a batch, the end or an error is there.
@@ -327,6 +358,23 @@ class IteratorHandle(Generic[T]):
             EndOfData: There is none; a step that lets it through ends with it.
             UnsupportedError: Outside a step.
         """
+        element: T = next(self._found())
+        return element
+
+    def next_in(self, epoch: int) -> T:
+        """Return the next element of data that outlast epochs, which are numbered.
+
+        Data of this worker that end, and were begun in an earlier epoch, begin again.
+
+        Raises:
+            EndOfData: They were begun in this epoch, and have ended in it.
+            UnsupportedError: Outside a step.
+        """
+        element: T = self._found().next_in(epoch)
+        return element
+
+    def _found(self) -> Any:
+        """Return the iterator of this worker."""
         runtime = current_runtime()
         if runtime is None or runtime.find_iterator is None:
             raise UnsupportedError(
@@ -339,8 +387,7 @@ class IteratorHandle(Generic[T]):
                 "a per-worker iterator reached the step in a way that psync cannot see",
                 hint="pass it as an argument of the step, or let the step capture it",
             )
-        element: T = next(iterator)
-        return element
+        return iterator
 
 
 arriving: ContextVar[list[IteratorHandle[Any]] | None] = ContextVar("psync_arriving", default=None)

@@ -112,11 +112,13 @@ class KerasTrainer(Trainer):
     def _steps(self, *, tells: bool) -> Callable[..., Any]:
         served, class_weight = self._served, self.class_weight
 
-        def run_steps(batches: Any, count: int) -> Counted:  # plain: it computes in a thread
+        def run_steps(
+            batches: Any, epoch: int, count: int
+        ) -> Counted:  # plain: it computes in a thread
             counted = Counted()
             for _ in range(count):
                 try:
-                    batch = next(batches)
+                    batch = batches.next_in(epoch)
                 except EndOfData:
                     counted.ended = True
                     break
@@ -271,6 +273,7 @@ class KerasCallbacks(psync.callbacks.Callback):
             self.trainer.stop_training = True
         if changed:
             await self._served.load_values(changed)
+            self.trainer.unsaved = True
         if rate is not None:
             await self._served.optimizer.set_learning_rate(rate)
 

@@ -1,16 +1,55 @@
-"""Who is told of the closures of an epoch as they end: callbacks for batches, and the bar."""
+"""How ``fit`` calls its callbacks, and who is told of closures as they end: those, and the bar."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from psync.errors import EndOfData
+from psync.serialization.failures import text_of
 from psync.serialization.remote_value import RemoteValue
 from psync.status.progress import Progress
+from psync.training.evaluation import awaited
+
+if TYPE_CHECKING:
+    from psync.callbacks import Callback
 
 SHOW_EVERY_S = 0.1
+
+
+async def call_back(
+    trainer: Any, callbacks: Iterable[Callback], method: str, *arguments: Any
+) -> None:
+    """Call one method of each callback, which sees its trainer."""
+    for callback in callbacks:
+        callback.trainer = trainer
+        await awaited(getattr(callback, method)(*arguments))
+
+
+async def call_ends(
+    trainer: Any,
+    callbacks: Iterable[Callback],
+    logs: Mapping[str, float],
+    error: BaseException | None = None,
+) -> None:
+    """Tell every callback that training has ended, also if one before it raises.
+
+    Raises:
+        Exception: The first one of theirs, if ``error`` is None; others become notes of it, and all
+            become notes of ``error``.
+    """
+    first: Exception | None = None
+    for callback in callbacks:
+        try:
+            await call_back(trainer, (callback,), "on_train_end", logs)
+        except Exception as exc:
+            first = first or exc
+            if (before := error or first) is not exc:
+                name = f"{type(callback).__name__}.on_train_end"
+                before.add_note(f"{name}: {type(exc).__name__}: {text_of(exc)}")
+    if error is None and first is not None:
+        raise first
 
 
 async def follow(

@@ -116,4 +116,4 @@ async def test_without_such_a_callback_workers_send_nothing_back() -> None:
         trainer = make(strategy)
         step = trainer._steps(tells=False)
         data = iter(coordinator.create_per_worker_dataset(batches))
-        assert await coordinator.schedule(step, args=(data, 1)) is None
+        assert await coordinator.schedule(step, args=(data, 0, 1)) is None
