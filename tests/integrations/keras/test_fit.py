@@ -53,22 +53,33 @@ async def test_callbacks_of_keras_run_in_the_program_with_logs_as_keras_has_them
     assert history.history["learning_rate"] == pytest.approx([0.005, 0.0025])
 
 
-async def test_weights_that_a_callback_sets_hold_for_all() -> None:
+async def test_weights_that_a_callback_sets_hold_for_all_and_for_the_next_run(
+    tmp_path: Path,
+) -> None:
     rates = iter([0.0, 0.1, 0.1])
     callbacks = [
         keras.callbacks.LearningRateScheduler(lambda epoch: next(rates)),
         keras.callbacks.EarlyStopping("loss", patience=2, mode="max", restore_best_weights=True),
     ]
     async with training(2, 1) as (strategy, _):
-        model = served_of(strategy, lambda: net(keras.optimizers.SGD(1.0)))
+        model = served_of(
+            strategy, lambda: net(keras.optimizers.SGD(1.0)), checkpoint_directory=tmp_path
+        )
         before = await model.get_weights()
         history = await model.fit(lambda: [points(1)] * 3, 9, 3, None, callbacks, verbose=False)
         after = await model.get_weights()
+    async with training(2, 1) as (strategy, _):
+        model = served_of(
+            strategy, lambda: net(keras.optimizers.SGD(1.0)), checkpoint_directory=tmp_path
+        )
+        await model.fit(lambda: [points(1)] * 3, 3, 3, verbose=False)  # nothing is left to do
+        resumed = await model.get_weights()
     losses = history.history["loss"]
     assert losses == sorted(losses, reverse=True)
     assert len(losses) == 3
-    for ours, theirs in zip(after, before, strict=True):
+    for ours, theirs, next_ones in zip(after, before, resumed, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(ours, next_ones)
 
 
 async def test_hooks_of_batches_see_the_epoch_so_far() -> None:
