@@ -134,20 +134,17 @@ class WorkerIterator:
             EndOfData: The dataset was begun in this epoch, and has ended in it.
             Exception: As ``next``.
         """
-        if self._epoch is None:
-            self._epoch = epoch
-        try:
-            return next(self)
-        except EndOfData:
-            if self._epoch == epoch:
-                raise
-        if self.thread is not None:
-            self.thread.join()  # it has found the end: what is left to it is to close the source
-        self._epoch, self.position, self._to_skip = epoch, 0, 0
         with self._changed:
-            self._end = None
-        self._start_thread()
-        return next(self)
+            if self._epoch is None:
+                self._epoch = epoch
+            try:
+                return next(self)
+            except EndOfData:
+                if self._epoch >= epoch:
+                    raise
+            self._epoch, self.position, self._to_skip, self._end = epoch, 0, 0, None
+            self._start_thread()
+            return next(self)
 
     async def ready(self) -> None:
         """Wait until ``next`` will not block: a batch, the end or an error is there.
@@ -210,7 +207,11 @@ class WorkerIterator:
         with self._changed:
             while len(self._batches) >= self._ahead and not self._closed:
                 self._changed.wait()
-            return not self._closed and self._end is None
+            return not (self._closed or self._end is not None or self._is_replaced())
+
+    def _is_replaced(self) -> bool:
+        """Return whether this is a loader that has found the end, where another one has begun."""
+        return self.thread is not None and self.thread is not threading.current_thread()
 
     def _load(self) -> None:
         """Load one batch, or find the end. Runs user code."""
@@ -227,6 +228,7 @@ class WorkerIterator:
                     self._to_skip -= 1
                 batch = next(self._source)
             except StopIteration:
+                self._close_source()  # before a step sees the end, and may begin the dataset again
                 self._settle(end=EndOfData(f"dataset {self.name} has no further batch"))
             except BaseException as exc:  # as above
                 self._settle(end=exc)
@@ -273,7 +275,10 @@ class WorkerIterator:
 
     def _close_source(self) -> None:
         """Let the dataset clean up, in the thread that has used it."""
-        source, self._source = self._source, None
+        with self._changed:
+            if self._is_replaced():
+                return
+            source, self._source = self._source, None
         close = getattr(source, "close", None)
         if callable(close):
             with inside(DatasetContext(self._worker_index)):
