@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from psync.api.pulls import pull
 from psync.errors import ConfigurationError
 from psync.schedules import Schedule
-from psync.specs import checked_integer
+from psync.specs import checked_integer, checked_kind
 from psync.training.checkpoint_manager import CheckpointManager
 from psync.training.event_file import EventFile
 
@@ -70,7 +70,7 @@ class Callback:
         """After the last epoch, also if an error or a cancellation ended it.
 
         Who changes variables here says so, ``trainer.unsaved = True``: then what ``fit`` saved
-        after the last epoch is saved once more. After an error nothing is.
+        after the last epoch is saved once more; not if training or a callback has failed.
         """
 
 
@@ -87,6 +87,7 @@ class _Monitor:
     def __init__(
         self, monitor: str, mode: str, min_delta: float = 0.0, baseline: float | None = None
     ) -> None:
+        checked_kind("callback: expected the name of a value as monitor", monitor, str)
         if mode not in ("auto", "min", "max"):
             raise ConfigurationError(f"callback: expected mode auto, min or max, got {mode!r}")
         grows = mode == "max" or (
@@ -122,7 +123,7 @@ class _Monitor:
 
 def _checked_number(name: str, value: Any) -> float:
     try:
-        number = math.nan if isinstance(value, str) else float(value)
+        number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if math.isnan(number):
@@ -204,6 +205,11 @@ class LearningRateScheduler(Callback):
     """
 
     def __init__(self, schedule: Callable[[int, float], float]) -> None:
+        if not callable(schedule):
+            raise ConfigurationError(
+                f"learning rate scheduler: expected a function (epoch, rate), got {schedule!r}",
+                hint="a rate that is the same for all epochs is the optimizer's learning_rate",
+            )
         self._schedule = schedule
         self._rate: float | None = None
 
@@ -234,6 +240,10 @@ class CSVLogger(Callback):
     def __init__(
         self, path: str | os.PathLike[str], separator: str = ",", append: bool = False
     ) -> None:
+        if not isinstance(separator, str) or len(separator) != 1:
+            raise ConfigurationError(
+                f"csv logger: expected one character as separator, got {separator!r}"
+            )
         self._path = Path(path)
         self._separator = separator
         self._append = append
@@ -292,15 +302,11 @@ class TensorBoard(Callback):
     def __init__(
         self, log_dir: str | os.PathLike[str] = "logs", update_freq: int | str = "epoch"
     ) -> None:
-        words: dict[int | str, int | str] = {"epoch": 0, "batch": 1}
-        every = words.get(update_freq, update_freq)
-        if not isinstance(every, int) or every < (update_freq != "epoch"):
-            raise ConfigurationError(
-                f'tensorboard: expected update_freq "epoch", "batch" or a number above 0, got '
-                f"{update_freq!r}"
-            )
         self._log_dir = os.fspath(log_dir)
-        self._every = every  # 0: never
+        self._every = {"epoch": 0, "batch": 1}.get(str(update_freq), -1)  # 0: never
+        if self._every < 0:
+            expected = 'tensorboard: expected update_freq "epoch", "batch" or a number above 0'
+            self._every = checked_integer(expected, update_freq, 1)
         self._file: EventFile | None = None
 
     @property
@@ -375,7 +381,7 @@ class ModelCheckpoint(Callback):
         self._every = checked_integer(expected, every_n_epochs, 1)
         if max_to_keep is not None:
             checked_integer("model checkpoint: expected max_to_keep above 0", max_to_keep, 1)
-        self._directory = directory
+        self._directory = Path(directory)
         self._monitor = _Monitor(monitor, mode) if save_best_only else None
         self._max_to_keep = max_to_keep
         self.manager: CheckpointManager | None = None

@@ -235,9 +235,9 @@ def test_a_synchronous_step_waits_for_who_has_work_and_has_not_come() -> None:
 
 
 def test_groups_of_one_name_are_told_apart_by_their_numbers() -> None:
-    groups = {"sync/1": group(), "other/2": group(), "sync/3": group()}
+    groups = {name: group() for name in ("sync/1", "other/2", "sync/3", "sync/1/4")}
     status = seen(reading(1.0, servers=[ps(sync=groups)]))
-    assert [each.name for each in status.steps.groups] == ["sync/1", "other", "sync/3"]
+    assert [each.name for each in status.steps.groups] == ["sync/1", "other", "sync/3", "sync/1/4"]
     lines = [line for line in exposition(status).splitlines() if "optimizer=" in line]
     series = [line.partition(" ")[0] for line in lines]
     assert len(series) == len(set(series)) > 0

@@ -65,7 +65,10 @@ def test_patience_counts_epochs_without(patience: int, stopped: int) -> None:
         (lambda: callbacks.EarlyStopping(patience="3"), "expected patience from 0, got '3'"),  # type: ignore[arg-type]
         (lambda: callbacks.EarlyStopping(min_delta="1"), "expected a number as min_delta"),  # type: ignore[arg-type]
         (lambda: callbacks.EarlyStopping(baseline=[1]), "expected a number as baseline"),  # type: ignore[arg-type]
+        (lambda: callbacks.EarlyStopping(3), "name of a value as monitor, got int"),  # type: ignore[arg-type]
         (lambda: callbacks.ModelCheckpoint("d", max_to_keep=0), "max_to_keep above 0"),
+        (lambda: callbacks.LearningRateScheduler(0.1), r"a function \(epoch, rate\), got 0.1"),  # type: ignore[arg-type]
+        (lambda: callbacks.CSVLogger("log", "::"), "one character as separator, got '::'"),
         (lambda: callbacks.EarlyStopping(mode="up"), "expected mode auto, min or max, got 'up'"),
         (lambda: callbacks.ModelCheckpoint("d", every_n_epochs=0), "every_n_epochs above 0"),
     ],
@@ -111,7 +114,7 @@ def test_tensorboard_counts_batches_through_all_epochs(
     assert written(tmp_path) == [("batch_loss", 0.5, step) for step in steps]
 
 
-@pytest.mark.parametrize("update_freq", [0, -1, "never", None])
+@pytest.mark.parametrize("update_freq", [0, -1, "never", None, [1], True])
 def test_another_frequency_for_tensorboard_is_refused(update_freq: Any) -> None:
     with pytest.raises(ConfigurationError, match="expected update_freq"):
         callbacks.TensorBoard("logs", update_freq)

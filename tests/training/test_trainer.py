@@ -587,6 +587,37 @@ class TestCallbacks:
             np.testing.assert_array_equal(saved["model"]["w"], values["w"])
             assert is_last(newest)
 
+    async def test_what_a_callback_has_half_changed_is_not_saved(self, tmp_path: Path) -> None:
+        class Broken(psync.callbacks.Callback):
+            async def on_train_end(self, logs: Any) -> None:
+                self.trainer.unsaved = True
+                await self.trainer.flat_variables[0].assign(np.zeros((2, 1)))
+                raise RuntimeError("at the end")
+
+        async with training() as (strategy, _):
+            trainer = make(strategy, checkpoint_directory=tmp_path)
+            with pytest.raises(RuntimeError, match="at the end"):
+                await trainer.fit(batches, steps_per_epoch=3, callbacks=[Broken()], verbose=False)
+            assert trainer.manager is not None
+            (only,) = trainer.manager.checkpoints
+            assert (await trainer.checkpoint.read(only))["model"]["w"].any()
+
+    async def test_what_is_saved_elsewhere_is_still_to_be_saved(self, tmp_path: Path) -> None:
+        class Elsewhere(psync.callbacks.Callback):
+            async def on_train_end(self, logs: Any) -> None:
+                self.trainer.unsaved = True
+                await self.trainer.flat_variables[0].assign(np.zeros((2, 1)))
+                manager = psync.CheckpointManager(self.trainer.checkpoint, tmp_path / "other")
+                await self.trainer.save(manager)
+
+        async with training() as (strategy, _):
+            trainer = make(strategy, checkpoint_directory=tmp_path / "own")
+            await trainer.fit(batches, steps_per_epoch=3, callbacks=[Elsewhere()], verbose=False)
+            assert trainer.manager is not None
+            newest = trainer.manager.latest_checkpoint
+            assert newest is not None
+            assert not (await trainer.checkpoint.read(newest))["model"]["w"].any()
+
     async def test_a_whole_number_is_a_learning_rate(self) -> None:
         rates = psync.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
         async with training() as (strategy, _):

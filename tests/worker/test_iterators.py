@@ -167,7 +167,7 @@ def test_the_end_of_data_comes_after_the_last_batch_and_stays(
     assert iterator.position == 1
 
 
-def test_a_dataset_outlasts_epochs_and_begins_again_once_in_each(
+async def test_a_dataset_outlasts_epochs_and_begins_again_once_in_each(
     make: Callable[..., WorkerIterator],
 ) -> None:
     built: list[int] = []
@@ -177,25 +177,45 @@ def test_a_dataset_outlasts_epochs_and_begins_again_once_in_each(
         yield from range(2)
 
     iterator = make(dataset)
-    assert [iterator.next_in(3) for _ in range(2)] == [0, 1]
+    assert [await iterator.next_in(3) for _ in range(2)] == [0, 1]
     with pytest.raises(EndOfData):
-        iterator.next_in(3)
-    assert [iterator.next_in(4), iterator.next_in(5), iterator.next_in(5)] == [0, 1, 0]
+        await iterator.next_in(3)
+    assert [await iterator.next_in(epoch) for epoch in (4, 5, 5)] == [0, 1, 0]
     assert iterator.position == 1
-    assert iterator.next_in(5) == 1
+    assert await iterator.next_in(5) == 1
     with pytest.raises(EndOfData):
-        iterator.next_in(5)
+        await iterator.next_in(5)
     assert built == [0, 1, 2]
 
 
-def test_a_dataset_that_has_failed_does_not_begin_again(
+async def test_a_dataset_that_begins_again_does_not_block_the_loop(
+    made: list[WorkerIterator],
+) -> None:
+    opened, begun = threading.Event(), itertools.count()
+
+    def dataset() -> Iterator[int]:
+        if next(begun):
+            opened.wait()
+        yield 0
+
+    made.append(WorkerIterator(dataset, ONE))
+    assert await made[0].next_in(0) == 0
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await made[0].next_in(1)
+    opened.set()
+    assert await made[0].next_in(1) == 0
+
+
+async def test_a_dataset_that_has_failed_does_not_begin_again(
     make: Callable[..., WorkerIterator],
 ) -> None:
     iterator = make(lambda: (1 // rest for rest in (1, 0)))
-    assert iterator.next_in(0) == 1
+    assert await iterator.next_in(0) == 1
     for epoch in (1, 2):
         with pytest.raises(ZeroDivisionError):
-            iterator.next_in(epoch)
+            await iterator.next_in(epoch)
 
 
 def test_an_error_of_dataset_code_is_raised_in_its_turn_with_its_traceback(
@@ -448,7 +468,7 @@ def in_step(table: IteratorTable | None) -> Iterator[None]:
 
 
 class TestIteratorHandle:
-    def test_it_stands_for_the_iterator_of_the_worker_it_is_on(
+    async def test_it_stands_for_the_iterator_of_the_worker_it_is_on(
         self, make: Callable[..., WorkerIterator]
     ) -> None:
         handle = IteratorHandle("it", b"key", 2)
@@ -456,7 +476,7 @@ class TestIteratorHandle:
         table = IteratorTable()
         table.add("it", make(lambda: range(1, 3)))
         with in_step(table):
-            assert [next(handle), handle.next_in(0)] == [1, 2]
+            assert [next(handle), await handle.next_in(0)] == [1, 2]
             with pytest.raises(EndOfData):
                 next(handle)
 

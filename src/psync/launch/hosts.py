@@ -56,6 +56,7 @@ def parse_hosts(text: str) -> dict[str, int]:
             raise ConfigurationError(
                 f"hosts: {name} is named twice", hint=f"give it all its workers at once: {name}:2"
             )
+        count = count.lstrip("0")
         if len(count) > len(str(MAX_TASKS)) or sum(slots.values()) + int(count) > MAX_TASKS:
             raise ConfigurationError(f"hosts: expected at most {MAX_TASKS} workers, got {text!r}")
         slots[name] = int(count)

@@ -194,8 +194,8 @@ def status_of(reading: Reading, history: History) -> Status:
 def _shown_names(groups: Iterable[str]) -> dict[str, str]:
     """Return the names of groups for people: without their numbers where these tell nothing."""
     short = {name: name.rpartition("/")[0] for name in groups}
-    count = Counter(short.values())
-    return {name: each if count[each] == 1 else name for name, each in short.items()}
+    taken = Counter([*short, *short.values()])
+    return {name: each if taken[each] == 1 else name for name, each in short.items()}
 
 
 def _group(

@@ -267,10 +267,11 @@ class Trainer:
                 await call_ends(self, callbacks, logs, exc)
                 raise
             show.close()
-            try:
-                await call_ends(self, callbacks, logs)
-            finally:
-                await self._finish()
+            await call_ends(self, callbacks, logs)
+            if self.manager is not None:
+                if self.unsaved:
+                    await self.save(self.manager)
+                await self.manager.finish()
             return History(list(history.epoch), copy.deepcopy(history.history))
 
     async def evaluate(
@@ -343,7 +344,7 @@ class Trainer:
             values: Any = None  # of the next step, if they came with the push of the last one
             for step in range(count):
                 try:
-                    batch = batches.next_in(epoch)
+                    batch = await batches.next_in(epoch)
                 except EndOfData as exc:
                     ended = exc
                     # Where the closure runs again there may be more data, or less; what is added to
@@ -420,20 +421,14 @@ class Trainer:
         """
         counts = [count for metric in self._counted.values() for count in metric.variables]
         sums = await pull(counts, copy=True)
-        await self._reset()
+        if manager is self.manager:
+            self.unsaved = False
         try:
+            await self._reset()
             await manager.save()
         finally:
             for count, total in zip(counts, sums, strict=True):
                 await count.assign(total)
-        self.unsaved = False
-
-    async def _finish(self) -> None:
-        """Mark the newest checkpoint as the last one, which holds what callbacks have changed."""
-        if self.manager is not None:
-            if self.unsaved:
-                await self.save(self.manager)
-            await self.manager.finish()
 
 
 def _of_batch(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -102,7 +102,7 @@ class WorkerIterator:
         """Return the next batch; blocks the thread only if none is loaded yet.
 
         Raises:
-            EndOfData: If there is none, now and ever after.
+            EndOfData: If there is none, now and ever after, unless ``next_in`` begins again.
             ClosureInputError: If the dataset could not be built; ``__cause__`` says why.
             ClosedError: If the iterator was closed.
             Exception: What dataset code raised, again each time.
@@ -122,8 +122,8 @@ class WorkerIterator:
                 else:
                     self._changed.wait()
 
-    def next_in(self, epoch: int) -> Any:
-        """Return the next batch, as ``next`` does, of a dataset that outlasts epochs.
+    async def next_in(self, epoch: int) -> Any:
+        """Return the next batch of a dataset that outlasts epochs; waits for it without blocking.
 
         Where it ends that was begun in an earlier epoch it begins again, and its position with it.
 
@@ -133,18 +133,21 @@ class WorkerIterator:
         Raises:
             EndOfData: The dataset was begun in this epoch, and has ended in it.
             Exception: As ``next``.
+
+        Cancellation: Safe; no batch is lost.
         """
-        with self._changed:
-            if self._epoch is None:
-                self._epoch = epoch
+        if self._epoch is None:
+            self._epoch = epoch
+        while True:
+            await self.ready()
             try:
                 return next(self)
             except EndOfData:
                 if self._epoch >= epoch:
                     raise
-            self._epoch, self.position, self._to_skip, self._end = epoch, 0, 0, None
-            self._start_thread()
-            return next(self)
+            with self._changed:
+                self._epoch, self.position, self._to_skip, self._end = epoch, 0, 0, None
+                self._start_thread()
 
     async def ready(self) -> None:
         """Wait until ``next`` will not block: a batch, the end or an error is there.
@@ -366,7 +369,7 @@ class IteratorHandle(Generic[T]):
         element: T = next(self._found())
         return element
 
-    def next_in(self, epoch: int) -> T:
+    async def next_in(self, epoch: int) -> T:
         """Return the next element of data that outlast epochs, which are numbered.
 
         Data of this worker that end, and were begun in an earlier epoch, begin again.
@@ -374,8 +377,10 @@ class IteratorHandle(Generic[T]):
         Raises:
             EndOfData: They were begun in this epoch, and have ended in it.
             UnsupportedError: Outside a step.
+
+        Cancellation: Safe.
         """
-        element: T = self._found().next_in(epoch)
+        element: T = await self._found().next_in(epoch)
         return element
 
     def _found(self) -> Any:

@@ -16,6 +16,7 @@ from keras.src.utils.python_utils import is_default, pythonify_logs
 
 import psync.callbacks
 from psync.api.cluster_coordinator import ClusterCoordinator
+from psync.client.context import wait
 from psync.errors import ClosureCancelled, ConfigurationError, EndOfData
 from psync.integrations.keras.metrics import BatchSpec, build_metrics, set_metrics, spec_of
 from psync.integrations.keras.steps import weighted
@@ -118,7 +119,7 @@ class KerasTrainer(Trainer):
             counted = Counted()
             for _ in range(count):
                 try:
-                    batch = batches.next_in(epoch)
+                    batch = wait(batches.next_in(epoch))
                 except EndOfData:
                     counted.ended = True
                     break
@@ -273,6 +274,7 @@ class KerasCallbacks(psync.callbacks.Callback):
             self.trainer.stop_training = True
         if changed:
             await self._served.load_values(changed)
+        if changed or rate is not None:
             self.trainer.unsaved = True
         if rate is not None:
             await self._served.optimizer.set_learning_rate(rate)
