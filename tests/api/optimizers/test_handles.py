@@ -15,7 +15,7 @@ import psync
 from local_training import at_once, in_step, inside_a_step, strategy_of, training
 from psync import optimizers, schedules
 from psync.api.gradient_arguments import trainable_here
-from psync.errors import GradientError, UsageError
+from psync.errors import ConfigurationError, GradientError, UsageError
 
 
 def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
@@ -172,6 +172,11 @@ def test_gradients_that_do_not_fit_are_refused_before_the_push(name: str) -> Non
     with pytest.raises(GradientError) as caught:
         at_once(optimizers.SGD(0.1).apply_gradients(make(v, w)))
     assert str(caught.value) == text
+
+
+def test_what_is_no_rule_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="expected an UpdateRule, got str"):
+        optimizers.Optimizer("sgd")  # type: ignore[arg-type]
 
 
 ROW = psync.IndexedSlices(np.ones((1, 2), np.float32), [0])

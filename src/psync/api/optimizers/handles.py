@@ -53,7 +53,7 @@ from psync.numerics.update_rule import UpdateRule
 from psync.replicas import gang_updates
 from psync.replicas.context import current_gang
 from psync.schedules import Constant, Schedule, as_schedule
-from psync.specs import Outcome
+from psync.specs import Outcome, checked_kind
 
 OF_THE_PROCESS = frozenset(
     {"number", "origin", "_rule", "_arrived", "_also_trained", "_wrapper", "_in_use"}
@@ -122,6 +122,8 @@ class Optimizer(PushPull):
                 f"expected a StalenessBound or None as staleness_bound, got {staleness_bound!r}",
                 hint="staleness_bound=psync.StalenessBound(2)",
             )
+        kind: Any = UpdateRule  # abstract, which a type[…] must not be
+        checked_kind("optimizer: expected an UpdateRule", rule, kind, hint="psync.optimizers.SGD()")
         options = RuleOptions(
             weight_decay, clipnorm, global_clipnorm, clipvalue, gradient_accumulation_steps
         )
