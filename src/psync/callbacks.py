@@ -124,7 +124,7 @@ class _Monitor:
 def _checked_number(name: str, value: Any) -> float:
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if math.isnan(number):
         raise ConfigurationError(f"callback: expected a number as {name}, got {value!r}")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from backups import say
 from ps_cluster import OTHER, PsCluster, pull, push
 from psync import schedules
-from psync.client.optimizer_client import set_optimizer, set_slot
+from psync.client.optimizer_client import optimizer_step, set_optimizer, set_slot
 from psync.errors import ConfigurationError
 from psync.numerics.update_rule import SGD
-from psync.specs import count_of
+from psync.specs import count_of, marked_after
+from psync.wire.ps_messages import SetOptimizer
 
 pytestmark = pytest.mark.asyncio
 
@@ -45,6 +47,21 @@ async def test_the_next_push_has_the_step_that_was_set() -> None:
         answers = await push(cluster.chief, [v], [-1.0], config=rule.to_config())
         assert [count_of(answer.step) for answer in answers] == [11, 11]
         np.testing.assert_array_equal((await pull(cluster.chief, v))[0], np.full(4, 0.25))
+
+
+async def test_a_step_that_one_ps_is_told_twice_counts_from_where_it_is() -> None:
+    config = SGD(1.0).to_config()
+    async with PsCluster(2) as cluster:
+        v = await cluster.create("v", np.zeros(4, np.float32), shards=2)
+        set_step = SetOptimizer(1, config, marked_after(0, 10), None)
+        for ps in (0, 1):
+            await say(cluster, ps, set_step)
+        await push(cluster.chief, [v], [-1.0], config=config)
+        await say(cluster, 0, set_step)  # as where its answer was lost, or a rollback came between
+        answers = await push(cluster.chief, [v], [-1.0], config=config)
+        assert [answer.step for answer in answers] == [marked_after(0, 12)] * 2
+        await set_optimizer(cluster.chief, 1, config, step=3)
+        assert await optimizer_step(cluster.chief, 1, config) == 3
 
 
 async def test_a_learning_rate_holds_for_clients_that_do_not_know_of_it() -> None:

@@ -13,7 +13,7 @@ import pytest
 import psync
 from local_training import in_step, training
 from psync import optimizers, schedules
-from psync.errors import CheckpointCorrupt
+from psync.errors import CheckpointCorrupt, CheckpointMismatch
 
 TABLE = np.linspace(-1, 1, 26, dtype=np.float32).reshape(13, 2)
 
@@ -138,6 +138,24 @@ async def test_of_a_damaged_checkpoint_nothing_is_restored(saved: tuple[Path, An
                 await program.checkpoint.restore(path)
             file.write_bytes(whole)
             assert_same(await program.contents(), before)
+
+
+async def test_where_a_learning_rate_is_not_known_nothing_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.ones(2, np.float32), name="w")
+        sgd = optimizers.SGD(0.1)
+        await sgd.set_learning_rate(schedules.PolynomialDecay(0.5, 10))
+        path = await psync.Checkpoint(w=w, sgd=sgd).save(tmp_path)
+    monkeypatch.delitem(schedules._SCHEDULES, "PolynomialDecay")
+    async with training() as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.zeros(2, np.float32), name="w")
+        with pytest.raises(CheckpointMismatch, match="unknown schedule 'PolynomialDecay'"):
+            await psync.Checkpoint(w=w, sgd=optimizers.SGD(0.1)).restore(path)
+        assert not (await w.read()).any()
 
 
 @pytest.mark.parametrize(

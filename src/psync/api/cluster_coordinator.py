@@ -213,6 +213,7 @@ class ClusterCoordinator(Scheduling):
         )
         seen = SeenRun(coordinator, platform, self.strategy, **self._shown)
         self._starting = True
+        optimizers.begin_cluster()
         try:
             await of_no_cell(seen.start())
             await of_no_cell(coordinator.start())

@@ -23,7 +23,7 @@ from psync.numerics.layerwise_rules import LayerwiseRule, Sums
 from psync.numerics.rule_configs import registered_in
 from psync.numerics.scatter import IndexedSlices
 from psync.numerics.update_rule import UpdateRule
-from psync.specs import ShardSpec, VariableSpec, count_of, dtype_of
+from psync.specs import ShardSpec, VariableSpec, count_of, dtype_of, marked_after
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.messages import Done
 from psync.wire.ps_messages import (
@@ -293,6 +293,8 @@ async def set_optimizer(
 
     Cancellation: Some ps tasks have heard of it, others have not.
     """
+    if step >= 0:  # one mark for all, whoever of them hears of it once more
+        step = marked_after(await _newest_step(ps, optimizer, config), step)
     message, timeline = SetOptimizer(optimizer, config, step, learning_rate), -1
     while ps.timeline != timeline:  # again, if ps tasks rolled back meanwhile: on some it is undone
         timeline = ps.timeline
@@ -313,8 +315,13 @@ async def optimizer_step(ps: PsClient, optimizer: int, config: dict[str, Any]) -
     Cancellation: Safe.
     """
 
+    return count_of(await _newest_step(ps, optimizer, config))
+
+
+async def _newest_step(ps: PsClient, optimizer: int, config: dict[str, Any]) -> int:
+    """Return what ``optimizer_step`` does, marked."""
     ask = always(AskOptimizer(optimizer, config))
     answers = await together(
         [Call(link, ask, OptimizerState, "a question for an optimizer") for link in ps.links]
     )
-    return count_of(max(answer.step for answer in answers))
+    return max(answer.step for answer in answers)

@@ -21,7 +21,7 @@ from psync.numerics.layerwise_rules import Sums
 from psync.numerics.update_rule import slot_dtype
 from psync.ps.cooperative_work import LongWork
 from psync.ps.shard_sets import ShardSet, memory_for, set_of
-from psync.specs import count_of, dtype_of, marked_after
+from psync.specs import count_of, dtype_of
 from psync.store.store import ShardStore, Work
 from psync.wire.codec import Message
 from psync.wire.messages import Done
@@ -102,8 +102,9 @@ class SlotService:
         if message.learning_rate is not None:
             store.set_learning_rate(optimizer, message.learning_rate)
         if message.step >= 0:
-            newest = store.optimizer_step(optimizer)
-            store.set_optimizer_step(optimizer, marked_after(newest, message.step))
+            # The newest stays where this is heard of again, or two have set it at one time.
+            newest = max(store.optimizer_step(optimizer), message.step)
+            store.set_optimizer_step(optimizer, newest)
         return Reply(Done())
 
     def _ask_optimizer(self, peer: Peer, message: AskOptimizer, _: list[memoryview]) -> Reply:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from psync.api.cluster_coordinator import coordinator_of
-from psync.api.optimizers.state import restore_learning_rate, updates_of
+from psync.api.optimizers.state import updates_of
 from psync.api.reads import runtime_of
 from psync.checkpoints.files import Reader, checkpoints_in, disk_errors, remove
 from psync.checkpoints.layout import changed_rate, step_of
@@ -38,7 +38,6 @@ from psync.client.scopes import running_scopes
 from psync.coordinator import Coordinator
 from psync.errors import (
     CheckpointError,
-    CheckpointMismatch,
     ConfigurationError,
     CutLost,
     FencedError,
@@ -46,13 +45,13 @@ from psync.errors import (
     TransportError,
 )
 from psync.net.platform import Parts, random_hex
-from psync.specs import as_integer, checked_integer
+from psync.specs import checked_integer
 from psync.status.html_tables import table
 from psync.status.progress import kind_of, showing, size_of
 from psync.store.snapshot_state import SnapshotState
 from psync.training.saved_arrays import in_thread, write_by_reading, write_cut
 from psync.training.saved_names import with_names_of
-from psync.training.saved_objects import Contents
+from psync.training.saved_objects import Contents, numbers_of
 
 logger = logging.getLogger(__name__)
 
@@ -288,11 +287,7 @@ class Checkpoint:
         )
         named = [(part, manifest.tensors.get(part.tensor)) for part in contents.parts]
         found = [(part, tensor) for part, tensor in named if tensor is not None]
-        steps = {
-            optimizer: _as_step(manifest.states[name], name, reader)
-            for each, optimizer in contents.optimizers.items()
-            if (name := f"{each}/step") in manifest.states
-        }
+        steps, rates = numbers_of(contents.optimizers, manifest.states, reader.path)
         total, done = sum(part.nbytes for part, _ in found), 0
         with showing(verbose, f"restoring {reader.path}", total) as show:
             for part, tensor in found:
@@ -304,9 +299,8 @@ class Checkpoint:
                 show((done := done + part.nbytes) // 2)
         for optimizer, step in steps.items():
             await optimizer.iterations.assign(step)
-        for each, optimizer in contents.optimizers.items():
-            if (name := f"{each}/learning_rate") in manifest.states:
-                await restore_learning_rate(optimizer, manifest.states[name])
+        for optimizer, rate in rates.items():
+            await optimizer.set_learning_rate(rate)
         for name, thing in contents.states.items():
             if name in manifest.states:
                 thing.restore_checkpoint_state(manifest.states[name])
@@ -441,9 +435,3 @@ async def _written(
         raise CheckpointError(f"saving {what}: {exc.message}", hint=exc.hint) from (
             exc.__cause__ or exc
         )
-
-
-def _as_step(value: Any, name: str, reader: Reader) -> int:
-    if (step := as_integer(value)) is None or step < 0:
-        raise CheckpointMismatch(f"{reader.path}: expected a step as {name!r}, got {value!r}")
-    return step

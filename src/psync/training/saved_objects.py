@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -23,9 +24,10 @@ from psync.api.optimizers.state import Slot
 from psync.api.variables import Handle, Variable
 from psync.checkpoints.layout import Wanted
 from psync.checkpoints.manifest import Difference, Manifest, check_state, compare
-from psync.errors import CheckpointMismatch, UsageError
+from psync.errors import CheckpointMismatch, ConfigurationError, UsageError
 from psync.metrics import Metric
-from psync.specs import ShardSpec, dtype_of
+from psync.schedules import Schedule, from_config
+from psync.specs import ShardSpec, as_integer, dtype_of
 
 
 @runtime_checkable
@@ -317,3 +319,37 @@ def _holds_something(value: Any) -> bool:
 def _listed(what: str, names: Sequence[str]) -> str:
     shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     return f"; {what}: {shown}" if names else ""
+
+
+def numbers_of(
+    optimizers: Mapping[str, Optimizer], states: Mapping[str, Any], path: Path
+) -> tuple[dict[Optimizer, int], dict[Optimizer, Schedule]]:
+    """Return with which steps, and with which learning rates, optimizers go on that were saved.
+
+    Args:
+        optimizers: By the names under which they were saved.
+        states: Of the checkpoint; None as a rate: the one that the optimizer was made with.
+        path: Of the checkpoint.
+
+    Raises:
+        CheckpointMismatch: One is none.
+    """
+    steps: dict[Optimizer, int] = {}
+    rates: dict[Optimizer, Schedule] = {}
+    for each, optimizer in optimizers.items():
+        if (name := f"{each}/step") in states:
+            step = as_integer(states[name])
+            if step is None or step < 0:
+                raise CheckpointMismatch(
+                    f"{path}: expected a step as {name!r}, got {states[name]!r}"
+                )
+            steps[optimizer] = step
+        if (name := f"{each}/learning_rate") in states:
+            saved = states[name]
+            try:
+                made_with = optimizer._config["learning_rate"]
+                rates[optimizer] = from_config(made_with if saved is None else saved)
+            except ConfigurationError as exc:
+                text = f"{path}: expected a learning rate as {name!r}: {exc.message}"
+                raise CheckpointMismatch(text, hint=exc.hint) from None
+    return steps, rates

@@ -235,5 +235,5 @@ class SetOptimizer(Message):
 
     optimizer: int
     config: dict[str, Any]  # defines it
-    step: int  # that its next push has; -1: as it is
+    step: int  # that its next push has, marked anew, unless a newer one was set; -1: as it is
     learning_rate: dict[str, Any] | None  # config of a schedule; None: as it is

@@ -231,8 +231,10 @@ class WorkerIterator:
                     self._to_skip -= 1
                 batch = next(self._source)
             except StopIteration:
-                self._close_source()  # before a step sees the end, and may begin the dataset again
+                # Taken out before a step sees the end, and may begin the dataset again.
+                source, self._source = self._source, None
                 self._settle(end=EndOfData(f"dataset {self.name} has no further batch"))
+                self._close(source)
             except BaseException as exc:  # as above
                 self._settle(end=exc)
             else:
@@ -282,6 +284,9 @@ class WorkerIterator:
             if self._is_replaced():
                 return
             source, self._source = self._source, None
+        self._close(source)
+
+    def _close(self, source: Iterator[Any] | None) -> None:
         close = getattr(source, "close", None)
         if callable(close):
             with inside(DatasetContext(self._worker_index)):

@@ -174,6 +174,19 @@ def test_gradients_that_do_not_fit_are_refused_before_the_push(name: str) -> Non
     assert str(caught.value) == text
 
 
+async def test_a_learning_rate_that_was_set_goes_with_its_cluster() -> None:
+    optimizer = optimizers.SGD(0.25)
+    for _ in range(2):
+        async with training() as (strategy, _):
+            with strategy.scope():
+                v = psync.Variable(np.float32(10))
+            await optimizer.apply_gradients([(np.float32(4), v)])
+            assert (optimizer.learning_rate, await v.read()) == (0.25, 9)
+            await optimizer.set_learning_rate(0.5)
+            await optimizer.apply_gradients([(np.float32(4), v)])
+            assert (optimizer.learning_rate, await v.read()) == (0.5, 7)
+
+
 def test_what_is_no_rule_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="expected an UpdateRule, got str"):
         optimizers.Optimizer("sgd")  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from psync.client.optimizer_client import check_plugins
 from psync.client.ps_link import PsLink
+from psync.client.scopes import running_scopes
 from psync.net.platform import random_hex
 from psync.net.process_state import PerProcess
 from psync.numerics.rule_configs import rule_from_config
@@ -73,6 +74,18 @@ class OptimizerRegistry:
         for optimizer in list(self.known.values()):
             if optimizer.origin == self.process and not optimizer._in_use:
                 check_plugins(links, optimizer._name, optimizer._rule)
+
+    def begin_cluster(self) -> None:
+        """Note that ps tasks begin with the learning rates with which optimizers were made.
+
+        Those that were set in a cluster before are gone, as its variables and steps are.
+        """
+        if running_scopes():
+            return  # a cluster runs beside it, and may use them
+        for optimizer in self.known.values():
+            made_with = optimizer._config.get("learning_rate")
+            if optimizer._rule.learning_rate.to_config() != made_with and made_with is not None:
+                optimizer._rule.learning_rate = schedule_from_config(made_with)
 
     def note_learning_rate(self, number: int, config: Mapping[str, Any]) -> None:
         """The ps tasks go on with a learning rate that another program has set."""

@@ -13,7 +13,6 @@ from psync.api.variables import ShardedVariable, Variable
 from psync.client.optimizer_client import optimizer_step, set_optimizer, set_slot
 from psync.numerics.casting import fitting
 from psync.numerics.update_rule import slot_dtype
-from psync.schedules import Config, from_config
 from psync.specs import STEP_BITS, Outcome, VariableSpec, checked_integer, count_of
 from psync.wire.ps_messages import Pushed
 
@@ -179,20 +178,3 @@ class Iterations:
 def updates_of(optimizer: Optimizer, pushes: int) -> int:
     """Return how many updates an optimizer makes of so many pushes."""
     return optimizer._rule.iteration(pushes)
-
-
-async def restore_learning_rate(optimizer: Optimizer, config: Config | None) -> None:
-    """Restore an optimizer's learning rate from a checkpoint.
-
-    Args:
-        optimizer: Whose it is.
-        config: Of the rate that was set; None: the rate that it was made with.
-
-    Raises:
-        ConfigurationError: That is none.
-        UsageError, ParameterServerLost: As ``Optimizer.set_learning_rate``.
-
-    Cancellation: Some ps tasks may go on with the old one.
-    """
-    made_with = optimizer._config["learning_rate"]
-    await optimizer.set_learning_rate(from_config(made_with if config is None else config))

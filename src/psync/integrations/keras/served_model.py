@@ -197,7 +197,7 @@ class ServedModel(ServedVariables):
 
         Returns:
             As of Keras, of the epochs that ran now: ``history`` and ``epoch``. If the data of a
-            worker ended, training ended with the epoch.
+            worker began and ended in one epoch, training ended with it.
 
         Raises:
             ConfigurationError: An argument is out of range, the dataset has no batch, a callback
@@ -208,7 +208,7 @@ class ServedModel(ServedVariables):
             ClosedError: The strategy's coordinator was closed before, and its variables are gone.
             Exception: What a step or a callback raised.
 
-        Cancellation: What was scheduled goes on; ``on_train_end`` is called.
+        Cancellation: As ``Trainer.fit``.
         """
         _, trainer = self._of_program("fit")
         check_arguments(unknown)

@@ -22,6 +22,7 @@ from psync.backups.host import _Backup
 from psync.checkpoints import files
 from psync.chief import cluster_links
 from psync.chief.backups import Backups
+from psync.client import optimizer_client
 from psync.client.prefetch import PulledAhead
 from psync.client.runtime import Runtime
 from psync.closures.queue import ClosureQueue
@@ -30,7 +31,6 @@ from psync.closures.shard_epochs import Visitation
 from psync.coordinator import Coordinator
 from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
-from psync.ps import optimizers
 from psync.ps.computes import Computes
 from psync.ps_task import PsTask
 from psync.replicas import gang_run
@@ -236,7 +236,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "set_steps_are_plain": Mutant(
         "a step that was set holds, whoever remembers a higher one", ("async",),
-        ((optimizers, "marked_after", lambda original: lambda newest, count: count),),
+        ((optimizer_client, "marked_after", lambda original: lambda newest, count: count),),
     ),
     "metric_counts_each_run": Mutant(
         "of the runs of a closure one counts in a metric", ("metered",),
