@@ -18,6 +18,7 @@ from psync.numerics.update_rule import SGD
 from psync.schedules import Constant, ExponentialDecay
 from psync.specs import DTYPE_NAMES, ShardSpec, dtype_of
 from psync.store.ledger_snapshot import LedgerState, SenderState
+from psync.store.reattach import NewOptimizer
 from psync.store.snapshot_state import OptimizerSnapshot, SnapshotItem, SnapshotState
 from psync.store.sync_config import SyncConfig
 
@@ -270,6 +271,22 @@ class TestDamage:
         )
         with contextlib.suppress(CheckpointError, ConfigurationError):  # a rule of another name
             read(content).to_bytes()
+
+
+def test_the_program_says_with_which_learning_rates_its_optimizers_go_on() -> None:
+    rate = Constant(0.5).to_config()
+    state = STATE.with_rates(
+        [
+            NewOptimizer(1, "adam", ADAM.to_config(), rate),
+            NewOptimizer(2, "another", ADAM.to_config(), rate),  # of another configuration
+            NewOptimizer(3, "not saved", ADAM.to_config(), rate),
+        ]
+    )
+    assert state.optimizers == {
+        1: dataclasses.replace(STATE.optimizers[1], learning_rate=rate),
+        2: STATE.optimizers[2],
+    }
+    assert dataclasses.replace(state, optimizers=STATE.optimizers) == STATE
 
 
 def test_what_is_known_of_another_coordinators_closures_means_nothing() -> None:
