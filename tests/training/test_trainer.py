@@ -131,7 +131,9 @@ class TestEvaluation:
 
 
 class TestEnds:
-    async def test_data_that_end_end_training_with_the_epoch(self) -> None:
+    async def test_data_that_end_end_training_with_the_epoch(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         def three(context: psync.InputContext) -> list[Any]:
             return [(X[:8], Y[:8])] * 3
 
@@ -142,6 +144,7 @@ class TestEnds:
             )
             assert history.epoch == [0]
             assert await examples(trainer) == 3 * 8
+        assert "training ends with epoch 1 of 5: a worker's data began and ended" in caplog.text
 
     @pytest.mark.parametrize("steps", [6, 9, 12])  # of ten batches
     async def test_an_epoch_goes_on_with_the_data_where_the_one_before_has_stopped(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,8 @@ from psync.errors import ConfigurationError, GradientError
 from psync.metrics import Metric
 from psync.worker.data_sources import ArrayDataset
 from psync.worker.element_specs import leaves_of, map_nest
+
+logger = logging.getLogger(__name__)
 
 Shard = Iterable[Any] | functools.partial[Any]
 """Batches, or what makes them on the worker."""
@@ -117,6 +120,14 @@ def no_batch() -> ConfigurationError:
     return ConfigurationError(
         "fit: expected at least one batch, got none", hint="the dataset of a worker is empty"
     )
+
+
+def say_over(epoch: int, epochs: int) -> None:
+    """Say in the log why training ends before its last epoch."""
+    logger.warning(
+        "training ends with epoch %d of %d: a worker's data began and ended in it; give it more of "
+        "them (num_epochs=None), or fewer steps_per_epoch", epoch + 1, epochs,
+    )  # fmt: skip
 
 
 class Counts:

@@ -39,6 +39,7 @@ from psync.training.evaluation import (
     evaluate,
     no_batch,
     parts_of,
+    say_over,
     shards_of,
 )
 from psync.training.saved_names import by_name
@@ -260,6 +261,8 @@ class Trainer:
                     await call_back(self, callbacks, "on_epoch_end", epoch, logs)
                     if self.manager is not None:
                         await self.save(self.manager)
+                    if ended and epoch + 1 < epochs:
+                        say_over(epoch, epochs)
                     if ended or self.stop_training:
                         break
             except BaseException as exc:
