@@ -212,8 +212,8 @@ class ClusterCoordinator(Scheduling):
             has_backups=self.strategy.ps_recovery == "replica",
         )
         seen = SeenRun(coordinator, platform, self.strategy, **self._shown)
-        self._starting = True
         optimizers.begin_cluster()
+        self._starting = True
         try:
             await of_no_cell(seen.start())
             await of_no_cell(coordinator.start())

@@ -385,7 +385,11 @@ class Trainer:
         show: Progress,
         told: Sequence[Callback],
     ) -> tuple[dict[str, float], bool]:
-        """Run one epoch; return its values, and whether the data of a worker ended."""
+        """Run one epoch; return its values, and whether the data of a worker ended.
+
+        Args:
+            data: Batches, and the number of the epoch.
+        """
 
         async def tell(batch: int, sums: Any) -> None:
             logs = await self._logs_of(sums)

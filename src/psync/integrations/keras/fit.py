@@ -113,9 +113,8 @@ class KerasTrainer(Trainer):
     def _steps(self, *, tells: bool) -> Callable[..., Any]:
         served, class_weight = self._served, self.class_weight
 
-        def run_steps(
-            batches: Any, epoch: int, count: int
-        ) -> Counted:  # plain: it computes in a thread
+        # Plain: it computes in a thread.
+        def run_steps(batches: Any, epoch: int, count: int) -> Counted:
             counted = Counted()
             for _ in range(count):
                 try:
