@@ -18,10 +18,12 @@ def setup() -> tuple[OneInput, list[bytes]]:
     from psync.schedules import Constant
     from psync.specs import ShardSpec
     from psync.store.ledger_snapshot import LedgerState, SenderState
+    from psync.store.push_counts import PushCount
     from psync.store.snapshot_state import OptimizerSnapshot, SnapshotItem, SnapshotState
 
     spec = ShardSpec("h", 0, 1, 2, (2, 3), "bfloat16", 1)
     config = Adam(Constant(0.1)).to_config()
+    count = PushCount(9, 4, 2, 0, {(): 1, (0, 2): 1}, {1: {0: 2}}).state
     state = SnapshotState(
         (spec,),
         (
@@ -31,7 +33,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
         ),
         {spec.key: 7},
         {},
-        {1: OptimizerSnapshot(config, Constant(0.25).to_config(), 9)},
+        {1: OptimizerSnapshot(config, Constant(0.25).to_config(), count)},
         LedgerState(
             (SenderState("/job:worker/task:0", 21, 5, ((5, (3, 0), b"yes"), (7, None, b"no"))),),
             ((3, 0, -77, ("h",)), (3, 1, 12, ())),

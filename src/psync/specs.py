@@ -30,23 +30,17 @@ _NUMPY_DTYPES = {name: np.dtype(name) for name in DTYPE_NAMES if name != "bfloat
 
 
 STEP_BITS = 44
-"""A step of an optimizer that travels is marked, above these bits, with how often its number was
-set, as by a checkpoint: whoever knows only of steps before that knows less, however many they were.
-"""
+"""The number of an optimizer's pushes is marked, above these bits, with its epoch: how often the
+number was set, as from a checkpoint. A number of an older epoch says less, however large it is."""
 
 
 def count_of(step: int) -> int:
-    """Return the number of a marked step."""
+    """Return a number without its mark."""
     return step & (1 << STEP_BITS) - 1
 
 
-def marked_like(step: int, count: int) -> int:
-    """Return the step of a number that is counted on from where ``step`` is, marked."""
-    return (step >> STEP_BITS << STEP_BITS) + count
-
-
 def marked_after(step: int, count: int) -> int:
-    """Return the step of a number that was set when ``step`` was the newest one, marked."""
+    """Return a number that was set when ``step`` was the newest one, marked."""
     return ((step >> STEP_BITS) + 1 << STEP_BITS) + count
 
 

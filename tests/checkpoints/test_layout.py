@@ -96,8 +96,8 @@ def test_an_array_may_be_part_of_two_tensors() -> None:
     ]
 
 
-def test_the_step_is_the_highest_of_all_ps_tasks() -> None:
-    assert step_of(snapshots(pushes=4), 7) == 5
+def test_the_pushes_that_all_ps_tasks_have_counted_are_added_up() -> None:
+    assert step_of(snapshots(pushes=4), 7) == 9
     assert step_of(snapshots(), 8) == 0
 
 

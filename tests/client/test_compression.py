@@ -59,7 +59,7 @@ class Worker:
             for spec, gradient in zip(variables, gradients, strict=True)
         ]
         send = functools.partial(
-            self.client.push, optimizer=optimizer, config=RATE_1, step=0, closure=closure,
+            self.client.push, optimizer=optimizer, config=RATE_1, elsewhere={}, closure=closure,
             ordinal=self.ordinal,
         )  # fmt: skip
         plan = self.client.plan(variables)

@@ -182,7 +182,7 @@ async def test_values_that_a_push_brings_are_leased(tmp_path: Path) -> None:
         wanted = Wanted(plan)
         gradient = np.full(v.shape, 2, np.float32)
         await client.push(
-            plan, [gradient], optimizer=1, config=CONFIG, step=0, closure=-1, ordinal=0,
+            plan, [gradient], optimizer=1, config=CONFIG, elsewhere={}, closure=-1, ordinal=0,
             wanted=wanted,
         )  # fmt: skip
         assert wanted.arrays is not None

@@ -29,7 +29,7 @@ async def test_the_shards_of_a_variable_make_up_the_norms_of_the_whole() -> None
         plan = cluster.chief.plan((w, v))
         ratios = await trust_ratios(
             cluster.chief, rule, plan, [np.zeros(2, np.float32), gradient],
-            optimizer=1, config=rule.to_config(), step=0,
+            optimizer=1, config=rule.to_config(), elsewhere={},
         )  # fmt: skip
     expected = [rule.trust_ratio([sums]) for sums in ((2.0, 0.0), whole)]
     assert ratios == pytest.approx(expected, rel=1e-12)
@@ -45,7 +45,7 @@ async def test_nothing_is_asked_for_that_no_push_needs() -> None:
         async def ratios(rule: UpdateRule, plan: Plan, gradient: Any) -> list[float] | None:
             return await trust_ratios(
                 cluster.chief, rule, plan, [gradient],
-                optimizer=1, config=rule.to_config(), step=0,
+                optimizer=1, config=rule.to_config(), elsewhere={},
             )  # fmt: skip
 
         assert await ratios(Lamb(), whole, ones) is None

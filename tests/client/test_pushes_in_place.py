@@ -74,7 +74,7 @@ ORDINALS: Iterator[int] = itertools.count()
 
 async def push(client: PsClient, variables: Sequence[VariableSpec], arrays: Arrays) -> list[str]:
     answers = await client.push(
-        client.plan(tuple(variables)), arrays.arrays, optimizer=1, config=CONFIG, step=0,
+        client.plan(tuple(variables)), arrays.arrays, optimizer=1, config=CONFIG, elsewhere={},
         closure=1, ordinal=next(ORDINALS),
     )  # fmt: skip
     arrays.overwrite()

@@ -37,7 +37,7 @@ async def push_rows(
     client: PsClient, v: VariableSpec, slices: IndexedSlices, **given: Any
 ) -> list[str]:
     answers = await client.push(
-        client.plan((v,)), [slices], optimizer=1, config=CONFIG, step=0,
+        client.plan((v,)), [slices], optimizer=1, config=CONFIG, elsewhere={},
         **{"closure": -1, "ordinal": 0, **given},
     )  # fmt: skip
     return [answer.outcome for answer in answers]
@@ -122,7 +122,7 @@ class TestReading:
             client = cluster.chief
             gradient = IndexedSlices(np.ones((1, 2), dtype), rows_of(4))
             await client.push(
-                client.plan((v,)), [gradient], optimizer=2, config=config, step=0, closure=-1,
+                client.plan((v,)), [gradient], optimizer=2, config=config, elsewhere={}, closure=-1,
                 ordinal=0,
             )  # fmt: skip
             got = await client.read_rows(v, rows_of(4, 0), optimizer=2, slot="momentum")
@@ -228,7 +228,7 @@ class TestPushes:
             expected[1] -= RATE
             np.testing.assert_array_equal((await pull(first, v))[0], expected)
             assert [task.statistics()["pushes"] for task in cluster.ps] == [1, 1]
-            assert [store_of(task).optimizer_step(1) for task in cluster.ps] == [1, 1]
+            assert [store_of(task).push_count(1).marked for task in cluster.ps] == [1, 1]
 
 
 @aio

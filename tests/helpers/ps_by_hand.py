@@ -75,6 +75,7 @@ class PsByHand:
         else:
             life = Life.HOSTED
         self.services = PsServices(process, life, attach, 0, contents)
+        self.services.updates.counted = lambda: None  # there is no loop in which to tell others
         self.store, self.sync = self.services.store, self.services.sync
         self.index, self.num_ps = index, num_ps
         self._handlers = self.services.handlers()

@@ -167,7 +167,7 @@ async def push(
         for variable, gradient in zip(variables, gradients, strict=True)
     ]
     return await client.push(
-        plan or client.plan(variables), arrays, optimizer=optimizer, config=config, step=0,
+        plan or client.plan(variables), arrays, optimizer=optimizer, config=config, elsewhere={},
         closure=closure, ordinal=ordinal,
     )  # fmt: skip
 

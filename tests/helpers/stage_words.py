@@ -8,6 +8,7 @@ from typing import Any
 import msgpack
 
 from psync.errors import PsyncError
+from psync.store.push_counts import PushCount
 from psync.wire.accumulator_messages import (
     ApplyGradient,
     DefineAccumulator,
@@ -259,8 +260,8 @@ def _ledger(ledger: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[str]:
         yield f"ledger: call {ordinal} of closure {closure} counts{spread}"
     if final_below:
         yield f"ledger: closures below {final_below} are final"
-    for number, step in optimizers:
-        yield f"optimizer {number}: at step {step}"
+    for number, count in optimizers:
+        yield f"optimizer {number}: at step {PushCount.of(count).known}"
 
 
 def _rule(rule: dict[str, Any]) -> Iterator[str]:

@@ -246,7 +246,7 @@ async def test_a_schedule_that_raises_refuses_the_push() -> None:
             await settled(cluster.ps(name))
             assert cluster.ps(name).statistics()["hosted"]["diverged"] == 0
             (backup,) = backups_of(cluster.ps(name)).values()
-            assert store_of(backup.task).optimizer_step(optimizer.number) == 2
+            assert store_of(backup.task).push_count(optimizer.number).marked == 2
 
 
 async def test_a_ps_that_lacks_a_rule_is_named_when_the_optimizer_is_made() -> None:

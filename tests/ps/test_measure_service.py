@@ -41,7 +41,7 @@ async def test_the_sums_of_each_shard_come_back_and_nothing_has_changed(size: in
             assert list(of_v) == [4 * size, pytest.approx(size, rel=1e-4)]
             assert list(of_w) == [3, pytest.approx(3, rel=1e-4)]
         assert ((await pull(cluster.chief, v))[0] == 2).all()
-        assert store_of(cluster.ps[0]).optimizer_step(7) == 0
+        assert store_of(cluster.ps[0]).push_count(7).marked == 0
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -39,11 +39,9 @@ def test_a_shard_that_is_not_there_is_named() -> None:
 def test_a_negative_step_is_no_step() -> None:
     ps = PsByHand()
     ps.ask(A, SetOptimizer(1, MOMENTUM, -1, None))  # leaves it as it is
-    assert ps.store.optimizer_step(1) == 0
+    assert ps.store.push_count(1).marked == 0
     with pytest.raises(UsageError, match="is not defined"):
-        ps.store.set_optimizer_step(2, 1)
-    with pytest.raises(UsageError, match="expected a step from 0, got -2"):
-        ps.store.set_optimizer_step(1, -2)
+        ps.store.set_count(2, 1)
 
 
 def test_half_precision_has_slots_of_single_precision() -> None:

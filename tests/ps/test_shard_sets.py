@@ -32,7 +32,7 @@ def store() -> ShardStore:
 def a_push(**changes: object) -> Push:
     fields = {
         "sequence": 1, "acked_below": 1, "closure": 7, "ordinal": 0, "set_id": 1, "members": None,
-        "optimizer": 1, "config": None, "step": 0,
+        "optimizer": 1, "config": None, "elsewhere": 0,
     }  # fmt: skip
     return Push(**(fields | changes))  # type: ignore[arg-type]
 

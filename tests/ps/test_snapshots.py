@@ -154,7 +154,7 @@ class TestGoingBack:
             (got,) = await pull(other.client(), w)
             assert got.tolist() == [0, 1, 2]
             received = await call(other.chief, AskOptimizer(1, ADAM))
-            assert received.message == OptimizerState(1)
+            assert received.message == OptimizerState(0, 1, 0)
 
     async def test_bytes_may_come_over_the_network(self) -> None:
         async with PsCluster() as cluster:
@@ -286,7 +286,7 @@ class TestGoingBack:
                 assert received.message == AccumulatorState(0, step)
             assert await adam(cluster, v, 1.0, plan=plan) == ["accepted"]
             received = await call(cluster.chief, AskOptimizer(1, ADAM))
-            assert received.message == OptimizerState(1)
+            assert received.message == OptimizerState(0, 1, 0)
 
     async def test_a_newer_coordinator_forgets_what_was_frozen_and_prepared(self) -> None:
         async with PsCluster() as cluster:

@@ -44,7 +44,7 @@ def update(
 def a_push(**changes: object) -> Push:
     fields = {
         "sequence": 1, "acked_below": 1, "closure": 7, "ordinal": 0, "set_id": 1, "members": None,
-        "optimizer": 1, "config": None, "step": 0,
+        "optimizer": 1, "config": None, "elsewhere": 0,
     }  # fmt: skip
     return Push(**(fields | changes))  # type: ignore[arg-type]
 
@@ -58,7 +58,7 @@ def values(store: ShardStore) -> list[list[float]]:
 
 
 def test_a_push_is_judged_checked_and_applied(store: ShardStore) -> None:
-    made = update(store, a_push(step=4), value=2)
+    made = update(store, a_push(elsewhere=4), value=2)
     verdict = made.judge()
     assert isinstance(verdict, Fresh)
     assert verdict.ticket.call == (7, 0)
@@ -118,7 +118,7 @@ def test_ratios_that_fit_nothing_are_refused_before_anything_changes(
     store.define_optimizer(2, Lamb(0.5).to_config())
     with pytest.raises(UsageError, match="trust ratios for 3 shards and optimizer"):
         update(store, a_push(**changes)).begin()
-    assert store.optimizer_step(2) == 0
+    assert store.push_count(2).marked == 0
 
 
 def test_the_log_names_sets_by_numbers_of_its_own_and_no_locks(store: ShardStore) -> None:
@@ -198,5 +198,5 @@ def test_only_one_number_is_raised_and_nothing_else_has_begun(store: ShardStore)
     push.judge()
     with pytest.raises(GradientError, match=r"expected one number, to be raised by one, got shape"):
         push.begin()
-    assert store.optimizer_step(1) == 0
+    assert store.push_count(1).marked == 0
     assert values(store) == [[1, 1], [], [1, 1, 1]]

@@ -175,7 +175,7 @@ def test_a_schedule_that_raises_refuses_the_push_and_the_step_stays() -> None:
     assert caught.value.task == TASK
     assert "no rate for step 2" in caught.value.message
     assert state(store) == before
-    assert store.optimizer_step(1) == 2
+    assert store.push_count(1).marked == 2
     store.set_learning_rate(1, own_rules.Halving(0.5).to_config())
     assert push(store, drawn(5)) is None
 

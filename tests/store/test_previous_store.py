@@ -66,7 +66,7 @@ def test_values_slots_steps_and_rates_are_adopted_under_new_numbers() -> None:
     assert value(new, 3) == before
     assert slot(new, 3, 7) == momentum
     assert new.version((3, 0)) == version
-    assert new.optimizer_step(7) == 2
+    assert new.push_count(7).marked == 2
     assert new.rule(7).learning_rate == Constant(0.5)
     new.define_optimizer(7, ADAM)  # as the program's first push does it
     assert former.describe().shards == former.describe().optimizers == ()
@@ -117,7 +117,7 @@ def test_slots_that_wait_when_yet_another_program_comes_are_not_lost() -> None:
     third = ShardStore(TASK)
     former.adopt(Orders((("w", 0, 4),), (), ((5, 1, 1), (6, 1, 2))), third)
     assert slot(third, 4, 1) == momentum
-    assert third.optimizer_step(2) == 1
+    assert third.push_count(2).marked == 1
 
 
 def test_what_was_accumulated_goes_on() -> None:
@@ -143,7 +143,7 @@ def test_a_repetition_changes_nothing() -> None:
     after, momentum = value(new, 2), slot(new, 2, 1)
     former.adopt(orders, new)
     assert (value(new, 2), slot(new, 2, 1)) == (after, momentum)
-    assert new.optimizer_step(1) == 2
+    assert new.push_count(1).marked == 2
 
 
 def test_shards_are_dropped_one_by_one_or_all() -> None:

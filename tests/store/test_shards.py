@@ -94,18 +94,11 @@ class TestTable:
 class TestOptimizers:
     CONFIG = SGD(0.5, momentum=0.5).to_config()
 
-    def test_a_step_is_set_and_never_negative(self, table: ShardTable) -> None:
-        table.define_optimizer(1, self.CONFIG)
-        table.set_optimizer_step(1, 7)
-        assert table.optimizer_step(1) == 7
-        with pytest.raises(UsageError, match="expected a step from 0, got -1"):
-            table.set_optimizer_step(1, -1)
-
     def test_iterations_are_those_of_the_most_used_one(self, table: ShardTable) -> None:
         assert table.iterations == 0
         for number, step in ((1, 7), (2, 3)):
             table.define_optimizer(number, self.CONFIG)
-            table.set_optimizer_step(number, step)
+            table.set_count(number, step)
         assert table.iterations == 7
 
     def test_a_learning_rate_is_set_and_the_definition_stays(self, table: ShardTable) -> None:
@@ -143,12 +136,12 @@ def test_what_a_table_releases_another_one_takes_up_as_it_is() -> None:
     first, second = ShardTable("/job:ps/task:0"), ShardTable("/job:ps/task:0")
     first.create(spec, np.array([1, 2], np.float32))
     first.define_optimizer(1, SGD(0.5).to_config())
-    first.set_optimizer_step(1, 7)
+    first.set_count(1, 7)
     (shard,), optimizers = first.release()
     assert first.keys() == []
     with pytest.raises(UsageError, match="not defined"):
-        first.optimizer_step(1)
+        first.push_count(1)
     second.take_up(shard)
     second.take_up_optimizer(4, optimizers[1])
     assert np.frombuffer(b"".join(second.read((3, 0))), np.float32).tolist() == [1, 2]
-    assert second.optimizer_step(4) == 7
+    assert second.push_count(4).marked == 7

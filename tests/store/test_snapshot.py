@@ -18,6 +18,7 @@ from psync.numerics.update_rule import SGD
 from psync.schedules import Constant
 from psync.specs import ShardSpec, dtype_of
 from psync.store.ledger import Fresh, Ledger
+from psync.store.push_counts import PushCount
 from psync.store.snapshot import (
     Frozen,
     Loaded,
@@ -118,7 +119,7 @@ class TestWhatIsKept:
         copy = again(store).store
         same(store, copy)
         assert (copy.version(W.key), copy.version(V.key)) == (1, 2)
-        assert copy.optimizer_step(1) == 3
+        assert copy.push_count(1).marked == 3
         assert copy.rule(1).learning_rate == Constant(0.25)
         copy.define_optimizer(1, ADAM)  # as the others know it
         for each in (store, copy):
@@ -186,8 +187,8 @@ class TestWhatIsKept:
         assert frozen(ShardStore(PS)).state.iterations == 0
         rule = SGD(0.5).with_options(RuleOptions(gradient_accumulation_steps=3))
         store.define_optimizer(2, rule.to_config())
-        store.set_optimizer_step(2, 10)
-        store.set_optimizer_step(1, 2)
+        store.set_count(2, 10)
+        store.set_count(1, 2)
         assert frozen(store).state.iterations == 3
 
     @given(
@@ -388,7 +389,7 @@ class TestLoaded:
 def test_the_classes_that_others_import_are_here() -> None:
     item = SnapshotItem((0, 0), -1, "", (2, 2), "float32")
     assert item.nbytes == 16
-    assert OptimizerSnapshot(ADAM, 0.5, 3).step == 3
+    assert OptimizerSnapshot(ADAM, 0.5, PushCount(3).state).count[0] == 3
     assert list(itertools.islice(loaded(frozen(ShardStore(PS)).state).wanted(), 1)) == []
 
 

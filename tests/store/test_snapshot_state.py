@@ -16,8 +16,9 @@ from psync.numerics.moment_rules import Adam
 from psync.numerics.rule_options import RuleOptions
 from psync.numerics.update_rule import SGD
 from psync.schedules import Constant, ExponentialDecay
-from psync.specs import DTYPE_NAMES, ShardSpec, dtype_of
+from psync.specs import DTYPE_NAMES, STEP_BITS, ShardSpec, dtype_of
 from psync.store.ledger_snapshot import LedgerState, SenderState
+from psync.store.push_counts import PushCount
 from psync.store.reattach import NewOptimizer
 from psync.store.snapshot_state import OptimizerSnapshot, SnapshotItem, SnapshotState
 from psync.store.sync_config import SyncConfig
@@ -31,6 +32,9 @@ GROUP = SyncConfig(
     global_step=(0, 3, 0), averages=((1, 2),),
 )  # fmt: skip
 
+EPOCH = 1 << STEP_BITS
+COUNT = (EPOCH + 2, 4, 3, 0, (((), 1), ((1, 2), 2)), ((1, ((0, 3), (2, 1))),))
+
 STATE = SnapshotState(
     (HALF, FLAGS),
     (
@@ -42,8 +46,8 @@ STATE = SnapshotState(
     {HALF.key: 7, FLAGS.key: 0},
     {HALF.key: {2: 4}},
     {
-        1: OptimizerSnapshot(ADAM.to_config(), Constant(0.25).to_config(), 9),
-        2: OptimizerSnapshot(SLOW.to_config(), SLOW.learning_rate.to_config(), 31),
+        1: OptimizerSnapshot(ADAM.to_config(), Constant(0.25).to_config(), COUNT),
+        2: OptimizerSnapshot(SLOW.to_config(), SLOW.learning_rate.to_config(), PushCount(31).state),
     },
     LedgerState(
         (
@@ -87,6 +91,14 @@ class TestRoundTrip:
         assert read(content).pending == (4, 7)
         del content["pending"]  # as an earlier version has written it
         assert read(content).pending == ()
+
+    def test_earlier_versions_have_one_number_of_pushes_for_each_optimizer(
+        self, content: Any
+    ) -> None:
+        del content["counts"]
+        of_one = read(content).optimizers[1].count
+        assert of_one == PushCount(EPOCH + 9).state
+        assert PushCount.of(of_one).next_step() == 9
 
     def test_names_of_variables_are_written_once_for_all_calls(self) -> None:
         assert STATE.to_bytes().count(b'["h","flags"]') == 1
@@ -179,6 +191,10 @@ DAMAGE = [
     (at("optimizers", 0, 1, "beta_1", value=7), "optimizer 1: expected what fits: adam"),
     (at("optimizers", 0, 2, value={}), "optimizer 1: expected what fits: expected the config of"),
     (at("optimizers", 0, 3, value=-1), r"optimizers\[0\]\[3\]: expected a whole number from 0"),
+    (at("counts", value=twice), "a count: expected each once, got '3 of 2'"),
+    (at("counts", 0, 0, value=7), "a count: expected of an optimizer that is there, got .7."),
+    (at("counts", 0, 1, 2, value=-1), r"counts\[0\]\[1\]\[2\]: expected a whole number from 0"),
+    (at("counts", 0, 1, 5, value=[1]), r"counts\[0\]\[1\]\[5\]\[0\]: expected a list of 2"),
     (at("senders", value=twice), "a sender: expected each once"),
     (at("senders", 0, 0, value=3), r"senders\[0\].task: expected text"),
     (at("senders", 0, 1, value=-1), r"senders\[0\].incarnation: expected a whole number from 0"),

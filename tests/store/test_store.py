@@ -425,8 +425,8 @@ class TestOptimizers:
         with pytest.raises(ConfigurationError, match="expected the config of an optimizer"):
             store.define_optimizer(1, None)
 
-    def test_step_is_the_later_of_own_and_carried(self, store: ShardStore) -> None:
-        assert [store.begin_push(0, carried) for carried in (0, 0, 7, 3, -1)] == [0, 1, 7, 8, 9]
+    def test_a_step_counts_pushes_seen_here_and_those_carried(self, store: ShardStore) -> None:
+        assert [store.begin_push(0, carried) for carried in (0, 0, 7, 3)] == [0, 1, 9, 10]
 
 
 class TestWork:

@@ -272,7 +272,7 @@ def test_a_measuring_that_was_overtaken_by_the_closing_is_answered_with_nothing(
     measured = ps.ask(PS_0, message)
     assert isinstance(measured, StepMeasured)
     assert [sums[:1] for sums in measured.sums] == [w[:1]]
-    assert (ps.store.version(w), ps.store.optimizer_step(GROUP)) == (0, 0)  # nothing has changed
+    assert (ps.store.version(w), ps.store.push_count(GROUP).marked) == (0, 0)  # nothing has changed
     ps.ask(PS_0, CloseStep(GROUP, config, 0, [(*A, 1, 1.0)]))
     assert ps.ask(PS_0, message) == StepMeasured([])
     assert ps.store.version(w) == 1

@@ -257,7 +257,7 @@ def test_what_is_measured_is_named_by_shard_and_draws_no_step() -> None:
     update = StepUpdate(store, GROUP, config(1), 5, (), StepNorms(CLIPPING))
     update.gather([part_of_all(store, 3, 4, 0.5)], [1.0])
     assert update.measure_at_once("gradients") == [(0, 0, 18, 0), (0, 1, 32, 0), (1, 0, 0.5, 0)]
-    assert store.optimizer_step(GROUP) == 0
+    assert store.push_count(GROUP).marked == 0
     assert values(store) == [1, 1, 1]
 
 

@@ -267,7 +267,7 @@ class TestBadInput:
 
             def a_push(set_id: int = 90, sequence: int = 50, **options: Any) -> Push:
                 fields = {"members": members, "optimizer": 1, "config": CONFIG} | options
-                return Push(sequence, 1, -1, 0, set_id, step=0, **fields)
+                return Push(sequence, 1, -1, 0, set_id, elsewhere=0, **fields)
 
             cases: list[tuple[type[Exception], str, Message, list[memoryview]]] = [
                 (

@@ -20,7 +20,6 @@ from psync.specs import (
     dtype_name,
     dtype_of,
     marked_after,
-    marked_like,
 )
 
 
@@ -116,4 +115,3 @@ def test_a_step_that_was_set_is_more_than_all_that_were_known_before() -> None:
         assert known > before + 10**12
         assert count_of(known) == count
         assert [count_of(known + n) for n in range(3)] == [count, count + 1, count + 2]
-        assert marked_like(known, 9) - known == 9 - count

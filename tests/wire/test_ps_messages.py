@@ -27,6 +27,7 @@ from psync.wire.ps_messages import (
     RowsPulled,
     SetOptimizer,
     SetSlots,
+    TellCounts,
 )
 from wire_tools import check_bytes, kinds_of
 
@@ -35,15 +36,18 @@ GOLDEN: list[tuple[Message, str]] = [
     (Pull(1, None, -1, ""), "952201c0ffa0"),
     (Pulled([]), "922390"),
     (Pulled([(4, 7)]), "9223919204" + "07"),
-    (Push(1, 1, -1, 0, 2, None, 3, None, 9), "dc0010240101ff0002c003c009c0c0c0ffc0c0"),
-    (Push(1, 1, -1, 0, 2, None, 3, None, 9, [-1, 5]), "dc0010240101ff0002c003c00992ff05c0c0ffc0c0"),
+    (Push(1, 1, -1, 0, 2, None, 3, None, 9), "dc0011240101ff0002c003c009c0c0c0ffc0c000"),
     (
-        Push(1, 1, -1, 0, 2, None, 3, None, 9, None, [0.5]),
-        "dc0010240101ff0002c003c009c091cb3fe0000000000000c0ffc0c0",
+        Push(1, 1, -1, 0, 2, None, 3, None, 9, [-1, 5]),
+        "dc0011240101ff0002c003c00992ff05c0c0ffc0c000",
     ),
     (
-        Push(1, 1, -1, 0, 2, None, 3, None, 9, None, None, None, 5, [(0, 1)], (7, 0)),
-        "dc0010240101ff0002c003c009c0c0c005919200" + "01" + "920700",
+        Push(1, 1, -1, 0, 2, None, 3, None, 9, None, [0.5]),
+        "dc0011240101ff0002c003c009c091cb3fe0000000000000c0ffc0c000",
+    ),
+    (
+        Push(1, 1, -1, 0, 2, None, 3, None, 9, None, None, None, 5, [(0, 1)], (7, 0), 2),
+        "dc0011240101ff0002c003c009c0c0c005919200" + "01" + "92070002",
     ),
     (Assign(1, 1, 4, 0, 2, [(3, 0)], "sub"), "9a25010104000291920300a3737562c0c0"),
     (
@@ -51,8 +55,8 @@ GOLDEN: list[tuple[Message, str]] = [
         "9a250101040002c0a3737562c0919201" + "06",
     ),
     (AverageShards(1, 1, -1, 0, [(3, 0, 1)], 0.5), "983d0101ff009193030001cb3fe0000000000000c0"),
-    (Pushed("accepted", 10), "9426a861636365707465640ac0"),
-    (Pushed("accepted", 10, [(4, 7)]), "9426a861636365707465640a91920407"),
+    (Pushed("accepted", 10), "9526a861636365707465640ac000"),
+    (Pushed("accepted", 10, [(4, 7)]), "9526a861636365707465640a9192040700"),
     (PullRows([(3, 0, 7, 0, 0, 0)], -1, ""), "94489196030007000000ffa0"),
     (RowsPulled([(4, 7)]), "9249919204" + "07"),
     (AttachPs(1, ["a"], 1.5, moves=3), "96200191a161cb3ff8000000000000c203"),
@@ -67,7 +71,8 @@ GOLDEN: list[tuple[Message, str]] = [
     (Measured([(0.5, 1.0)]), "92519192cb3fe0000000000000cb3ff0000000000000"),
     (DefineOptimizer(3, {"a": 1}), "93290381a16101"),
     (AskOptimizer(3, {}), "937f0380"),
-    (OptimizerState(9), "927c09"),
+    (OptimizerState(9, 5, 4), "947c090504"),
+    (TellCounts([(3, {}, 5, [(1, 4)])]), "92cc989194038005" + "91920104"),
     (SetSlots(3, {}, [(0, 1, "m")]), "947d038091930001a16d"),
     (SetOptimizer(3, {}, -1, None), "957e0380ffc0"),
 ]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from psync.checkpoints.manifest import Place, Planned, Slice
 from psync.schedules import Config
 from psync.specs import count_of
+from psync.store.push_counts import PushCount, total_of
 from psync.store.shards import Key
 from psync.store.snapshot_state import SnapshotItem, SnapshotState
 
@@ -96,9 +97,9 @@ def _kind(item: SnapshotItem) -> str:
 
 
 def step_of(snapshots: Sequence[SnapshotState], optimizer: int) -> int:
-    """Return the highest step that a ps has given a push of an optimizer, plus 1."""
-    known = _knowing(snapshots, optimizer)
-    return count_of(max((each.optimizers[optimizer].step for each in known), default=0))
+    """Return how many pushes an optimizer has applied."""
+    states = [each.optimizers[optimizer].count for each in _knowing(snapshots, optimizer)]
+    return count_of(total_of(PushCount.of(state).counts for state in states))
 
 
 def changed_rate(snapshots: Sequence[SnapshotState], optimizer: int) -> Config | None:

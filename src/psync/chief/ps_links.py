@@ -117,6 +117,18 @@ class PsLinks:
         if link.address != self.processes[link.task]:
             self.move(link, self.processes[link.task])
 
+    def tell_addresses(self) -> None:
+        """Tell all ps tasks where each is served, after some have moved."""
+        if self._moves:
+            for link in self.links:
+                self.supervision.supervise(self._tell_addresses(link))
+
+    async def _tell_addresses(self, link: PsLink) -> None:
+        try:
+            await link.call(lambda _: self.attachment(link))
+        except PsyncError as exc:  # it will be attached again
+            logger.info("%s was not told where ps tasks are served: %s", link.task, exc)
+
     def attachment(self, link: PsLink) -> AttachPs:
         """Return what a ps is told."""
         # One that was started again while this program runs is of no lineage: see ``reattach``.

@@ -243,6 +243,7 @@ class ClusterRecovery:
     def _resume(self) -> None:
         for link in self.links.ps.links:
             link.release()
+        self.links.served.tell_addresses()
         self.reports.tell_all()
         self.tell_again()
         if self.has_backups:

@@ -7,7 +7,7 @@ that follows carries one ratio for each variable. Nothing is remembered between 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from psync.numerics.rule_configs import registered_in
 from psync.numerics.scatter import IndexedSlices
 from psync.numerics.update_rule import UpdateRule
 from psync.specs import ShardSpec, VariableSpec, count_of, dtype_of, marked_after
+from psync.store.push_counts import total_of
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.messages import Done
 from psync.wire.ps_messages import (
@@ -93,7 +94,7 @@ async def push_gradients(
     *,
     optimizer: int,
     config: dict[str, Any],
-    step: int,
+    elsewhere: Mapping[int, int],
     closure: int,
     ordinal: int,
     wanted: Wanted | None = None,
@@ -108,7 +109,7 @@ async def push_gradients(
         gradients: For each variable.
         optimizer: Its number.
         config: Defines it.
-        step: Highest step of it that this client knows.
+        elsewhere: As for ``PsClient.push``.
         closure: Id of the closure, or -1.
         ordinal: Of the call within the closure.
         wanted: Values that may come with the answers.
@@ -122,10 +123,10 @@ async def push_gradients(
     ratios: list[float] | None = None
     if rule.takes_norms:
         ratios = await trust_ratios(
-            ps, rule, plan, gradients, optimizer=optimizer, config=config, step=step
+            ps, rule, plan, gradients, optimizer=optimizer, config=config, elsewhere=elsewhere
         )
     return await ps.push(
-        plan, gradients, optimizer=optimizer, config=config, step=step, closure=closure,
+        plan, gradients, optimizer=optimizer, config=config, elsewhere=elsewhere, closure=closure,
         ordinal=ordinal, ratios=ratios, wanted=wanted, raised=raised,
     )  # fmt: skip
 
@@ -182,7 +183,7 @@ async def trust_ratios(
     *,
     optimizer: int,
     config: dict[str, Any],
-    step: int,
+    elsewhere: Mapping[int, int],
 ) -> list[float] | None:
     """Return a layerwise rule's ratio for each of a plan's variables.
 
@@ -196,7 +197,7 @@ async def trust_ratios(
         gradients: That it will have: whole ones, or rows. Not copied.
         optimizer: Its number.
         config: Defines it.
-        step: Highest step of it that this client knows.
+        elsewhere: As for ``PsClient.push``.
 
     Raises:
         ParameterServerLost: A ps is gone.
@@ -213,7 +214,8 @@ async def trust_ratios(
     def call(request: Request) -> Call[Measured]:
         def build(peer: Peer) -> MeasurePush:
             members = members_for(peer, request)
-            return MeasurePush(request.set_id, members, optimizer, config, step)
+            known = elsewhere.get(request.ps, 0)
+            return MeasurePush(request.set_id, members, optimizer, config, known)
 
         segments, _, nbytes = body_of(request, given)
         return Call(
@@ -284,7 +286,7 @@ async def set_optimizer(
         ps: All ps tasks.
         optimizer: Its number.
         config: Defines it.
-        step: That its next push has; -1: as it is.
+        step: Pushes that it has applied; -1: as they are.
         learning_rate: Config of a schedule; None: as it is.
 
     Raises:
@@ -294,15 +296,17 @@ async def set_optimizer(
     Cancellation: Some ps tasks have heard of it, others have not.
     """
     if step >= 0:  # one mark for all, whoever of them hears of it once more
-        step = marked_after(await _newest_step(ps, optimizer, config), step)
+        step = marked_after(await _marked_pushes(ps, optimizer, config), step)
     message, timeline = SetOptimizer(optimizer, config, step, learning_rate), -1
     while ps.timeline != timeline:  # again, if ps tasks rolled back meanwhile: on some it is undone
         timeline = ps.timeline
         await together([Call(link, always(message), Done, "an optimizer") for link in ps.links])
 
 
-async def optimizer_step(ps: PsClient, optimizer: int, config: dict[str, Any]) -> int:
-    """Return the highest step that a ps has given a push of an optimizer, plus 1.
+async def num_pushes(ps: PsClient, optimizer: int, config: dict[str, Any]) -> int:
+    """Return how many pushes of an optimizer were applied, or synchronous steps.
+
+    Never less than have returned, and exact while none is under way.
 
     Args:
         ps: All ps tasks.
@@ -314,14 +318,15 @@ async def optimizer_step(ps: PsClient, optimizer: int, config: dict[str, Any]) -
 
     Cancellation: Safe.
     """
+    return count_of(await _marked_pushes(ps, optimizer, config))
 
-    return count_of(await _newest_step(ps, optimizer, config))
 
-
-async def _newest_step(ps: PsClient, optimizer: int, config: dict[str, Any]) -> int:
-    """Return what ``optimizer_step`` does, marked."""
-    ask = always(AskOptimizer(optimizer, config))
-    answers = await together(
-        [Call(link, ask, OptimizerState, "a question for an optimizer") for link in ps.links]
-    )
-    return max(answer.step for answer in answers)
+async def _marked_pushes(ps: PsClient, optimizer: int, config: dict[str, Any]) -> int:
+    """Return what ``num_pushes`` does, marked."""
+    ask, timeline = always(AskOptimizer(optimizer, config)), -1
+    while ps.timeline != timeline:  # again, if ps tasks rolled back meanwhile
+        timeline = ps.timeline
+        answers = await together(
+            [Call(link, ask, OptimizerState, "a question for an optimizer") for link in ps.links]
+        )
+    return total_of((answer.base, answer.own, answer.steps) for answer in answers)

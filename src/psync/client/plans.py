@@ -17,6 +17,7 @@ import numpy as np
 from psync.numerics.compression import Compression, marker, narrowed
 from psync.numerics.scatter import IndexedSlices
 from psync.specs import ShardSpec, VariableSpec, dtype_of
+from psync.store.push_counts import FIRST, FURTHER, HOME
 from psync.wire.frames import SMALL_BODY_BYTES, Segment
 from psync.wire.lent import LENT_ABOVE_BYTES
 from psync.wire.tensors import Joined, to_bytes_view
@@ -61,6 +62,7 @@ class Request:
     ps: int
     set_id: int
     part: int  # its number among the plan's requests to this ps
+    place: int = FIRST  # of a push, see ``store.push_counts``
     members: list[tuple[int, int]] = field(default_factory=list)  # as the wire defines its set
     cuts: list[tuple[int, int, int]] = field(default_factory=list)
     """Of each shard: index of its variable in the plan, first byte in it, end."""
@@ -169,6 +171,11 @@ def make_plan(
                 mine.append(Request(shard.ps, next(set_ids), len(mine)))
             mine[-1].add(shard, index, shard.offset * row_bytes, nbytes, place)
     ordered = [request for group in requests.values() for request in group]
+    for request in ordered:
+        if request.part:
+            request.place = FURTHER
+    if requests:
+        requests[min(requests)][0].place = HOME
     for request in ordered:
         request.lengths = tuple([end - start for _, start, end in request.cuts])
         if compression is not None:

@@ -199,7 +199,7 @@ class PsClient(PsRows):
         *,
         optimizer: int,
         config: dict[str, Any],
-        step: int,
+        elsewhere: Mapping[int, int],
         closure: int,
         ordinal: int,
         ratios: Sequence[float] | None = None,
@@ -215,7 +215,8 @@ class PsClient(PsRows):
                 more than once are summed.
             optimizer: Id of the optimizer that applies them.
             config: Defines it, for a ps that does not know it yet.
-            step: Highest step of it that this client knows.
+            elsewhere: By ps, the pushes of it without a part there that this client knows of,
+                marked.
             closure: Id of the closure, or -1.
             ordinal: Of the call within the closure.
             ratios: Of layerwise optimizers: for each variable what its learning rate is multiplied
@@ -238,10 +239,12 @@ class PsClient(PsRows):
             return Push(
                 *part.identity, request.set_id, part.members, optimizer,
                 None if optimizer in self._optimizers[request.ps] else config,
-                step if timeline == self.timeline else 0, part.rows,  # ps tasks have undone it
+                # What was known on another timeline ps tasks have undone.
+                elsewhere.get(request.ps, 0) if timeline == self.timeline else 0, part.rows,
                 None if ratios is None else [ratios[variable] for variable, *_ in request.cuts],
                 part.spread, part.pull, part.pull_members,
                 raised.key if raised and (request.ps, request.part) == (raised.ps, 0) else None,
+                request.place,
             )  # fmt: skip
 
         landings = None if wanted is None else wanted.landings(plan, self._pool, self._windows)

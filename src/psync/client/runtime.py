@@ -13,6 +13,7 @@ import numpy as np
 from psync.client.accumulator_client import AccumulatorClient
 from psync.client.compression import ErrorFeedback
 from psync.client.context import ClosureContext, here
+from psync.client.known_pushes import KnownPushes
 from psync.client.plans import Plan
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.ps_client import PsClient
@@ -33,7 +34,7 @@ class Runtime:
     """Returns a worker's per-worker iterator by its uid; None on the coordinator."""
     in_session: bool = field(default=False, kw_only=True)
     """Whether the program itself trains, outside of closures: a worker in a training session."""
-    _steps: dict[int, int] = field(default_factory=dict, init=False)
+    _pushes: dict[int, KnownPushes] = field(default_factory=dict, init=False)
     _timeline: int = field(default=0, init=False)  # that they are of
     rounds: dict[int, int] = field(default_factory=dict, init=False)
     """Done through each optimizer that has a staleness bound."""
@@ -41,13 +42,15 @@ class Runtime:
     """By code outside of closures."""
     _ordinals: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
 
-    @property
-    def steps(self) -> dict[int, int]:
-        """Highest step known of each optimizer, marked; none that ps tasks have undone."""
+    def pushes(self, optimizer: int) -> KnownPushes:
+        """Return what is known of an optimizer's pushes; none that ps tasks have undone."""
         if self._timeline != self.ps.timeline:
             self._timeline = self.ps.timeline
-            self._steps = {}
-        return self._steps
+            self._pushes = {}
+        known = self._pushes.get(optimizer)
+        if known is None:
+            known = self._pushes[optimizer] = KnownPushes()
+        return known
 
     @functools.cached_property
     def sync(self) -> SyncClient:

@@ -10,7 +10,7 @@ applied.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from psync.numerics.layerwise_rules import Sums
 from psync.numerics.update_rule import slot_dtype
 from psync.ps.cooperative_work import LongWork
 from psync.ps.shard_sets import ShardSet, memory_for, set_of
-from psync.specs import count_of, dtype_of
+from psync.specs import dtype_of
 from psync.store.store import ShardStore, Work
 from psync.wire.codec import Message
 from psync.wire.messages import Done
@@ -44,13 +44,22 @@ class SlotService:
         store: Its shards.
         work: What takes long.
         pool: Memory for what comes in.
+        counted: Told when the number of an optimizer's pushes was set.
     """
 
-    def __init__(self, task: str, store: ShardStore, work: LongWork, pool: BlockPool) -> None:
+    def __init__(
+        self,
+        task: str,
+        store: ShardStore,
+        work: LongWork,
+        pool: BlockPool,
+        counted: Callable[[], None],
+    ) -> None:
         self._task = task
         self._store = store
         self._work = work
         self._pool = pool
+        self._counted = counted
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -102,14 +111,13 @@ class SlotService:
         if message.learning_rate is not None:
             store.set_learning_rate(optimizer, message.learning_rate)
         if message.step >= 0:
-            # The newest stays where this is heard of again, or two have set it at one time.
-            newest = max(store.optimizer_step(optimizer), message.step)
-            store.set_optimizer_step(optimizer, newest)
+            store.set_count(optimizer, message.step)
+            self._counted()
         return Reply(Done())
 
     def _ask_optimizer(self, peer: Peer, message: AskOptimizer, _: list[memoryview]) -> Reply:
         self._store.define_optimizer(message.optimizer, message.config)
-        return Reply(OptimizerState(self._store.optimizer_step(message.optimizer)))
+        return Reply(OptimizerState(*self._store.push_count(message.optimizer).counts))
 
 
 class MeasureService:
@@ -178,4 +186,4 @@ class MeasureService:
         return store.measure(optimizer, known.keys[position], gradients[position], step, sums)
 
     def _step_of(self, message: MeasurePush) -> int:
-        return count_of(max(self._store.optimizer_step(message.optimizer), message.step))
+        return self._store.push_count(message.optimizer).next_step(message.elsewhere)

@@ -88,7 +88,7 @@ class Update:
             optimizer = message.optimizer
             self._check_ratios(message)
             self.operands = known.gradients(store, optimizer, self.body)
-            self.step = store.begin_push(optimizer, message.step)
+            self._draw_step(message)
             if isinstance(self.operands, Adjacent) and message.ratios is None:
                 if store.has_bundles(optimizer):
                     self.runs, self.costs = known.runs, known.run_costs
@@ -106,6 +106,12 @@ class Update:
             self.operands = [store.check_assign(key, message.op, view) for key, view in parts]
         if self.raised is not None:
             self.costs = (*self.costs, self.raised[1].nbytes)
+
+    def _draw_step(self, message: Push) -> None:
+        others = tuple(sorted({ps for ps, _ in message.spread or ()}))
+        self.step = self.store.begin_push(
+            message.optimizer, message.elsewhere, message.place, others
+        )
 
     def _check_raised(self, raised: Key) -> None:
         """Check that one can be added to a shard."""
@@ -136,7 +142,7 @@ class Update:
             for key, operand, length in zip(known.keys, self.operands, known.costs, strict=True)
         ]
         if isinstance(message, Push):
-            self.step = store.begin_push(message.optimizer, message.step)
+            self._draw_step(message)
 
     def _check_ratios(self, message: Push) -> None:
         ratios = message.ratios

@@ -33,6 +33,7 @@ from psync.ps.shard_sets import ShardSet, body_in_place, memory_for, numbered_se
 from psync.ps.update import Update
 from psync.store.ledger import Duplicate, Fresh, Ledger, Ticket
 from psync.store.ledger_snapshot import control_of
+from psync.store.push_counts import HOME
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, decode, encode
 from psync.wire.lock_messages import AssignLocked
@@ -108,6 +109,7 @@ class PsUpdates:
     ) -> None:
         self.pushes = self.assigns = 0  # that were applied
         self.staleness = PushStaleness()
+        self.counted: Callable[[], None] = lambda: None  # told when counts have changed
         self._executor = executor
         self._task = task
         self._store = store
@@ -117,7 +119,7 @@ class PsUpdates:
         self._locks = locks
         self._gate = gate
         self._pulls = pulls
-        self._slots = SlotService(task, store, work, pool)
+        self._slots = SlotService(task, store, work, pool, lambda: self.counted())
         self._measures = MeasureService(task, store, work, pool)
 
     def handlers(self) -> dict[type[Message], Handler]:
@@ -134,10 +136,10 @@ class PsUpdates:
     # A section of the state: shards and ledger, all of which is in snapshots.
 
     def control(self) -> list[Any]:
-        """Return what the ledger remembers, and the steps of optimizers that were used."""
+        """Return what the ledger remembers, and the counts of optimizers that were used."""
         optimizers = self._store.optimizers().items()
-        steps = sorted((number, each.step) for number, each in optimizers if each.step)
-        return [control_of(self._ledger, encode), steps]
+        counts = sorted((number, each.count.state) for number, each in optimizers)
+        return [control_of(self._ledger, encode), [each for each in counts if any(each[1])]]
 
     async def entries(self) -> list[Listed]:
         """Return no entries."""
@@ -280,7 +282,10 @@ class PsUpdates:
 
     def _accept(self, update: Update, ticket: Ticket) -> Compute:
         if isinstance(update.message, Push):
-            answer = Pushed("accepted", self._store.optimizer_step(update.message.optimizer))
+            count = self._store.push_count(update.message.optimizer)
+            answer = Pushed("accepted", count.marked, elsewhere=count.marked_elsewhere)
+            if update.message.place == HOME:
+                self.counted()
             self.staleness.note(update.client[0], update.message.optimizer, update.step)
             self.pushes += 1
         else:
@@ -311,7 +316,7 @@ class PsUpdates:
         """Return the answer, with the values that were asked for if no shard is busy."""
         if update.wanted is not None and (read := self._pulls.read_now(update.wanted)) is not None:
             steps, values = read
-            return Reply(Pushed(answer.outcome, answer.step, steps), values)
+            return Reply(Pushed(answer.outcome, answer.step, steps, answer.elsewhere), values)
         return Reply(answer)
 
     def _answering(self, update: Update, answer: Pushed) -> Compute:

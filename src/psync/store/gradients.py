@@ -19,8 +19,8 @@ from psync.numerics.layerwise_rules import LayerwiseRule, Sums
 from psync.numerics.means import MeanGradient
 from psync.numerics.sums import Pieces, Reduction
 from psync.numerics.update_rule import Part, Scratch, UpdateRule
-from psync.specs import count_of
 from psync.store.bundles import Bundle, BundleTable
+from psync.store.push_counts import HOME
 from psync.store.shard import BlockWork, Shard, Work, Workspace
 from psync.store.shard_updates import GradientAccumulator, ShardUpdate
 from psync.store.shards import Key
@@ -40,22 +40,37 @@ class GradientTable(BundleTable):
         self._applies = 0
         self._copies = 0
 
-    def begin_push(self, optimizer_id: int, carried_step: int) -> int:
-        """Count one push and return its step, with which all its shards are applied.
+    def begin_push(
+        self,
+        optimizer_id: int,
+        carried: int = 0,
+        place: int = HOME,
+        others: tuple[int, ...] = (),
+    ) -> int:
+        """Return the step with which all shards of a push are applied; see ``PushCount.push``.
 
-        The step is that of this ps or the one that the push carries (marked), whichever is later:
-        a ps that sees few pushes evaluates schedules with the others all the same.
+        Args:
+            optimizer_id: Number of the optimizer.
+            carried: Pushes without a part here that its client knows of, marked.
+            place: Which of its messages this is.
+            others: The other ps tasks that have a part of it.
 
         Raises:
             UsageError: If the optimizer is not defined.
             RuleError: As ``check_rate``; the push is not counted.
         """
         optimizer = self._optimizer(optimizer_id)
-        step = max(optimizer.step, carried_step)
         if optimizer.own_schedules:
-            self.check_rate(optimizer_id, count_of(step))
-        optimizer.step = step + 1
-        return count_of(step)
+            self.check_rate(optimizer_id, optimizer.count.next_step(carried, place))
+        return optimizer.count.push(carried, place, others)
+
+    def begin_step(self, optimizer_id: int, step: int) -> int:
+        """Return the step with which a synchronous step is applied, which its group counts.
+
+        Raises:
+            UsageError: If the optimizer is not defined.
+        """
+        return self._optimizer(optimizer_id).count.reach(step)
 
     def check_apply(self, optimizer_id: int, key: Key, grad: object) -> np.ndarray:
         """Raise what ``apply`` would raise, except BusyError, and return ``grad`` as it is used.

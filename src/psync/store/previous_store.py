@@ -74,7 +74,7 @@ class FormerStore:
             tuple(
                 HeldOptimizer(
                     identity, optimizer.config, optimizer.rule.learning_rate.to_config(),
-                    optimizer.step, identity in with_slots,
+                    optimizer.count.known, identity in with_slots,
                 )
                 for identity, optimizer in self._optimizers.items()
             ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from traceback import format_exception
 
 import numpy as np
@@ -29,7 +29,8 @@ from psync.numerics.blocks import BlockArray, bytes_of
 from psync.numerics.rule_configs import rule_from_config
 from psync.numerics.update_rule import ACCUMULATOR, RuleRaised, UpdateRule, slot_dtype
 from psync.schedules import Config, Schedule
-from psync.specs import ShardSpec, count_of
+from psync.specs import ShardSpec
+from psync.store.push_counts import CountState, PushCount, Row
 from psync.store.shard import BlockWork, Shard, Work, new_values, nothing
 
 Key = tuple[int, int]
@@ -42,7 +43,7 @@ class Optimizer:
 
     rule: UpdateRule
     config: Config  # with which it was defined
-    step: int = 0  # the lowest that the next push may have, marked; see ``specs.count_of``
+    count: PushCount = field(default_factory=PushCount)  # of its pushes
 
     @functools.cached_property
     def own_schedules(self) -> list[type[Schedule]]:
@@ -242,34 +243,33 @@ class ShardTable:
                 f"{known.config}, got {rule.to_config()}"
             )
 
-    def optimizer_step(self, optimizer_id: int) -> int:
-        """Return the lowest step that the next push of an optimizer may have, marked.
+    def push_count(self, optimizer_id: int) -> PushCount:
+        """Return the count of an optimizer's pushes, as far as it is known here.
 
         Raises:
             UsageError: If the optimizer is not defined.
         """
-        return self._optimizer(optimizer_id).step
+        return self._optimizer(optimizer_id).count
 
     @property
     def iterations(self) -> int:
-        """The most updates that an optimizer has made."""
+        """The most updates that an optimizer has made, as far as it is known here."""
         return max(
-            (each.rule.iteration(count_of(each.step)) for each in self._optimizers.values()),
+            (each.rule.iteration(each.count.known) for each in self._optimizers.values()),
             default=0,
         )
 
-    def set_optimizer_step(self, optimizer_id: int, step: int) -> None:
-        """Let the next push have this step, marked, or the one that it carries if later.
+    def restore_count(self, optimizer_id: int, state: CountState) -> None:
+        """Let the count of an optimizer's pushes be what it was in a snapshot."""
+        self._optimizer(optimizer_id).count = PushCount.of(state)
 
-        Raises:
-            UsageError: If the optimizer is not defined, or the step is negative.
-        """
-        optimizer = self._optimizer(optimizer_id)
-        if step < 0:
-            raise UsageError(
-                f"optimizer {optimizer_id} on {self._task}: expected a step from 0, got {step}"
-            )
-        optimizer.step = step
+    def set_count(self, optimizer_id: int, base: int) -> None:
+        """Begin to count an optimizer's pushes from a number that was set, marked."""
+        self._optimizer(optimizer_id).count.set(base)
+
+    def hear_count(self, optimizer_id: int, ps: int, base: int, row: Row, here: int) -> None:
+        """Take in what another ps has counted; see ``PushCount.hear``."""
+        self._optimizer(optimizer_id).count.hear(ps, base, row, here)
 
     def set_learning_rate(self, optimizer_id: int, config: object) -> None:
         """Let an optimizer go on with another learning rate.

@@ -159,7 +159,9 @@ def freeze(
         {key: shard.version for key, shard in shards.items()},
         {key: dict(shard.pushes) for key, shard in shards.items() if shard.pushes},
         {
-            number: OptimizerSnapshot(each.config, each.rule.learning_rate.to_config(), each.step)
+            number: OptimizerSnapshot(
+                each.config, each.rule.learning_rate.to_config(), each.count.state
+            )
             for number, each in store.optimizers().items()
         },
         remembered,
@@ -313,7 +315,7 @@ def load_snapshot(
     for number, optimizer in state.optimizers.items():
         store.define_optimizer(number, optimizer.config)
         store.set_learning_rate(number, optimizer.learning_rate)
-        store.set_optimizer_step(number, optimizer.step)
+        store.restore_count(number, optimizer.count)
     specs = {spec.key: spec for spec in state.shards}
     for item in state.items:
         dtype = dtype_of(item.dtype)

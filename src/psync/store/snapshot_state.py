@@ -37,8 +37,9 @@ from psync.errors import ConfigurationError, GradientError, PartitionError
 from psync.numerics.rule_configs import rule_from_config, unknown_in
 from psync.numerics.update_rule import UpdateRule, slot_dtype
 from psync.schedules import OR_OWN, Config
-from psync.specs import ShardSpec, count_of, dtype_name, dtype_of
+from psync.specs import ShardSpec, dtype_name, dtype_of
 from psync.store.ledger_snapshot import LedgerState, SenderState
+from psync.store.push_counts import CountState, PushCount
 from psync.store.reattach import NewOptimizer
 from psync.store.shards import Key
 from psync.store.sync_config import SyncConfig
@@ -85,7 +86,7 @@ class OptimizerSnapshot:
 
     config: Config  # with which it was defined
     learning_rate: Config  # that it has now
-    step: int  # the lowest that its next push may have
+    count: CountState  # of its pushes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class SnapshotState:
     def iterations(self) -> int:
         """The most updates that an optimizer has made."""
         return max(
-            (rule_from_config(each.config).iteration(count_of(each.step))
+            (rule_from_config(each.config).iteration(PushCount.of(each.count).known)
              for each in self.optimizers.values()),
             default=0,
         )  # fmt: skip
@@ -155,9 +156,15 @@ class SnapshotState:
             version=VERSION,
             shards=[self._shard(spec, key, *of) for spec, (key, of) in shards],
             optimizers=[
-                (number, dict(each.config), dict(each.learning_rate), each.step)
+                (
+                    number,
+                    dict(each.config),
+                    dict(each.learning_rate),
+                    PushCount.of(each.count).marked,
+                )
                 for number, each in self.optimizers.items()
             ],
+            counts=[(number, each.count) for number, each in self.optimizers.items()],
             senders=self.ledger.senders,
             variable_sets=[(Signed(digest), names) for digest, names in sets],
             calls=calls,
@@ -225,6 +232,8 @@ class _Stored:
     version: int
     shards: list[_StoredShard]
     optimizers: list[tuple[int, dict[str, Any], dict[str, Any], int]]
+    # Of each optimizer; older files have the number that was known, in ``optimizers``, alone.
+    counts: list[tuple[int, CountState]] = field(default_factory=list)
     senders: tuple[SenderState, ...]
     variable_sets: list[tuple[Signed, tuple[str, ...]]]
     calls: list[tuple[int, int, int]]  # the last: the place of a variable set
@@ -252,8 +261,14 @@ class _Checks:
         Raises:
             CheckpointCorrupt: Something contradicts itself.
         """
-        optimizers = {each[0]: self._optimizer(*each) for each in stored.optimizers}
+        counts = dict(stored.counts)
+        self._once(stored.counts, counts, "a count")
+        optimizers = {
+            each[0]: self._optimizer(*each, counts.get(each[0])) for each in stored.optimizers
+        }
         self._once(stored.optimizers, optimizers, "an optimizer")
+        if unknown := counts.keys() - optimizers.keys():
+            raise self._wrong("a count", "of an optimizer that is there", sorted(unknown))
         shards = {(each.id, each.index): each for each in stored.shards}
         self._once(stored.shards, shards, "a shard")
         specs = {key: self._spec(shard) for key, shard in shards.items()}
@@ -280,7 +295,9 @@ class _Checks:
             got = f"{len(listed)} of {len(different)}"
             raise self._wrong(" ".join(map(str, what)), "each once", got)
 
-    def _optimizer(self, number: int, config: Config, rate: Config, step: int) -> OptimizerSnapshot:
+    def _optimizer(
+        self, number: int, config: Config, rate: Config, known: int, count: CountState | None
+    ) -> OptimizerSnapshot:
         if unknown := unknown_in(config) or unknown_in({"learning_rate": rate}):
             raise ConfigurationError(
                 f"{self._where}: optimizer {number} has the {unknown}, which is not known here",
@@ -291,7 +308,7 @@ class _Checks:
             schedules.from_config(rate)
         except (ConfigurationError, OverflowError) as exc:
             raise self._wrong(f"optimizer {number}", f"what fits: {exc}", config) from exc
-        return OptimizerSnapshot(rule.to_config(), rate, step)
+        return OptimizerSnapshot(rule.to_config(), rate, count or PushCount(known).state)
 
     def _spec(self, shard: _StoredShard) -> ShardSpec:
         try:

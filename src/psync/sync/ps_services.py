@@ -33,13 +33,15 @@ import msgpack
 from psync.backups.accumulators import AccumulatorSection
 from psync.backups.sender import Served
 from psync.backups.service import BackupService, Section
-from psync.errors import ConnectionLost, FencedError, PsyncError
+from psync.cluster import parse_task_name
+from psync.errors import ConnectionLost, FencedError, PsyncError, UsageError
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.block_pool import BlockPool
 from psync.ps.accumulators import AccumulatorService
 from psync.ps.computes import Compute, Touches
 from psync.ps.cooperative_work import LongWork
+from psync.ps.count_teller import CountTeller
 from psync.ps.creation import ShardCreation, copied_by
 from psync.ps.cut_gate import GateService
 from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
@@ -49,6 +51,7 @@ from psync.ps.pulls import PsPulls, RowPulls
 from psync.ps.report import plain_counters
 from psync.ps.snapshots import Contents, pack_accumulators, pack_answer
 from psync.ps.updates import PsUpdates
+from psync.specs import STEP_BITS
 from psync.store.commit_log import CommitLog
 from psync.store.snapshot import Frozen, Loaded, freeze, settling
 from psync.sync.cross_ps_sets import ShareNumbers
@@ -71,6 +74,7 @@ from psync.wire.ps_messages import (
     Pull,
     SetOptimizer,
     SetSlots,
+    TellCounts,
 )
 from psync.wire.sync_messages import AwaitWaiters, ReportSchedule
 
@@ -79,7 +83,10 @@ NOT_JUDGED = frozenset(
 )
 """What the ledger does not look at, and who was replaced must not be served with all the same."""
 
-LOGGED = (CreateShards, Fence, FinalBelow, SetSlots, SetOptimizer, DefineOptimizer, AskOptimizer)
+LOGGED = (
+    CreateShards, Fence, FinalBelow, SetSlots, SetOptimizer, DefineOptimizer, AskOptimizer,
+    TellCounts,
+)  # fmt: skip
 """What changes a ps as soon as it comes, beside what is admitted: entries as they are."""
 
 
@@ -154,6 +161,13 @@ class PsServices:
         self.pulls = PsPulls(task, store, work, self.sync.steps, self.locks, pool)
         self.rows = RowPulls(task, platform.limits, work, pool, store, self.sync.steps)
         self.updates = parts.of(PsUpdates)(*served, self.gate, self.pulls)
+        self.teller: CountTeller | None = None  # None: there is one ps
+        if attach is not None and num_ps > 1:
+            self.teller = parts.of(CountTeller)(
+                platform, process.index, self.closer_incarnation, attach.ps_addresses, store, pool
+            )
+            if life is not Life.HOSTED:
+                self._tell_counts()
         self.sections: Sequence[Section] = (
             self.updates,
             AccumulatorSection(self.accumulators),
@@ -171,6 +185,13 @@ class PsServices:
             self.replayed = {CheckState: Handler(lambda _, each, __: executor.compare(each))}
             for section in self.sections:
                 self.replayed.update(section.replayed())
+
+    def _tell_counts(self) -> None:
+        """Tell the other ps tasks from now on how many pushes are counted here."""
+        if self.teller is not None:
+            self.updates.counted = self.teller.changed
+            if self.store.iterations:
+                self.teller.changed()
 
     def _expect_moves(self) -> None:
         """There are backups: a ps that is lost is waited for until it is served elsewhere."""
@@ -201,6 +222,7 @@ class PsServices:
         )  # fmt: skip
         handlers: dict[type[Message], Handler] = {
             Fence: Handler(self._fence), FinalBelow: Handler(self._final_below),
+            TellCounts: Handler(self._hear_counts),
         }  # fmt: skip
         for service in (creation, self.updates, self.sync, self.locks, self.pulls, self.gate):
             handlers.update(service.handlers())
@@ -341,6 +363,9 @@ class PsServices:
                 self.closer.all_ps.move(addresses)
             self.closer.serve()
         self.replayed = {}
+        self._tell_counts()
+        if self.teller is not None and addresses != known:
+            self.teller.move(addresses)
 
     def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Any:
         if peer.task != CLOSER or peer.incarnation != self.closer_incarnation:
@@ -361,6 +386,25 @@ class PsServices:
             self.ledger.final_below(message.closure)
             if self.closer is not None:
                 self.closer.steps.final_below(message.closure)
+
+    def _hear_counts(self, peer: Peer, message: TellCounts, _: list[memoryview]) -> Reply:
+        """Another ps says how many pushes are counted there."""
+        task = self._process.task
+        if self.attach is None or peer.incarnation != self.closer_incarnation:
+            raise FencedError(f"{task} serves another timeline than {peer.task}")
+        job, index = parse_task_name(peer.task)
+        num_ps = len(self.attach.ps_addresses)
+        if job != "ps" or index >= num_ps or peer.task == task:
+            raise UsageError(f"{task}: {peer.task} counts no pushes")
+        for number, config, base, row in message.counts:
+            for about, count in row:
+                if not (0 <= about < num_ps and 0 <= count < 1 << STEP_BITS and base >= 0):
+                    said = f"{count} pushes after {base} without a part on ps {about}"
+                    raise UsageError(f"{task}: {peer.task} has counted {said}")
+            self.store.define_optimizer(number, config)
+            self.store.hear_count(number, index, base, row, self._process.index)
+        self.updates.counted()
+        return Reply(Done())
 
     async def _await_waiters(self, peer: Peer, message: AwaitWaiters, _: list[memoryview]) -> Reply:
         self._process.check_coordinator(peer)
@@ -392,6 +436,8 @@ class PsServices:
         self.backup.end()  # who waited for it hears nothing, and asks whoever takes over
         if self.closer is not None:
             await self.closer.close()
+        if self.teller is not None:
+            await self.teller.close()
 
     @property
     def shares(self) -> ShareNumbers | None:
@@ -420,6 +466,8 @@ class PsServices:
             reason = "serves an earlier snapshot"
             why = ConnectionLost(f"{task} rolls back to a snapshot")
         self.accumulators.end()
+        if self.teller is not None:
+            self._process.work.to_the_end(self.teller.close())
         if self.closer is None:
             self.backup.end(why)
         self.locks.close()

@@ -17,7 +17,7 @@ from psync.numerics.layerwise_rules import Sums
 from psync.numerics.sums import Reduction, check_weight
 from psync.numerics.update_rule import slot_dtype
 from psync.ps.shard_sets import Body, ShardSet
-from psync.specs import count_of, dtype_of, marked_like
+from psync.specs import dtype_of
 from psync.store.rows import RowValues
 from psync.store.step_norms import UPDATES, ShardSums, StepNorms
 from psync.store.store import Key, ShardStore, Work, ones
@@ -124,7 +124,7 @@ class StepUpdate:
                 f"{self.store.task}: step {self.step} of {self.config.name} changes shards of "
                 "which no norms were measured"
             )
-        self.optimizer_step = max(count_of(self.store.optimizer_step(self.group)), self.step)
+        self.optimizer_step = max(self.store.push_count(self.group).known, self.step)
         self.store.check_rate(self.group, self.optimizer_step)
         self.touched = self.keys
         if self.averages:
@@ -167,8 +167,7 @@ class StepUpdate:
     def begin(self) -> None:
         """Draw the step with which the optimizer applies it."""
         if self.keys:
-            step = marked_like(self.store.optimizer_step(self.group), self.step)
-            self.optimizer_step = self.store.begin_push(self.group, step)
+            self.optimizer_step = self.store.begin_step(self.group, self.step)
 
     @property
     def cost(self) -> int:

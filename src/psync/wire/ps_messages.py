@@ -121,7 +121,9 @@ class Push(Message):
     members: list[tuple[int, int]] | None
     optimizer: int
     config: dict[str, Any] | None  # defines the optimizer for this connection
-    step: int  # highest step of this optimizer that the client knows
+    # Of this optimizer, pushes without a part on this ps that the client knows of, marked; see
+    # ``store.push_counts``.
+    elsewhere: int
     # None: all members are dense. Else for each member -1, or the number n of its rows that the
     # gradient has: its segment is n local row numbers (int64, ascending), then n rows of values.
     rows: list[int] | None = None
@@ -135,6 +137,7 @@ class Push(Message):
     pull: int = -1
     pull_members: list[tuple[int, int]] | None = None
     raised: tuple[int, int] | None = None  # a shard of one number, which becomes one more with it
+    place: int = 0  # which of the update's messages it is, see ``store.push_counts``
 
 
 @message(80)
@@ -145,7 +148,7 @@ class MeasurePush(Message):
     members: list[tuple[int, int]] | None
     optimizer: int
     config: dict[str, Any]  # defines it
-    step: int  # as in Push
+    elsewhere: int  # as in Push
 
 
 @message(81)
@@ -175,9 +178,10 @@ class Pushed(Message):
     """What became of a push or assign. Segments: the values that a Push wanted, if they came."""
 
     outcome: str  # "accepted", "stale" or "duplicate"
-    step: int  # the optimizer's step on this ps after it; 0 for an assign
+    step: int  # pushes of the optimizer that this ps knows of then, marked; 0 for an assign
     # Of the values, as in Pulled. None: there are none; some shard was busy with another update.
     steps: list[tuple[int, int]] | None = None
+    elsewhere: int = 0  # of these pushes those without a part on this ps, marked
 
 
 @message(61)
@@ -207,7 +211,7 @@ class DefineOptimizer(Message):
 
 @message(127)
 class AskOptimizer(Message):
-    """How far is an optimizer? Answered by OptimizerState."""
+    """How many pushes has an optimizer applied? Answered by OptimizerState."""
 
     optimizer: int
     config: dict[str, Any]  # defines it
@@ -215,9 +219,11 @@ class AskOptimizer(Message):
 
 @message(124)
 class OptimizerState(Message):
-    """As of now."""
+    """As of now, see ``store.push_counts.Counts``."""
 
-    step: int  # that its next push has, unless that carries a later one; marked
+    base: int
+    own: int
+    steps: int
 
 
 @message(125)
@@ -235,5 +241,16 @@ class SetOptimizer(Message):
 
     optimizer: int
     config: dict[str, Any]  # defines it
-    step: int  # that its next push has, marked anew, unless a newer one was set; -1: as it is
+    step: int  # pushes that it has applied, marked with a new epoch; -1: as it is
     learning_rate: dict[str, Any] | None  # config of a schedule; None: as it is
+
+
+# Between ps tasks.
+
+
+@message(152)
+class TellCounts(Message):
+    """ps k → ps 0, ps 0 → ps k: pushes without a part on some ps. Idempotent. Answered by Done."""
+
+    # (optimizer, its config, base, [(ps, pushes without a part there)]), see ``store.push_counts``
+    counts: list[tuple[int, dict[str, Any], int, list[tuple[int, int]]]]

@@ -62,7 +62,7 @@ def test_every_method_that_changes_a_store_is_written_down() -> None:
         "check_apply", "check_apply_rows", "check_assign", "check_average", "check_optimizable",
         "check_rate", "check_rows", "check_scatter", "has_bundles", "is_layerwise", "is_idle",
         "iterations",
-        "keys", "measure", "measure_mean", "optimizer_step", "optimizers", "read", "read_range",
+        "keys", "measure", "measure_mean", "optimizers", "push_count", "read", "read_range",
         "read_rows", "read_slot", "row_bytes", "rows_cost", "rule", "shards", "spec", "square_mean",
         "square_row_mean", "statistics", "task", "pool", "busy", "version",
     }  # fmt: skip

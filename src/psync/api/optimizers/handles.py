@@ -347,13 +347,14 @@ class Optimizer(PushPull):
         self._wrapper = None  # then it has a state of its own
         pull = self._asked(runtime, pulled, global_step) if pulled else None
         closure, ordinal = runtime.begin_update("push")
-        plan, steps = runtime.ps.plan(specs), runtime.steps
-        known = steps.get(self.number, 0)
+        plan, known = runtime.ps.plan(specs), runtime.pushes(self.number)
+        number, before = known.number, known.before(plan, len(runtime.ps.links))
         wanted = None if pull is None else Wanted(pull)
         raised = None if global_step is None else raised_with(plan, self._rule, global_step.spec)
         push = functools.partial(
             push_gradients, runtime.ps, self._rule, optimizer=self.number, config=self._config,
-            step=known, closure=closure, ordinal=ordinal, wanted=wanted, raised=raised,
+            elsewhere=known.elsewhere, closure=closure, ordinal=ordinal, wanted=wanted,
+            raised=raised,
         )  # fmt: skip
         if self._compression is not None:
             push = functools.partial(
@@ -361,10 +362,10 @@ class Optimizer(PushPull):
             )
         apart = None if global_step is None or raised is not None else global_step.spec
         answers = await push_and_count(runtime, functools.partial(push, plan, gradients), apart)
-        if steps is not runtime.steps:  # ps tasks have undone what was known
-            steps, known = runtime.steps, 0
-        result, newest = result_of(answers, known)
-        steps[self.number] = max(newest, steps.get(self.number, 0))
+        if known is not (newer := runtime.pushes(self.number)):  # it is undone
+            known, number, before = newer, 0, {}
+        known.learn(plan, before, answers)
+        result = result_of(answers, number)
         bound = self._staleness_bound
         if bound is not None and result.outcome is Outcome.ACCEPTED:
             if closure >= 0 or runtime.in_session:  # else the program itself, which has no clock

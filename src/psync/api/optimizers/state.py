@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from psync.api.variables import ShardedVariable, Variable
-from psync.client.optimizer_client import optimizer_step, set_optimizer, set_slot
+from psync.client.optimizer_client import num_pushes, set_optimizer, set_slot
 from psync.numerics.casting import fitting
 from psync.numerics.update_rule import slot_dtype
 from psync.specs import STEP_BITS, Outcome, VariableSpec, checked_integer, count_of
@@ -46,19 +46,19 @@ class PushResult:
     count: int = 0
 
 
-def result_of(answers: Sequence[Pushed], known: int) -> tuple[PushResult, int]:
-    """Return what became of a push, and the highest step that is known now, marked.
+def result_of(answers: Sequence[Pushed], known: int) -> PushResult:
+    """Return what became of a push.
 
     Args:
         answers: Of the ps tasks.
-        known: Highest step of the optimizer that was known before, marked: what others have done
-            since is the staleness, unless the number was set meanwhile.
+        known: The number of pushes that was known before, marked: what others have done since is
+            the staleness, unless the number was set meanwhile.
     """
     step = max(known, *(answer.step for answer in answers))  # a duplicate's is 0
     refused = [answer.outcome for answer in answers if answer.outcome != "accepted"]
     outcome = Outcome(refused[0]) if refused else Outcome.ACCEPTED
     others = step - known - 1 if step >> STEP_BITS == known >> STEP_BITS else 0
-    return PushResult(outcome, count_of(step), max(0, others)), step
+    return PushResult(outcome, count_of(step), max(0, others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,8 @@ class Iterations:
         """
         optimizer = self.optimizer
         runtime = await optimizer._runtime("read of iterations")
-        step = await optimizer_step(runtime.ps, optimizer.number, optimizer._config)
-        return optimizer._rule.iteration(step)
+        pushes = await num_pushes(runtime.ps, optimizer.number, optimizer._config)
+        return optimizer._rule.iteration(pushes)
 
     async def assign(self, step: int) -> None:
         """Set the number on all ps tasks, as when it comes from a checkpoint.

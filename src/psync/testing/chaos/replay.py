@@ -124,10 +124,15 @@ def store_of(held: Mapping[str, Any], make: type[ShardStore] = ShardStore) -> Sh
     return store
 
 
-def _define(store: ShardStore, number: int, config: object, rate: object, step: int) -> None:
+def _define(
+    store: ShardStore, number: int, config: object, rate: object, count: Sequence[Any]
+) -> None:
     store.define_optimizer(number, config)
     store.set_learning_rate(number, rate)
-    store.set_optimizer_step(number, step)
+    *numbers, own, told = count
+    own = tuple((tuple(others), pushes) for others, pushes in own)
+    told = tuple((ps, tuple(map(tuple, row))) for ps, row in told)
+    store.restore_count(number, (*numbers, own, told))
 
 
 def _take_up(store: ShardStore, shard: Sequence[Any]) -> None:

@@ -49,9 +49,10 @@ from psync.wire.tensors import array_from_bytes, to_bytes_view
 VARIABLE = "PSYNC_TESTING_APPLY_LOG"
 
 LOGGED = (
-    "create", "copy", "define_optimizer", "set_learning_rate", "set_optimizer_step", "begin_push",
-    "apply_checked", "apply_at_once", "apply_mean", "apply_mean_at_once", "assign_checked",
-    "average", "scatter", "apply_rows", "apply_row_mean", "load_slot",
+    "create", "copy", "define_optimizer", "set_learning_rate", "restore_count", "set_count",
+    "hear_count", "begin_push", "begin_step", "apply_checked", "apply_at_once", "apply_mean",
+    "apply_mean_at_once", "assign_checked", "average", "scatter", "apply_rows", "apply_row_mean",
+    "load_slot",
 )  # fmt: skip
 """Every method of a store that changes it."""
 
@@ -230,7 +231,8 @@ def contents(store: ShardStore) -> dict[str, Any]:
 
 
 def _state_of(number: int, optimizer: Optimizer) -> list[Any]:
-    return [number, optimizer.config, optimizer.rule.learning_rate.to_config(), optimizer.step]
+    rate = optimizer.rule.learning_rate.to_config()
+    return [number, optimizer.config, rate, list(optimizer.count.state)]
 
 
 def _contents_of(shard: Shard) -> list[Any]:

@@ -43,9 +43,9 @@ RULES = ("Momentum", "Adam", "Adagrad", "RMSprop", "AMSGrad", "Nadam", "Lamb")
 """Of groups; all but the last also of table "moved"."""
 
 ASYNCHRONOUS = ("dense", "rows", "added", "both", "moved", "scattered", "held", "counted",
-                "averaged", "metered")  # fmt: skip
+                "averaged", "spread", "metered")  # fmt: skip
 
-BOUNDED = ("dense", "rows", "both", "moved")
+BOUNDED = ("dense", "rows", "both", "moved", "spread")
 """Tables whose pushes a bound of staleness holds back."""
 
 WORKS = ("ganged", "visited")

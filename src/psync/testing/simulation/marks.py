@@ -102,6 +102,7 @@ MARKS = (
     "a cancelled closure has counted before",
     "a step raises after its calls",
     "a program sets how many updates an optimizer has made",
+    "pushes of one optimizer are counted on several ps tasks",
     # Gangs and locks.
     "a gang's member dies",
     "whoever holds a lock dies",

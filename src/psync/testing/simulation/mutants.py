@@ -22,7 +22,7 @@ from psync.backups.host import _Backup
 from psync.checkpoints import files
 from psync.chief import cluster_links
 from psync.chief.backups import Backups
-from psync.client import optimizer_client
+from psync.client import optimizer_client, ps_client
 from psync.client.prefetch import PulledAhead
 from psync.client.runtime import Runtime
 from psync.closures.queue import ClosureQueue
@@ -32,6 +32,7 @@ from psync.coordinator import Coordinator
 from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
 from psync.ps.computes import Computes
+from psync.ps.update import Update
 from psync.ps_task import PsTask
 from psync.replicas import gang_run
 from psync.store import ledger_snapshot, snapshot
@@ -42,6 +43,7 @@ from psync.store.shards import ShardTable
 from psync.store.update_gate import UpdateGate
 from psync.sync import step_update
 from psync.sync.group import Group
+from psync.sync.ps_services import PsServices
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_applier import StepApplier
@@ -237,6 +239,22 @@ MUTANTS: Mapping[str, Mutant] = {
     "set_steps_are_plain": Mutant(
         "a step that was set holds, whoever remembers a higher one", ("async",),
         ((optimizer_client, "marked_after", lambda original: lambda newest, count: count),),
+    ),
+    "home_of_each_client": Mutant(
+        "all runs of a closure have the same home of a push", ("async",),
+        ((ps_client, "make_plan", wrong.home_of_each_client),),
+    ),
+    "duplicate_is_counted": Mutant(
+        "of the runs of a closure one is counted by its optimizer", ("async",),
+        ((Update, "judge", wrong.counts_duplicates),),
+    ),
+    "told_is_no_entry": Mutant(
+        "a backup knows how many pushes there were elsewhere", ("replica",),
+        ((PsServices, "handlers", wrong.hears_off_the_record),),
+    ),
+    "told_is_kept": Mutant(
+        "a rollback undoes what a ps was told of pushes elsewhere", ("checkpoint",),
+        ((PsServices, "restored", wrong.keeps_what_was_told),),
     ),
     "metric_counts_each_run": Mutant(
         "of the runs of a closure one counts in a metric", ("metered",),

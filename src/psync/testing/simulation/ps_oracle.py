@@ -13,6 +13,7 @@ from psync.backups.sender import MAX_UNDER_WAY
 from psync.cluster import parse_task_name
 from psync.errors import BusyError
 from psync.ps_task import PsTask
+from psync.specs import STEP_BITS
 from psync.store.commit_log import LogState
 from psync.testing.simulation.workload.tables import Fault
 
@@ -88,9 +89,37 @@ def faults_of_rest(
                 yield "tokens", f"{name}: {group}: {tokens}"
             if counters["waiting"] or counters["counted"]:
                 yield "left over", f"{name}: {group}: {counters}"
+        yield from _faults_of_counts(task, tasks, moved, num_ps)
         for clock, counters in statistics["clocks"].items():
             if counters["waiting"]:
                 yield "left over", f"{name}: clock {clock}: {counters}"
+
+
+def _faults_of_counts(
+    task: PsTask, tasks: Mapping[str, Any], moved: Mapping[str, str], num_ps: int
+) -> Iterator[Fault]:
+    """Each ps knows of all pushes that others have counted without it, and of no others."""
+    others = {
+        each._index: each.services.store.optimizers()
+        for each, host in _served_in(tasks.values())
+        if moved.get(each.task, each.task) == host.task and each._index not in (task._index,)
+    }
+    if len(others) < num_ps - 1:
+        return
+    for number, optimizer in task.services.store.optimizers().items():
+        counts = [
+            known[number].count for ps, known in others.items() if ps < num_ps and number in known
+        ]
+        expected = sum(
+            pushes
+            for count in counts
+            if count.base >> STEP_BITS == optimizer.count.base >> STEP_BITS
+            for touched, pushes in count.own.items()
+            if task._index not in touched
+        )
+        if optimizer.count.elsewhere != expected:
+            said = f"knows of {optimizer.count.elsewhere} pushes elsewhere, there are {expected}"
+            yield "iterations", f"{task.task}: optimizer {number}: {said}"
 
 
 def have_full_budgets(tasks: Mapping[str, Any]) -> bool:
@@ -154,7 +183,7 @@ def _contents(task: PsTask) -> dict[str, Any]:
     # A definition that came in passing is told to the backup with the first entry that needs it.
     steps = dict(task.services.sync.steps())
     for number, optimizer in state.optimizers.items():
-        if optimizer.step:
+        if any(optimizer.count):
             found[f"optimizer {number}"] = optimizer
     found |= {f"group {number}": state.groups.get(number) for number in steps}
     for sender in state.ledger.senders:

@@ -16,20 +16,24 @@ from psync.client.plans import Plan
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.runtime import Runtime
 from psync.errors import TaskLost
+from psync.net.peer import Handler
 from psync.net.shared.bodies import BorrowedBody, Sharing
 from psync.net.shared.loans import Loan
 from psync.ps.computes import Computes
+from psync.ps.update import Update
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog, LogState, chained
 from psync.store.ledger import AlreadyApplied, Fresh, Ledger
 from psync.store.locks import LockTable
+from psync.store.push_counts import FIRST, HOME
 from psync.store.shards import ShardTable
 from psync.sync.group import Group
+from psync.sync.ps_services import PsServices
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
 from psync.sync.steps import SyncSteps
 from psync.wire.codec import decode, encode
-from psync.wire.ps_messages import FinalBelow
+from psync.wire.ps_messages import FinalBelow, Push, TellCounts
 
 Make = Callable[[Callable[..., Any]], Any]
 """Given what is there, returns what takes its place."""
@@ -273,6 +277,49 @@ def of_nobody(original: Callable[..., Any]) -> Any:
 
 async def nothing(*_: Any) -> None:
     pass
+
+
+def home_of_each_client(original: Callable[..., Any]) -> Any:
+    def make_plan(variables: Any, set_ids: Any, compression: Any = None) -> Plan:
+        plan: Plan = original(variables, set_ids, compression)
+        first = [request for request in plan.requests if request.part == 0]
+        if plan.requests and plan.requests[0].set_id % 2:
+            for request in first:
+                request.place = FIRST
+            max(first, key=lambda request: request.ps).place = HOME
+        return plan
+
+    return make_plan
+
+
+def counts_duplicates(original: Callable[..., Any]) -> Any:
+    def judge(self: Update) -> Any:
+        verdict, message = original(self), self.message
+        if isinstance(verdict, AlreadyApplied) and isinstance(message, Push):
+            if message.place == HOME:
+                own = self.store.push_count(message.optimizer).own
+                own[()] = own.get((), 0) + 1
+        return verdict
+
+    return judge
+
+
+def hears_off_the_record(original: Callable[..., Any]) -> Any:
+    def handlers(self: PsServices) -> Any:
+        return {**original(self), TellCounts: Handler(self._hear_counts)}
+
+    return handlers
+
+
+def keeps_what_was_told(original: Callable[..., Any]) -> Any:
+    def restored(self: PsServices, loaded: Any) -> Any:
+        contents = original(self, loaded)
+        for number, each in self.store.optimizers().items():
+            if (new := contents.store.optimizers().get(number)) is not None:
+                new.count.elsewhere = max(new.count.elsewhere, each.count.elsewhere)
+        return contents
+
+    return restored
 
 
 def holds_nothing(original: Callable[..., Any]) -> Any:

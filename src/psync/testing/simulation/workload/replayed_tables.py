@@ -27,12 +27,8 @@ class Moved(Dense):
     """Pushed through an optimizer with slots and a schedule.
 
     Each push moves one column, so a column's value and slots say as how manieth a shard has
-    applied its push: all of them together are what one process makes of so many pushes.
-
-    A ps applies a push at the higher of its own step and the one that the push carries, which is
-    that of the ps that has made most (``numerics.rule_options``). One that hears of
-    a push later than others thus leaves steps out. That no step was left out is certain where
-    there is one ps, and of a shard with as many pushes as the highest step.
+    applied its push: all of them together are what one process makes of so many pushes. Each push
+    has a part on every ps with a shard, so that holds for each shard by itself.
     """
 
     _rule: UpdateRule
@@ -54,23 +50,15 @@ class Moved(Dense):
         rule = self._rule
         slots = look.slots.get(self.name, {})
         held = [self._rows_of(look.values[self.name][""])]
-        pushes = int((held[0] != 0).sum(axis=1).max())
-        one_ps = self.plan.num_ps == 1
-        made = look.iterations.get(self.name, pushes if one_ps else None)
-        if made is not None and (made != pushes if one_ps else made < pushes):
-            yield (
-                "iterations",
-                (
-                    f"{look.when}: {self.name}: {made} iterations of its "
-                    f"optimizer, but {pushes} pushes"
-                ),
-            )
+        pushes = (held[0] != 0).sum(axis=1)
+        made = look.iterations.get(self.name)
+        if made is not None and not pushes.min() <= made <= pushes.max():
+            said = f"{made} iterations of its optimizer, but {pushes.tolist()} pushes to its shards"
+            yield "iterations", f"{look.when}: {self.name}: {said}"
         held += [self._rows_of(slots[name]) for name in rule.own_slots() if slots]
         for shard in range(self.plan.num_shards):
             found = np.stack([each[shard, : self.columns] for each in held])
             found = found[:, found[0] != 0]
-            if found.shape[1] != made and not one_ps:
-                continue
             if not self.plan.sizes.get("turns", 1):  # the order of steps need not be that of turns
                 continue
             expected = self._replayed(rule, found.shape[1])[: len(found)]
@@ -94,6 +82,77 @@ class Moved(Dense):
             gradient[step] = -1
             rule.apply(value, gradient, slots, value, slots, step, scratch)
         return np.stack([value, *slots])
+
+
+class Spread(Dense):
+    """Pushed to one or two of three variables that lie on different ps tasks, by one optimizer.
+
+    A value is the learning rate with which it was pushed, and so says with which step.
+    """
+
+    parts = ("a", "b", "c")
+    sets_steps = False
+    RATE = psync.schedules.PolynomialDecay(1.0, 1 << 12, 0.1)
+
+    def declare(self, steps: Sequence[Any]) -> Handles:
+        optimizer = psync.optimizers.SGD(self.RATE, name=self.name, **self._options())
+        variables = {
+            part: psync.Variable(np.zeros((1, self.columns), np.float32), name=self._name_of(part))
+            for part in self.parts
+        }
+        self._ps = {part: each.spec.shards[0].ps for part, each in variables.items()}
+        return Handles(variables, optimizer)
+
+    def _touched(self, column: int) -> list[str]:
+        first = column % 3
+        return [self.parts[first], *([self.parts[first - 1]] if column % 4 == 3 else [])]
+
+    def _pairs(self, variables: Mapping[str, Any], column: int) -> Iterator[tuple[Any, Any]]:
+        for part in self._touched(column):
+            yield self._gradient(variables[part], column), variables[part]
+
+    def marks(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        found = np.zeros((2, self.columns), np.float32)
+        for column in range(self.columns):
+            touched = self._touched(column)
+            for row, part in enumerate((touched[0], touched[-1])):
+                found[row, column] = values[part][0, column] != 0
+        return found
+
+    def begin(
+        self, handles: Handles, values: Mapping[str, np.ndarray], noted: Any
+    ) -> Iterator[Fault]:
+        self._before = values  # from here on each ps gives a step once
+        return super().begin(handles, values, noted)
+
+    def check(self, look: Look) -> Iterator[Fault]:
+        made, values = look.iterations.get(self.name), look.values[self.name]
+        if look.late or made is None:
+            return
+        marks = self.marks(values)
+        # Of a push whose worker has died between its parts, and that never ran again, one is there.
+        if not marks.min(axis=0).sum() <= made <= marks.max(axis=0).sum():
+            said = f"{made} iterations of its optimizer, but {marks.tolist()} pushes"
+            yield "iterations", f"{look.when}: {self.name}: {said}"
+        torn = int((marks[0] != marks[1]).sum())
+        for ps in set(self._ps.values()):
+            steps = []
+            for column in range(self.columns):
+                here = [part for part in self._touched(column) if self._ps[part] == ps]
+                found = {
+                    float(values[part][0, column])
+                    for part in here
+                    if values[part][0, column] != self._before[part][0, column]
+                }
+                steps += [self._step_of(value) for value in found]
+            if len(set(steps)) < len(steps) or max(steps, default=0) >= made + torn:
+                said = f"ps {ps} gave its pushes the steps {sorted(steps)}, of {made} in all"
+                yield "steps", f"{look.when}: {self.name}: {said}"
+        if len(set(self._ps.values())) > 1 and made:
+            look.journal.say("mark", "pushes of one optimizer are counted on several ps tasks")
+
+    def _step_of(self, value: float) -> int:
+        return round((1.0 - value) / 0.9 * (1 << 12))
 
 
 def _in_order(columns: np.ndarray) -> list[tuple[float, ...]]:

@@ -321,8 +321,6 @@ class Dense(Table):
             return
         calls = journal.calls_of(self.name).values()
         pushes = sum(at in run.notes for closure, at, _ in calls for run in closure.runs)
-        # A ps that hears of a push later than the others counts one more than they: see ``Moved``.
-        pushes *= self.plan.num_ps
         times = range(0 if journal.is_rolled_back else self._certain, self._times + 1)
         steps = [self._step_set(time) for time in times]
         if self._certain:

@@ -1,0 +1,186 @@
+"""The count of an optimizer's pushes: each push is counted on one ps, and all ps tasks learn of it.
+
+A push is counted on its *home*: the lowest ps that holds a shard of its variables. The home counts
+it when its ledger says *fresh*, in the same log entry, so retries and second runs never count. The
+sum of what all ps tasks have counted is the number of pushes (``total_of``).
+
+A schedule must not wait for a round trip. The step with which a ps applies a push is the number of
+pushes before it, as far as that is known there:
+
+    seen         pushes with a part on this ps: it has applied these parts itself
+    elsewhere    pushes without one. Their homes know them by the list of ps tasks in each push.
+                 Each ps tells ps 0, which adds up and tells every other ps (``count_for``). A
+                 client also carries what it knows from its own pushes, so that the steps of a
+                 single client are exact.
+
+No push is in both, so nothing is counted twice, and where all pushes have a part on every ps there
+is nothing to tell. What is known lags by the pushes in flight, and by what has not been told yet.
+If a worker dies between the parts of a push and its closure never runs again, some ps tasks have
+seen a push that others have not, and their steps differ by it from then on.
+
+Whenever a program sets the number, an *epoch* begins: all counts start at zero on top of the new
+``base``. Numbers that travel carry their epoch (``specs.count_of``), and older ones are ignored.
+
+Source: a grow-only counter (Shapiro et al., "A comprehensive study of convergent and commutative
+    replicated data types", 2011), summed on the way at ps 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from psync.specs import STEP_BITS, count_of
+
+HOME, FIRST, FURTHER = 0, 1, 2
+"""Of the messages of a push: the one that counts, the first to another ps, further ones."""
+
+Counts = tuple[int, int, int]
+"""(base, own, steps) of one ps; ``base`` is marked with its epoch."""
+
+Row = Sequence[tuple[int, int]]
+"""(ps, number of pushes without a part on that ps)."""
+
+CountState = tuple[
+    int, int, int, int, tuple[tuple[tuple[int, ...], int], ...],
+    tuple[tuple[int, tuple[tuple[int, int], ...]], ...],
+]  # fmt: skip
+"""(base, seen, elsewhere, steps, own, told) of a ``PushCount``, for snapshots and digests."""
+
+
+@dataclass(slots=True)
+class PushCount:
+    """What one ps knows of the number of an optimizer's pushes.
+
+    Attributes:
+        base: The number that was set last, marked with its epoch.
+        seen: Pushes since then with a part on this ps.
+        elsewhere: Pushes since then without one, as far as they are known.
+        steps: Of a synchronous optimizer: the step that comes next.
+        own: Pushes counted here since, by the other ps tasks that have a part of them.
+        told: On ps 0, by ps, what that has told of its own ones.
+    """
+
+    base: int = 0
+    seen: int = 0
+    elsewhere: int = 0
+    steps: int = 0
+    own: dict[tuple[int, ...], int] = field(default_factory=dict)
+    told: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    @property
+    def known(self) -> int:
+        """The number of pushes, or of synchronous steps, that is known here."""
+        return max(count_of(self.base) + self.seen + self.elsewhere, self.steps)
+
+    @property
+    def marked(self) -> int:
+        """What is known, marked with its epoch."""
+        return (self.base >> STEP_BITS << STEP_BITS) + self.known
+
+    @property
+    def marked_elsewhere(self) -> int:
+        """Pushes elsewhere, marked with their epoch."""
+        return (self.base >> STEP_BITS << STEP_BITS) + self.elsewhere
+
+    @property
+    def counts(self) -> Counts:
+        """What ``total_of`` adds up."""
+        return self.base, sum(self.own.values()), self.steps
+
+    @property
+    def state(self) -> CountState:
+        """All of it."""
+        told = ((ps, tuple(sorted(row.items()))) for ps, row in sorted(self.told.items()))
+        own = tuple(sorted(self.own.items()))
+        return self.base, self.seen, self.elsewhere, self.steps, own, tuple(told)
+
+    @classmethod
+    def of(cls, state: CountState) -> PushCount:
+        """Return the count whose ``state`` this was."""
+        base, seen, elsewhere, steps, own, told = state
+        rows = {ps: dict(row) for ps, row in told}
+        return cls(base, seen, elsewhere, steps, dict(own), rows)
+
+    def next_step(self, carried: int = 0, place: int = HOME) -> int:
+        """Return the step that ``push`` would return now."""
+        step = count_of(self.base) + self.seen + self._elsewhere_with(carried)
+        return max(step - 1, 0) if place == FURTHER else step
+
+    def push(self, carried: int = 0, place: int = HOME, others: tuple[int, ...] = ()) -> int:
+        """Apply a push, or its part for this ps, and return its step.
+
+        Args:
+            carried: Pushes without a part here that its client knows of, marked.
+            place: Which of its messages this is.
+            others: The other ps tasks that have a part of it.
+        """
+        step = self.next_step(carried, place)
+        self.elsewhere = self._elsewhere_with(carried)
+        if place == HOME:
+            self.own[others] = self.own.get(others, 0) + 1
+        if place != FURTHER:
+            self.seen += 1
+        return step
+
+    def _elsewhere_with(self, carried: int) -> int:
+        # Of a newer epoch its client may know, while this ps is still to be told of that.
+        same = carried >> STEP_BITS == self.base >> STEP_BITS
+        return max(self.elsewhere, count_of(carried)) if same else self.elsewhere
+
+    def reach(self, step: int) -> int:
+        """Apply a synchronous step, which its group counts, and return the optimizer's step."""
+        step = max(step, count_of(self.base), self.steps)
+        self.steps = step + 1
+        return step
+
+    def count_for(self, ps: int) -> int:
+        """Return how many pushes without a part on a ps have been counted here, or told here."""
+        own = sum(count for others, count in self.own.items() if ps not in others)
+        return own + sum(row.get(ps, 0) for row in self.told.values())
+
+    def hear(self, ps: int, base: int, row: Row, here: int) -> None:
+        """Take in what another ps tells.
+
+        Args:
+            ps: Its index.
+            base: The number that was set last, as it knows it.
+            row: What its ``count_for`` returned, for each ps that it tells of.
+            here: Index of this ps.
+        """
+        self.set(base)
+        if base >> STEP_BITS < self.base >> STEP_BITS:
+            return
+        if here:
+            self.elsewhere = max(
+                [self.elsewhere, *(count for about, count in row if about == here)]
+            )
+            return
+        known = self.told.setdefault(ps, {})
+        for about, count in row:
+            known[about] = max(count, known.get(about, 0))
+        self.elsewhere = max(self.elsewhere, sum(each.get(0, 0) for each in self.told.values()))
+
+    def set(self, base: int) -> None:
+        """Begin an epoch with a number that was set, marked. Older ones are ignored.
+
+        Of two that were set at one time the higher one holds.
+        """
+        if base >> STEP_BITS > self.base >> STEP_BITS:
+            self._begin(base)
+        elif base > self.base:
+            self.base = base
+
+    def _begin(self, base: int) -> None:
+        self.base, self.seen, self.elsewhere, self.steps = base, 0, 0, 0
+        self.own, self.told = {}, {}
+
+
+def total_of(counts: Iterable[Counts]) -> int:
+    """Return the number of pushes, from what all ps tasks have said; marked with its epoch."""
+    counts = list(counts)
+    base = max((base for base, *_ in counts), default=0)
+    newest = [each for each in counts if each[0] >> STEP_BITS == base >> STEP_BITS]
+    steps = max((steps for *_, steps in newest), default=0)
+    epoch = base >> STEP_BITS << STEP_BITS
+    return max(base + sum(own for _, own, _ in newest), epoch + steps)
