@@ -155,7 +155,9 @@ async def test_arguments_that_are_too_large_to_be_kept_are_named(
         ]
         await coordinator.join()
         event = await loop.undone(cluster)
-        with pytest.raises(UsageError, match="the arguments of 3 of 5 closures are not kept any") as caught:
+        with pytest.raises(
+            UsageError, match="the arguments of 3 of 5 closures are not kept any"
+        ) as caught:
             coordinator.reschedule(event)
         assert f"the first is closure {values[0].closure_id}" in caught.value.message
         assert "save more often" in (caught.value.hint or "")

@@ -1,4 +1,4 @@
-"""A ps that is killed without a copy: what a rollback has undone is done again, and none is missing.
+"""A ps that is killed without a copy: what a rollback undoes is done again, and none is missing.
 
 The ps is killed at a moment that closures or callbacks reach, with real processes and real files.
 """
@@ -76,7 +76,7 @@ def test_a_fit_has_all_its_steps_although_a_ps_is_killed_in_an_epoch_and_another
                 assert (await count.read()).tolist() == [steps * epochs] * 2
                 assert history.epoch == [*range(epochs)]
                 assert history.repeated[0] == history.repeated[2] == 0
-                assert history.repeated[1] >= 99  # one may be told of, and not be known to be undone
+                assert history.repeated[1] >= 100
                 assert history.repeated[3] == steps
                 assert trainer.manager is not None
                 newest = trainer.manager.latest_checkpoint
@@ -134,7 +134,7 @@ def test_a_loop_over_closures_that_reschedules_has_each_of_them_once(tmp_path: P
                 assert (await done.read()).tolist() == [1.0] * count
                 assert await optimizer.iterations.read() == count
                 assert len(undone) == 2
-                assert undone[1] == count - 100
+                assert undone[1] >= count - 100 - undone[0]
                 making_up.cancel()
 
     run(main)

@@ -1,4 +1,4 @@
-"""Epochs of a fit while ps tasks are lost: no step is missing in the end, and the history says so."""
+"""Epochs of a fit while ps tasks are lost: no step is missing, and the history says so."""
 
 from __future__ import annotations
 

@@ -92,7 +92,11 @@ class ClusterRecovery:
         for closure, call, updates in ended:
             self.ended.ended(closure.id, updates)
             # One that was cancelled all the same is the program's to schedule, or not.
-            if call.may_repeat and not closure.is_replica and closure.state is ClosureState.FINISHED:
+            if (
+                call.may_repeat
+                and not closure.is_replica
+                and closure.state is ClosureState.FINISHED
+            ):
                 self.ended.kept.keep(closure.id, call, call.parts())
 
     def calls_undone_by(self, event: RollbackEvent) -> list[ScheduledCall]:
@@ -345,9 +349,7 @@ class ClusterRecovery:
             max(steps.from_step, to_step), to_step, undone.closures, self._seconds(),
             undone.updates,
         )  # fmt: skip
-        logger.warning(
-            "recovered in %.2f s, timeline %d: %s", event.seconds, event.timeline, event
-        )
+        logger.warning("recovered in %.2f s, timeline %d: %s", event.seconds, event.timeline, event)
         return event
 
     def _seconds(self) -> float:

@@ -52,8 +52,10 @@ class ScheduledCall:
         found: list[tuple[Hashable, int]] = [(self.function.key, self.function.payload.nbytes)]
         if self.arguments is not EMPTY:
             found.append((id(self.arguments), self.arguments.nbytes))
-        for value in self.arguments.remote_values:
-            found.append((id(value), value.payload.nbytes if value.payload is not None else 0))
+        found += [
+            (id(value), 0 if value.payload is None else value.payload.nbytes)
+            for value in self.arguments.remote_values
+        ]
         kept = (*self.arguments.kept, *self.function.payload.kept)
         return found + [(id(iterator), ITERATOR_BYTES) for iterator in kept]
 

@@ -98,7 +98,9 @@ class OwedSteps:
         self._steps: dict[int, int] = {}  # by the id of a closure that may be undone
         self._owed = history._owed_before
         self._of_earlier = self._owed > 0  # whether some of these are of earlier epochs
-        self._pass = 0  # over the data: those that end in a later one than they began in begin again
+        self._pass = (
+            0  # over the data: those that end in a later one than they began in begin again
+        )
         self.closures: dict[int, RemoteValue[Any]] = {}
         self.scheduled = 0
         history._owed = self.steps
@@ -155,4 +157,3 @@ class OwedSteps:
             self._steps[value.closure_id] = count
             self.closures[value.closure_id] = value
         return made, counts
-

@@ -6,7 +6,6 @@ is needed. Different: callbacks may be told of batches.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import os
 import time
