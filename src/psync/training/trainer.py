@@ -144,11 +144,14 @@ class Trainer:
         callbacks have read (``on_train_end`` can), and the checkpoints. To read variables after
         ``fit``, or to go on, call it within ``async with psync.ClusterCoordinator(strategy):``.
 
+        When a ps is lost and all go back to a checkpoint, the undone steps are trained again, with
+        the batches that come next: before the epoch ends that runs, or after its save.
+
         Args:
             dataset: What ``ClusterCoordinator.create_per_worker_dataset`` takes, or returns. Each
                 epoch goes on where the one before has stopped; a worker whose data end begins its
                 own again, unless it has begun them in the same epoch. Each ``fit`` begins anew, and
-                so does one that resumes.
+                so does one that resumes, and each worker after a rollback.
             epochs: Number of the last epoch, plus 1.
             steps_per_epoch: Steps of all workers together.
             steps_per_execution: Steps of one closure: more cost less, and are lost together.
@@ -161,8 +164,9 @@ class Trainer:
             verbose: False, "lines", "bar"; "auto" or True: a bar on a terminal, else lines.
 
         Returns:
-            The values of each epoch. If the data of a worker began and ended in one epoch, training
-            ended with it.
+            The values of each epoch, and how many steps were trained again in it since a rollback
+            had undone them. If the data of a worker began and ended in one epoch, training ended
+            with it.
 
         Raises:
             ConfigurationError: A number is out of range; validation data are none; the dataset has
