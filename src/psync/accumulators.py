@@ -29,7 +29,7 @@ import numpy as np
 from psync.errors import ConfigurationError, GradientError, PartitionError, UsageError
 from psync.numerics.casting import overflow
 from psync.numerics.sums import DenseSum, Pieces, Reduction, SparseSum, check_weight
-from psync.specs import Outcome, as_integer, dtype_name, dtype_of
+from psync.specs import HiddenValues, Outcome, as_integer, dtype_name, dtype_of, plain_array
 
 GradientT = TypeVar("GradientT")
 ResultT = TypeVar("ResultT")
@@ -361,10 +361,11 @@ class ArrayAccumulator(Accumulator[GradientT, ResultT]):
     def _as_array(self, given: object) -> np.ndarray:
         """Return the values of a gradient; numbers of Python have no dtype, so they take ours."""
         try:
-            array = np.asarray(given)
+            array = plain_array(given)
         except (TypeError, ValueError, RuntimeError) as exc:
             # Rows of unequal length; a tensor on a device, or one that records its gradient.
-            raise self._refused(f"expected an array as gradient, got {given!r:.80}") from exc
+            got = exc if isinstance(exc, HiddenValues) else f"{given!r:.80}"
+            raise self._refused(f"expected an array as gradient, got {got}") from exc
         if not hasattr(given, "dtype") and array.dtype.kind in "iuf":
             with np.errstate(over="ignore"):  # it is found below
                 made = array.astype(self.dtype)

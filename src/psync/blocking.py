@@ -38,6 +38,7 @@ from psync.api.cluster_coordinator import ClusterCoordinator as AsyncCoordinator
 from psync.api.data_shards import Visits
 from psync.api.datasets import PerWorkerDataset
 from psync.api.strategy import ParameterServerStrategy
+from psync.chief.events import Event, RollbackEvent
 from psync.client.context import program_waits, wait
 from psync.errors import UsageError
 from psync.launch import tasks
@@ -317,6 +318,17 @@ class ClusterCoordinator(_Blocking):
     def fetch(self, structure: Any) -> Any:
         """Return values, see ``psync.ClusterCoordinator.fetch``."""
         return wait(self.coordinator.fetch(structure))
+
+    def events(self) -> Iterator[Event]:
+        """Yield events as they come, see ``psync.ClusterCoordinator.events``: in its own thread."""
+        stream = _on_loop(self.coordinator.events)
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                yield wait(anext(stream))
+
+    def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
+        """Schedule undone closures again, see ``psync.ClusterCoordinator.reschedule``."""
+        return _on_loop(self.coordinator.reschedule, event)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset[Any]:
         """Return a dataset, see ``psync.ClusterCoordinator.create_per_worker_dataset``."""

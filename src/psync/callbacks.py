@@ -53,7 +53,8 @@ class Callback:
         this raises.
 
         Args:
-            batch: Number of the last batch, from 0 in each epoch.
+            batch: Number of the last batch, from 0 in each epoch. Steps that are trained again
+                after a rollback have numbers from ``steps_per_epoch`` on.
             logs: Means over these batches: "loss", and the metrics by name.
         """
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from psync.chief import watchdog
-from psync.chief.closure_service import ClosureService
+from psync.chief.closure_service import ClosureService, EndedCall
 from psync.chief.cluster_links import ClusterLinks
 from psync.chief.consistent_cut import Cuts
 from psync.chief.creation import Creation
 from psync.chief.declarations import Declaration
+from psync.chief.events import RollbackEvent
 from psync.chief.joins import Joins, describe_waiting
 from psync.chief.reattachment import OwnOptimizers, reattach
 from psync.chief.recovery import ClusterRecovery
@@ -33,7 +34,7 @@ from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue
 from psync.closures.schedule_report import ScheduleReports
 from psync.cluster import ClusterSpec
-from psync.errors import ClosedError, DeadlineExceeded, UsageError
+from psync.errors import ClosedError, DeadlineExceeded
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.replicas.closure_messages import ScheduledCall, ScheduledClosures, starting
@@ -229,9 +230,14 @@ class Coordinator:
     # What the user does.
 
     def schedule(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        may_repeat: bool = True,
     ) -> RemoteValue[Any]:
-        """Queue a closure; see ``ClusterCoordinator.schedule``."""
+        """Queue a closure; see ``ClusterCoordinator.schedule``, and ``reschedule`` for the last."""
         if self._closed:
             raise ClosedError("schedule on a closed coordinator")
         forbid_in_merge("schedule")
@@ -240,14 +246,16 @@ class Coordinator:
         if args or kwargs:
             arguments = pack_arguments(function.name, args, kwargs, main_by_name=self._main_by_name)
             check_size(arguments, f'the arguments of step "{function.name}"', self._limits)
-        call, inputs = ScheduledCall(function, arguments), arguments.remote_values
-        closure = Closure(
-            self._queue.next_id,
-            call,
-            name=function.name,
-            inline_bytes=call.inline_bytes if arguments is not EMPTY else 0,
-            dependencies=self._dependencies(inputs) if inputs else (),
-        )
+        return self._queue_call(ScheduledCall(function, arguments, may_repeat=may_repeat))
+
+    def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
+        """Queue again what a rollback has undone; see ``ClusterCoordinator.reschedule``."""
+        forbid_in_merge("reschedule")
+        calls = self.recovery.calls_undone_by(event)
+        return [self._queue_call(ScheduledCall(each.function, each.arguments)) for each in calls]
+
+    def _queue_call(self, call: ScheduledCall) -> RemoteValue[Any]:
+        closure = self._closures.make(self._queue.next_id, call, self)
         value = self._closures.adopt(closure)
         self._create_if_declared()
         actions = self._queue.schedule(closure)
@@ -340,15 +348,6 @@ class Coordinator:
     def _cancel(self, closure_id: int) -> None:
         self.perform(self._queue.cancel(closure_id))
 
-    def _dependencies(self, inputs: Sequence[RemoteValue[Any]]) -> list[Closure]:
-        for value in inputs:
-            if value.owner is not self:
-                raise UsageError(
-                    f"{value!r} belongs to another coordinator",
-                    hint="fetch its value there and pass that",
-                )
-        return [value.closure for value in inputs]
-
     # Variables first.
 
     def _prepare(self) -> None:
@@ -421,14 +420,13 @@ class Coordinator:
         if self.gangs.runs:
             self.gangs.look(replicas)
 
-    def _results_came(self, updates: Sequence[tuple[int, int]]) -> None:
+    def _results_came(self, ended: Sequence[EndedCall]) -> None:
         """A worker is alive; and where many closures have become final, ps tasks hear of it.
 
         What ends after a cut was begun may have to be named, though nobody keeps that cut yet.
         """
         if self.cuts.taken or self.recovery.source is not None:
-            for closure_id, calls in updates:
-                self.recovery.ended.ended(closure_id, calls)
+            self.recovery.note_ended(ended)
         self.joins.heard_at = self.loop.time()
         self._final.look()
 

@@ -18,6 +18,7 @@ from psync.api.pulls import is_flat, leaves, mapped
 from psync.client.tensors import array_of, tensor_of
 from psync.errors import ConfigurationError, GradientError
 from psync.numerics.scatter import IndexedSlices
+from psync.specs import check_not_masked
 
 Loss = Callable[..., Any]
 
@@ -142,6 +143,10 @@ class GradientFunction(ABC):
         return loss, grads[0] if isinstance(values, _ARRAY) else grads, *predictions
 
     def _compute(self, values: Sequence[Any], data: Sequence[Any]) -> tuple[Any, ...]:
+        try:
+            check_not_masked(data)
+        except TypeError as exc:
+            raise GradientError(f"a batch: expected arrays, got {exc}") from exc
         numbered = itertools.count()
         structure = mapped(tuple(values), lambda _: next(numbered), _ARRAY)
         arrays = [np.asarray(value) for value in leaves(tuple(values), _ARRAY)]

@@ -43,6 +43,7 @@ from psync.numerics.update_rule import (
 )
 from psync.numerics.update_rule import UpdateRule as _AnyRule
 from psync.numerics.update_rule import within as within
+from psync.specs import plain_array
 
 __all__ = ["Step", "UpdateRule", "register", "within"]
 
@@ -163,7 +164,7 @@ class UpdateRule(_AnyRule):
         ):
             wanted = f"(value, {{{', '.join(map(repr, names))}}})" if names else "the value"
             raise TypeError(f"update: expected it to return {wanted}, got {_shown(returned)}")
-        arrays = [np.asarray(each) for each in (returned[0], *(returned[1][n] for n in names))]
+        arrays = [plain_array(each) for each in (returned[0], *(returned[1][n] for n in names))]
         for what, given in zip(("the value", *names), arrays, strict=True):
             if given.shape != value.shape or not np.can_cast(given.dtype, value.dtype, "same_kind"):
                 raise TypeError(

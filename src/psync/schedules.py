@@ -19,12 +19,15 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
 from typing import ClassVar, TypeVar, dataclass_transform
 
 from psync.errors import ConfigurationError
+from psync.specs import as_number, shortened
 
-_WITHIN = {">": operator.gt, ">=": operator.ge}
+_WITHIN = {">": operator.gt, ">=": operator.ge, "<=": operator.le}
+
+_NOT_NEGATIVE = {">=": 0}
+"""A rate below 0 would climb, and decay weights away from 0; ascent is a negative gradient."""
 
 Config = dict[str, object]
 """What travels: only str, bool, int, float, None, lists and dicts of these."""
@@ -51,11 +54,18 @@ class Schedule(ABC):
     version: ClassVar[int] = 1  # raise it when rates change: tasks with others are refused
 
     def __call__(self, step: float) -> float:
-        """Return the learning rate of the update that follows ``step`` updates."""
+        """Return the learning rate of the update that follows ``step`` updates.
+
+        Raises:
+            ValueError: It is negative, or NaN: only of schedules of users.
+        """
         try:
-            return float(self.rate(step))
+            rate = float(self.rate(step))
         except OverflowError:  # a growing "decay": what the formula gives in float arithmetic
             return math.inf
+        if not rate >= 0:  # NaN is not, either
+            raise ValueError(f"expected a learning rate from 0, got {rate} at step {step}")
+        return rate
 
     @abstractmethod
     def rate(self, step: float) -> float:
@@ -92,30 +102,6 @@ class Schedule(ABC):
                 object.__setattr__(self, each.name, number)
 
 
-def as_number(what: str, value: object) -> float:
-    """Return a finite real number as a Python int or float.
-
-    Raises:
-        ConfigurationError: If ``value`` is not one; the message begins with ``what``.
-    """
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ConfigurationError(f"{what}: expected a number, got {shortened(value)}")
-    try:
-        number = int(value) if isinstance(value, Integral) else float(value)
-        finite = math.isfinite(number)
-    except OverflowError:  # an int or a fraction beyond the range of floats
-        finite = False
-    if not finite:
-        raise ConfigurationError(f"{what}: expected a finite number, got {shortened(value)}")
-    return number
-
-
-def shortened(value: object) -> str:
-    """Return ``repr(value)``, at most 200 characters of it, for messages."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"
-
-
 _MAX_DEPTH = 8  # of schedules in schedules; a config from the wire must not exhaust the stack
 
 
@@ -123,7 +109,7 @@ _MAX_DEPTH = 8  # of schedules in schedules; a config from the wire must not exh
 class Constant(Schedule):
     """The same rate for ever; what a plain number stands for."""
 
-    value: float
+    value: float = field(metadata=_NOT_NEGATIVE)
 
     def rate(self, step: float) -> float:
         return self.value
@@ -131,7 +117,7 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class _Decay(Schedule):
-    initial_learning_rate: float
+    initial_learning_rate: float = field(metadata=_NOT_NEGATIVE)
     decay_steps: float = field(metadata={">": 0})
     decay_rate: float = field(metadata={">=": 0})
     staircase: bool = False
@@ -183,9 +169,9 @@ class PolynomialDecay(Schedule):
         cycle: Whether ``decay_steps`` grows to its next multiple each time ``step`` passes it.
     """
 
-    initial_learning_rate: float
+    initial_learning_rate: float = field(metadata=_NOT_NEGATIVE)
     decay_steps: float = field(metadata={">": 0})
-    end_learning_rate: float = 0.0001
+    end_learning_rate: float = field(default=0.0001, metadata=_NOT_NEGATIVE)
     power: float = field(default=1.0, metadata={">=": 0})
     cycle: bool = False
 
@@ -213,10 +199,10 @@ class CosineDecay(Schedule):
         warmup_steps: Updates of the warm-up.
     """
 
-    initial_learning_rate: float
+    initial_learning_rate: float = field(metadata=_NOT_NEGATIVE)
     decay_steps: float = field(metadata={">": 0})
-    alpha: float = 0.0
-    warmup_target: float | None = None
+    alpha: float = field(default=0.0, metadata=_NOT_NEGATIVE)
+    warmup_target: float | None = field(default=None, metadata=_NOT_NEGATIVE)
     warmup_steps: float = field(default=0, metadata={">=": 0})
 
     def rate(self, step: float) -> float:
@@ -250,11 +236,11 @@ class CosineDecayRestarts(Schedule):
     Source: Loshchilov and Hutter, 2016; Keras, where rounding may put a restart one step late.
     """
 
-    initial_learning_rate: float
+    initial_learning_rate: float = field(metadata=_NOT_NEGATIVE)
     first_decay_steps: float = field(metadata={">": 0})
     t_mul: float = field(default=2.0, metadata={">=": 1})
     m_mul: float = field(default=1.0, metadata={">=": 0})
-    alpha: float = 0.0
+    alpha: float = field(default=0.0, metadata={">=": 0, "<=": 1})
 
     def rate(self, step: float) -> float:
         period, completed = self._period(step / self.first_decay_steps)
@@ -294,6 +280,10 @@ class PiecewiseConstantDecay(Schedule):
                 )
             plain = tuple(as_number(f"PiecewiseConstantDecay: {name}", n) for n in numbers)
             object.__setattr__(self, name, plain)
+        if min(self.values, default=0) < 0:
+            raise ConfigurationError(
+                f"PiecewiseConstantDecay: expected values >= 0, got {min(self.values)}"
+            )
         if not self.boundaries or len(self.values) != len(self.boundaries) + 1:
             raise ConfigurationError(
                 "PiecewiseConstantDecay: expected at least one boundary and one value more than "
@@ -324,7 +314,7 @@ class Warmup(Schedule):
 
     schedule: Schedule
     warmup_steps: float = field(metadata={">=": 0})
-    initial_learning_rate: float = 0.0
+    initial_learning_rate: float = field(default=0.0, metadata=_NOT_NEGATIVE)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", as_schedule(self.schedule))
@@ -411,7 +401,13 @@ def as_schedule(value: object) -> Schedule:
             hint="a ps evaluates the learning rate and runs no user code but plugins; use one of "
             f"{', '.join(_SCHEDULES)} of psync.schedules, or register your own",
         )
-    return Constant(as_number("learning rate", value))
+    rate = as_number("learning rate", value)
+    if rate < 0:
+        raise ConfigurationError(
+            f"learning rate: expected a number from 0, got {rate}",
+            hint="to climb instead of to descend, push the negative gradient",
+        )
+    return Constant(rate)
 
 
 def from_config(config: object) -> Schedule:

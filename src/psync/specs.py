@@ -8,7 +8,9 @@ from __future__ import annotations
 import enum
 import math
 import operator
+import sys
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import numpy as np
@@ -90,6 +92,64 @@ def checked_kind(
     if not isinstance(value, kind):
         raise error(f"{expected}, got {type(value).__name__}", hint=hint)
     return value
+
+
+def as_number(what: str, value: object) -> float:
+    """Return a finite real number as a Python int or float.
+
+    Raises:
+        ConfigurationError: If ``value`` is not one; the message begins with ``what``.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigurationError(f"{what}: expected a number, got {shortened(value)}")
+    try:
+        number = int(value) if isinstance(value, Integral) else float(value)
+        finite = math.isfinite(number)
+    except OverflowError:  # an int or a fraction beyond the range of floats
+        finite = False
+    if not finite:
+        raise ConfigurationError(f"{what}: expected a finite number, got {shortened(value)}")
+    return number
+
+
+def shortened(value: object) -> str:
+    """Return ``repr(value)``, at most 200 characters of it, for messages."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+class HiddenValues(TypeError):
+    """A masked array, some of whose values are hidden."""
+
+
+def plain_array(value: Any) -> np.ndarray:
+    """Return ``np.asarray(value)``, without hidden values: those of a mask would count as others.
+
+    Raises:
+        HiddenValues: A mask hides some.
+        TypeError, ValueError: As numpy.
+    """
+    check_not_masked(value)
+    return np.asarray(value)
+
+
+def check_not_masked(value: object) -> None:
+    """Refuse an array whose mask hides values; one whose mask hides none is an array as any other.
+
+    Raises:
+        HiddenValues: It is one, or a list or dict with one.
+    """
+    if "numpy.ma" not in sys.modules:  # there are none
+        return
+    if isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            if not isinstance(each, int | float):
+                check_not_masked(each)
+    elif isinstance(value, np.ma.MaskedArray) and (hidden := np.count_nonzero(value.mask)):
+        raise HiddenValues(
+            f"a masked array, whose mask hides {hidden} of {value.size} values: decide what they "
+            "are, as by value.filled(0), or leave them out, as by value.compressed()"
+        )
 
 
 def dtype_of(name: str) -> np.dtype:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from psync.chief.closure_service import ClosureService
+from psync.chief.closure_service import ClosureService, EndedCall
 from psync.closures.closure import Closure, State
 from psync.closures.queue import Action, ClosureQueue
 from psync.closures.schedule_report import ScheduleReports
@@ -82,7 +82,7 @@ class World:
         self.performed += actions
         self.done_when_performing.append([value.done() for value in self.values])
 
-    def results_came(self, updates: Sequence[tuple[int, int]]) -> None:
+    def results_came(self, ended: Sequence[EndedCall]) -> None:
         self.num_reports += 1
 
 

@@ -10,7 +10,7 @@ from psync.chief.events import KEPT_NOTES, Events, FailoverEvent, RollbackEvent
 
 
 def event(timeline: int) -> RollbackEvent:
-    return RollbackEvent(("/job:ps/task:0",), timeline, 9, 5, (3,), 0.5)
+    return RollbackEvent(("/job:ps/task:0",), timeline, 9, 5, (3,), 0.5, 4)
 
 
 async def test_a_stream_has_what_happened_before_and_after_it_was_opened() -> None:
@@ -51,12 +51,20 @@ async def test_notes_are_for_people_and_the_newest_are_kept() -> None:
     await asyncio.sleep(2)
     events.note("joined", "/job:worker/task:0 takes part")
     assert [(note.at, note.kind, note.text) for note in events.notes] == [
-        (0.0, "rollback", "/job:ps/task:0 lost: from step 9 back to 5, 1 closures undone"),
+        (0.0, "rollback", "/job:ps/task:0 lost: from step 9 back to step 5; undone: 4 updates of "
+         "1 closure"),
         (0.0, "failover", "/job:ps/task:0 lost: served by /job:ps/task:1"),
         (2.0, "joined", "/job:worker/task:0 takes part"),
-    ]
+    ]  # fmt: skip
     events.close()
     assert len([one async for one in events.stream()]) == 2
     for number in range(KEPT_NOTES):
         events.note("lost", str(number))
     assert [note.text for note in events.notes] == [str(each) for each in range(KEPT_NOTES)]
+
+
+def test_what_a_rollback_costs_is_told_though_no_ps_knows_how_far_training_was() -> None:
+    event = RollbackEvent(("/job:ps/task:0",), 1, 100, 100, tuple(range(929)), 0.5, 929)
+    assert str(event) == (
+        "/job:ps/task:0 lost: back to step 100; undone: 929 updates of 929 closures"
+    )

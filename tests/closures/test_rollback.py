@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psync.closures.rollback import PART_BITS, CutCalls, EndedClosures
+from psync.closures.rollback import PART_BITS, CutCalls, EndedClosures, KeptCalls, Undone
 from psync.store.ledger_snapshot import LedgerState
 from psync.store.snapshot_state import SnapshotState
 
@@ -66,8 +66,8 @@ def test_those_that_are_not_wholly_in_the_cut_are_undone_once() -> None:
         ended.ended(closure, calls)
     cut = CutCalls([snapshot((3, 0), (4, 0))])
     assert len(ended) == 3
-    assert ended.undone(cut) == (4, 9)
-    assert ended.undone(cut) == ()
+    assert ended.undone(cut) == Undone((4, 9), 2)  # of 4 one update is in it
+    assert ended.undone(cut) == Undone()
 
 
 def test_what_a_checkpoint_has_is_forgotten() -> None:
@@ -75,14 +75,60 @@ def test_what_a_checkpoint_has_is_forgotten() -> None:
     ended.ended(3, 1)
     ended.ended(4, 1)
     ended.saved(CutCalls([snapshot((3, 0))]), lambda _: False)
-    assert ended.undone(CutCalls([snapshot()])) == (4,)
+    assert ended.undone(CutCalls([snapshot()])) == Undone((4,), 1)
 
 
 def test_one_that_ended_before_the_first_cut_and_waits_for_its_step_there_is_undone() -> None:
     ended = EndedClosures()
     cut = CutCalls([SnapshotState((), (), {}, {}, {}, LedgerState((), (), 9), pending=(5, 7))])
     ended.saved(cut, lambda closure: closure == 7)
-    assert ended.undone(cut) == (5,)
+    assert ended.undone(cut) == Undone((5,), 1)
     ended.saved(cut, lambda closure: closure == 7)
     ended.saved(CutCalls([snapshot((5, 0))]), lambda closure: closure == 7)
-    assert ended.undone(cut) == ()
+    assert ended.undone(cut) == Undone()
+
+
+class TestKeptCalls:
+    def test_calls_are_taken_once_in_order(self) -> None:
+        kept = KeptCalls()
+        for closure in (1, 2, 4):
+            kept.keep(closure, f"call {closure}", [])
+        assert kept.take((1, 3, 4)) == ["call 1", "call 4"]
+        assert kept.take((1, 2)) == ["call 2"]
+        assert not kept.nbytes
+
+    def test_the_oldest_are_dropped_where_they_hold_too_much(self) -> None:
+        kept = KeptCalls(most_bytes=4000)
+        for closure in range(4):
+            kept.keep(closure, "call", [(f"arguments of {closure}", 1000)])
+        assert kept.dropped(range(4)) == [0, 1]
+        kept.forget(range(4))
+        assert kept.dropped(range(4)) == []
+        assert not kept.nbytes
+
+    def test_a_part_that_calls_share_counts_once(self) -> None:
+        kept = KeptCalls(most_bytes=5000)
+        for closure in range(4):
+            kept.keep(closure, "call", [("shared", 2000)])
+        assert kept.dropped(range(4)) == []
+        kept.forget((0, 1, 2))
+        assert kept.nbytes > 2000
+        kept.forget((3,))
+        assert not kept.nbytes
+
+    def test_calls_of_closures_in_a_checkpoint_are_not_kept_and_those_undone_are(self) -> None:
+        ended = EndedClosures()
+        for closure in (3, 4):
+            ended.ended(closure, 1)
+            ended.kept.keep(closure, f"call {closure}", [])
+        ended.saved(CutCalls([snapshot((3, 0))]), lambda _: False)
+        assert len(ended.kept) == 1
+        assert ended.undone(CutCalls([snapshot((3, 0))])) == Undone((4,), 1)
+        assert ended.kept.take((4,)) == ["call 4"]
+
+    def test_one_that_ended_before_calls_were_kept_is_missing(self) -> None:
+        ended = EndedClosures()
+        cut = CutCalls([SnapshotState((), (), {}, {}, {}, LedgerState((), (), 9), pending=(5,))])
+        ended.saved(cut, lambda _: False)
+        assert ended.undone(cut).closures == (5,)
+        assert ended.kept.dropped((5,)) == [5]

@@ -180,6 +180,14 @@ def test_a_schedule_that_raises_refuses_the_push_and_the_step_stays() -> None:
     assert push(store, drawn(5)) is None
 
 
+def test_a_schedule_whose_rate_is_negative_refuses_the_push() -> None:
+    store = store_with(SGD(own_rules.Halving(-1.0)))
+    before = state(store)
+    with pytest.raises(RuleError, match=r"learning rate from 0, got -1\.0 at step 0"):
+        push(store, drawn(5))
+    assert state(store) == before
+
+
 def test_one_that_is_not_registered_is_refused_by_name() -> None:
     config: Any = own_rules.Momentum(0.1).to_config() | {"rule": "tests.unknown"}
     with pytest.raises(ConfigurationError, match=r"/job:ps/task:1: unknown optimizer 'tests\.unk"):

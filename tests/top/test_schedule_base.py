@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.schedules import Schedule, as_number, shortened
+from psync.schedules import Schedule
+from psync.specs import as_number, shortened
 
 
 @dataclass(frozen=True)

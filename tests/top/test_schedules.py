@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -118,6 +119,53 @@ class TestFormulas:
 
     def test_growth_without_bound_is_infinity_not_an_error(self) -> None:
         assert ExponentialDecay(1.0, 1, 10.0)(10**6) == math.inf
+
+
+class TestNegativeRates:
+    """A rate below 0 would climb, and let weights grow that are to decay."""
+
+    @pytest.mark.parametrize(
+        ("make", "said"),
+        [
+            (lambda: Constant(-0.1), "Constant: expected value >= 0, got -0.1"),
+            (lambda: as_schedule(-1), "learning rate: expected a number from 0, got -1"),
+            (lambda: ExponentialDecay(-0.1, 10, 0.5), "initial_learning_rate >= 0, got -0.1"),
+            (lambda: InverseTimeDecay(-0.1, 10, 0.5), "initial_learning_rate >= 0, got -0.1"),
+            (lambda: PolynomialDecay(-0.1, 10), "initial_learning_rate >= 0, got -0.1"),
+            (lambda: PolynomialDecay(0.1, 10, -0.1), "end_learning_rate >= 0, got -0.1"),
+            (lambda: CosineDecay(-0.1, 10), "initial_learning_rate >= 0, got -0.1"),
+            (lambda: CosineDecay(0.1, 10, -0.5), "alpha >= 0, got -0.5"),
+            (lambda: CosineDecay(0.1, 10, warmup_target=-1), "warmup_target >= 0, got -1"),
+            (lambda: CosineDecayRestarts(-0.1, 10), "initial_learning_rate >= 0, got -0.1"),
+            (lambda: CosineDecayRestarts(0.1, 10, m_mul=2, alpha=1.5), "alpha <= 1, got 1.5"),
+            (lambda: PiecewiseConstantDecay([1], [0.1, -0.2]), "expected values >= 0, got -0.2"),
+            (lambda: Warmup(0.1, 10, -0.1), "initial_learning_rate >= 0, got -0.1"),
+            (lambda: Warmup(-0.1, 10), "learning rate: expected a number from 0, got -0.1"),
+        ],
+    )
+    def test_are_refused_where_a_schedule_is_made(self, make: Any, said: str) -> None:
+        with pytest.raises(ConfigurationError) as caught:
+            make()
+        assert said in str(caught.value)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan")])
+    def test_so_is_what_is_not_finite(self, value: float) -> None:
+        with pytest.raises(ConfigurationError, match="learning rate: expected a finite number"):
+            as_schedule(value)
+
+    def test_so_are_those_that_come_over_the_wire(self) -> None:
+        with pytest.raises(ConfigurationError, match="expected value >= 0"):
+            from_config({"kind": "Constant", "value": -1.0})
+
+    def test_zero_is_a_rate(self) -> None:
+        assert as_schedule(0)(5) == 0.0
+        assert PolynomialDecay(0.1, 10, 0.0)(10) == 0.0
+        assert PiecewiseConstantDecay([1], [0.1, 0.0])(2) == 0.0
+        assert CosineDecay(0.0, 10, 0.0)(5) == 0.0
+
+    @of_each
+    def test_no_schedule_has_one(self, schedule: Schedule) -> None:
+        assert all(schedule(step) >= 0 for step in (*range(300), 10**6, 10**9))
 
 
 class TestConfig:

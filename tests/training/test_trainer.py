@@ -564,7 +564,7 @@ class TestCallbacks:
         assert trainer.optimizer.learning_rate == 0.0
 
     async def test_it_stops_when_nothing_gets_better_and_goes_back_to_the_best(self) -> None:
-        rates = psync.callbacks.LearningRateScheduler(lambda epoch, _: 0.05 if epoch < 2 else -0.5)
+        rates = psync.callbacks.LearningRateScheduler(lambda epoch, _: 0.05 if epoch < 2 else 2.0)
         stop = psync.callbacks.EarlyStopping(patience=1, restore_best_weights=True)
         trainer = await self.fit(rates, stop, epochs=20, validation_data=(X, Y))
         assert stop.best_epoch == 1
@@ -574,7 +574,7 @@ class TestCallbacks:
         assert float(np.mean((X @ w - Y) ** 2)) == pytest.approx(min(losses), rel=1e-4)
 
     async def test_the_best_values_are_in_the_last_checkpoint(self, tmp_path: Path) -> None:
-        rates = psync.callbacks.LearningRateScheduler(lambda epoch, _: 0.05 if epoch < 2 else -0.5)
+        rates = psync.callbacks.LearningRateScheduler(lambda epoch, _: 0.05 if epoch < 2 else 2.0)
         stop = psync.callbacks.EarlyStopping("loss", patience=2, restore_best_weights=True)
         async with training() as (strategy, _):
             trainer = make(strategy, checkpoint_directory=tmp_path)
@@ -628,12 +628,16 @@ class TestCallbacks:
             await trainer.fit(batches, steps_per_epoch=1, callbacks=[rates], verbose=False)
             assert trainer.optimizer.learning_rate == 0.5
 
+    async def test_a_negative_learning_rate_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="learning rate: expected a number from 0"):
+            await self.fit(psync.callbacks.LearningRateScheduler(lambda epoch, rate: -rate))
+
     async def test_a_value_that_there_is_not_is_named(self) -> None:
         with pytest.raises(ConfigurationError, match="no 'val_loss' to monitor, there are loss"):
             await self.fit(psync.callbacks.EarlyStopping())
 
     async def test_epochs_without_validation_are_passed_over(self, tmp_path: Path) -> None:
-        rates = psync.callbacks.LearningRateScheduler(lambda epoch, _: 0.05 if epoch < 4 else -0.5)
+        rates = psync.callbacks.LearningRateScheduler(lambda epoch, _: 0.05 if epoch < 4 else 2.0)
         stop = psync.callbacks.EarlyStopping()
         best = psync.callbacks.ModelCheckpoint(tmp_path / "best", save_best_only=True)
         log = psync.callbacks.CSVLogger(tmp_path / "log.csv")
@@ -647,7 +651,7 @@ class TestCallbacks:
     async def test_the_best_is_saved(self, tmp_path: Path) -> None:
         best = psync.callbacks.ModelCheckpoint(tmp_path / "best", "loss", save_best_only=True)
         all_of_them = psync.callbacks.ModelCheckpoint(tmp_path / "all", every_n_epochs=2)
-        rates = psync.callbacks.LearningRateScheduler(lambda epoch, _: 0.05 if epoch < 2 else -5.0)
+        rates = psync.callbacks.LearningRateScheduler(lambda epoch, _: 0.05 if epoch < 2 else 6.0)
         await self.fit(rates, best, all_of_them, epochs=5)
         assert best.manager is not None
         assert len(best.manager.checkpoints) < 5

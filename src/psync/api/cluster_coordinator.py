@@ -396,7 +396,7 @@ class ClusterCoordinator(Scheduling):
 
         Example:
             async for event in coordinator.events():
-                print(f"{len(event.closures)} closures were undone")
+                print(event)
         """
         return self._running("events").events.stream()
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, TypeVarTuple, overload
 
 from psync.api.pulls import NamedFields
+from psync.chief.events import RollbackEvent
 from psync.coordinator import Coordinator
 from psync.errors import CaptureError
 from psync.serialization.remote_value import RemoteValue, fetch_all
@@ -318,6 +319,35 @@ class Scheduling:
         if kwargs is not None:
             checked_kind("kwargs: expected a dict", kwargs, dict, error=CaptureError)
         return self._running("schedule").schedule(fn, tuple(args), dict(kwargs or {}))
+
+    def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
+        """Schedule again the closures whose updates a rollback has undone, as new closures.
+
+        Function and arguments are those of the first time; a per-worker iterator goes on with the
+        batches that come next, which after a rollback are the worker's first ones. A closure of
+        whose updates the checkpoint has some makes all of them again.
+
+        Closures that ended cancelled are left out, as are those of ``Trainer.fit``, which makes up
+        for its own, and replicas of ``strategy.run``. Calls are kept in memory from their
+        closures' end until the next checkpoint, up to 256 MiB.
+
+        Args:
+            event: One that ``events()`` has yielded.
+
+        Returns:
+            The handles to the results of the new closures, in the order of ``event.closures``.
+
+        Raises:
+            UsageError: ``event`` is no rollback of this coordinator, or was scheduled again
+                before; or arguments are not kept any more. Nothing was scheduled.
+            ClosedError: The coordinator is not running.
+
+        Example:
+            async for event in coordinator.events():
+                if isinstance(event, psync.RollbackEvent):
+                    coordinator.reschedule(event)
+        """
+        return self._running("reschedule").reschedule(event)
 
     # Nestings that type checkers know. Where another type is expected than comes, mypy tries the
     # next overload: the one to object ends that, before the last one, which takes any nesting.

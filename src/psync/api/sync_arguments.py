@@ -15,8 +15,7 @@ from psync.api.optimizers.handles import Optimizer
 from psync.api.variables import Handle, OnReadVariable, Variable
 from psync.errors import ConfigurationError, GradientError
 from psync.numerics.sums import check_weight
-from psync.schedules import as_number
-from psync.specs import checked_kind
+from psync.specs import as_number, checked_kind
 from psync.store.sync_config import SyncConfig
 
 STEP_DTYPE = "int64"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 from psync.chief.attached_workers import AttachedWorkers
 from psync.closures.closure import Closure, State
@@ -14,7 +15,7 @@ from psync.closures.queue import Action, ClosureQueue
 from psync.closures.schedule_report import ScheduleReports
 from psync.errors import ParameterServerLost, RemoteProtocolError, UsageError
 from psync.net.peer import Handler, Peer, Reply
-from psync.replicas.closure_messages import arguments_reply, function_reply
+from psync.replicas.closure_messages import ScheduledCall, arguments_reply, function_reply
 from psync.serialization.failures import rebuild_exception
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import EMPTY, Payload
@@ -23,6 +24,14 @@ from psync.wire.worker_messages import ClosureResults, FetchArguments, FetchFunc
 
 MAX_ERROR_CHARS = 300
 """Of an error that the status of the cluster shows; ``join`` raises all of it."""
+
+
+class EndedCall(NamedTuple):
+    """A closure that came to its end on a worker."""
+
+    closure: Closure
+    call: ScheduledCall
+    updates: int  # that it has made
 
 
 @dataclass(eq=False)
@@ -38,9 +47,9 @@ class ClosureService:
     perform: Callable[[Sequence[Action]], None]  # does what the queue decided
     will_recover: Callable[[ParameterServerLost], bool]
     """A worker was told, by ps 0, that a ps is lost; returns whether its closure runs again."""
-    results_came: Callable[[Sequence[tuple[int, int]]], None]
-    """Called when a worker has reported, and what followed was performed, with the id of each
-    closure that has ended and the number of its calls that update something."""
+    results_came: Callable[[Sequence[EndedCall]], None]
+    """Called when a worker has reported, and what followed was performed, with each closure that
+    has ended and has updated something."""
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -54,6 +63,11 @@ class ClosureService:
     def _results(self, peer: Peer, message: ClosureResults, segments: list[memoryview]) -> None:
         if not self.workers.heard(peer):
             return  # of a worker that was given up: its closures run elsewhere
+        ended = [
+            EndedCall(self.closures[closure_id], self.closures[closure_id].payload, updates)
+            for closure_id, updates in message.updates or ()
+            if closure_id in self.closures
+        ]
         finished: list[tuple[int, Payload]] = []
         at = 0
         for closure_id, outcome, count, error in message.results:
@@ -66,7 +80,7 @@ class ClosureService:
             finished = []
             self._ended(peer.task, closure_id, outcome, error, payload if count else None)
         self._finished(peer.task, finished, message.mean_seconds)
-        self.results_came(message.updates or ())
+        self.results_came(ended)
 
     def _finished(
         self, worker: str, results: Sequence[tuple[int, Payload]], mean_seconds: float

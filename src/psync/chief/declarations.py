@@ -22,7 +22,7 @@ from psync.client.tensors import array_of, is_tensor
 from psync.errors import PartitionError, UsageError
 from psync.numerics.casting import overflow
 from psync.partitioners import check_partitions, div_split
-from psync.specs import ShardSpec, VariableSpec, dtype_name, dtype_of
+from psync.specs import ShardSpec, VariableSpec, dtype_name, dtype_of, plain_array
 from psync.wire.limits import Limits
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def as_array(value: Any, dtype: str | None, subject: str) -> np.ndarray:
             becoming an integer or bool of ``dtype``, or infinite by becoming another float.
     """
     try:
-        array = array_of(value) if is_tensor(value) else np.asarray(value)
+        array = array_of(value) if is_tensor(value) else plain_array(value)
     except (ValueError, TypeError) as exc:
         raise PartitionError(f"{subject}: the value is not an array: {exc}") from exc
     if dtype is None:

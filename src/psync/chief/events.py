@@ -19,12 +19,16 @@ class RollbackEvent:
     Attributes:
         lost: Names of the ps tasks whose contents were gone.
         timeline: Number of the timeline that began with it, from 1.
-        from_step: Updates that the most used optimizer had made, as those knew who were left.
+        from_step: Updates that the most used optimizer had made, as far as the remaining ps tasks
+            knew; ``to_step`` if none remained.
         to_step: The same, as of the checkpoint.
         closures: Ids (``RemoteValue.closure_id``), ascending, of closures that had ended and of
-            whose updates some are not in the checkpoint. They are not run again. Closures that had
-            not ended do not count: they run again, and what they do is done once.
+            whose updates some are not in the checkpoint. They run again only if the program
+            schedules them: ``coordinator.reschedule(event)``. Closures that had not ended do not
+            count: they run again, and what they do is done once.
         seconds: From when the loss was noticed until training went on.
+        updates: Number of updates of these closures (pushes, assigns, metrics) that were undone.
+            Updates of the program itself since the checkpoint are undone, too, and not counted.
     """
 
     lost: tuple[str, ...]
@@ -33,6 +37,15 @@ class RollbackEvent:
     to_step: int
     closures: tuple[int, ...]
     seconds: float
+    updates: int = 0
+
+    def __str__(self) -> str:
+        """Say what was lost, for people."""
+        began = f"from step {self.from_step} " if self.from_step > self.to_step else ""
+        return (
+            f"{', '.join(self.lost)} lost: {began}back to step {self.to_step}; undone: "
+            f"{_count(self.updates, 'update')} of {_count(len(self.closures), 'closure')}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +61,14 @@ class FailoverEvent:
     lost: tuple[str, ...]
     served_by: tuple[str, ...]
     seconds: float
+
+    def __str__(self) -> str:
+        """Say what was lost, for people."""
+        return f"{', '.join(self.lost)} lost: served by {', '.join(self.served_by)}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 Event = RollbackEvent | FailoverEvent
@@ -77,14 +98,13 @@ class Events:
     def emit(self, event: Event) -> None:
         """Note an event, and tell whoever waits for the next one."""
         self._events.append(event)
-        lost = ", ".join(event.lost)
-        if isinstance(event, RollbackEvent):
-            undone = f"{len(event.closures)} closures undone"
-            text = f"{lost} lost: from step {event.from_step} back to {event.to_step}, {undone}"
-            self.note("rollback", text)
-        else:
-            self.note("failover", f"{lost} lost: served by {', '.join(event.served_by)}")
+        self.note("rollback" if isinstance(event, RollbackEvent) else "failover", str(event))
         self._wake()
+
+    @property
+    def rollbacks(self) -> list[RollbackEvent]:
+        """The rollbacks so far, in order."""
+        return [event for event in self._events if isinstance(event, RollbackEvent)]
 
     def note(self, kind: str, text: str) -> None:
         """Note something that is shown to people, and told to no program."""

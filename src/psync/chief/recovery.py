@@ -13,19 +13,29 @@ from dataclasses import KW_ONLY, dataclass
 
 from psync.chief import recovery_rule as rules
 from psync.chief.backups import Backups
+from psync.chief.closure_service import EndedCall
 from psync.chief.cluster_links import ClusterLinks
 from psync.chief.creation import Creation
 from psync.chief.events import Events, FailoverEvent, RollbackEvent
 from psync.chief.reattachment import OwnOptimizers
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
 from psync.chief.rollback import RollbackSteps, Source
+from psync.closures.closure import State as ClosureState
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue
-from psync.closures.rollback import CutCalls, EndedClosures
+from psync.closures.rollback import KEPT_BYTES, CutCalls, EndedClosures
 from psync.closures.schedule_report import ScheduleReports
 from psync.cluster import parse_task_name
-from psync.errors import ConnectFailed, ConnectionLost, FencedError, ParameterServerLost
+from psync.errors import (
+    ConnectFailed,
+    ConnectionLost,
+    FencedError,
+    ParameterServerLost,
+    UsageError,
+)
+from psync.replicas.closure_messages import ScheduledCall
 from psync.replicas.gang_runner import GangRunner
+from psync.specs import checked_kind
 from psync.store.snapshot_state import SnapshotState
 
 logger = logging.getLogger(__name__)
@@ -62,6 +72,7 @@ class ClusterRecovery:
         links, wait_s = self.links, max(self.ps_timeout_s, RESTART_S)
         self.source: Source | None = None
         self.ended = EndedClosures()
+        self._repeated: set[int] = set()  # timelines of rollbacks that were scheduled again
         self.rule = RecoveryRule(links.served.homes, lambda: self.source is not None)
         self.backups = Backups(self.rule, links)
         self._steps = RollbackSteps(links, self.creation, self.optimizers, wait_s)
@@ -75,6 +86,52 @@ class ClusterRecovery:
     def saved(self, snapshots: Sequence[SnapshotState]) -> None:
         """There is a new checkpoint: what it has cannot be undone any more."""
         self.ended.saved(CutCalls(snapshots), self.queue.is_open)
+
+    def note_ended(self, ended: Sequence[EndedCall]) -> None:
+        """Note closures that have ended: a rollback may undo them."""
+        for closure, call, updates in ended:
+            self.ended.ended(closure.id, updates)
+            # One that was cancelled all the same is the program's to schedule, or not.
+            if (
+                call.may_repeat
+                and not closure.is_replica
+                and closure.state is ClosureState.FINISHED
+            ):
+                self.ended.kept.keep(closure.id, call, call.parts())
+
+    def calls_undone_by(self, event: RollbackEvent) -> list[ScheduledCall]:
+        """Return, once, the calls of the closures that a rollback has undone, in order.
+
+        Raises:
+            UsageError: It is no rollback of this coordinator, or its calls were returned before or
+                are not kept.
+        """
+        kept = self.ended.kept
+        hint = "async for event in coordinator.events(): …"
+        checked_kind(
+            "reschedule: expected a RollbackEvent", event, RollbackEvent, hint=hint,
+            error=UsageError,
+        )  # fmt: skip
+        if not any(each is event for each in self.events.rollbacks):
+            raise UsageError(
+                "reschedule: expected an event of this coordinator, got one of another, or a copy",
+                hint=hint,
+            )
+        if event.timeline in self._repeated:
+            raise UsageError(
+                f"reschedule: the closures of rollback {event.timeline} were scheduled again "
+                "before",
+                hint="call it once for each event",
+            )
+        if lost := kept.dropped(event.closures):
+            raise UsageError(
+                f"reschedule: the arguments of {len(lost)} of {len(event.closures)} closures are "
+                f"not kept any more, the first is closure {lost[0]}",
+                hint=f"{KEPT_BYTES >> 20} MiB of calls are kept since the last checkpoint: save "
+                "more often, pass large data by datasets, or schedule event.closures yourself",
+            )
+        self._repeated.add(event.timeline)
+        return kept.take(event.closures)
 
     # Backups.
 
@@ -287,16 +344,13 @@ class ClusterRecovery:
     def _rolled_back(self, lost: Sequence[int]) -> RollbackEvent:
         links, steps = self.links.ps.links, self._steps
         to_step = max(state.iterations for state in steps.states)
+        undone = self.ended.undone(CutCalls(steps.states))
         event = RollbackEvent(
             tuple(links[ps].task for ps in lost), self.links.ps.timeline,
-            max(steps.from_step, to_step), to_step, self.ended.undone(CutCalls(steps.states)),
-            self._seconds(),
+            max(steps.from_step, to_step), to_step, undone.closures, self._seconds(),
+            undone.updates,
         )  # fmt: skip
-        logger.warning(
-            "%s recovered in %.2f s: from step %d back to %d, timeline %d; closures undone: %d",
-            ", ".join(event.lost), event.seconds, event.from_step, event.to_step, event.timeline,
-            len(event.closures),
-        )  # fmt: skip
+        logger.warning("recovered in %.2f s, timeline %d: %s", event.seconds, event.timeline, event)
         return event
 
     def _seconds(self) -> float:

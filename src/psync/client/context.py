@@ -44,7 +44,7 @@ class ClosureContext:
     arrival: int = 0  # when it came to this worker, see ``prefetch``
     closed: bool = False  # the step has returned or raised: its pushes are refused
     cancelled: bool = False  # another closure failed, or this one was cancelled
-    dropped: int = 0  # calls of which a ps has said that they change nothing
+    dropped: int = 0  # numbers that no update bears, or one that changes nothing, says its ps
     ordinals: Iterator[int] = field(default_factory=itertools.count)
     """Numbers of the calls of this run. Counting is atomic: threads of a step may share it."""
     _pulled: PulledSteps | None = None

@@ -5,14 +5,24 @@ runs again and sends what is missing: perhaps after the cut, which then has a pa
 parts count, and each ledger knows of how many its own is one. The ledgers forget the calls of
 closures below the low-water mark; these were final when the cut was taken, so all that they did is
 in it. Synchronous pushes are known to ps 0, once their step has been applied.
+
+The calls of these closures are kept, function and arguments, so that a program can schedule them
+again. Arguments may be large: ``KeptCalls`` drops the oldest when it holds too many bytes.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from psync.store.snapshot_state import SnapshotState
+
+KEPT_BYTES = 256 << 20
+"""Most memory of calls that are kept for ``reschedule``."""
+
+CALL_BYTES = 512
+"""Taken for a call without its parts, so that many small ones are limited, too."""
 
 PART_BITS = 16
 """As in ``ps_client``: a call's number and that of its message to one ps share an integer."""
@@ -52,19 +62,103 @@ class CutCalls:
             closure: Its id.
             calls: How many calls it has made that update something.
         """
+        return not self.num_missing(closure, calls)
+
+    def num_missing(self, closure: int, calls: int) -> int:
+        """Return how many of these updates are not in the cut."""
+        missing = max(0, calls - len(self._calls.get(closure, ())))
         if closure in self.pending:
-            return False
-        return closure < self._final_below or len(self._calls.get(closure, ())) >= calls
+            return max(1, missing)
+        return 0 if closure < self._final_below else missing
 
 
-class EndedClosures:
-    """The closures that have ended and updated something since the last checkpoint."""
+class Undone(NamedTuple):
+    """The effect of a rollback on closures that had ended."""
 
-    def __init__(self) -> None:
-        self._calls: dict[int, int] = {}
+    closures: tuple[int, ...] = ()  # ascending
+    updates: int = 0  # of these, that are not in the checkpoint
+
+
+class KeptCalls:
+    """The calls of closures that a rollback may undo, or has undone; the oldest are dropped first.
+
+    Args:
+        most_bytes: Memory that they may hold.
+    """
+
+    def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
+        self.nbytes = 0
+        self._most = most_bytes
+        self._calls: dict[int, Any] = {}  # by closure
+        self._parts: OrderedDict[int, Sequence[tuple[Hashable, int]]] = OrderedDict()
+        self._users: Counter[Hashable] = Counter()  # how many calls hold a part
+        self._dropped: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._calls)
+
+    def keep(self, closure: int, call: Any, parts: Sequence[tuple[Hashable, int]]) -> None:
+        """Keep a call.
+
+        Args:
+            closure: Id of the closure.
+            call: The call.
+            parts: What it holds: a key, the same for all calls that share the part, and its bytes.
+        """
+        self._calls[closure] = call
+        self._parts[closure] = parts
+        self.nbytes += CALL_BYTES
+        for key, nbytes in parts:
+            self.nbytes += 0 if self._users[key] else nbytes
+            self._users[key] += 1
+        while self.nbytes > self._most:
+            self.drop(next(iter(self._parts)))
+
+    def drop(self, closure: int) -> None:
+        """Note that the call of this closure is not kept, though it should be."""
+        self.forget((closure,))
+        self._dropped.add(closure)
+
+    def forget(self, closures: Iterable[int]) -> None:
+        """Keep the calls of these closures no longer."""
+        for closure in closures:
+            self._dropped.discard(closure)
+            if self._calls.pop(closure, None) is None:
+                continue
+            self.nbytes -= CALL_BYTES
+            for key, nbytes in self._parts.pop(closure):
+                self._users[key] -= 1
+                if not self._users[key]:
+                    del self._users[key]
+                    self.nbytes -= nbytes
+
+    def dropped(self, closures: Iterable[int]) -> list[int]:
+        """Return those of these closures whose calls were dropped."""
+        return [closure for closure in closures if closure in self._dropped]
+
+    def take(self, closures: Sequence[int]) -> list[Any]:
+        """Return, and forget, the calls of these closures, in order, without those not kept."""
+        calls = [self._calls[closure] for closure in closures if closure in self._calls]
+        self.forget(closures)
+        return calls
+
+
+class EndedClosures:
+    """The closures that have ended and updated something since the last checkpoint.
+
+    Attributes:
+        kept: The calls of these closures, and of those that were undone.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[int, int] = {}
+        self.kept = KeptCalls()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __contains__(self, closure: int) -> bool:
+        return closure in self._calls
 
     def ended(self, closure: int, calls: int) -> None:
         """Note a closure that has ended, and how many calls it has made."""
@@ -78,14 +172,21 @@ class EndedClosures:
             is_open: Whether a closure has not ended yet. One that had before the first cut was
                 begun was not noted, and may wait for its step in that.
         """
-        self._calls = {closure: 0 for closure in cut.pending if not is_open(closure)} | {
+        left = {
             closure: calls
             for closure, calls in self._calls.items()
             if not cut.has_all(closure, calls)
         }
+        self.kept.forget(self._calls.keys() - left.keys())
+        unknown = [each for each in cut.pending if each not in left and not is_open(each)]
+        for closure in unknown:
+            self.kept.drop(closure)
+        self._calls = dict.fromkeys(unknown, 0) | left
 
-    def undone(self, cut: CutCalls) -> tuple[int, ...]:
-        """Return, and forget, those that going back to a cut undoes; ascending."""
-        undone = [number for number, calls in self._calls.items() if not cut.has_all(number, calls)]
+    def undone(self, cut: CutCalls) -> Undone:
+        """Return, and forget, those that going back to a cut undoes. Their calls stay kept."""
+        missing = {each: cut.num_missing(each, calls) for each, calls in self._calls.items()}
+        undone = sorted(closure for closure, updates in missing.items() if updates)
+        self.kept.forget(closure for closure, updates in missing.items() if not updates)
         self._calls.clear()
-        return tuple(sorted(undone))
+        return Undone(tuple(undone), sum(missing.values()))

@@ -10,8 +10,6 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from psync.cluster import device_name
 from psync.errors import ContextError, ReplicaValueError
 from psync.numerics.replica_sums import ReduceOp, as_reduce_op
@@ -28,7 +26,7 @@ from psync.numerics.replica_values import (
 from psync.numerics.sums import Pieces
 from psync.replicas.chunks import in_turns
 from psync.replicas.context import check_cross_replica, entered_replica, update_context
-from psync.specs import VariableSpec
+from psync.specs import VariableSpec, plain_array
 
 
 class Extended:
@@ -155,7 +153,10 @@ class Extended:
             )
         if isinstance(tensor, bool | int | float | complex):
             return tensor
-        value = tensor.value if isinstance(tensor, Mirrored) else np.asarray(tensor)
+        try:
+            value = tensor.value if isinstance(tensor, Mirrored) else plain_array(tensor)
+        except (TypeError, ValueError) as exc:
+            raise ReplicaValueError(f"broadcast_to: expected an array, got {exc}") from exc
         return Mirrored([value], destinations)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:

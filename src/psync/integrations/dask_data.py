@@ -16,6 +16,7 @@ import numpy as np
 
 from psync.errors import ConfigurationError, UsageError
 from psync.integrations.dask_tasks import here_by_token
+from psync.specs import plain_array
 from psync.worker.data_sources import ArrayDataset, FileDataset, integer
 
 
@@ -131,7 +132,7 @@ def _arrays(value: Any) -> Any:
     """Return an array, or those of a dataframe's columns."""
     if hasattr(value, "columns"):
         return {name: value[name].to_numpy() for name in value.columns}
-    return value.to_numpy() if hasattr(value, "to_numpy") else np.asarray(value)
+    return value.to_numpy() if hasattr(value, "to_numpy") else plain_array(value)
 
 
 def _client() -> distributed.Client:

@@ -313,9 +313,7 @@ class ServedPytree(ServedVariables, Generic[T]):
         Cancellation: Once begun, it ends in the background.
         """
         found = self.compare_keys(self._by_name, state_dict, strict=strict)
-        await self.load_values(
-            {key: np.asarray(state_dict[key]) for key in self._by_name if key in state_dict}
-        )
+        await self.load_values({key: state_dict[key] for key in self._by_name if key in state_dict})
         return found
 
     def _checked_state(self, state: Any, what: str) -> dict[str, Any]:

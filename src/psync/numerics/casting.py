@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from psync.errors import GradientError
-from psync.specs import VariableSpec, dtype_of
+from psync.specs import VariableSpec, check_not_masked, dtype_of, plain_array
 
 
 def fits(array: np.ndarray, spec: VariableSpec) -> bool:
@@ -56,8 +56,8 @@ def fitting(
     if type(value) is np.ndarray and value.dtype == dtype and value.shape == shape:
         return value if value.flags.c_contiguous else np.asarray(value, order="C")
     try:
-        array = np.asarray(value)
-    except ValueError as exc:
+        array = plain_array(value)
+    except (TypeError, ValueError) as exc:
         raise GradientError(f"{operation}: the value is not an array: {exc}") from exc
     if array.shape != shape:
         raise GradientError(f"{operation}: expected shape {shape}, got {array.shape}")
@@ -135,6 +135,10 @@ def checked_target(array: Any, spec: VariableSpec) -> np.ndarray:
     expected = f"expected a writable C-contiguous array of shape {spec.shape} {spec.dtype}"
     if not isinstance(array, np.ndarray):
         raise GradientError(f'out for "{spec.name}": {expected}, got {type(array).__name__}')
+    try:
+        check_not_masked(array)
+    except TypeError as exc:
+        raise GradientError(f'out for "{spec.name}": {expected}, got {exc}') from None
     flaws = "" if array.flags.c_contiguous else ", not C-contiguous"
     flaws += "" if array.flags.writeable else ", read-only"
     if flaws or array.shape != spec.shape or array.dtype != dtype_of(spec.dtype):

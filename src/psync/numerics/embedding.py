@@ -14,6 +14,7 @@ import numpy as np
 
 from psync.errors import ConfigurationError, GradientError, PartitionError
 from psync.numerics.sums import sum_dtype
+from psync.specs import plain_array
 
 STRATEGIES = ("div", "mod")
 COMBINERS = ("mean", "sum", "sqrtn")
@@ -217,7 +218,7 @@ def _triple(given: Any, what: str) -> tuple[np.ndarray, np.ndarray, tuple[int, i
             f"attributes, got {type(given).__name__}"
         )
     try:
-        indices, values = np.asarray(given[0]), np.asarray(given[1])
+        indices, values = plain_array(given[0]), plain_array(given[1])
         shape = tuple(map(operator.index, np.asarray(given[2]).reshape(-1).tolist()))
     except (TypeError, ValueError) as exc:
         raise GradientError(

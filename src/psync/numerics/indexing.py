@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from psync.errors import IndexTypeError, IndexValueError, VariableIndexError
+from psync.specs import plain_array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,8 +131,8 @@ def index_array(indices: Any, what: str) -> np.ndarray:
         IndexValueError: They are ragged.
     """
     try:
-        return np.asarray(indices)
-    except (ValueError, OverflowError) as exc:
+        return plain_array(indices)
+    except (TypeError, ValueError, OverflowError) as exc:
         raise IndexValueError(f"{what}: the indices are not an array: {exc}") from exc
 
 
@@ -147,7 +148,9 @@ def _read(item: Any, name: str, elsewhere: tuple[type, ...]) -> Any:
     if isinstance(item, int | np.integer) and not isinstance(item, bool):
         return int(item)
     try:
-        array = np.asarray(item)
+        array = plain_array(item)
+    except TypeError as exc:
+        raise IndexTypeError(f'index of "{name}": got {exc}') from exc
     except ValueError as exc:
         raise IndexValueError(f'index of "{name}": the list is not an array: {exc}') from exc
     if array.size == 0 and not isinstance(item, np.ndarray):

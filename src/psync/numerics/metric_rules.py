@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from psync.errors import ConfigurationError, GradientError
-from psync.specs import DTYPE_NAMES, checked_integer
+from psync.specs import DTYPE_NAMES, HiddenValues, checked_integer, plain_array
 
 EDGE = 1e-7
 """How far the outermost thresholds of an AUC lie outside of [0, 1]."""
@@ -312,9 +312,10 @@ def as_floats(name: str, value: Any) -> np.ndarray:
         GradientError: It is none.
     """
     try:
-        array = np.asarray(value)
+        array = plain_array(value)
     except (TypeError, ValueError) as exc:
-        raise GradientError(f"{name}: expected numbers, got {type(value).__name__}") from exc
+        got = exc if isinstance(exc, HiddenValues) else type(value).__name__
+        raise GradientError(f"{name}: expected numbers, got {got}") from exc
     if array.dtype.kind not in "biuf" and array.dtype.name not in DTYPE_NAMES:
         got = type(value).__name__ if array.dtype.kind in "OUS" else array.dtype.name
         raise GradientError(f"{name}: expected numbers, got {got}")

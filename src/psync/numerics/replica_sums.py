@@ -14,7 +14,7 @@ import numpy as np
 from psync.errors import ReplicaValueError
 from psync.numerics.scatter import IndexedSlices
 from psync.numerics.sums import PIECE_BYTES, Pieces, cuts, sum_dtype
-from psync.specs import DTYPE_NAMES
+from psync.specs import DTYPE_NAMES, plain_array
 
 
 class ReduceOp(enum.Enum):
@@ -178,7 +178,7 @@ def _is_slices(value: Any) -> bool:
 
 def _as_array(value: Any) -> np.ndarray:
     try:
-        array = np.asarray(value)
+        array = plain_array(value)
     except (TypeError, ValueError) as exc:
         raise ReplicaValueError(f"expected numbers or arrays from replicas: {exc}") from exc
     if not _are_numbers(array.dtype):

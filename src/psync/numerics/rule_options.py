@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from psync.errors import ConfigurationError
-from psync.schedules import as_number
+from psync.specs import as_number
 
 MAX_WORDS = 10_000
 """That exclude variables from weight decay."""

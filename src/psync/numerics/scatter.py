@@ -14,6 +14,7 @@ import numpy as np
 
 from psync.errors import GradientError, UsageError
 from psync.numerics.sums import firsts, sum_dtype
+from psync.specs import plain_array
 
 
 def ascending(rows: np.ndarray) -> bool:
@@ -204,8 +205,8 @@ class IndexedSlices:
 
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
         try:
-            self.values = np.asarray(values)
-            indices = np.asarray(indices)
+            self.values = plain_array(values)
+            indices = plain_array(indices)
             shape = None if dense_shape is None else tuple(map(int, dense_shape))
         except (TypeError, ValueError) as exc:
             raise GradientError(

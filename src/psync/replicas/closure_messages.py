@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from psync.closures.closure import Closure
-from psync.errors import LocalProtocolError
+from psync.errors import LocalProtocolError, UsageError
 from psync.net.peer import Reply
 from psync.serialization.functions import Function
 from psync.serialization.payloads import EMPTY, Payload
@@ -21,6 +21,9 @@ INLINE_BYTES = 16 << 10
 """Larger arguments are fetched by the worker when it is about to run the closure: a worker
 whose step computes on its loop does not read, and must not have more than 64 KiB unread."""
 
+ITERATOR_BYTES = 4 << 20
+"""Taken for what a dataset's iterator holds on the workers."""
+
 
 @dataclass(slots=True, eq=False)
 class ScheduledCall:
@@ -29,6 +32,7 @@ class ScheduledCall:
     function: Function
     arguments: Payload  # keeps the RemoteValues and iterators among them alive
     replica: tuple[int, int] | None = None  # which one of how many, if it is of a gang
+    may_repeat: bool = True  # whether ``reschedule`` runs it again if a rollback undoes it
     sent_at: float | None = None  # loop time; None: to nobody so far
     value: weakref.ref[RemoteValue[Any]] = field(init=False)  # the user may have dropped it
 
@@ -39,6 +43,21 @@ class ScheduledCall:
             return INLINE_BYTES
         nbytes = self.arguments.nbytes
         return nbytes if nbytes <= INLINE_BYTES else 0
+
+    def parts(self) -> list[tuple[Hashable, int]]:
+        """Return the memory that keeping this call holds: (key of what may be shared, bytes).
+
+        Iterators hold batches on every worker, whose sizes are unknown here.
+        """
+        found: list[tuple[Hashable, int]] = [(self.function.key, self.function.payload.nbytes)]
+        if self.arguments is not EMPTY:
+            found.append((id(self.arguments), self.arguments.nbytes))
+        found += [
+            (id(value), 0 if value.payload is None else value.payload.nbytes)
+            for value in self.arguments.remote_values
+        ]
+        kept = (*self.arguments.kept, *self.function.payload.kept)
+        return found + [(id(iterator), ITERATOR_BYTES) for iterator in kept]
 
     def segments(self) -> tuple[list[Any], list[int]]:
         """Return all segments of the arguments, and how many of them each RemoteValue has.
@@ -67,6 +86,25 @@ class ScheduledClosures(dict[int, Closure]):
     def __init__(self, cancel: Callable[[int], None]) -> None:
         super().__init__()
         self._cancel = cancel
+
+    def make(self, closure_id: int, call: ScheduledCall, owner: object) -> Closure:
+        """Return a new closure of a call.
+
+        Raises:
+            UsageError: An input belongs to another coordinator than ``owner``.
+        """
+        for value in call.arguments.remote_values:
+            if value.owner is not owner:
+                raise UsageError(
+                    f"{value!r} belongs to another coordinator",
+                    hint="fetch its value there and pass that",
+                )
+        inputs = call.arguments.remote_values
+        return Closure(
+            closure_id, call, name=call.function.name,
+            inline_bytes=call.inline_bytes if call.arguments is not EMPTY else 0,
+            dependencies=[value.closure for value in inputs] if inputs else (),
+        )  # fmt: skip
 
     def adopt(self, closure: Closure) -> RemoteValue[Any]:
         """Take a closure that is about to be queued; return its value to be."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import numpy as np
-
 from psync.errors import ContextError, ReplicaValueError
 from psync.replicas.context import in_cross_replica_context, replicas_in_sync
+from psync.specs import check_not_masked, plain_array
 
 
 def compute_average_loss(
@@ -68,11 +67,12 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
 
 
 def _as_array(value: Any) -> Any:
-    if hasattr(value, "shape") and hasattr(value, "sum"):
-        return value
     try:
-        array = np.asarray(value)
-    except ValueError as exc:
+        check_not_masked(value)
+        if hasattr(value, "shape") and hasattr(value, "sum"):
+            return value
+        array = plain_array(value)
+    except (TypeError, ValueError) as exc:
         raise ReplicaValueError(f"a loss: expected numbers, got {value!r:.80}: {exc}") from exc
     if array.dtype.kind not in "biuf":
         raise ReplicaValueError(f"a loss: expected numbers, got {value!r:.80}")

@@ -29,8 +29,8 @@ class Progress:
     def at(self, steps: int) -> None:
         """So many steps of it are done."""
 
-    def end(self, seconds: float, logs: Mapping[str, float]) -> None:
-        """It is done."""
+    def end(self, seconds: float, logs: Mapping[str, float], again: int = 0) -> None:
+        """It is done; so many steps of it were trained again after a rollback."""
 
     def close(self) -> None:
         """Nothing follows."""
@@ -43,9 +43,9 @@ class Lines(Progress):
         """Keep what stands at the beginning of the line."""
         self._head, self._steps = f"epoch {epoch + 1}/{epochs}", steps
 
-    def end(self, seconds: float, logs: Mapping[str, float]) -> None:
+    def end(self, seconds: float, logs: Mapping[str, float], again: int = 0) -> None:
         """Print the line."""
-        print(f"{self._head}: {text_of(seconds, self._steps, logs)}", flush=True)
+        print(f"{self._head}: {text_of(seconds, self._steps, logs, again)}", flush=True)
 
 
 class Bar(Progress):
@@ -70,11 +70,11 @@ class Bar(Progress):
         """Move it."""
         self._rich.update(self._task, completed=steps)
 
-    def end(self, seconds: float, logs: Mapping[str, float]) -> None:
+    def end(self, seconds: float, logs: Mapping[str, float], again: int = 0) -> None:
         """Replace it by a line."""
         self._rich.remove_task(self._task)
         self._rich.console.print(
-            f"{self._head}: {text_of(seconds, self._steps, logs)}", highlight=False
+            f"{self._head}: {text_of(seconds, self._steps, logs, again)}", highlight=False
         )
 
     def close(self) -> None:
@@ -98,9 +98,9 @@ class CellLines(Progress):
         """Change it."""
         self._cell.show(self._done, f"{self._head}: {steps}/{self._steps}", steps / self._steps)
 
-    def end(self, seconds: float, logs: Mapping[str, float]) -> None:
+    def end(self, seconds: float, logs: Mapping[str, float], again: int = 0) -> None:
         """Replace it by what came of the epoch."""
-        self._done.append(f"{self._head}: {text_of(seconds, self._steps, logs)}")
+        self._done.append(f"{self._head}: {text_of(seconds, self._steps, logs, again)}")
         self._cell.show(self._done)
 
     def close(self) -> None:
@@ -133,10 +133,11 @@ class _Cell:
             self._shown.update(mark, raw=True)
 
 
-def text_of(seconds: float, steps: int, logs: Mapping[str, float]) -> str:
+def text_of(seconds: float, steps: int, logs: Mapping[str, float], again: int) -> str:
     """Return what is said of an epoch that is done."""
     values = "  ".join(f"{name} {value:.4g}" for name, value in logs.items())
-    return f"{steps} steps in {seconds:.1f} s  {values}"
+    undone = f" ({again} undone by a rollback and trained again)" if again else ""
+    return f"{steps} steps{undone} in {seconds:.1f} s  {values}"
 
 
 def progress_of(verbose: bool | str) -> Progress:

@@ -18,7 +18,7 @@ import numpy as np
 
 from psync.accumulators import Applied, ArrayAccumulator, Held
 from psync.numerics.sums import Pieces, SparseSum, at_once
-from psync.specs import as_integer
+from psync.specs import HiddenValues, as_integer, plain_array
 
 
 class Slices(Protocol):
@@ -152,9 +152,10 @@ class SparseConditionalAccumulator(ArrayAccumulator[GivenSlices, SparseGradient]
 
     def _as_indices(self, given: object) -> np.ndarray:
         try:
-            array = np.asarray(given)
+            array = plain_array(given)
         except (TypeError, ValueError, RuntimeError) as exc:
-            raise self._refused(f"expected integers as indices, got {given!r:.80}") from exc
+            got = exc if isinstance(exc, HiddenValues) else f"{given!r:.80}"
+            raise self._refused(f"expected integers as indices, got {got}") from exc
         empty = not hasattr(given, "dtype") and array.size == 0  # no numbers: no dtype either
         if array.dtype.kind not in "iu" and not empty:
             raise self._refused(f"expected integers as indices, got {array.dtype}")

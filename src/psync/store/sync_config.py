@@ -10,8 +10,7 @@ from typing import Any
 from psync.errors import ConfigurationError
 from psync.numerics.means import growing_decay
 from psync.numerics.rule_options import flag
-from psync.schedules import as_number
-from psync.specs import checked_integer
+from psync.specs import as_number, checked_integer
 
 REDUCTIONS = ("mean", "sum")
 SPARSE_DIVISORS = ("per_index", "total")

@@ -57,6 +57,7 @@ async def follow(
     counts: Sequence[int],
     tell: Callable[[int, Any], Awaitable[None]],
     stopped: Callable[[], bool],
+    first: int = 0,
 ) -> None:
     """Call ``tell(step, result)`` for each closure that has a result, in the order of the epoch.
 
@@ -68,13 +69,14 @@ async def follow(
         counts: How many steps each has.
         tell: Gets the last step of the closure, from 0, and its result.
         stopped: Asked after each.
+        first: Number of the first step.
 
     Raises:
         Exception: What ``tell`` raised.
 
     Cancellation: Safe; closures go on.
     """
-    steps = 0
+    steps = first
     for place, (closure, count) in enumerate(zip(closures, counts, strict=True)):
         steps += count
         try:
@@ -100,10 +102,17 @@ def _cancel(closures: Sequence[RemoteValue[Any]]) -> None:
 
 
 async def show_steps(
-    closures: Sequence[RemoteValue[Any]], counts: Sequence[int], show: Progress
+    closures: Sequence[RemoteValue[Any]], counts: Sequence[int], show: Progress, done: int = 0
 ) -> None:
-    """Move the bar while the closures run; they are done about in order."""
-    first = done = 0
+    """Move the bar while the closures run; they are done about in order.
+
+    Args:
+        closures: That run.
+        counts: How many steps each has.
+        show: The bar.
+        done: Steps that are done before.
+    """
+    first = 0
     while True:
         while first < len(closures) and closures[first].done():
             done += counts[first]

@@ -22,6 +22,7 @@ from psync.api.cluster_coordinator import ClusterCoordinator
 from psync.api.pulls import pull
 from psync.errors import ConfigurationError, GradientError
 from psync.metrics import Metric
+from psync.specs import plain_array
 from psync.worker.data_sources import ArrayDataset
 from psync.worker.element_specs import leaves_of, map_nest
 
@@ -52,7 +53,10 @@ def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Shard]:
             raise ConfigurationError("validation data: expected a plain function, got a coroutine")
         return [functools.partial(data, number, num_shards) for number in range(num_shards)]
     if isinstance(data, tuple) and any(map(_is_of_rows, data)):
-        arrays = map_nest(np.asarray, data)
+        try:
+            arrays = map_nest(plain_array, data)
+        except (TypeError, ValueError) as exc:
+            raise ConfigurationError(f"validation data: expected arrays, got {exc}") from exc
         found = leaves_of(arrays)
         lengths = {len(array) if array.ndim else -1 for array in found}
         if len(lengths) != 1 or min(lengths) < 1:

@@ -6,12 +6,10 @@ is needed. Different: callbacks may be told of batches.
 
 from __future__ import annotations
 
-import asyncio
-import copy
+import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from psync.api.cluster_coordinator import ClusterCoordinator, running_coordinator
@@ -27,53 +25,23 @@ from psync.gradients import GradientFunction
 from psync.metrics import Mean, Metric
 from psync.serialization.remote_value import RemoteValue
 from psync.specs import checked_integer, checked_kind
-from psync.status.progress import Progress, progress_of
-from psync.training.callback_calls import call_back, call_ends, follow, show_steps
+from psync.status.progress import progress_of
+from psync.training.callback_calls import call_back, call_ends
 from psync.training.checkpoint import Checkpoint
 from psync.training.checkpoint_manager import CheckpointManager
+from psync.training.epoch_runs import EpochRuns
 from psync.training.evaluation import (
     SHARDS_PER_WORKER,
     Counts,
     Shard,
     awaited,
     evaluate,
-    no_batch,
     parts_of,
     say_over,
     shards_of,
 )
+from psync.training.fit_state import History
 from psync.training.saved_names import by_name
-
-
-@dataclass(slots=True)
-class History:
-    """What ``fit`` returns; a checkpoint holds it.
-
-    Attributes:
-        epoch: Numbers of the epochs that ran, from 0, those before a resume included.
-        history: By name: a value for each of them.
-    """
-
-    epoch: list[int] = field(default_factory=list)
-    history: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, epoch: int, logs: Mapping[str, float]) -> None:
-        """Note an epoch."""
-        self.epoch.append(epoch)
-        for name, value in logs.items():
-            self.history.setdefault(name, []).append(value)
-
-    def clear(self) -> None:
-        """Forget all epochs."""
-        self.epoch, self.history = [], {}
-
-    def checkpoint_state(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return {"epoch": self.epoch, "history": self.history}
-
-    def restore_checkpoint_state(self, state: dict[str, Any]) -> None:
-        """Become what was saved."""
-        self.epoch, self.history = state["epoch"], state["history"]
 
 
 class Trainer:
@@ -176,11 +144,14 @@ class Trainer:
         callbacks have read (``on_train_end`` can), and the checkpoints. To read variables after
         ``fit``, or to go on, call it within ``async with psync.ClusterCoordinator(strategy):``.
 
+        When a ps is lost and all go back to a checkpoint, the undone steps are trained again, with
+        the batches that come next: before the epoch ends that runs, or after its save.
+
         Args:
             dataset: What ``ClusterCoordinator.create_per_worker_dataset`` takes, or returns. Each
                 epoch goes on where the one before has stopped; a worker whose data end begins its
                 own again, unless it has begun them in the same epoch. Each ``fit`` begins anew, and
-                so does one that resumes.
+                so does one that resumes, and each worker after a rollback.
             epochs: Number of the last epoch, plus 1.
             steps_per_epoch: Steps of all workers together.
             steps_per_execution: Steps of one closure: more cost less, and are lost together.
@@ -193,8 +164,9 @@ class Trainer:
             verbose: False, "lines", "bar"; "auto" or True: a bar on a terminal, else lines.
 
         Returns:
-            The values of each epoch. If the data of a worker began and ended in one epoch, training
-            ended with it.
+            The values of each epoch, and how many steps were trained again in it since a rollback
+            had undone them. If the data of a worker began and ended in one epoch, training ended
+            with it.
 
         Raises:
             ConfigurationError: A number is out of range; validation data are none; the dataset has
@@ -236,31 +208,29 @@ class Trainer:
             told = [callback for callback in callbacks if callback.wants_batches]
             self.stop_training = self.unsaved = False
             run_steps = self._steps(tells=bool(told))
-            starts = range(0, steps_per_epoch, steps_per_execution)
-            closures = [min(steps_per_execution, steps_per_epoch - start) for start in starts]
             logs: dict[str, float] = {}
             show = progress_of(verbose)
+            runs = EpochRuns(self, coordinator, run_steps, batches, steps_per_execution, show, told)
             try:
                 await call_back(self, callbacks, "on_train_begin")
+                await runs.settle(saved=True)  # a checkpoint may lack steps of earlier epochs
                 for epoch in range(first, epochs):
                     await call_back(self, callbacks, "on_epoch_begin", epoch)
                     began = time.perf_counter()
                     show.begin(epoch, epochs, steps_per_epoch)
-                    logs, ended = await self._epoch(
-                        coordinator, run_steps, (batches, epoch), closures, show, told
-                    )
                     validates = validation_data is not None and (epoch + 1) % validation_freq == 0
                     self.validation_skipped = validation_data is not None and not validates
-                    if validates:
-                        size = validation_batch_size
-                        found = await self.evaluate(validation_data, batch_size=size)
-                        logs |= {f"val_{name}": value for name, value in found.items()}
-                    show.end(time.perf_counter() - began, logs)
-                    history.add(epoch, logs)
+                    validate = functools.partial(
+                        self.evaluate, validation_data, batch_size=validation_batch_size
+                    )
+                    logs, ended, again = await runs.run(
+                        steps_per_epoch, validate if validates else None
+                    )
+                    show.end(time.perf_counter() - began, logs, again)
+                    history.add(epoch, logs, again)
                     coordinator.report({"epoch": epoch, **logs})
                     await call_back(self, callbacks, "on_epoch_end", epoch, logs)
-                    if self.manager is not None:
-                        await self.save(self.manager)
+                    await runs.settle()
                     if ended and epoch + 1 < epochs:
                         say_over(epoch, epochs)
                     if ended or self.stop_training:
@@ -271,11 +241,10 @@ class Trainer:
                 raise
             show.close()
             await call_ends(self, callbacks, logs)
+            await runs.settle(saved=not self.unsaved)
             if self.manager is not None:
-                if self.unsaved:
-                    await self.save(self.manager)
                 await self.manager.finish()
-            return History(list(history.epoch), copy.deepcopy(history.history))
+            return history.copy()
 
     async def evaluate(
         self, data: Any, *, batch_size: int = 32, num_shards: int | None = None
@@ -315,17 +284,20 @@ class Trainer:
         """Return what counts on the ps tasks, by name; called in the strategy's scope."""
         return {"loss": Mean("loss"), **self.metrics}
 
-    async def _logs_of(self, sums: Any) -> dict[str, float]:
+    async def logs_of(self, sums: Any) -> dict[str, float]:
         """Return the values of what a step function has counted."""
         counted = zip(self._counted.items(), sums, strict=True)
         return {name: metric.value_of(total) for (name, metric), total in counted}
 
-    async def _values(
+    async def values_of(
         self, closures: Sequence[RemoteValue[Any]], ended: bool
     ) -> tuple[dict[str, float], bool]:
-        """Return the values of an epoch, and whether data ended, as a step function has raised."""
+        """Return the values of an epoch, and whether data ended, as a step function has raised.
+
+        There are none if no batch was trained.
+        """
         if ended and not any(await self._counted["loss"].variables[0].read()):
-            raise no_batch()
+            return {}, ended
         return {name: await metric.result() for name, metric in self._counted.items()}, ended
 
     def _steps(self, *, tells: bool) -> Callable[..., Any]:
@@ -338,16 +310,17 @@ class Trainer:
         optimizer, global_step = self.optimizer, self._global_step
         metrics = self._counted
 
-        async def run_steps(batches: Any, epoch: int, count: int) -> list[Any] | None:
+        async def run_steps(batches: Any, turn: int, count: int) -> list[Any] | None:
             counts = Counts(metrics)
             ended: EndOfData | None = None
             closure = current_closure()
             assert closure is not None, "steps run in closures"
             began, calls = next(closure.ordinals), 0
+            closure.dropped += 1  # no update bears this number
             values: Any = None  # of the next step, if they came with the push of the last one
             for step in range(count):
                 try:
-                    batch = await batches.next_in(epoch)
+                    batch = await batches.next_in(turn)
                 except EndOfData as exc:
                     ended = exc
                     # Where the closure runs again there may be more data, or less; what is added to
@@ -366,6 +339,7 @@ class Trainer:
                     await optimizer.apply_gradients(grads_and_vars, global_step)
                 if step == 0:
                     calls = next(closure.ordinals) - began - 1
+                    closure.dropped += 1
                 counts.note(batch, loss, predictions)
             if counts.batches:
                 for metric, total in zip(metrics.values(), counts.sums, strict=True):
@@ -376,47 +350,8 @@ class Trainer:
 
         return run_steps
 
-    async def _epoch(
-        self,
-        coordinator: ClusterCoordinator,
-        run_steps: Callable[..., Any],
-        data: tuple[Any, int],
-        counts: Sequence[int],
-        show: Progress,
-        told: Sequence[Callback],
-    ) -> tuple[dict[str, float], bool]:
-        """Run one epoch; return its values, and whether the data of a worker ended.
-
-        Args:
-            data: Batches, and the number of the epoch.
-        """
-
-        async def tell(batch: int, sums: Any) -> None:
-            logs = await self._logs_of(sums)
-            coordinator.report(logs)
-            await call_back(self, told, "on_train_batch_end", batch, logs)
-
-        await self._reset()
-        ended = False
-        closures = [coordinator.schedule(run_steps, args=(*data, count)) for count in counts]
-        tasks: list[Any] = [asyncio.create_task(show_steps(closures, counts, show))]
-        if told:
-            batches_told = follow(closures, counts, tell, lambda: self.stop_training)
-            tasks.append(asyncio.create_task(batches_told))
-        try:
-            try:
-                await coordinator.join()
-            except EndOfData:
-                ended = True
-            for telling in tasks[1:]:
-                await telling
-        finally:
-            for unfinished in (*closures, *tasks):
-                unfinished.cancel()
-            await asyncio.wait(tasks)
-        return await self._values(closures, ended)
-
-    async def _reset(self) -> None:
+    async def reset_metrics(self) -> None:
+        """Let the metrics count from nothing, as each epoch does."""
         for metric in self._counted.values():
             await metric.reset_state()
 
@@ -431,7 +366,7 @@ class Trainer:
         if manager is self.manager:
             self.unsaved = False
         try:
-            await self._reset()
+            await self.reset_metrics()
             await manager.save()
         finally:
             for count, total in zip(counts, sums, strict=True):

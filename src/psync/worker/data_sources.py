@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from psync.errors import ConfigurationError, UsageError
 from psync.serialization.captures import name_of, type_name
+from psync.specs import plain_array
 from psync.worker.dataset_functions import InputContext, asynchronous, batches_of, takes_context
 from psync.worker.element_specs import TensorSpec, leaves_of, map_nest, spec_of
 
@@ -340,8 +341,8 @@ def _stacked(arrays: Any) -> Any:
     if arrays is None:
         raise UsageError("arrays: expected arrays, got None")
     try:
-        return np.asarray(arrays)
-    except ValueError as exc:
+        return plain_array(arrays)
+    except (TypeError, ValueError) as exc:
         raise UsageError(
             f"arrays: a {type_name(arrays)} is stacked into one array, which failed: {exc}",
             hint="arrays that belong together are a tuple or a dict: from_arrays((x, y), …)",

@@ -187,6 +187,26 @@ async def test_a_learning_rate_that_was_set_goes_with_its_cluster() -> None:
             assert (optimizer.learning_rate, await v.read()) == (0.5, 7)
 
 
+@pytest.mark.parametrize("rate", [-1, -0.1, np.float32(-1), float("nan"), float("inf")])
+async def test_a_learning_rate_that_is_none_is_refused_and_changes_nothing(rate: Any) -> None:
+    for make in (optimizers.SGD, optimizers.Adam, optimizers.Ftrl, optimizers.Lamb):
+        with pytest.raises(ConfigurationError, match="learning rate: expected a"):
+            make(rate)
+    optimizer = optimizers.SGD(0.5)
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.float32(10))
+        with pytest.raises(ConfigurationError, match="learning rate: expected a"):
+            await optimizer.set_learning_rate(rate)
+        await optimizer.apply_gradients([(np.float32(4), v)])
+        await optimizer.set_learning_rate(0)
+        await optimizer.apply_gradients([(np.float32(4), v)])
+        assert (optimizer.learning_rate, await v.read()) == (0, 8)
+        await optimizer.set_learning_rate(0.5)
+        await optimizer.apply_gradients([(np.float32(-4), v)])  # ascent
+        assert await v.read() == 10
+
+
 def test_what_is_no_rule_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="expected an UpdateRule, got str"):
         optimizers.Optimizer("sgd")  # type: ignore[arg-type]

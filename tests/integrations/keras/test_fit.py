@@ -10,7 +10,8 @@ import pytest
 
 import psync
 from local_training import training
-from psync.errors import ConfigurationError
+from memory_cluster import coordinating
+from psync.errors import ConfigurationError, UsageError
 
 keras: Any = pytest.importorskip("keras")
 
@@ -262,3 +263,72 @@ def test_it_trains_without_async() -> None:
             history = psync.wait(model.fit(batches, 2, 3, verbose=False))
             assert history.epoch == [0, 1]
             assert psync.wait(model.evaluate(points(1))).keys() == {"accuracy", "loss"}
+
+
+@pytest.mark.parametrize(
+    ("compiled", "given", "batches_told"),
+    [(3, None, [2, 5]), (1, None, [0, 1, 2, 3, 4, 5]), (3, 2, [1, 3, 5]), (3, 1, [*range(6)])],
+)
+async def test_steps_per_execution_is_what_the_model_was_compiled_with_unless_fit_says_another(
+    compiled: int, given: int | None, batches_told: list[int]
+) -> None:
+    told: list[int] = []
+
+    class Notes(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            told.append(batch)
+
+    def build() -> Any:
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, steps_per_execution=compiled)
+        return model
+
+    async with training(1, 1) as (strategy, _):
+        model = served_of(strategy, build)
+        await model.fit(
+            batches, 1, 6, callbacks=[Notes()], steps_per_execution=given, verbose=False
+        )
+    assert told == batches_told
+
+
+async def test_metrics_of_an_epoch_count_each_of_its_steps_once_though_a_rollback_undid_some(
+    tmp_path: Path,
+) -> None:
+    class Lose(keras.callbacks.Callback):  # type: ignore[misc]
+        lost = False
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+    class Kill(psync.callbacks.Callback):
+        async def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            if (lose.epoch, batch, lose.lost) == (1, 5, False):
+                lose.lost = True
+                await cluster.stop("ps-0")
+                await cluster.start("ps-0")
+
+    async with coordinating(1, 1) as (cluster, coordinator):
+        model = served_of(
+            coordinator.strategy, lambda: net(metrics=[Rows()]), checkpoint_directory=tmp_path
+        )
+        lose = Lose()
+        history = await model.fit(batches, 3, 8, None, [lose, Kill()], verbose=False)
+        assert await model.optimizer.iterations.read() == 3 * 8
+        assert len((await anext(coordinator.events())).closures) >= 6
+    assert history.history["rows"] == [8 * 32] * 3
+
+
+@pytest.mark.parametrize("class_weight", [None, {0: 2.0}])
+async def test_batches_with_hidden_values_are_refused(class_weight: Any) -> None:
+    def hiding() -> Any:
+        x, y = points(1)
+        yield (x, np.ma.masked_equal(y, 1)) if class_weight else (np.ma.masked_less(x, 0), y)
+
+    async with training(1, 1) as (strategy, _):
+        model = served_of(strategy)
+        with pytest.raises(ConfigurationError, match="a batch: expected arrays, got a masked arr"):
+            await model.fit(hiding, 1, 1, class_weight=class_weight, verbose=False)
+        weights = await model.get_weights()
+        with pytest.raises(UsageError, match="set_weights: expected arrays, got a masked array"):
+            await model.set_weights([np.ma.masked_less(weights[0], 0), *weights[1:]])

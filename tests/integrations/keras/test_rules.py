@@ -10,6 +10,7 @@ import pytest
 
 import psync
 from local_training import training
+from psync.errors import ConfigurationError
 
 keras: Any = pytest.importorskip("keras")
 
@@ -117,3 +118,15 @@ async def test_weight_decay_passes_over_what_keras_excludes() -> None:
         kernel, bias = await model.get_weights()
     assert (kernel == 0.5).all()
     assert (bias == 1).all()
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.SGD(-1.0),
+        lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(-1.0, 10, 0.9)),
+    ],
+)
+def test_a_negative_learning_rate_is_refused(optimizer: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"learning.rate.*-1\.0"):
+        optimizer_of(optimizer())

@@ -24,7 +24,7 @@ from psync.integrations.served import in_thread
 from psync.metrics import Metric
 from psync.serialization.remote_value import RemoteValue
 from psync.specs import checked_integer
-from psync.training.evaluation import SHARDS_PER_WORKER, Shard, no_batch
+from psync.training.evaluation import SHARDS_PER_WORKER, Shard
 from psync.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -114,11 +114,11 @@ class KerasTrainer(Trainer):
         served, class_weight = self._served, self.class_weight
 
         # Plain: it computes in a thread.
-        def run_steps(batches: Any, epoch: int, count: int) -> Counted:
+        def run_steps(batches: Any, turn: int, count: int) -> Counted:
             counted = Counted()
             for _ in range(count):
                 try:
-                    batch = wait(batches.next_in(epoch))
+                    batch = wait(batches.next_in(turn))
                 except EndOfData:
                     counted.ended = True
                     break
@@ -128,19 +128,18 @@ class KerasTrainer(Trainer):
 
         return run_steps
 
-    async def _logs_of(self, sums: Counted) -> dict[str, float]:
+    async def logs_of(self, sums: Counted) -> dict[str, float]:
         self._so_far.add_all(sums)  # as Keras has it: of the epoch, and not of the batch
         if self._so_far.spec is None:
             return {}
         return await asyncio.to_thread(self._results, self._so_far)
 
-    async def _values(
+    async def values_of(
         self, closures: Sequence[RemoteValue[Any]], ended: bool
     ) -> tuple[dict[str, float], bool]:
         self._so_far, counted = Counted(), await _total(closures)
-        if counted.spec is None:
-            raise no_batch()
-        return await asyncio.to_thread(self._results, counted), counted.ended
+        logs = {} if counted.spec is None else await asyncio.to_thread(self._results, counted)
+        return logs, counted.ended
 
     async def evaluate(
         self, data: Any, *, batch_size: int = 32, num_shards: int | None = None

@@ -13,7 +13,7 @@ from keras.src.utils import naming
 
 from psync.errors import ConfigurationError, UsageError
 from psync.integrations.served import Kind
-from psync.specs import DTYPE_NAMES
+from psync.specs import DTYPE_NAMES, plain_array
 
 BACKENDS = ("jax", "torch")
 
@@ -171,7 +171,10 @@ def weights_of(kinds: Mapping[str, Kind], weights: Any) -> dict[str, np.ndarray]
     Raises:
         UsageError: Their number or a shape differs.
     """
-    arrays = [np.asarray(weight) for weight in weights]
+    try:
+        arrays = [plain_array(weight) for weight in weights]
+    except (TypeError, ValueError) as exc:
+        raise UsageError(f"set_weights: expected arrays, got {exc}") from exc
     if len(arrays) != len(kinds):
         raise UsageError(
             f"set_weights: expected {len(kinds)} arrays, got {len(arrays)}",

@@ -139,6 +139,7 @@ class ServedModel(ServedVariables):
             )  # fmt: skip
         self._kinds = dict(built.kinds())
         self._weights = built.weights
+        self._compiled_steps: int = built.model.steps_per_execution
         super().__init__(
             "ServedModel", built.values(), built.trained, built.state, optimizer,
             name=name, merge=state, cast_gradients=cast_gradients,
@@ -162,7 +163,7 @@ class ServedModel(ServedVariables):
         validation_data: Any = None,
         callbacks: Sequence[keras.callbacks.Callback | Callback] | None = None,
         *,
-        steps_per_execution: int = 1,
+        steps_per_execution: int | None = None,
         validation_batch_size: int = 32,
         validation_freq: int = 1,
         initial_epoch: int | None = None,
@@ -186,6 +187,7 @@ class ServedModel(ServedVariables):
                 optimizer, ``stop_training``) holds for all. Hooks of batches are called when a
                 closure has ended, with the values of the epoch so far.
             steps_per_execution: Steps of one closure: more cost less, and are lost together.
+                Default: as in the model's ``compile(steps_per_execution=…)``.
             validation_batch_size: Of validation data that are arrays.
             validation_freq: After each n-th epoch.
             initial_epoch: From 0. Default: where the last checkpoint was saved, else 0.
@@ -226,7 +228,9 @@ class ServedModel(ServedVariables):
                 dataset,
                 epochs=epochs,
                 steps_per_epoch=steps_per_epoch,
-                steps_per_execution=steps_per_execution,
+                steps_per_execution=(
+                    self._compiled_steps if steps_per_execution is None else steps_per_execution
+                ),
                 validation_data=validation_data,
                 validation_batch_size=validation_batch_size,
                 validation_freq=validation_freq,

@@ -22,6 +22,7 @@ from psync.integrations.keras.metrics import (
 )
 from psync.integrations.keras.models import BuiltModel, checked_backend
 from psync.numerics.scatter import IndexedSlices
+from psync.specs import check_not_masked
 
 _SPREAD = 0x9E3779B9
 """By how much the seeds of two workers differ, modulo 2**32: the golden ratio's bits."""
@@ -73,6 +74,7 @@ class Steps(ABC):
 
     def predict(self, x: Any) -> Any:
         """Return the outputs for x, as arrays."""
+        check_batch(x)
         outputs = self._predict(keras.tree.map_structure(self._data, x))
         return keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
 
@@ -97,7 +99,9 @@ class Steps(ABC):
 
     def _prepared(self, batch: Any) -> Any:
         """Return a batch as the backend takes it; the first one builds the metrics."""
-        made = keras.tree.map_structure(self._data, as_tuple(batch))
+        batch = as_tuple(batch)
+        check_batch(batch)
+        made = keras.tree.map_structure(self._data, batch)
         if self._reset is None:
             build_metrics(self.built.model, made)
             self._reset = reset_metrics(self.built.model)
@@ -275,6 +279,18 @@ class TorchSteps(Steps):
         return loss
 
 
+def check_batch(batch: Any) -> None:
+    """Refuse masked arrays, whose hidden values the backend would take for data.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    try:
+        check_not_masked(keras.tree.flatten(batch))
+    except TypeError as exc:
+        raise ConfigurationError(f"a batch: expected arrays, got {exc}") from exc
+
+
 def weighted(batch: Any, class_weight: Mapping[int, float]) -> Any:
     """Return a batch (x, y) with the weight of each example's class: (x, y, sample_weight).
 
@@ -299,6 +315,7 @@ def weighted(batch: Any, class_weight: Mapping[int, float]) -> Any:
             hint="weigh examples where batches are made: let the dataset yield (x, y, "
             "sample_weight), nested as y, and leave class_weight out",
         )
+    check_batch(y)
     labels = array_of(y) if is_tensor(y) else np.asarray(y)
     if labels.ndim > 1:
         labels = labels.argmax(-1) if labels.shape[-1] > 1 else labels[..., 0]

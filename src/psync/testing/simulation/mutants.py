@@ -26,7 +26,7 @@ from psync.client import optimizer_client, ps_client
 from psync.client.prefetch import PulledAhead
 from psync.client.runtime import Runtime
 from psync.closures.queue import ClosureQueue
-from psync.closures.rollback import EndedClosures
+from psync.closures.rollback import EndedClosures, Undone
 from psync.closures.shard_epochs import Visitation
 from psync.coordinator import Coordinator
 from psync.errors import TaskLost
@@ -184,7 +184,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "rollback_names_nobody": Mutant(
         "a RollbackEvent names the closures that it undoes", ("checkpoint",),
-        ((EndedClosures, "undone", wrong.does_nothing(())),),
+        ((EndedClosures, "undone", wrong.does_nothing(Undone())),),
     ),
     "gang_without_one": Mutant(
         "a collective has what every replica has brought", ("any",),

@@ -1,0 +1,133 @@
+"""The epochs of one fit: trains their steps, and trains again what rollbacks have undone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from psync.api.cluster_coordinator import ClusterCoordinator, coordinator_of
+from psync.errors import EndOfData
+from psync.status.progress import Progress
+from psync.training.callback_calls import call_back, follow, show_steps
+from psync.training.evaluation import no_batch
+from psync.training.fit_state import OwedSteps
+
+if TYPE_CHECKING:
+    from psync.callbacks import Callback
+    from psync.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class EpochRuns:
+    """Runs the epochs of one fit, one after the other."""
+
+    trainer: Trainer
+    coordinator: ClusterCoordinator
+    run_steps: Callable[..., Any]  # the step function: of batches, a pass over data, and a count
+    batches: Any
+    steps_per_execution: int
+    show: Progress
+    told: Sequence[Callback]  # of batches
+
+    def __post_init__(self) -> None:
+        inner = coordinator_of(self.trainer.strategy.origin)
+        assert inner is not None, "it runs"
+        self._owed = OwedSteps(inner, self.steps_per_execution, self.trainer.history)
+
+    async def run(
+        self, steps: int, validate: Callable[[], Awaitable[Mapping[str, float]]] | None
+    ) -> tuple[dict[str, float], bool, int]:
+        """Run one epoch, until none of its steps is undone.
+
+        Args:
+            steps: Of all workers together.
+            validate: Evaluates; None: this epoch has no validation.
+
+        Returns:
+            Its values, whether the data of a worker ended, and how many steps were trained again.
+
+        Raises:
+            ConfigurationError: The data have no batch.
+            Exception: What a step or a callback raised.
+
+        Cancellation: Steps that were scheduled are cancelled.
+        """
+        trainer, owed = self.trainer, self._owed
+        await trainer.reset_metrics()
+        owed.begin_epoch()
+        ended, again = await self._train(steps, self.told), 0
+        while True:
+            while undone := owed.steps():
+                again += undone
+                ended |= await self._train(None, self.told)
+            logs, over = await trainer.values_of(list(owed.closures.values()), ended)
+            if validate is not None and logs:
+                found = await validate()
+                logs |= {f"val_{name}": value for name, value in found.items()}
+            if owed.steps():  # the values may be of two timelines
+                continue
+            if not logs:
+                raise no_batch()
+            return logs, over, again
+
+    async def settle(self, *, saved: bool = False) -> None:
+        """Save between epochs, and train again what was undone there, before and meanwhile.
+
+        Args:
+            saved: Whether there is nothing to be saved, unless steps are trained again.
+
+        Raises:
+            CheckpointError: As ``Checkpoint.save``.
+            Exception: What a step raised.
+
+        Cancellation: As ``run``.
+        """
+        manager = self.trainer.manager
+        while (undone := self._owed.steps()) or not (saved or manager is None):
+            if undone:
+                self.trainer.history.add_repeated(undone)
+                await self._train(None)
+                saved = False
+            elif manager is not None:
+                await self.trainer.save(manager)
+                saved = True
+
+    async def _train(self, steps: int | None, told: Sequence[Callback] = ()) -> bool:
+        """Train the steps of an epoch, or those that are owed; return whether data ended."""
+        trainer, owed = self.trainer, self._owed
+
+        async def tell(batch: int, sums: Any) -> None:
+            logs = await trainer.logs_of(sums)
+            self.coordinator.report(logs)
+            await call_back(trainer, told, "on_train_batch_end", batch, logs)
+
+        first = owed.scheduled
+        closures, counts = owed.schedule(self.run_steps, self.batches, steps)
+        done = 0
+        if steps is None:
+            logger.warning("fit: a rollback has undone %d steps: trained again", sum(counts))
+            done = max(0, first - sum(counts))
+        tasks: list[Any] = [asyncio.create_task(show_steps(closures, counts, self.show, done))]
+        if told:
+            batches_told = follow(closures, counts, tell, lambda: trainer.stop_training, first)
+            tasks.append(asyncio.create_task(batches_told))
+        ended = False
+        try:
+            try:
+                await self.coordinator.join()
+            except EndOfData:
+                ended = True
+            for telling in tasks[1:]:
+                await telling
+        finally:
+            for unfinished in (*closures, *tasks):
+                unfinished.cancel()
+            await asyncio.wait(tasks)
+        if told and trainer.stop_training:
+            owed.forget()
+        return ended

@@ -1,0 +1,159 @@
+"""What a fit has done: its history, and the steps that rollbacks have undone.
+
+    a closure of the fit ends        its updates may be undone until a checkpoint has them
+    a rollback names it              its steps are owed
+    the epoch's closures have ended  what is owed is trained again, and that until nothing is owed
+    the epoch's callbacks, its save  the same, and saved again
+
+The steps that are trained again are new: they take the batches that come next, and a rollback lets
+each worker's data begin anew. Steps of earlier epochs (the checkpoint may be older than the epoch
+that runs) are trained in the epoch that runs, whose values count them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from psync.coordinator import Coordinator
+from psync.serialization.remote_value import RemoteValue
+
+
+def _nothing() -> int:
+    return 0
+
+
+@dataclass(slots=True)
+class History:
+    """What ``fit`` returns; a checkpoint holds it.
+
+    Attributes:
+        epoch: Numbers of the epochs that ran, from 0, those before a resume included.
+        history: By name: a value for each of them.
+        repeated: For each of them: steps that were trained again in it since a rollback had undone
+            them.
+    """
+
+    epoch: list[int] = field(default_factory=list)
+    history: dict[str, list[float]] = field(default_factory=dict)
+    repeated: list[int] = field(default_factory=list)
+    # Of the fit that runs: steps that are undone just now; and those that a checkpoint lacked.
+    _owed: Callable[[], int] = field(default=_nothing, repr=False, compare=False)
+    _owed_before: int = field(default=0, repr=False, compare=False)
+
+    def add(self, epoch: int, logs: Mapping[str, float], repeated: int = 0) -> None:
+        """Note an epoch."""
+        self.epoch.append(epoch)
+        self.repeated.append(repeated)
+        for name, value in logs.items():
+            self.history.setdefault(name, []).append(value)
+
+    def add_repeated(self, steps: int) -> None:
+        """Note steps that were trained again after the last epoch."""
+        if self.repeated:
+            self.repeated[-1] += steps
+
+    def clear(self) -> None:
+        """Forget all epochs."""
+        self.epoch, self.history, self.repeated = [], {}, []
+        self._owed, self._owed_before = _nothing, 0
+
+    def copy(self) -> History:
+        """Return a history of its own."""
+        return History(list(self.epoch), copy.deepcopy(self.history), list(self.repeated))
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return it as plain data, with the steps that the checkpoint lacks."""
+        return {
+            "epoch": self.epoch, "history": self.history, "repeated": self.repeated,
+            "owed": self._owed(),
+        }  # fmt: skip
+
+    def restore_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Become what was saved."""
+        self.epoch, self.history = state["epoch"], state["history"]
+        self.repeated = state.get("repeated", [0] * len(self.epoch))
+        self._owed_before = state.get("owed", 0)
+
+
+class OwedSteps:
+    """The steps of one fit that are to be trained, and those that were and may be undone.
+
+    Args:
+        coordinator: Schedules, and knows of rollbacks.
+        per_closure: Most steps of one closure.
+        history: Of the fit. A checkpoint that it came from may say that steps are owed.
+
+    Attributes:
+        closures: Those of the present epoch, without those that were undone, by id.
+        scheduled: Number of steps that were scheduled in the present epoch.
+    """
+
+    def __init__(self, coordinator: Coordinator, per_closure: int, history: History) -> None:
+        self._coordinator = coordinator
+        self._per_closure = per_closure
+        self._seen = len(coordinator.events.rollbacks)
+        self._steps: dict[int, int] = {}  # by the id of a closure that may be undone
+        self._owed = history._owed_before
+        self._of_earlier = self._owed > 0  # whether some of these are of earlier epochs
+        self._pass = (
+            0  # over the data: those that end in a later one than they began in begin again
+        )
+        self.closures: dict[int, RemoteValue[Any]] = {}
+        self.scheduled = 0
+        history._owed = self.steps
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch: what is undone from now on and was trained before is of earlier ones."""
+        self.steps()
+        ended = self._coordinator.recovery.ended
+        self._steps = {number: steps for number, steps in self._steps.items() if number in ended}
+        self.closures = {}
+        self.scheduled = 0
+        self._pass += 1
+
+    def steps(self) -> int:
+        """Return how many steps are owed just now."""
+        rollbacks = self._coordinator.events.rollbacks
+        for event in rollbacks[self._seen :]:
+            for number in event.closures:
+                if (steps := self._steps.pop(number, 0)) > 0:
+                    self._owed += steps
+                    self._of_earlier |= self.closures.pop(number, None) is None
+        self._seen = len(rollbacks)
+        return self._owed
+
+    def forget(self) -> None:
+        """Owe nothing: training was stopped."""
+        self.steps()
+        self._owed = 0
+
+    def schedule(
+        self, run_steps: Callable[..., Any], batches: Any, steps: int | None = None
+    ) -> tuple[list[RemoteValue[Any]], list[int]]:
+        """Schedule steps; return the closures, and how many steps each of them has.
+
+        Args:
+            run_steps: The step function: of batches, the number of the pass, and a count.
+            batches: Of the data.
+            steps: Of an epoch that begins; None: those that are owed, which are not any more.
+        """
+        if steps is None:
+            steps = self.steps()
+            self._pass += self._of_earlier  # an epoch's data may be too few for these, too
+            self._owed, self._of_earlier = 0, False
+        each = self._per_closure
+        counts = [min(each, steps - start) for start in range(0, steps, each)]
+        made = [
+            self._coordinator.schedule(
+                run_steps, (batches, self._pass, count), {}, may_repeat=False
+            )
+            for count in counts
+        ]
+        self.scheduled += steps
+        for value, count in zip(made, counts, strict=True):
+            self._steps[value.closure_id] = count
+            self.closures[value.closure_id] = value
+        return made, counts
