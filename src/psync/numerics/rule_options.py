@@ -3,8 +3,8 @@
 Data, and the checks that rules share. An update needs more than its elements:
 
     what                                computed by
-    learning rate, step t               the ps, at max(own step, step that the push carries): only
-                                        a ps knows how many updates there were
+    learning rate, step t               the ps, which knows the number of pushes before this one
+                                        (``store.push_counts``)
     weight_decay, clipvalue             the ps, within the rule: elementwise
     exclude_from_weight_decay           the ps, by the variable's name
     clipnorm, global_clipnorm           the worker, before the push, which has the whole gradient;

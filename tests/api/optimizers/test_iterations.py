@@ -1,4 +1,4 @@
-"""``optimizer.iterations`` is the number of pushes on any number of ps tasks; schedules follow it."""
+"""``optimizer.iterations`` is the number of pushes on any number of ps; schedules follow it."""
 
 from __future__ import annotations
 

@@ -30,8 +30,9 @@ class PushResult:
     Attributes:
         outcome: ACCEPTED, or DUPLICATE where another run of the closure was first. Synchronous
             ones also STALE: older than the step, and so not applied.
-        step: Of the optimizer, after the push: the highest that a ps named. Synchronous: the
-            token, which is the step at which the replica may go on.
+        step: Pushes of the optimizer, including this one, as far as the ps tasks know them that
+            have applied it. Synchronous: the token, which is the step at which the replica may go
+            on.
         staleness: Updates of others since this task's last push: at most so old were the values.
             Synchronous: steps that were closed since the values were pulled.
         partial: Synchronous: whether its step was closed with fewer pushes than the target.
@@ -132,13 +133,14 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Iterations:
-    """How many updates an optimizer has made: what a program resumes its epoch from.
+    """The number of updates that an optimizer has made.
 
-    An update is a push, or as many of them as ``gradient_accumulation_steps`` says. Each ps counts
-    the optimizer's pushes, and takes over a higher count that a push knows from another ps, so that
-    schedules go on alike where pushes change different variables. A push that was delayed on its
-    way to one ps, as by a recovery, then counts on top of that: the number may be above that of
-    updates by as many as were under way at once. All updates are applied, each of them once.
+    An update is a push, or as many pushes as ``gradient_accumulation_steps`` says. Each push counts
+    once, whatever ps tasks its variables lie on and however often it was sent. Pushes that have
+    returned are counted; those in flight may be.
+
+    Schedules follow the same number, as far as the ps that applies an update knows it: pushes in
+    flight, and pushes of the last 10 ms to variables on other ps tasks only, may be missing.
     """
 
     optimizer: Optimizer
