@@ -28,6 +28,7 @@ from psync.chief.schedule_reporter import FinalClosures, ScheduleReporter
 from psync.client.runtime import Runtime
 from psync.closures.closure import Closure
 from psync.closures.dispatcher import Dispatch, GiveBack
+from psync.closures.identities import Identity
 from psync.closures.open import Cancel, Settle
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue
@@ -229,9 +230,10 @@ class Coordinator:
     # What the user does.
 
     def schedule(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> RemoteValue[Any]:
-        """Queue a closure; see ``ClusterCoordinator.schedule``."""
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        identity: Identity | None = None,
+    ) -> RemoteValue[Any]:  # fmt: skip
+        """Queue a closure, which may come again if it has an identity; see ``schedule`` in api."""
         if self._closed:
             raise ClosedError("schedule on a closed coordinator")
         forbid_in_merge("schedule")
@@ -242,16 +244,13 @@ class Coordinator:
             check_size(arguments, f'the arguments of step "{function.name}"', self._limits)
         call, inputs = ScheduledCall(function, arguments), arguments.remote_values
         closure = Closure(
-            self._queue.next_id,
-            call,
-            name=function.name,
-            inline_bytes=call.inline_bytes if arguments is not EMPTY else 0,
-            dependencies=self._dependencies(inputs) if inputs else (),
-        )
+            self._queue.next_id, call,
+            name=function.name, inline_bytes=call.inline_bytes if arguments is not EMPTY else 0,
+            dependencies=self._dependencies(inputs) if inputs else (), identity=identity,
+        )  # fmt: skip
         value = self._closures.adopt(closure)
         self._create_if_declared()
-        actions = self._queue.schedule(closure)
-        if actions:
+        if actions := self._queue.schedule(closure):
             self.perform(actions)
         if not self._dispatch_due:
             self._dispatch_due = True
@@ -427,8 +426,8 @@ class Coordinator:
         What ends after a cut was begun may have to be named, though nobody keeps that cut yet.
         """
         if self.cuts.taken or self.recovery.source is not None:
-            for closure_id, calls in updates:
-                self.recovery.ended.ended(closure_id, calls)
+            for number, calls in updates:
+                self.recovery.ended.ended(number, calls)
         self.joins.heard_at = self.loop.time()
         self._final.look()
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, TypeVarTuple, overload
 
 from psync.api.pulls import NamedFields
+from psync.closures.identities import Identity
 from psync.coordinator import Coordinator
 from psync.errors import CaptureError
 from psync.serialization.remote_value import RemoteValue, fetch_all
@@ -310,6 +311,16 @@ class Scheduling:
             CaptureError: ``fn`` is not callable, or something cannot be sent to a worker; names it.
             ClosedError: The coordinator is not running.
         """
+        return self._schedule(fn, args, kwargs)
+
+    def _schedule(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any],
+        kwargs: dict[str, Any] | None,
+        identity: Identity | None = None,
+    ) -> RemoteValue[Any]:
+        """Do as ``schedule``; with an identity, another closure with the same may come later."""
         if isinstance(args, RemoteValue) or not isinstance(args, tuple | list):
             raise CaptureError(
                 f"args: expected a tuple, got {type(args).__name__}",
@@ -317,7 +328,7 @@ class Scheduling:
             )
         if kwargs is not None:
             checked_kind("kwargs: expected a dict", kwargs, dict, error=CaptureError)
-        return self._running("schedule").schedule(fn, tuple(args), dict(kwargs or {}))
+        return self._running("schedule").schedule(fn, tuple(args), dict(kwargs or {}), identity)
 
     # Nestings that type checkers know. Where another type is expected than comes, mypy tries the
     # next overload: the one to object ends that, before the last one, which takes any nesting.

@@ -39,8 +39,8 @@ class ClosureService:
     will_recover: Callable[[ParameterServerLost], bool]
     """A worker was told, by ps 0, that a ps is lost; returns whether its closure runs again."""
     results_came: Callable[[Sequence[tuple[int, int]]], None]
-    """Called when a worker has reported, and what followed was performed, with the id of each
-    closure that has ended and the number of its calls that update something."""
+    """Called when a worker has reported, and what followed was performed, with the number on ps
+    tasks of each closure that has ended, and how many of its calls update something."""
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""

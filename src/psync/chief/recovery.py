@@ -61,7 +61,7 @@ class ClusterRecovery:
     def __post_init__(self) -> None:
         links, wait_s = self.links, max(self.ps_timeout_s, RESTART_S)
         self.source: Source | None = None
-        self.ended = EndedClosures()
+        self.ended = EndedClosures(self.queue.identities)
         self.rule = RecoveryRule(links.served.homes, lambda: self.source is not None)
         self.backups = Backups(self.rule, links)
         self._steps = RollbackSteps(links, self.creation, self.optimizers, wait_s)

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from psync.closures.identities import Identities, Identity
 from psync.store.snapshot_state import SnapshotState
+from psync.wire.closure_numbers import first_of
 
 PART_BITS = 16
 """As in ``ps_client``: a call's number and that of its message to one ps share an integer."""
@@ -26,10 +28,12 @@ class CutCalls:
 
     Attributes:
         pending: Closures of which a synchronous push waits for its step: it is not in the cut.
+
+    Closures are named by the ids of their first runs.
     """
 
     def __init__(self, snapshots: Sequence[SnapshotState]) -> None:
-        self._final_below = max((snapshot.ledger.final_below for snapshot in snapshots), default=0)
+        self._finals = [snapshot.ledger.final for snapshot in snapshots]
         self._calls: dict[int, set[int]] = {}  # those that are whole
         missing: Counter[tuple[int, int]] = Counter()  # parts of calls
         for snapshot in snapshots:
@@ -49,26 +53,35 @@ class CutCalls:
         """Return whether all updates of a closure that has ended are in the cut.
 
         Args:
-            closure: Its id.
+            closure: The id of its first run.
             calls: How many calls it has made that update something.
         """
         if closure in self.pending:
             return False
-        return closure < self._final_below or len(self._calls.get(closure, ())) >= calls
+        if any(final.is_over(closure) for final in self._finals):
+            return True
+        return len(self._calls.get(closure, ())) >= calls
 
 
 class EndedClosures:
-    """The closures that have ended and updated something since the last checkpoint."""
+    """The closures that have ended and updated something since the last checkpoint.
 
-    def __init__(self) -> None:
-        self._calls: dict[int, int] = {}
+    Args:
+        identities: Of those that may come again.
+    """
+
+    def __init__(self, identities: Identities | None = None) -> None:
+        self._identities = Identities() if identities is None else identities
+        # By the id of the first run: how many calls it has made, and its identity, if it has one.
+        self._ended: dict[int, tuple[int, Identity | None]] = {}
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self._ended)
 
-    def ended(self, closure: int, calls: int) -> None:
-        """Note a closure that has ended, and how many calls it has made."""
-        self._calls[closure] = calls
+    def ended(self, number: int, calls: int) -> None:
+        """Note a closure that has ended, by its number on ps tasks, and the calls it has made."""
+        first = first_of(number)
+        self._ended[first] = calls, self._identities.get(first)
 
     def saved(self, cut: CutCalls, is_open: Callable[[int], bool]) -> None:
         """Forget those that are in a checkpoint now.
@@ -78,14 +91,24 @@ class EndedClosures:
             is_open: Whether a closure has not ended yet. One that had before the first cut was
                 begun was not noted, and may wait for its step in that.
         """
-        self._calls = {closure: 0 for closure in cut.pending if not is_open(closure)} | {
-            closure: calls
-            for closure, calls in self._calls.items()
-            if not cut.has_all(closure, calls)
-        }
+        ended = {first: ended for first, ended in self._ended.items()
+                 if not cut.has_all(first, ended[0])}  # fmt: skip
+        for first in cut.pending:
+            identity = self._identities.get(first)
+            if not (is_open(first) if identity is None else identity.is_open):
+                ended.setdefault(first, (0, identity))
+        self._ended = ended
 
     def undone(self, cut: CutCalls) -> tuple[int, ...]:
-        """Return, and forget, those that going back to a cut undoes; ascending."""
-        undone = [number for number, calls in self._calls.items() if not cut.has_all(number, calls)]
-        self._calls.clear()
+        """Forget all, and return the ids of those that going back to a cut undoes; ascending.
+
+        What may come again is done no more.
+        """
+        undone = []
+        for first, (calls, identity) in self._ended.items():
+            if not cut.has_all(first, calls):
+                undone.append(first if identity is None else identity.newest)
+                if identity is not None:
+                    self._identities.undo(identity)
+        self._ended.clear()
         return tuple(sorted(undone))

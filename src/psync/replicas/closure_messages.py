@@ -91,6 +91,7 @@ def run_closures(closures: Sequence[Closure]) -> tuple[RunClosures, list[Any]]:
     """Return the message that starts closures, and its segments."""
     items: list[tuple[int, bytes, int, list[int]]] = []
     segments: list[Any] = []
+    numbers = [(each.id, each.number) for each in closures if each.identity is not None]
     for closure in closures:
         call: ScheduledCall = closure.payload
         key = call.function.key
@@ -103,7 +104,7 @@ def run_closures(closures: Sequence[Closure]) -> tuple[RunClosures, list[Any]]:
         else:
             items.append((closure.id, key, len(own) - sum(counts), counts))
             segments += own
-    return RunClosures(items), segments
+    return RunClosures(items, numbers or None), segments
 
 
 def starting(closures: Sequence[Closure]) -> tuple[Message, list[Any]]:

@@ -146,7 +146,7 @@ class PsServices:
                 platform, attach, self.sync, pool, work, self.clocks.look_again, timeline,
                 is_hosted=life is Life.HOSTED,
             )  # fmt: skip
-            self.closer.steps.note_calls(contents.counted, contents.final_below)
+            self.closer.steps.note_calls(contents.counted, contents.final)
         self.gate = GateService(
             task, ledger, CLOSER, process.check_coordinator, functools.partial(self.pause, "cut"),
             functools.partial(self.resume, "cut"), parts,
@@ -358,9 +358,9 @@ class PsServices:
 
     def _final_below(self, peer: Peer, message: FinalBelow, _: list[memoryview]) -> None:
         if peer.incarnation == self.coordinator:
-            self.ledger.final_below(message.closure)
+            self.ledger.final_below(message.closure, message.kept or ())
             if self.closer is not None:
-                self.closer.steps.final_below(message.closure)
+                self.closer.steps.final_below(message.closure, message.kept or ())
 
     async def _await_waiters(self, peer: Peer, message: AwaitWaiters, _: list[memoryview]) -> Reply:
         self._process.check_coordinator(peer)

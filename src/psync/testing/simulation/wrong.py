@@ -116,7 +116,7 @@ def all_weigh_one(original: Callable[..., Any]) -> Any:
 
 
 def off_by(number: int) -> Make:
-    return lambda original: lambda self, closure: original(self, closure + number)
+    return lambda original: lambda self, closure, *kept: original(self, closure + number, *kept)
 
 
 def does_nothing(result: Any) -> Make:
