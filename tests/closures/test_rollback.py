@@ -108,6 +108,20 @@ def test_a_shard_that_is_undone_is_named_by_its_last_closure_and_comes_again() -
     assert not identity.is_done
 
 
+def test_a_run_that_an_error_made_vain_is_named_and_not_the_one_that_is_open() -> None:
+    undone: list[Identity] = []
+    identities, identity = Identities(), Identity("shard", undone)
+    first = Closure(3, identity=identity)
+    identities.begin(first, identity)
+    first.worker, first.error = "w", ValueError("of another closure")
+    identities.end(first, identity)
+    ended = EndedClosures(identities)
+    ended.ended(3, 1)  # the worker has not heard of the error
+    identities.begin(Closure(8, identity=identity), identity)
+    assert ended.undone(CutCalls([snapshot()])) == (3,)
+    assert undone == [], "it is under way, and runs again"
+
+
 def test_a_shard_whose_push_waits_for_its_step_in_the_first_cut_is_undone() -> None:
     undone: list[Identity] = []
     identities, identity = shard(3, undone)

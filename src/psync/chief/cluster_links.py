@@ -158,7 +158,7 @@ class ClusterLinks:
         One that is not connected just now is told by the next, higher number. What is kept is
         asked for now: since an earlier moment a rollback may have undone what was done then.
         """
-        message = FinalBelow(closure, kept(closure) or None)
+        message = FinalBelow(closure, kept(closure) or None, self.ps.timeline)
         for link in self.ps.links:
             link.notify(message)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from psync.closures.identities import Identities, Identity
 from psync.store.snapshot_state import SnapshotState
@@ -63,6 +64,14 @@ class CutCalls:
         return len(self._calls.get(closure, ())) >= calls
 
 
+class _Ended(NamedTuple):
+    """The last run of a closure that has ended."""
+
+    id: int
+    calls: int  # that it has made
+    identity: Identity | None  # if the closure may come again
+
+
 class EndedClosures:
     """The closures that have ended and updated something since the last checkpoint.
 
@@ -72,16 +81,19 @@ class EndedClosures:
 
     def __init__(self, identities: Identities | None = None) -> None:
         self._identities = Identities() if identities is None else identities
-        # By the id of the first run: how many calls it has made, and its identity, if it has one.
-        self._ended: dict[int, tuple[int, Identity | None]] = {}
+        self._ended: dict[int, _Ended] = {}  # by the id of the first run
 
     def __len__(self) -> int:
         return len(self._ended)
 
     def ended(self, number: int, calls: int) -> None:
-        """Note a closure that has ended, by its number on ps tasks, and the calls it has made."""
-        first = first_of(number)
-        self._ended[first] = calls, self._identities.get(first)
+        """Note a closure that has just ended, by its number on ps tasks, and the calls it made."""
+        self._note(first_of(number), calls)
+
+    def _note(self, first: int, calls: int) -> None:
+        identity = self._identities.get(first)
+        last = first if identity is None else identity.newest
+        self._ended[first] = _Ended(last, calls, identity)
 
     def saved(self, cut: CutCalls, is_open: Callable[[int], bool]) -> None:
         """Forget those that are in a checkpoint now.
@@ -91,13 +103,12 @@ class EndedClosures:
             is_open: Whether a closure has not ended yet. One that had before the first cut was
                 begun was not noted, and may wait for its step in that.
         """
-        ended = {first: ended for first, ended in self._ended.items()
-                 if not cut.has_all(first, ended[0])}  # fmt: skip
-        for first in cut.pending:
+        noted = self._ended.items()
+        self._ended = {first: one for first, one in noted if not cut.has_all(first, one.calls)}
+        for first in cut.pending - self._ended.keys():
             identity = self._identities.get(first)
             if not (is_open(first) if identity is None else identity.is_open):
-                ended.setdefault(first, (0, identity))
-        self._ended = ended
+                self._note(first, 0)
 
     def undone(self, cut: CutCalls) -> tuple[int, ...]:
         """Forget all, and return the ids of those that going back to a cut undoes; ascending.
@@ -105,10 +116,10 @@ class EndedClosures:
         What may come again is done no more.
         """
         undone = []
-        for first, (calls, identity) in self._ended.items():
-            if not cut.has_all(first, calls):
-                undone.append(first if identity is None else identity.newest)
-                if identity is not None:
-                    self._identities.undo(identity)
+        for first, one in self._ended.items():
+            if not cut.has_all(first, one.calls):
+                undone.append(one.id)
+                if one.identity is not None:
+                    self._identities.undo(one.identity)
         self._ended.clear()
         return tuple(sorted(undone))

@@ -357,7 +357,7 @@ class PsServices:
         return self.accumulators.fence(task, below)
 
     def _final_below(self, peer: Peer, message: FinalBelow, _: list[memoryview]) -> None:
-        if peer.incarnation == self.coordinator:
+        if (peer.incarnation, message.timeline) == (self.coordinator, self.timeline):
             self.ledger.final_below(message.closure, message.kept or ())
             if self.closer is not None:
                 self.closer.steps.final_below(message.closure, message.kept or ())

@@ -62,6 +62,8 @@ class FinalBelow(Message):
     # (first closure, run) of those that may come again: this run of them is not final. See
     # ``closure_numbers``.
     kept: list[tuple[int, int]] | None = None
+    # Of the ps tasks, when it was sent: a rollback since then may have undone what was done.
+    timeline: int = 0
 
 
 # Values.

@@ -25,6 +25,7 @@ from psync.chief.backups import Backups
 from psync.client import optimizer_client
 from psync.client.prefetch import PulledAhead
 from psync.client.runtime import Runtime
+from psync.closures.identities import Identities
 from psync.closures.queue import ClosureQueue
 from psync.closures.rollback import EndedClosures
 from psync.closures.shard_epochs import Visitation
@@ -195,6 +196,18 @@ MUTANTS: Mapping[str, Mutant] = {
     "shards_done_again": Mutant(
         "visits that are restored know which data shards are done", ("any",),
         ((Visits, "restore_checkpoint_state", wrong.does_nothing(None)),),
+    ),
+    "shard_begins_anew": Mutant(
+        "a data shard that comes again is a further run of its first closure", ("visited",),
+        ((Identities, "begin", wrong.begins_anew),),
+    ),
+    "shard_is_forgotten": Mutant(
+        "ps tasks remember data shards that may come again", ("visited",),
+        ((ClosureQueue, "kept", wrong.does_nothing([])),),
+    ),
+    "shard_stays_done": Mutant(
+        "a data shard that a rollback has undone is done again", ("visited",),
+        ((Identities, "undo", wrong.does_nothing(None)),),
     ),
     "takes_are_given_again": Mutant(
         "a gradient in an accumulator is taken once", ("any",),

@@ -15,6 +15,8 @@ from psync.backups.host import _Backup
 from psync.client.plans import Plan
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.runtime import Runtime
+from psync.closures.closure import Closure
+from psync.closures.identities import Identities, Identity
 from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
 from psync.net.shared.loans import Loan
@@ -245,6 +247,14 @@ def passes_over_finality(original: Callable[..., Any]) -> Any:
         original(self, number, entry, body)
 
     return add
+
+
+def begins_anew(original: Callable[..., Any]) -> Any:
+    def begin(self: Identities, closure: Closure, identity: Identity) -> None:
+        identity.has_begun = False
+        original(self, closure, identity)
+
+    return begin
 
 
 def of_no_closure(original: Callable[..., Any]) -> Any:

@@ -56,7 +56,7 @@ class Synchronous(Table):
             for batch in plan.batches
             for closure in batch.closures
         )
-        self.waits_for_tokens = not gives_up
+        self.waits_for_tokens = not gives_up and "visited" not in plan.works  # shards may raise
 
     def declare(self, steps: Sequence[Any]) -> Handles:
         group = self.group
