@@ -22,8 +22,9 @@ class RollbackEvent:
         from_step: Updates that the most used optimizer had made, as those knew who were left.
         to_step: The same, as of the checkpoint.
         closures: Ids (``RemoteValue.closure_id``), ascending, of closures that had ended and of
-            whose updates some are not in the checkpoint. They are not run again. Closures that had
-            not ended do not count: they run again, and what they do is done once.
+            whose updates some are not in the checkpoint. They are not run again, but data shards
+            of ``distribute_once`` are pending again. Closures that had not ended do not count: they
+            run again, and what they do is done once.
         seconds: From when the loss was noticed until training went on.
     """
 

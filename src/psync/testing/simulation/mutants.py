@@ -190,11 +190,11 @@ MUTANTS: Mapping[str, Mutant] = {
         ((gang_run, "merge", wrong.one_is_missing),),
     ),
     "account_forgets_runs": Mutant(
-        "the account of data shards names those that ran again", ("any",),
+        "the account of data shards names those that ran again", ("visited",),
         ((Visitation, "lose", wrong.does_nothing(None)),),
     ),
     "shards_done_again": Mutant(
-        "visits that are restored know which data shards are done", ("any",),
+        "visits that are restored know which data shards are done", ("visited",),
         ((Visits, "restore_checkpoint_state", wrong.does_nothing(None)),),
     ),
     "shard_begins_anew": Mutant(
