@@ -311,24 +311,19 @@ class Scheduling:
             CaptureError: ``fn`` is not callable, or something cannot be sent to a worker; names it.
             ClosedError: The coordinator is not running.
         """
-        return self._schedule(fn, args, kwargs)
+        checked = _checked(args, kwargs)
+        return self._running("schedule").schedule(fn, *checked)
 
-    def _schedule(
+    def _schedule_shard(
         self,
         fn: Callable[..., Any],
         args: tuple[Any, ...] | list[Any],
         kwargs: dict[str, Any] | None,
-        identity: Identity | None = None,
+        identity: Identity,
     ) -> RemoteValue[Any]:
-        """Do as ``schedule``; with an identity, another closure with the same may come later."""
-        if isinstance(args, RemoteValue) or not isinstance(args, tuple | list):
-            raise CaptureError(
-                f"args: expected a tuple, got {type(args).__name__}",
-                hint="schedule(step, args=(value,))",
-            )
-        if kwargs is not None:
-            checked_kind("kwargs: expected a dict", kwargs, dict, error=CaptureError)
-        return self._running("schedule").schedule(fn, tuple(args), dict(kwargs or {}), identity)
+        """Do as ``schedule``; another closure of the same identity may come later."""
+        checked = _checked(args, kwargs)
+        return self._running("schedule").schedule(fn, *checked, identity)
 
     # Nestings that type checkers know. Where another type is expected than comes, mypy tries the
     # next overload: the one to object ends that, before the last one, which takes any nesting.
@@ -393,3 +388,15 @@ class Scheduling:
             if self._coordinator is not None:
                 await self._coordinator.collect_into(exc)
             raise
+
+
+def _checked(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a step. Raises CaptureError unless they are a tuple and a dict."""
+    if isinstance(args, RemoteValue) or not isinstance(args, tuple | list):
+        raise CaptureError(
+            f"args: expected a tuple, got {type(args).__name__}",
+            hint="schedule(step, args=(value,))",
+        )
+    if kwargs is not None:
+        checked_kind("kwargs: expected a dict", kwargs, dict, error=CaptureError)
+    return tuple(args), dict(kwargs or {})
