@@ -29,6 +29,7 @@ from psync.chief.schedule_reporter import FinalClosures, ScheduleReporter
 from psync.client.runtime import Runtime
 from psync.closures.closure import Closure
 from psync.closures.dispatcher import Dispatch, GiveBack
+from psync.closures.identities import Identity
 from psync.closures.open import Cancel, Settle
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue
@@ -234,10 +235,14 @@ class Coordinator:
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        identity: Identity | None = None,
         *,
         may_repeat: bool = True,
     ) -> RemoteValue[Any]:
-        """Queue a closure; see ``ClusterCoordinator.schedule``, and ``reschedule`` for the last."""
+        """Queue a closure; see ``ClusterCoordinator.schedule``.
+
+        It may come again if it has an identity; ``reschedule`` repeats it if it may be repeated.
+        """
         if self._closed:
             raise ClosedError("schedule on a closed coordinator")
         forbid_in_merge("schedule")
@@ -246,7 +251,8 @@ class Coordinator:
         if args or kwargs:
             arguments = pack_arguments(function.name, args, kwargs, main_by_name=self._main_by_name)
             check_size(arguments, f'the arguments of step "{function.name}"', self._limits)
-        return self._queue_call(ScheduledCall(function, arguments, may_repeat=may_repeat))
+        call = ScheduledCall(function, arguments, may_repeat=may_repeat)
+        return self._queue_call(call, identity)
 
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
         """Queue again what a rollback has undone; see ``ClusterCoordinator.reschedule``."""
@@ -254,12 +260,13 @@ class Coordinator:
         calls = self.recovery.calls_undone_by(event)
         return [self._queue_call(ScheduledCall(each.function, each.arguments)) for each in calls]
 
-    def _queue_call(self, call: ScheduledCall) -> RemoteValue[Any]:
-        closure = self._closures.make(self._queue.next_id, call, self)
+    def _queue_call(
+        self, call: ScheduledCall, identity: Identity | None = None
+    ) -> RemoteValue[Any]:
+        closure = self._closures.make(self._queue.next_id, call, self, identity)
         value = self._closures.adopt(closure)
         self._create_if_declared()
-        actions = self._queue.schedule(closure)
-        if actions:
+        if actions := self._queue.schedule(closure):
             self.perform(actions)
         if not self._dispatch_due:
             self._dispatch_due = True

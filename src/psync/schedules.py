@@ -399,7 +399,7 @@ def as_schedule(value: object) -> Schedule:
         raise ConfigurationError(
             f"expected a number or a schedule as learning rate, got the callable {value!r}",
             hint="a ps evaluates the learning rate and runs no user code but plugins; use one of "
-            f"{', '.join(_SCHEDULES)} of psync.schedules, or register your own",
+            f"{', '.join(sorted(_SCHEDULES))} of psync.schedules, or register your own",
         )
     rate = as_number("learning rate", value)
     if rate < 0:
@@ -432,7 +432,7 @@ def _from_config(config: object, depth: int) -> Schedule:
     if cls is None:
         raise ConfigurationError(
             f"unknown schedule {shortened(kind)}",
-            hint=f"use one of {', '.join(_SCHEDULES)}, {OR_OWN}",
+            hint=f"use one of {', '.join(sorted(_SCHEDULES))}, {OR_OWN}",
         )
     arguments = {name: value for name, value in config.items() if name != "kind"}
     expected = {field.name for field in fields(cls)}

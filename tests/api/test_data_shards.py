@@ -19,6 +19,7 @@ from memory_cluster import coordinating, replicated
 from psync.api.data_shards import Visits
 from psync.closures import dispatcher
 from psync.closures.closure import Closure
+from psync.closures.identities import Identity
 from psync.closures.queue import ClosureQueue
 from psync.errors import CaptureError, ClosureError, ConfigurationError, UsageError
 from psync.serialization.functions import FunctionTable
@@ -58,8 +59,8 @@ class Desk:
         schedule: Callable[..., Any] = self.schedule
         return Visits(schedule, join, shards, num_epochs, None, state)
 
-    def schedule(self, fn: Any, args: tuple[Any, ...], kwargs: Any = None) -> Value:
-        closure = Closure(self.queue.next_id, args[0])
+    def schedule(self, fn: Any, args: tuple[Any, ...], kwargs: Any, identity: Identity) -> Value:
+        closure = Closure(self.queue.next_id, args[0], identity=identity)
         self.queue.schedule(closure)
         return Value(closure)
 

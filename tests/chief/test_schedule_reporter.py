@@ -16,10 +16,12 @@ from inside import chief_of, clocks_of, heard_by
 from memory_cluster import MemoryCluster, coordinating, event_of
 from psync.chief.schedule_reporter import FinalClosures
 from psync.closures.closure import Closure
+from psync.closures.identities import Identity
 from psync.closures.queue import ClosureQueue
 from psync.errors import ParameterServerLost
 from psync.net.peer import Peer
 from psync.net.process_state import fresh_process
+from psync.wire.closure_numbers import numbered
 from psync.wire.codec import Message
 from psync.wire.ps_messages import FinalBelow
 from psync.wire.sync_messages import ReportSchedule
@@ -170,7 +172,7 @@ async def test_a_lost_ps_ends_the_reports_and_nobody_hears_of_it_here(reports, c
 def test_ps_tasks_hear_which_closures_are_final_when_enough_of_them_are_and_when_it_is_waited_for():
     told: list[int] = []
     queue = ClosureQueue()
-    final = FinalClosures(queue, told.append)
+    final = FinalClosures(queue, lambda below, _: told.append(below))
     queue.worker_joined("w")
     for number in range(3):
         queue.schedule(Closure(number, name="step"))
@@ -188,7 +190,7 @@ def test_ps_tasks_hear_which_closures_are_final_when_enough_of_them_are_and_when
 def test_ps_tasks_refuse_all_that_was_scheduled_before_an_error_once_it_is_there():
     told: list[int] = []
     queue = ClosureQueue()
-    final = FinalClosures(queue, told.append)
+    final = FinalClosures(queue, lambda below, _: told.append(below))
     for number in range(2):
         queue.schedule(Closure(number, name="step"))
     final.look_for_errors()
@@ -199,6 +201,30 @@ def test_ps_tasks_refuse_all_that_was_scheduled_before_an_error_once_it_is_there
     queue.collect_error()
     final.look_for_errors()
     assert told == [2], "what is scheduled from now on is served"
+
+
+def test_what_may_come_again_is_kept_and_what_is_done_is_not():
+    told: list[tuple[int, list[tuple[int, int]]]] = []
+    queue = ClosureQueue()
+    final = FinalClosures(queue, lambda below, kept: told.append((below, kept(below))))
+    queue.worker_joined("w")
+    shard, queued = Identity("shard"), Identity("never on a worker")
+    queue.schedule(Closure(0, identity=shard))
+    queue.dispatch()
+    queue.schedule(Closure(1, identity=queued))
+    queue.failed("w", 0, ValueError("no"))
+    final.look_for_errors()
+    queue.collect_error()
+    final.look_for_errors()
+    again = Closure(2, identity=shard)
+    queue.schedule(again)
+    queue.dispatch()
+    final.tell_again()
+    final.look(1)
+    assert again.number == numbered(0, 1)
+    queue.finished("w", [2], 0.0)
+    final.look(1)
+    assert told == [(2, [(0, 1)]), (0, []), (2, [(0, 1)]), (3, [])]
 
 
 async def test_a_join_tells_ps_tasks_once_when_it_ends():

@@ -6,6 +6,7 @@ import pytest
 
 from psync.closures.closure import Closure, Event, Replica, State
 from psync.closures.dispatcher import Dispatch, Dispatcher
+from psync.closures.identities import Identities
 from psync.closures.open import Cancel, OpenClosures, Settle, without_input
 from psync.errors import ClosureCancelled, ClosureInputError, EndOfData
 
@@ -17,7 +18,7 @@ class Bench:
         self.dispatcher = Dispatcher()
         self.dispatcher.join("a")
         self.dispatcher.join("b")
-        self.open = OpenClosures(self.dispatcher)
+        self.open = OpenClosures(self.dispatcher, Identities())
 
     def queue(self, *ids: int) -> list[Closure]:
         closures = [Closure(closure_id) for closure_id in ids]

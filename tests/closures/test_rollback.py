@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from psync.closures.closure import Closure
+from psync.closures.identities import Identities, Identity
 from psync.closures.rollback import PART_BITS, CutCalls, EndedClosures, KeptCalls, Undone
 from psync.store.ledger_snapshot import LedgerState
 from psync.store.snapshot_state import SnapshotState
+from psync.wire.closure_numbers import numbered
 
 
 def snapshot(*calls: tuple[int, int], final_below: int = 0) -> SnapshotState:
@@ -76,6 +79,61 @@ def test_what_a_checkpoint_has_is_forgotten() -> None:
     ended.ended(4, 1)
     ended.saved(CutCalls([snapshot((3, 0))]), lambda _: False)
     assert ended.undone(CutCalls([snapshot()])) == Undone((4,), 1)
+
+
+def shard(number: int, undone: list[Identity]) -> tuple[Identities, Identity]:
+    """A data shard that was done in its second run, of closure 8; the first was ``number``."""
+    identities, identity = Identities(), Identity("shard", undone)
+    for closure in (Closure(number, identity=identity), Closure(8, identity=identity)):
+        identities.begin(closure, identity)
+        closure.worker = "w"
+        closure.error = ValueError() if closure.id == number else None
+        identities.end(closure, identity)
+    return identities, identity
+
+
+def test_a_shard_that_is_undone_is_named_by_its_last_closure_and_comes_again() -> None:
+    undone: list[Identity] = []
+    identities, identity = shard(3, undone)
+    ended = EndedClosures(identities)
+    ended.ended(numbered(3, 1), 2)
+    ended.saved(CutCalls([snapshot((3, 0), final_below=5)]), lambda _: False)
+    assert len(ended) == 0, "it is final there"
+    ended.ended(numbered(3, 1), 2)
+    kept = LedgerState((), ((3, 0, 0, ("v",)),), 5, kept=((3, 1),))
+    cut = CutCalls([SnapshotState((), (), {}, {}, {}, kept)])
+    ended.saved(cut, lambda _: False)
+    assert ended.undone(cut).closures == (8,)
+    assert undone == [identity]
+    assert not identity.is_done
+
+
+def test_a_run_that_an_error_made_vain_is_named_and_not_the_one_that_is_open() -> None:
+    undone: list[Identity] = []
+    identities, identity = Identities(), Identity("shard", undone)
+    first = Closure(3, identity=identity)
+    identities.begin(first, identity)
+    first.worker, first.error = "w", ValueError("of another closure")
+    identities.end(first, identity)
+    ended = EndedClosures(identities)
+    ended.ended(3, 1)  # the worker has not heard of the error
+    identities.begin(Closure(8, identity=identity), identity)
+    assert ended.undone(CutCalls([snapshot()])).closures == (3,)
+    assert undone == [], "it is under way, and runs again"
+
+
+def test_a_shard_whose_push_waits_for_its_step_in_the_first_cut_is_undone() -> None:
+    undone: list[Identity] = []
+    identities, identity = shard(3, undone)
+    ended = EndedClosures(identities)
+    cut = CutCalls([SnapshotState((), (), {}, {}, {}, LedgerState((), (), 9), pending=(3,))])
+    identity.is_open = True
+    ended.saved(cut, lambda _: False)
+    assert len(ended) == 0, "it runs, and will run again"
+    identity.is_open = False
+    ended.saved(cut, lambda _: False)
+    assert ended.undone(cut).closures == (8,)
+    assert undone == [identity]
 
 
 def test_one_that_ended_before_the_first_cut_and_waits_for_its_step_there_is_undone() -> None:

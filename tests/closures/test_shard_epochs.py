@@ -64,6 +64,40 @@ def test_a_shard_that_was_lost_or_failed_is_done_once_and_its_runs_are_counted()
     assert str(Visitation(2).account()[0]) == "epoch 0: 0 of 2 shards done"
 
 
+def test_what_is_undone_is_pending_in_its_epoch_and_later_ones_wait_for_it() -> None:
+    visitation = Visitation(2, 3)
+    do(visitation, 0, 1, 0)
+    visitation.hand_out(1)
+    visitation.undo(1, 0)
+    assert (visitation.epoch, visitation.pending()) == (0, [1])
+    first, second = visitation.account()
+    assert (first.undone, first.runs) == ((1,), {1: 1})
+    assert second.undone == (1,)
+    later = Visitation(2, 3, state=through_json(visitation))
+    assert [each.undone for each in later.account()] == [(1,), (1,)]
+    assert later.account()[1].runs == {1: 1}, "it was handed out"
+    do(later, 1)
+    assert (later.epoch, later.pending()) == (1, [1])
+    visitation.finish(1, 1)
+    assert visitation.epoch == 0, "the later one is complete before the first"
+    do(visitation, 1)
+    assert (visitation.epoch, visitation.pending()) == (2, [0, 1])
+    assert visitation.account()[0].restarted == {1: 2}
+    with pytest.raises(LocalProtocolError, match="shard 1 cannot be undone: it is pending"):
+        visitation.undo(1, 2)
+
+
+def test_what_is_undone_when_all_was_done_is_not_over() -> None:
+    visitation = Visitation(1)
+    do(visitation, 0)
+    visitation.undo(0, 0)
+    assert not visitation.is_over
+    assert repr(visitation) == "<visitation: epoch 0 of 1, 0 of 1 shards done, 0 handed out>"
+    do(visitation, 0)
+    assert visitation.is_over
+    assert Visitation(1, state=through_json(visitation)).account() == visitation.account()
+
+
 def test_a_seed_orders_each_epoch_anew_and_every_program_alike() -> None:
     one, two = Visitation(50, 2, shuffle_seed=7), Visitation(50, 2, shuffle_seed=7)
     first = one.pending()
@@ -182,36 +216,37 @@ class Machine(RuleBasedStateMachine):
     def begin(self, num_shards: int, num_epochs: int, seed: int | None) -> None:
         self.options: dict[str, Any] = {"num_epochs": num_epochs, "shuffle_seed": seed}
         self.visitation = Visitation(num_shards, **self.options)
-        self.running: set[int] = set()
+        self.running: set[tuple[int, int]] = set()  # (epoch, shard)
         self.finished: dict[tuple[int, int], int] = {}  # (epoch, shard) → times it was done
         self.runs: dict[tuple[int, int], int] = {}  # that have not finished it
 
     def some_running(self, data: st.DataObject) -> tuple[int, tuple[int, int]]:
-        shard = data.draw(st.sampled_from(sorted(self.running)))
-        return shard, (self.visitation.epoch, shard)
+        key = data.draw(st.sampled_from(sorted(self.running)))
+        return key[1], key
 
     @precondition(lambda self: self.visitation.pending())
     @rule(data=st.data())
     def hand_out(self, data: st.DataObject) -> None:
         shard = data.draw(st.sampled_from(self.visitation.pending()))
-        assert shard not in self.running
-        assert (self.visitation.epoch, shard) not in self.finished
+        key = (self.visitation.epoch, shard)
+        assert key not in self.running
+        assert key not in self.finished
         self.visitation.hand_out(shard)
-        self.running.add(shard)
+        self.running.add(key)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
         shard, key = self.some_running(data)
-        self.visitation.lose(shard)
+        self.visitation.lose(shard, key[0])
         self.runs[key] = self.runs.get(key, 0) + 1
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), begun=st.booleans())
     def put_back(self, data: st.DataObject, begun: bool) -> None:
         shard, key = self.some_running(data)
-        self.visitation.put_back(shard, begun=begun)
-        self.running.remove(shard)
+        self.visitation.put_back(shard, key[0], begun=begun)
+        self.running.remove(key)
         if begun:
             self.runs[key] = self.runs.get(key, 0) + 1
 
@@ -219,15 +254,22 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         shard, key = self.some_running(data)
-        self.visitation.finish(shard)
-        self.running.remove(shard)
+        self.visitation.finish(shard, key[0])
+        self.running.remove(key)
         self.finished[key] = self.finished.get(key, 0) + 1
+
+    @precondition(lambda self: self.finished)
+    @rule(data=st.data())
+    def undo(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.finished)))
+        self.visitation.undo(key[1], key[0])
+        del self.finished[key]
+        self.runs[key] = self.runs.get(key, 0) + 1
 
     @rule()
     def restart(self) -> None:
         state = through_json(self.visitation)
-        for shard in self.running:
-            key = (self.visitation.epoch, shard)
+        for key in self.running:
             self.runs[key] = self.runs.get(key, 0) + 1
         self.running.clear()
         self.visitation = Visitation(self.visitation.num_shards, state=state, **self.options)
@@ -243,7 +285,7 @@ class Machine(RuleBasedStateMachine):
             undone = {s for s in shards if (account.epoch, s) not in self.finished}
             assert set(account.undone) == undone
             assert account.is_complete == (not undone)
-            assert not undone or account.epoch == visitation.epoch
+            assert not undone or account.epoch >= visitation.epoch
             expected = {
                 shard: self.runs[account.epoch, shard] + (shard not in undone)
                 for shard in shards
@@ -251,15 +293,17 @@ class Machine(RuleBasedStateMachine):
             }
             assert account.runs == expected
         if not visitation.is_over:
-            pending = set(accounts[-1].undone) - self.running
-            assert set(visitation.pending()) == pending
+            epoch = visitation.epoch
+            assert accounts[epoch].undone
+            running = {shard for of, shard in self.running if of == epoch}
+            assert set(visitation.pending()) == set(accounts[epoch].undone) - running
 
     def teardown(self) -> None:
         """Whatever has happened, what is left can be done, and then all is done once."""
         visitation = self.visitation
-        for shard in sorted(self.running):
-            self.finished[visitation.epoch, shard] = 1
-            visitation.finish(shard)
+        for epoch, shard in sorted(self.running):
+            self.finished[epoch, shard] = 1
+            visitation.finish(shard, epoch)
         while not visitation.is_over:
             for shard in visitation.pending():
                 key = (visitation.epoch, shard)

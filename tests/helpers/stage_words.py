@@ -246,7 +246,7 @@ def state_words(sections: Sequence[Any]) -> Iterator[str]:
 
 
 def _ledger(ledger: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[str]:
-    senders, calls, final_below = ledger
+    senders, calls, final_below, kept = ledger
     for task, born, acked_below, answers in senders:
         told = "; ".join(
             f"{number}{f' (closure {call[0]})' if call else ''} {message_words(decode(packed))}"
@@ -259,7 +259,8 @@ def _ledger(ledger: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[str]:
         spread = f", on {parts} ps tasks" if parts > 1 else ""
         yield f"ledger: call {ordinal} of closure {closure} counts{spread}"
     if final_below:
-        yield f"ledger: closures below {final_below} are final"
+        but = f", but for {kept}" if kept else ""
+        yield f"ledger: closures below {final_below} are final{but}"
     for number, count in optimizers:
         yield f"optimizer {number}: at step {PushCount.of(count).known}"
 

@@ -10,6 +10,7 @@ import msgpack
 from psync.errors import PsyncError
 from psync.store.sync_config import SyncConfig
 from psync.sync.steps import Action, Answer, Close, Contribution, Refuse, Replica, SyncSteps
+from psync.wire.closure_numbers import Finality
 
 GROUP = 7
 
@@ -109,7 +110,7 @@ class Steps(SyncSteps):
         **more: Any,
     ) -> None:
         super().__init__()
-        self.note_calls(noted, final_below)
+        self.note_calls(noted, Finality(final_below))
         self.define(GROUP, config(needed, total, **more), begin)
         self.numbers: dict[Replica, int] = {}
         self.living: dict[str, int] = {}

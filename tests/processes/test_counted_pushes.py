@@ -46,11 +46,11 @@ def test_each_push_to_a_variable_of_its_own_counts_once(
                 for number in range(PUSHES):
                     coordinator.schedule(step, (number,))
                     if number == PUSHES // 2 and killed == "ps":
-                        os.kill(cluster.pids["ps-1"], signal.SIGKILL)
+                        os.kill(cluster.tasks["ps-1"].pid, signal.SIGKILL)
                 await coordinator.join()
                 assert await optimizer.iterations.read() == PUSHES
                 total = sum([float((await head.read())[0]) for head in heads])
-                # Of the first 200 pushes 25 go to all three. In flight are at most three pushes, and
+                # Of the first 200 pushes 25 go to all three. Up to three are in flight, and
                 # those of some 10 ms are not known everywhere.
                 exact = CHANGE + 1 + 2 * 25
                 assert exact - 3 * 3 <= total <= PUSHES

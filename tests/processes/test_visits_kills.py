@@ -1,10 +1,11 @@
-"""A worker that is killed in the middle of a data shard: every shard is done once all the same.
+"""Workers that are killed in the middle of data shards, and steps that raise: each is done once.
 
-Everything here is a real process. The worker kills itself, with SIGKILL, between two batches.
+Everything here is a real process. A worker kills itself, with SIGKILL, between two batches.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -63,5 +64,45 @@ def test_every_shard_is_done_once_and_the_one_of_the_killed_worker_is_named(
                 assert first.restarted[FATAL] == 2
                 assert second.restarted == {}
                 json.dumps(visits.state())
+
+    uvloop.run(main())
+
+
+def test_what_shards_had_done_when_one_raised_counts_once_though_a_worker_dies_then(
+    tmp_path: Path,
+) -> None:
+    num_shards, killed = 60, tmp_path / "killed"
+
+    async def main() -> None:
+        async with psync.LocalCluster(2, 4) as cluster:
+            strategy = psync.ParameterServerStrategy(
+                cluster.resolver, psync.FixedShardsPartitioner(2)
+            )
+            async with psync.ClusterCoordinator(strategy) as coordinator:
+                with strategy.scope():
+                    applied = psync.Variable(np.zeros((2, num_shards), np.int64))
+
+                async def step(shard: int, bad: int, fatal: int) -> None:
+                    one = np.zeros((2, num_shards), np.int64)
+                    one[:, shard] = 1
+                    await applied.assign_add(one)
+                    await asyncio.sleep(0.02)  # others have counted, too, when one raises
+                    if shard == bad:
+                        raise ValueError("a bad record")
+                    if shard == fatal and not killed.exists():
+                        killed.touch()
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    await applied.assign_add(one)
+
+                visits = coordinator.distribute_once(list(range(num_shards)), num_epochs=2)
+                for bad, fatal in ((20, -1), (20, -1), (45, 20)):
+                    with pytest.raises(ValueError, match="a bad record"):
+                        await visits.run(step, (bad, fatal))
+                await visits.run(step, (-1, -1))
+                assert killed.exists()
+                assert set((await applied.read()).ravel().tolist()) == {4}
+                first, second = visits.account()
+                assert first.restarted[20] >= 4
+                assert second.is_complete
 
     uvloop.run(main())

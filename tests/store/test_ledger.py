@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from psync.errors import FencedError, UsageError
 from psync.store.ledger import STEP, AlreadyApplied, Duplicate, Fresh, Ledger, Ticket, Verdict
+from psync.wire.closure_numbers import numbered
 
 W0, W1 = ("/job:worker/task:0", 1), ("/job:worker/task:1", 1)
 SET = 77
@@ -150,6 +151,31 @@ class TestCalls:
         ):
             ledger.judge(W1, 0, 0, 5, 1, 78)
         assert ledger.statistics().answers == 1
+
+    def test_a_shard_that_comes_again_with_other_variables_is_told_what_to_do(
+        self, ledger: Ledger
+    ) -> None:
+        ledger.record(fresh(ledger.judge(W0, 0, 0, 5, 1, 77, ["w"])), "accepted")
+        ledger.final_below(9, [(5, 1)])
+        with pytest.raises(UsageError, match=r"^closure 5, call 1 .*\nhint: what a data sh"):
+            ledger.judge(W1, 0, 0, numbered(5, 1), 1, 78, ["b"])
+
+    def test_what_may_come_again_is_remembered_and_its_run_before_is_refused(
+        self, ledger: Ledger
+    ) -> None:
+        for sequence, closure in enumerate((3, 4)):
+            ledger.record(fresh(push(ledger, W0, sequence, closure=closure)), "accepted")
+        ledger.final_below(9, [(3, 1)])
+        assert ledger.statistics().calls == 1
+        late = push(ledger, W1, 0, closure=3, ordinal=7)
+        assert isinstance(late, AlreadyApplied)
+        ledger.record(late.ticket, "duplicate")
+        again = numbered(3, 1)
+        assert isinstance(push(ledger, W1, 1, closure=again), AlreadyApplied)
+        ledger.record(fresh(push(ledger, W1, 2, closure=again, ordinal=7)), "accepted")
+        ledger.final_below(9, [])
+        assert ledger.statistics().calls == 0
+        assert isinstance(push(ledger, W1, 3, closure=again, ordinal=8), AlreadyApplied)
 
     def test_final_closures_are_forgotten_and_never_applied_again(self, ledger: Ledger) -> None:
         for sequence, closure in enumerate((3, 4, 5)):

@@ -20,6 +20,7 @@ from psync.store.ledger_snapshot import (
     restore_ledger,
     state_of,
 )
+from psync.wire.closure_numbers import numbered
 
 W0, W1 = ("/job:worker/task:0", 21), ("/job:worker/task:1", 21)
 FLOOR = 20
@@ -92,6 +93,16 @@ def test_what_is_final_and_who_is_fenced_stays_so(ledger: Ledger) -> None:
     with pytest.raises(FencedError, match=f"replaced by {FLOOR}"):
         push(copy, ("/job:worker/task:3", FLOOR - 1))
     assert copy.statistics().calls == 0
+
+
+def test_what_may_come_again_stays_so(ledger: Ledger) -> None:
+    apply(ledger, closure=3)
+    ledger.final_below(4, [(3, 1)])
+    copy = again(ledger)
+    assert isinstance(push(copy, W1, closure=3, ordinal=1), AlreadyApplied)
+    assert isinstance(push(copy, W1, 1, closure=numbered(3, 1)), AlreadyApplied)
+    assert isinstance(push(copy, W1, 2, closure=numbered(3, 1), ordinal=1), Fresh)
+    assert copy.statistics().calls == 1
 
 
 def test_an_acknowledged_message_stays_acknowledged(ledger: Ledger) -> None:
@@ -194,6 +205,7 @@ def test_what_is_compared_does_not_depend_on_the_order_in_which_it_was_learnt() 
         lambda ledger: ledger.acknowledge(W0, 1),
         lambda ledger: ledger.fence(W1[0], 30),
         lambda ledger: ledger.final_below(3),
+        lambda ledger: ledger.final_below(0, [(3, 1)]),
     ],
 )
 def test_whatever_it_learns_is_compared(ledger: Ledger, change: Callable[[Ledger], object]) -> None:

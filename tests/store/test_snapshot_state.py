@@ -58,6 +58,7 @@ STATE = SnapshotState(
         3,
         parts=((3, 1, 2),),
         failures=(("a call", 3, 1, b"failed"), ("/job:worker/task:0", 21, 7, b"too")),
+        kept=((1, 2), (2, 1)),
     ),
     ((b"definition", 4), (b"another", -4)),
     {5: GROUP.to_config() | {"global_step": [0, 3, 0], "averages": [[1, 2]]}},

@@ -6,7 +6,8 @@ import pytest
 
 from psync.errors import ConfigurationError, LocalProtocolError
 from psync.sync.group import Group
-from psync.sync.steps import Answer, Close, Contribution
+from psync.sync.steps import Answer, Close, Contribution, Refuse
+from psync.wire.closure_numbers import numbered
 from sync_tools import GROUP, Steps, answers, closes, config, refusals, replica
 
 
@@ -101,6 +102,32 @@ def test_a_final_closure_counts_no_more() -> None:
     assert steps.counted() == 0
     assert closes(steps.push(0, 1, closure=7)) == [(1, [0], False)]
     assert answers(steps.closed(GROUP, 1)) == [(1, "duplicate", 2)]
+
+
+def test_a_shard_that_comes_again_counts_once_and_its_run_before_no_more() -> None:
+    steps = Steps(1)
+    steps.push(0, 0, closure=5)
+    steps.closed(GROUP, 0)
+    steps.final_below(9, [(5, 1)])
+    again = numbered(5, 1)
+    assert [call[1] for call in steps.calls()] == [5]
+    assert steps.push(1, 1, closure=again) == []
+    assert steps.push(2, 1, closure=5, ordinal=1) == []
+    assert steps.counted() == 0
+    assert closes(steps.push(0, 1, closure=again, ordinal=1)) == [(1, [0], False)]
+    assert steps.pending_closures() == [5]
+    assert answers(steps.closed(GROUP, 1)) == [(1, "duplicate", 2)]
+    steps.final_below(9)
+    assert steps.calls() == []
+
+
+def test_a_shard_that_pushes_other_variables_when_it_comes_again_is_told_what_to_do() -> None:
+    steps = Steps(2)
+    steps.push(0, 0, closure=5)
+    (refused,) = steps.push(1, 0, closure=numbered(5, 1), variable_set=b"v")
+    assert isinstance(refused, Refuse)
+    assert "closure 5, call 0, pushes other variables" in str(refused.error)
+    assert "what a data shard has updated before" in str(refused.error)
 
 
 def test_an_older_incarnation_is_refused_and_waits_no_more() -> None:

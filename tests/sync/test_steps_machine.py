@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 from psync.errors import PsyncError, TransportError
 from psync.store.sync_config import SyncConfig
 from psync.sync.steps import Action, Answer, Close, Contribution, Refuse, SyncSteps
+from psync.wire.closure_numbers import Finality
 from sync_tools import GROUP, Pair, config
 
 WORKERS = 3
@@ -310,7 +311,7 @@ class AnythingMachine(RuleBasedStateMachine):
         self.closing: dict[int, int] = {}  # group: the step that is being closed
         self.now = 0.0
         if noted:
-            self.pair.tell("note_calls", [(0, 1, 0, b"w"), (1, 2, 0, b"w")], 1)
+            self.pair.tell("note_calls", [(0, 1, 0, b"w"), (1, 2, 0, b"w")], Finality(1))
         self.pair.define(0, self.group_config, 0)
         self.pair.copy()
 

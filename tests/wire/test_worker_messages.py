@@ -27,7 +27,8 @@ from psync.wire.worker_messages import (
 from wire_tools import check_bytes, kinds_of
 
 GOLDEN: list[tuple[Message, str]] = [
-    (RunClosures([(5, b"key", 1, [2])]), "92119194" + "05c4036b6579019102"),
+    (RunClosures([(5, b"key", 1, [2])]), "93119194" + "05c4036b6579019102c0"),
+    (RunClosures([], [(5, 3)]), "931190" + "91920503"),
     (
         ClosureResults([(5, "ok", 1, None), (6, "error", 0, ("E", "m", "t"))], 0.5),
         "94159294" + "05a26f6b01c0" + "9406a56572726f720093a145a16da174" + "cb3fe0000000000000c0",

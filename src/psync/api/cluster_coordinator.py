@@ -348,7 +348,7 @@ class ClusterCoordinator(Scheduling):
             ClosedError: The coordinator is not running.
         """
         self._running("distribute_once")
-        return Visits(self.schedule, self.join, shards, num_epochs, shuffle_seed, state)
+        return Visits(self._schedule_shard, self.join, shards, num_epochs, shuffle_seed, state)
 
     status = status
     report = report

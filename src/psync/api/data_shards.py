@@ -1,8 +1,9 @@
 """Data shards distributed over workers, each visited exactly once in each epoch.
 
 ``Visitation`` decides; this schedules a closure for each shard and reads off the closures what
-became of them. A shard is an argument of its closure. So if its worker is lost it is
-run again elsewhere like any other closure, and its updates are applied once.
+became of them. A shard is an argument of its closure. So if its worker is lost it is run again
+elsewhere like any other closure, and its updates are applied once. For the same reason a shard that
+is not done when its closure has ended comes again in another closure with the same ``Identity``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from psync.closures.closure import State
+from psync.closures.identities import Identity
 from psync.closures.shard_epochs import EpochAccount, Visitation
 from psync.errors import ClosureError, ConfigurationError, UsageError
 from psync.serialization.captures import type_name
@@ -29,6 +31,9 @@ MAX_SHARDS = 1 << 20
 
 SHOW_EVERY_S = 0.2
 
+_Key = tuple[int, int]
+"""Epoch and shard."""
+
 
 class Visits:
     """The shards of one list, and which of them are done in which epoch.
@@ -41,7 +46,10 @@ class Visits:
             await coordinator.join()
 
     An epoch ends when every shard of it is done: only then does the next one begin. A shard whose
-    step raised is not done, and is handed out again with the next ``schedule``.
+    step raised, or was cancelled since another one did, is not done, and is handed out again with
+    the next ``schedule``: of the updates that it makes again each is applied once, as far as it
+    makes the same calls in the same order. A shard that a rollback has undone is handed out again,
+    too, even if its epoch had ended.
 
     Attributes:
         shards: As they were given; everything else calls them by their index.
@@ -51,7 +59,7 @@ class Visits:
 
     def __init__(
         self,
-        schedule: Callable[..., RemoteValue[Any]],
+        schedule: Callable[[Callable[..., Any], Any, Any, Identity], RemoteValue[Any]],
         join: Callable[[], Awaitable[None]],
         shards: Sequence[Any],
         num_epochs: int,
@@ -62,10 +70,10 @@ class Visits:
         self._schedule, self._join = schedule, join  # of the coordinator
         self._digest = _digest(self.shards)
         self._num_epochs, self._shuffle_seed = num_epochs, shuffle_seed
-        self._visitation = self._from(state)
-        self._running: dict[int, RemoteValue[Any]] = {}  # of the shards that are handed out
-        self._losses: dict[int, int] = {}  # of them, those that are noted
+        self._running: dict[_Key, RemoteValue[Any]] = {}  # of the shards that are handed out
+        self._losses: dict[_Key, int] = {}  # of them, those that are noted
         self._num_scheduled = 0
+        self._begin(state)
 
     def __repr__(self) -> str:
         self._look()
@@ -116,9 +124,11 @@ class Visits:
         self._look()
         values = []
         for shard in self._visitation.pending():
-            value = self._schedule(fn, (self.shards[shard], *args), kwargs)
+            key = (self._visitation.epoch, shard)
+            identity = self._identities.get(key) or Identity(key, self._undone)
+            value = self._schedule(fn, (self.shards[shard], *args), kwargs, identity)
             self._visitation.hand_out(shard)
-            self._running[shard] = value
+            self._running[key], self._identities[key] = value, identity
             self._num_scheduled += 1
             values.append(value)
         return values
@@ -141,7 +151,7 @@ class Visits:
         Raises:
             ConfigurationError: ``verbose`` is none of these.
             Exception: As ``ClusterCoordinator.join``. What is done stays so: called again, it
-                goes on with the rest.
+                goes on with the rest. Updates that the rest had made already count once.
 
         Cancellation: Safe; what was scheduled goes on.
         """
@@ -184,8 +194,9 @@ class Visits:
         """Return, for each epoch that has begun, what became of its shards.
 
         ``restarted`` names those that took more than one run, and how many at most: batches of
-        them may have been seen more than once. A worker that is lost may have held a shard
-        without having begun with it; that counts as a run.
+        them may have been seen more than once, though their updates count once. A worker that is
+        lost may have held a shard without having begun with it; that counts as a run. So does one
+        that a rollback has undone; until it is done again its shard is in ``undone``.
         """
         self._look()
         return self._visitation.account()
@@ -215,10 +226,10 @@ class Visits:
                 f"visits: {len(self._running)} shards are running, and would be done again",
                 hint="await coordinator.join() before a checkpoint is restored",
             )
-        self._visitation = self._from(state)
+        self._begin(state)
 
-    def _from(self, state: Mapping[str, Any] | None) -> Visitation:
-        """Return the visitation that goes on from a state; None: from the beginning."""
+    def _begin(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from a state; None: begin. What shards have done before is of another history."""
         visitation = Visitation(
             len(self.shards), self._num_epochs, shuffle_seed=self._shuffle_seed, state=state
         )
@@ -227,25 +238,37 @@ class Visits:
                 "state: it is of other shards than are given now, or of another order",
                 hint="give the same shards in the same order as before, or begin without the state",
             )
-        return visitation
+        self._visitation, self._known_epoch = visitation, visitation.epoch
+        self._identities: dict[_Key, Identity] = {}  # of shards that may come again
+        self._undone: list[Identity] = []  # by rollbacks, and not noted yet
 
     def _look(self) -> None:
-        """Note what became of the shards that are running."""
-        for shard, value in list(self._running.items()):
-            closure = value.closure
-            for _ in range(closure.times_back - self._losses.get(shard, 0)):
-                self._visitation.lose(shard)
-            self._losses[shard] = closure.times_back
+        """Note what became of the shards that are running, and what was undone."""
+        for key, value in list(self._running.items()):
+            (epoch, shard), closure = key, value.closure
+            for _ in range(closure.times_back - self._losses.get(key, 0)):
+                self._visitation.lose(shard, epoch)
+            self._losses[key] = closure.times_back
             if not value.done():
                 continue
-            del self._running[shard], self._losses[shard]
+            del self._running[key], self._losses[key]
             if closure.state is State.FINISHED:
-                self._visitation.finish(shard)
+                self._visitation.finish(shard, epoch)
             else:
                 # Its last run was lost, and is counted, if the queue has given it up.
                 given_up = type(closure.error) is ClosureError
                 begun = closure.worker != "" and not given_up
-                self._visitation.put_back(shard, begun=begun)
+                self._visitation.put_back(shard, epoch, begun=begun)
+        for identity in self._undone:
+            epoch, shard = key = identity.what
+            self._visitation.undo(shard, epoch)
+            self._identities[key] = identity
+        self._undone.clear()
+        if self._visitation.epoch != self._known_epoch:
+            # Of epochs that have ended a rollback may undo shards: ``EndedClosures`` has those.
+            self._known_epoch = epoch = self._visitation.epoch
+            left = {key: each for key, each in self._identities.items() if key[0] >= epoch}
+            self._identities = left
 
 
 def _checked(shards: Any) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, TypeVarTuple
 
 from psync.api.pulls import NamedFields
 from psync.chief.events import RollbackEvent
+from psync.closures.identities import Identity
 from psync.coordinator import Coordinator
 from psync.errors import CaptureError
 from psync.serialization.remote_value import RemoteValue, fetch_all
@@ -311,14 +312,19 @@ class Scheduling:
             CaptureError: ``fn`` is not callable, or something cannot be sent to a worker; names it.
             ClosedError: The coordinator is not running.
         """
-        if isinstance(args, RemoteValue) or not isinstance(args, tuple | list):
-            raise CaptureError(
-                f"args: expected a tuple, got {type(args).__name__}",
-                hint="schedule(step, args=(value,))",
-            )
-        if kwargs is not None:
-            checked_kind("kwargs: expected a dict", kwargs, dict, error=CaptureError)
-        return self._running("schedule").schedule(fn, tuple(args), dict(kwargs or {}))
+        checked = _checked(args, kwargs)
+        return self._running("schedule").schedule(fn, *checked)
+
+    def _schedule_shard(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any],
+        kwargs: dict[str, Any] | None,
+        identity: Identity,
+    ) -> RemoteValue[Any]:
+        """Do as ``schedule``; another closure of the same identity may come later."""
+        checked = _checked(args, kwargs)
+        return self._running("schedule").schedule(fn, *checked, identity)
 
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
         """Schedule again the closures whose updates a rollback has undone, as new closures.
@@ -412,3 +418,15 @@ class Scheduling:
             if self._coordinator is not None:
                 await self._coordinator.collect_into(exc)
             raise
+
+
+def _checked(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a step. Raises CaptureError unless they are a tuple and a dict."""
+    if isinstance(args, RemoteValue) or not isinstance(args, tuple | list):
+        raise CaptureError(
+            f"args: expected a tuple, got {type(args).__name__}",
+            hint="schedule(step, args=(value,))",
+        )
+    if kwargs is not None:
+        checked_kind("kwargs: expected a dict", kwargs, dict, error=CaptureError)
+    return tuple(args), dict(kwargs or {})

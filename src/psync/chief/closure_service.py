@@ -29,9 +29,10 @@ MAX_ERROR_CHARS = 300
 class EndedCall(NamedTuple):
     """A closure that came to its end on a worker."""
 
-    closure: Closure
-    call: ScheduledCall
+    number: int  # on ps tasks
     updates: int  # that it has made
+    closure: Closure | None  # None: of a later run of a data shard
+    call: ScheduledCall | None
 
 
 @dataclass(eq=False)
@@ -63,11 +64,11 @@ class ClosureService:
     def _results(self, peer: Peer, message: ClosureResults, segments: list[memoryview]) -> None:
         if not self.workers.heard(peer):
             return  # of a worker that was given up: its closures run elsewhere
-        ended = [
-            EndedCall(self.closures[closure_id], self.closures[closure_id].payload, updates)
-            for closure_id, updates in message.updates or ()
-            if closure_id in self.closures
-        ]
+        ended = []
+        for number, updates in message.updates or ():
+            closure = self.closures.get(number)
+            call = None if closure is None else closure.payload
+            ended.append(EndedCall(number, updates, closure, call))
         finished: list[tuple[int, Payload]] = []
         at = 0
         for closure_id, outcome, count, error in message.results:

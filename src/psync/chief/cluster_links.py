@@ -30,6 +30,9 @@ from psync.wire.ps_messages import FinalBelow
 
 logger = logging.getLogger(__name__)
 
+Kept = Callable[[int], list[tuple[int, int]]]
+"""Returns those of the closures with smaller ids that ps tasks have to remember; ``FinalBelow``."""
+
 
 class ClusterLinks:
     """All connections of one coordinator.
@@ -149,13 +152,15 @@ class ClusterLinks:
             finally:
                 await self.endpoint.close()
 
-    def final_below(self, closure: int) -> None:
+    def final_below(self, closure: int, kept: Kept) -> None:
         """Tell ps tasks that closures with smaller ids are final: late updates of them are refused.
 
-        One that is not connected just now is told by the next, higher number.
+        One that is not connected just now is told by the next, higher number. What is kept is
+        asked for now: since an earlier moment a rollback may have undone what was done then.
         """
+        message = FinalBelow(closure, kept(closure) or None, self.ps.timeline)
         for link in self.ps.links:
-            link.notify(FinalBelow(closure))
+            link.notify(message)
 
     async def ps_statistics(self) -> list[dict[str, Any]]:
         """Return each ps task's counters. Raises ParameterServerLost. Cancellation: safe."""

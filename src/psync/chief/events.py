@@ -24,8 +24,9 @@ class RollbackEvent:
         to_step: The same, as of the checkpoint.
         closures: Ids (``RemoteValue.closure_id``), ascending, of closures that had ended and of
             whose updates some are not in the checkpoint. They run again only if the program
-            schedules them: ``coordinator.reschedule(event)``. Closures that had not ended do not
-            count: they run again, and what they do is done once.
+            schedules them: ``coordinator.reschedule(event)``. Data shards of ``distribute_once``
+            are pending again. Closures that had not ended do not count: they run again, and what
+            they do is done once.
         seconds: From when the loss was noticed until training went on.
         updates: Number of updates of these closures (pushes, assigns, metrics) that were undone.
             Updates of the program itself since the checkpoint are undone, too, and not counted.

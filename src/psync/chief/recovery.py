@@ -71,7 +71,7 @@ class ClusterRecovery:
     def __post_init__(self) -> None:
         links, wait_s = self.links, max(self.ps_timeout_s, RESTART_S)
         self.source: Source | None = None
-        self.ended = EndedClosures()
+        self.ended = EndedClosures(self.queue.identities)
         self._repeated: set[int] = set()  # timelines of rollbacks that were scheduled again
         self.rule = RecoveryRule(links.served.homes, lambda: self.source is not None)
         self.backups = Backups(self.rule, links)
@@ -89,14 +89,14 @@ class ClusterRecovery:
 
     def note_ended(self, ended: Sequence[EndedCall]) -> None:
         """Note closures that have ended: a rollback may undo them."""
-        for closure, call, updates in ended:
-            self.ended.ended(closure.id, updates)
-            # One that was cancelled all the same is the program's to schedule, or not.
-            if (
-                call.may_repeat
-                and not closure.is_replica
-                and closure.state is ClosureState.FINISHED
-            ):
+        for number, updates, closure, call in ended:
+            self.ended.ended(number, updates)
+            # A data shard comes again by itself. One that was cancelled all the same is the
+            # program's to schedule, or not.
+            if closure is None or call is None or closure.identity is not None:
+                continue
+            finished = closure.state is ClosureState.FINISHED and not closure.is_replica
+            if call.may_repeat and finished:
                 self.ended.kept.keep(closure.id, call, call.parts())
 
     def calls_undone_by(self, event: RollbackEvent) -> list[ScheduledCall]:

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from psync.chief.cluster_links import Kept
 from psync.client.ps_link import PsLink, always
 from psync.closures.queue import ClosureQueue
 from psync.closures.schedule_report import ScheduleReports, ScheduleState
@@ -82,7 +83,8 @@ class FinalClosures:
     """Tells ps tasks which closures are final: late updates of these are refused."""
 
     queue: ClosureQueue
-    tell: Callable[[int], None]  # tells all ps tasks that closures with smaller ids are final
+    tell: Callable[[int, Kept], None]
+    """Tells all ps tasks that closures with smaller ids are final, but for those that are kept."""
     told: int = 0
     refused: bool = False  # whether ps tasks refuse all that was scheduled before an error
 
@@ -90,18 +92,18 @@ class FinalClosures:
         """Tell them if so many more closures are final than they know."""
         if self.queue.low_water() - self.told >= at_least:
             self.told = self.queue.low_water()
-            self.tell(self.told)
+            self.tell(self.told, self.queue.kept)
 
     def look_for_errors(self) -> None:
         """Let steps be refused that compute on their loop and have not heard of an error yet."""
         if self.queue.has_failed != self.refused:
             self.refused = not self.refused
             if self.refused:
-                self.tell(self.queue.next_id)
+                self.tell(self.queue.next_id, self.queue.kept)
 
     def tell_again(self) -> None:
         """They know nothing of what they were told."""
-        self.tell(self.told)
+        self.tell(self.told, self.queue.kept)
 
 
 def _index(worker: str) -> int:

@@ -42,6 +42,7 @@ class ClosureContext:
     loop: asyncio.AbstractEventLoop | None = None  # None where no plain step can call `wait`
     gang: Any = None  # through which a replica meets the others; opaque here, None: no gang
     arrival: int = 0  # when it came to this worker, see ``prefetch``
+    number: int = -1  # under which ps tasks know it; -1: its id
     closed: bool = False  # the step has returned or raised: its pushes are refused
     cancelled: bool = False  # another closure failed, or this one was cancelled
     dropped: int = 0  # numbers that no update bears, or one that changes nothing, says its ps
@@ -54,6 +55,11 @@ class ClosureContext:
     def __repr__(self) -> str:
         state = "cancelled" if self.cancelled else "closed" if self.closed else "open"
         return f"<closure {self.closure_id} on worker {self.worker_index}, {state}>"
+
+    @property
+    def number_on_ps(self) -> int:
+        """Under which number ps tasks know it."""
+        return self.closure_id if self.number < 0 else self.number
 
     @property
     def pulled(self) -> PulledSteps:

@@ -93,7 +93,7 @@ class Runtime:
         return wanted.arrays
 
     def begin_update(self, operation: str) -> tuple[int, int]:
-        """Return the identity of a new push or assign: (closure id or -1, ordinal).
+        """Return the identity of a new push or assign: (number of the closure or -1, ordinal).
 
         Raises:
             UsageError, ClosureCancelled: As ``ClosureContext.check_open``.
@@ -101,7 +101,7 @@ class Runtime:
         closure = here.get()
         if type(closure) is ClosureContext:
             closure.check_open(operation)
-            return closure.closure_id, next(closure.ordinals)
+            return closure.number_on_ps, next(closure.ordinals)
         return -1, next(self._ordinals)
 
 

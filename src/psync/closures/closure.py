@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
+from psync.closures.identities import Identity
 from psync.errors import LocalProtocolError
 
 
@@ -93,6 +94,8 @@ class Closure:
     name: str = ""  # of the step function, for messages
     inline_bytes: int = 0  # sent with it
     dependencies: Sequence[Closure] = ()  # it takes their values; emptied once it waits no more
+    identity: Identity | None = None  # if it may come again in another closure
+    number: int = -1  # on ps tasks, if it has an identity; else its id is
     state: State = State.NEW
     error: BaseException | None = None  # how it ended, if not FINISHED
     worker: str = ""  # holds it now, or held it last; "" before the first
@@ -108,6 +111,11 @@ class Closure:
     def attempts(self) -> int:
         """How often it came back because its worker was lost, and may be the cause of that."""
         return len(self.lost_on)
+
+    @property
+    def number_on_ps(self) -> int:
+        """Under which number ps tasks know it."""
+        return self.id if self.identity is None else self.number
 
     @property
     def is_final(self) -> bool:

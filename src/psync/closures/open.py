@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from psync.closures.closure import Closure, Event, State, move
 from psync.closures.dispatcher import Dispatcher
+from psync.closures.identities import Identities
 from psync.errors import ClosureCancelled, ClosureError, ClosureInputError, WorkerLost
 
 SCHEDULE_AGAIN = "schedule it again after join has raised the error"
@@ -189,14 +190,16 @@ class OpenClosures:
 
     Args:
         dispatcher: Takes those that wait for nothing but a worker.
+        identities: Are told of those that end, and have one.
     """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, identities: Identities) -> None:
         self.last_id = -1  # of the latest closure
         self.waits = Waits()
         self.errors = QueueErrors()
         self.totals: Counter[State] = Counter()  # of final closures
         self._dispatcher = dispatcher
+        self._identities = identities
         self._open: dict[int, Closure] = {}
         self._unsettled: deque[int] = deque()  # ids in order; final ones go when they are first
         self._settled: list[Closure] = []  # for the next news
@@ -269,6 +272,8 @@ class OpenClosures:
             del still_open[closure.id]
             if closure.dependents is not None:
                 self.queue_late(self.waits.has_value(closure))
+            if closure.identity is not None:
+                self._identities.end(closure, closure.identity)
         self._shrink()
         self._settled += closures
         self.totals[State.FINISHED] += len(closures)
@@ -320,6 +325,8 @@ class OpenClosures:
         move(closure, event)
         closure.error = error
         closure.dependencies = ()
+        if closure.identity is not None:
+            self._identities.end(closure, closure.identity)
         self._open.pop(closure.id, None)
         self._shrink()
         self.totals[closure.state] += 1

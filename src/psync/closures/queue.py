@@ -22,6 +22,7 @@ from typing import TypeAlias
 
 from psync.closures.closure import Closure, Event, Replica, State, move
 from psync.closures.dispatcher import Dispatch, Dispatcher, GiveBack, WorkerStatistics
+from psync.closures.identities import Identities
 from psync.closures.open import (
     Barrier,
     Cancel,
@@ -70,12 +71,14 @@ class ClosureQueue:
 
     Attributes:
         dispatcher: Which closures are queued, and what each worker holds.
+        identities: Of closures that may come again.
     """
 
     def __init__(self, *, max_losses: int = MAX_LOSSES) -> None:
         self.dispatcher = Dispatcher()
         self._max_losses = max_losses
-        self._open = OpenClosures(self.dispatcher)
+        self.identities = Identities()
+        self._open = OpenClosures(self.dispatcher, self.identities)
         self._errors = self._open.errors
         self._pauses = 0
         self._num_put_back = 0
@@ -104,6 +107,8 @@ class ClosureQueue:
             raise LocalProtocolError(
                 f"{closure} was scheduled after closure {self._open.last_id}, but ids must grow"
             )
+        if closure.identity is not None:
+            self.identities.begin(closure, closure.identity)
         if closure.dependencies or self._errors.ending is not None or self._open.waits.barriers:
             return self._schedule_unusual(closure)
         self._open.queue(closure)
@@ -381,6 +386,15 @@ class ClosureQueue:
     def ending(self) -> str | None:
         """Why everything is being cancelled, and what is scheduled too; None if it is not."""
         return self._errors.ending
+
+    def kept(self, below: int) -> list[tuple[int, int]]:
+        """Return those of the closures below ``below`` that ps tasks have to remember.
+
+        They may come again: (id of the first run, the lowest run that is not final). After an
+        error that ends everything no run that workers hold counts any more.
+        """
+        held = [closure for _, closure in self.in_flight()]
+        return self.identities.kept(below, held, ending=self.ending is not None)
 
     def in_flight(self) -> list[tuple[str, Closure]]:
         """Return (worker, closure) for all that workers hold, by worker in the order they run."""

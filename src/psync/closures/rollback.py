@@ -16,7 +16,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from psync.closures.identities import Identities, Identity
 from psync.store.snapshot_state import SnapshotState
+from psync.wire.closure_numbers import first_of
 
 KEPT_BYTES = 256 << 20
 """Most memory of calls that are kept for ``reschedule``."""
@@ -36,10 +38,12 @@ class CutCalls:
 
     Attributes:
         pending: Closures of which a synchronous push waits for its step: it is not in the cut.
+
+    Closures are named by the ids of their first runs.
     """
 
     def __init__(self, snapshots: Sequence[SnapshotState]) -> None:
-        self._final_below = max((snapshot.ledger.final_below for snapshot in snapshots), default=0)
+        self._finals = [snapshot.ledger.final for snapshot in snapshots]
         self._calls: dict[int, set[int]] = {}  # those that are whole
         missing: Counter[tuple[int, int]] = Counter()  # parts of calls
         for snapshot in snapshots:
@@ -59,7 +63,7 @@ class CutCalls:
         """Return whether all updates of a closure that has ended are in the cut.
 
         Args:
-            closure: Its id.
+            closure: The id of its first run.
             calls: How many calls it has made that update something.
         """
         return not self.num_missing(closure, calls)
@@ -69,7 +73,7 @@ class CutCalls:
         missing = max(0, calls - len(self._calls.get(closure, ())))
         if closure in self.pending:
             return max(1, missing)
-        return 0 if closure < self._final_below else missing
+        return 0 if any(final.is_over(closure) for final in self._finals) else missing
 
 
 class Undone(NamedTuple):
@@ -77,6 +81,14 @@ class Undone(NamedTuple):
 
     closures: tuple[int, ...] = ()  # ascending
     updates: int = 0  # of these, that are not in the checkpoint
+
+
+class _Ended(NamedTuple):
+    """The last run of a closure that has ended."""
+
+    id: int
+    calls: int  # that it has made
+    identity: Identity | None  # if the closure may come again
 
 
 class KeptCalls:
@@ -146,23 +158,32 @@ class KeptCalls:
 class EndedClosures:
     """The closures that have ended and updated something since the last checkpoint.
 
+    Args:
+        identities: Of those that may come again.
+
     Attributes:
         kept: The calls of these closures, and of those that were undone.
     """
 
-    def __init__(self) -> None:
-        self._calls: dict[int, int] = {}
+    def __init__(self, identities: Identities | None = None) -> None:
+        self._identities = Identities() if identities is None else identities
+        self._ended: dict[int, _Ended] = {}  # by the id of the first run
         self.kept = KeptCalls()
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self._ended)
 
     def __contains__(self, closure: int) -> bool:
-        return closure in self._calls
+        return closure in self._ended
 
-    def ended(self, closure: int, calls: int) -> None:
-        """Note a closure that has ended, and how many calls it has made."""
-        self._calls[closure] = calls
+    def ended(self, number: int, calls: int) -> None:
+        """Note a closure that has just ended, by its number on ps tasks, and the calls it made."""
+        self._note(first_of(number), calls)
+
+    def _note(self, first: int, calls: int) -> None:
+        identity = self._identities.get(first)
+        last = first if identity is None else identity.newest
+        self._ended[first] = _Ended(last, calls, identity)
 
     def saved(self, cut: CutCalls, is_open: Callable[[int], bool]) -> None:
         """Forget those that are in a checkpoint now.
@@ -172,21 +193,33 @@ class EndedClosures:
             is_open: Whether a closure has not ended yet. One that had before the first cut was
                 begun was not noted, and may wait for its step in that.
         """
-        left = {
-            closure: calls
-            for closure, calls in self._calls.items()
-            if not cut.has_all(closure, calls)
+        noted = self._ended
+        self._ended = {
+            first: one for first, one in noted.items() if not cut.has_all(first, one.calls)
         }
-        self.kept.forget(self._calls.keys() - left.keys())
-        unknown = [each for each in cut.pending if each not in left and not is_open(each)]
-        for closure in unknown:
-            self.kept.drop(closure)
-        self._calls = dict.fromkeys(unknown, 0) | left
+        self.kept.forget(one.id for first, one in noted.items() if first not in self._ended)
+        for first in cut.pending - self._ended.keys():
+            identity = self._identities.get(first)
+            if is_open(first) if identity is None else identity.is_open:
+                continue
+            self._note(first, 0)
+            if identity is None:
+                self.kept.drop(first)
 
     def undone(self, cut: CutCalls) -> Undone:
-        """Return, and forget, those that going back to a cut undoes. Their calls stay kept."""
-        missing = {each: cut.num_missing(each, calls) for each, calls in self._calls.items()}
-        undone = sorted(closure for closure, updates in missing.items() if updates)
-        self.kept.forget(closure for closure, updates in missing.items() if not updates)
-        self._calls.clear()
-        return Undone(tuple(undone), sum(missing.values()))
+        """Return, and forget, those that going back to a cut undoes. Their calls stay kept.
+
+        What may come again is done no more.
+        """
+        undone, updates = [], 0
+        for first, one in self._ended.items():
+            missing = cut.num_missing(first, one.calls)
+            updates += missing
+            if not missing:
+                self.kept.forget((one.id,))
+                continue
+            undone.append(one.id)
+            if one.identity is not None:
+                self._identities.undo(one.identity)
+        self._ended = {}
+        return Undone(tuple(sorted(undone)), updates)

@@ -180,7 +180,7 @@ class ScheduleReports:
         missing = tuple(worker for worker in self._workers if worker not in present)
         queued = self._is_queued()
         held = [] if queued else self._queue.in_flight()
-        in_flight = tuple((c.id, worker) for worker, c in held if not c.in_collective)
+        in_flight = tuple((c.number_on_ps, worker) for worker, c in held if not c.in_collective)
         return ScheduleState(tuple(here), missing, queued, in_flight)
 
     def _here(self) -> list[tuple[str, int]]:

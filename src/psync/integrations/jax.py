@@ -32,6 +32,7 @@ from psync.errors import ConfigurationError, UsageError
 from psync.integrations.served import LoadedKeys, ServedVariables, checked_scope, current_run
 from psync.numerics.casting import fitting
 from psync.specs import dtype_of
+from psync.wire.closure_numbers import first_of
 
 try:
     import jax
@@ -364,7 +365,8 @@ def step_key(seed: Any) -> jax.Array:
     """Return a key for the random numbers of this step, such as those of dropout.
 
     Each closure has its own, so each step of each worker does. A closure that runs again, because
-    its worker was lost, gets the same key as before, on whatever worker; and so does the n-th
+    its worker was lost, or for a data shard that is not done, gets the same key as before, on
+    whatever worker; and so does the n-th
     closure of a program when the program runs again with the same seed. Call it in the step, not
     in a jitted function, and ``jax.random.split`` what it returns; within a step it is always the
     same.
@@ -393,5 +395,5 @@ def step_key(seed: Any) -> jax.Array:
         )
     is_number = jax.dtypes.issubdtype(getattr(seed, "dtype", int), np.integer) and not np.ndim(seed)
     key = jax.random.key(seed) if is_number else seed
-    high, low = divmod(closure.closure_id, 1 << 32)  # fold_in takes 32 bits
+    high, low = divmod(first_of(closure.number_on_ps), 1 << 32)  # fold_in takes 32 bits
     return jax.random.fold_in(jax.random.fold_in(key, high) if high else key, low)

@@ -39,6 +39,7 @@ from psync.store.snapshot import Loaded, SnapshotState, load_snapshot
 from psync.store.store import ShardStore
 from psync.store.untrusted_json import read_json
 from psync.wire.accumulator_messages import DefineAccumulator
+from psync.wire.closure_numbers import Finality
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Pushed
@@ -100,7 +101,7 @@ class Contents:
     accumulators: Sequence[tuple[DefineAccumulator, int]] = ()  # with their global steps
     groups: Mapping[int, dict[str, Any]] = field(default_factory=dict)  # their configurations
     counted: Sequence[tuple[int, int, int, bytes]] = ()  # see ``SyncSteps.note_calls``
-    final_below: int = 0
+    final: Finality = field(default_factory=Finality)
 
     @classmethod
     def empty(cls, parts: Parts, task: str, pool: BlockPool, floor: int = 0) -> Contents:
@@ -131,7 +132,7 @@ class Contents:
             defined[definition.name] = definition, step
         return cls(
             store, loaded.ledger, list(defined.values()), {**groups, **state.groups},
-            state.counted, state.ledger.final_below,
+            state.counted, state.ledger.final,
         )  # fmt: skip
 
 

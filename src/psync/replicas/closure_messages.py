@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psync.closures.closure import Closure
+from psync.closures.identities import Identity
 from psync.errors import LocalProtocolError, UsageError
 from psync.net.peer import Reply
 from psync.serialization.functions import Function
@@ -87,8 +88,10 @@ class ScheduledClosures(dict[int, Closure]):
         super().__init__()
         self._cancel = cancel
 
-    def make(self, closure_id: int, call: ScheduledCall, owner: object) -> Closure:
-        """Return a new closure of a call.
+    def make(
+        self, closure_id: int, call: ScheduledCall, owner: object, identity: Identity | None = None
+    ) -> Closure:
+        """Return a new closure of a call, with its identity if it may come again.
 
         Raises:
             UsageError: An input belongs to another coordinator than ``owner``.
@@ -103,7 +106,7 @@ class ScheduledClosures(dict[int, Closure]):
         return Closure(
             closure_id, call, name=call.function.name,
             inline_bytes=call.inline_bytes if call.arguments is not EMPTY else 0,
-            dependencies=[value.closure for value in inputs] if inputs else (),
+            dependencies=[value.closure for value in inputs] if inputs else (), identity=identity,
         )  # fmt: skip
 
     def adopt(self, closure: Closure) -> RemoteValue[Any]:
@@ -129,6 +132,7 @@ def run_closures(closures: Sequence[Closure]) -> tuple[RunClosures, list[Any]]:
     """Return the message that starts closures, and its segments."""
     items: list[tuple[int, bytes, int, list[int]]] = []
     segments: list[Any] = []
+    numbers = [(each.id, each.number) for each in closures if each.identity is not None]
     for closure in closures:
         call: ScheduledCall = closure.payload
         key = call.function.key
@@ -141,7 +145,7 @@ def run_closures(closures: Sequence[Closure]) -> tuple[RunClosures, list[Any]]:
         else:
             items.append((closure.id, key, len(own) - sum(counts), counts))
             segments += own
-    return RunClosures(items), segments
+    return RunClosures(items, numbers or None), segments
 
 
 def starting(closures: Sequence[Closure]) -> tuple[Message, list[Any]]:

@@ -4,7 +4,8 @@ An update (push or assign) has two identities. (client, sequence) names the *mes
 after a lost connection carries the same one, and gets the first one's answer. (closure, ordinal
 of the call in the closure) names the *intent*: when a worker is lost its closure runs again on
 another, and the second run makes the same calls under other sequences. Of the runs of a
-closure, the first whose update reaches a ps wins there.
+closure, the first whose update reaches a ps wins there. A data shard that comes again after an
+error is a further run of its closure, too (``wire.closure_numbers``).
 
 ``judge`` judges an update; the first line that fits decides:
 
@@ -30,16 +31,17 @@ run. No verdict depends on it, and no digest: it is known as late as the arrays 
 
 Nothing is forgotten because a cache is full. Answers go when their client says that it has
 them (``acked_below``) or is fenced; calls go when the coordinator says that their closures are
-final. What remains is one small record per task that ever sent an update.
+final, and not kept. What remains is one small record per task that ever sent an update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from psync.errors import FencedError, UsageError
+from psync.wire.closure_numbers import Finality, first_of
 
 Client = tuple[str, int]
 """Task name and incarnation."""
@@ -141,8 +143,8 @@ class Ledger:
     def __init__(self, floor: int = 0) -> None:
         self._floor = floor
         self._senders: dict[str, _Sender] = {}  # by task
-        self._closures: dict[int, dict[int, _Applied]] = {}  # by closure, by ordinal
-        self._final_below = 0  # closures below are final
+        self._closures: dict[int, dict[int, _Applied]] = {}  # by first run, by ordinal
+        self.final = Finality()
         self._failures: dict[FailureKey, bytes] = {}  # of updates that failed while computed
         # Sequences that were refused, by client: no part of the state, only cuts ask.
         self._refused: dict[Client, set[int]] = {}
@@ -191,10 +193,10 @@ class Ledger:
             )
         first = True
         if call is not None:
-            applied = self._closures.get(call[0], {}).get(ordinal)
+            applied = self._closures.get(first_of(call[0]), {}).get(ordinal)
             if applied is not None:
                 self._check_variables(call, applied, variable_set, variables)
-            first = applied is None and call[0] >= self._final_below
+            first = applied is None and not self.final.is_final(call[0])
         ticket = Ticket(client, sequence, call, first, variable_set, variables, spread)
         return Fresh(ticket) if first else AlreadyApplied(ticket)
 
@@ -211,7 +213,7 @@ class Ledger:
             self._already_applied += 1
             return answer
         if call is not None:
-            calls = self._closures.setdefault(call[0], {})
+            calls = self._closures.setdefault(first_of(call[0]), {})
             parts = 1 + len(ticket.spread)
             calls[call[1]] = _Applied(ticket.variable_set, ticket.variables, parts)
         self._fresh += 1
@@ -252,7 +254,7 @@ class Ledger:
         """
         self._failures[*client, sequence] = failure
         if call is not None:
-            self._failures[CALL, *call] = failure
+            self._failures[CALL, first_of(call[0]), call[1]] = failure
         self._forget_failures()
 
     def failure_of(self, client: Client, sequence: int, call: Call | None) -> bytes | None:
@@ -261,7 +263,7 @@ class Ledger:
             return None
         failure = self._failures.get((*client, sequence))
         if failure is None and call is not None:
-            failure = self._failures.get((CALL, *call))
+            failure = self._failures.get((CALL, first_of(call[0]), call[1]))
         return failure
 
     def _forget_failures(self) -> None:
@@ -274,7 +276,7 @@ class Ledger:
     def _is_awaited(self, key: FailureKey) -> bool:
         task, number, sequence = key
         if task == CALL:
-            return number >= self._final_below
+            return not self.final.is_over(number)
         return task == STEP or self.knows((task, number), sequence)
 
     def refuse(self, client: Client, sequence: int) -> None:
@@ -316,14 +318,17 @@ class Ledger:
             for ps, number in message.spread
         ]
 
-    def final_below(self, closure: int) -> None:
-        """Forget the calls of all closures below ``closure``: none will count any more."""
-        if closure <= self._final_below:
-            return
-        self._final_below = closure
-        for number in [number for number in self._closures if number < closure]:
-            del self._closures[number]
-        self._forget_failures()
+    def final_below(self, closure: int, kept: Iterable[tuple[int, int]] = ()) -> None:
+        """Forget the calls of all closures below ``closure``: none will count any more.
+
+        Args:
+            closure: Id of the lowest closure that is not final.
+            kept: Those below it that may come again, as in ``Finality``: they are not forgotten.
+        """
+        if self.final.update(closure, kept):
+            for first in [first for first in self._closures if self.final.is_over(first)]:
+                del self._closures[first]
+            self._forget_failures()
 
     def fence(self, task: str, incarnation: int) -> None:
         """Serve only this and newer incarnations of ``task`` from now on."""
@@ -383,10 +388,23 @@ class Ledger:
         )
         raise UsageError(
             f"{_named(call)} updates other variables{second} than in its first run{first}",
-            hint="a closure may run more than once, and every run must update the same variables "
-            "in the same order; decide which by its arguments, not by randomness or time",
+            hint=same_in_each_run(call[0]),
         )
 
 
+def same_in_each_run(number: int) -> str:
+    """Return the hint to a run, by its closure's number, that does other things than the first."""
+    if number == first_of(number):
+        return (
+            "a closure may run more than once, and every run must update the same variables in the "
+            "same order; decide which by its arguments, not by randomness or time"
+        )
+    return (
+        "what a data shard has updated before its step raised or was cancelled counts, so its next "
+        "run must update the same variables in the same order; to run another step for what is "
+        "left, use distribute_once(shards, state=visits.state())"
+    )
+
+
 def _named(call: Call | None) -> str:
-    return "no closure" if call is None else f"closure {call[0]}, call {call[1]}"
+    return "no closure" if call is None else f"closure {first_of(call[0])}, call {call[1]}"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from psync.store.ledger import Call, Ledger, _Applied, _Message, _Sender
+from psync.wire.closure_numbers import Finality
 
 
 class SenderState(NamedTuple):
@@ -50,6 +51,13 @@ class LedgerState:
     """(closure, ordinal, parts of the update on all ps tasks) of each call that has several."""
     failures: tuple[tuple[str, int, int, bytes], ...] = ()
     """Of updates that failed while they were computed, by ``FailureKey``, what is answered."""
+    kept: tuple[tuple[int, int], ...] = ()
+    """(closure, run) of those below ``final_below`` that may come again, as in ``Finality``."""
+
+    @property
+    def final(self) -> Finality:
+        """Which closures are final."""
+        return Finality(self.final_below, self.kept)
 
 
 def state_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> LedgerState:
@@ -76,8 +84,9 @@ def state_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> LedgerSt
                 answers.append((sequence, message.call, answer))
         senders.append(SenderState(task, sender.incarnation, sender.acked_below, tuple(answers)))
     return LedgerState(
-        tuple(senders), tuple(calls), ledger._final_below, ledger._floor, tuple(parts),
+        tuple(senders), tuple(calls), ledger.final.below, ledger._floor, tuple(parts),
         tuple((*key, failure) for key, failure in ledger._failures.items()),
+        tuple(ledger.final.listed()),
     )  # fmt: skip
 
 
@@ -94,7 +103,7 @@ def control_of(ledger: Ledger, pack: Callable[[Any], bytes]) -> list[Any]:
         for closure, by_ordinal in ledger._closures.items()
         for ordinal, each in by_ordinal.items()
     )
-    return [senders, calls, ledger._final_below]
+    return [senders, calls, ledger.final.below, ledger.final.listed()]
 
 
 def restore_ledger(ledger: Ledger, state: LedgerState, unpack: Callable[[bytes], object]) -> None:
@@ -115,7 +124,7 @@ def restore_ledger(ledger: Ledger, state: LedgerState, unpack: Callable[[bytes],
         calls = ledger._closures.setdefault(closure, {})
         calls[ordinal] = _Applied(variable_set, names, count)
     ledger._failures.update({(task, a, b): failure for task, a, b, failure in state.failures})
-    ledger.final_below(state.final_below)
+    ledger.final_below(state.final_below, state.kept)
 
 
 def gradients_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> GradientStates:

@@ -169,6 +169,7 @@ class SnapshotState:
             variable_sets=[(Signed(digest), names) for digest, names in sets],
             calls=calls,
             final_below=self.ledger.final_below,
+            kept=self.ledger.kept,
             coordinator=self.ledger.coordinator,
             parts=self.ledger.parts,
             accumulators=tuple((packed, Signed(step)) for packed, step in self.accumulators),
@@ -238,6 +239,7 @@ class _Stored:
     variable_sets: list[tuple[Signed, tuple[str, ...]]]
     calls: list[tuple[int, int, int]]  # the last: the place of a variable set
     final_below: int
+    kept: tuple[tuple[int, int], ...] = ()
     coordinator: int = 0
     parts: tuple[tuple[int, int, int], ...] = ()
     accumulators: tuple[tuple[bytes, Signed], ...]
@@ -362,5 +364,5 @@ class _Checks:
         self._once(calls, {(closure, ordinal) for closure, ordinal, *_ in calls}, "a call")
         return LedgerState(
             stored.senders, tuple(calls), stored.final_below, stored.coordinator, stored.parts,
-            stored.failures,
+            stored.failures, stored.kept,
         )  # fmt: skip

@@ -16,9 +16,11 @@ from typing import Any, cast
 from psync.cluster import parse_task_name
 from psync.errors import LocalProtocolError, PsyncError, UsageError
 from psync.numerics.sums import check_weight
+from psync.store.ledger import same_in_each_run
 from psync.store.sync_config import SyncConfig
 from psync.sync.pushes import Action, Answer, Close, Contribution, Push, Refuse
 from psync.sync.tokens import Replica, Taker, TokenChannel
+from psync.wire.closure_numbers import Finality, first_of
 from psync.wire.codec import decode, encode
 from psync.wire.messages import Failure
 from psync.wire.remote_errors import exception_of, failure_of
@@ -96,7 +98,7 @@ class Group:
             )
         return pushes.get(number)
 
-    def judge(self, contribution: Contribution, final_below: int) -> Push:
+    def judge(self, contribution: Contribution, final: Finality) -> Push:
         """Decide what becomes of a new push, and count it if it counts.
 
         Raises:
@@ -109,7 +111,7 @@ class Group:
         local_step = contribution.local_step
         staleness = max(0, self.step - (self.first_step if local_step < 0 else local_step))
         counts = self._counts.setdefault(replica[0], _Counts())
-        if self._was_counted(contribution, final_below):
+        if self._was_counted(contribution, final):
             push = Push(contribution, "duplicate", staleness)
             counts.duplicate += 1
         elif staleness or self._has_had_its_share(contribution):
@@ -142,10 +144,10 @@ class Group:
         self._tokens_held.pop(replica, None)
         return [Refuse(self.number, replica, number, error) for number in waiting]
 
-    def final_below(self, closure: int) -> None:
-        """Forget the calls of final closures."""
-        for number in [number for number in self._calls if number < closure]:
-            del self._calls[number]
+    def forget_calls(self, final: Finality) -> None:
+        """Forget the calls of closures of which no run will come any more."""
+        for first in [first for first in self._calls if final.is_over(first)]:
+            del self._calls[first]
 
     def waiting_closures(self) -> set[int | None]:
         """Return the closures whose replicas wait for a token."""
@@ -163,7 +165,11 @@ class Group:
 
     def calls(self) -> list[tuple[int, int, bytes]]:
         """Return (closure, ordinal, digest) of each call in the steps that have been applied."""
-        pending = {(each.closure, each.ordinal) for _, each in self.pending()}
+        pending = {
+            (first_of(push.closure), push.ordinal)
+            for _, push in self.pending()
+            if push.closure is not None
+        }
         return [
             (closure, ordinal, digest)
             for closure, by_ordinal in self._calls.items()
@@ -373,19 +379,18 @@ class Group:
             },
         }  # fmt: skip
 
-    def _was_counted(self, contribution: Contribution, final_below: int) -> bool:
+    def _was_counted(self, contribution: Contribution, final: Finality) -> bool:
         closure = contribution.closure
         if closure is None:
             return False
-        if closure < final_below:
+        if final.is_final(closure):
             return True
-        digest = self._calls.get(closure, {}).get(contribution.ordinal)
+        digest = self._calls.get(first_of(closure), {}).get(contribution.ordinal)
         if digest is not None and digest != contribution.variable_set:
             raise UsageError(
-                f"{self.config.name}: closure {closure}, call {contribution.ordinal}, pushes other "
-                "variables than in its first run",
-                hint="a closure may run more than once, and every run must push the same variables "
-                "in the same order; decide which by its arguments, not by randomness or time",
+                f"{self.config.name}: closure {first_of(closure)}, call {contribution.ordinal}, "
+                "pushes other variables than in its first run",
+                hint=same_in_each_run(closure),
             )
         return digest is not None
 
@@ -413,7 +418,7 @@ class Group:
         self._counted.append(push)
         self._shares[contribution.replica] += 1
         if contribution.closure is not None:
-            calls = self._calls.setdefault(contribution.closure, {})
+            calls = self._calls.setdefault(first_of(contribution.closure), {})
             calls[contribution.ordinal] = contribution.variable_set
 
     def _target_for(self, alive: Mapping[str, int] | None) -> int:

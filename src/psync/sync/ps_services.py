@@ -153,7 +153,7 @@ class PsServices:
                 platform, attach, self.sync, pool, work, self.clocks.look_again, timeline,
                 is_hosted=life is Life.HOSTED,
             )  # fmt: skip
-            self.closer.steps.note_calls(contents.counted, contents.final_below)
+            self.closer.steps.note_calls(contents.counted, contents.final)
         self.gate = GateService(
             task, ledger, CLOSER, process.check_coordinator, functools.partial(self.pause, "cut"),
             functools.partial(self.resume, "cut"), parts,
@@ -382,10 +382,10 @@ class PsServices:
         return self.accumulators.fence(task, below)
 
     def _final_below(self, peer: Peer, message: FinalBelow, _: list[memoryview]) -> None:
-        if peer.incarnation == self.coordinator:
-            self.ledger.final_below(message.closure)
+        if (peer.incarnation, message.timeline) == (self.coordinator, self.timeline):
+            self.ledger.final_below(message.closure, message.kept or ())
             if self.closer is not None:
-                self.closer.steps.final_below(message.closure)
+                self.closer.steps.final_below(message.closure, message.kept or ())
 
     def _hear_counts(self, peer: Peer, message: TellCounts, _: list[memoryview]) -> Reply:
         """Another ps says how many pushes are counted there."""

@@ -41,6 +41,7 @@ from psync.store.sync_config import SyncConfig
 from psync.sync.group import Group
 from psync.sync.pushes import Action, Answer, Close, Contribution, Refuse
 from psync.sync.tokens import Replica
+from psync.wire.closure_numbers import Finality, first_of
 
 __all__ = ["Action", "Answer", "Close", "Contribution", "Refuse", "Replica", "SyncSteps"]
 
@@ -55,7 +56,7 @@ class SyncSteps:
         self._missing: tuple[str, ...] = ()
         self._now = 0.0  # when this was said
         self._in_flight: frozenset[int] = frozenset()  # closures; none: more may be started
-        self._final_below = 0
+        self._final = Finality()
         self._ended: str | None = None  # why
         self._noted: list[tuple[int, int, int, bytes]] = []  # calls of groups to be defined
 
@@ -122,7 +123,7 @@ class SyncSteps:
             if known.broken is not None:
                 raise known.broken
             if push is None:
-                push = known.judge(contribution, self._final_below)
+                push = known.judge(contribution, self._final)
         except PsyncError as exc:
             return [*actions, Refuse(group, replica, contribution.number, exc)]
         actions += known.put_initial(-1)
@@ -207,13 +208,12 @@ class SyncSteps:
         self._in_flight = frozenset() if queued else frozenset(in_flight)
         return self._close_what_is_due()
 
-    def final_below(self, closure: int) -> None:
-        """Forget the calls of all closures below ``closure``: none will count any more."""
-        if closure > self._final_below:
-            self._final_below = closure
-            self._noted = [noted for noted in self._noted if noted[1] >= closure]
+    def final_below(self, closure: int, kept: Sequence[tuple[int, int]] = ()) -> None:
+        """Forget the calls of all closures below ``closure``; as ``Ledger.final_below``."""
+        if self._final.update(closure, kept):
+            self._noted = [noted for noted in self._noted if not self._final.is_over(noted[1])]
             for known in self._groups.values():
-                known.final_below(closure)
+                known.forget_calls(self._final)
 
     def closing(self) -> list[Close]:
         """Return the steps that are decided, and not applied by every ps."""
@@ -228,8 +228,9 @@ class SyncSteps:
         ]
 
     def pending_closures(self) -> list[int]:
-        """Return the closures of which something was counted in a step that is not applied."""
-        return sorted({push.closure for *_, push in self.pending() if push.closure is not None})
+        """Return the closures, by first run, that were counted in a step that is not applied."""
+        pushes = [push for *_, push in self.pending()]
+        return sorted({first_of(push.closure) for push in pushes if push.closure is not None})
 
     def calls(self) -> list[tuple[int, int, int, bytes]]:
         """Return (group, closure, ordinal, digest) of each call in steps that have been applied."""
@@ -238,14 +239,14 @@ class SyncSteps:
             calls += [(number, *call) for call in known.calls()]
         return calls
 
-    def note_calls(self, calls: Sequence[tuple[int, int, int, bytes]], final_below: int) -> None:
+    def note_calls(self, calls: Sequence[tuple[int, int, int, bytes]], final: Finality) -> None:
         """Take calls for counted that were counted before; no group is defined yet.
 
         Args:
             calls: (group, closure, ordinal, digest) of each.
-            final_below: Closures below are final.
+            final: Which closures are final.
         """
-        self._noted, self._final_below = list(calls), final_below
+        self._noted, self._final = list(calls), Finality(final.below, final.listed())
 
     def end(self, reason: str) -> list[Action]:
         """Close the token channels: whoever waits or comes later is told that training has ended.
@@ -302,7 +303,8 @@ class SyncSteps:
             "incarnations": [list(each) for each in self._incarnations.items()],
             "alive": None if self._alive is None else [list(each) for each in self._alive.items()],
             "missing": list(self._missing), "now": self._now,
-            "in_flight": sorted(self._in_flight), "final_below": self._final_below,
+            "in_flight": sorted(self._in_flight), "final_below": self._final.below,
+            "kept": [list(each) for each in self._final.listed()],
             "ended": self._ended, "noted": [list(each) for each in self._noted],
             "groups": [[number, known.snapshot()] for number, known in self._groups.items()],
         }  # fmt: skip
@@ -318,7 +320,8 @@ class SyncSteps:
         self._alive = None if state["alive"] is None else dict(state["alive"])
         self._missing, self._now = tuple(state["missing"]), state["now"]
         self._in_flight = frozenset(state["in_flight"])
-        self._final_below, self._ended = state["final_below"], state["ended"]
+        self._final = Finality(state["final_below"], map(tuple, state["kept"]))
+        self._ended = state["ended"]
         self._noted = [tuple(each) for each in state["noted"]]
         for number, group in state["groups"]:
             known = self._groups[number] = Group(number, configs[number], group["first"], None)

@@ -56,9 +56,14 @@ class Fence(Message):
 
 @message(40)
 class FinalBelow(Message):
-    """All closures with smaller ids are final."""
+    """All closures with smaller ids are final, and forgotten if they are not ``kept``."""
 
     closure: int
+    # (first closure, run) of those that may come again: this run of them is not final. See
+    # ``closure_numbers``.
+    kept: list[tuple[int, int]] | None = None
+    # Of the ps tasks, when it was sent: a rollback since then may have undone what was done.
+    timeline: int = 0
 
 
 # Values.

@@ -34,6 +34,8 @@ class RunClosures(Message):
     """
 
     closures: list[tuple[int, bytes, int, list[int]]]
+    numbers: list[tuple[int, int]] | None = None
+    """(id, number on ps tasks) of those that have another there: see ``closure_numbers``."""
 
 
 @message(18)
@@ -67,7 +69,7 @@ class ClosureResults(Message):
 
     results: list[tuple[int, str, int, tuple[str, str, str] | None]]
     mean_seconds: float  # of those that succeeded
-    # (id, calls that it has made) of those that succeeded and updated something
+    # (number on ps tasks, calls that it has made) of those that succeeded and updated something
     updates: list[tuple[int, int]] | None = None
 
 

@@ -40,8 +40,9 @@ class HeldClosure:
     num_segments: int  # of its arguments; -1: they have to be fetched
     counts: Sequence[int]  # segments of each RemoteValue input
     segments: Sequence[memoryview]
-    replica: tuple[int, int] | None = None  # which one of how many, if it is of a gang
+    number: int = -1  # under which ps tasks know it; -1: its id
     arrival: int = NEVER  # see ``prefetch``; NEVER: of a gang, whose replicas meet
+    replica: tuple[int, int] | None = None  # which one of how many, if it is of a gang
     context: ClosureContext | None = None  # once it runs
     began: float = 0.0  # loop time at which it did
     name: str = ""  # of its step, once that is here

@@ -67,13 +67,20 @@ class ResultsToSend:
         self._segments: list[Any] = []
         self.nbytes = 0  # of the segments
         self._seconds: list[float] = []  # of the closures in ``_results`` that succeeded
-        self._updates: list[tuple[int, int]] = []  # of these: (id, calls) where there are any
+        self._updates: list[tuple[int, int]] = []  # of these: (number, calls) where any
         self._soon: asyncio.Handle | None = None  # flushes, while there are results
 
     def __len__(self) -> int:
         return len(self._results)
 
-    def add(self, closure_id: int, end: ClosureEnd, seconds: float = 0.0, calls: int = 0) -> None:
+    def add(
+        self,
+        closure_id: int,
+        end: ClosureEnd,
+        seconds: float = 0.0,
+        calls: int = 0,
+        number: int = -1,
+    ) -> None:
         """Gather a result; it leaves with the next turn of the loop at the latest.
 
         Args:
@@ -81,6 +88,7 @@ class ResultsToSend:
             end: How it ended.
             seconds: That it took, if it succeeded.
             calls: Updates that it has made then.
+            number: Under which ps tasks know it; -1: its id.
         """
         if self._soon is None:
             self._soon = self._loop.call_soon(self.flush)
@@ -92,7 +100,7 @@ class ResultsToSend:
         if end.kind == "ok":
             self._seconds.append(seconds)
             if calls:
-                self._updates.append((closure_id, calls))
+                self._updates.append((closure_id if number < 0 else number, calls))
         if end.error is not None:  # texts add up in the header, whose size is limited
             self.flush()
 

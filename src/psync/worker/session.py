@@ -126,15 +126,14 @@ class Session:
 
     def run_closures(self, message: RunClosures, segments: Sequence[memoryview]) -> None:
         """Queue closures."""
-        at = 0
+        at, numbers = 0, dict(message.numbers or ())
         arrival = self.runtime.ahead.arrivals = self.runtime.ahead.arrivals + 1
         for closure_id, key, count, counts in message.closures:
             end = at
             if count > 0:  # else they are none, or to be fetched
                 end += count + sum(counts)
-            self._queue.append(
-                HeldClosure(closure_id, key, count, counts, segments[at:end], arrival=arrival)
-            )
+            number, own = numbers.get(closure_id, -1), segments[at:end]
+            self._queue.append(HeldClosure(closure_id, key, count, counts, own, number, arrival))
             at = end
         self._wake.set()
         if self._told:  # and has not waited for its answer
@@ -143,7 +142,7 @@ class Session:
     def run_replica(self, message: RunReplica, segments: Sequence[memoryview]) -> None:
         """Queue a closure that is one of a gang."""
         replica = (message.replica_id, message.num_replicas)
-        self._queue.append(HeldClosure(*message.closure, segments, replica))
+        self._queue.append(HeldClosure(*message.closure, segments, replica=replica))
         self._wake.set()
 
     def give_back(self, message: GiveBack, _: Sequence[memoryview] = ()) -> None:
@@ -332,6 +331,7 @@ class Session:
             runtime=self.runtime,
             loop=self._loop,
             arrival=closure.arrival,
+            number=closure.number,
         )
         if closure.replica is not None:
             context.gang = GangMember(
@@ -354,7 +354,7 @@ class Session:
         if self.watch is not None:
             self.watch(closure, end.kind)
         calls = next(context.ordinals) - context.dropped  # its number: those before it
-        self._results.add(closure.id, end, self._now - closure.began, calls)
+        self._results.add(closure.id, end, self._now - closure.began, calls, closure.number)
 
     async def _end(self, closure: HeldClosure, context: ClosureContext) -> ClosureEnd:
         """Run a closure to its end; whatever user code raises is one."""

@@ -76,10 +76,10 @@ class WeakLedger(Ledger):
         """Return whether a message will change nothing here any more; a cut asks."""
         return bool(self.without & {"dedup", "fencing"}) or super().is_settled(client, sequence)
 
-    def final_below(self, closure: int) -> None:
+    def final_below(self, closure: int, kept: Iterable[tuple[int, int]] = ()) -> None:
         """Forget the calls of all closures below ``closure``."""
         if "low_water" not in self.without:
-            super().final_below(closure)
+            super().final_below(closure, kept)
 
     def went_back(self, fences: Iterable[tuple[str, int]]) -> None:
         """This is that of a snapshot from now on.

@@ -50,8 +50,10 @@ BOUNDED = ("dense", "rows", "both", "moved", "spread")
 
 WORKS = ("ganged", "visited")
 
-SHAPES = ("any", "async", "sync", "replica", "sync-replica", "checkpoint", "metered", "gone")
-"""Kinds of plans. The last two: metrics alone; a ps goes for good, beside what else happens."""
+SHAPES = ("any", "async", "sync", "replica", "sync-replica", "checkpoint", "metered", "gone",
+          "visited")  # fmt: skip
+"""Kinds of plans. The last three: metrics alone; a ps goes for good, beside what else happens; data
+shards are visited, beside what else happens."""
 
 
 class _Draw:
@@ -124,7 +126,7 @@ class _Draw:
                 "max_staleness": rng.choice((0, 0, 2)),
             },
             cancels_takes=rng.random() < 0.3,
-            works=() if races else tuple(name for name in WORKS if rng.random() < 0.15),
+            works=() if races else tuple(name for name in WORKS if self._works(name)),
             sizes=self._sizes(tightness, has_padding=padding > 0),
             layouts=self._layouts(recovery, num_ps, groups),
             # Apart, so that what else is drawn of a seed stays.
@@ -136,6 +138,9 @@ class _Draw:
         if recovery == "replica" and rng.random() < 0.1:
             plan = self._with_small_budgets(plan)
         return self._with_memory(plan) if rng.random() < 0.5 else plan
+
+    def _works(self, name: str) -> bool:
+        return self.rng.random() < 0.15 or name == self.shape
 
     def _with_memory(self, plan: Plan) -> Plan:
         """Let all tasks be of one host; what they lend is small, as their values are."""

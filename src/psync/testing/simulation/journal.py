@@ -204,6 +204,8 @@ class Journal:
         self.is_rolled_back = False  # anything, in this life
         self.gangs = 0  # that run
         self.worked = 0  # how often what works beside the batches has scheduled something
+        self.shard_raised = False  # in this life: steps may be cancelled at any moment since then
+        self.undone: set[tuple[int, int]] = set()  # by rollbacks: lives, and ids of closures
         self.is_calm = True  # nothing has gone wrong yet
         self.rounds = Rounds(plan)
         self.holdings = Holdings()
@@ -230,7 +232,7 @@ class Journal:
 
     def may_be_ending(self, number: int) -> bool:
         """Whether a closure may be cancelled: from then on ps tasks refuse what it changes."""
-        if self.closures[number].plan.cancel_s is not None:
+        if self.shard_raised or self.closures[number].plan.cancel_s is not None:
             return True
         return any(run.has_raised for each in self.closures[self.dropped :] if each.state == "open"
                    for run in each.runs)  # fmt: skip
@@ -267,7 +269,7 @@ class Journal:
                 closure.state = "lost"
         self.find(oracle.faults_of_beginning(self, attached, restored, values))
         self.lives += 1
-        self.is_rolled_back, self.gangs = False, 0
+        self.is_rolled_back, self.shard_raised, self.gangs = False, False, 0
         self.moved.clear()
         self.baseline = self.marks(values)
         if attached:
@@ -326,6 +328,7 @@ class Journal:
             self.moved |= dict(zip(event.lost, event.served_by, strict=True))
         if isinstance(event, RollbackEvent):
             self.is_rolled_back = True
+            self.undone |= {(self.lives, closure) for closure in event.closures}
             undone, self.held = set(self.held), frozenset()  # of former lives: perhaps
             for closure in self.closures:
                 if closure.life == self.lives and closure.id in event.closures:

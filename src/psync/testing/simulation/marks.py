@@ -114,6 +114,7 @@ MARKS = (
     "a take is cancelled",
     "a data shard runs again after its worker's loss",
     "a data shard is handed out again after an error",
+    "a data shard's step raises, and the shard comes again",
     "data shards go on from a checkpoint",
     "a worker begins its own data anew",
     "a worker's own data go on from a saved position",

@@ -25,6 +25,7 @@ from psync.chief.backups import Backups
 from psync.client import optimizer_client, ps_client
 from psync.client.prefetch import PulledAhead
 from psync.client.runtime import Runtime
+from psync.closures.identities import Identities
 from psync.closures.queue import ClosureQueue
 from psync.closures.rollback import EndedClosures, Undone
 from psync.closures.shard_epochs import Visitation
@@ -191,12 +192,24 @@ MUTANTS: Mapping[str, Mutant] = {
         ((gang_run, "merge", wrong.one_is_missing),),
     ),
     "account_forgets_runs": Mutant(
-        "the account of data shards names those that ran again", ("any",),
+        "the account of data shards names those that ran again", ("visited",),
         ((Visitation, "lose", wrong.does_nothing(None)),),
     ),
     "shards_done_again": Mutant(
-        "visits that are restored know which data shards are done", ("any",),
+        "visits that are restored know which data shards are done", ("visited",),
         ((Visits, "restore_checkpoint_state", wrong.does_nothing(None)),),
+    ),
+    "shard_begins_anew": Mutant(
+        "a data shard that comes again is a further run of its first closure", ("visited",),
+        ((Identities, "begin", wrong.begins_anew),),
+    ),
+    "shard_is_forgotten": Mutant(
+        "ps tasks remember data shards that may come again", ("visited",),
+        ((ClosureQueue, "kept", wrong.does_nothing([])),),
+    ),
+    "shard_stays_done": Mutant(
+        "a data shard that a rollback has undone is done again", ("visited",),
+        ((Identities, "undo", wrong.does_nothing(None)),),
     ),
     "takes_are_given_again": Mutant(
         "a gradient in an accumulator is taken once", ("any",),

@@ -189,7 +189,7 @@ def _contents(task: PsTask) -> dict[str, Any]:
     for sender in state.ledger.senders:
         found[f"ledger of {sender.task}"] = tuple(sender)
     found["calls"] = sorted(state.ledger.calls), sorted(state.ledger.parts)
-    found["final below"] = state.ledger.final_below
+    found["final below"] = state.ledger.final_below, state.ledger.kept
     found["steps"] = steps
     if task.services.closer is not None:
         found["rule"] = task.services.closer.steps.snapshot()

@@ -15,6 +15,8 @@ from psync.backups.host import _Backup
 from psync.client.plans import Plan
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.runtime import Runtime
+from psync.closures.closure import Closure
+from psync.closures.identities import Identities, Identity
 from psync.errors import TaskLost
 from psync.net.peer import Handler
 from psync.net.shared.bodies import BorrowedBody, Sharing
@@ -120,7 +122,7 @@ def all_weigh_one(original: Callable[..., Any]) -> Any:
 
 
 def off_by(number: int) -> Make:
-    return lambda original: lambda self, closure: original(self, closure + number)
+    return lambda original: lambda self, closure, *kept: original(self, closure + number, *kept)
 
 
 def does_nothing(result: Any) -> Make:
@@ -249,6 +251,14 @@ def passes_over_finality(original: Callable[..., Any]) -> Any:
         original(self, number, entry, body)
 
     return add
+
+
+def begins_anew(original: Callable[..., Any]) -> Any:
+    def begin(self: Identities, closure: Closure, identity: Identity) -> None:
+        identity.has_begun = False
+        original(self, closure, identity)
+
+    return begin
 
 
 def of_no_closure(original: Callable[..., Any]) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +13,10 @@ import numpy as np
 
 import psync
 from psync.client.context import current_closure
-from psync.errors import ClosureCancelled
+from psync.errors import ClosureCancelled, ClosureInputError, NotEnoughReplicas
 from psync.testing.simulation.journal import Journal
 from psync.testing.simulation.plan import Plan
-from psync.testing.simulation.workload.tables import Fault, Handles, Look, Table
+from psync.testing.simulation.workload.tables import Fault, Handles, Look, StepFailed, Table
 
 NUM_SHARDS = 4
 NUM_EPOCHS = 3
@@ -70,9 +70,9 @@ class Reading:
 
 
 async def visit(
-    shard: int, variable: Any, name: str, column: int, pause_s: float, batches: Any
+    shard: int, variable: Any, name: str, column: int, pause_s: float, bad: int, batches: Any
 ) -> int:
-    """One closure of a data shard."""
+    """One closure of a data shard; one that is bad raises when it has changed something."""
     journal, context = Journal.current(), current_closure()
     table = journal.tables[name]
     assert isinstance(table, Visited)
@@ -87,13 +87,18 @@ async def visit(
     one[:, column + shard] = 1
     await variable.assign_add(one)
     await asyncio.sleep(pause_s)
+    if shard == bad:
+        journal.shard_raised = True
+        raise StepFailed(column + shard)
     return shard
 
 
 class Visited(Table):
     """Changed by closures of data shards: each epoch has a column for each shard.
 
-    Each of them also takes batches of a dataset that every worker reads for itself.
+    Each of them also takes batches of a dataset that every worker reads for itself. A few raise,
+    and all come again until they are done, as those that a rollback has undone do: in each life of
+    the program a column becomes one more, on each ps, and only if no earlier life had done it.
     """
 
     has_marks = False
@@ -102,8 +107,9 @@ class Visited(Table):
         super().__init__(name, plan, columns)
         self.reading = Reading()
         self.runs: dict[int, list[tuple[int, int]]] = {}  # by column: life, closure
-        self._done: Counter[int] = Counter()  # by column, in this life
-        self._base = np.zeros((1, columns))  # when it began
+        self._done: dict[int, tuple[int, int]] = {}  # by column: in which life, by which closure
+        self._base = np.zeros((1, columns))  # when this life began
+        self._before: frozenset[int] = frozenset()  # columns that were done then
         self._ended = asyncio.Event()
 
     def declare(self, steps: Sequence[Any]) -> Handles:
@@ -116,28 +122,27 @@ class Visited(Table):
         handles.more["dataset"] = coordinator.create_per_worker_dataset(numbers)
 
     def noted(self) -> Any:
-        return set(self._done), self.reading.positions
+        return dict(self._done), self.reading.positions
 
     def begin(
         self, handles: Handles, values: Mapping[str, np.ndarray], noted: Any
     ) -> Iterator[Fault]:
-        done: set[int] = noted[0] if noted else set()
+        undone = Journal.current().undone
+        done = {column for column, by in noted[0].items() if by not in undone} if noted else set()
         self.reading.positions = noted[1] if noted else {}
         handles.more["batches"] = handles.more["dataset"].iterator(self.reading.positions)
         lost = done - set(self._columns_done(handles))
         if lost:
             yield "visits", f"{self.name}: columns {sorted(lost)} were done before it was saved"
-        self._done.clear()
+        self._done = dict.fromkeys(self._columns_done(handles), (0, -1))
+        self._before = frozenset(self._done)
         self._ended = asyncio.Event()
         self._base = self._rows_of(values[""])[:, : self.columns]
-        for column in self._columns_done(handles):
-            self._done[column] = 1
+        for column in self._done:
             found = self._base[:, column].tolist()
             Journal.current().say("mark", "data shards go on from a checkpoint")
-            # What a rollback has undone is done all the same: its event names the closures.
-            if not all(found) and not Journal.current().has_rolled_back:
+            if not all(found):
                 yield "visits", f"{self.name}: column {column} is done, and restored as {found}"
-        self._base = self._base - np.array([self._done[each] for each in range(self.columns)])
 
     def _columns_done(self, handles: Handles) -> list[int]:
         return [
@@ -151,11 +156,14 @@ class Visited(Table):
         visits, journal = handles.stated["visits"], Journal.current()
         batches = handles.more["batches"]
         running: list[tuple[int, Any]] = []
+        raises = rng.choice((0, 0, 0, 1, 2))  # so many steps of shards still raise
         while True:
             column = visits.epoch * NUM_SHARDS
             pause_s = rng.choice((0.0, 0.01, 0.5))
-            args = (handles.variables[""], self.name, column, pause_s, batches)
+            bad = rng.randrange(NUM_SHARDS) if raises > 0 else -1
+            args = (handles.variables[""], self.name, column, pause_s, bad, batches)
             if not visits.done():
+                self._ended.clear()
                 journal.worked += 1
                 running += [(column, value) for value in visits.schedule(visit, args)]
             for at, value in [each for each in running if each[1].done()]:
@@ -164,24 +172,33 @@ class Visited(Table):
                     shard = await value
                 except ClosureCancelled:
                     journal.say("mark", "a data shard is handed out again after an error")
+                except StepFailed:
+                    raises -= 1
+                    journal.say("mark", "a data shard's step raises, and the shard comes again")
+                    with contextlib.suppress(StepFailed, ClosureInputError, NotEnoughReplicas):
+                        await coordinator.join()
                 else:
-                    self._done[at + shard] += 1
-            if visits.done() and not running:
-                break
-            await asyncio.sleep(rng.uniform(0.0, 1.0))
-            await self.reading.ask(batches)
-        self._look_at_account(handles)
-        self._ended.set()
+                    self._done[at + shard] = journal.lives, value.closure_id
+            if not visits.done() or running:
+                await asyncio.sleep(rng.uniform(0.0, 1.0))
+                await self.reading.ask(batches)
+                continue
+            if not self._ended.is_set():
+                self._look_at_account(handles)
+                self._ended.set()
+            await asyncio.sleep(1.0)  # a rollback may still undo some
 
     def _look_at_account(self, handles: Handles) -> None:
         """Each is done once, and who ran more than once is named."""
         journal, account = Journal.current(), handles.stated["visits"].account()
-        once = dict.fromkeys(self._columns_done(handles), 1)
+        once = set(self._columns_done(handles))
         journal.look(
-            self._done == once and len(once) == NUM_EPOCHS * NUM_SHARDS,
+            set(self._done) == once and len(once) == NUM_EPOCHS * NUM_SHARDS,
             f"{self.name}: all is done, in {self._done}: {account}",
             "visits",
         )
+        if any(by in journal.undone for by in self._done.values()):
+            journal.look(False, f"{self.name}: undone closures are done: {self._done}", "visits")
         for column in once:
             runs = [each for each in self.runs.get(column, ()) if each[0] == journal.lives]
             named = account[column // NUM_SHARDS].runs.get(column % NUM_SHARDS, 1)
@@ -201,15 +218,17 @@ class Visited(Table):
             return
         found = self._rows_of(look.values[self.name][""])[:, : self.columns]
         for column, applied in enumerate(found.T.tolist()):
-            closures = len(set(self.runs.get(column, ())))
-            at_least = self._base[:, column] + self._done[column] * look.is_last
-            few = not look.journal.is_rolled_back and (np.array(applied) < at_least).any()
-            if few or max(applied) > closures:
+            base = self._base[:, column]
+            new = column < NUM_EPOCHS * NUM_SHARDS and column not in self._before
+            # A checkpoint that a rollback goes back to may be older than this life.
+            at_least = (0 if look.journal.is_rolled_back else base) + (new and look.is_last)
+            few = (np.array(applied) < at_least).any()
+            if few or (np.array(applied) > base + new).any():
                 yield (
                     "lost" if few else "twice",
                     (
-                        f"{look.when}: {self.name}: column {column}: {applied}, of {closures} "
-                        f"closures {self._done[column]} have ended in this life, which began with "
-                        f"{at_least.tolist()}"
+                        f"{look.when}: {self.name}: column {column}: {applied}, in runs "
+                        f"{self.runs.get(column, [])}; done by {self._done.get(column)}; life "
+                        f"{look.journal.lives} began with {base.tolist()}"
                     ),
                 )

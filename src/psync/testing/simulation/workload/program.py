@@ -28,17 +28,13 @@ from psync.testing.simulation.journal import LOOKED_AFTER_S, Closure, Journal
 from psync.testing.simulation.plan import Batch, Call, ClosurePlan
 from psync.testing.simulation.ps_oracle import faults_of_pairs, faults_of_rest
 from psync.testing.simulation.workload.own_updates import OwnUpdates
-from psync.testing.simulation.workload.tables import SPARE, Handles, Slots, Values
+from psync.testing.simulation.workload.tables import SPARE, Handles, Slots, StepFailed, Values
 
 if TYPE_CHECKING:
     from psync.testing.simulation.world import World
 
 CLOSED_WITHIN_S = 150.0
 """Closing a coordinator takes no longer, whatever has happened to others."""
-
-
-class StepFailed(Exception):
-    """What a step of the program raises because its plan says so."""
 
 
 async def step(

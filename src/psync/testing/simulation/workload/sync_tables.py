@@ -51,10 +51,14 @@ class Synchronous(Table):
         shared = [plan.step_of(number) for number in range(len(plan.groups))]
         self.has_own_step = shared.count(plan.step_of(self.number)) == 1
         self.first_step = 0 if self.group.own_step and self.number else plan.first_step
-        gives_up = options["patience_s"] < FOR_EVER_S or any(
-            closure.fails or closure.cancel_s is not None
-            for batch in plan.batches
-            for closure in batch.closures
+        gives_up = (
+            options["patience_s"] < FOR_EVER_S
+            or "visited" in plan.works  # its steps may raise
+            or any(
+                closure.fails or closure.cancel_s is not None
+                for batch in plan.batches
+                for closure in batch.closures
+            )
         )
         self.waits_for_tokens = not gives_up
 

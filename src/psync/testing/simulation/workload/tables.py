@@ -36,6 +36,10 @@ Fault = tuple[str, str]
 """An oracle, and what it has found."""
 
 
+class StepFailed(Exception):
+    """What a step of the program raises because its plan says so."""
+
+
 @dataclass
 class Handles:
     """What a step needs to change a table; it travels with the closure."""

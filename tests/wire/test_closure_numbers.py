@@ -1,0 +1,40 @@
+"""Numbers of closures on ps tasks, and which of them are final."""
+
+from __future__ import annotations
+
+import pytest
+
+from psync.wire.closure_numbers import MAX_RUN, RUN_SHIFT, Finality, first_of, numbered
+
+
+@pytest.mark.parametrize("first", [0, 7, (1 << RUN_SHIFT) - 1])
+@pytest.mark.parametrize("run", [0, 1, MAX_RUN])
+def test_the_first_run_has_the_closures_id_and_all_have_its_calls(first: int, run: int) -> None:
+    number = numbered(first, run)
+    assert first_of(number) == first
+    assert (number == first) == (run == 0)
+    assert 0 <= number < 1 << 63, "it fits a message"
+
+
+def test_after_very_many_runs_all_have_one_number() -> None:
+    assert numbered(5, MAX_RUN) == numbered(5, MAX_RUN + 1)
+
+
+def test_what_is_below_is_final_unless_it_may_come_again() -> None:
+    final = Finality(10, [(3, 2)])
+    assert final.is_final(4)
+    assert final.is_final(numbered(4, 9))
+    assert not final.is_final(10)
+    assert not final.is_final(numbered(10, 1))
+    assert [final.is_final(numbered(3, run)) for run in range(4)] == [True, True, False, False]
+    assert [final.is_over(first) for first in (3, 4, 10)] == [False, True, False]
+    assert not Finality(10, [(3, 0)]).is_final(3)
+
+
+def test_old_news_change_nothing() -> None:
+    final = Finality()
+    assert final.update(10, [(3, 1), (2, 1)])
+    assert not final.update(9, [])
+    assert (final.below, final.listed()) == (10, [(2, 1), (3, 1)])
+    assert final.update(10, [(3, 1)])
+    assert final.is_over(2)
