@@ -278,7 +278,7 @@ def test_a_number_that_is_set_begins_again() -> None:
     # What is told after it says that it was set. What is carried does not say to which number.
     assert second.push(carried=base + 7) == 4
     second.hear(0, base, [(1, 2)], 1)
-    assert (second.push(), second.marked_elsewhere) == (102, base - 100 + 2)
+    assert (second.push(), second.answer()) == (102, (base + 3, base - 100 + 2))
     assert count_of(total_of([first.counts, second.counts])) == 103
     # Two programs have set it at one time: the higher one holds.
     first.set(base + 20)

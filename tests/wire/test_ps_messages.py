@@ -11,6 +11,7 @@ from psync.wire.ps_messages import (
     Assign,
     AttachPs,
     AverageShards,
+    CountsHeard,
     CreateShards,
     DefineOptimizer,
     Fence,
@@ -74,6 +75,7 @@ GOLDEN: list[tuple[Message, str]] = [
     (AskOptimizer(3, {}), "937f0380"),
     (OptimizerState(9, 5, 4), "947c090504"),
     (TellCounts([(3, {}, 5, [(1, 4)])]), "92cc989194038005" + "91920104"),
+    (CountsHeard(True), "92cc99c3"),
     (SetSlots(3, {}, [(0, 1, "m")]), "947d038091930001a16d"),
     (SetOptimizer(3, {}, -1, None), "957e0380ffc0"),
 ]

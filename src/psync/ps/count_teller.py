@@ -2,8 +2,10 @@
 
 Each ps tells ps 0, and ps 0 tells every other ps the sum: the number of messages grows with the
 number of ps tasks, not with its square. One message is on its way to each, and the next one follows
-``INTERVAL_S`` later if something has changed. Pushes with a part on a ps are not told there, so
-where all pushes have one on every ps this is silent.
+``INTERVAL_S`` later if something has changed. Where a message says little that is news, because
+clients bring it as well or because a few pushes are little beside thousands, the interval grows to
+``MAX_INTERVAL_S``. Pushes with a part on a ps are not told there: where all pushes have a part on
+every ps, nothing is told.
 
     lost message, lost connection    the link sends it again; counts only grow, so that is harmless
     fail-over of the receiver        its backup has the counts: they are entries of its log
@@ -27,12 +29,18 @@ from psync.net.peer import Received
 from psync.net.platform import Platform
 from psync.numerics.block_pool import BlockPool
 from psync.store.store import ShardStore
-from psync.wire.ps_messages import TellCounts
+from psync.wire.ps_messages import CountsHeard, TellCounts
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.005
 """Between two messages to the same ps."""
+
+MAX_INTERVAL_S = 0.08
+"""The same, where there is no hurry."""
+
+NEWS_SHIFT = 9
+"""There is a hurry if more than one push was news, and more than one in 512 of all."""
 
 RETRY_S = 1.0
 """Until a ps that refuses them is told again: it may be going back to a snapshot just now."""
@@ -75,7 +83,13 @@ class CountTeller:
         self._busy: dict[int, Question | asyncio.TimerHandle] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._earliest = 0.0  # when the next messages may be sent
+        self._interval_s = INTERVAL_S
         self._closed = False
+
+    @property
+    def num_others(self) -> int:
+        """Number of the other ps tasks."""
+        return len(self._others)
 
     def changed(self) -> None:
         """Tell the others soon: a count may have changed."""
@@ -85,7 +99,7 @@ class CountTeller:
 
     def _tell(self) -> None:
         self._timer = None
-        self._earliest = asyncio.get_running_loop().time() + INTERVAL_S
+        self._earliest = asyncio.get_running_loop().time() + self._interval_s
         optimizers = self._store.optimizers()
         for ps in self._links.keys() - self._busy.keys():
             news = []
@@ -112,6 +126,10 @@ class CountTeller:
             return
         for number, _, base, row in news:
             self._told[ps, number] = base, row
+        if isinstance(outcome.message, CountsHeard) and not outcome.message.is_news:
+            self._interval_s = min(2 * self._interval_s, MAX_INTERVAL_S)
+        else:
+            self._interval_s = INTERVAL_S
         self._again(ps)
 
     def _again(self, ps: int) -> None:

@@ -6,6 +6,7 @@ judge, begin and work.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -24,6 +25,8 @@ from psync.store.store import AssignOp, Key, ShardStore, Work, ones
 from psync.wire.codec import Message
 from psync.wire.lock_messages import AssignLocked
 from psync.wire.ps_messages import Assign, AverageShards, Push
+
+_PS = operator.itemgetter(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +111,7 @@ class Update:
             self.costs = (*self.costs, self.raised[1].nbytes)
 
     def _draw_step(self, message: Push) -> None:
-        others = tuple(sorted({ps for ps, _ in message.spread or ()}))
+        others = tuple(map(_PS, message.spread or ()))
         self.step = self.store.begin_push(
             message.optimizer, message.elsewhere, message.place, others
         )

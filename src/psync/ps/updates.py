@@ -109,7 +109,9 @@ class PsUpdates:
     ) -> None:
         self.pushes = self.assigns = 0  # that were applied
         self.staleness = PushStaleness()
-        self.counted: Callable[[], None] = lambda: None  # told when counts have changed
+        # Told when pushes were counted here of which some other ps has no part.
+        self.counted: Callable[[], None] = lambda: None
+        self.num_others = 0  # ps tasks
         self._executor = executor
         self._task = task
         self._store = store
@@ -282,9 +284,10 @@ class PsUpdates:
 
     def _accept(self, update: Update, ticket: Ticket) -> Compute:
         if isinstance(update.message, Push):
-            count = self._store.push_count(update.message.optimizer)
-            answer = Pushed("accepted", count.marked, elsewhere=count.marked_elsewhere)
-            if update.message.place == HOME:
+            message = update.message
+            step, elsewhere = self._store.push_count(message.optimizer).answer()
+            answer = Pushed("accepted", step, None, elsewhere)
+            if message.place == HOME and len(message.spread or ()) < self.num_others:
                 self.counted()
             self.staleness.note(update.client[0], update.message.optimizer, update.step)
             self.pushes += 1

@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from psync.errors import FencedError, UsageError
-from psync.wire.closure_numbers import Finality, first_of
+from psync.wire.closure_numbers import FIRST, Finality, first_of
 
 Client = tuple[str, int]
 """Task name and incarnation."""
@@ -193,7 +193,7 @@ class Ledger:
             )
         first = True
         if call is not None:
-            applied = self._closures.get(first_of(call[0]), {}).get(ordinal)
+            applied = self._closures.get(call[0] & FIRST, {}).get(ordinal)
             if applied is not None:
                 self._check_variables(call, applied, variable_set, variables)
             first = applied is None and not self.final.is_final(call[0])
@@ -213,7 +213,7 @@ class Ledger:
             self._already_applied += 1
             return answer
         if call is not None:
-            calls = self._closures.setdefault(first_of(call[0]), {})
+            calls = self._closures.setdefault(call[0] & FIRST, {})
             parts = 1 + len(ticket.spread)
             calls[call[1]] = _Applied(ticket.variable_set, ticket.variables, parts)
         self._fresh += 1

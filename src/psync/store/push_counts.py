@@ -67,21 +67,22 @@ class PushCount:
     steps: int = 0
     own: dict[tuple[int, ...], int] = field(default_factory=dict)
     told: dict[int, dict[int, int]] = field(default_factory=dict)
+    _start: int = field(init=False)  # the base without its mark
+    _mark: int = field(init=False)  # and without its number
+
+    def __post_init__(self) -> None:
+        self._start = count_of(self.base)
+        self._mark = self.base - self._start
 
     @property
     def known(self) -> int:
         """The number of pushes, or of synchronous steps, that is known here."""
-        return max(count_of(self.base) + self.seen + self.elsewhere, self.steps)
+        return max(self._start + self.seen + self.elsewhere, self.steps)
 
     @property
     def marked(self) -> int:
         """What is known, marked with its epoch."""
-        return (self.base >> STEP_BITS << STEP_BITS) + self.known
-
-    @property
-    def marked_elsewhere(self) -> int:
-        """Pushes elsewhere, marked with their epoch."""
-        return (self.base >> STEP_BITS << STEP_BITS) + self.elsewhere
+        return self._mark + self.known
 
     @property
     def counts(self) -> Counts:
@@ -104,8 +105,12 @@ class PushCount:
 
     def next_step(self, carried: int = 0, place: int = HOME) -> int:
         """Return the step that ``push`` would return now."""
-        step = count_of(self.base) + self.seen + self._elsewhere_with(carried)
-        return max(step - 1, 0) if place == FURTHER else step
+        elsewhere = self.elsewhere
+        # Of a newer epoch its client may know, while this ps is still to be told of that.
+        if carried - self._mark > elsewhere and carried >> STEP_BITS == self._mark >> STEP_BITS:
+            elsewhere = carried - self._mark
+        step = self._start + self.seen + elsewhere
+        return step - 1 if place == FURTHER and step else step
 
     def push(self, carried: int = 0, place: int = HOME, others: tuple[int, ...] = ()) -> int:
         """Apply a push, or its part for this ps, and return its step.
@@ -116,21 +121,21 @@ class PushCount:
             others: The other ps tasks that have a part of it.
         """
         step = self.next_step(carried, place)
-        self.elsewhere = self._elsewhere_with(carried)
+        if place != FURTHER:
+            self.elsewhere = step - self._start - self.seen
+            self.seen += 1
         if place == HOME:
             self.own[others] = self.own.get(others, 0) + 1
-        if place != FURTHER:
-            self.seen += 1
         return step
 
-    def _elsewhere_with(self, carried: int) -> int:
-        # Of a newer epoch its client may know, while this ps is still to be told of that.
-        same = carried >> STEP_BITS == self.base >> STEP_BITS
-        return max(self.elsewhere, count_of(carried)) if same else self.elsewhere
+    def answer(self) -> tuple[int, int]:
+        """Return what the answer to a push says: (pushes known here, those elsewhere), marked."""
+        elsewhere = self._mark + self.elsewhere
+        return self._start + self.seen + elsewhere, elsewhere
 
     def reach(self, step: int) -> int:
         """Apply a synchronous step, which its group counts, and return the optimizer's step."""
-        step = max(step, count_of(self.base), self.steps)
+        step = max(step, self._start, self.steps)
         self.steps = step + 1
         return step
 
@@ -139,8 +144,8 @@ class PushCount:
         own = sum(count for others, count in self.own.items() if ps not in others)
         return own + sum(row.get(ps, 0) for row in self.told.values())
 
-    def hear(self, ps: int, base: int, row: Row, here: int) -> None:
-        """Take in what another ps tells.
+    def hear(self, ps: int, base: int, row: Row, here: int) -> int:
+        """Take in what another ps tells, and return how many pushes of that were news.
 
         Args:
             ps: Its index.
@@ -150,16 +155,19 @@ class PushCount:
         """
         self.set(base)
         if base >> STEP_BITS < self.base >> STEP_BITS:
-            return
-        if here:
-            self.elsewhere = max(
-                [self.elsewhere, *(count for about, count in row if about == here)]
-            )
-            return
-        known = self.told.setdefault(ps, {})
+            return 0
+        known = {here: self.elsewhere} if here else self.told.setdefault(ps, {})
+        news = 0
         for about, count in row:
-            known[about] = max(count, known.get(about, 0))
-        self.elsewhere = max(self.elsewhere, sum(each.get(0, 0) for each in self.told.values()))
+            more = count - known.get(about, 0)
+            if more > 0 and (not here or about == here):
+                known[about] = count
+                news = max(news, more)
+        if here:
+            self.elsewhere = known[here]
+        else:
+            self.elsewhere = max(self.elsewhere, sum(each.get(0, 0) for each in self.told.values()))
+        return news
 
     def set(self, base: int) -> None:
         """Begin an epoch with a number that was set, marked. Older ones are ignored.
@@ -167,13 +175,11 @@ class PushCount:
         Of two that were set at one time the higher one holds.
         """
         if base >> STEP_BITS > self.base >> STEP_BITS:
-            self._begin(base)
-        elif base > self.base:
+            self.seen = self.elsewhere = self.steps = 0
+            self.own, self.told = {}, {}
+        if base > self.base:
             self.base = base
-
-    def _begin(self, base: int) -> None:
-        self.base, self.seen, self.elsewhere, self.steps = base, 0, 0, 0
-        self.own, self.told = {}, {}
+            self.__post_init__()
 
 
 def total_of(counts: Iterable[Counts]) -> int:

@@ -267,9 +267,9 @@ class ShardTable:
         """Begin to count an optimizer's pushes from a number that was set, marked."""
         self._optimizer(optimizer_id).count.set(base)
 
-    def hear_count(self, optimizer_id: int, ps: int, base: int, row: Row, here: int) -> None:
+    def hear_count(self, optimizer_id: int, ps: int, base: int, row: Row, here: int) -> int:
         """Take in what another ps has counted; see ``PushCount.hear``."""
-        self._optimizer(optimizer_id).count.hear(ps, base, row, here)
+        return self._optimizer(optimizer_id).count.hear(ps, base, row, here)
 
     def set_learning_rate(self, optimizer_id: int, config: object) -> None:
         """Let an optimizer go on with another learning rate.

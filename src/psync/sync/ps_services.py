@@ -41,7 +41,7 @@ from psync.numerics.block_pool import BlockPool
 from psync.ps.accumulators import AccumulatorService
 from psync.ps.computes import Compute, Touches
 from psync.ps.cooperative_work import LongWork
-from psync.ps.count_teller import CountTeller
+from psync.ps.count_teller import NEWS_SHIFT, CountTeller
 from psync.ps.creation import ShardCreation, copied_by
 from psync.ps.cut_gate import GateService
 from psync.ps.executor import MAX_KEPT_BYTES, Entry, Executor
@@ -67,6 +67,7 @@ from psync.wire.messages import Done
 from psync.wire.ps_messages import (
     AskOptimizer,
     AttachPs,
+    CountsHeard,
     CreateShards,
     DefineOptimizer,
     Fence,
@@ -190,6 +191,7 @@ class PsServices:
         """Tell the other ps tasks from now on how many pushes are counted here."""
         if self.teller is not None:
             self.updates.counted = self.teller.changed
+            self.updates.num_others = self.teller.num_others
             if self.store.iterations:
                 self.teller.changed()
 
@@ -396,15 +398,17 @@ class PsServices:
         num_ps = len(self.attach.ps_addresses)
         if job != "ps" or index >= num_ps or peer.task == task:
             raise UsageError(f"{task}: {peer.task} counts no pushes")
+        is_news = False
         for number, config, base, row in message.counts:
             for about, count in row:
                 if not (0 <= about < num_ps and 0 <= count < 1 << STEP_BITS and base >= 0):
                     said = f"{count} pushes after {base} without a part on ps {about}"
                     raise UsageError(f"{task}: {peer.task} has counted {said}")
             self.store.define_optimizer(number, config)
-            self.store.hear_count(number, index, base, row, self._process.index)
+            news = self.store.hear_count(number, index, base, row, self._process.index)
+            is_news |= news > max(1, self.store.push_count(number).known >> NEWS_SHIFT)
         self.updates.counted()
-        return Reply(Done())
+        return Reply(CountsHeard(is_news))
 
     async def _await_waiters(self, peer: Peer, message: AwaitWaiters, _: list[memoryview]) -> Reply:
         self._process.check_coordinator(peer)

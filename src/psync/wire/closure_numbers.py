@@ -16,6 +16,9 @@ from collections.abc import Iterable
 RUN_SHIFT = 48
 """At 100 000 closures a second their ids fill 48 bits in 89 years."""
 
+FIRST = (1 << RUN_SHIFT) - 1
+"""``number & FIRST`` is ``first_of(number)``, where each call counts."""
+
 MAX_RUN = (1 << 15) - 1
 """Later runs have this number, too: then late updates of the run before are not refused."""
 
@@ -27,7 +30,7 @@ def numbered(first: int, run: int) -> int:
 
 def first_of(number: int) -> int:
     """Return the id of the first run, under which calls are remembered."""
-    return number & ((1 << RUN_SHIFT) - 1)
+    return number & FIRST
 
 
 class Finality:
@@ -55,7 +58,7 @@ class Finality:
         """Return whether updates of this run come too late."""
         if number < self.below:  # of a first run, as most are
             return number not in self.kept or self.kept[number] > 0
-        first = first_of(number)
+        first = number & FIRST
         return first < self.below and number >> RUN_SHIFT < self.kept.get(first, MAX_RUN + 1)
 
     def is_over(self, first: int) -> bool:

@@ -255,7 +255,17 @@ class SetOptimizer(Message):
 
 @message(152)
 class TellCounts(Message):
-    """ps k → ps 0, ps 0 → ps k: pushes without a part on some ps. Idempotent. Answered by Done."""
+    """ps k → ps 0, ps 0 → ps k: pushes without a part on some ps. Answered by CountsHeard.
+
+    Idempotent.
+    """
 
     # (optimizer, its config, base, [(ps, pushes without a part there)]), see ``store.push_counts``
     counts: list[tuple[int, dict[str, Any], int, list[tuple[int, int]]]]
+
+
+@message(153)
+class CountsHeard(Message):
+    """What was told is known."""
+
+    is_news: bool  # much of it was; else there is no hurry to tell more
