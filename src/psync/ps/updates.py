@@ -19,7 +19,7 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, cast
 
 from psync.net.peer import Handler, Peer, Reply
@@ -243,7 +243,11 @@ class PsUpdates:
         if not must_wait:
             return self._submit(update)
         self._gate.arrived(update.client, update.message.sequence)
-        return self._work.to_the_end(self._when_admitted(update, locked))
+        return self._carried(self._when_admitted(update, locked))
+
+    def _carried(self, waiting: Coroutine[Any, Any, Reply | Answer]) -> Awaitable[Reply | Answer]:
+        """Let an update that has to wait be applied, even if its request is given up."""
+        return self._work.to_the_end(waiting)
 
     async def _when_admitted(self, update: Update, locked: Claim | None) -> Reply | Answer:
         message = update.client, update.message.sequence
