@@ -302,7 +302,11 @@ def partial_updates(holdings: Sequence[Holding]) -> int:
     for ps, holding in enumerate(holdings):
         for held in holding.updates:
             lives[held.coordinator][ps] = held
-    return sum(_partial_calls(life.values()) + _partial_messages(life) for life in lives.values())
+    return sum(
+        _partial_calls(life.values()) + _partial_messages(life)
+        for life in lives.values()
+        if len(life) == len(holdings)  # else it was over when a program adopted all, and counted
+    )
 
 
 def _partial_calls(life: Collection[HeldUpdates]) -> int:
