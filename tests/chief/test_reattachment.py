@@ -22,7 +22,7 @@ from psync.net.peer import Handler
 from psync.net.process_state import fresh_process
 from psync.testing import settle
 from psync.wire.ps_messages import AttachPs, Push
-from psync.wire.recovery_messages import AdoptShards, Gate
+from psync.wire.recovery_messages import AdoptShards, Gate, LogEntries
 from snapshot_store import keep_snapshots
 
 pytestmark = pytest.mark.virtual_time
@@ -499,8 +499,24 @@ async def test_a_part_of_a_push_that_waits_for_the_end_of_a_save_does_not_die_wi
         cluster.network.heal("chief-0")
         async with one_push(cluster, recovery) as (coordinator, w, _):
             assert coordinator.attached
-            assert coordinator.partial_updates == 0
             assert (await w.read()).tolist() == [1.0, 1.0]
+            assert coordinator.partial_updates == 0
+
+
+async def test_a_part_of_a_push_that_waits_for_the_backup_does_not_die_with_the_chief() -> None:
+    async with cluster_of(2, 1) as cluster:
+        async with one_push(cluster, "replica") as (coordinator, w, step):
+            await w.read()
+            with at(cluster, "ps-1", LogEntries, lambda: False) as is_sent:
+                coordinator.schedule(step)
+                await is_sent.wait()
+                await settle()
+                assert (await w.read()).tolist() == [0.0, 1.0]
+                silence(cluster, coordinator)
+        async with one_push(cluster, "replica") as (coordinator, w, _):
+            assert coordinator.attached
+            assert (await w.read()).tolist() == [1.0, 1.0]
+            assert coordinator.partial_updates == 0
 
 
 async def test_a_push_of_which_a_ps_has_not_received_its_part_is_counted_once(
