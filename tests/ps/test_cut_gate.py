@@ -260,3 +260,19 @@ async def test_a_write_under_a_lock_that_waits_is_done_although_its_holder_dies(
         await say(cluster.chief, OpenGate(1))
         await locking
         assert await values(cluster.chief, v) == [3.0]
+
+
+@pytest.mark.virtual_time
+async def test_one_that_waits_and_is_refused_in_the_end_is_no_error_where_nobody_listens() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        worker = cluster.client(WORKER, 1000)
+        await say(cluster.chief, Gate(1))
+        waiting = asyncio.ensure_future(push(worker, [v], [1]))
+        await settle()
+        await worker.close()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await say(cluster.chief, Fence(WORKER, 1001))
+        await say(cluster.chief, OpenGate(1))  # the loop's exception handler hears of nothing
+        await settle()
+        assert await values(cluster.chief, v) == [0.0]

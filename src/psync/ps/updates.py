@@ -22,6 +22,7 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, cast
 
+from psync.errors import PsyncError
 from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.block_pool import BlockPool
 from psync.ps.computes import Compute
@@ -266,6 +267,10 @@ class PsUpdates:
                 elif not self._gate.holds(*message):
                     return self._submit(update)
                 await self._gate.turn(*message)
+        except PsyncError as exc:  # no error of this task, for whose end nobody may wait
+            answer = Answer()
+            answer.give(exc)
+            return answer
         finally:
             if locked is not None:
                 self._locks.end(locked)
