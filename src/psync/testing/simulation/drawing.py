@@ -56,7 +56,7 @@ EXACT = ("dense", "rows", "added", "both", "scattered")
 SHAPES = ("any", "async", "sync", "replica", "sync-replica", "checkpoint", "metered", "gone",
           "attach")  # fmt: skip
 """Kinds of plans. The last three: metrics alone; a ps goes for good, beside what else happens;
-chiefs die in saves, perhaps with a worker, and the next ones attach."""
+chiefs die in saves, perhaps with a worker or after a fail-over, and the next ones attach."""
 
 SAVING = (
     "message Gate", "message Gate", "message Admit", "message Freeze", "message OpenGate",
@@ -169,6 +169,8 @@ class _Draw:
             when = Trigger(0.0, kind, name, rng.randrange(1, 12), "", delay_s)
             worker = f"worker-{rng.randrange(plan.num_workers)}"
             dies = rng.choice((("chief-0",), ("chief-0",), ("chief-0", worker), (worker,)))
+            if plan.recovery == "replica" and rng.random() < 0.3:
+                dies = (f"ps-{rng.randrange(plan.num_ps)}",)
             faults.append(Fault("kill_many", when, dies, rng.choice((0.0, 0.3, 3.0))))
         return dataclasses.replace(
             plan, attach=True, groups=(), works=(), first_step=0, layouts=(), sets_steps=False,

@@ -21,7 +21,6 @@ MARKS = (
     "a worker dies between the parts of a push",
     "a worker dies with a push staged",
     "the chief dies while closures run",
-    "an attach finds an update on some of its ps tasks only",
     "the chief dies while it begins",
     "a stopped worker goes on after its session has ended",
     "a stopped ps goes on after it was given up",

@@ -175,8 +175,8 @@ def faults_of_restoring(
 def faults_of_attaching(journal: Journal, values: Values) -> Iterator[Fault]:
     """What has arrived is applied, and what an attach says of partial updates is true.
 
-    It is looked at where no ps is in danger, and the calls of closures are all updates but those
-    of the program itself.
+    It is looked at where nothing was rolled back, and the calls of closures are all updates but
+    those of the program itself. What a ps has received dies with it, if it waits there.
 
     Args:
         journal: Until then; the life that has ended is the present one.
@@ -191,7 +191,7 @@ def faults_of_attaching(journal: Journal, values: Values) -> Iterator[Fault]:
     ends = any(
         each.fails or each.cancel_s is not None for batch in plan.batches for each in batch.closures
     )
-    if not calm or ends or not journal.tables.keys() <= set(EXACT):
+    if journal.has_rolled_back or ends or not journal.tables.keys() <= set(EXACT):
         return
     marks, partial = journal.marks(values), 0
     for closure in journal.closures[journal.dropped :]:
@@ -200,9 +200,8 @@ def faults_of_attaching(journal: Journal, values: Values) -> Iterator[Fault]:
             if closure.life != journal.lives or (found == found[0]).all():
                 continue
             partial += 1
-            journal.say("mark", "an attach finds an update on some of its ps tasks only")
             there, parts = journal.arrived.get((closure.life, closure.id, ordinal), (set(), 0))
-            if len(there) == parts:
+            if calm and len(there) == parts:
                 said = f"closure {closure.number}, call {ordinal}, {call.kind}: {found.tolist()}"
                 yield "dropped", f"{said}, and all {parts} parts had arrived"
     added = values["own"]["count"].ravel() - journal.own.base
