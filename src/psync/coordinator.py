@@ -23,7 +23,7 @@ from psync.chief.creation import Creation
 from psync.chief.declarations import Declaration
 from psync.chief.events import RollbackEvent
 from psync.chief.joins import Joins, describe_waiting
-from psync.chief.reattachment import OwnOptimizers, reattach
+from psync.chief.reattachment import OwnOptimizers, Reattachment, reattach
 from psync.chief.recovery import ClusterRecovery
 from psync.chief.schedule_reporter import FinalClosures, ScheduleReporter
 from psync.client.runtime import Runtime
@@ -87,7 +87,8 @@ class Coordinator:
     Attributes:
         links, workers, joins, gangs, cuts, events, functions, recovery, runtime: Its parts, as
             ``api`` and ``training`` use them.
-        continues_program: Whether there was something to go on with.
+        left: What an earlier program has left, with which this one goes on; None: nothing.
+        partial_updates: Updates of the earlier program that some of their ps tasks lack.
 
     Invariant: All is on its loop. After ``close``, ``schedule`` and ``join`` raise ClosedError.
     """
@@ -107,7 +108,8 @@ class Coordinator:
     ) -> None:
         self._options = options
         self._own = own
-        self.continues_program = False
+        self.left: Reattachment | None = None
+        self.partial_updates = 0
         self.parts = platform.parts
         self._limits = platform.limits
         self._main_by_name = main_by_name
@@ -166,14 +168,12 @@ class Coordinator:
         options = self._options
         await self.links.start(options.min_workers, options.connect_timeout_s)
         if options.attach:
-            self._creation.reattachment = await reattach(
+            self._creation.reattachment = self.left = await reattach(
                 self.links.ps, self.links.endpoint.incarnation, self._own
             )
-            self.continues_program = self._creation.reattachment is not None
+            self.partial_updates = 0 if self.left is None else self.left.partial_updates
             await self._creation.ensure()  # what does not fit is told here, as far as it is known
-        await self.recovery.first_backups(
-            options.connect_timeout_s, attached=self.continues_program
-        )
+        await self.recovery.first_backups(options.connect_timeout_s, attached=self.left is not None)
         self._begin(self._reporter.run(), "the schedule is not reported any more")
         if options.closure_timeout_s is not None:
             limit_s = options.closure_timeout_s

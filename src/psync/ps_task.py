@@ -268,13 +268,16 @@ class PsTask:
             if attach.keep:
                 # What was decided gets to its end, wherever the others are served by now.
                 before.moved(attach.ps_addresses, before.attach.moves)
-        before.ledger.raise_floor(attach.coordinator)  # also for what waits for its turn
+        # Also for synchronous pushes that wait for their turn; see ``PsServices.end`` for the rest.
+        before.ledger.raise_floor(attach.coordinator)
         self.life = self.life.after(LifeEvent.ATTACH, self.task)
         self._snapshots.forget()
         # Where variables are kept, a step that is decided is applied.
         patience_s = attach.ps_timeout_s if attach.keep else None
         self._replace(attach, 0, self._nothing(attach.coordinator), patience_s)
-        self._adoption.begin(before.store, before.coordinator, attach.coordinator, keep=attach.keep)
+        self._adoption.begin(
+            before.store, before.ledger, before.coordinator, attach.coordinator, keep=attach.keep
+        )
         if self._sessions is not None:
             self._sessions.attached(attach.coordinator)
         if not attach.keep:  # else it may have to go on with what is here, see EndFormer

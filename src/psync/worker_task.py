@@ -55,6 +55,10 @@ from psync.worker.traced import watch_session
 
 logger = logging.getLogger(__name__)
 
+UPDATES_END_WITHIN_S = 1.0
+"""When a session ends, updates that its steps have begun may take so long: ps tasks answer soon, or
+refuse them. One that is given up may reach some ps tasks only."""
+
 
 class WorkerTask:
     """One worker.
@@ -291,7 +295,8 @@ class WorkerTask:
             async with contextlib.AsyncExitStack() as stack:
                 # A ps may still compute from what a push has lent it, and keep that update.
                 stack.push_async_callback(clients.close, goes_on=True)
-                stack.push_async_callback(session.runtime.ps.close)
+                # Of a push that is given up one ps may have its part, and another not yet.
+                stack.push_async_callback(session.runtime.ps.close, UPDATES_END_WITHIN_S)
                 await session.close()
 
         self._await_end(asyncio.get_running_loop().create_task(end()))

@@ -108,7 +108,7 @@ async def test_a_backup_that_could_not_do_what_the_other_one_did_never_serves() 
         def no_memory(*_: object) -> Reply:
             raise MemoryError
 
-        handlers_of(task)[Push] = Handler(no_memory)
+        task.services.replayed[Push] = Handler(no_memory)
         worker = cluster.client()
         await push(worker, (w,), (1.0,))
         await settled(cluster.ps[1])

@@ -13,15 +13,16 @@ import pytest
 
 import memory_cluster
 import psync
-from chief_lives import another_process, life_of
+from chief_lives import another_process, at, life_of, silence
 from inside import chief_of, handlers_of
 from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
 from ps_cluster import heard, hold
 from psync.errors import AttachError, FencedError
 from psync.net.peer import Handler
 from psync.net.process_state import fresh_process
-from psync.wire.ps_messages import AttachPs
-from psync.wire.recovery_messages import AdoptShards
+from psync.testing import settle
+from psync.wire.ps_messages import AttachPs, Push
+from psync.wire.recovery_messages import AdoptShards, Gate, LogEntries
 from snapshot_store import keep_snapshots
 
 pytestmark = pytest.mark.virtual_time
@@ -446,3 +447,96 @@ async def test_a_cut_of_the_earlier_program_does_not_take_the_next_ones_closures
             assert len(event.closures) == 3
             await count_up(coordinator, counters[1], 2)
             assert await counters[1].read() == 7
+
+
+# Pushes that are under way when the chief dies.
+
+
+@contextlib.asynccontextmanager
+async def one_push(
+    cluster: MemoryCluster, recovery: str
+) -> AsyncIterator[tuple[psync.ClusterCoordinator, psync.Variable, Any]]:
+    """A chief with a variable on two ps tasks, and a step that adds 1 to it; it dies in the end."""
+    strategy = cluster.strategy(psync.FixedShardsPartitioner(2), ps_recovery=recovery)
+    async with life_of(strategy) as coordinator:
+        with strategy.scope():
+            w = psync.Variable(np.zeros(2, np.float32), name="w")
+        sgd = psync.optimizers.SGD(1.0)
+
+        async def step() -> None:
+            await sgd.apply_gradients([(np.full(2, -1, np.float32), w)])
+
+        await coordinator.backed_up()
+        yield coordinator, w, step
+        silence(cluster, coordinator)
+
+
+@pytest.mark.parametrize("recovery", ["checkpoint", "replica"])
+async def test_a_part_of_a_push_that_waits_for_the_end_of_a_save_does_not_die_with_the_chief(
+    recovery: str, tmp_path: Path
+) -> None:
+    """Its worker hears first that the chief is dead, and gives its push up."""
+    async with cluster_of(2, 1) as cluster:
+        async with one_push(cluster, recovery) as (coordinator, w, step):
+            await w.read()
+            with (
+                at(cluster, "ps-0", Gate, lambda: False),
+                at(cluster, "ps-1", Gate, lambda: True) as is_shut,
+            ):
+                manager = psync.CheckpointManager(psync.Checkpoint(w=w), tmp_path)
+                saving = asyncio.create_task(manager.save())
+                await is_shut.wait()
+                coordinator.schedule(step)
+                await settle()
+                assert (await w.read()).tolist() == [1.0, 0.0]
+                cluster.network.partition("chief-0")
+                for link in cluster.network.links("worker-0"):
+                    if link.ends.are("chief-0", "worker-0"):
+                        link.cut()
+                await settle()
+                saving.cancel()
+                await asyncio.gather(saving, return_exceptions=True)
+        cluster.network.heal("chief-0")
+        async with one_push(cluster, recovery) as (coordinator, w, _):
+            assert coordinator.attached
+            assert (await w.read()).tolist() == [1.0, 1.0]
+            assert coordinator.partial_updates == 0
+
+
+async def test_a_part_of_a_push_that_waits_for_the_backup_does_not_die_with_the_chief() -> None:
+    async with cluster_of(2, 1) as cluster:
+        async with one_push(cluster, "replica") as (coordinator, w, step):
+            await w.read()
+            with at(cluster, "ps-1", LogEntries, lambda: False) as is_sent:
+                coordinator.schedule(step)
+                await is_sent.wait()
+                await settle()
+                assert (await w.read()).tolist() == [0.0, 1.0]
+                silence(cluster, coordinator)
+        async with one_push(cluster, "replica") as (coordinator, w, _):
+            assert coordinator.attached
+            assert (await w.read()).tolist() == [1.0, 1.0]
+            assert coordinator.partial_updates == 0
+
+
+async def test_a_push_of_which_a_ps_has_not_received_its_part_is_counted_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with cluster_of(2, 1) as cluster:
+        async with one_push(cluster, "checkpoint") as (coordinator, w, step):
+            coordinator.schedule(step)
+            await coordinator.join()
+            with at(cluster, "ps-1", Push, lambda: False) as is_sent:
+                coordinator.schedule(step)
+                await is_sent.wait()
+                await settle()
+            assert coordinator.partial_updates == 0
+        async with one_push(cluster, "checkpoint") as (coordinator, w, step):
+            assert coordinator.partial_updates == 1
+            assert "1 updates of the earlier program stay on some" in caplog.text
+            assert (await w.read()).tolist() == [2.0, 1.0]
+            coordinator.schedule(step)
+            await coordinator.join()
+        async with one_push(cluster, "checkpoint") as (coordinator, w, _):
+            assert coordinator.partial_updates == 0
+            assert (await w.read()).tolist() == [3.0, 2.0]

@@ -156,6 +156,28 @@ async def test_closing_ends_what_goes_on_without_its_caller() -> None:
 
 
 @pytest.mark.virtual_time
+async def test_closing_waits_for_as_long_as_is_said_for_what_was_begun() -> None:
+    for answered in (True, False):
+        scene = Scene()
+        delivery = scene.begin()
+        await settle()
+        delivery.cancel()
+        await settle()
+        closing = asyncio.create_task(scene.close(1.0))
+        await settle()
+        assert not closing.done()
+        with pytest.raises(ClosedError):
+            await scene.begin()
+        if answered:
+            scene.may_end.set()
+            await settle()
+            assert closing.done()
+        await closing
+        assert scene.asked[0].given_up is not answered
+        assert delivery.cancelled()
+
+
+@pytest.mark.virtual_time
 async def test_what_is_stopped_begins_nothing_else() -> None:
     """What is given back at the end, such as a lock, would keep the closing for ever."""
     scene = Scene()

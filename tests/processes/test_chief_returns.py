@@ -137,3 +137,26 @@ def test_a_ps_that_was_started_again_meanwhile_is_told_to_the_program(tmp_path: 
         assert last.code == 1
         assert "/job:ps/task:1 has lost what it held" in last.err
         assert "go on from the last checkpoint" in last.err
+
+
+@pytest.mark.parametrize("recovery", ["checkpoint", "replica"])
+def test_pushes_under_way_when_it_is_killed_in_a_save_are_on_all_ps_tasks_or_counted(
+    recovery: str, tmp_path: Path
+) -> None:
+    lives = 8
+    run = subprocess.run(
+        [sys.executable, "-m", "psync", "run", "--quiet", "--ps", "3", "--workers", "3",
+         "--chief-restarts", str(lives), *script("saving.py"), "--", str(tmp_path / "saved"),
+         str(lives), recovery],
+        env=plain_environ(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    counted, before = 0, -1.0
+    said = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(said) == lives + 1
+    for found, partial in said:
+        counted += partial
+        assert max(found) - min(found) <= counted
+        assert min(found) > before
+        before = min(found)

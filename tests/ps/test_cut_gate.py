@@ -11,10 +11,11 @@ import pytest
 from inside import endpoint_of, ledger_of, peers_of
 from ps_cluster import OTHER, WORKER, PsCluster, assign, hold, pull, push, until
 from psync.client.ps_client import PsClient
-from psync.errors import CutLost, UsageError
+from psync.errors import CutLost, FencedError, LockLost, UsageError
 from psync.ps import cut_gate
 from psync.testing import settle
 from psync.wire.codec import Message
+from psync.wire.lock_messages import AssignLocked, LockShards
 from psync.wire.ps_messages import Fence
 from psync.wire.recovery_messages import Admit, Gate, OpenGate
 
@@ -171,3 +172,107 @@ async def test_a_gate_that_was_opened_is_not_shut_by_what_comes_late() -> None:
         await push(worker, [v], [1])
         await say(cluster.chief, Gate(4))
         await say(cluster.chief, OpenGate(4))
+
+
+# What has arrived is applied: another ps may have its part of it.
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("waits_for", ["the gate", "a lock", "both"])
+async def test_an_update_that_waits_is_applied_although_its_request_is_given_up(
+    waits_for: str,
+) -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        holder, worker = cluster.client(OTHER), cluster.client(WORKER)
+        if waits_for != "the gate":
+            await say(holder, LockShards(1, [v.shards[0].key], 10.0))
+        if waits_for != "a lock":
+            await say(cluster.chief, Gate(1))
+        waiting = asyncio.ensure_future(push(worker, [v], [1]))
+        await settle()
+        await worker.close()  # as where the session of a worker ends: it tells the ps
+        await asyncio.gather(waiting, return_exceptions=True)
+        await settle()
+        await holder.close()
+        await say(cluster.chief, OpenGate(1))
+        await settle()
+        assert await values(cluster.chief, v) == [-0.5]
+
+
+@pytest.mark.virtual_time
+async def test_an_update_that_waits_is_applied_although_its_worker_is_replaced() -> None:
+    """A cut that admits it waits for it; the second run of its closure changes nothing more."""
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        worker, second = cluster.client(WORKER, 1000), cluster.client(WORKER, 1001)
+        await say(cluster.chief, Gate(1))
+        first_run = asyncio.ensure_future(push(worker, [v], [1], closure=7))
+        await settle()
+        await say(cluster.chief, Fence(WORKER, 1001))
+        with pytest.raises(FencedError):
+            await push(worker, [v], [8], closure=8)  # it comes after that
+        second_run = asyncio.ensure_future(push(second, [v], [2], closure=7))
+        await settle()
+        assert await values(cluster.chief, v) == [0]
+        await say(cluster.chief, Admit(1, [(WORKER, 1000, 1)]))
+        assert await values(cluster.chief, v) == [-0.5]
+        await say(cluster.chief, OpenGate(1))
+        assert [answer.outcome for answer in await first_run] == ["accepted"]
+        assert [answer.outcome for answer in await second_run] == ["duplicate"]
+        assert await values(cluster.chief, v) == [-0.5]
+
+
+@pytest.mark.virtual_time
+async def test_an_update_of_no_closure_is_refused_when_its_client_is_replaced_meanwhile() -> None:
+    """It may have come twice, and nobody knows any more."""
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        await say(cluster.chief, Gate(1))
+        waiting = asyncio.ensure_future(push(cluster.client(WORKER, 1000), [v], [1]))
+        await settle()
+        await say(cluster.chief, Fence(WORKER, 1001))
+        await say(cluster.chief, OpenGate(1))
+        with pytest.raises(FencedError):
+            await waiting
+
+
+@pytest.mark.virtual_time
+async def test_a_write_under_a_lock_that_waits_is_done_although_its_holder_dies() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        key = v.shards[0].key
+        holder, other = cluster.client(WORKER), cluster.client(OTHER)
+        await say(holder, LockShards(1, [key], 10.0))
+        await say(cluster.chief, Gate(1))
+        (value,) = np.array([[3.0]])
+        write = AssignLocked(1, 0, -1, 0, 1, [key], "assign", None, None, 1)
+        build = holder.links[0].call(lambda _: write, [value.data.cast("B")], locked=True)
+        writing = asyncio.ensure_future(build)
+        await settle()
+        for peer in peers_of(holder.links[0]):
+            peer.abort()
+        locking = asyncio.ensure_future(say(other, LockShards(2, [key], 10.0)))
+        with pytest.raises(LockLost):  # it asks again
+            await writing
+        await settle()
+        assert not locking.done()
+        await say(cluster.chief, OpenGate(1))
+        await locking
+        assert await values(cluster.chief, v) == [3.0]
+
+
+@pytest.mark.virtual_time
+async def test_one_that_waits_and_is_refused_in_the_end_is_no_error_where_nobody_listens() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        worker = cluster.client(WORKER, 1000)
+        await say(cluster.chief, Gate(1))
+        waiting = asyncio.ensure_future(push(worker, [v], [1]))
+        await settle()
+        await worker.close()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await say(cluster.chief, Fence(WORKER, 1001))
+        await say(cluster.chief, OpenGate(1))  # the loop's exception handler hears of nothing
+        await settle()
+        assert await values(cluster.chief, v) == [0.0]

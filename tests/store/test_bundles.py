@@ -414,7 +414,7 @@ def test_slots_that_shards_get_from_an_earlier_store_take_the_place_of_bundled_o
         earlier.define_optimizer(5, rule.to_config())
         for _ in range(3):
             push(earlier, 5)
-        former.take(earlier, 1)
+        former.take(earlier, Ledger(), 1)
         former.adopt(Orders((("v0", 0, 0), ("v1", 0, 1)), (), ()), now)
         now.define_optimizer(9, rule.to_config())
         push(now, 9)  # before it is known which optimizer that was

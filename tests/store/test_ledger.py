@@ -189,6 +189,39 @@ class TestCalls:
         fresh(push(ledger, W1, 3, closure=6))
 
 
+class TestArrivals:
+    """An update that arrived before its client was replaced, and had to wait."""
+
+    def judge(self, ledger: Ledger, closure: int | None, sequence: int = 1) -> Verdict:
+        return ledger.judge(W0, sequence, 0, closure, 0, SET, arrived=True)
+
+    def test_it_is_judged_by_its_call(self, ledger: Ledger) -> None:
+        ledger.fence(W0[0], 2)
+        ledger.record(fresh(self.judge(ledger, 5)), "accepted")
+        assert isinstance(self.judge(ledger, 5), AlreadyApplied)  # it came twice
+        assert isinstance(push(ledger, W1), AlreadyApplied)  # the closure runs again
+        assert not ledger.knows(W0, 1)
+        assert not ledger.knows((W0[0], 2), 1)
+
+    def test_it_counts_no_more_when_its_closure_is_final(self, ledger: Ledger) -> None:
+        ledger.fence(W0[0], 2)
+        ledger.final_below(6)
+        assert isinstance(self.judge(ledger, 5), AlreadyApplied)
+
+    def test_one_of_no_closure_is_refused(self, ledger: Ledger) -> None:
+        ledger.fence(W0[0], 2)
+        with pytest.raises(FencedError):
+            self.judge(ledger, None)
+
+    def test_a_newer_coordinator_changes_nothing_for_it(self, ledger: Ledger) -> None:
+        ledger.raise_floor(100)
+        for closure, sequence in ((5, 1), (None, 2)):
+            ledger.record(fresh(self.judge(ledger, closure, sequence)), "accepted")
+            assert self.judge(ledger, closure, sequence) == Duplicate("accepted")
+        with pytest.raises(FencedError):
+            push(ledger, W0, 3)
+
+
 class TestFences:
     def test_old_incarnation_is_refused(self, ledger: Ledger) -> None:
         ledger.fence(W0[0], 3)

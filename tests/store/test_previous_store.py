@@ -10,6 +10,7 @@ from psync.numerics.moment_rules import Adam
 from psync.numerics.rule_options import RuleOptions
 from psync.schedules import Constant
 from psync.specs import ShardSpec
+from psync.store.ledger import Ledger
 from psync.store.previous_store import FormerStore
 from psync.store.reattach import Orders
 from psync.store.store import ShardStore
@@ -45,7 +46,7 @@ def slot(store: ShardStore, number: int, optimizer: int, name: str = "m") -> lis
 
 def former_of(store: ShardStore, life: int = 5) -> FormerStore:
     former = FormerStore(TASK)
-    former.take(store, life)
+    former.take(store, Ledger(), life)
     former.lineage = life
     return former
 
@@ -111,7 +112,7 @@ def test_slots_that_wait_when_yet_another_program_comes_are_not_lost() -> None:
     former.adopt(Orders((("w", 0, 0),)), second)
     second.define_optimizer(1, Adam(9.0).to_config())
     push(second, 0)
-    former.take(second, 6)
+    former.take(second, Ledger(), 6)
     identities = [held.identity for held in former.describe().optimizers if held.was_used]
     assert identities == [(5, 1), (6, 1)]
     third = ShardStore(TASK)

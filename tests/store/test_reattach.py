@@ -9,7 +9,16 @@ import pytest
 
 from psync.errors import AttachError, RemoteProtocolError
 from psync.specs import ShardSpec, VariableSpec
-from psync.store.reattach import Adoption, HeldOptimizer, HeldShard, Holding, NewOptimizer, Orders
+from psync.store.reattach import (
+    Adoption,
+    HeldOptimizer,
+    HeldShard,
+    HeldUpdates,
+    Holding,
+    NewOptimizer,
+    Orders,
+    partial_updates,
+)
 
 ADAM = {"rule": "Adam", "learning_rate": {"schedule": "constant", "value": 0.1}, "clip": None}
 SGD = {"rule": "SGD", "learning_rate": {"schedule": "constant", "value": 0.1}, "clip": None}
@@ -226,11 +235,61 @@ def test_a_learning_rate_that_was_set_is_use_and_so_are_slots() -> None:
     assert dataclasses.replace(unused, has_slots=True).was_used
 
 
+# Updates that some ps tasks have, and others do not.
+
+
+def of_updates(*each: HeldUpdates | None) -> list[Holding]:
+    return [Holding(5, updates=() if held is None else (held,)) for held in each]
+
+
+def called(*calls: tuple[int, int, int], final_below: int = 0) -> HeldUpdates:
+    return HeldUpdates(5, final_below, calls, (), ())
+
+
+def test_calls_that_fewer_ps_tasks_have_than_they_have_parts_are_partial() -> None:
+    whole, other, half = (1, 0, 3), (1, 1, 2), (2, 0, 2)
+    held = of_updates(called(whole, other), called(whole, other, half), called(whole))
+    assert partial_updates(held) == 1
+
+
+def test_a_call_that_one_ps_has_forgotten_as_final_is_whole() -> None:
+    assert partial_updates(of_updates(called((1, 0, 2)), called(final_below=2))) == 0
+    assert partial_updates(of_updates(called((2, 0, 2)), called(final_below=2))) == 1
+
+
+def test_what_one_ps_knows_no_more_of_was_adopted_and_counted_before() -> None:
+    assert partial_updates(of_updates(called((1, 0, 2)), None)) == 0
+
+
+CHIEF = ("/job:chief/task:0", 7)
+
+
+def sent(acked: int, **messages: list[tuple[int, int]]) -> HeldUpdates:
+    """What a ps knows of the chief's own updates: by "m" and number, (ps, number there) else."""
+    listed = tuple((*CHIEF, int(each[1:]), tuple(others)) for each, others in messages.items())
+    return HeldUpdates(5, 0, (), ((*CHIEF, acked),), listed)
+
+
+def test_updates_of_no_closure_are_known_by_their_messages() -> None:
+    whole = of_updates(sent(3, m3=[(1, 8)]), sent(8, m8=[(0, 3)]))
+    assert partial_updates(whole) == 0
+    assert partial_updates(of_updates(sent(3, m3=[(1, 8)]), sent(8))) == 1
+    assert partial_updates(of_updates(sent(3), sent(8, m8=[(0, 3)]))) == 1
+    three = of_updates(sent(3, m3=[(1, 8), (2, 1)]), sent(8, m8=[(0, 3), (2, 1)]), sent(1))
+    assert partial_updates(three) == 1
+
+
+def test_an_answer_that_was_received_is_one_of_all_parts() -> None:
+    """The client tells each ps with its next message there."""
+    assert partial_updates(of_updates(sent(3, m3=[(1, 8)]), sent(9))) == 0
+
+
 # On the wire.
 
 
 def test_what_is_held_and_what_is_to_be_done_travel_as_json() -> None:
     holding = holdings(variable("w"), optimizers=[used(1)])[1]
+    holding = holding._replace(updates=(sent(3, m3=[(1, 8)]), called((1, 0, 2))))
     assert Holding.from_bytes(holding.to_bytes()) == holding
     orders = Orders((("w", 1, 3),), (("b", 0),), ((5, 1, 4),))
     assert Orders.from_bytes(orders.to_bytes()) == orders

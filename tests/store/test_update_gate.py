@@ -78,3 +78,11 @@ def test_what_is_settled_is_not_waited_for() -> None:
     assert gate.unsettled(wanted) == [(W0, 3)]
     ledger.fence(W0[0], 6)
     assert gate.unsettled(wanted) == []
+
+
+def test_what_waits_is_not_settled_although_its_client_is_replaced() -> None:
+    ledger = Ledger()
+    gate = UpdateGate(ledger, CLOSER[0])
+    gate.waiting[W0, 2] += 1
+    ledger.fence(W0[0], W0[1] + 1)
+    assert gate.unsettled([(W0, 1), (W0, 2)]) == [(W0, 2)]

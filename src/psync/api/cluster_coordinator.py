@@ -60,8 +60,7 @@ class ClusterCoordinator(Scheduling):
 
     Args:
         strategy: A ParameterServerStrategy.
-        min_workers: How many workers must be there before work begins; default: all of the
-            cluster. The others may come later.
+        min_workers: Workers that must be there before work begins; default: all of the cluster.
         connect_timeout: Seconds to wait for them, and for all ps tasks.
         ps_timeout: Seconds after which a ps that cannot be reached is lost.
         closure_timeout: Seconds after which a worker that still runs the same closure is given
@@ -73,20 +72,17 @@ class ClusterCoordinator(Scheduling):
             again for 30 s, then for twice as long, up to 5 minutes. None: it always is.
         watchdog_timeout: Seconds after which the log says what runs where and on whom everybody
             waits, and shows the stacks of this process, if there is work and no closure has ended
-            meanwhile; again after as long a silence. None: the environment variable
-            ``PSYNC_WATCHDOG_TIMEOUT`` says it, or there is no watchdog; 0: none.
+            meanwhile; again after as long a silence. None: ``PSYNC_WATCHDOG_TIMEOUT``; 0: never.
         on_stall: Called with the text of each such report, on the loop.
         insecure: Whether it may run without a secret.
-        attach: Whether the program goes on with the values that the ps tasks hold, if an earlier
-            one has left any: it has died, and they live. It must declare the same variables and
-            make the same optimizers, before it schedules anything; what it has not declared then
-            is dropped. Slots, steps and learning rates go on, too. Closures are new. Where nothing
-            is left anywhere, this is a normal start.
+        attach: Whether the program goes on with the values that an earlier one has left on the ps
+            tasks. It must declare the same variables and make the same optimizers before it
+            schedules anything; what it has not declared then is dropped. Slots, steps and learning
+            rates go on, too. Closures are new. If there are no values, this is a normal start.
         metrics: Address for Prometheus, "host:port"; the log has the URL. None: ``PSYNC_METRICS``.
         dashboard: Address of a web page that shows the run, "127.0.0.1:0"; its URL, with the token
             that it needs, is printed, and is ``dashboard_url``. None: ``PSYNC_DASHBOARD``.
-        run_log: File in which the run is written down, for ``psync dashboard RUN.jsonl``. None:
-            ``PSYNC_RUN_LOG``.
+        run_log: File to record the run in, for ``psync dashboard``. None: ``PSYNC_RUN_LOG``.
 
     Raises:
         ConfigurationError: If an option is out of range, or the strategy is no
@@ -239,7 +235,12 @@ class ClusterCoordinator(Scheduling):
 
         False without ``attach=True``, and where nothing was left: then restore a checkpoint.
         """
-        return self._coordinator is not None and self._coordinator.continues_program
+        return self._coordinator is not None and self._coordinator.left is not None
+
+    @property
+    def partial_updates(self) -> int:
+        """Updates of an earlier program that some ps tasks have, and others never received."""
+        return 0 if self._coordinator is None else self._coordinator.partial_updates
 
     async def close(self) -> None:
         """Cancel what is not done, and close all connections; tasks go on waiting for a chief.
@@ -372,9 +373,8 @@ class ClusterCoordinator(Scheduling):
         """Wait until every ps has a complete backup; at once without ``ps_recovery="replica"``.
 
         It is so when ``start`` returns, and again some time after a ps was lost, if that is started
-        again or another process has room for its share. Where the program goes on with what
-        another one has left (``attach=True``), backups are made when it has declared all that it
-        wants of that: at the latest now.
+        again or another process has room for its share. With ``attach=True`` backups are made when
+        the program has declared all that it goes on with: at the latest now.
 
         Raises:
             AttachError: As for ``start``.

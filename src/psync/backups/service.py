@@ -305,6 +305,11 @@ class BackupService:
         self.executor.log.give_up()
         self.executor.advance()
 
+    def leave(self) -> None:
+        """Execute the rest without the backup: none of this coordinator's is promoted any more."""
+        self._over = True
+        self._drop()
+
     def end(self, error: PsyncError | None = None) -> None:
         """Something else is served from now on, or nothing: whoever waits is told."""
         self._over = True

@@ -9,8 +9,9 @@ it; ``store.reattach`` decides; then each gets its orders.
     some variables not wholly created       adopts whole variables, creates the others
     some variables adopted                  finds both kinds; slots wait for their optimizers
     ``attach=False``, some ps tasks empty   AttachError, which names those
-    within an update over two ps tasks      goes on with the part that was applied; the other one is
-                                            refused when it comes late
+    within an update over two ps tasks      the parts that have arrived whole are applied, also if
+                                            they waited; one that arrives later is refused, and
+                                            ``Reattachment.partial_updates`` counts the update
     within a synchronous step               waits until ps 0 has closed it; AttachError if a ps
                                             could not be reached
     while a cut is taken or written         nothing of it; gates open with its connections
@@ -30,7 +31,14 @@ from psync.client.calls import all_of
 from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink, ask
 from psync.specs import VariableSpec
-from psync.store.reattach import Adoption, Decision, Holding, NewOptimizer, Orders
+from psync.store.reattach import (
+    Adoption,
+    Decision,
+    Holding,
+    NewOptimizer,
+    Orders,
+    partial_updates,
+)
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import AdoptShards, DescribeShards, ShardsDescribed
 
@@ -53,6 +61,7 @@ class Reattachment:
     _ps: PsClient
     _adoption: Adoption  # what was left
     _optimizers: OwnOptimizers  # those of this program
+    partial_updates: int  # that only some of their ps tasks have applied
     _taken: set[int] = field(default_factory=set)  # numbers of optimizers that go on
 
     async def adopt(self, declared: Sequence[VariableSpec], *, last: bool) -> Collection[str]:
@@ -99,7 +108,14 @@ async def reattach(ps: PsClient, lineage: int, optimizers: OwnOptimizers) -> Rea
     holdings = await all_of([_ask(link) for link in ps.links])
     adoption = Adoption(holdings)
     if not adoption.is_empty:
-        return Reattachment(ps, adoption, optimizers)
+        partial = partial_updates(holdings)
+        if partial:
+            logger.warning(
+                "%d updates of the earlier program stay on some of their ps tasks only: the other "
+                "parts were still on their way when it ended, or when a newer one attached",
+                partial,
+            )
+        return Reattachment(ps, adoption, optimizers, partial)
     logger.info("the ps tasks hold nothing: all variables begin with their initial values")
     await _order(ps, [Orders() for _ in holdings], lineage=lineage, last=True)
     return None

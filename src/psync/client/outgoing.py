@@ -138,9 +138,11 @@ class Outgoing:
         while self.begun:
             await asyncio.wait(list(self.begun))
 
-    async def close(self) -> None:
-        """Stop what was begun; nothing else can be. Cancellation: safe."""
+    async def close(self, patience_s: float = 0.0) -> None:
+        """Begin nothing more; stop what has not ended after so long. Cancellation: safe."""
         self._closed = True
+        if self.begun and patience_s:
+            await asyncio.wait(list(self.begun), timeout=patience_s)
         for work in self.begun:
             work.cancel()
         await asyncio.gather(*self.begun, return_exceptions=True)

@@ -102,9 +102,9 @@ class PsClient(PsRows):
         self._set_ids = itertools.count(1)
         self._optimizers: list[set[int]] = [set() for _ in addresses]  # that each ps knows
 
-    async def close(self) -> None:
-        """Stop updates that were begun, close all links. Cancellation: safe."""
-        await self.outgoing.close()
+    async def close(self, patience_s: float = 0.0) -> None:
+        """Stop updates that have not ended after so long, close all links. Cancellation: safe."""
+        await self.outgoing.close(patience_s)
         for link in self.links:
             await link.close()
 

@@ -98,7 +98,7 @@ class GateService(Changing):
             return []
         return [
             f"the gate is shut for cut {self._gate.cut}: {self._under_way} updates are under way, "
-            f"{len(self.waiting)} wait"
+            f"{self._gate.waiting.total()} wait"
         ]
 
     def check(self, cut: int) -> None:
@@ -136,6 +136,23 @@ class GateService(Changing):
         """It has ended."""
         self._under_way -= 1
         self.wake()
+
+    def arrived(self, client: Client, sequence: int) -> None:
+        """Note a message that has arrived whole and has to wait, here or for a lock."""
+        self._gate.waiting[client, sequence] += 1
+
+    def passed(self, client: Client, sequence: int) -> None:
+        """Note that it waits no longer."""
+        waiting = self._gate.waiting
+        waiting[client, sequence] -= 1
+        if not waiting[client, sequence]:
+            del waiting[client, sequence]
+        self.wake()
+
+    async def all_passed(self) -> None:
+        """Wait until no message waits, here or for a lock. Cancellation: safe."""
+        while self._gate.waiting:
+            await self.changed()
 
     def waits_for_lock(self, client: Client, sequence: int, *, waits: bool) -> None:
         """Note that a message waits for a lock, or does so no more."""

@@ -415,6 +415,16 @@ class Executor:
             queued = self._queue.popleft()
             _settle(queued.answer, queued.ended, self._over)
 
+    async def finish(self) -> None:
+        """Execute all that was submitted; there is no backup that it waits for.
+
+        Cancellation: Safe.
+        """
+        while self.waiting:
+            await self.drain()
+            self.advance()
+            await asyncio.sleep(0)
+
     async def drain(self) -> None:
         """Wait for what is being executed. Cancellation: safe."""
         while self._busy is not None:

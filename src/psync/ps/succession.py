@@ -16,6 +16,7 @@ from collections.abc import Callable
 from psync.errors import FencedError, UsageError
 from psync.net.peer import Handler, Peer, Reply
 from psync.ps.cooperative_work import LongWork
+from psync.store.ledger import Ledger
 from psync.store.previous_store import FormerStore
 from psync.store.reattach import Orders
 from psync.store.store import ShardStore
@@ -74,11 +75,14 @@ class AdoptionService:
             AdoptShards: Handler(self._adopt),
         }
 
-    def begin(self, store: ShardStore, previous: int, coordinator: int, *, keep: bool) -> None:
+    def begin(
+        self, store: ShardStore, ledger: Ledger, previous: int, coordinator: int, *, keep: bool
+    ) -> None:
         """A newer coordinator is served, with a store of its own.
 
         Args:
             store: That of the earlier one.
+            ledger: Of the updates of that store.
             previous: Incarnation of the earlier one; 0: there was none.
             coordinator: Of the newer one.
             keep: Whether the store is set aside; else it is dropped, with all that was.
@@ -90,7 +94,7 @@ class AdoptionService:
             self._former.drop()
             self._former.lineage = coordinator
         else:
-            settle = self._settle(before, store, previous)
+            settle = self._settle(before, store, ledger, previous)
             self._settling = asyncio.get_running_loop().create_task(settle)
 
     async def settled(self) -> Reply:
@@ -137,12 +141,13 @@ class AdoptionService:
         self,
         before: asyncio.Task[None] | None,
         store: ShardStore,
+        ledger: Ledger,
         previous: int,
     ) -> None:
         if before is not None:
             await asyncio.wait((before,))
         await self._work.drain()
-        self._former.take(store, previous)
+        self._former.take(store, ledger, previous)
 
     def _describe(self, peer: Peer, message: DescribeShards, _: list[memoryview]) -> Reply:
         self._check_coordinator(peer)

@@ -76,7 +76,7 @@ class Update:
         return self.ledger.judge(
             self.client, message.sequence, message.acked_below,
             message.closure if message.closure >= 0 else None, message.ordinal,
-            known.digest, known.names, message.spread or (),
+            known.digest, known.names, message.spread or (), arrived=True,
         )  # fmt: skip
 
     def begin(self) -> None:

@@ -2,13 +2,15 @@
 
 One object serves one coordinator, with its store and its ledger; a newer one gets another.
 
+    arrived    whole, from a client that is served, or refused (FencedError). From now on it is
+               applied, whatever becomes of its request, its connection or its client: another ps
+               may have applied its part of the same update
     admitted   an update of a locked shard waits until the lock ends, unless it is the holder's; one
                that comes while a cut is taken waits at the gate
     judged     (by the ``executor``, in the order of the log)
                fresh                       checked, recorded with its answer, applied
                same sequence               the recorded answer again, once that is applied
                same call, other run        "duplicate": another run of the closure was first
-               old incarnation             FencedError
     applied    shard by shard (``computes``); then the answer leaves. A rule of a user's may raise
                here: its shard is as it was, the answer is a RuleError, and is noted for those who
                ask again (``ledger.note_failure``)
@@ -17,9 +19,10 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, cast
 
+from psync.errors import PsyncError
 from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.block_pool import BlockPool
 from psync.ps.computes import Compute
@@ -33,6 +36,7 @@ from psync.ps.shard_sets import ShardSet, body_in_place, memory_for, numbered_se
 from psync.ps.update import Update
 from psync.store.ledger import Duplicate, Fresh, Ledger, Ticket
 from psync.store.ledger_snapshot import control_of
+from psync.store.locks import Claim
 from psync.store.push_counts import HOME
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, decode, encode
@@ -148,8 +152,12 @@ class PsUpdates:
         return []
 
     def replayed(self) -> dict[type[Message], Handler]:
-        """Return nobody: what is in the log is as it came."""
-        return {}
+        """Return who executes entries: the primary has checked whether their clients are served."""
+        return {
+            Push: Handler(self._arrived),
+            Assign: Handler(self._arrived),
+            AverageShards: Handler(self._average_arrived),
+        }
 
     def _prepare_update(
         self, peer: Peer, message: Push | Assign, lengths: tuple[int, ...]
@@ -178,7 +186,13 @@ class PsUpdates:
 
     def _update(
         self, peer: Peer, message: Push | Assign, body: list[memoryview]
-    ) -> Reply | Answer | Awaitable[Reply]:
+    ) -> Reply | Answer | Awaitable[Reply | Answer]:
+        self._ledger.check_incarnation(peer.task, peer.incarnation)
+        return self._arrived(peer, message, body)
+
+    def _arrived(
+        self, peer: Peer, message: Push | Assign, body: list[memoryview]
+    ) -> Reply | Answer | Awaitable[Reply | Answer]:
         try:
             known = set_of(peer, message, self._task).look_up(self._store)
             whole = known.body_of(body, self._task, message.rows)
@@ -201,8 +215,14 @@ class PsUpdates:
         )
 
     def _average(
+        self, peer: Peer, message: AverageShards, body: list[memoryview]
+    ) -> Reply | Answer | Awaitable[Reply | Answer]:
+        self._ledger.check_incarnation(peer.task, peer.incarnation)
+        return self._average_arrived(peer, message, body)
+
+    def _average_arrived(
         self, peer: Peer, message: AverageShards, _: list[memoryview]
-    ) -> Reply | Answer | Awaitable[Reply]:
+    ) -> Reply | Answer | Awaitable[Reply | Answer]:
         known = ShardSet(tuple((average, index) for average, _, index in message.shards))
         try:
             known.look_up(self._store)
@@ -216,33 +236,51 @@ class PsUpdates:
 
     # Admission: nothing is noted of an update that waits, which has not begun.
 
-    def _admit(self, update: Update) -> Reply | Answer | Awaitable[Reply]:
-        if self._locks.table.blocks(update.needed) and not isinstance(update.message, AssignLocked):
-            return self._when_unlocked(update)
-        return self._pass_gate(update)
-
-    async def _when_unlocked(self, update: Update) -> Reply:
-        claim = self._locks.claim(update.needed)
-        message = update.client, update.message.sequence
-        self._gate.waits_for_lock(*message, waits=True)
-        try:
-            await self._locks.turn(claim)
-            answer = self._pass_gate(update)
-        finally:
-            self._locks.end(claim)
-            self._gate.waits_for_lock(*message, waits=False)
-        return answer if isinstance(answer, Reply) else await answer
-
-    async def _when_open(self, update: Update) -> Reply:
-        await self._gate.turn(update.client, update.message.sequence)
-        answer = self._admit(update)
-        return answer if isinstance(answer, Reply) else await answer
-
-    def _pass_gate(self, update: Update) -> Reply | Answer | Awaitable[Reply]:
-        if self._gate.holds(update.client, update.message.sequence):
-            return self._when_open(update)
+    def _admit(self, update: Update) -> Reply | Answer | Awaitable[Reply | Answer]:
+        locked: Claim | None = None
+        must_wait = self._gate.holds(update.client, update.message.sequence)
         if isinstance(update.message, AssignLocked):
             self._locks.check(update.client, update.message, update.needed)
+            if must_wait:  # nobody else gets the lock before this is done, even if its holder dies
+                locked = self._locks.table.begin(update.needed)
+        elif self._locks.table.blocks(update.needed):
+            must_wait = True
+        if not must_wait:
+            return self._submit(update)
+        self._gate.arrived(update.client, update.message.sequence)
+        return self._carried(self._when_admitted(update, locked))
+
+    def _carried(self, waiting: Coroutine[Any, Any, Reply | Answer]) -> Awaitable[Reply | Answer]:
+        """Let an update that has to wait be applied, even if its request is given up."""
+        return self._work.to_the_end(waiting)
+
+    async def _when_admitted(self, update: Update, locked: Claim | None) -> Reply | Answer:
+        message = update.client, update.message.sequence
+        try:
+            while True:
+                if locked is None and self._locks.table.blocks(update.needed):
+                    claim = self._locks.claim(update.needed)
+                    self._gate.waits_for_lock(*message, waits=True)
+                    try:
+                        await self._locks.turn(claim)
+                        if not self._gate.holds(*message):
+                            return self._submit(update)
+                    finally:
+                        self._locks.end(claim)
+                        self._gate.waits_for_lock(*message, waits=False)
+                elif not self._gate.holds(*message):
+                    return self._submit(update)
+                await self._gate.turn(*message)
+        except PsyncError as exc:  # no error of this task, for whose end nobody may wait
+            answer = Answer()
+            answer.give(exc)
+            return answer
+        finally:
+            if locked is not None:
+                self._locks.end(locked)
+            self._gate.passed(*message)
+
+    def _submit(self, update: Update) -> Reply | Answer:
         if not self._executor.is_alone:  # any more: it may have waited
             update.body = owned(self._pool, update.body)
         answer = self._executor.submit(

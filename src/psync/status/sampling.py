@@ -255,7 +255,7 @@ class StatusSource:
             ],
             ps=[self._ps_reading(link, began, asked, now) for link in links.ps.links],
             has_backups=coordinator.recovery.has_backups,
-            attached=coordinator.continues_program,
+            attached=coordinator.left is not None,
             reported=dict(self.reported),
             notes=[*coordinator.recovery.describe(), *links.workers.describe()],
             events=[

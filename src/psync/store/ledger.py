@@ -20,6 +20,10 @@ error is a further run of its closure, too (``wire.closure_numbers``).
     (closure, ordinal) has another variable set           UsageError: the step is not repeatable
     (closure, ordinal) is recorded                        AlreadyApplied: answer "duplicate"
 
+An update that arrived whole before its client was replaced, and had to wait since, is judged by its
+call alone: other ps tasks may have applied their parts of it. One outside of closures is refused,
+since nobody knows any more whether it was a retry.
+
 Fresh and AlreadyApplied carry a ticket. In the same turn ``record`` notes the answer that the
 update gets; of one that is refused nothing is recorded, and it has changed nothing, so its retry is
 judged again. The answer is recorded when it is known, which is before the arrays are changed: the
@@ -164,6 +168,8 @@ class Ledger:
         variable_set: int | bytes,
         variables: Sequence[str] = (),
         spread: Sequence[Sequence[int]] = (),
+        *,
+        arrived: bool = False,
     ) -> Verdict:
         """Judge an update by the table above.
 
@@ -176,18 +182,23 @@ class Ledger:
             variable_set: Hash of the variables that the call updates, the same in each process.
             variables: Their names, for messages.
             spread: (ps, sequence there) of the other messages of the same update.
+            arrived: Whether its client was served when it arrived.
 
         Raises:
             FencedError: If the client has been replaced by a newer incarnation.
             UsageError: If the update contradicts an earlier one, or was acknowledged.
         """
-        self.acknowledge(client, acked_below)
-        sender = self._senders[client[0]]
         call = None if closure is None else (closure, ordinal)
-        message = sender.messages.get(sequence)
+        if arrived and call is not None and self._is_replaced(client):
+            message, acked = None, 0
+        else:
+            if not arrived or self._is_replaced(client):
+                self.check_incarnation(*client)
+            sender = self._acknowledge(client, acked_below)
+            message, acked = sender.messages.get(sequence), sender.acked_below
         if message is not None:
             return self._seen(client, sequence, message, call)
-        if sequence < sender.acked_below:
+        if sequence < acked:
             raise UsageError(
                 f"{client[0]} sent update {sequence} again, whose answer it has acknowledged"
             )
@@ -208,7 +219,8 @@ class Ledger:
             answer: What its client is told.
         """
         sender, call = self._senders[ticket.client[0]], ticket.call
-        sender.messages[ticket.sequence] = _Message(call, answer, ticket.spread)
+        if sender.incarnation == ticket.client[1]:  # else it was replaced while this waited
+            sender.messages[ticket.sequence] = _Message(call, answer, ticket.spread)
         if not ticket.first:
             self._already_applied += 1
             return answer
@@ -225,10 +237,13 @@ class Ledger:
         Raises:
             FencedError: If the client has been replaced by a newer incarnation.
         """
+        self.check_incarnation(*client)
+        self._acknowledge(client, acked_below)
+
+    def _acknowledge(self, client: Client, acked_below: int) -> _Sender:
         task, incarnation = client
         sender = self._senders.get(task)
-        if sender is None or sender.incarnation != incarnation or incarnation < self._floor:
-            self.check_incarnation(task, incarnation)
+        if sender is None or sender.incarnation != incarnation:
             self.fence(task, incarnation)
             sender = self._senders[task]
         if acked_below > sender.acked_below:
@@ -240,6 +255,11 @@ class Ledger:
                 self._forget_failures()
             if self._refused and client in self._refused:
                 self._refused[client] = {s for s in self._refused[client] if s >= acked_below}
+        return sender
+
+    def _is_replaced(self, client: Client) -> bool:
+        sender = self._senders.get(client[0])
+        return sender is not None and client[1] < sender.incarnation
 
     def note_failure(
         self, client: Client, sequence: int, call: Call | None, failure: bytes

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from psync.store.ledger import Call, Ledger, _Applied, _Message, _Sender
+from psync.store.reattach import HeldUpdates
 from psync.wire.closure_numbers import Finality
 
 
@@ -125,6 +126,29 @@ def restore_ledger(ledger: Ledger, state: LedgerState, unpack: Callable[[bytes],
         calls[ordinal] = _Applied(variable_set, names, count)
     ledger._failures.update({(task, a, b): failure for task, a, b, failure in state.failures})
     ledger.final_below(state.final_below, state.kept)
+
+
+def held_updates(ledger: Ledger, coordinator: int) -> HeldUpdates:
+    """Return what a ledger knows of updates over several ps tasks, and of those of no closure.
+
+    Args:
+        ledger: The ledger.
+        coordinator: Incarnation of the coordinator that it has served.
+    """
+    calls = [
+        (closure, ordinal, applied.parts)
+        for closure, by_ordinal in ledger._closures.items()
+        for ordinal, applied in by_ordinal.items()
+        if applied.parts > 1
+    ]
+    acked, messages = [], []
+    for task, sender in ledger._senders.items():
+        acked.append((task, sender.incarnation, sender.acked_below))
+        for sequence, message in sender.messages.items():
+            if message.call is None:
+                others = tuple((ps, number) for ps, number in message.spread)
+                messages.append((task, sender.incarnation, sequence, others))
+    return HeldUpdates(coordinator, ledger.final.below, tuple(calls), tuple(acked), tuple(messages))
 
 
 def gradients_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> GradientStates:

@@ -10,7 +10,17 @@ import dataclasses
 
 from psync.errors import PartitionError, UnknownVariableError, UsageError
 from psync.numerics.blocks import BlockArray
-from psync.store.reattach import HeldOptimizer, HeldShard, Holding, Identity, Orders, Place
+from psync.store.ledger import Ledger
+from psync.store.ledger_snapshot import held_updates
+from psync.store.reattach import (
+    HeldOptimizer,
+    HeldShard,
+    HeldUpdates,
+    Holding,
+    Identity,
+    Orders,
+    Place,
+)
 from psync.store.shard import Shard
 from psync.store.shards import Optimizer
 from psync.store.store import ShardStore
@@ -39,17 +49,21 @@ class FormerStore:
         self._adopted: dict[Place, Shard] = {}  # with something in ``_beside``
         self._optimizers: dict[Identity, Optimizer] = {}
         self._numbers: dict[Identity, int] = {}  # of those that were adopted
+        self._updates: dict[int, HeldUpdates] = {}  # by the incarnation of their coordinator
 
-    def take(self, store: ShardStore, lineage: int) -> None:
+    def take(self, store: ShardStore, ledger: Ledger, lineage: int) -> None:
         """Take over all that a store holds; what was here and not adopted stays.
 
         Args:
             store: Is empty afterwards.
+            ledger: Of the updates of the store.
             lineage: Incarnation of the coordinator under which its optimizers had their numbers.
         """
         shards, optimizers = store.release()
         self._numbers.clear()
         self._adopted.clear()
+        if lineage:  # else there was none
+            self._updates[lineage] = held_updates(ledger, lineage)
         for number, optimizer in optimizers.items():
             self._optimizers[lineage, number] = optimizer
         for shard in shards:
@@ -78,6 +92,7 @@ class FormerStore:
                 )
                 for identity, optimizer in self._optimizers.items()
             ),
+            tuple(self._updates.values()),
         )  # fmt: skip
 
     def adopt(self, orders: Orders, store: ShardStore) -> None:
@@ -116,6 +131,7 @@ class FormerStore:
         self._beside.clear()
         self._adopted.clear()
         self._optimizers.clear()
+        self._updates.clear()
 
     def _put_beside(self, shard: Shard, waiting: dict[Identity, _Beside]) -> None:
         """Give a shard the slots of the optimizers that are adopted."""

@@ -28,8 +28,8 @@ an AttachError.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -82,12 +82,28 @@ class HeldOptimizer:
         )
 
 
+class HeldUpdates(NamedTuple):
+    """The updates of one coordinator's program that one ps has applied, as far as it knows them.
+
+    Those of closures that are final are forgotten, and those of which the client has all answers:
+    they are on all ps tasks.
+    """
+
+    coordinator: int  # its incarnation
+    final_below: int  # closures below are final
+    calls: tuple[tuple[int, int, int], ...]  # (closure, ordinal, parts on all ps tasks)
+    acked: tuple[tuple[str, int, int], ...]  # (client, incarnation, sequences below are answered)
+    # Of no closure: (client, incarnation, sequence here, (ps, sequence there) of its other parts).
+    messages: tuple[tuple[str, int, int, tuple[tuple[int, int], ...]], ...]
+
+
 class Holding(NamedTuple):
     """What one ps holds that nobody has adopted."""
 
     lineage: int  # 0: none
     shards: tuple[HeldShard, ...] = ()
     optimizers: tuple[HeldOptimizer, ...] = ()
+    updates: tuple[HeldUpdates, ...] = ()  # one for each coordinator; since shards were adopted
 
     def to_bytes(self) -> bytes:
         """Return it as JSON."""
@@ -274,6 +290,52 @@ class Adoption:
             elif last:
                 misfits.append(_unmatched(olds, news, optimizers))
         return matched
+
+
+def partial_updates(holdings: Sequence[Holding]) -> int:
+    """Return how many updates some of their ps tasks have applied, and others never received.
+
+    Args:
+        holdings: Of each ps.
+    """
+    lives: dict[int, dict[int, HeldUpdates]] = defaultdict(dict)  # by coordinator, by ps
+    for ps, holding in enumerate(holdings):
+        for held in holding.updates:
+            lives[held.coordinator][ps] = held
+    return sum(
+        _partial_calls(life.values()) + _partial_messages(life)
+        for life in lives.values()
+        if len(life) == len(holdings)  # else it was over when a program adopted all, and counted
+    )
+
+
+def _partial_calls(life: Collection[HeldUpdates]) -> int:
+    final_below = max(held.final_below for held in life)
+    times = Counter(call for held in life for call in held.calls)
+    return sum(
+        found < parts
+        for (closure, _, parts), found in times.items()
+        if closure >= final_below  # where one ps has forgotten it, no part is under way
+    )
+
+
+def _partial_messages(life: Mapping[int, HeldUpdates]) -> int:
+    acked = {
+        (ps, task, incarnation): below
+        for ps, held in life.items()
+        for task, incarnation, below in held.acked
+    }
+    known = {
+        (ps, task, incarnation, sequence): others
+        for ps, held in life.items()
+        for task, incarnation, sequence, others in held.messages
+    }
+    partial = set()  # each by its first part
+    for first, others in known.items():
+        parts = [first, *((ps, *first[1:3], sequence) for ps, sequence in others)]
+        if any(part not in known and part[3] >= acked.get(part[:3], 0) for part in parts):
+            partial.add(min(parts))
+    return len(partial)
 
 
 def _check_lives(holdings: Sequence[Holding]) -> None:

@@ -1,11 +1,13 @@
 """The rule of a ps's gate: which updates may begin while a cut is taken.
 
 While the gate is shut no update begins that no ps has begun: what comes waits, unjudged. Parts of
-an update that has begun on another ps are *admitted*: the cut is to have all of them.
+an update that has begun on another ps are *admitted*: the cut is to have all of them. A message
+that has arrived whole is applied in the end, even if its client is replaced while it waits.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from psync.store.ledger import Client, Ledger
@@ -18,10 +20,15 @@ class UpdateGate:
         ledger: Knows what has begun here.
         exempt: A task whose updates always pass: that of ps 0, which the coordinator lets finish
             its steps before anything is frozen.
+
+    Attributes:
+        waiting: Messages (client, sequence) that have arrived whole and wait, at this gate or for a
+            lock; some more than once, since they were sent again.
     """
 
     def __init__(self, ledger: Ledger, exempt: str) -> None:
         self.cut = 0  # for which it is shut; 0: it is open
+        self.waiting: Counter[tuple[Client, int]] = Counter()
         self._over = 0  # the highest cut for which it was opened
         self._ledger = ledger
         self._exempt = exempt
@@ -68,5 +75,5 @@ class UpdateGate:
         return [
             (client, sequence)
             for client, sequence in updates
-            if not self._ledger.is_settled(client, sequence)
+            if (client, sequence) in self.waiting or not self._ledger.is_settled(client, sequence)
         ]

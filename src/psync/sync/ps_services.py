@@ -451,13 +451,13 @@ class PsServices:
     def end(
         self, life: Life, timeline: int, patience_s: float | None, torn: Callable[[], None]
     ) -> None:
-        """Serve nobody any more: pending requests fail; an update under way ends where it began.
+        """Serve nobody any more; an update under way ends where it began.
 
         Args:
             life: DEPOSED: nobody serves here from now on.
             timeline: That is served from now on; 0: that on which a newer coordinator begins.
-            patience_s: How long a step that is decided may take to be applied everywhere, for a
-                coordinator that keeps the variables; None: it gets no further.
+            patience_s: For a coordinator that keeps the variables: updates that wait are applied,
+                and a step that is decided may take so long. None: both fail.
             torn: Called if it did not.
         """
         self._ended = True
@@ -472,30 +472,31 @@ class PsServices:
         self.accumulators.end()
         if self.teller is not None:
             self._process.work.to_the_end(self.teller.close())
-        if self.closer is None:
-            self.backup.end(why)
         self.locks.close()
         self.gate.close()
         if self.closer is not None:
             self.closer.replaced(reason)
-            if patience_s is None:
-                self.backup.end(why)
-            self._process.work.to_the_end(self._end_closer(self.closer, why, patience_s, torn))
+        if patience_s is None:
+            self.backup.end(why)
+        else:
+            self.backup.leave()
+        if patience_s is not None or self.closer is not None:
+            self._process.work.to_the_end(self._finish(why, patience_s, torn))
         self.clocks.end()
 
-    async def _end_closer(
-        self,
-        closer: StepCloser,
-        why: PsyncError,
-        patience_s: float | None,
-        torn: Callable[[], None],
+    async def _finish(
+        self, why: PsyncError, patience_s: float | None, torn: Callable[[], None]
     ) -> None:
+        closer = self.closer
         if patience_s is not None:
-            # The part of this ps, and the global step, wait for their turns in the log.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
-                    await closer.outgoing.pause("end")
-            if closer.outgoing.is_torn:
-                torn()
+            if closer is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(patience_s):
+                        await closer.outgoing.pause("end")
+                if closer.outgoing.is_torn:
+                    torn()
+            await self.gate.all_passed()
+            await self.executor.finish()
             self.backup.end(why)
-        await closer.close()
+        if closer is not None:
+            await closer.close()

@@ -43,6 +43,8 @@ class WeakLedger(Ledger):
         variable_set: int | bytes,
         variables: Sequence[str] = (),
         spread: Sequence[Sequence[int]] = (),
+        *,
+        arrived: bool = False,
     ) -> Verdict:
         """Judge an update, or what it is made out to be."""
         client = self._judged_as(client)
@@ -50,8 +52,9 @@ class WeakLedger(Ledger):
             sequence = acked_below = next(_numbers())
             closure = None
         verdict = super().judge(
-            client, sequence, acked_below, closure, ordinal, variable_set, variables, spread
-        )
+            client, sequence, acked_below, closure, ordinal, variable_set, variables, spread,
+            arrived=arrived,
+        )  # fmt: skip
         if "low_water" in self.without:
             self._forget_early()
         return verdict

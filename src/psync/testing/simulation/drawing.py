@@ -50,10 +50,20 @@ BOUNDED = ("dense", "rows", "both", "moved", "spread")
 
 WORKS = ("ganged", "visited")
 
+EXACT = ("dense", "rows", "added", "both", "scattered")
+"""Tables each of whose calls is one update, and leaves its mark on all shards."""
+
 SHAPES = ("any", "async", "sync", "replica", "sync-replica", "checkpoint", "metered", "gone",
-          "visited")  # fmt: skip
-"""Kinds of plans. The last three: metrics alone; a ps goes for good, beside what else happens; data
-shards are visited, beside what else happens."""
+          "visited", "attach")  # fmt: skip
+"""Kinds of plans. The last four: metrics alone; a ps goes for good, beside what else happens; data
+shards are visited, beside what else happens; chiefs die in saves, perhaps with a worker or after a
+fail-over, and the next ones attach."""
+
+SAVING = (
+    "message Gate", "message Gate", "message Admit", "message Freeze", "message OpenGate",
+    "message Push", "message Assign", "moment save", "moment kill",
+)  # fmt: skip
+"""Where chiefs die in plans of that shape."""
 
 
 class _Draw:
@@ -68,10 +78,12 @@ class _Draw:
     def plan(self) -> Plan:
         rng, shape = self.rng, self.shape
         recovery = {
-            "replica": "replica", "sync-replica": "replica", "checkpoint": "checkpoint"
+            "replica": "replica", "sync-replica": "replica", "checkpoint": "checkpoint",
+            "attach": ("replica", "checkpoint")[self.seed % 2],
         }.get(shape) or rng.choice(
             ("replica", "replica", "replica", "checkpoint", "checkpoint", "none"))  # fmt: skip
-        num_ps = rng.choice((2, 2, 3)) if recovery == "replica" else rng.choice((1, 2, 2, 3))
+        several = recovery == "replica" or shape == "attach"
+        num_ps = rng.choice((2, 2, 3)) if several else rng.choice((1, 2, 2, 3))
         num_workers = rng.choice((1, 2, 2, 3))
         num_groups = rng.choice((0, 1, 1, 2))
         if shape.startswith("sync"):
@@ -135,12 +147,40 @@ class _Draw:
             ),
             sets_steps=random.Random(f"{self.seed}:steps").random() < 0.3,
         )
+        if shape == "attach":
+            plan = self._attaching(plan)
         if recovery == "replica" and rng.random() < 0.1:
             plan = self._with_small_budgets(plan)
         return self._with_memory(plan) if rng.random() < 0.5 else plan
 
     def _works(self, name: str) -> bool:
         return self.rng.random() < 0.15 or name == self.shape
+
+    def _attaching(self, plan: Plan) -> Plan:
+        """Let workers push all the time, and chiefs die while they save."""
+        rng = self.rng
+        self.columns.clear()
+        kinds = rng.sample(EXACT, rng.choice((1, 2)))
+        batches = []
+        for _ in range(rng.choice((2, 4))):
+            names = [rng.choice(kinds) for _ in range(rng.choice((12, 24)))]
+            calls = [Call(name, self._column(name), rng.random() < 0.3) for name in names]
+            batches.append(Batch(tuple(ClosurePlan((call,)) for call in calls), "hot"))
+        faults = []
+        for _ in range(rng.choice((1, 2, 4))):
+            kind, _, name = rng.choice(SAVING).partition(" ")
+            delay_s = rng.choice((0.0, round(10 ** rng.uniform(-4, -1), 5)))
+            when = Trigger(0.0, kind, name, rng.randrange(1, 12), "", delay_s)
+            worker = f"worker-{rng.randrange(plan.num_workers)}"
+            dies = rng.choice((("chief-0",), ("chief-0",), ("chief-0", worker), (worker,)))
+            if plan.recovery == "replica" and rng.random() < 0.3:
+                dies = (f"ps-{rng.randrange(plan.num_ps)}",)
+            faults.append(Fault("kill_many", when, dies, rng.choice((0.0, 0.3, 3.0))))
+        return dataclasses.replace(
+            plan, attach=True, groups=(), works=(), first_step=0, layouts=(), sets_steps=False,
+            num_shards=rng.choice((plan.num_ps, 2 * plan.num_ps)), bound=-1,
+            batches=tuple(batches), faults=tuple(faults),
+        )  # fmt: skip
 
     def _with_memory(self, plan: Plan) -> Plan:
         """Let all tasks be of one host; what they lend is small, as their values are."""

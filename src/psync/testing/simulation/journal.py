@@ -202,6 +202,9 @@ class Journal:
         self.kept: dict[str, np.ndarray] | None = None  # marks then; None: nobody knows
         self.moved: dict[str, str] = {}  # in whose process a ps is served, since one was lost
         self.is_rolled_back = False  # anything, in this life
+        self.partial = 0  # updates of the last life that are on some ps tasks only: so we were told
+        # By (life, closure id, ordinal): ps tasks at which parts have arrived, and their number.
+        self.arrived: dict[tuple[int, int, int], tuple[set[str], int]] = {}
         self.gangs = 0  # that run
         self.worked = 0  # how often what works beside the batches has scheduled something
         self.shard_raised = False  # in this life: steps may be cancelled at any moment since then
@@ -268,6 +271,9 @@ class Journal:
             if closure.state == "open":
                 closure.state = "lost"
         self.find(oracle.faults_of_beginning(self, attached, restored, values))
+        if attached:
+            self.find(oracle.faults_of_attaching(self, values))
+        self.partial = 0
         self.lives += 1
         self.is_rolled_back, self.shard_raised, self.gangs = False, False, 0
         self.moved.clear()
@@ -282,6 +288,11 @@ class Journal:
                     for number in save.began:
                         self.closures[number].settled = number in save.settled
         self.own, own.base = own, values["own"]["count"].ravel()
+
+    def note_partial(self, count: int) -> None:
+        """A chief has attached, and was told so; one before it that lived no longer may have it."""
+        if _is_heard():
+            self.partial = max(self.partial, count)
 
     def end_life(self, left: Mapping[str, Any]) -> None:
         """A life has come to the end of the program, and these are all values."""

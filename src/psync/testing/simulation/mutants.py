@@ -20,7 +20,7 @@ from psync.accumulators import Accumulator, ArrayAccumulator
 from psync.api.data_shards import Visits
 from psync.backups.host import _Backup
 from psync.checkpoints import files
-from psync.chief import cluster_links
+from psync.chief import cluster_links, reattachment
 from psync.chief.backups import Backups
 from psync.client import optimizer_client, ps_client
 from psync.client.prefetch import PulledAhead
@@ -34,6 +34,7 @@ from psync.errors import TaskLost
 from psync.net.shared.bodies import BorrowedBody, Sharing
 from psync.ps.computes import Computes
 from psync.ps.update import Update
+from psync.ps.updates import PsUpdates
 from psync.ps_task import PsTask
 from psync.replicas import gang_run
 from psync.store import ledger_snapshot, snapshot
@@ -174,6 +175,18 @@ MUTANTS: Mapping[str, Mutant] = {
     "cut_knows_no_others": Mutant(
         "a cut has all parts of an update or none", ("checkpoint",),
         ((Ledger, "others", wrong.does_nothing([])),),
+    ),
+    "dies_at_the_gate": Mutant(
+        "an update that has arrived is applied, even if its request is given up", ("attach",),
+        ((PsUpdates, "_carried", wrong.of_its_request),),
+    ),
+    "partial_is_not_counted": Mutant(
+        "an attach counts the updates that are on some ps tasks only", ("attach",),
+        ((reattachment, "partial_updates", wrong.does_nothing(0)),),
+    ),
+    "fenced_while_it_waits": Mutant(
+        "an update that has arrived is applied, even if its worker is replaced", ("attach",),
+        ((Ledger, "judge", wrong.judged_as_if_it_came_now),),
     ),
     "locks_of_two": Mutant(
         "who writes under a lock is alone", ("any",),

@@ -16,6 +16,7 @@ import numpy as np
 from psync.checkpoints.files import Reader, checkpoints_in
 from psync.checkpoints.stored_snapshots import check_places, stored_snapshots
 from psync.errors import PsyncError
+from psync.testing.simulation.drawing import EXACT
 from psync.testing.simulation.workload.tables import COUNTED, Fault, Look, Seen, Values
 
 if TYPE_CHECKING:
@@ -169,6 +170,45 @@ def faults_of_restoring(
         rounded = 1e-6 if table is not None and table.has_copies else 0.0
         if not np.allclose(held[name], value, rtol=rounded, atol=0, equal_nan=True):
             yield "restored", f"{restored}: {name} was {value}, and is restored as {held[name]}"
+
+
+def faults_of_attaching(journal: Journal, values: Values) -> Iterator[Fault]:
+    """What has arrived is applied, and what an attach says of partial updates is true.
+
+    It is looked at where nothing was rolled back, and the calls of closures are all updates but
+    those of the program itself. What a ps has received dies with it, if it waits there.
+
+    Args:
+        journal: Until then; the life that has ended is the present one.
+        values: That the next one has found.
+    """
+    plan = journal.plan
+    calm = all(
+        fault.kind in ("kill", "kill_many") and fault.targets
+        and not any(name.startswith("ps") for name in fault.targets)
+        for fault in plan.faults
+    )  # fmt: skip
+    ends = any(
+        each.fails or each.cancel_s is not None for batch in plan.batches for each in batch.closures
+    )
+    if journal.has_rolled_back or ends or not journal.tables.keys() <= set(EXACT):
+        return
+    marks, partial = journal.marks(values), 0
+    for closure in journal.closures[journal.dropped :]:
+        for ordinal, call in enumerate(closure.plan.calls):
+            found = marks[call.kind][:, call.column]
+            if closure.life != journal.lives or (found == found[0]).all():
+                continue
+            partial += 1
+            there, parts = journal.arrived.get((closure.life, closure.id, ordinal), (set(), 0))
+            if calm and len(there) == parts:
+                said = f"closure {closure.number}, call {ordinal}, {call.kind}: {found.tolist()}"
+                yield "dropped", f"{said}, and all {parts} parts had arrived"
+    added = values["own"]["count"].ravel() - journal.own.base
+    least, most = int(added.max() - added.min()), journal.own.under_way
+    if not partial + least <= journal.partial <= partial + most:
+        said = f"{partial} of closures, and {least} to {most} of its own"
+        yield "partial", f"after life {journal.lives} {journal.partial} are told: there are {said}"
 
 
 def _flat(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:

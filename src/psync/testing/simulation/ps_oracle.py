@@ -6,15 +6,18 @@ steps has seen. Not compared: counters of what was done.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from psync.backups.sender import MAX_UNDER_WAY
 from psync.cluster import parse_task_name
 from psync.errors import BusyError
+from psync.ps.update import Update
+from psync.ps.updates import PsUpdates
 from psync.ps_task import PsTask
 from psync.specs import STEP_BITS
 from psync.store.commit_log import LogState
+from psync.testing.simulation.journal import Journal
 from psync.testing.simulation.workload.tables import Fault
 
 
@@ -120,6 +123,19 @@ def _faults_of_counts(
         if optimizer.count.elsewhere != expected:
             said = f"knows of {optimizer.count.elsewhere} pushes elsewhere, there are {expected}"
             yield "iterations", f"{task.task}: optimizer {number}: {said}"
+
+
+def noting_arrivals(original: Callable[..., Any]) -> Any:
+    """Return an admission of updates that notes which parts have arrived whole where."""
+
+    def admit(self: PsUpdates, update: Update) -> Any:
+        message = update.message
+        key = (Journal.current().lives, message.closure, message.ordinal)
+        parts = 1 + len(message.spread or ())
+        Journal.current().arrived.setdefault(key, (set(), parts))[0].add(self._task)
+        return original(self, update)
+
+    return admit
 
 
 def have_full_budgets(tasks: Mapping[str, Any]) -> bool:

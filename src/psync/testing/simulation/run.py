@@ -24,12 +24,14 @@ from psync.client import scopes
 from psync.net.process_state import fresh_process
 from psync.net.shared import regions
 from psync.ps import comparison, cooperative_work
+from psync.ps.updates import PsUpdates
 from psync.serialization import failures
 from psync.testing.deadlock import Deadlock, describe_tasks
 from psync.testing.simulation.journal import Journal, Violation
 from psync.testing.simulation.mutants import MUTANTS, mutated
 from psync.testing.simulation.plan import Plan
 from psync.testing.simulation.processes import ProcessLoop, current_process
+from psync.testing.simulation.ps_oracle import noting_arrivals
 from psync.testing.simulation.tight import replaced, tightened
 from psync.testing.simulation.watch import marks_of
 from psync.testing.simulation.world import World
@@ -59,10 +61,11 @@ ALIKE = (
     (comparison, "CHECK_EVERY", lambda _: 1),
     (cooperative_work, "usable_cores", lambda _: lambda: 1),
     (regions, "SHRINK_S", lambda _: 0.05),
+    (PsUpdates, "_admit", noting_arrivals),
 )
 """What would travel, and says where the source lies: a seed had another history there. So would
 it with another number of cores. And each backup is compared with its primary after each entry, and
-memory that was lent goes soon, as a run lasts for seconds.
+memory that was lent goes soon, as a run lasts for seconds; oracles know which updates arrived.
 """
 
 ENDS = ("psync.backups.host", "psync.ps.cooperative_work")

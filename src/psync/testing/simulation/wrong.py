@@ -139,6 +139,14 @@ def messages_not_remembered(original: Callable[..., Any]) -> Any:
     return record
 
 
+def of_its_request(original: Callable[..., Any]) -> Any:
+    return lambda self, waiting: waiting
+
+
+def judged_as_if_it_came_now(original: Callable[..., Any]) -> Any:
+    return lambda self, *args, arrived=False: original(self, *args)
+
+
 def other_runs_are_fresh(original: Callable[..., Any]) -> Any:
     def judge(self: Ledger, *args: Any, **kwargs: Any) -> Any:
         verdict = original(self, *args, **kwargs)

@@ -35,6 +35,7 @@ class OwnUpdates:
         self.ended = 0
         self._begun = 0
         self._last = 0  # of the values that were assigned
+        self._assigned = 0  # assigns that have ended
 
     async def act(self, rng: random.Random, compare: Callable[[], None]) -> None:
         """Update both until this is cancelled, and ``compare`` meanwhile."""
@@ -63,12 +64,18 @@ class OwnUpdates:
         self._last += 1
         value = np.full(self._whole.shape, self._last, np.float32)
         await self._whole.assign(value, atomic=True)
+        self._assigned += 1
 
     async def _read(self) -> np.ndarray:
         found: np.ndarray = await self._whole.read()
         torn = not (found == found[:, :1]).all()
         Journal.current().look(not torn, f"a read of a shard is torn: {found.tolist()}")
         return found
+
+    @property
+    def under_way(self) -> int:
+        """How many updates have not ended."""
+        return self._begun - self.ended + self._last - self._assigned
 
     def check(self, look: Look, ended: int) -> Iterator[Fault]:
         """What was counted is there once, on all shards, unless it was undone.

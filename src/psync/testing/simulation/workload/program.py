@@ -106,6 +106,7 @@ class Life:
             self._coordinator = world.coordinator = coordinator
             if not coordinator.attached:
                 self._journal.begin_anew()
+            self._journal.note_partial(coordinator.partial_updates)
             with strategy.scope():
                 self._declare()
             for name, table in self._journal.tables.items():
