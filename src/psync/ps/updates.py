@@ -323,7 +323,7 @@ class PsUpdates:
     def _accept(self, update: Update, ticket: Ticket) -> Compute:
         if isinstance(update.message, Push):
             message = update.message
-            step, elsewhere = self._store.push_count(message.optimizer).answer()
+            step, elsewhere = self._store.optimizers()[message.optimizer].count.answer()
             answer = Pushed("accepted", step, None, elsewhere)
             if message.place == HOME and len(message.spread or ()) < self.num_others:
                 self.counted()

@@ -189,10 +189,12 @@ class Ledger:
             UsageError: If the update contradicts an earlier one, or was acknowledged.
         """
         call = None if closure is None else (closure, ordinal)
-        if arrived and call is not None and self._is_replaced(client):
+        known = self._senders.get(client[0])
+        is_replaced = known is not None and client[1] < known.incarnation
+        if arrived and call is not None and is_replaced:
             message, acked = None, 0
         else:
-            if not arrived or self._is_replaced(client):
+            if not arrived or is_replaced:
                 self.check_incarnation(*client)
             sender = self._acknowledge(client, acked_below)
             message, acked = sender.messages.get(sequence), sender.acked_below
@@ -256,10 +258,6 @@ class Ledger:
             if self._refused and client in self._refused:
                 self._refused[client] = {s for s in self._refused[client] if s >= acked_below}
         return sender
-
-    def _is_replaced(self, client: Client) -> bool:
-        sender = self._senders.get(client[0])
-        return sender is not None and client[1] < sender.incarnation
 
     def note_failure(
         self, client: Client, sequence: int, call: Call | None, failure: bytes
@@ -365,8 +363,9 @@ class Ledger:
 
     def check_incarnation(self, task: str, incarnation: int) -> None:
         """Raise FencedError if ``incarnation`` of ``task`` is not served any more."""
-        lowest = self._lowest(task)
-        if incarnation < lowest:
+        sender = self._senders.get(task)
+        if incarnation < self._floor or (sender is not None and incarnation < sender.incarnation):
+            lowest = self._lowest(task)
             self._fenced += 1
             raise FencedError(f"incarnation {incarnation} of {task} has been replaced by {lowest}")
 

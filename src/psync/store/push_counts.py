@@ -120,13 +120,14 @@ class PushCount:
             place: Which of its messages this is.
             others: The other ps tasks that have a part of it.
         """
-        step = self.next_step(carried, place)
-        if place != FURTHER:
-            self.elsewhere = step - self._start - self.seen
-            self.seen += 1
+        if place == FURTHER:
+            return self.next_step(carried, place)
+        if carried - self._mark > self.elsewhere:
+            self.elsewhere = self.next_step(carried) - self._start - self.seen
         if place == HOME:
             self.own[others] = self.own.get(others, 0) + 1
-        return step
+        self.seen += 1
+        return self._start + self.seen - 1 + self.elsewhere
 
     def answer(self) -> tuple[int, int]:
         """Return what the answer to a push says: (pushes known here, those elsewhere), marked."""
