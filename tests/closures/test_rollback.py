@@ -77,6 +77,7 @@ def test_what_a_checkpoint_has_is_forgotten() -> None:
     ended = EndedClosures()
     ended.ended(3, 1)
     ended.ended(4, 1)
+    assert [closure in ended for closure in (3, 4, 5)] == [True, True, False]
     ended.saved(CutCalls([snapshot((3, 0))]), lambda _: False)
     assert ended.undone(CutCalls([snapshot()])) == Undone((4,), 1)
 

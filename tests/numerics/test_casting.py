@@ -189,3 +189,9 @@ def test_a_target_is_taken_as_it_is_or_told_what_is_wrong_with_it() -> None:
     ]:
         with pytest.raises(GradientError, match=text):
             checked_target(wrong, SPEC)
+
+
+def test_a_masked_array_is_no_target() -> None:
+    out = np.ma.masked_array(np.zeros((3, 2), np.float32), np.ones((3, 2), bool))
+    with pytest.raises(GradientError, match=r'out for "v": expected .*, got a masked array'):
+        checked_target(out, SPEC)

@@ -201,6 +201,7 @@ def test_one_element_is_a_number_of_numpys() -> None:
         ("a", IndexError, "got str"),
         (slice(None, None, 0), ValueError, "the step of a slice cannot be 0"),
         ([[1], [2, 3]], ValueError, "the list is not an array"),
+        (np.ma.masked_array([1, 2], [True, False]), TypeError, "a masked array, whose mask hides"),
         (slice(0, 2.5), TypeError, "as bounds of a slice, got float"),
         (Elsewhere(), TypeError, "Elsewhere is not allowed, its value is not here"),
         ([0, [Elsewhere()]], TypeError, "Elsewhere is not allowed, its value is not here"),

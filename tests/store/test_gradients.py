@@ -115,3 +115,10 @@ def test_the_rule_of_an_optimizer_is_known() -> None:
     assert store.rule(0).options.clipnorm == 2.0
     with pytest.raises(UsageError, match="is not defined"):
         store.rule(99)
+
+
+def test_a_synchronous_step_has_the_number_that_its_group_says() -> None:
+    store = ShardStore("/job:ps/task:0")
+    store.define_optimizer(1, SGD(1.0).to_config())
+    assert [store.begin_step(1, step) for step in (0, 4)] == [0, 4]
+    assert store.iterations == 5

@@ -16,6 +16,7 @@ from psync.store.ledger_snapshot import (
     SenderState,
     control_of,
     gradients_of,
+    held_updates,
     note_gradients,
     restore_ledger,
     state_of,
@@ -275,3 +276,14 @@ def test_what_failed_while_it_was_computed_is_remembered_and_is_in_no_digest(
     assert copy.failure_of((STEP, 3), 7, None) == b"too"
     copy.final_below(6)
     assert copy.failure_of(W1, 4, (5, 0)) is None
+
+
+def test_updates_over_several_ps_tasks_and_those_of_no_closure_are_held(ledger: Ledger) -> None:
+    for sequence, closure, spread in ((1, 5, [(1, 4)]), (2, 6, []), (3, None, [(2, 6)])):
+        verdict = ledger.judge(W0, sequence, 1, closure, 0, SET, ("w",), spread)
+        assert isinstance(verdict, Fresh)
+        ledger.record(verdict.ticket, "accepted")
+    held = held_updates(ledger, 5)
+    assert (held.coordinator, held.final_below, held.calls) == (5, 0, ((5, 0, 2),))
+    assert held.acked == ((*W0, 1),)
+    assert held.messages == ((*W0, 3, ((2, 6),)),)

@@ -170,3 +170,8 @@ def test_what_is_not_here_is_told_and_nothing_has_changed() -> None:
         former.adopt(Orders((("w", 0, 0),)), new)
     assert [shard.name for shard in former.describe().shards] == ["w"]
     assert new.keys() == [(0, 0)]
+
+
+def test_what_no_coordinator_was_served_with_has_no_updates() -> None:
+    assert former_of(store_of("w"), 0).describe().updates == ()
+    assert [held.coordinator for held in former_of(store_of("w"), 5).describe().updates] == [5]

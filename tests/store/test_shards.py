@@ -19,7 +19,7 @@ from psync.numerics.moment_rules import Adam
 from psync.numerics.rule_options import RuleOptions
 from psync.numerics.update_rule import ACCUMULATOR, SGD
 from psync.schedules import Constant
-from psync.specs import ShardSpec
+from psync.specs import ShardSpec, marked_after
 from psync.store.shard import BlockWork
 from psync.store.shards import Key, ShardTable
 
@@ -100,6 +100,13 @@ class TestOptimizers:
             table.define_optimizer(number, self.CONFIG)
             table.set_count(number, step)
         assert table.iterations == 7
+
+    def test_pushes_are_counted_on_from_what_is_set_and_told(self, table: ShardTable) -> None:
+        table.define_optimizer(1, self.CONFIG)
+        base = marked_after(0, 5)
+        table.set_count(1, base)
+        assert table.hear_count(1, 0, base, [(1, 3)], 1) == 3
+        assert (table.push_count(1).known, table.iterations) == (8, 8)
 
     def test_a_learning_rate_is_set_and_the_definition_stays(self, table: ShardTable) -> None:
         table.define_optimizer(1, self.CONFIG)

@@ -11,15 +11,18 @@ import pytest
 from psync.errors import ConfigurationError, PartitionError
 from psync.specs import (
     DTYPE_NAMES,
+    HiddenValues,
     Outcome,
     ShardSpec,
     VariableSpec,
     as_integer,
+    check_not_masked,
     checked_kind,
     count_of,
     dtype_name,
     dtype_of,
     marked_after,
+    plain_array,
 )
 
 
@@ -115,3 +118,15 @@ def test_a_step_that_was_set_is_more_than_all_that_were_known_before() -> None:
         assert known > before + 10**12
         assert count_of(known) == count
         assert [count_of(known + n) for n in range(3)] == [count, count + 1, count + 2]
+
+
+def test_values_that_a_mask_hides_are_refused_wherever_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    masked = np.ma.masked_array([1.0, 2.0, 3.0], [False, True, False])
+    for value in (masked, [1.0, masked], {"a": {"b": (masked,)}}):
+        with pytest.raises(HiddenValues, match="whose mask hides 1 of 3 values"):
+            check_not_masked(value)
+    check_not_masked([np.ma.masked_array([1.0, 2.0]), 3, "text", None])
+    monkeypatch.delitem(sys.modules, "numpy.ma")  # nobody has imported it, so there are none
+    assert plain_array([1, 2]).tolist() == [1, 2]

@@ -211,6 +211,8 @@ class Visited(Table):
             )
 
     async def finish(self, handles: Handles) -> None:
+        if not handles.stated["visits"].done():  # a rollback has undone some since
+            self._ended.clear()
         await self._ended.wait()
 
     def check(self, look: Look) -> Iterator[Fault]:
