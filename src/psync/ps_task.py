@@ -106,7 +106,9 @@ class PsTask:
         floor, services = (lambda: self.floor), (lambda: self.services)
         self._host = BackupHost(task, pool, self._make_backup, floor, parts)
         self._sessions: SessionService | None = None  # until a training session asks
-        self._adoption = AdoptionService(task, work, check, lambda: self.services.store)
+        self._adoption = AdoptionService(
+            task, work, check, lambda: self.services.store, lambda: self.services.updates.counted()
+        )
         self._snapshots = Snapshots(task, work, pool, check, services, floor, self.take, parts)
         # Every chief knows the process's own address: it is asked there what it serves, and that
         # of ps 0 grants incarnations, wherever ps 0 is served.

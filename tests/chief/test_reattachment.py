@@ -21,7 +21,7 @@ from psync.errors import AttachError, FencedError
 from psync.net.peer import Handler
 from psync.net.process_state import fresh_process
 from psync.testing import settle
-from psync.wire.ps_messages import AttachPs, Push
+from psync.wire.ps_messages import AttachPs, Push, TellCounts
 from psync.wire.recovery_messages import AdoptShards, Gate, LogEntries
 from snapshot_store import keep_snapshots
 
@@ -540,3 +540,34 @@ async def test_a_push_of_which_a_ps_has_not_received_its_part_is_counted_once(
         async with one_push(cluster, "checkpoint") as (coordinator, w, _):
             assert coordinator.partial_updates == 0
             assert (await w.read()).tolist() == [3.0, 2.0]
+
+
+async def test_pushes_of_which_no_other_ps_has_heard_are_told_after_the_attach() -> None:
+    """Schedules on other ps tasks go on from them, though nothing more is pushed there."""
+    async with cluster_of(3, 1) as cluster:
+        for attached in (False, True):
+            async with life_of(cluster.strategy(), attach=True) as coordinator:
+                with coordinator.strategy.scope():
+                    heads = [psync.Variable(np.zeros(2), name=f"head{k}") for k in range(3)]
+                rate = psync.schedules.PiecewiseConstantDecay([29], [1.0, 0.0])
+                optimizer = psync.optimizers.SGD(rate)
+
+                async def step(head: Any, optimizer: Any = optimizer) -> None:
+                    await optimizer.apply_gradients([(-np.ones(2), head)])
+
+                if attached:
+                    await asyncio.sleep(1.0)
+                    coordinator.schedule(step, (heads[1],))
+                    await coordinator.join()
+                    assert (await heads[1].read()).tolist() == [0, 0]
+                    assert await optimizer.iterations.read() == 61
+                    continue
+                await heads[0].read()
+                with contextlib.ExitStack() as stack:
+                    for ps in (1, 2):
+                        unheard = at(cluster, f"ps-{ps}", TellCounts, lambda: False)
+                        stack.enter_context(unheard)
+                    for _ in range(60):
+                        coordinator.schedule(step, (heads[0],))
+                    await coordinator.join()
+                    silence(cluster, coordinator)

@@ -212,6 +212,7 @@ def replaced(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]
     return (*values[:place], value, *values[place + 1 :])
 
 
+EPOCH = 1 << STEP_BITS
 APART, MIXED = [{0}, {1}, {0}], [{0, 1}, {1}, {0, 1}]
 
 
@@ -310,3 +311,14 @@ def test_a_state_is_all_of_a_count() -> None:
     assert PushCount.of(count.state) == count
     assert count.state == (5, 2, 3, 10, (((1,), 1),), ((1, ((0, 2), (2, 4))),))
     assert [count.count_for(ps) for ps in (1, 2)] == [0, 5]
+
+
+def test_what_was_told_before_a_count_was_adopted_is_kept() -> None:
+    held, told = PushCount(), PushCount()
+    held.push(others=(1,))
+    told.hear(1, 0, [(0, 5), (2, 7)], 0)
+    held.absorb(told)
+    assert (held.known, held.count_for(2), held.push()) == (6, 8, 6)
+    held.set(EPOCH)
+    held.absorb(told)
+    assert held.known == 0

@@ -52,6 +52,7 @@ class AdoptionService:
         work: What has begun and takes long.
         check_coordinator: Raises unless a peer is the coordinator that this ps serves.
         store: Returns the store of the present program.
+        adopted: Called when that has adopted something.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class AdoptionService:
         work: LongWork,
         check_coordinator: Callable[[Peer], None],
         store: Callable[[], ShardStore],
+        adopted: Callable[[], None],
     ) -> None:
         self._task = task
+        self._adopted = adopted
         self._former = FormerStore(task)
         self._work = work
         self._check_coordinator = check_coordinator
@@ -156,6 +159,7 @@ class AdoptionService:
     def _adopt(self, peer: Peer, message: AdoptShards, body: list[memoryview]) -> Reply:
         self._check_coordinator(peer)
         self._former.adopt(Orders.from_bytes(b"".join(body)), self._store())
+        self._adopted()
         if message.last:
             self._former.drop()
         if message.lineage:

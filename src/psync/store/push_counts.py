@@ -170,6 +170,17 @@ class PushCount:
             self.elsewhere = max(self.elsewhere, sum(each.get(0, 0) for each in self.told.values()))
         return news
 
+    def absorb(self, other: PushCount) -> None:
+        """Take in what another count of the same pushes on the same ps was told."""
+        if other.base >> STEP_BITS < self.base >> STEP_BITS:
+            return
+        self.set(other.base)
+        self.elsewhere = max(self.elsewhere, other.elsewhere)
+        for ps, row in other.told.items():
+            known = self.told.setdefault(ps, {})
+            for about, count in row.items():
+                known[about] = max(count, known.get(about, 0))
+
     def set(self, base: int) -> None:
         """Begin an epoch with a number that was set, marked. Older ones are ignored.
 

@@ -155,7 +155,13 @@ class ShardTable:
         self._shards[shard.spec.key] = shard
 
     def take_up_optimizer(self, optimizer_id: int, optimizer: Optimizer) -> None:
-        """Take an optimizer that another table has released, as it is, under a number."""
+        """Take an optimizer that another table has released, as it is, under a number.
+
+        What was told of its pushes under that number, before it came, is kept.
+        """
+        told = self._optimizers.get(optimizer_id)
+        if told is not None:
+            optimizer.count.absorb(told.count)
         self._optimizers[optimizer_id] = optimizer
 
     def keys(self) -> list[Key]:

@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ from psync.backups.accumulators import AccumulatorSection
 from psync.backups.sender import Served
 from psync.backups.service import BackupService, Section
 from psync.cluster import parse_task_name
-from psync.errors import ConnectionLost, FencedError, PsyncError, UsageError
+from psync.errors import ConfigurationError, ConnectionLost, FencedError, PsyncError, UsageError
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.block_pool import BlockPool
@@ -78,6 +79,8 @@ from psync.wire.ps_messages import (
     TellCounts,
 )
 from psync.wire.sync_messages import AwaitWaiters, ReportSchedule
+
+logger = logging.getLogger(__name__)
 
 NOT_JUDGED = frozenset(
     {Pull, PullLocked, LockShards, SetSlots, SetOptimizer, DefineOptimizer, AskOptimizer}
@@ -134,6 +137,7 @@ class PsServices:
         self.attach, self.timeline = attach, timeline
         self.store, self.ledger = store, ledger = contents.store, contents.ledger
         self._process = process
+        self._unheard: set[int] = set()  # optimizers of which others tell in vain
         self._ended = False  # something else is served; a step may still be on its way
         self.locks = PsLocks(task, store)
         parts = platform.parts
@@ -404,7 +408,13 @@ class PsServices:
                 if not (0 <= about < num_ps and 0 <= count < 1 << STEP_BITS and base >= 0):
                     said = f"{count} pushes after {base} without a part on ps {about}"
                     raise UsageError(f"{task}: {peer.task} has counted {said}")
-            self.store.define_optimizer(number, config)
+            try:
+                self.store.define_optimizer(number, config)
+            except ConfigurationError as exc:  # as of a rule that is not known here
+                if number not in self._unheard:
+                    self._unheard.add(number)
+                    logger.warning("%s counts no pushes of %s: %s", task, peer.task, exc)
+                continue
             news = self.store.hear_count(number, index, base, row, self._process.index)
             is_news |= news > max(1, self.store.push_count(number).known >> NEWS_SHIFT)
         self.updates.counted()

@@ -140,7 +140,8 @@ class Iterations:
     returned are counted; those in flight may be.
 
     Schedules follow the same number, as far as the ps that applies an update knows it: pushes in
-    flight, and pushes of the last 10 ms to variables on other ps tasks only, may be missing.
+    flight may be missing and, of pushes to other ps tasks only, those of the last 10 ms or one in
+    256.
     """
 
     optimizer: Optimizer
