@@ -12,6 +12,7 @@ from typing import Any
 from psync.backups.sender import MAX_UNDER_WAY
 from psync.cluster import parse_task_name
 from psync.errors import BusyError
+from psync.ps.life import Life
 from psync.ps.update import Update
 from psync.ps.updates import PsUpdates
 from psync.ps_task import PsTask
@@ -92,27 +93,24 @@ def faults_of_rest(
                 yield "tokens", f"{name}: {group}: {tokens}"
             if counters["waiting"] or counters["counted"]:
                 yield "left over", f"{name}: {group}: {counters}"
-        yield from _faults_of_counts(task, tasks, moved, num_ps)
+        yield from _faults_of_counts(task, tasks, num_ps)
         for clock, counters in statistics["clocks"].items():
             if counters["waiting"]:
                 yield "left over", f"{name}: clock {clock}: {counters}"
 
 
-def _faults_of_counts(
-    task: PsTask, tasks: Mapping[str, Any], moved: Mapping[str, str], num_ps: int
-) -> Iterator[Fault]:
+def _faults_of_counts(task: PsTask, tasks: Mapping[str, Any], num_ps: int) -> Iterator[Fault]:
     """Each ps knows of all pushes that others have counted without it, and of no others."""
-    others = {
-        each._index: each.services.store.optimizers()
-        for each, host in _served_in(tasks.values())
-        if moved.get(each.task, each.task) == host.task and each._index not in (task._index,)
-    }
-    if len(others) < num_ps - 1:
-        return
+    served = [
+        each
+        for each, _ in _served_in(tasks.values())
+        if each.life is Life.SERVING and each.floor == task.floor and each._index < num_ps
+    ]
+    if sorted(each._index for each in served) != list(range(num_ps)):
+        return  # one is away, or was replaced and has not noticed
+    others = {each._index: each.services.store.optimizers() for each in served if each is not task}
     for number, optimizer in task.services.store.optimizers().items():
-        counts = [
-            known[number].count for ps, known in others.items() if ps < num_ps and number in known
-        ]
+        counts = [known[number].count for known in others.values() if number in known]
         expected = sum(
             pushes
             for count in counts
