@@ -22,6 +22,7 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, cast
 
+from psync.cluster import parse_task_name
 from psync.errors import PsyncError
 from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.block_pool import BlockPool
@@ -118,6 +119,7 @@ class PsUpdates:
         self.num_others = 0  # ps tasks
         self._executor = executor
         self._task = task
+        self._index = parse_task_name(task)[1]
         self._store = store
         self._ledger = ledger
         self._work = work
@@ -312,7 +314,7 @@ class PsUpdates:
             if isinstance(verdict, Duplicate):  # the first one may not be applied yet
                 return self._answering(update, cast(Pushed, verdict.answer))
             if isinstance(verdict, Fresh):
-                update.begin()
+                update.begin(self._index)
                 return self._accept(update, verdict.ticket)
         except Exception:
             self._ledger.refuse(update.client, update.message.sequence)
@@ -325,7 +327,7 @@ class PsUpdates:
             message = update.message
             step, elsewhere = self._store.optimizers()[message.optimizer].count.answer()
             answer = Pushed("accepted", step, None, elsewhere)
-            if message.place == HOME and len(message.spread or ()) < self.num_others:
+            if message.place == HOME and len(update.others) < self.num_others:
                 self.counted()
             self.staleness.note(update.client[0], update.message.optimizer, update.step)
             self.pushes += 1
