@@ -4,7 +4,8 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
 
     arrived    whole, from a client that is served, or refused (FencedError). From now on it is
                applied, whatever becomes of its request, its connection or its client: another ps
-               may have applied its part of the same update
+               may have applied its part of the same update. One outside of closures is the
+               exception: it is refused if its client is replaced while it waits (FencedError)
     admitted   an update of a locked shard waits until the lock ends, unless it is the holder's; one
                that comes while a cut is taken waits at the gate
     judged     (by the ``executor``, in the order of the log)

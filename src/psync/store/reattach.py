@@ -295,7 +295,7 @@ class Adoption:
 
 
 def partial_updates(holdings: Sequence[Holding]) -> int:
-    """Return how many updates some of their ps tasks have applied, and others never received.
+    """Return how many updates some of their ps tasks have applied, and others never received, or refused.
 
     Args:
         holdings: Of each ps.
