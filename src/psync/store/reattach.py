@@ -295,7 +295,7 @@ class Adoption:
 
 
 def partial_updates(holdings: Sequence[Holding]) -> int:
-    """Return how many updates some of their ps tasks have applied, and others never received, or refused.
+    """Return how many updates some of their ps tasks have applied, and others will never apply.
 
     Args:
         holdings: Of each ps.
