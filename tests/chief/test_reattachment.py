@@ -17,11 +17,12 @@ from chief_lives import another_process, at, life_of, silence
 from inside import chief_of, handlers_of
 from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
 from ps_cluster import heard, hold
+from psync.client import plans
 from psync.errors import AttachError, FencedError
 from psync.net.peer import Handler
 from psync.net.process_state import fresh_process
 from psync.testing import settle
-from psync.wire.ps_messages import AttachPs, Push, TellCounts
+from psync.wire.ps_messages import AttachPs, FinalBelow, Push, TellCounts
 from psync.wire.recovery_messages import AdoptShards, Gate, LogEntries
 from snapshot_store import keep_snapshots
 
@@ -571,3 +572,52 @@ async def test_pushes_of_which_no_other_ps_has_heard_are_told_after_the_attach()
                         coordinator.schedule(step, (heads[0],))
                     await coordinator.join()
                     silence(cluster, coordinator)
+
+
+async def test_a_push_of_a_data_shard_that_may_come_again_is_counted_too() -> None:
+    """Another closure raises, so the shard's run is final, and its calls are kept."""
+    async with cluster_of(2, 2) as cluster:
+        async with one_push(cluster, "checkpoint") as (coordinator, w, step):
+
+            async def visit(shard: int) -> None:
+                await step()
+
+            async def fails() -> None:
+                raise ValueError("a test")
+
+            await w.read()
+            with at(cluster, "ps-1", Push, lambda: False) as is_sent:
+                coordinator.distribute_once([0]).schedule(visit)
+                await is_sent.wait()
+                told = [heard(cluster.ps(f"ps-{ps}"), FinalBelow) for ps in range(2)]
+                coordinator.schedule(fails)
+                while not all(messages and messages[-1].kept for messages in told):
+                    await settle()
+                silence(cluster, coordinator)
+        async with one_push(cluster, "checkpoint") as (coordinator, w, step):
+            assert (await w.read()).tolist() == [1.0, 0.0]
+            assert coordinator.partial_updates == 1
+
+
+async def test_a_push_in_several_messages_to_a_ps_is_whole_when_all_have_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plans, "MEMBERS_PER_REQUEST", 1)
+    async with cluster_of(2, 1) as cluster:
+        for chief in range(2):
+            async with life(cluster) as (strategy, coordinator):
+                with strategy.scope():
+                    both = [psync.Variable(np.zeros(4, np.float32), name=name) for name in "ab"]
+                sgd = psync.optimizers.SGD(1.0)
+                if chief:
+                    assert all((value == -1).all() for value in await psync.pull(both))
+                    assert coordinator.partial_updates == 0
+                    continue
+
+                async def step(sgd: Any = sgd, both: Any = both) -> None:
+                    await sgd.apply_gradients([(np.ones(4, np.float32), each) for each in both])
+
+                coordinator.schedule(step)
+                while not all((value == -1).all() for value in await psync.pull(both)):
+                    await settle()
+                silence(cluster, coordinator)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from psync.closures.closure import Closure
 from psync.closures.identities import Identities, Identity
-from psync.closures.rollback import PART_BITS, CutCalls, EndedClosures, KeptCalls, Undone
+from psync.closures.rollback import CutCalls, EndedClosures, KeptCalls, Undone
 from psync.store.ledger_snapshot import LedgerState
 from psync.store.snapshot_state import SnapshotState
-from psync.wire.closure_numbers import numbered
+from psync.wire.closure_numbers import PART_BITS, numbered
 
 
 def snapshot(*calls: tuple[int, int], final_below: int = 0) -> SnapshotState:

@@ -12,6 +12,7 @@ import pytest
 from inside import heard_by, store_of
 from ps_by_hand import PsByHand
 from ps_cluster import PsCluster, push
+from psync.client import plans
 from psync.errors import FencedError, UsageError
 from psync.numerics.update_rule import SGD
 from psync.ps.count_teller import INTERVAL_S
@@ -34,6 +35,23 @@ async def test_all_ps_tasks_learn_of_pushes_without_a_part_on_them() -> None:
             await push(cluster.chief, variables, [1.0] * len(variables))
         await asyncio.sleep(4 * INTERVAL_S)  # of virtual time
         assert elsewhere(cluster) == [3, 2, 2]
+
+
+@pytest.mark.virtual_time
+async def test_they_learn_of_a_push_in_several_messages_to_one_ps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plans, "MEMBERS_PER_REQUEST", 1)
+    async with PsCluster(3) as cluster:
+        zeros = np.zeros(2, np.float32)
+        made = [await cluster.create(f"v{k}", zeros) for k in range(9)]
+        of_ps = [made[k::3] for k in range(3)]
+        for variables in (of_ps[0], of_ps[1] + of_ps[2]):
+            await push(cluster.chief, variables, [1.0] * len(variables))
+        await asyncio.sleep(4 * INTERVAL_S)
+        assert elsewhere(cluster) == [1, 1, 1]
+        own = [store_of(task).optimizers()[1].count.own for task in cluster.ps]
+        assert own == [{(): 1}, {(2,): 1}, {}]
 
 
 @pytest.mark.virtual_time

@@ -62,7 +62,7 @@ def test_a_push_is_judged_checked_and_applied(store: ShardStore) -> None:
     verdict = made.judge()
     assert isinstance(verdict, Fresh)
     assert verdict.ticket.call == (7, 0)
-    made.begin()
+    made.begin(0)
     assert made.step == 4
     for position in range(3):
         for _ in made.work(position):
@@ -77,7 +77,7 @@ def test_an_assign_outside_of_closures(store: ShardStore) -> None:
     verdict = made.judge()
     assert isinstance(verdict, Fresh)
     assert verdict.ticket.call is None
-    made.begin()
+    made.begin(0)
     for position in range(3):
         for _ in made.work(position):
             pass
@@ -89,19 +89,19 @@ def test_nothing_has_begun_where_a_part_does_not_fit(store: ShardStore) -> None:
     known = ShardSet(((0, 0), (3, 0))).look_up(store)
     made = Update(CLIENT, a_push(), known, (memoryview(bytes(16)),), store, Ledger(), known.keys)
     with pytest.raises(GradientError, match="only floating-point variables can be optimized"):
-        made.begin()
+        made.begin(0)
     assert store.begin_push(1, 0) == 0  # no step was drawn
     with pytest.raises(UsageError, match="unknown operation 'mul'"):
-        update(store, an_assign("mul")).begin()
+        update(store, an_assign("mul")).begin(0)
     with pytest.raises(UsageError, match="optimizer 2 is not defined"):
-        update(store, a_push(optimizer=2)).begin()
+        update(store, a_push(optimizer=2)).begin(0)
     assert values(store)[0] == [1, 1]
 
 
 def test_a_push_may_bring_the_ratios_of_whole_variables(store: ShardStore) -> None:
     store.define_optimizer(2, Lamb(0.5).to_config())
     made = update(store, a_push(optimizer=2, ratios=[1.0, 1.0, 0.5]))
-    made.begin()
+    made.begin(0)
     made.at_once()
     # the first update of Adam is the sign of the gradient
     first, _, last = values(store)
@@ -117,7 +117,7 @@ def test_ratios_that_fit_nothing_are_refused_before_anything_changes(
 ) -> None:
     store.define_optimizer(2, Lamb(0.5).to_config())
     with pytest.raises(UsageError, match="trust ratios for 3 shards and optimizer"):
-        update(store, a_push(**changes)).begin()
+        update(store, a_push(**changes)).begin(0)
     assert store.push_count(2).marked == 0
 
 
@@ -135,7 +135,7 @@ def test_a_push_may_raise_a_number_in_the_same_update(store: ShardStore) -> None
     store.create(ShardSpec("step", 3, 0, 0, (), "int64", 0), np.int64(4))
     push = update(store, a_push(raised=(3, 0)))
     push.judge()
-    push.begin()
+    push.begin(0)
     assert len(push.costs) == 4
     push.at_once()
     assert int(np.frombuffer(b"".join(store.read((3, 0))), np.int64)[0]) == 5
@@ -149,7 +149,7 @@ def test_piece_by_piece_small_shards_side_by_side_are_one_piece(store: ShardStor
     body = to_bytes_view(np.ones(known.nbytes // 4, np.float32))
     push = Update(CLIENT, a_push(), known, (body,), store, Ledger(), known.keys)
     push.judge()
-    push.begin()
+    push.begin(0)
     assert list(push.costs) == [8, 0, 44]
     work = store.assign((4, 0), "add", np.ones(4, np.float32))
     with pytest.raises(BusyError, match="v4"):
@@ -177,7 +177,7 @@ def test_shards_that_are_updated_together_cost_less_than_one_after_the_other() -
     for optimizer, fits in ((1, True), (2, False)):
         message = a_push(optimizer=optimizer)
         push = Update(CLIENT, message, known, (body,), store, Ledger(), known.keys)
-        push.begin()
+        push.begin(0)
         assert work.fits_now(store, known.keys, push.nbytes + INLINE_BYTES // 2) is fits
 
 
@@ -185,7 +185,7 @@ def test_piece_by_piece_the_number_is_raised_last(store: ShardStore) -> None:
     store.create(ShardSpec("step", 3, 0, 0, (), "int64", 0), np.int64(4))
     push = update(store, a_push(raised=(3, 0)))
     push.judge()
-    push.begin()
+    push.begin(0)
     for position in range(len(push.costs)):
         for _ in push.work(position):
             pass
@@ -197,6 +197,6 @@ def test_only_one_number_is_raised_and_nothing_else_has_begun(store: ShardStore)
     push = update(store, a_push(raised=(2, 0)))
     push.judge()
     with pytest.raises(GradientError, match=r"expected one number, to be raised by one, got shape"):
-        push.begin()
+        push.begin(0)
     assert store.push_count(1).marked == 0
     assert values(store) == [[1, 1], [], [1, 1, 1]]

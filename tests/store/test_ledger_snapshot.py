@@ -287,3 +287,14 @@ def test_updates_over_several_ps_tasks_and_those_of_no_closure_are_held(ledger: 
     assert (held.coordinator, held.final_below, held.calls) == (5, 0, ((5, 0, 2),))
     assert held.acked == ((*W0, 1),)
     assert held.messages == ((*W0, 3, ((2, 6),)),)
+    assert not held.kept
+
+
+def test_calls_of_shards_that_may_come_again_are_held(ledger: Ledger) -> None:
+    for sequence, closure in enumerate((5, 6)):
+        verdict = ledger.judge(W0, sequence, 0, closure, 0, SET, ("w",), [(1, 4)])
+        assert isinstance(verdict, Fresh)
+        ledger.record(verdict.ticket, "accepted")
+    ledger.final_below(7, [(5, 1)])
+    held = held_updates(ledger, 3)
+    assert (held.final_below, held.kept, held.calls) == (7, ((5, 1),), ((5, 0, 2),))

@@ -19,6 +19,7 @@ from psync.store.reattach import (
     Orders,
     partial_updates,
 )
+from psync.wire.closure_numbers import PART_BITS
 
 ADAM = {"rule": "Adam", "learning_rate": {"schedule": "constant", "value": 0.1}, "clip": None}
 SGD = {"rule": "SGD", "learning_rate": {"schedule": "constant", "value": 0.1}, "clip": None}
@@ -255,6 +256,22 @@ def test_calls_that_fewer_ps_tasks_have_than_they_have_parts_are_partial() -> No
 def test_a_call_that_one_ps_has_forgotten_as_final_is_whole() -> None:
     assert partial_updates(of_updates(called((1, 0, 2)), called(final_below=2))) == 0
     assert partial_updates(of_updates(called((2, 0, 2)), called(final_below=2))) == 1
+
+
+def test_a_call_of_a_shard_that_may_come_again_is_not_forgotten_and_may_be_partial() -> None:
+    """Its closure lies below those that are final, but it is kept there."""
+    half = called((1, 0, 2), final_below=3)._replace(kept=((1, 1),))
+    lacks = called(final_below=3)._replace(kept=((1, 1),))
+    assert partial_updates(of_updates(half, lacks)) == 1
+    assert partial_updates(of_updates(half, half)) == 0
+    assert partial_updates(of_updates(half, called(final_below=3))) == 0  # over on the other one
+
+
+def test_messages_to_one_ps_belong_to_one_call() -> None:
+    first, second = (1, 5 << PART_BITS, 4), (1, 5 << PART_BITS | 1, 4)
+    assert partial_updates(of_updates(called(first, second), called(first, second))) == 0
+    assert partial_updates(of_updates(called(first, second), called(first))) == 1
+    assert partial_updates(of_updates(called(first, second), called())) == 1
 
 
 def test_what_one_ps_knows_no_more_of_was_adopted_and_counted_before() -> None:

@@ -196,6 +196,32 @@ DAMAGE = [
     (at("counts", 0, 0, value=7), "a count: expected of an optimizer that is there, got .7."),
     (at("counts", 0, 1, 2, value=-1), r"counts\[0\]\[1\]\[2\]: expected a whole number from 0"),
     (at("counts", 0, 1, 5, value=[1]), r"counts\[0\]\[1\]\[5\]\[0\]: expected a list of 2"),
+    (
+        at("counts", 0, 1, 4, 0, 0, value=[-1]),
+        r"counts\[0\]\[1\]\[4\]\[0\]\[0\]\[0\]: expected a wh",
+    ),
+    (at("counts", 0, 1, 5, 0, 0, value=-1), r"counts\[0\]\[1\]\[5\]\[0\]\[0\]: expected a whole"),
+    (at("counts", 0, 1, 0, value=9), "pushes of optimizer 1: expected 17592186044425, as beside"),
+    (
+        at("counts", 0, 1, 0, value=2 * EPOCH + 2),
+        "pushes of optimizer 1: expected 17592186044425, a",
+    ),
+    (at("counts", 0, 1, 1, value=EPOCH - 5), f"pushes of optimizer 1: expected sums below {EPOCH}"),
+    (at("counts", 0, 1, 3, value=EPOCH), f"pushes of optimizer 1: expected sums below {EPOCH}, "),
+    (
+        at("counts", 0, 1, 4, 0, 1, value=EPOCH),
+        "pushes of optimizer 1: expected sums below 1759218",
+    ),
+    (
+        at("counts", 0, 1, 5, 0, 1, 0, 1, value=EPOCH),
+        "pushes of optimizer 1: expected sums below 17",
+    ),
+    (at("counts", 0, 1, 4, value=twice), "pushes of optimizer 1: expected each once, got '3 of 2'"),
+    (at("counts", 0, 1, 5, value=twice), "pushes of optimizer 1: expected each once, got '2 of 1'"),
+    (
+        at("counts", 0, 1, 5, 0, 1, value=twice),
+        "pushes of optimizer 1: expected each once, got '3 of 2",
+    ),
     (at("senders", value=twice), "a sender: expected each once"),
     (at("senders", 0, 0, value=3), r"senders\[0\].task: expected text"),
     (at("senders", 0, 1, value=-1), r"senders\[0\].incarnation: expected a whole number from 0"),

@@ -299,3 +299,38 @@ async def test_training_that_was_stopped_makes_up_for_nothing(tmp_path: Path) ->
         await here.fit(trainer, told)
         assert here.history.epoch == [0, 1]
         assert await here.count.read() < 2 * STEPS
+
+
+async def test_data_that_end_between_epochs_end_training_as_they_do_within_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two epochs are undone, and the worker's data are enough for one."""
+    few = [(np.ones((EXAMPLES, 1)), np.ones((EXAMPLES, 1)))] * STEPS
+    async with world(1) as here:
+
+        async def lose_and_hear() -> None:
+            await lose(here.cluster)
+            await anext(here.coordinator.events())
+
+        saves = psync.callbacks.ModelCheckpoint(tmp_path, every_n_epochs=3, max_to_keep=None)
+        told = Told(("epoch", 4, 0), lose_and_hear)
+        await here.fit(here.make(None), saves, told, epochs=7, data=few)
+        assert here.history.epoch == [*range(5)]
+        assert await here.count.read() == 4 * STEPS
+    assert "training ends with epoch 5 of 7: a worker's data began and ended in it" in caplog.text
+
+
+async def test_data_that_end_in_what_a_checkpoint_lacks_end_training_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    few = [(np.ones((EXAMPLES, 1)), np.ones((EXAMPLES, 1)))] * STEPS
+    async with world(1) as here:
+        trainer = here.make(tmp_path)
+        trainer.history.add(0, {"loss": 1.0})
+        trainer.fit_state.before = 2 * STEPS
+        assert trainer.manager is not None
+        await trainer.save(trainer.manager)
+        await here.fit(trainer, data=few)
+        assert here.history.epoch == [0]
+        assert await here.count.read() == STEPS
+    assert f"training ends with epoch 1 of {EPOCHS}: a worker's data began" in caplog.text

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from psync.training.fit_state import History
+import dataclasses
+import gc
+import weakref
+
+from psync.training.fit_state import FitState, History
 
 
 def test_steps_that_were_trained_again_belong_to_the_last_epoch() -> None:
@@ -29,3 +33,33 @@ def test_what_it_saves_is_restored() -> None:
     assert restored == saved
     restored.clear()
     assert restored == History()
+
+
+def test_a_history_has_what_it_says_and_nothing_else() -> None:
+    history = History([0], {"loss": [2.0]}, [5])
+    assert dataclasses.asdict(history) == {
+        "epoch": [0], "history": {"loss": [2.0]}, "repeated": [5],
+    }  # fmt: skip
+
+
+def test_a_checkpoint_has_the_steps_that_are_owed_and_nothing_is_kept_alive_after_the_fit() -> None:
+    class Counts:
+        def owed(self) -> int:
+            return 7
+
+    counts, state = Counts(), FitState(History([0], {"loss": [2.0]}, [5]))
+    assert state.checkpoint_state()["owed"] == 0
+    state.begin(counts.owed)
+    saved = state.checkpoint_state()
+    assert saved == {"epoch": [0], "history": {"loss": [2.0]}, "repeated": [5], "owed": 7}
+    state.close()
+    known = weakref.ref(counts)
+    del counts
+    gc.collect()
+    assert known() is None
+    assert state.checkpoint_state() == saved
+    restored = FitState(History())
+    restored.restore_checkpoint_state(saved)
+    assert (restored.history, restored.before) == (state.history, 7)
+    restored.clear()
+    assert (restored.history, restored.before) == (History(), 0)

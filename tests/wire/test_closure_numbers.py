@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from psync.wire.closure_numbers import MAX_RUN, RUN_SHIFT, Finality, first_of, numbered
+from psync.wire.closure_numbers import (
+    MAX_RUN,
+    PART_BITS,
+    RUN_SHIFT,
+    Finality,
+    call_of,
+    first_of,
+    numbered,
+)
 
 
 @pytest.mark.parametrize("first", [0, 7, (1 << RUN_SHIFT) - 1])
@@ -14,6 +22,10 @@ def test_the_first_run_has_the_closures_id_and_all_have_its_calls(first: int, ru
     assert first_of(number) == first
     assert (number == first) == (run == 0)
     assert 0 <= number < 1 << 63, "it fits a message"
+
+
+def test_all_messages_of_a_call_name_the_call() -> None:
+    assert {call_of(7 << PART_BITS | number) for number in (0, 1, (1 << PART_BITS) - 1)} == {7}
 
 
 def test_after_very_many_runs_all_have_one_number() -> None:

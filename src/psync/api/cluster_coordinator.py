@@ -239,7 +239,7 @@ class ClusterCoordinator(Scheduling):
 
     @property
     def partial_updates(self) -> int:
-        """Updates of an earlier program that some ps tasks have, and others never received."""
+        """Updates of an earlier program that some ps tasks have, and others lack for ever."""
         return 0 if self._coordinator is None else self._coordinator.partial_updates
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from psync.client.numbers import Numbers
-from psync.client.ps_client import PART_BITS, PsClient
+from psync.client.ps_client import PsClient
 from psync.client.ps_link import Call, ask, expect
 from psync.errors import UnknownVariableError
 from psync.net.peer import Received
@@ -26,6 +26,7 @@ from psync.wire.accumulator_messages import (
     SetAccumulatorStep,
     TakeGradient,
 )
+from psync.wire.closure_numbers import PART_BITS
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.messages import Done

@@ -29,6 +29,7 @@ from psync.numerics.block_pool import BlockPool
 from psync.numerics.compression import Compression
 from psync.numerics.scatter import IndexedSlices, check_scatter, merged
 from psync.specs import ShardSpec, VariableSpec
+from psync.wire.closure_numbers import PART_BITS
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.lock_messages import AssignLocked, PullLocked
@@ -45,9 +46,6 @@ from psync.wire.ps_messages import (
 
 MAX_PLANS = 1024
 """Sets of variables whose plans are kept, the least recently used go first."""
-
-PART_BITS = 16
-"""A call's number and that of its message to one ps share an integer on the wire."""
 
 
 class Part(NamedTuple):

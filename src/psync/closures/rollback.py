@@ -18,16 +18,13 @@ from typing import Any, NamedTuple
 
 from psync.closures.identities import Identities, Identity
 from psync.store.snapshot_state import SnapshotState
-from psync.wire.closure_numbers import first_of
+from psync.wire.closure_numbers import call_of, first_of
 
 KEPT_BYTES = 256 << 20
 """Most memory of calls that are kept for ``reschedule``."""
 
 CALL_BYTES = 512
 """Taken for a call without its parts, so that many small ones are limited, too."""
-
-PART_BITS = 16
-"""As in ``ps_client``: a call's number and that of its message to one ps share an integer."""
 
 
 class CutCalls:
@@ -48,10 +45,10 @@ class CutCalls:
         missing: Counter[tuple[int, int]] = Counter()  # parts of calls
         for snapshot in snapshots:
             for closure, ordinal, count in snapshot.ledger.parts:
-                missing[closure, ordinal >> PART_BITS] = count
+                missing[closure, call_of(ordinal)] = count
         for snapshot in snapshots:
             for closure, ordinal, *_ in snapshot.ledger.calls:
-                call = ordinal >> PART_BITS
+                call = call_of(ordinal)
                 missing[closure, call] -= 1
                 if missing[closure, call] <= 0:
                     self._calls.setdefault(closure, set()).add(call)

@@ -19,6 +19,7 @@ from psync.ps.cooperative_work import SHARD_BYTES
 from psync.ps.shard_sets import Body, ShardSet
 from psync.store.commit_log import LogNames
 from psync.store.ledger import Call, Client, Ledger, Verdict
+from psync.store.push_counts import HOME
 from psync.store.rows import RowValues
 from psync.store.shard import nothing
 from psync.store.store import AssignOp, Key, ShardStore, Work, ones
@@ -42,6 +43,7 @@ class Update:
     needed: Sequence[Key]  # the shards that it reads or changes
     wanted: ShardSet | None = None  # whose values its answer brings
     step: int = 0
+    others: tuple[int, ...] = ()  # the other ps tasks with a part of a push that is counted here
     operands: Sequence[np.ndarray | RowValues] = ()  # the views as arrays, checked; one per shard
     raised: tuple[Key, np.ndarray] | None = None  # a shard, and the one that is added to it
     followed: Sequence[Key] = ()  # by the averages: one per shard
@@ -79,19 +81,23 @@ class Update:
             known.digest, known.names, message.spread or (), arrived=True,
         )  # fmt: skip
 
-    def begin(self) -> None:
-        """Check the whole update before any of it is applied, and draw its step."""
+    def begin(self, here: int) -> None:
+        """Check the whole update before any of it is applied, and draw its step.
+
+        Args:
+            here: Index of this ps.
+        """
         message, store, known = self.message, self.store, self.known
         if isinstance(message, Push) and message.raised is not None:
             self._check_raised((message.raised[0], message.raised[1]))
         self.costs = known.costs
         if not isinstance(message, AverageShards) and message.rows is not None:
-            self._begin_rows(message, message.rows)
+            self._begin_rows(message, message.rows, here)
         elif isinstance(message, Push):
             optimizer = message.optimizer
             self._check_ratios(message)
             self.operands = known.gradients(store, optimizer, self.body)
-            self._draw_step(message)
+            self._draw_step(message, here)
             if isinstance(self.operands, Adjacent) and message.ratios is None:
                 if store.has_bundles(optimizer):
                     self.runs, self.costs = known.runs, known.run_costs
@@ -110,10 +116,15 @@ class Update:
         if self.raised is not None:
             self.costs = (*self.costs, self.raised[1].nbytes)
 
-    def _draw_step(self, message: Push) -> None:
-        others = tuple(map(_PS, message.spread or ()))
+    def _draw_step(self, message: Push, here: int) -> None:
+        if message.place == HOME and message.spread:
+            others = {
+                *map(_PS, message.spread)
+            }  # each may get several messages, and so may this ps
+            others.discard(here)
+            self.others = tuple(sorted(others))
         self.step = self.store.begin_push(
-            message.optimizer, message.elsewhere, message.place, others
+            message.optimizer, message.elsewhere, message.place, self.others
         )
 
     def _check_raised(self, raised: Key) -> None:
@@ -127,7 +138,7 @@ class Update:
         one = self.store.check_assign(raised, "add", ones(spec.shape, spec.dtype))
         self.raised = raised, one
 
-    def _begin_rows(self, message: Push | Assign, counts: Sequence[int]) -> None:
+    def _begin_rows(self, message: Push | Assign, counts: Sequence[int], here: int) -> None:
         known, store = self.known, self.store
         if isinstance(message, Push):
             optimizer = message.optimizer
@@ -145,7 +156,7 @@ class Update:
             for key, operand, length in zip(known.keys, self.operands, known.costs, strict=True)
         ]
         if isinstance(message, Push):
-            self._draw_step(message)
+            self._draw_step(message, here)
 
     def _check_ratios(self, message: Push) -> None:
         ratios = message.ratios

@@ -4,7 +4,8 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
 
     arrived    whole, from a client that is served, or refused (FencedError). From now on it is
                applied, whatever becomes of its request, its connection or its client: another ps
-               may have applied its part of the same update
+               may have applied its part of the same update. One outside of closures is the
+               exception: it is refused if its client is replaced while it waits (FencedError)
     admitted   an update of a locked shard waits until the lock ends, unless it is the holder's; one
                that comes while a cut is taken waits at the gate
     judged     (by the ``executor``, in the order of the log)
@@ -22,6 +23,7 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, cast
 
+from psync.cluster import parse_task_name
 from psync.errors import PsyncError
 from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.block_pool import BlockPool
@@ -118,6 +120,7 @@ class PsUpdates:
         self.num_others = 0  # ps tasks
         self._executor = executor
         self._task = task
+        self._index = parse_task_name(task)[1]
         self._store = store
         self._ledger = ledger
         self._work = work
@@ -312,7 +315,7 @@ class PsUpdates:
             if isinstance(verdict, Duplicate):  # the first one may not be applied yet
                 return self._answering(update, cast(Pushed, verdict.answer))
             if isinstance(verdict, Fresh):
-                update.begin()
+                update.begin(self._index)
                 return self._accept(update, verdict.ticket)
         except Exception:
             self._ledger.refuse(update.client, update.message.sequence)
@@ -325,7 +328,7 @@ class PsUpdates:
             message = update.message
             step, elsewhere = self._store.optimizers()[message.optimizer].count.answer()
             answer = Pushed("accepted", step, None, elsewhere)
-            if message.place == HOME and len(message.spread or ()) < self.num_others:
+            if message.place == HOME and len(update.others) < self.num_others:
                 self.counted()
             self.staleness.note(update.client[0], update.message.optimizer, update.step)
             self.pushes += 1

@@ -148,7 +148,10 @@ def held_updates(ledger: Ledger, coordinator: int) -> HeldUpdates:
             if message.call is None:
                 others = tuple((ps, number) for ps, number in message.spread)
                 messages.append((task, sender.incarnation, sequence, others))
-    return HeldUpdates(coordinator, ledger.final.below, tuple(calls), tuple(acked), tuple(messages))
+    return HeldUpdates(
+        coordinator, ledger.final.below, tuple(calls), tuple(acked), tuple(messages),
+        tuple(ledger.final.listed()),
+    )  # fmt: skip
 
 
 def gradients_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> GradientStates:

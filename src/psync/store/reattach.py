@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, TypeVar
 from psync.errors import AttachError, CheckpointCorrupt, RemoteProtocolError
 from psync.specs import ShardSpec, VariableSpec
 from psync.store.untrusted_json import read_json, to_json
+from psync.wire.closure_numbers import Finality, call_of
 
 T = TypeVar("T")
 
@@ -90,11 +91,12 @@ class HeldUpdates(NamedTuple):
     """
 
     coordinator: int  # its incarnation
-    final_below: int  # closures below are final
-    calls: tuple[tuple[int, int, int], ...]  # (closure, ordinal, parts on all ps tasks)
+    final_below: int  # closures below are final, unless they are kept
+    calls: tuple[tuple[int, int, int], ...]  # (closure, ordinal, messages to all ps tasks)
     acked: tuple[tuple[str, int, int], ...]  # (client, incarnation, sequences below are answered)
     # Of no closure: (client, incarnation, sequence here, (ps, sequence there) of its other parts).
     messages: tuple[tuple[str, int, int, tuple[tuple[int, int], ...]], ...]
+    kept: tuple[tuple[int, int], ...] = ()  # of those below, that may come again: see ``Finality``
 
 
 class Holding(NamedTuple):
@@ -293,7 +295,7 @@ class Adoption:
 
 
 def partial_updates(holdings: Sequence[Holding]) -> int:
-    """Return how many updates some of their ps tasks have applied, and others never received.
+    """Return how many updates some of their ps tasks have applied, and others will never apply.
 
     Args:
         holdings: Of each ps.
@@ -310,12 +312,17 @@ def partial_updates(holdings: Sequence[Holding]) -> int:
 
 
 def _partial_calls(life: Collection[HeldUpdates]) -> int:
-    final_below = max(held.final_below for held in life)
-    times = Counter(call for held in life for call in held.calls)
+    finals = [Finality(held.final_below, held.kept) for held in life]
+    messages = Counter(
+        (closure, call_of(ordinal), parts)
+        for held in life
+        for closure, ordinal, parts in held.calls
+    )
     return sum(
-        found < parts
-        for (closure, _, parts), found in times.items()
-        if closure >= final_below  # where one ps has forgotten it, no part is under way
+        1
+        for (closure, _, parts), found in messages.items()
+        # When one ps has forgotten a closure, all its updates have ended.
+        if found < parts and not any(final.is_over(closure) for final in finals)
     )
 
 

@@ -37,7 +37,7 @@ from psync.errors import ConfigurationError, GradientError, PartitionError
 from psync.numerics.rule_configs import rule_from_config, unknown_in
 from psync.numerics.update_rule import UpdateRule, slot_dtype
 from psync.schedules import OR_OWN, Config
-from psync.specs import ShardSpec, dtype_name, dtype_of
+from psync.specs import STEP_BITS, ShardSpec, dtype_name, dtype_of
 from psync.store.ledger_snapshot import LedgerState, SenderState
 from psync.store.push_counts import CountState, PushCount
 from psync.store.reattach import NewOptimizer
@@ -310,7 +310,27 @@ class _Checks:
             schedules.from_config(rate)
         except (ConfigurationError, OverflowError) as exc:
             raise self._wrong(f"optimizer {number}", f"what fits: {exc}", config) from exc
-        return OptimizerSnapshot(rule.to_config(), rate, count or PushCount(known).state)
+        if count is None:
+            return OptimizerSnapshot(rule.to_config(), rate, PushCount(known).state)
+        return OptimizerSnapshot(rule.to_config(), rate, self._count(number, known, count))
+
+    def _count(self, number: int, known: int, count: CountState) -> CountState:
+        """Check a count. The number of ps tasks is not known here, so indexes are not bounded."""
+        *_, own, told = count
+        what = f"pushes of optimizer {number}"
+        for listed in (own, told, *(row for _, row in told)):
+            self._once(listed, dict(listed), what)
+        made = PushCount.of(count)
+        sums = (
+            made.known,
+            sum(made.own.values()),
+            *(sum(row.values()) for row in made.told.values()),
+        )
+        if max(sums) >= 1 << STEP_BITS:
+            raise self._wrong(what, f"sums below {1 << STEP_BITS}", max(sums))
+        if made.marked != known:
+            raise self._wrong(what, f"{known}, as beside its configuration", made.marked)
+        return count
 
     def _spec(self, shard: _StoredShard) -> ShardSpec:
         try:

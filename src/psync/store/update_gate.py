@@ -2,7 +2,8 @@
 
 While the gate is shut no update begins that no ps has begun: what comes waits, unjudged. Parts of
 an update that has begun on another ps are *admitted*: the cut is to have all of them. A message
-that has arrived whole is applied in the end, even if its client is replaced while it waits.
+that has arrived whole is applied in the end, even if its client is replaced while it waits. One
+outside of closures is the exception: it is refused then (``Ledger.judge``).
 """
 
 from __future__ import annotations

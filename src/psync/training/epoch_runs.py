@@ -37,7 +37,7 @@ class EpochRuns:
     def __post_init__(self) -> None:
         inner = coordinator_of(self.trainer.strategy.origin)
         assert inner is not None, "it runs"
-        self._owed = OwedSteps(inner, self.steps_per_execution, self.trainer.history)
+        self._owed = OwedSteps(inner, self.steps_per_execution, self.trainer.fit_state)
 
     async def run(
         self, steps: int, validate: Callable[[], Awaitable[Mapping[str, float]]] | None
@@ -75,11 +75,14 @@ class EpochRuns:
                 raise no_batch()
             return logs, over, again
 
-    async def settle(self, *, saved: bool = False) -> None:
+    async def settle(self, *, saved: bool = False) -> bool:
         """Save between epochs, and train again what was undone there, before and meanwhile.
 
         Args:
             saved: Whether there is nothing to be saved, unless steps are trained again.
+
+        Returns:
+            Whether the data of a worker ended.
 
         Raises:
             CheckpointError: As ``Checkpoint.save``.
@@ -87,15 +90,17 @@ class EpochRuns:
 
         Cancellation: As ``run``.
         """
-        manager = self.trainer.manager
+        manager, ended = self.trainer.manager, False
         while (undone := self._owed.steps()) or not (saved or manager is None):
             if undone:
                 self.trainer.history.add_repeated(undone)
-                await self._train(None)
+                ended |= await self._train(None)
+                _, ended = await self.trainer.values_of(list(self._owed.closures.values()), ended)
                 saved = False
             elif manager is not None:
                 await self.trainer.save(manager)
                 saved = True
+        return ended
 
     async def _train(self, steps: int | None, told: Sequence[Callback] = ()) -> bool:
         """Train the steps of an epoch, or those that are owed; return whether data ended."""

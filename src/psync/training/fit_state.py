@@ -21,13 +21,9 @@ from psync.coordinator import Coordinator
 from psync.serialization.remote_value import RemoteValue
 
 
-def _nothing() -> int:
-    return 0
-
-
 @dataclass(slots=True)
 class History:
-    """What ``fit`` returns; a checkpoint holds it.
+    """What ``fit`` returns.
 
     Attributes:
         epoch: Numbers of the epochs that ran, from 0, those before a resume included.
@@ -39,9 +35,6 @@ class History:
     epoch: list[int] = field(default_factory=list)
     history: dict[str, list[float]] = field(default_factory=dict)
     repeated: list[int] = field(default_factory=list)
-    # Of the fit that runs: steps that are undone just now; and those that a checkpoint lacked.
-    _owed: Callable[[], int] = field(default=_nothing, repr=False, compare=False)
-    _owed_before: int = field(default=0, repr=False, compare=False)
 
     def add(self, epoch: int, logs: Mapping[str, float], repeated: int = 0) -> None:
         """Note an epoch."""
@@ -58,24 +51,59 @@ class History:
     def clear(self) -> None:
         """Forget all epochs."""
         self.epoch, self.history, self.repeated = [], {}, []
-        self._owed, self._owed_before = _nothing, 0
 
     def copy(self) -> History:
         """Return a history of its own."""
         return History(list(self.epoch), copy.deepcopy(self.history), list(self.repeated))
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return it as plain data, with the steps that the checkpoint lacks."""
-        return {
-            "epoch": self.epoch, "history": self.history, "repeated": self.repeated,
-            "owed": self._owed(),
-        }  # fmt: skip
+        """Return it as plain data."""
+        return {"epoch": self.epoch, "history": self.history, "repeated": self.repeated}
 
     def restore_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Become what was saved."""
         self.epoch, self.history = state["epoch"], state["history"]
         self.repeated = state.get("repeated", [0] * len(self.epoch))
-        self._owed_before = state.get("owed", 0)
+
+
+class FitState:
+    """What a checkpoint holds of a trainer's fits: the history, and how many steps it lacks.
+
+    Args:
+        history: History of the trainer.
+    """
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.before = 0  # steps owed when the last fit ended, or that the restored checkpoint lacks
+        self._now: Callable[[], int] | None = None  # counts the steps owed by the running fit
+
+    def begin(self, now: Callable[[], int]) -> None:
+        """A fit begins, which counts the steps that it owes."""
+        self._now = now
+
+    def close(self) -> None:
+        """The fit has ended: keep the number alone, and not the coordinator and its closures."""
+        self.before, self._now = self.owed, None
+
+    @property
+    def owed(self) -> int:
+        """How many steps are owed just now."""
+        return self.before if self._now is None else self._now()
+
+    def clear(self) -> None:
+        """Forget all epochs, and the steps that are owed."""
+        self.history.clear()
+        self.before = 0
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {**self.history.checkpoint_state(), "owed": self.owed}
+
+    def restore_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Become what was saved."""
+        self.history.restore_checkpoint_state(state)
+        self.before = state.get("owed", 0)
 
 
 class OwedSteps:
@@ -84,26 +112,26 @@ class OwedSteps:
     Args:
         coordinator: Schedules, and knows of rollbacks.
         per_closure: Most steps of one closure.
-        history: Of the fit. A checkpoint that it came from may say that steps are owed.
+        state: Of the trainer. The checkpoint that it came from may say that steps are owed.
 
     Attributes:
         closures: Those of the present epoch, without those that were undone, by id.
         scheduled: Number of steps that were scheduled in the present epoch.
     """
 
-    def __init__(self, coordinator: Coordinator, per_closure: int, history: History) -> None:
+    def __init__(self, coordinator: Coordinator, per_closure: int, state: FitState) -> None:
         self._coordinator = coordinator
         self._per_closure = per_closure
         self._seen = len(coordinator.events.rollbacks)
         self._steps: dict[int, int] = {}  # by the id of a closure that may be undone
-        self._owed = history._owed_before
+        self._owed = state.before
         self._of_earlier = self._owed > 0  # whether some of these are of earlier epochs
         self._pass = (
             0  # over the data: those that end in a later one than they began in begin again
         )
         self.closures: dict[int, RemoteValue[Any]] = {}
         self.scheduled = 0
-        history._owed = self.steps
+        state.begin(self.steps)
 
     def begin_epoch(self) -> None:
         """Begin an epoch: what is undone from now on and was trained before is of earlier ones."""

@@ -10,6 +10,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 from psync.api.cluster_coordinator import ClusterCoordinator, running_coordinator
@@ -40,7 +41,7 @@ from psync.training.evaluation import (
     say_over,
     shards_of,
 )
-from psync.training.fit_state import History
+from psync.training.fit_state import FitState, History
 from psync.training.saved_names import by_name
 
 
@@ -113,8 +114,9 @@ class Trainer:
             self._counted = self._counters()
             self._global_step = get_or_create_global_step() if optimizer.synchronous else None
         self.history = History()
+        self.fit_state = FitState(self.history)
         self.checkpoint = Checkpoint(
-            model=by_name(variables), optimizer=optimizer, history=self.history
+            model=by_name(variables), optimizer=optimizer, history=self.fit_state
         )
         self.manager = (
             None
@@ -197,54 +199,62 @@ class Trainer:
             if not isinstance(dataset, PerWorkerDataset):
                 dataset = coordinator.create_per_worker_dataset(dataset)
             history = self.history
-            history.clear()
+            self.fit_state.clear()
             if self.manager is not None:
                 await self.manager.restore_or_initialize()
             following = max(history.epoch, default=-1) + 1
             first = following if initial_epoch is None else initial_epoch
             if first < following:  # they are done again
-                history.clear()
+                self.fit_state.clear()
             batches: Any = iter(dataset)
             told = [callback for callback in callbacks if callback.wants_batches]
             self.stop_training = self.unsaved = False
             run_steps = self._steps(tells=bool(told))
             logs: dict[str, float] = {}
             show = progress_of(verbose)
-            runs = EpochRuns(self, coordinator, run_steps, batches, steps_per_execution, show, told)
-            try:
-                await call_back(self, callbacks, "on_train_begin")
-                await runs.settle(saved=True)  # a checkpoint may lack steps of earlier epochs
-                for epoch in range(first, epochs):
-                    await call_back(self, callbacks, "on_epoch_begin", epoch)
-                    began = time.perf_counter()
-                    show.begin(epoch, epochs, steps_per_epoch)
-                    validates = validation_data is not None and (epoch + 1) % validation_freq == 0
-                    self.validation_skipped = validation_data is not None and not validates
-                    validate = functools.partial(
-                        self.evaluate, validation_data, batch_size=validation_batch_size
-                    )
-                    logs, ended, again = await runs.run(
-                        steps_per_epoch, validate if validates else None
-                    )
-                    show.end(time.perf_counter() - began, logs, again)
-                    history.add(epoch, logs, again)
-                    coordinator.report({"epoch": epoch, **logs})
-                    await call_back(self, callbacks, "on_epoch_end", epoch, logs)
-                    await runs.settle()
-                    if ended and epoch + 1 < epochs:
-                        say_over(epoch, epochs)
-                    if ended or self.stop_training:
-                        break
-            except BaseException as exc:
+            with closing(self.fit_state):
+                runs = EpochRuns(
+                    self, coordinator, run_steps, batches, steps_per_execution, show, told
+                )
+                try:
+                    await call_back(self, callbacks, "on_train_begin")
+                    # A checkpoint may lack steps of earlier epochs.
+                    ended = await runs.settle(saved=True)
+                    if ended and first < epochs:
+                        say_over(max(0, first - 1), epochs)
+                    for epoch in range(first, first if ended else epochs):
+                        await call_back(self, callbacks, "on_epoch_begin", epoch)
+                        began = time.perf_counter()
+                        show.begin(epoch, epochs, steps_per_epoch)
+                        validates = (
+                            validation_data is not None and (epoch + 1) % validation_freq == 0
+                        )
+                        self.validation_skipped = validation_data is not None and not validates
+                        validate = functools.partial(
+                            self.evaluate, validation_data, batch_size=validation_batch_size
+                        )
+                        logs, ended, again = await runs.run(
+                            steps_per_epoch, validate if validates else None
+                        )
+                        show.end(time.perf_counter() - began, logs, again)
+                        history.add(epoch, logs, again)
+                        coordinator.report({"epoch": epoch, **logs})
+                        await call_back(self, callbacks, "on_epoch_end", epoch, logs)
+                        ended |= await runs.settle()
+                        if ended and epoch + 1 < epochs:
+                            say_over(epoch, epochs)
+                        if ended or self.stop_training:
+                            break
+                except BaseException as exc:
+                    show.close()
+                    await call_ends(self, callbacks, logs, exc)
+                    raise
                 show.close()
-                await call_ends(self, callbacks, logs, exc)
-                raise
-            show.close()
-            await call_ends(self, callbacks, logs)
-            await runs.settle(saved=not self.unsaved)
-            if self.manager is not None:
-                await self.manager.finish()
-            return history.copy()
+                await call_ends(self, callbacks, logs)
+                await runs.settle(saved=not self.unsaved)
+                if self.manager is not None:
+                    await self.manager.finish()
+                return history.copy()
 
     async def evaluate(
         self, data: Any, *, batch_size: int = 32, num_shards: int | None = None

@@ -7,6 +7,11 @@ a run that has ended still sends is refused, and its next run is not::
     number = run << RUN_SHIFT | id of the first run's closure
 
 The number of every other closure is its id.
+
+A call of a closure has an ordinal, from 0. If a call updates many shards, one ps may receive
+several messages, so the ordinal of a message also holds its number among these::
+
+    ordinal of the message = ordinal of the call << PART_BITS | number of the message
 """
 
 from __future__ import annotations
@@ -22,6 +27,9 @@ FIRST = (1 << RUN_SHIFT) - 1
 MAX_RUN = (1 << 15) - 1
 """Later runs have this number, too: then late updates of the run before are not refused."""
 
+PART_BITS = 16
+"""One ps receives fewer messages of a call than these bits can number."""
+
 
 def numbered(first: int, run: int) -> int:
     """Return the number of a run, counted from 0; ``first`` is the id of the first one."""
@@ -31,6 +39,11 @@ def numbered(first: int, run: int) -> int:
 def first_of(number: int) -> int:
     """Return the id of the first run, under which calls are remembered."""
     return number & FIRST
+
+
+def call_of(ordinal: int) -> int:
+    """Return the ordinal of the call that a message belongs to."""
+    return ordinal >> PART_BITS
 
 
 class Finality:
