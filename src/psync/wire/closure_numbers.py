@@ -11,7 +11,14 @@ The number of every other closure is its id.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from psync.errors import RemoteProtocolError
+
+Kept = list[tuple[int, int]]
+"""(id of the first run's closure, the lowest run that is not final) of closures that may come again."""
 
 RUN_SHIFT = 48
 """At 100 000 closures a second their ids fill 48 bits in 89 years."""
@@ -31,6 +38,25 @@ def numbered(first: int, run: int) -> int:
 def first_of(number: int) -> int:
     """Return the id of the first run, under which calls are remembered."""
     return number & FIRST
+
+
+def pack_kept(kept: Kept) -> list[bytes]:
+    """Return the segments of a message that tells which closures are kept: one, or none."""
+    return [np.array(kept, "<i8").tobytes()] if kept else []
+
+
+def unpack_kept(segments: Sequence[memoryview]) -> Kept:
+    """Return what ``pack_kept`` packed.
+
+    Raises:
+        RemoteProtocolError: It did not pack this.
+    """
+    data = b"".join(segments)
+    if len(data) % 16:
+        raise RemoteProtocolError(
+            f"closures that are kept: expected 16 bytes for each, got {len(data)} bytes"
+        )
+    return list(map(tuple, np.frombuffer(data, "<i8").reshape(-1, 2).tolist()))
 
 
 class Finality:
