@@ -7,8 +7,8 @@ closures below the low-water mark; these were final when the cut was taken, so a
 in it. Synchronous pushes are known to ps 0, once their step has been applied.
 
 The calls of these closures are kept, function and arguments, so that a program can schedule them
-again. Arguments may be large: ``KeptCalls`` drops the oldest when it holds too many bytes. A program
-need not schedule them again, so they are dropped with the next rollback, or the second checkpoint.
+again. Arguments may be large: ``KeptCalls`` drops the oldest when it holds too many bytes. A
+program need not schedule them again: the next rollback, or the second checkpoint, drops them, too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ KEPT_BYTES = 256 << 20
 """Most memory of calls that are kept for ``reschedule``."""
 
 KEPT_SAVES = 2
-"""With the so-manieth checkpoint after a rollback the calls that it has undone are dropped: a
-program that saves in a loop may save once before it hears of the rollback."""
+"""Checkpoints after a rollback until undone calls are dropped. A program that saves in a loop may
+save once before it hears of the rollback."""
 
 NOTED_EARLY = 1 << 16
-"""Closures that may be repeated and ended before the first cut: so many are known by their ids."""
+"""Number of ids that are remembered of closures that may be repeated and ended before the first
+cut. All older closures count as ones that may be repeated."""
 
 CALL_BYTES = 512
 """Taken for a call without its parts, so that many small ones are limited, too."""

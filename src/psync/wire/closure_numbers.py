@@ -18,7 +18,7 @@ import numpy as np
 from psync.errors import RemoteProtocolError
 
 Kept = list[tuple[int, int]]
-"""(id of the first run's closure, the lowest run that is not final) of closures that may come again."""
+"""Closures that may come again: (id of the first run, the lowest run that is not final)."""
 
 RUN_SHIFT = 48
 """At 100 000 closures a second their ids fill 48 bits in 89 years."""
