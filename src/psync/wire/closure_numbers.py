@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from psync.errors import RemoteProtocolError
+from psync.wire.tensors import array_from_bytes, to_bytes_view
 
 Kept = list[tuple[int, int]]
 """Closures that may come again: (id of the first run, the lowest run that is not final)."""
@@ -40,9 +41,9 @@ def first_of(number: int) -> int:
     return number & FIRST
 
 
-def pack_kept(kept: Kept) -> list[bytes]:
+def pack_kept(kept: Kept) -> list[memoryview]:
     """Return the segments of a message that tells which closures are kept: one, or none."""
-    return [np.array(kept, "<i8").tobytes()] if kept else []
+    return [to_bytes_view(np.array(kept, np.int64))] if kept else []
 
 
 def unpack_kept(segments: Sequence[memoryview]) -> Kept:
@@ -56,7 +57,7 @@ def unpack_kept(segments: Sequence[memoryview]) -> Kept:
         raise RemoteProtocolError(
             f"closures that are kept: expected 16 bytes for each, got {len(data)} bytes"
         )
-    return list(map(tuple, np.frombuffer(data, "<i8").reshape(-1, 2).tolist()))
+    return list(map(tuple, array_from_bytes(data, (len(data) // 16, 2), "int64").tolist()))
 
 
 class Finality:
