@@ -434,6 +434,8 @@ class Coordinator:
         """
         if self.cuts.taken or self.recovery.source is not None:
             self.recovery.note_ended(ended)
+        else:
+            self.recovery.note_ended_early(ended)
         self.joins.heard_at = self.loop.time()
         self._final.look()
 

@@ -12,6 +12,7 @@ import pytest
 from inside import ledger_of
 from links_owner import Owner
 from memory_cluster import MemoryCluster, cluster_of
+from psync.api.data_shards import MAX_SHARDS
 from psync.chief.cluster_links import ClusterLinks
 from psync.errors import ConnectFailed, UsageError
 from psync.net.peer import Peer
@@ -149,3 +150,14 @@ async def test_who_closes_its_links_fences_nobody_and_warns_of_nothing(
     await links.close()
     await asyncio.sleep(1)
     assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
+
+
+async def test_as_many_closures_may_be_kept_as_there_may_be_data_shards(cluster, links):
+    await links.start(2, 60)
+    kept = [(closure, 1) for closure in range(0, 2 * MAX_SHARDS, 2)]
+    links.final_below(2 * MAX_SHARDS, kept)
+    await links.ps_statistics()  # asked for after that
+    for task in ("ps-0", "ps-1"):
+        final = ledger_of(cluster.tasks[task]).final
+        assert final.below == 2 * MAX_SHARDS
+        assert final.listed() == kept

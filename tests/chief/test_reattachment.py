@@ -14,7 +14,7 @@ import pytest
 import memory_cluster
 import psync
 from chief_lives import another_process, at, life_of, silence
-from inside import chief_of, handlers_of
+from inside import chief_of, handlers_of, ledger_of
 from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
 from ps_cluster import heard, hold
 from psync.client import plans
@@ -22,7 +22,7 @@ from psync.errors import AttachError, FencedError
 from psync.net.peer import Handler
 from psync.net.process_state import fresh_process
 from psync.testing import settle
-from psync.wire.ps_messages import AttachPs, FinalBelow, Push, TellCounts
+from psync.wire.ps_messages import AttachPs, Push, TellCounts
 from psync.wire.recovery_messages import AdoptShards, Gate, LogEntries
 from snapshot_store import keep_snapshots
 
@@ -589,9 +589,8 @@ async def test_a_push_of_a_data_shard_that_may_come_again_is_counted_too() -> No
             with at(cluster, "ps-1", Push, lambda: False) as is_sent:
                 coordinator.distribute_once([0]).schedule(visit)
                 await is_sent.wait()
-                told = [heard(cluster.ps(f"ps-{ps}"), FinalBelow) for ps in range(2)]
                 coordinator.schedule(fails)
-                while not all(messages and messages[-1].kept for messages in told):
+                while not all(ledger_of(cluster.ps(f"ps-{ps}")).final.kept for ps in range(2)):
                     await settle()
                 silence(cluster, coordinator)
         async with one_push(cluster, "checkpoint") as (coordinator, w, step):

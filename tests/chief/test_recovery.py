@@ -403,3 +403,20 @@ async def test_that_some_ps_was_lost_is_the_error_of_who_says_so_and_no_loss(
         coordinator.schedule(step)
         with pytest.raises(ParameterServerLost, match="while replicas ran"):
             await coordinator.join(timeout=60)
+
+
+@pytest.mark.virtual_time
+async def test_an_error_where_training_is_to_go_on_ends_the_run_with_it(tmp_path: Path) -> None:
+    def tell_again() -> None:
+        raise RuntimeError("this cannot be told")
+
+    async with coordinating(2, 1) as (cluster, coordinator):
+        await keep_snapshots(coordinator, tmp_path)
+        chief_of(coordinator).recovery.tell_again = tell_again
+        await cluster.stop("ps-1")
+        await cluster.start("ps-1")
+        assert isinstance(await anext(coordinator.events()), RollbackEvent)
+        coordinator.schedule(int)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="this cannot be told"):
+                await coordinator.join(timeout=60)

@@ -14,7 +14,7 @@ import pytest
 import psync
 from inside import chief_of, clocks_of, heard_by
 from memory_cluster import MemoryCluster, coordinating, event_of
-from psync.chief.schedule_reporter import FinalClosures
+from psync.chief.schedule_reporter import FINAL_EVERY, FinalClosures
 from psync.closures.closure import Closure
 from psync.closures.identities import Identity
 from psync.closures.queue import ClosureQueue
@@ -206,7 +206,7 @@ def test_ps_tasks_refuse_all_that_was_scheduled_before_an_error_once_it_is_there
 def test_what_may_come_again_is_kept_and_what_is_done_is_not():
     told: list[tuple[int, list[tuple[int, int]]]] = []
     queue = ClosureQueue()
-    final = FinalClosures(queue, lambda below, kept: told.append((below, kept(below))))
+    final = FinalClosures(queue, lambda below, kept: told.append((below, kept)))
     queue.worker_joined("w")
     shard, queued = Identity("shard"), Identity("never on a worker")
     queue.schedule(Closure(0, identity=shard))
@@ -224,7 +224,36 @@ def test_what_may_come_again_is_kept_and_what_is_done_is_not():
     assert again.number == numbered(0, 1)
     queue.finished("w", [2], 0.0)
     final.look(1)
-    assert told == [(2, [(0, 1)]), (0, []), (2, [(0, 1)]), (3, [])]
+    assert told == [(2, [(0, 1)]), (2, [(0, 1)]), (3, [])], "a lower number would be ignored"
+
+
+def test_where_many_are_kept_they_are_told_less_often():
+    told: list[tuple[int, int]] = []
+    queue = ClosureQueue()
+    final = FinalClosures(queue, lambda below, kept: told.append((below, len(kept))))
+    queue.worker_joined("w")
+    shards = [Identity(number, []) for number in range(8 * FINAL_EVERY)]
+
+    def run() -> None:
+        for shard in shards:
+            closure = Closure(queue.next_id, identity=shard)
+            queue.schedule(closure)
+            while not closure.worker:
+                queue.dispatch()
+            queue.finished("w", [closure.id], 0.0)
+            final.look()
+
+    run()
+    assert len(told) == 8
+    for shard in shards:
+        queue.identities.undo(shard)
+    final.tell_again()
+    del told[:-1]
+    run()
+    assert told == [
+        (8192, 8192), (10240, 6144), (11776, 4608), (12928, 3456), (13952, 2432), (14976, 1408),
+        (16000, 384),
+    ]  # fmt: skip
 
 
 async def test_a_join_tells_ps_tasks_once_when_it_ends():

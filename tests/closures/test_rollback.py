@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from psync.closures import rollback
 from psync.closures.closure import Closure
 from psync.closures.identities import Identities, Identity
 from psync.closures.rollback import CutCalls, EndedClosures, KeptCalls, Undone
@@ -147,6 +150,11 @@ def test_one_that_ended_before_the_first_cut_and_waits_for_its_step_there_is_und
     assert ended.undone(cut) == Undone()
 
 
+def end_with_call(ended: EndedClosures, closure: int) -> None:
+    ended.ended(closure, 1)
+    ended.kept.keep(closure, f"call {closure}", [])
+
+
 class TestKeptCalls:
     def test_calls_are_taken_once_in_order(self) -> None:
         kept = KeptCalls()
@@ -185,9 +193,34 @@ class TestKeptCalls:
         assert ended.undone(CutCalls([snapshot((3, 0))])) == Undone((4,), 1)
         assert ended.kept.take((4,)) == ["call 4"]
 
-    def test_one_that_ended_before_calls_were_kept_is_missing(self) -> None:
+    @pytest.mark.parametrize(("later", "missing"), [(0, [5]), (rollback.NOTED_EARLY, [5, 6])])
+    def test_one_that_ended_before_calls_were_kept_is_missing_if_it_may_be_repeated(
+        self, later: int, missing: list[int]
+    ) -> None:
         ended = EndedClosures()
-        cut = CutCalls([SnapshotState((), (), {}, {}, {}, LedgerState((), (), 9), pending=(5,))])
+        ended.ended_early(5)
+        for closure in range(7, 7 + later):  # so many that 6 may have been forgotten
+            ended.ended_early(closure)
+        pending = (5, 6)
+        cut = CutCalls([SnapshotState((), (), {}, {}, {}, LedgerState((), (), 9), pending=pending)])
         ended.saved(cut, lambda _: False)
-        assert ended.undone(cut).closures == (5,)
-        assert ended.kept.dropped((5,)) == [5]
+        assert ended.undone(cut).closures == pending
+        assert ended.kept.dropped(pending) == missing
+
+    def test_undone_calls_are_dropped_with_the_second_checkpoint(self) -> None:
+        ended = EndedClosures()
+        end_with_call(ended, 3)
+        ended.undone(CutCalls([snapshot()]))
+        ended.saved(CutCalls([snapshot()]), lambda _: False)
+        assert len(ended.kept) == 1
+        ended.saved(CutCalls([snapshot()]), lambda _: False)
+        assert len(ended.kept) == ended.kept.nbytes == 0
+        assert ended.kept.dropped((3,)) == [3]
+
+    def test_undone_calls_are_dropped_with_the_next_rollback(self) -> None:
+        ended = EndedClosures()
+        for closure in (3, 4):
+            end_with_call(ended, closure)
+            assert ended.undone(CutCalls([snapshot()])).closures == (closure,)
+        assert ended.kept.dropped((3, 4)) == [3]
+        assert ended.kept.take((4,)) == ["call 4"]

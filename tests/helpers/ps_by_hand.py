@@ -129,9 +129,10 @@ class PsByHand:
         """Send a message; return the answer without its segments."""
         return self.call(client, message, *segments).message
 
-    def tell(self, client: tuple[str, int], message: Message) -> None:
+    def tell(self, client: tuple[str, int], message: Message, *segments: Any) -> None:
         """Send a message that has no answer."""
-        assert self._handlers[type(message)].run(self.peer(client), message, []) is None
+        body = list(map(memoryview, segments))
+        assert self._handlers[type(message)].run(self.peer(client), message, body) is None
 
     def begin(
         self, client: tuple[str, int], message: Message, *segments: Any

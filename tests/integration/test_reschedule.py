@@ -48,9 +48,12 @@ class Loop:
             self.coordinator.schedule(self.step, (self.counts, number))
         await self.coordinator.join()
 
-    async def undone(self, cluster: MemoryCluster) -> psync.RollbackEvent:
+    async def undone(self, cluster: MemoryCluster, before: int = 0) -> psync.RollbackEvent:
         await lose(cluster)
-        event = await anext(self.coordinator.events())
+        events = self.coordinator.events()
+        for _ in range(before):
+            await anext(events)
+        event = await anext(events)
         assert isinstance(event, psync.RollbackEvent)
         return event
 
@@ -140,6 +143,26 @@ async def test_what_is_wrong_is_said_and_nothing_is_scheduled(tmp_path: Path) ->
         assert (await loop.counts.read()).tolist() == [1.0] * 2 + [0.0] * 18
     with pytest.raises(ClosedError):
         coordinator.reschedule(event)
+
+
+async def test_calls_that_nobody_schedules_again_are_not_kept_for_ever(tmp_path: Path) -> None:
+    async with coordinating(1, 1) as (cluster, coordinator):
+        loop = Loop(coordinator, tmp_path)
+        await loop.manager.save()
+        await loop.run(0, 1)
+        first = await loop.undone(cluster)
+        await loop.run(2)
+        second = await loop.undone(cluster, 1)
+        await loop.manager.save()
+        with pytest.raises(UsageError, match=r"of 2 of 2 closures are not kept any more"):
+            coordinator.reschedule(first)
+        assert len(coordinator.reschedule(second)) == 1
+        await loop.run(3)
+        third = await loop.undone(cluster, 2)
+        for _ in range(2):
+            await loop.manager.save()
+        with pytest.raises(UsageError, match=r"until the second checkpoint after it"):
+            coordinator.reschedule(third)
 
 
 async def test_arguments_that_are_too_large_to_be_kept_are_named(

@@ -34,7 +34,7 @@ from psync.ps.updates import MAX_STALENESS, PushStaleness
 from psync.specs import VariableSpec
 from psync.store.ledger import Client
 from psync.store.store import Key
-from psync.wire.closure_numbers import numbered
+from psync.wire.closure_numbers import numbered, pack_kept
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.ps_messages import Assign, AverageShards, FinalBelow, Push, Pushed
@@ -137,7 +137,7 @@ class TestCalls:
             ps.push(A, ps.v, 2.0, closure)
         assert ps.count("calls") == 20
         ps.tell(A, FinalBelow(20))  # a worker does not decide that
-        ps.tell(COORDINATOR, FinalBelow(20, None, 7))  # nor what was said on another timeline
+        ps.tell(COORDINATOR, FinalBelow(20, 7))  # nor what was said on another timeline
         assert ps.count("calls") == 20
         ps.tell(COORDINATOR, FinalBelow(18))
         assert ps.count("calls") == 2
@@ -148,7 +148,7 @@ class TestCalls:
         ps = Ps()
         for closure in range(3):
             ps.push(A, ps.v, 2.0, closure)
-        ps.tell(COORDINATOR, FinalBelow(3, [(1, 1)]))
+        ps.tell(COORDINATOR, FinalBelow(3), *pack_kept([(1, 1)]))
         assert ps.count("calls") == 1
         assert ps.push(B, ps.v, 2.0, numbered(1, 1)) == "duplicate"
         assert (ps.value(ps.v) == -3).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from psync.errors import RemoteProtocolError
 from psync.wire.closure_numbers import (
     MAX_RUN,
     PART_BITS,
@@ -12,6 +13,8 @@ from psync.wire.closure_numbers import (
     call_of,
     first_of,
     numbered,
+    pack_kept,
+    unpack_kept,
 )
 
 
@@ -50,3 +53,15 @@ def test_old_news_change_nothing() -> None:
     assert (final.below, final.listed()) == (10, [(2, 1), (3, 1)])
     assert final.update(10, [(3, 1)])
     assert final.is_over(2)
+
+
+@pytest.mark.parametrize("kept", [[], [(3, 1), (7, MAX_RUN)], [((1 << RUN_SHIFT) - 1, 0)]])
+def test_what_is_kept_travels_in_a_segment(kept: list[tuple[int, int]]) -> None:
+    segments = pack_kept(kept)
+    assert len(b"".join(segments)) == 16 * len(kept)
+    assert unpack_kept(list(map(memoryview, segments))) == kept
+
+
+def test_a_damaged_segment_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="expected 16 bytes for each, got 17 bytes"):
+        unpack_kept([memoryview(bytes(17))])

@@ -333,9 +333,13 @@ class Scheduling:
         batches that come next, which after a rollback are the worker's first ones. A closure of
         whose updates the checkpoint has some makes all of them again.
 
-        Closures that ended cancelled are left out, as are those of ``Trainer.fit``, which makes up
-        for its own, and replicas of ``strategy.run``. Calls are kept in memory from their
-        closures' end until the next checkpoint, up to 256 MiB.
+        Closures that ended cancelled and replicas of ``strategy.run`` are left out. So are
+        closures of ``Trainer.fit``, which trains undone steps again, and data shards of
+        ``distribute_once``, which are pending again automatically.
+
+        The coordinator keeps calls in memory, up to 256 MiB, from the end of their closures until
+        the next checkpoint. It keeps undone calls until they are scheduled again, until the next
+        rollback, or until the second checkpoint after the rollback.
 
         Args:
             event: One that ``events()`` has yielded.

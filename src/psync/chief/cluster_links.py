@@ -25,13 +25,11 @@ from psync.errors import ConnectFailed
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.numerics.block_pool import BlockPool
+from psync.wire.closure_numbers import Kept, pack_kept
 from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.ps_messages import FinalBelow
 
 logger = logging.getLogger(__name__)
-
-Kept = Callable[[int], list[tuple[int, int]]]
-"""Returns those of the closures with smaller ids that ps tasks have to remember; ``FinalBelow``."""
 
 
 class ClusterLinks:
@@ -155,12 +153,15 @@ class ClusterLinks:
     def final_below(self, closure: int, kept: Kept) -> None:
         """Tell ps tasks that closures with smaller ids are final: late updates of them are refused.
 
-        One that is not connected just now is told by the next, higher number. What is kept is
-        asked for now: since an earlier moment a rollback may have undone what was done then.
+        One that is not connected just now is told by the next, higher number.
+
+        Args:
+            closure: Id of the lowest closure that is not final.
+            kept: Those below it that may come again, as of now: a rollback changes them.
         """
-        message = FinalBelow(closure, kept(closure) or None, self.ps.timeline)
+        message, segments = FinalBelow(closure, self.ps.timeline), pack_kept(kept)
         for link in self.ps.links:
-            link.notify(message)
+            link.notify(message, segments)
 
     async def ps_statistics(self) -> list[dict[str, Any]]:
         """Return each ps task's counters. Raises ParameterServerLost. Cancellation: safe."""

@@ -89,15 +89,16 @@ class ClusterRecovery:
 
     def note_ended(self, ended: Sequence[EndedCall]) -> None:
         """Note closures that have ended: a rollback may undo them."""
-        for number, updates, closure, call in ended:
-            self.ended.ended(number, updates)
-            # A data shard comes again by itself. One that was cancelled all the same is the
-            # program's to schedule, or not.
-            if closure is None or call is None or closure.identity is not None:
-                continue
-            finished = closure.state is ClosureState.FINISHED and not closure.is_replica
-            if call.may_repeat and finished:
-                self.ended.kept.keep(closure.id, call, call.parts())
+        for each in ended:
+            self.ended.ended(each.number, each.updates)
+            if each.call is not None and _may_be_repeated(each):
+                self.ended.kept.keep(each.number, each.call, each.call.parts())
+
+    def note_ended_early(self, ended: Sequence[EndedCall]) -> None:
+        """Note closures that have ended before the first cut: it may lack a synchronous push."""
+        for each in ended:
+            if _may_be_repeated(each):
+                self.ended.ended_early(each.number)
 
     def calls_undone_by(self, event: RollbackEvent) -> list[ScheduledCall]:
         """Return, once, the calls of the closures that a rollback has undone, in order.
@@ -127,8 +128,9 @@ class ClusterRecovery:
             raise UsageError(
                 f"reschedule: the arguments of {len(lost)} of {len(event.closures)} closures are "
                 f"not kept any more, the first is closure {lost[0]}",
-                hint=f"{KEPT_BYTES >> 20} MiB of calls are kept since the last checkpoint: save "
-                "more often, pass large data by datasets, or schedule event.closures yourself",
+                hint=f"up to {KEPT_BYTES >> 20} MiB of calls are kept, for the newest rollback "
+                "and until the second checkpoint after it: reschedule at once, save more often, "
+                "pass large data by datasets, or schedule event.closures yourself",
             )
         self._repeated.add(event.timeline)
         return kept.take(event.closures)
@@ -264,7 +266,19 @@ class ClusterRecovery:
             await self.backups.let_alone(step.ps, urgent=True)
 
     def _do(self, actions: Sequence[Action]) -> Step | None:
-        """Do what takes no time; return the step."""
+        """Do what takes no time; return the step. An error ends the run: joins would wait forever.
+
+        An error of ``End`` itself is the caller's: the rule knows then that all is over.
+        """
+        try:
+            return self._do_each(actions)
+        except Exception as exc:
+            if self.rule.state in (State.GONE, State.CLOSED):
+                raise
+            logger.exception("the recovery of ps tasks cannot go on")
+            return self._do_each(self.rule.end(exc))
+
+    def _do_each(self, actions: Sequence[Action]) -> Step | None:
         self.backups.look()
         for action in actions:
             if isinstance(action, rules.Warn):
@@ -312,14 +326,14 @@ class ClusterRecovery:
             self._began = None
             self.perform(self.queue.resume())
 
-    def _end(self, error: FencedError | ParameterServerLost, *, all_lost: bool) -> None:
+    def _end(self, error: Exception, *, all_lost: bool) -> None:
         for link in self.links.ps.links:
             if all_lost and isinstance(error, ParameterServerLost):
                 link.lost = link.lost or error
             link.release()
         if self.rule.state is State.CLOSED:
             return
-        is_lost = isinstance(error, ParameterServerLost)
+        is_lost = not isinstance(error, FencedError)
         logger.error("%s%s", "" if is_lost else "a newer coordinator has taken over: ", error)
         self.fail(error)
         self._resume_queue()
@@ -370,3 +384,15 @@ class ClusterRecovery:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self.backups.close()
+
+
+def _may_be_repeated(ended: EndedCall) -> bool:
+    """Return whether ``reschedule`` repeats a closure that a rollback undoes.
+
+    Data shards are pending again automatically. A closure that was cancelled, although its worker
+    has carried it out, is left to the program.
+    """
+    closure, call = ended.closure, ended.call
+    if closure is None or call is None or closure.identity is not None or closure.is_replica:
+        return False
+    return call.may_repeat and closure.state is ClosureState.FINISHED

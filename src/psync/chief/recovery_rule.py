@@ -139,7 +139,7 @@ class RolledBack:
 class End:
     """Fail what is scheduled, and let requests go on: they fail, or do not need what is lost."""
 
-    error: FencedError | ParameterServerLost
+    error: Exception
     all_lost: bool = False  # whether requests to every ps fail: some have rolled back, or none
 
 
@@ -289,7 +289,7 @@ class RecoveryRule:
         self.homes = homes
         self.hosts: list[int | None] = [None] * len(homes)
         self.lost_ps: dict[int, ParameterServerLost] = {}
-        self.gone: FencedError | ParameterServerLost | None = None
+        self.gone: Exception | None = None
         self._has_checkpoints = has_checkpoints
         self._strategy: Failover | Rollback | None = None
         self._closed = False
@@ -364,9 +364,7 @@ class RecoveryRule:
         self._strategy = None
         self.lost_ps.clear()
 
-    def end(
-        self, error: FencedError | ParameterServerLost, *, all_lost: bool = False
-    ) -> list[Action]:
+    def end(self, error: Exception, *, all_lost: bool = False) -> list[Action]:
         """Nothing can be done any more."""
         self._strategy, self.gone = None, error
         return [End(error, all_lost)]

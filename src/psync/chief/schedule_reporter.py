@@ -14,19 +14,20 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from psync.chief.cluster_links import Kept
 from psync.client.ps_link import PsLink, always
 from psync.closures.queue import ClosureQueue
 from psync.closures.schedule_report import ScheduleReports, ScheduleState
 from psync.cluster import parse_task_name
 from psync.errors import ClosedError, FencedError, ParameterServerLost, PsyncError
+from psync.wire.closure_numbers import Kept
 from psync.wire.sync_messages import AwaitWaiters, ReportSchedule
 
 logger = logging.getLogger(__name__)
 
 
 FINAL_EVERY = 1024
-"""ps tasks are told that closures are final whenever this many more are."""
+"""ps tasks are told that closures are final whenever this many more are, or a quarter of those that
+are kept: these are listed each time, and a rollback may have undone a million data shards."""
 
 
 class ScheduleReporter:
@@ -80,30 +81,40 @@ class ScheduleReporter:
 
 @dataclass(eq=False)
 class FinalClosures:
-    """Tells ps tasks which closures are final: late updates of these are refused."""
+    """Tells ps tasks which closures are final: late updates of these are refused.
+
+    A ps ignores a number that is lower than one it knows, with what is kept. So ``told`` never goes
+    down, not even after an error, when it is above the low-water mark for a while.
+    """
 
     queue: ClosureQueue
-    tell: Callable[[int, Kept], None]
+    send: Callable[[int, Kept], None]
     """Tells all ps tasks that closures with smaller ids are final, but for those that are kept."""
     told: int = 0
     refused: bool = False  # whether ps tasks refuse all that was scheduled before an error
+    num_kept: int = 0  # that were told last
 
-    def look(self, at_least: int = FINAL_EVERY) -> None:
-        """Tell them if so many more closures are final than they know."""
+    def look(self, at_least: int | None = None) -> None:
+        """Tell them if so many more closures are final than they know; see ``FINAL_EVERY``."""
+        if at_least is None:
+            at_least = max(FINAL_EVERY, self.num_kept // 4)
         if self.queue.low_water() - self.told >= at_least:
             self.told = self.queue.low_water()
-            self.tell(self.told, self.queue.kept)
+            self.tell_again()
 
     def look_for_errors(self) -> None:
         """Let steps be refused that compute on their loop and have not heard of an error yet."""
         if self.queue.has_failed != self.refused:
             self.refused = not self.refused
             if self.refused:
-                self.tell(self.queue.next_id, self.queue.kept)
+                self.told = self.queue.next_id
+                self.tell_again()
 
     def tell_again(self) -> None:
-        """They know nothing of what they were told."""
-        self.tell(self.told, self.queue.kept)
+        """Tell them what they were told last: they may know nothing of it."""
+        kept = self.queue.kept(self.told)
+        self.num_kept = len(kept)
+        self.send(self.told, kept)
 
 
 def _index(worker: str) -> int:

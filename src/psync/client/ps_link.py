@@ -223,11 +223,11 @@ class PsLink(Lanes):
         peer = self._peers.get("bulk")
         return peer is not None and peer.is_open and peer.connection.sharing is not None
 
-    def notify(self, message: Message) -> None:
+    def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Send a notification if there is a connection."""
         peer = self._peers.get("control")
         if peer is not None and peer.is_open:
-            peer.notify(message)
+            peer.notify(message, segments)
 
 
 Where = Callable[[Borrowed | None], Sequence[memoryview]]

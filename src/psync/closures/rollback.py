@@ -7,12 +7,13 @@ closures below the low-water mark; these were final when the cut was taken, so a
 in it. Synchronous pushes are known to ps 0, once their step has been applied.
 
 The calls of these closures are kept, function and arguments, so that a program can schedule them
-again. Arguments may be large: ``KeptCalls`` drops the oldest when it holds too many bytes.
+again. Arguments may be large: ``KeptCalls`` drops the oldest when it holds too many bytes. A
+program need not schedule them again: the next rollback, or the second checkpoint, drops them, too.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,14 @@ from psync.wire.closure_numbers import call_of, first_of
 
 KEPT_BYTES = 256 << 20
 """Most memory of calls that are kept for ``reschedule``."""
+
+KEPT_SAVES = 2
+"""Checkpoints after a rollback until undone calls are dropped. A program that saves in a loop may
+save once before it hears of the rollback."""
+
+NOTED_EARLY = 1 << 16
+"""Number of ids that are remembered of closures that may be repeated and ended before the first
+cut. All older closures count as ones that may be repeated."""
 
 CALL_BYTES = 512
 """Taken for a call without its parts, so that many small ones are limited, too."""
@@ -128,6 +137,12 @@ class KeptCalls:
         self.forget((closure,))
         self._dropped.add(closure)
 
+    def expire(self, closures: Iterable[int]) -> None:
+        """Drop the calls of these closures that are kept."""
+        for closure in closures:
+            if closure in self._calls:
+                self.drop(closure)
+
     def forget(self, closures: Iterable[int]) -> None:
         """Keep the calls of these closures no longer."""
         for closure in closures:
@@ -159,12 +174,15 @@ class EndedClosures:
         identities: Of those that may come again.
 
     Attributes:
-        kept: The calls of these closures, and of those that were undone.
+        kept: The calls of these closures, and of those that the last rollback has undone.
     """
 
     def __init__(self, identities: Identities | None = None) -> None:
         self._identities = Identities() if identities is None else identities
         self._ended: dict[int, _Ended] = {}  # by the id of the first run
+        self._early: deque[int] = deque(maxlen=NOTED_EARLY)
+        self._undone: Sequence[int] = ()  # by the last rollback; their calls are kept
+        self._saves = 0  # since then
         self.kept = KeptCalls()
 
     def __len__(self) -> int:
@@ -177,6 +195,10 @@ class EndedClosures:
         """Note a closure that has just ended, by its number on ps tasks, and the calls it made."""
         self._note(first_of(number), calls)
 
+    def ended_early(self, closure: int) -> None:
+        """Note a closure that has ended before the first cut, and that may be repeated."""
+        self._early.append(closure)
+
     def _note(self, first: int, calls: int) -> None:
         identity = self._identities.get(first)
         last = first if identity is None else identity.newest
@@ -188,9 +210,15 @@ class EndedClosures:
         Args:
             cut: What is in it.
             is_open: Whether a closure has not ended yet. One that had before the first cut was
-                begun was not noted, and may wait for its step in that.
+                begun was not noted, and may wait for its step in that. Its call was not kept: to
+                schedule it again fails, if it is one that may be repeated.
         """
-        noted = self._ended
+        self._saves += 1
+        if self._saves == KEPT_SAVES:
+            self.kept.expire(self._undone)
+        noted, early = self._ended, set(self._early)
+        older = min(early) if len(early) == NOTED_EARLY else 0  # of these nothing is known
+        self._early.clear()
         self._ended = {
             first: one for first, one in noted.items() if not cut.has_all(first, one.calls)
         }
@@ -200,14 +228,17 @@ class EndedClosures:
             if is_open(first) if identity is None else identity.is_open:
                 continue
             self._note(first, 0)
-            if identity is None:
+            if identity is None and (first in early or first < older):
                 self.kept.drop(first)
 
     def undone(self, cut: CutCalls) -> Undone:
-        """Return, and forget, those that going back to a cut undoes. Their calls stay kept.
+        """Return, and forget, those that going back to a cut undoes.
+
+        Their calls stay kept until the next rollback, or the second checkpoint from now.
 
         What may come again is done no more.
         """
+        self.kept.expire(self._undone)
         undone, updates = [], 0
         for first, one in self._ended.items():
             missing = cut.num_missing(first, one.calls)
@@ -219,4 +250,5 @@ class EndedClosures:
             if one.identity is not None:
                 self._identities.undo(one.identity)
         self._ended = {}
-        return Undone(tuple(sorted(undone)), updates)
+        self._undone, self._saves = tuple(sorted(undone)), 0
+        return Undone(self._undone, updates)

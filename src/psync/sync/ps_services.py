@@ -61,6 +61,7 @@ from psync.sync.ps_sync import PsSync
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_closer import StepCloser
 from psync.sync.tokens import Replica
+from psync.wire.closure_numbers import unpack_kept
 from psync.wire.codec import Message
 from psync.wire.lock_messages import LockShards, PullLocked
 from psync.wire.log_messages import CheckState
@@ -387,11 +388,12 @@ class PsServices:
             self.closer.lost(task, below)
         return self.accumulators.fence(task, below)
 
-    def _final_below(self, peer: Peer, message: FinalBelow, _: list[memoryview]) -> None:
+    def _final_below(self, peer: Peer, message: FinalBelow, body: list[memoryview]) -> None:
         if (peer.incarnation, message.timeline) == (self.coordinator, self.timeline):
-            self.ledger.final_below(message.closure, message.kept or ())
+            kept = unpack_kept(body)
+            self.ledger.final_below(message.closure, kept)
             if self.closer is not None:
-                self.closer.steps.final_below(message.closure, message.kept or ())
+                self.closer.steps.final_below(message.closure, kept)
 
     def _hear_counts(self, peer: Peer, message: TellCounts, _: list[memoryview]) -> Reply:
         """Another ps says how many pushes are counted there."""

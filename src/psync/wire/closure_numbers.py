@@ -16,7 +16,15 @@ several messages, so the ordinal of a message also holds its number among these:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from psync.errors import RemoteProtocolError
+from psync.wire.tensors import array_from_bytes, to_bytes_view
+
+Kept = list[tuple[int, int]]
+"""Closures that may come again: (id of the first run, the lowest run that is not final)."""
 
 RUN_SHIFT = 48
 """At 100 000 closures a second their ids fill 48 bits in 89 years."""
@@ -44,6 +52,25 @@ def first_of(number: int) -> int:
 def call_of(ordinal: int) -> int:
     """Return the ordinal of the call that a message belongs to."""
     return ordinal >> PART_BITS
+
+
+def pack_kept(kept: Kept) -> list[memoryview]:
+    """Return the segments of a message that tells which closures are kept: one, or none."""
+    return [to_bytes_view(np.array(kept, np.int64))] if kept else []
+
+
+def unpack_kept(segments: Sequence[memoryview]) -> Kept:
+    """Return what ``pack_kept`` packed.
+
+    Raises:
+        RemoteProtocolError: It did not pack this.
+    """
+    data = b"".join(segments)
+    if len(data) % 16:
+        raise RemoteProtocolError(
+            f"closures that are kept: expected 16 bytes for each, got {len(data)} bytes"
+        )
+    return list(map(tuple, array_from_bytes(data, (len(data) // 16, 2), "int64").tolist()))
 
 
 class Finality:

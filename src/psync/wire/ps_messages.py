@@ -56,12 +56,13 @@ class Fence(Message):
 
 @message(40)
 class FinalBelow(Message):
-    """All closures with smaller ids are final, and forgotten if they are not ``kept``."""
+    """All closures with smaller ids are final, and forgotten if they are not kept.
+
+    A segment holds those that are kept, as ``closure_numbers.pack_kept`` packs them. A header would
+    be too small: a rollback may undo as many data shards as there are.
+    """
 
     closure: int
-    # (first closure, run) of those that may come again: this run of them is not final. See
-    # ``closure_numbers``.
-    kept: list[tuple[int, int]] | None = None
     # Of the ps tasks, when it was sent: a rollback since then may have undone what was done.
     timeline: int = 0
 

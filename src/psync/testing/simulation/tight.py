@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from psync.backups import accumulators, host, sender
 from psync.backups.host import BackupHost
 from psync.chief import consistent_cut, creation, rollback
-from psync.chief.cluster_links import ClusterLinks
+from psync.chief.schedule_reporter import FinalClosures
 from psync.client.outgoing import Outgoing
 from psync.closures import dispatcher
 from psync.net.shared import bodies, regions
@@ -87,7 +87,7 @@ SIZES: Mapping[str, Size] = {
     "snapshots": Size(((consistent_cut, "PIECE_BYTES"), (rollback, "PIECE_BYTES")), (8, 64)),
     "acknowledged by a backup": Size(((BackupHost, "_log"),), LATE_S, _answered_late),
     "acknowledged by clients": Size(((Outgoing, "answered"),), LATE_S, _done_late),
-    "final closures": Size(((ClusterLinks, "final_below"),), LATE_S, _done_late),
+    "final closures": Size(((FinalClosures, "tell_again"),), LATE_S, _done_late),
 }
 """By name."""
 
