@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, re
 from ps_cluster import hold
 from psync.chief.events import RollbackEvent
 from psync.chief.recovery_rule import Do
+from psync.closures.rollback import CutCalls
 from psync.errors import ConnectFailed, FencedError, ParameterServerLost, WorkerLost
 from psync.ps_task import PsTask
+from psync.store.snapshot_state import SnapshotState
 from psync.wire.ps_messages import FinalBelow
 from psync.wire.sync_messages import ReportSchedule
 from replica_training import declared, run
@@ -420,3 +423,25 @@ async def test_an_error_where_training_is_to_go_on_ends_the_run_with_it(tmp_path
         for _ in range(2):
             with pytest.raises(RuntimeError, match="this cannot be told"):
                 await coordinator.join(timeout=60)
+
+
+@pytest.mark.parametrize("may_repeat", [True, False])
+async def test_of_those_that_ended_before_the_first_cut_the_repeatable_ones_are_missed(
+    tmp_path: Path, may_repeat: bool
+) -> None:
+    async with coordinating(1, 1) as (_, coordinator):
+        with coordinator.strategy.scope():
+            w = psync.Variable(np.zeros(2), name="w")
+
+        async def step(w: Any) -> None:
+            await w.assign_add(np.ones(2))
+
+        chief = chief_of(coordinator)
+        number = (value := chief.schedule(step, (w,), {}, may_repeat=may_repeat)).closure_id
+        await value
+        (kept,) = await keep_snapshots(coordinator, tmp_path)
+        state = replace(SnapshotState.from_bytes(kept.state, "ps 0"), pending=(number,))
+        chief.recovery.saved([state])
+        ended = chief.recovery.ended
+        assert ended.undone(CutCalls([state])).closures == (number,)
+        assert ended.kept.dropped((number,)) == [number] * may_repeat
