@@ -153,7 +153,7 @@ class TestCompressedSets:
         with pytest.raises(
             GradientError, match=r"expected shape \(2,\) float32 \(8 bytes\), got 4"
         ):
-            made.begin()
+            made.begin(0)
 
     def test_no_more_than_one_marker(self, store: ShardStore) -> None:
         with pytest.raises(UnknownVariableError):
