@@ -175,3 +175,16 @@ def test_what_is_not_here_is_told_and_nothing_has_changed() -> None:
 def test_what_no_coordinator_was_served_with_has_no_updates() -> None:
     assert former_of(store_of("w"), 0).describe().updates == ()
     assert [held.coordinator for held in former_of(store_of("w"), 5).describe().updates] == [5]
+
+
+def test_an_optimizer_that_is_known_by_hearsay_is_not_held() -> None:
+    """The real one waits, where the life before has died before all ps tasks had adopted it."""
+    first, second = store_of("w"), store_of("v")
+    first.define_optimizer(1, ADAM)
+    push(first, 0)
+    former = former_of(first, 5)
+    second.define_optimizer(3, ADAM)
+    second.hear_count(3, 0, 0, [(1, 7)], 1)
+    former.take(second, Ledger(), 6)
+    held = [(each.identity, each.step) for each in former.describe().optimizers]
+    assert held == [((5, 1), 1)]

@@ -22,7 +22,7 @@ class RollbackEvent:
         from_step: Updates that the most used optimizer had made, as far as the remaining ps tasks
             knew; ``to_step`` if none remained.
         to_step: The same, as of the checkpoint.
-        closures: Ids (``RemoteValue.closure_id``), ascending, of closures that had ended and of
+        closures: Ids (``RemoteValue.closure_id``), ascending, of closures that had succeeded and of
             whose updates some are not in the checkpoint. They run again only if the program
             schedules them: ``coordinator.reschedule(event)``. Data shards of ``distribute_once``
             are pending again. Closures that had not ended do not count: they run again, and what

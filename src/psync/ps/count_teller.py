@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 INTERVAL_S = 0.005
 """Between two messages to the same ps."""
 
-MAX_INTERVAL_S = 0.08
+MAX_INTERVAL_S = 0.02
 """The same, where there is no hurry."""
 
 NEWS_SHIFT = 9

@@ -64,8 +64,12 @@ class FormerStore:
         self._adopted.clear()
         if lineage:  # else there was none
             self._updates[lineage] = held_updates(ledger, lineage)
+        used = {number for shard in shards for number, _ in shard.slots}
         for number, optimizer in optimizers.items():
-            self._optimizers[lineage, number] = optimizer
+            # Of one that is known here by hearsay alone, since its adoption had not come so far,
+            # the real one waits, and the others tell their counts again.
+            if number in used or not optimizer.count.is_hearsay or not optimizer.count.elsewhere:
+                self._optimizers[lineage, number] = optimizer
         for shard in shards:
             place = (shard.spec.variable, shard.spec.index)
             self._shards[place] = shard

@@ -11,7 +11,7 @@ pushes before it, as far as that is known there:
     elsewhere    pushes without one. Their homes know them by the list of ps tasks in each push.
                  Each ps tells ps 0, which adds up and tells every other ps (``count_for``). A
                  client also carries what it knows from its own pushes, so that the steps of a
-                 single client are exact.
+                 single client are exact as long as its session lasts.
 
 No push is in both, so nothing is counted twice, and where all pushes have a part on every ps there
 is nothing to tell. What is known lags by the pushes in flight, and by what has not been told yet.
@@ -83,6 +83,11 @@ class PushCount:
     def marked(self) -> int:
         """What is known, marked with its epoch."""
         return self._mark + self.known
+
+    @property
+    def is_hearsay(self) -> bool:
+        """Whether nothing was pushed, set or counted here: all that is known was told."""
+        return not (self.base or self.seen or self.steps or self.own)
 
     @property
     def counts(self) -> Counts:

@@ -140,8 +140,7 @@ class Iterations:
     returned are counted; those in flight may be.
 
     Schedules follow the same number, as far as the ps that applies an update knows it: pushes in
-    flight may be missing and, of pushes to other ps tasks only, those of the last 10 ms or one in
-    256.
+    flight may be missing and, of pushes to other ps tasks only, those of the last 50 ms.
     """
 
     optimizer: Optimizer
