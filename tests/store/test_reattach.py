@@ -320,3 +320,20 @@ def test_nonsense_is_told(data: bytes) -> None:
         Holding.from_bytes(data)
     with pytest.raises(RemoteProtocolError, match="nonsense"):
         Orders.from_bytes(data)
+
+
+def test_an_optimizer_that_only_some_ps_tasks_had_adopted_is_one() -> None:
+    """The program before died while it attached: they know it under two of its identities."""
+    first, second = holdings(variable("w"))
+    first = Holding(*first[:2], (used(1), used(2, SGD)))
+    second = Holding(*second[:2], (used(4, life=6), used(1, step=0), used(2, SGD)))
+    new = [NewOptimizer(7, "Adam", ADAM), NewOptimizer(8, "SGD", SGD)]
+    adoption = Adoption([first, second])
+    decision = adoption.compare([], new, last=True)
+    assert decision.optimizers == {(5, 1): 7, (6, 4): 7, (5, 2): 8}
+    assert [orders.optimizers for orders in decision.orders] == [
+        ((5, 1, 7), (5, 2, 8)),
+        ((6, 4, 7), (5, 2, 8)),
+    ]
+    adoption.done(decision)
+    assert adoption.compare([], new, last=True).optimizers == {}

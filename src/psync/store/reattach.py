@@ -189,12 +189,15 @@ class Adoption:
         self._shards: dict[str, list[tuple[int, HeldShard]]] = defaultdict(list)
         self._optimizers: dict[Identity, HeldOptimizer] = {}
         self._known_on: dict[Identity, set[int]] = defaultdict(set)  # which ps tasks
+        self._used_on: dict[Identity, set[int]] = defaultdict(set)  # of these
         _check_lives(holdings)
         for ps, holding in enumerate(holdings):
             for shard in holding.shards:
                 self._shards[shard.name].append((ps, shard))
             for optimizer in holding.optimizers:
                 self._known_on[optimizer.identity].add(ps)
+                if optimizer.was_used:
+                    self._used_on[optimizer.identity].add(ps)
                 known = self._optimizers.get(optimizer.identity)
                 if known is None or optimizer.was_used:
                     self._optimizers[optimizer.identity] = optimizer
@@ -253,11 +256,12 @@ class Adoption:
             )
         if last:
             decision.extra = sorted(self._shards.keys() - {spec.name for spec in declared})
+        times = Counter(decision.optimizers.values())
         for ps in range(self._num_ps):
             numbers = tuple(
                 (*identity, number)
                 for identity, number in decision.optimizers.items()
-                if ps in self._known_on[identity]
+                if ps in (self._known_on if times[number] == 1 else self._used_on)[identity]
             )
             decision.orders.append(Orders(tuple(shards[ps]), tuple(dropped[ps]), numbers))
         return decision
@@ -284,14 +288,24 @@ class Adoption:
                 group[1].append(new)
         matched: dict[Identity, int] = {}
         for olds, news in groups.values():
-            numbers = {held.identity[1]: held.identity for held in olds}
-            if len(olds) == len(news) == 1:
-                matched[olds[0].identity] = news[0].number
-            elif len(numbers) == len(olds) and numbers.keys() == {new.number for new in news}:
-                matched.update({identity: number for number, identity in numbers.items()})
+            by_number: dict[int, list[HeldOptimizer]] = {}
+            for held in olds:
+                by_number.setdefault(held.identity[1], []).append(held)
+            if len(news) == 1 and self._are_one(olds):
+                matched.update({held.identity: news[0].number for held in olds})
+            elif by_number.keys() == {new.number for new in news} and all(
+                map(self._are_one, by_number.values())
+            ):
+                matched.update({held.identity: held.identity[1] for held in olds})
             elif last:
                 misfits.append(_unmatched(olds, news, optimizers))
         return matched
+
+    def _are_one(self, olds: Sequence[HeldOptimizer]) -> bool:
+        """Whether these are one optimizer, which some ps tasks had adopted when a program died."""
+        users = [ps for held in olds for ps in self._used_on[held.identity]]
+        lineages = {held.identity[0] for held in olds}
+        return len(olds) == 1 or (len(users) == len(set(users)) and len(lineages) == len(olds))
 
 
 def partial_updates(holdings: Sequence[Holding]) -> int:
