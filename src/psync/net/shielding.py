@@ -7,7 +7,8 @@ handler of the loop, even if somebody else looks at it: a log of an ERROR where 
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -35,10 +36,15 @@ def _look(work: asyncio.Future[T]) -> None:
         work.exception()
 
 
-def most_are_cancelled() -> bool:
+def most_are_cancelled(before: Iterable[asyncio.Task[Any]] = ()) -> bool:
     """Return whether most other tasks of this loop were cancelled, as when ``asyncio.run`` ends.
 
-    All were then, but some that have begun since.
+    All were then, but some that have begun since; and those that have ended since are not known.
+
+    Args:
+        before: Tasks that were there before: if some are left, it is they that count.
     """
     others = asyncio.all_tasks() - {asyncio.current_task()}
+    if left := others.intersection(before):
+        return all(task.cancelling() > 0 for task in left)
     return 2 * sum(task.cancelling() > 0 for task in others) >= len(others)

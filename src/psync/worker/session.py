@@ -21,6 +21,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from psync.client.context import ClosureContext, here
 from psync.client.runtime import Runtime
@@ -281,11 +282,12 @@ class Session:
     # Running.
 
     async def _run(self) -> None:
+        before = WeakSet(asyncio.all_tasks())
         while not self._ended:
             try:
                 await self._run_queued()
             except asyncio.CancelledError:
-                if self._ended or most_are_cancelled():
+                if self._ended or most_are_cancelled(before):
                     raise
                 self._uncancel()  # by what a step has left running
             except _CoordinatorGone as exc:
