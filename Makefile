@@ -175,7 +175,7 @@ chaos-short: $(VENV)/.installed-test
 # Another shape: make sim SIM="--shape sync-replica". What else there is: make sim SIM=--help
 SEEDS := 300
 sim: $(VENV)/.installed-test
-	$(BIN)/python -m psync.testing.simulation --seeds $(SEEDS) --seed $(SEED) $(if $(REPLAY),--replay $(REPLAY)) $(SIM)
+	$(BIN)/python -m psync.testing.simulation --keep out/sim --seeds $(SEEDS) --seed $(SEED) $(if $(REPLAY),--replay $(REPLAY)) $(SIM)
 
 # Each rule that is wrong on purpose has to be noticed: an hour at most.
 sim-mutants: $(VENV)/.installed-test

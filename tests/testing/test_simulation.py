@@ -123,6 +123,28 @@ def test_a_canary_fails_and_is_printed_as_a_command(capsys: pytest.CaptureFixtur
     assert "canary: fails on purpose" in printed
 
 
+@pytest.mark.slow
+def test_an_interrupted_sweep_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--seed", str(CANARY - 1), "--twins", "1", "--jobs", "1", "--keep", str(tmp_path)]
+    assert main([*options, "--seeds", "1"]) == 0
+    first = capsys.readouterr().out
+    (file,) = tmp_path.iterdir()
+    with file.open("a") as kept:
+        kept.write('[[1, 2], {"see')  # the machine stopped while it was being written
+    assert main([*options, "--seeds", "2"]) == 0
+    second = capsys.readouterr().out
+    assert f"1 of 2 seeds have run before: {file}" in second
+    assert "2 seeds ran twice and were the same" in second
+    assert main([*options, "--seeds", "2"]) == 0
+    assert "2 of 2 seeds have run before" in capsys.readouterr().out
+    assert main([*options, "--seeds", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == first.splitlines()[1:]
+    assert main([*options, "--seeds", "2", "--canary"]) == 1
+    assert "have run before" not in capsys.readouterr().out
+
+
 def test_one_seed_is_replayed_with_all_that_happened(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--replay", str(CANARY)]) == 0
     printed = capsys.readouterr().out

@@ -28,6 +28,7 @@ from psync.testing.simulation.run import Report
 from psync.testing.simulation.shrink import shrunk, table
 from psync.testing.simulation.sweep import (
     Job,
+    Kept,
     Sweep,
     commit,
     difference,
@@ -40,6 +41,9 @@ from psync.testing.simulation.sweep import (
 
 NOISE = ("bytes", "message", "place")
 """Entries of a trace that are shown only if they are asked for."""
+
+CHUNK = 250
+"""Seeds that run between two entries of ``--keep``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
                         help="so many seeds are drawn from the commit's hash")  # fmt: skip
     parser.add_argument("--twins", type=_share, default=0.05, metavar="SHARE",
                         help="so many run twice and are compared (%(default)s)")  # fmt: skip
+    parser.add_argument("--keep", type=Path, metavar="FOLDER",
+                        help="go on where a sweep of the same source was interrupted")  # fmt: skip
     parser.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--without", action="append", choices=sorted(NAMES), default=[],
                         help="switch a safeguard off")  # fmt: skip
@@ -119,44 +125,53 @@ def _job(options: argparse.Namespace, seed: int, plan: str = "", *, trace: bool 
 
 async def _sweep(options: argparse.Namespace) -> int:
     """Run many seeds, and print what they have shown."""
-    began = time.monotonic()
-    sweep = Sweep()
+    broken = options.without or options.mutant or options.canary
+    kept = Kept(None if broken else options.keep, options.shape)
     drawn_seeds = seeds(options.seed, options.seeds, options.commit_share)
-    jobs = [_job(options, seed) for seed in drawn_seeds]
-    first_runs = {}
-    try:
-        async for job, report in run_all(jobs, options.jobs):
-            sweep.add(job, report)
-            first_runs[job] = report
-            if report.oracle:
-                _print_violation(job, report.oracle, report.violation, report.at_s, report.entry)
-            if sweep.seeds % 1000 == 0:
-                print(f"... {sweep.seeds} seeds, {len(sweep.violations)} violations", flush=True)
-    except asyncio.CancelledError:  # Ctrl-C
-        _print_summary(sweep, time.monotonic() - began, 0)
-        return 130
-    seconds = time.monotonic() - began
-    twins = jobs[:: round(1 / options.twins)] if options.twins else []
-    differing = await _differing(twins, first_runs, options.jobs)
-    _print_summary(sweep, seconds, len(twins) - len(differing))
-    for job in differing[:3]:
-        print(f"\n{await _told_difference(job, first_runs[job])}")
+    sweep, jobs = kept.take([_job(options, seed) for seed in drawn_seeds])
+    if sweep.seeds:
+        print(f"{sweep.seeds} of {options.seeds} seeds have run before: {kept}", flush=True)
+    twins_of_all = round(1 / options.twins) if options.twins else 0
+    for at in range(0, len(jobs), CHUNK):
+        chunk = jobs[at : at + CHUNK]
+        try:
+            results = await _run_some(
+                chunk, chunk[::twins_of_all] if twins_of_all else [], options.jobs
+            )
+        except asyncio.CancelledError:  # Ctrl-C
+            _print_summary(sweep)
+            return 130
+        kept.add(chunk, results)
+        sweep.merge(results)
+        print(f"... {sweep.seeds} seeds, {len(sweep.violations)} violations", flush=True)
+    _print_summary(sweep)
     missed = [name for name in MARKS if not sweep.marks[name]]
     blind = bool(missed) and sweep.seeds >= MUST_BE_REACHED_BY and options.shape == "any"
     if blind:
         print(f"the simulator has gone blind: never reached in {sweep.seeds} seeds: {missed}")
-    return 1 if sweep.violations or differing or blind else 0
+    return 1 if sweep.violations or sweep.differing or blind else 0
 
 
-async def _differing(
-    twins: Sequence[Job], first_runs: dict[Job, Report], num_children: int
-) -> list[Job]:
-    """Run jobs again, each in a fresh process with another PYTHONHASHSEED."""
-    return [
-        job
-        async for job, report in run_all(twins, num_children, hash_seed=1001, fresh=True)
-        if report.trace_hash != first_runs[job].trace_hash
-    ]
+async def _run_some(jobs: Sequence[Job], twins: Sequence[Job], num_children: int) -> Sweep:
+    """Run jobs, some of them twice, and print the violations and differences at once."""
+    began = time.monotonic()
+    sweep = Sweep()
+    first_runs = {}
+    async for job, report in run_all(jobs, num_children):
+        sweep.add(job, report)
+        first_runs[job] = report
+        if report.oracle:
+            _print_violation(job, report.oracle, report.violation, report.at_s, report.entry)
+    # Again, each in a fresh process with another PYTHONHASHSEED.
+    async for job, report in run_all(twins, num_children, hash_seed=1001, fresh=True):
+        if report.trace_hash == first_runs[job].trace_hash:
+            sweep.twins += 1
+        else:
+            sweep.differing.append(job.seed)
+            if len(sweep.differing) <= 3:
+                print(f"\n{await _told_difference(job, first_runs[job])}")
+    sweep.seconds = time.monotonic() - began
+    return sweep
 
 
 async def _told_difference(job: Job, first_run: Report) -> str:
@@ -181,16 +196,18 @@ def _print_violation(job: Job, oracle: str, violation: str, at_s: float, entry: 
     sys.stdout.flush()
 
 
-def _print_summary(sweep: Sweep, seconds: float, num_twins: int) -> None:
+def _print_summary(sweep: Sweep) -> None:
     print(f"\nfaults that happened, by kind:\n{_columns(sweep.injected)}")
     print("\nmarks: how often reached, in how many seeds:")
     for name in MARKS:
         print(f"  {sweep.marks[name]:7d} {sweep.reached[name]:6d}  {name}")
     print(f"\n{sum(bool(sweep.marks[name]) for name in MARKS)} of {len(MARKS)} marks reached; "
-          f"{num_twins} seeds ran twice and were the same")  # fmt: skip
-    print(f"{sweep.seeds} seeds, {sweep.virtual_s:.0f} virtual seconds, {seconds:.0f} s, "
-          f"{sweep.seeds / max(seconds, 0.001):.1f} seeds a second, "
+          f"{sweep.twins} seeds ran twice and were the same")  # fmt: skip
+    print(f"{sweep.seeds} seeds, {sweep.virtual_s:.0f} virtual seconds, {sweep.seconds:.0f} s, "
+          f"{sweep.seeds / max(sweep.seconds, 0.001):.1f} seeds a second, "
           f"{len(sweep.violations)} violations")  # fmt: skip
+    if sweep.differing:
+        print(f"  seeds with two histories: {', '.join(map(str, sweep.differing))}")
     for job, report in sweep.violations:
         print(f"  {job.command()}  # {report.oracle}, at {report.at_s:.4f} s, entry {report.entry}")
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import json
 import os
 import random
@@ -190,13 +191,24 @@ async def run_all(
 
 @dataclass
 class Sweep:
-    """What many runs have shown."""
+    """The results of many runs.
+
+    Attributes:
+        seeds: Number of runs.
+        twins: Number of runs that ran twice with the same history.
+        differing: Seeds that had two histories.
+        seconds: Real time.
+        reached: For each mark, the number of seeds that reached it.
+    """
 
     seeds: int = 0
+    twins: int = 0
+    differing: list[int] = field(default_factory=list)
     virtual_s: float = 0.0
+    seconds: float = 0.0
     injected: Counter[str] = field(default_factory=Counter)
     marks: Counter[str] = field(default_factory=Counter)
-    reached: Counter[str] = field(default_factory=Counter)  # in how many seeds each mark was
+    reached: Counter[str] = field(default_factory=Counter)
     violations: list[tuple[Job, Report]] = field(default_factory=list)
 
     def add(self, job: Job, report: Report) -> None:
@@ -208,6 +220,69 @@ class Sweep:
         self.reached.update(list(report.marks))
         if report.oracle:
             self.violations.append((job, report))
+
+    def merge(self, other: Sweep) -> None:
+        """Add the results of other runs."""
+        for name in vars(self):
+            value = getattr(self, name)
+            if isinstance(value, Counter):
+                value.update(getattr(other, name))
+            else:
+                setattr(self, name, value + getattr(other, name))
+
+
+class Kept:
+    """The results of a sweep that was interrupted, in a file: the sweep can go on from there.
+
+    Each line holds the results of some seeds. The file belongs to the source as it is, a shape
+    and a Python: other commits of the same source use it, too.
+
+    Args:
+        folder: Folder of such files. None keeps nothing.
+        shape: The shape of the plans.
+    """
+
+    def __init__(self, folder: Path | None, shape: str) -> None:
+        self._file = folder and folder / f"{_source()}-{shape}-{sys.version_info[1]}.jsonl"
+
+    def __str__(self) -> str:
+        return str(self._file)
+
+    def take(self, jobs: Sequence[Job]) -> tuple[Sweep, list[Job]]:
+        """Return the results of jobs that have run before, and the jobs that are left."""
+        sweep = Sweep()
+        left = {job.seed: job for job in jobs}
+        lines = self._file.read_bytes().splitlines() if self._file and self._file.exists() else ()
+        for line in lines:
+            with contextlib.suppress(ValueError):  # it was being written when the machine stopped
+                ran, results = json.loads(line)
+                if left.keys() >= set(ran):
+                    results["violations"] = [
+                        (left[report["seed"]], Report(**report)) for report in results["violations"]
+                    ]
+                    sweep.merge(Sweep(**results))
+                    for seed in ran:
+                        del left[seed]
+        return sweep, list(left.values())
+
+    def add(self, jobs: Sequence[Job], results: Sweep) -> None:
+        """Keep the results of jobs."""
+        if self._file is None:
+            return
+        told = vars(results) | {"violations": [asdict(report) for _, report in results.violations]}
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with self._file.open("a") as file:
+            file.write(f"\n{json.dumps([[job.seed for job in jobs], told])}\n")
+
+
+def _source() -> str:
+    """Return a hash of the modules of psync."""
+    root = Path(psync.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def commit() -> str:
