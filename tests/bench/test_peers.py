@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,68 @@ def test_no_row_of_that_name_and_missing_programs_are_said(
     assert "no row has 'sideways' in its name" in capsys.readouterr().err
     assert main(["bench", "peers", "--scripts", str(tmp_path), "--out", str(tmp_path)]) == 2
     assert "it comes with the sources of psync" in capsys.readouterr().err
+
+
+def _stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before_answer: str = "0") -> list[str]:
+    """Let a small program stand in for psync; return the options of a run."""
+    greeting = GREETING | {"name": "psync", "works": ["pull", "push"]}
+    answer = f"({before_answer}, json.dumps({{'done': order['steps'], 'seconds': 0.5}}))[1]"
+    command = answering(greeting, answer)
+    monkeypatch.setattr(peers, "commands_of", lambda *_, **__: [command])
+    monkeypatch.setattr(peers, "IDLE_S", 0.01)
+    return ["bench", "peers", "--only", "psync", "--rows", "1 MiB", "--out", str(tmp_path)]
+
+
+def test_an_interrupted_run_keeps_its_rows_and_is_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The second row sends Ctrl-C and waits, as a long row does.
+    waits = (
+        "order['work'] == 'push' and (__import__('os').kill(__import__('os').getppid(), 2), "
+        "__import__('time').sleep(60))"
+    )
+    assert main(_stub(monkeypatch, tmp_path, waits)) == 130
+    printed = capsys.readouterr().out
+    assert "| pull, 1 MiB, GiB/s |" in printed
+    assert f"interrupted: 1 rows are in {tmp_path / 'peers.json'}; --resume" in printed
+    again = [*_stub(monkeypatch, tmp_path), "--resume"]
+    assert main([*again, "--quick"]) == 2
+    assert "resume with the same options" in capsys.readouterr().err
+    assert main(again) == 0
+    captured = capsys.readouterr()
+    assert "measured before: pull, 1 MiB\n" in captured.err
+    assert "… pull, 1 MiB, repetition" not in captured.err
+    written = json.loads((tmp_path / "peers.json").read_text())
+    assert [row["name"] for row in written["rows"]] == ["pull, 1 MiB", "push + SGD, 1 MiB"]
+    assert "| push + SGD, 1 MiB, GiB/s |" in (tmp_path / "peers.md").read_text()
+
+
+def test_nothing_to_resume_and_no_checkout_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = _stub(monkeypatch, tmp_path)
+    assert main([*options, "--resume"]) == 2
+    assert "there is nothing to resume" in capsys.readouterr().err
+    assert main([*options, "--against", str(tmp_path)]) == 2
+    assert "git worktree add" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_another_checkout_is_measured_in_the_same_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "IDLE_S", 0.1)
+    root = SCRIPTS.parents[1]
+    other = tmp_path / "before"
+    (other / "src").mkdir(parents=True)
+    shutil.copytree(root / "src" / "psync", other / "src" / "psync")
+    options = ["--quick", "--only", "psync", "--rows", "pull, 1 MiB", "--against", str(other)]
+    assert main(["bench", "peers", *options, "--out", str(tmp_path)]) == 0
+    [row] = json.loads((tmp_path / "peers.json").read_text())["rows"]
+    assert row["systems"].keys() == {"psync", "psync in before"}
+    assert row["systems"]["psync in before"]["ratio"] > 0
 
 
 @pytest.mark.processes

@@ -113,14 +113,18 @@ class System:
     """A program that measures, between its start and its end.
 
     Args:
-        command: Of it.
+        command: Its command.
+        checkout: Root of the sources of psync that it uses, if these are others than our own.
 
     Raises:
         ConfigurationError: It cannot be started, ends, or says nothing that is an answer.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], checkout: Path | None = None) -> None:
         self._command = command
+        environment = {**os.environ, "PSYNC_LOG_LEVEL": "warning"}
+        if checkout is not None:
+            environment["PYTHONPATH"] = os.fspath(checkout / "src")
         self.polls = False  # it takes much of the CPU while it idles, see ``MAX_IDLE``
         try:
             self._process = subprocess.Popen(
@@ -128,7 +132,8 @@ class System:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "PSYNC_LOG_LEVEL": "warning"},
+                env=environment,
+                process_group=0,  # Ctrl-C is for us
             )
         except OSError as exc:
             raise ConfigurationError(
@@ -143,23 +148,31 @@ class System:
         self.missing: str | None = greeting.get("missing")
         self.pid = self._process.pid
         self.name = str(greeting.get("name"))
+        if checkout is not None:
+            self.name += f" in {checkout.name}"
         self.version = str(greeting.get("version"))
         self.works: Sequence[str] = greeting.get("works", ())
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        self.close(now=kind is KeyboardInterrupt)
 
-    def close(self) -> None:
-        """End it: it ends by itself when there are no more orders; else it is killed."""
+    def close(self, *, now: bool = False) -> None:
+        """End it: it ends when there are no more orders; otherwise it is killed.
+
+        Args:
+            now: Whether it may be in the middle of an order, which is not waited for.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if self.polls:
             self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):
             self._process.stdin.close()
+        if now:
+            self._process.terminate()
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
@@ -255,7 +268,7 @@ def measure(
     repetitions: int,
     quick: bool,
     note: Callable[[str], None],
-) -> list[Figures]:
+) -> Iterator[Figures]:
     """Measure all rows by all systems that know them, in turns.
 
     Args:
@@ -265,23 +278,22 @@ def measure(
         quick: Fewer steps.
         note: Called with what runs next.
 
-    Returns:
-        A dict for each row: ``name``, ``unit``, and ``systems``, by name: ``min``, ``median``,
-        ``max``, ``runs``, and for others than psync ``ratio``, how many times as fast psync is.
+    Yields:
+        A dict for each row, when it has been measured: ``name``, ``unit``, and ``systems``, by
+        name: ``min``, ``median``, ``max``, ``runs``, and for others than psync ``ratio``, how many
+        times as fast psync is.
     """
-    results: list[Figures] = []
     for row in rows:
         taking_part = [system for system in systems if row.work in system.works]
         steps = max(row.steps // 4, 3) if quick else row.steps
         runs: dict[str, list[float]] = {system.name: [] for system in taking_part}
         for repetition in range(repetitions + 1):
             note(f"{row.name}, repetition {repetition} of {repetitions}")
-            for system in taking_part:
+            for system in taking_part[:: 1 if repetition % 2 else -1]:
                 rate = system.measure(row, steps if repetition else max(steps // 4, 2))
                 if repetition:
                     runs[system.name].append(rate)
-        results.append({"name": row.name, "unit": row.unit, "systems": compared(runs)})
-    return results
+        yield {"name": row.name, "unit": row.unit, "systems": compared(runs)}
 
 
 def compared(runs: Mapping[str, Sequence[float]]) -> dict[str, Figures]:
@@ -301,14 +313,25 @@ def compared(runs: Mapping[str, Sequence[float]]) -> dict[str, Figures]:
 
 @contextlib.contextmanager
 def started(
-    commands: Sequence[Sequence[str]], note: Callable[[str], None]
+    commands: Sequence[Sequence[str]],
+    note: Callable[[str], None],
+    against: Path | None = None,
 ) -> Iterator[list[System]]:
-    """Return a context manager with the systems that are installed."""
+    """Return a context manager with the systems that are installed.
+
+    Args:
+        commands: psync's first.
+        note: Called with what starts next.
+        against: Another checkout of psync, which runs right after ours.
+    """
+    checkouts: list[tuple[Sequence[str], Path | None]] = [(command, None) for command in commands]
+    if against is not None:
+        checkouts.insert(1, (commands[0], against))
     with contextlib.ExitStack() as stack:
         systems: list[System] = []
-        for command in commands:
-            note(f"starting {' '.join(command)}")
-            system = stack.enter_context(System(command))
+        for command, checkout in checkouts:
+            note(f"starting {' '.join(command)}" + (f" of {checkout}" if checkout else ""))
+            system = stack.enter_context(System(command, checkout))
             if system.missing is None:
                 systems.append(system)
             else:
@@ -327,19 +350,20 @@ def idle_cpu(systems: Sequence[System], seconds: float) -> dict[str, float]:
     }
 
 
-def commands_of(python: str | None, scripts: Path) -> list[list[str]]:
+def commands_of(python: str | None, scripts: Path, *, floors: bool = True) -> list[list[str]]:
     """Return the commands of psync, of peers in another Python, and of floors.
 
     Args:
         python: A Python that has peers; None: psync and floors alone.
         scripts: The folder of the programs.
+        floors: Whether floors take part.
 
     Raises:
         ConfigurationError: They are not there.
     """
     own = [[sys.executable, "-m", "psync.bench.psync_rows"]]
     asked = [(python, name) for name in SCRIPTS if python]
-    asked += [(sys.executable, name) for name in FLOOR_SCRIPTS]
+    asked += [(sys.executable, name) for name in FLOOR_SCRIPTS if floors]
     for _, name in asked:
         if not (scripts / name).is_file():
             raise ConfigurationError(
@@ -349,8 +373,20 @@ def commands_of(python: str | None, scripts: Path) -> list[list[str]]:
     return own + [[str(interpreter), str(scripts / name)] for interpreter, name in asked]
 
 
-def run(python: str | None, scripts: Path, out: Path, *, quick: bool, rows: str) -> int:
+def run(
+    python: str | None,
+    scripts: Path,
+    out: Path,
+    *,
+    quick: bool,
+    rows: str,
+    only_psync: bool = False,
+    against: Path | None = None,
+    resume: bool = False,
+) -> int:
     """Measure, print the table, and write ``peers.json`` and ``peers.md`` in ``out``.
+
+    Both files are written after each row. Ctrl-C prints the table of the rows so far.
 
     Args:
         python: As for ``commands_of``.
@@ -358,39 +394,117 @@ def run(python: str | None, scripts: Path, out: Path, *, quick: bool, rows: str)
         out: A folder, which may not be there yet.
         quick: Fewer and shorter repetitions.
         rows: Only rows that have this in their names.
+        only_psync: Leave out peers and floors.
+        against: Another checkout of psync, which takes part.
+        resume: Keep the rows that ``peers.json`` has, and measure the others.
 
     Raises:
-        ConfigurationError: No row is called so; or a system fails, or gives a wrong result.
+        ConfigurationError: No row is called so; or a system fails, or gives a wrong result; or
+            what is to be resumed was measured in another way, or is not there.
     """
     chosen = [row for row in ROWS if rows in row.name]
     if not chosen:
         raise ConfigurationError(
             f"no row has {rows!r} in its name", hint="; ".join(row.name for row in ROWS)
         )
-    commands = commands_of(python, scripts)
+    commands = commands_of(None if only_psync else python, scripts, floors=not only_psync)
+    if against is not None:
+        _check_checkout(against := against.resolve())
     out.mkdir(parents=True, exist_ok=True)
-    about = machine()
+    how = {"quick": quick, "only_psync": only_psync, "against": against and str(against)}
+    measured: Figures = {"machine": machine(), "how": how, "rows": []}
+    if resume:
+        measured = _resumed(out / "peers.json", how)
+    done = {row["name"] for row in measured["rows"]}
+    left = [row for row in chosen if row.name not in done]
+    about = measured["machine"]
     print(
         f"{about['cores']} cores, Python {about['python']}, load before: {about['load_before']:.1f}"
     )
-    with started(commands, _note) as systems:
-        idle = idle_cpu(systems, IDLE_S)
-        for system in systems:
-            if idle[system.name] > MAX_IDLE:
-                _note(f"{system.name} polls, and is stopped while others are measured")
-                system.pause()
-        results = measure(systems, chosen, 2 if quick else 5, quick, _note)
-        versions = {system.name: system.version for system in systems}
-    measured = {"machine": about, "versions": versions, "idle_cpu": idle, "rows": results}
-    (out / "peers.json").write_text(json.dumps(measured, indent=1))
-    names = [name for name in versions if any(name in row["systems"] for row in results)]
-    text = report.peers_table(results, names)
-    (out / "peers.md").write_text(text + "\n")
-    print(text)
+    interrupted = False
+    try:
+        with started(commands, _note, against) as systems:
+            measured["versions"] = {system.name: system.version for system in systems}
+            measured["idle_cpu"] = idle = idle_cpu(systems, IDLE_S)
+            for system in systems:
+                if idle[system.name] > MAX_IDLE:
+                    _note(f"{system.name} polls, and is stopped while others are measured")
+                    system.pause()
+            for result in measure(systems, left, 2 if quick else 5, quick, _note):
+                measured["rows"].append(result)
+                _write(out, measured)
+    except KeyboardInterrupt:
+        interrupted = True
+    print(_table(measured))
+    if interrupted:
+        print(f"\ninterrupted: {len(measured['rows'])} rows are in {out / 'peers.json'}; "
+              "--resume measures the others")  # fmt: skip
+        return 130
+    versions, idle = measured["versions"], measured["idle_cpu"]
     print("\n" + "; ".join(f"{name} {version}" for name, version in versions.items()))
     shares = ", ".join(f"{name} {share:.1%}" for name, share in idle.items() if share >= 0.001)
     print(f"CPU of a core while nothing is ordered: {shares or 'none'}")
     return 0
+
+
+def _check_checkout(root: Path) -> None:
+    """Check that a folder is a checkout of psync that can be measured."""
+    if not (root / "src" / "psync" / "bench" / "psync_rows.py").is_file():
+        raise ConfigurationError(
+            f"{root} is no checkout of psync: it has no src/psync/bench/psync_rows.py",
+            hint="git worktree add --detach FOLDER COMMIT makes one",
+        )
+    found = subprocess.run(
+        [sys.executable, "-c", "import psync; print(psync.__file__)"],
+        env={**os.environ, "PYTHONPATH": os.fspath(root / "src")},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if not found.stdout.startswith(os.fspath(root)):
+        raise ConfigurationError(
+            f"this Python does not import psync from {root}, but: "
+            f"{(found.stdout or found.stderr).strip()[-300:]}"
+        )
+
+
+def _resumed(file: Path, how: Figures) -> Figures:
+    """Return what an interrupted run has measured.
+
+    Raises:
+        ConfigurationError: There is no such run, or it measured in another way.
+    """
+    try:
+        measured: Figures = json.loads(file.read_text())
+        before = measured["how"]
+        names = [row["name"] for row in measured["rows"]]
+    except (OSError, ValueError, TypeError, KeyError) as exc:
+        raise ConfigurationError(
+            f"there is nothing to resume: {file} holds no rows ({exc!r})",
+            hint="run it without --resume",
+        ) from exc
+    if before != how:
+        raise ConfigurationError(
+            f"{file} was measured with {before}, and this run would measure with {how}",
+            hint="resume with the same options, or measure into another folder: --out",
+        )
+    _note(f"measured before: {'; '.join(names) or 'nothing'}")
+    return measured
+
+
+def _table(measured: Figures) -> str:
+    results = measured["rows"]
+    versions = measured.get("versions", {})
+    names = [name for name in versions if any(name in row["systems"] for row in results)]
+    return report.peers_table(results, names)
+
+
+def _write(out: Path, measured: Figures) -> None:
+    """Write both files; a reader sees the old ones or the new ones."""
+    for name, text in (
+        ("peers.json", json.dumps(measured, indent=1)),
+        ("peers.md", _table(measured) + "\n"),
+    ):
+        (out / f"{name}.part").write_text(text)
+        (out / f"{name}.part").replace(out / name)
 
 
 def _note(what: str) -> None:

@@ -285,6 +285,22 @@ def sync_async(
     "--rows", metavar="TEXT", default="", help="Only rows with this in their name, as: synchronous."
 )
 @click.option(
+    "--only",
+    type=click.Choice(["psync"]),
+    help="Leave out peers and floors.",
+)
+@click.option(
+    "--against",
+    metavar="CHECKOUT",
+    type=click.Path(path_type=Path),
+    help="Another checkout of psync, which is measured in the same turns.",
+)
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Keep the rows that peers.json in the folder has, and measure the others.",
+)
+@click.option(
     "--scripts",
     type=click.Path(path_type=Path),
     default=Path("benchmarks/peers"),
@@ -296,7 +312,16 @@ def sync_async(
     default=Path("out"),
     help="Folder of peers.json and peers.md.",
 )
-def peers(quick: bool, python: str | None, rows: str, scripts: Path, out: Path) -> int:
+def peers(
+    quick: bool,
+    python: str | None,
+    rows: str,
+    only: str | None,
+    against: Path | None,
+    resume: bool,
+    scripts: Path,
+    out: Path,
+) -> int:
     """Measure psync beside other systems and beside what the machine can do.
 
     Closures, pulls, pushes, rows of tables, synchronous and asynchronous training: each on 2 ps and
@@ -307,10 +332,19 @@ def peers(quick: bool, python: str | None, rows: str, scripts: Path, out: Path) 
     psync and bare sockets; and every peer that ~/peers has:
         psync bench peers --quick
         psync bench peers --peers ~/peers/bin/python
+
+    Each row is written when it has been measured. After Ctrl-C, go on with --resume.
+
+    \b
+    This checkout beside another one:
+        psync bench peers --only psync --against ../psync-before
     """
     from psync.bench import peers as benchmark
 
-    return benchmark.run(python, scripts, out, quick=quick, rows=rows)
+    return benchmark.run(
+        python, scripts, out, quick=quick, rows=rows, only_psync=only is not None,
+        against=against, resume=resume,
+    )  # fmt: skip
 
 
 @psync.command()
