@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tasks_by_hand import by_hand, ended, plain_environ
+
 SCRIPTS = Path(__file__).parent / "scripts"
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -494,3 +496,25 @@ def test_a_script_may_have_a_cluster_of_its_own(tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "joined\n" in run.stdout.splitlines(keepends=True), run.stderr
+
+
+# --- a module of a package ---------------------------------------------------------------------
+
+
+def test_a_module_of_a_package_runs_with_m() -> None:
+    options = ["--ps", "1", "--workers", "2", "--log-level", "error"]
+    run = subprocess.run(
+        [sys.executable, "-m", "psync", "run", "-m", "packaged.train", *options, "--", "--lr", "1"],
+        cwd=SCRIPTS, env=plain_environ(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout, run.stderr) == (0, "[10.0, 10.0, 10.0] --lr 1\n", "")
+
+
+def test_a_module_of_a_package_runs_under_tf_config() -> None:
+    module = ("-m", "packaged.train")
+    with by_hand() as cluster:
+        environ = {"PYTHONPATH": str(SCRIPTS)}
+        tasks = [cluster.start(job, 0, module, environ=environ) for job in ("ps", "worker")]
+        chief = cluster.run("chief", 0, module, environ=environ)
+        assert (chief.code, chief.out) == (0, "[10.0, 10.0, 10.0]\n"), chief.err
+        assert [ended(task).code for task in tasks] == [0, 0]

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from psync.cli.certs import tls_environ, tls_options
-from psync.cli.options import log_level_option, plugin_option
+from psync.cli.options import log_level_option, module_option, plugin_option
 from psync.errors import ConfigurationError, TrainingEnded
 
 
@@ -17,6 +17,7 @@ from psync.errors import ConfigurationError, TrainingEnded
 @click.argument("chief", metavar="HOST:PORT")
 @click.argument("script", required=False, metavar="[SCRIPT]")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
+@module_option
 @click.option(
     "--listen",
     metavar="HOST[:PORT]",
@@ -37,6 +38,7 @@ def join(
     chief: str,
     script: str | None,
     args: tuple[str, ...],
+    module: bool,
     listen: str,
     chief_timeout: str | None,
     plugins: tuple[str, ...],
@@ -63,7 +65,7 @@ def join(
     if script is not None:
         from psync.cli.scripts import script_command
 
-        command = script_command(script, args)
+        command = script_command(script, args, module=module)
         os.environ.update(PSYNC_JOIN=chief, PSYNC_JOIN_LISTEN=listen, PSYNC_LOG_LEVEL=log_level)
         if chief_timeout:
             os.environ["PSYNC_CHIEF_TIMEOUT"] = chief_timeout

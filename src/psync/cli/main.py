@@ -23,7 +23,7 @@ from psync.cli.dashboard import dashboard as dashboard_command
 from psync.cli.health import health
 from psync.cli.join import join
 from psync.cli.launch.commands import launch
-from psync.cli.options import log_level_option, plugin_option
+from psync.cli.options import log_level_option, module_option, plugin_option
 from psync.cli.run_on import engine_options, run_on
 from psync.cli.scale import scale
 from psync.cli.top import top
@@ -69,6 +69,7 @@ def psync(context: click.Context) -> int:
 @psync.command(options_metavar="[OPTIONS]")
 @click.argument("script", metavar="SCRIPT")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
+@module_option
 @click.option("--ps", type=click.IntRange(min=1), default=1, help="Number of ps tasks.")
 @click.option(
     "--workers",
@@ -146,6 +147,7 @@ def psync(context: click.Context) -> int:
 def run(
     script: str,
     args: tuple[str, ...],
+    module: bool,
     ps: int,
     workers: int | None,
     hosts: str | None,
@@ -180,6 +182,10 @@ def run(
     The same on two machines that ssh reaches without a question:
         psync run train.py --ps 2 --hosts a:2,b:2 -- --epochs 10
 
+    \b
+    A module of a package, as python -m runs it:
+        psync run -m research.train --ps 2 --workers 4
+
     Ctrl-C stops all tasks in order, a second one kills them.
     """
     shown = {}
@@ -196,9 +202,10 @@ def run(
     environ = {**os.environ, "PSYNC_LOG_LEVEL": log_level, **shown, **tls_environ(**tls)}
     if engine is not None or engine_address is not None:
         run_on(
-            engine, script, args, address=engine_address, num_ps=ps, num_workers=workers or 1,
-            max_restarts=max_restarts, gpus_per_worker=gpus_per_worker, plugins=plugins,
-            environ=environ, refused=evaluator or chief_restarts or quiet or hosts is not None,
+            engine, script, args, module=module, address=engine_address,
+            num_ps=ps, num_workers=workers or 1, max_restarts=max_restarts,
+            gpus_per_worker=gpus_per_worker, plugins=plugins, environ=environ,
+            refused=evaluator or chief_restarts or quiet or hosts is not None,
         )  # fmt: skip
     from psync.cli.run import launch
     from psync.launch.hosts import HostsPlan, parse_hosts
@@ -209,7 +216,7 @@ def run(
             parse_hosts(hosts), ssh, remote_python or sys.executable, variables, gpus_per_worker
         )
     return launch(
-        script, args, num_ps=ps,
+        script, args, module=module, num_ps=ps,
         num_workers=workers or (1 if plan is None else len(plan.places)),
         hosts=plan, evaluator=evaluator, max_restarts=max_restarts, chief_restarts=chief_restarts,
         quiet=quiet, plugins=plugins, gpus_per_worker=gpus_per_worker, environ=environ,

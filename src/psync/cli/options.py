@@ -15,6 +15,13 @@ log_level_option = click.option(
     help="Lowest level of psync's own log that is shown.",
 )
 
+module_option = click.option(
+    "-m",
+    "--module",
+    is_flag=True,
+    help="SCRIPT is the name of a module, as for python -m: package.module.",
+)
+
 plugin_option = click.option(
     "--plugin",
     "plugins",

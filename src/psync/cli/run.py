@@ -24,7 +24,7 @@ from io import FileIO
 from typing import TYPE_CHECKING
 
 from psync.cli.scale import scaled_on_request
-from psync.cli.scripts import script_command
+from psync.cli.scripts import directory_of, script_command
 from psync.closures.scaling_rule import changes
 from psync.launch.gpus import GpuShares
 from psync.launch.plugins import check_found, plugins_environ
@@ -47,6 +47,7 @@ def launch(
     script: str,
     args: Sequence[str] = (),
     *,
+    module: bool = False,
     num_ps: int = 1,
     num_workers: int = 1,
     evaluator: bool = False,
@@ -73,8 +74,9 @@ def launch(
     checkpoint. The first SIGINT, SIGTERM or SIGHUP stops all tasks in order, the second kills them.
 
     Args:
-        script: A Python file, or a directory with a ``__main__.py``.
+        script: A Python file, or a directory with a ``__main__.py``; or the name of a module.
         args: What the script finds in ``sys.argv``.
+        module: Whether it is a module.
         num_ps: Number of ps tasks, at least 1.
         num_workers: Number of workers, at least 1.
         evaluator: Whether the script also runs as an evaluator, beside the training cluster.
@@ -99,7 +101,7 @@ def launch(
         ConfigurationError: If the script is missing or not one, the secret cannot be used, a plugin
             is not found, there are fewer GPUs, or a host cannot be reached or used.
     """
-    command = script_command(script, args)
+    command = script_command(script, args, module=module)
     commands = {"chief": command, "ps": ps_command, "worker": command, "evaluator": command}
     jobs = {"chief": 1, "ps": num_ps, "worker": num_workers}
     if evaluator:
@@ -107,8 +109,7 @@ def launch(
     # Checked here, where it is one error, and not one on each task.
     variables = plugins_environ(plugins, environ)
     if plugins:
-        directory = script if os.path.isdir(script) else os.path.dirname(script)
-        places = [os.path.abspath(directory), os.getcwd()]
+        places = [directory_of(script, module=module), os.getcwd()]
         check_found(plugins, [*places, *sys.path])
         python_path = [*places, *filter(None, [environ.get("PYTHONPATH")])]
         environ = {**environ, **variables, "PYTHONPATH": os.pathsep.join(python_path)}
@@ -121,10 +122,10 @@ def launch(
     else:
         hosts.check(num_workers)
         text = mint_secret() if known is None else os.fsdecode(known.value)
-        place = partial(hosts.group, secret=text, environ=environ, script=script)
+        place = partial(hosts.group, secret=text, environ=environ, script="" if module else script)
     joinable = known is not None  # nobody else knows one that is made here
     limits = max_restarts, chief_restarts
-    run = _Run(commands, jobs, environ, place, hosts, gpus, *limits, quiet, joinable)
+    run = _Run(script, commands, jobs, environ, place, hosts, gpus, *limits, quiet, joinable)
     try:
         return asyncio.run(run.run())
     except (OSError, BaseExceptionGroup) as error:
@@ -147,6 +148,7 @@ Place = Callable[[Mapping[str, int]], AbstractAsyncContextManager[ProcessGroup]]
 class _Run:
     """One run, from the first task's start to the last one's end."""
 
+    program: str
     commands: Mapping[str, Sequence[str]]
     jobs: Mapping[str, int]
     environ: Mapping[str, str]
@@ -184,7 +186,7 @@ class _Run:
                         for job, count in self.jobs.items()
                         for index in range(count)
                     }
-                    program = os.path.basename(self.commands["chief"][1])
+                    program = os.path.basename(self.program)
                     async with scaled_on_request(self.scale, program, self.environ):
                         code = await self._outcome
                     if code == 0 and ("evaluator", 0) in watchers:
@@ -258,7 +260,7 @@ class _Run:
                     return
                 if code == 0 and not membership.read(1):
                     say(
-                        f"{self.commands['chief'][1]} ended without psync.run(main), so it has "
+                        f"{self.program} ended without psync.run(main), so it has "
                         "used no ps and no worker; end it in: psync.run(main)"
                     )
             death = f"the chief {describe_exit(code)}"

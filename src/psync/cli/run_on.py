@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from psync.cli.scripts import script_command
+from psync.cli.scripts import directory_of, script_command
 from psync.errors import ConfigurationError
 from psync.launch.plugins import check_found, plugins_environ
 
@@ -48,6 +48,7 @@ def run_on(
     script: str,
     args: Sequence[str],
     *,
+    module: bool = False,
     address: str | None,
     num_ps: int,
     num_workers: int,
@@ -61,8 +62,9 @@ def run_on(
 
     Args:
         engine: One of ``ENGINES``; None: it was not said.
-        script: A Python file, or a directory with a ``__main__.py``.
+        script: A Python file, or a directory with a ``__main__.py``; or the name of a module.
         args: What the script finds in ``sys.argv``.
+        module: Whether it is a module.
         address: Where the engine is; None: as its own variables say.
         num_ps: Number of ps tasks.
         num_workers: Number of workers.
@@ -81,7 +83,7 @@ def run_on(
         raise click.UsageError("--address needs --on ray or --on dask.")
     if refused:
         raise click.UsageError("--on has no --evaluator, --chief-restarts, --quiet and --hosts.")
-    command = script_command(script, args)
+    command = script_command(script, args, module=module)
     if find_spec(ENGINES[engine]) is None:
         raise ConfigurationError(
             f"--on {engine} needs the package {ENGINES[engine]}, which is not installed here",
@@ -89,8 +91,7 @@ def run_on(
         )
     variables = {**environ, **plugins_environ(plugins, environ)}
     if plugins:
-        directory = script if os.path.isdir(script) else os.path.dirname(script)
-        places = [os.path.abspath(directory), os.getcwd()]
+        places = [directory_of(script, module=module), os.getcwd()]
         check_found(plugins, [*places, *sys.path])
         python_path = [*places, *filter(None, [environ.get("PYTHONPATH")])]
         variables["PYTHONPATH"] = os.pathsep.join(python_path)

@@ -160,7 +160,7 @@ def enter(directory: str, script: str) -> None:
         os.chdir(directory)
     except OSError as exc:
         raise ConfigurationError(f"{directory}: {exc.strerror}", hint=hint) from exc
-    if not os.path.exists(script):
+    if script and not os.path.exists(script):
         raise ConfigurationError(f"{os.path.join(directory, script)} is not there", hint=hint)
 
 

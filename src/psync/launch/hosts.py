@@ -133,7 +133,7 @@ class HostsPlan:
             jobs: As of a ``ProcessGroup``.
             secret: Of the cluster.
             environ: Of tasks here, and in part of those there.
-            script: The program, which must be there, too.
+            script: The program, which must be there, too; "": a module, which Python looks for.
 
         Raises:
             ConfigurationError: A host cannot be reached, or cannot run the program.
