@@ -32,6 +32,7 @@ from psync.api.optimizers.staleness_bound import StalenessBound as StalenessBoun
 from psync.api.optimizers.state import PushResult as PushResult
 from psync.api.pulls import pull as pull
 from psync.api.reads import cache_variable_reads as cache_variable_reads
+from psync.api.seeing import report as report
 from psync.api.strategy import ParameterServerStrategy as ParameterServerStrategy
 from psync.api.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
 from psync.api.variables import ShardedVariable as ShardedVariable

@@ -34,6 +34,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
+from psync.api import seeing
 from psync.api.cluster_coordinator import ClusterCoordinator as AsyncCoordinator
 from psync.api.data_shards import Visits
 from psync.api.datasets import PerWorkerDataset
@@ -55,7 +56,7 @@ from psync.status.model import Status
 T = TypeVar("T")
 P = ParamSpec("P")
 
-__all__ = ["ClusterCoordinator", "LocalCluster", "run", "wait"]
+__all__ = ["ClusterCoordinator", "LocalCluster", "report", "run", "wait"]
 
 
 class _Waits:
@@ -372,6 +373,20 @@ class ClusterCoordinator(_Blocking):
     def ps_statistics(self) -> list[dict[str, Any]]:
         """Return each ps task's counters."""
         return wait(self.coordinator.ps_statistics())
+
+
+@contextlib.contextmanager
+def report(path: str | os.PathLike[str]) -> Generator[None, None, None]:
+    """Write an HTML file that shows a run, see ``psync.report``.
+
+    Enter it within the block of a ``LocalCluster`` or ``ClusterCoordinator``, whose loop it needs.
+    """
+    inner = seeing.report(path)
+    wait(inner.__aenter__())
+    try:
+        yield
+    finally:
+        wait(inner.__aexit__(None, None, None))
 
 
 def _on_loop(function: Callable[..., T], *args: Any) -> T:

@@ -11,7 +11,7 @@ import pytest
 import psync
 from memory_cluster import cluster_of, coordinating
 from psync.api.coordinator_options import MAX_REPORTED
-from psync.errors import ClosedError, ConfigurationError
+from psync.errors import ClosedError, ConfigurationError, UsageError
 from psync.status.dashboard.run_log import FinishedRun
 from psync.status.model import ShardStatus
 
@@ -84,3 +84,58 @@ async def test_of_names_that_are_reported_the_newest_are_kept() -> None:
             coordinator.report({f"loss {number}": 1.0})
         names = list((await coordinator.status()).reported)
     assert names == [f"loss {number}" for number in range(5, MAX_REPORTED + 5)]
+
+
+async def test_a_report_tells_of_coordinators_that_run_and_of_those_that_start(
+    tmp_path: Path,
+) -> None:
+    first, second = tmp_path / "first.html", tmp_path / "second.html"
+    async with psync.report(first):
+        async with coordinating() as (_, coordinator):
+            async with psync.report(second):
+                coordinator.report({"loss": 0.25})
+                await _a_moment(coordinator)
+    for path in (first, second):
+        page = path.read_text()
+        assert '"reported loss":[' in page
+        assert page.count('"schema":1') > 0
+
+
+async def test_the_report_of_a_run_that_fails_is_written(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with psync.report(tmp_path / "run.html"), coordinating() as (_, coordinator):
+            await _a_moment(coordinator)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await run()
+    assert (tmp_path / "run.html").exists()
+
+
+async def test_a_report_never_costs_the_result_of_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with psync.report(tmp_path / "run.html"):
+        pass
+    assert "there is no report" in caplog.text
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(elsewhere))
+    async with psync.report(folder / "run.html"), coordinating() as (_, coordinator):
+        await _a_moment(coordinator)
+        folder.rmdir()
+    assert f"report {folder / 'run.html'} cannot be written: see {elsewhere}" in caplog.text
+    assert [path.name for path in elsewhere.glob("*/*")] == ["run.html"]
+
+
+async def test_a_report_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="No such file or directory"):
+        async with psync.report(tmp_path / "missing" / "run.html"):
+            pass
+    report = psync.report(tmp_path / "run.html")
+    async with report:
+        pass
+    with pytest.raises(UsageError, match="it was entered before"):
+        async with report:
+            pass

@@ -18,13 +18,16 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("option", [["--evaluator"], ["--quiet"], ["--chief-restarts", "2"]])
+@pytest.mark.parametrize(
+    "option", [["--evaluator"], ["--quiet"], ["--chief-restarts", "2"], ["--report", "x.html"]]
+)
 def test_what_needs_a_launcher_is_refused(
     script: str, option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", "--on", "ray", *option, script]) == 2
     assert (
-        "--on has no --evaluator, --chief-restarts, --quiet and --hosts" in capsys.readouterr().err
+        "--on has no --evaluator, --chief-restarts, --quiet, --hosts and --report"
+        in capsys.readouterr().err
     )
 
 

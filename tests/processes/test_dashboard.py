@@ -99,3 +99,40 @@ def test_a_port_in_use_ends_the_run_with_one_error(tmp_path: Path) -> None:
         )  # fmt: skip
     assert run.returncode == 2
     assert f"dashboard: {address} is in use by another program" in run.stderr
+
+
+def test_a_run_whose_chief_is_killed_is_in_its_report(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(
+        "import asyncio, os, signal, sys\n"
+        "import psync\n"
+        "async def main():\n"
+        "    strategy = psync.ParameterServerStrategy()\n"
+        "    async with psync.ClusterCoordinator(strategy) as coordinator:\n"
+        "        coordinator.report({'life': int(os.environ['PSYNC_RESTART_COUNT'])})\n"
+        "        moments = 0\n"
+        "        while moments < 3:\n"
+        "            moments = open(os.environ['PSYNC_RUN_LOG']).read().count('\"life\"')\n"
+        "            await asyncio.sleep(0.05)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "psync.run(main)\n"
+    )
+    report = tmp_path / "run.html"
+    run = subprocess.run(
+        [*PSYNC, "run", str(script), "--report", str(report)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 128 + signal.SIGKILL
+    assert f"psync: the report of the run is in {report}\n" in run.stderr
+    assert '"reported life":[' in report.read_text()
+
+
+def test_without_a_coordinator_there_is_no_report_and_the_exit_code_stays(tmp_path: Path) -> None:
+    script, report = tmp_path / "nothing.py", tmp_path / "run.html"
+    script.write_text("async def main(): raise SystemExit(7)\nimport psync; psync.run(main)\n")
+    run = subprocess.run(
+        [*PSYNC, "run", str(script), "--report", str(report)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (run.returncode, report.exists()) == (7, False)
+    assert "psync: there is no report: no coordinator has run\n" in run.stderr

@@ -152,3 +152,12 @@ def test_a_stretch_is_traced_in_plain_calls(
     assert sorted(trace.tasks.values()) == sorted(traced.summary.tasks)
     steps = [each for worker in trace.tasks.values() for each in trace.slices(worker, "steps")]
     assert any(each["name"].endswith("<lambda>") for each in steps)
+
+
+def test_a_run_is_reported_in_plain_calls(
+    coordinator: blocking.ClusterCoordinator, tmp_path: Path
+) -> None:
+    with blocking.report(tmp_path / "run.html"):
+        coordinator.schedule(lambda: None)
+        coordinator.join()
+    assert "1 finished" in (tmp_path / "run.html").read_text()

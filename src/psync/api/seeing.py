@@ -1,12 +1,18 @@
-"""What is seen of a coordinator's run: its status, dashboard and run log."""
+"""What is seen of a coordinator's run: its status, dashboard, run log and report."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
+import logging
 import os
+import tempfile
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
+from psync.errors import PsyncError, UsageError
 from psync.status.model import ShardStatus
 from psync.status.sampling import StatusSource
 from psync.status.serving import ServedStatus
@@ -16,6 +22,90 @@ if TYPE_CHECKING:
     from psync.coordinator import Coordinator
     from psync.net.platform import Platform
     from psync.status.dashboard.attached import Attached
+    from psync.status.dashboard.recorder import Recorder
+
+logger = logging.getLogger(__name__)
+
+_running: dict[SeenRun, None] = {}
+"""Runs of this process that can be reported, in the order of their starts."""
+
+_reports: dict[report, None] = {}
+"""Reports that are open."""
+
+
+class report:
+    """Write an HTML file that shows a run as the dashboard does, and opens offline.
+
+    It tells of every coordinator of this process that runs within the context: of those that run
+    when it begins, and of those that start within it. A moment a second is noted. The file is
+    written when the context ends, after an error, too.
+
+    Args:
+        path: Path of the file, "….html", which is replaced. If it cannot be written at the end, a
+            warning names the file in the folder for temporary files that was written instead.
+
+    Raises:
+        ConfigurationError: When it is entered: the folder is missing or cannot be written.
+        UsageError: The same value is entered again.
+
+    Cancellation: The report of the run until then is written.
+
+    Example:
+        async with psync.report("run.html"):
+            async with psync.ClusterCoordinator(strategy) as coordinator:
+                ...
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._log = ""
+        self._recorders: list[Recorder] = []
+
+    async def __aenter__(self) -> None:
+        from psync.status.dashboard.report_page import check_path
+
+        if self._log:
+            raise UsageError("report: it was entered before", hint="make another one")
+        self._path = check_path(self._path)
+        fd, self._log = tempfile.mkstemp(prefix="psync-report-", suffix=".jsonl")
+        os.close(fd)
+        _reports[self] = None
+        for run in _running:
+            self._record(run)
+
+    def _record(self, run: SeenRun) -> None:
+        """Note what happens in a run, until the run ends or the report does."""
+        from psync.status.dashboard.recorder import Recorder
+        from psync.status.dashboard.run_log import RunLog
+
+        log = RunLog(self._log, run.source.program, append=True)
+        recorder = Recorder(run.source.status, log)
+        run.source.asks_workers = True
+        run.stack.push_async_callback(recorder.close)
+        self._recorders.append(recorder)
+        recorder.start()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        from psync.status.dashboard.report_page import write_report
+
+        _reports.pop(self, None)
+        try:
+            for recorder in self._recorders:
+                await recorder.close()
+            try:
+                written = await asyncio.to_thread(write_report, self._log, self._path)
+            except PsyncError as exc:  # never worth the result of a run
+                logger.warning("there is no report: %s", exc)
+            else:
+                if written != self._path:
+                    logger.warning("report %s cannot be written: see %s", self._path, written)
+        finally:
+            os.unlink(self._log)
 
 
 class SeenRun:
@@ -29,6 +119,7 @@ class SeenRun:
 
     Attributes:
         source: Of the status.
+        stack: What ends with the run.
 
     Raises:
         ConfigurationError: As ``ServedStatus``.
@@ -49,6 +140,7 @@ class SeenRun:
             variable.spec.variable_id: variable.spec.name for variable in strategy.variables
         }
         self._served = ServedStatus(self.source, platform, metrics)
+        self.stack = contextlib.AsyncExitStack()
         self._shown: Attached | None = None  # None: there is no dashboard, and no run log
         asked = (dashboard, "PSYNC_DASHBOARD"), (run_log, "PSYNC_RUN_LOG")
         if any(os.environ.get(name) if given is None else given for given, name in asked):
@@ -66,11 +158,16 @@ class SeenRun:
         await self._served.start()
         if self._shown is not None:
             await self._shown.start()
+        _running[self] = None
+        for each in _reports:
+            each._record(self)
 
     async def close(self) -> None:
         """Show it to nobody any more. Cancellation: a connection may still be closing."""
+        _running.pop(self, None)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._served.close)
+            stack.push_async_callback(self.stack.aclose)
             if self._shown is not None:
                 await self._shown.close()
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -22,7 +23,13 @@ if TYPE_CHECKING:
     metavar="HOST:PORT",
     help="Where to serve the page. Port 0: a free one.",
 )
-def dashboard(log: str, address: str) -> int:
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    metavar="RUN.html",
+    help="Write a page that opens offline, and serve nothing.",
+)
+def dashboard(log: str, address: str, report: Path | None) -> int:
     """Show the run of a log in a web page, whose URL is printed. Ctrl-C ends it.
 
     psync run --log RUN.jsonl writes one, and so does ClusterCoordinator(run_log=…). For a run that
@@ -32,6 +39,11 @@ def dashboard(log: str, address: str) -> int:
     from psync.status.dashboard.server import check_can_serve
     from psync.status.dashboard.shows import LogShow
 
+    if report is not None:
+        from psync.status.dashboard.report_page import check_path, write_report
+
+        click.echo(write_report(log, check_path(report)))
+        return 0
     check_can_serve(address)
     with contextlib.closing(FinishedRun(log)) as run:
         asyncio.run(_serve(LogShow(run), address))

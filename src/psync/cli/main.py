@@ -11,7 +11,8 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from psync.cli.run_on import engine_options, run_on
 from psync.cli.scale import scale
 from psync.cli.top import top
 from psync.cli.trace import trace
-from psync.errors import ConfigurationError, TrainingEnded
+from psync.errors import ConfigurationError, PsyncError, TrainingEnded
 from psync.launch.task_output import configure_logging, fill_standard_streams
 
 USAGE_ERROR = 2  # exit code, as everywhere
@@ -141,6 +142,12 @@ def psync(context: click.Context) -> int:
     metavar="RUN.jsonl",
     help="Write the run down, for psync dashboard RUN.jsonl.",
 )
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    metavar="RUN.html",
+    help="Write a page that shows the whole run and opens offline.",
+)
 @plugin_option
 @tls_options
 @log_level_option
@@ -165,6 +172,7 @@ def run(
     dashboard: bool,
     dashboard_address: str | None,
     run_log: str | None,
+    report: Path | None,
     plugins: tuple[str, ...],
     log_level: str,
     **tls: Any,
@@ -197,30 +205,58 @@ def run(
 
         shown["PSYNC_DASHBOARD"] = dashboard_address or DEFAULT_ADDRESS
         check_can_serve(shown["PSYNC_DASHBOARD"])
-    if run_log:
-        shown["PSYNC_RUN_LOG"] = run_log
-    environ = {**os.environ, "PSYNC_LOG_LEVEL": log_level, **shown, **tls_environ(**tls)}
-    if engine is not None or engine_address is not None:
-        run_on(
-            engine, script, args, module=module, address=engine_address,
-            num_ps=ps, num_workers=workers or 1, max_restarts=max_restarts,
-            gpus_per_worker=gpus_per_worker, plugins=plugins, environ=environ,
-            refused=evaluator or chief_restarts or quiet or hosts is not None,
-        )  # fmt: skip
-    from psync.cli.run import launch
-    from psync.launch.hosts import HostsPlan, parse_hosts
+    with contextlib.ExitStack() as stack:
+        if report is not None:
+            run_log = stack.enter_context(_reported(report, run_log))
+        if run_log:
+            shown["PSYNC_RUN_LOG"] = run_log
+        environ = {**os.environ, "PSYNC_LOG_LEVEL": log_level, **shown, **tls_environ(**tls)}
+        if engine is not None or engine_address is not None:
+            run_on(
+                engine, script, args, module=module, address=engine_address,
+                num_ps=ps, num_workers=workers or 1, max_restarts=max_restarts,
+                gpus_per_worker=gpus_per_worker, plugins=plugins, environ=environ,
+                refused=evaluator or chief_restarts or quiet or bool(hosts or report),
+            )  # fmt: skip
+        from psync.cli.run import launch
+        from psync.launch.hosts import HostsPlan, parse_hosts
 
-    plan = None
-    if hosts is not None:
-        plan = HostsPlan(
-            parse_hosts(hosts), ssh, remote_python or sys.executable, variables, gpus_per_worker
-        )
-    return launch(
-        script, args, module=module, num_ps=ps,
-        num_workers=workers or (1 if plan is None else len(plan.places)),
-        hosts=plan, evaluator=evaluator, max_restarts=max_restarts, chief_restarts=chief_restarts,
-        quiet=quiet, plugins=plugins, gpus_per_worker=gpus_per_worker, environ=environ,
-    )  # fmt: skip
+        plan = None
+        if hosts is not None:
+            plan = HostsPlan(
+                parse_hosts(hosts), ssh, remote_python or sys.executable, variables, gpus_per_worker
+            )
+        return launch(
+            script, args, module=module, num_ps=ps,
+            num_workers=workers or (1 if plan is None else len(plan.places)),
+            hosts=plan, evaluator=evaluator, max_restarts=max_restarts,
+            chief_restarts=chief_restarts, quiet=quiet, plugins=plugins,
+            gpus_per_worker=gpus_per_worker, environ=environ,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _reported(report: Path, run_log: str | None) -> Iterator[str]:
+    """Return a context that writes a report at its end; it yields the path of the run log.
+
+    Raises:
+        ConfigurationError: The report cannot be written there.
+    """
+    from psync.status.dashboard.report_page import check_path, write_report
+
+    check_path(report)
+    with tempfile.TemporaryDirectory(prefix="psync-report-") as folder:
+        log = run_log or os.path.join(folder, "run.jsonl")
+        yield log
+        try:
+            if not os.path.exists(log):
+                raise ConfigurationError("no coordinator has run")
+            written = write_report(log, report)
+        except PsyncError as exc:  # never worth the exit code of a run
+            click.echo(f"psync: there is no report: {exc}", err=True)
+        else:
+            why = "" if written == report else f", for {report} cannot be written"
+            click.echo(f"psync: the report of the run is in {written}{why}", err=True)
 
 
 @psync.group()

@@ -82,7 +82,9 @@ def run_on(
     if engine is None:
         raise click.UsageError("--address needs --on ray or --on dask.")
     if refused:
-        raise click.UsageError("--on has no --evaluator, --chief-restarts, --quiet and --hosts.")
+        raise click.UsageError(
+            "--on has no --evaluator, --chief-restarts, --quiet, --hosts and --report."
+        )
     command = script_command(script, args, module=module)
     if find_spec(ENGINES[engine]) is None:
         raise ConfigurationError(

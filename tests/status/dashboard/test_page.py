@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from psync.errors import ConfigurationError
+from psync.status.dashboard.report_page import write_report
 from psync.status.dashboard.run_log import FinishedRun, RunLog
 from psync.status.dashboard.server import serving
 from psync.status.dashboard.shows import LiveShow, LogShow, Show
@@ -63,14 +64,19 @@ def live(num_workers: int, moments: int = 100) -> LiveShow:
 
 async def browse(show: Show, *flags: str, query: str = "") -> tuple[str, list[str]]:
     """Open the page; return what it has become, and what the browser complains of."""
+    async with serving(show, "127.0.0.1:0") as url:
+        return await opened(url + query, *flags)
+
+
+async def opened(url: str, *flags: str) -> tuple[str, list[str]]:
+    """Open a URL, as ``browse``."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory() as profile:
-        async with serving(show, "127.0.0.1:0") as url:
-            process = await asyncio.create_subprocess_exec(
-                CHROMIUM, *FLAGS, *flags, f"--user-data-dir={profile}", url + query,
-                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            )  # fmt: skip
-            out, err = await process.communicate()
+        process = await asyncio.create_subprocess_exec(
+            CHROMIUM, *FLAGS, *flags, f"--user-data-dir={profile}", url,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
     return out.decode(), [line for line in err.decode().splitlines() if "CONSOLE" in line]
 
@@ -132,6 +138,23 @@ async def test_a_run_log_has_a_way_through_time(tmp_path: Path) -> None:
     assert "from its log" in page
     assert re.search(r'id="slider"[^>]*max="1000000059"', page)
     assert not re.search(r'<label id="travel"[^>]*hidden', page)
+
+
+@pytest.mark.timeout(120)
+async def test_a_report_is_the_page_of_the_whole_run_without_a_server(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run.jsonl", "train.py")
+    for at in range(60):
+        log.add(moment(float(at), 8))
+    log.close()
+    path = write_report(log.path, tmp_path / "run.html")
+    page, complaints = await opened(path.as_uri(), "--dump-dom")
+    assert complaints == []
+    assert page.count('class="uplot') == 4
+    assert '<button type="button" data-span="run" aria-pressed="true">' in page
+    assert re.search(r'id="slider"[^>]*max="1000000059"', page)
+    assert "Worker 7 is gone" in texts(page, "why")
+    assert "ended" in texts(page, "state")
+    assert "&lt;b&gt;worker 0&lt;/b&gt; takes part" in page
 
 
 @pytest.mark.timeout(120)

@@ -90,16 +90,21 @@ class LogShow:
     async def view(self, span: str, time: float | None) -> str:
         """Return the page as JSON. Cancellation: safe."""
         async with self._reading:
-            return await asyncio.to_thread(self._view, span, self._index(time))
+            return await asyncio.to_thread(self.view_at, span, self._index(time))
 
-    def _view(self, span: str, index: int) -> str:
+    def series(self) -> dict[str, list[float | None]]:
+        """Return the charts of the whole run."""
+        return self._whole.series("run")
+
+    def view_at(self, span: str, index: int) -> str:
+        """Return the page of a moment, by its number, as JSON."""
         lanes = History()
         for at in range(max(0, index + 1 - LANE_CELLS), index + 1):
             lanes.add_lanes(self._status(at))
         status = self._status(index)
         view = view_of(status, lanes, span=span, mode="log")
         if span == "run":
-            view["series"] = self._whole.series("run")
+            view["series"] = self.series()
         else:
             first = bisect.bisect_left(self._times, status.time - RECENT_S)
             view["series"] = columns(self._rows[first : index + 1])

@@ -19,7 +19,10 @@ const PS = [
   ["duplicates", "sent again"], ["backup", "backup", "left"],
 ];
 
-const asked = { span: "recent", time: null, count: 0 };
+// A report has all that can be asked for in the page: moments of the run, and the charts of the whole run.
+const RECORDED = JSON.parse($("report")?.textContent ?? "null");
+
+const asked = { span: RECORDED ? "run" : "recent", time: null, count: 0 };
 let view = null;
 let draw = null;
 
@@ -117,9 +120,16 @@ async function answered(query) {
   }
 }
 
+function recorded() {
+  const { moments, series } = RECORDED;
+  const after = asked.time === null ? -1 : moments.findIndex((moment) => moment.time > asked.time);
+  const moment = after < 0 ? moments.at(-1) : moments[Math.max(0, after - 1)];
+  return asked.span === "run" ? { ...moment, series } : moment;
+}
+
 async function refresh() {
   const number = asked.count += 1;
-  const got = await answered(`span=${asked.span}${asked.time === null ? "" : `&time=${asked.time}`}`);
+  const got = RECORDED ? recorded() : await answered(`span=${asked.span}${asked.time === null ? "" : `&time=${asked.time}`}`);
   if (number !== asked.count) return;  // something else was asked for meanwhile
   if (typeof got === "string") return complain(view ? `${got} What you see is of ${clock(view.time)}.` : got);
   if (got.schema === undefined) return complain("The first status is on its way.");
@@ -138,6 +148,7 @@ async function follow() {
 }
 
 for (const button of document.querySelectorAll("[data-span]")) {
+  button.setAttribute("aria-pressed", button.dataset.span === asked.span);
   button.addEventListener("click", () => {
     asked.span = button.dataset.span;
     for (const each of document.querySelectorAll("[data-span]")) each.setAttribute("aria-pressed", each === button);
