@@ -32,7 +32,7 @@ def script_command(script: str, args: Sequence[str] = (), *, module: bool = Fals
         is_module = path.suffix not in SCRIPT_SUFFIXES and os.sep not in script
         raise ConfigurationError(
             f"script {script!r} does not exist",
-            hint="a module runs with -m, as with python" if is_module else "",
+            hint="a module runs with -m, as with python" if is_module else None,
         )
     if path.is_dir():
         if not (path / "__main__.py").is_file():
