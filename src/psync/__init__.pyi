@@ -43,6 +43,7 @@ from psync.api.variables import variable_creator_scope as variable_creator_scope
 from psync.chief.events import FailoverEvent as FailoverEvent
 from psync.chief.events import RollbackEvent as RollbackEvent
 from psync.client.context import get_worker_index as get_worker_index
+from psync.client.context import request_stop as request_stop
 from psync.client.context import wait as wait
 from psync.cluster import ClusterSpec as ClusterSpec
 from psync.cluster_roles import id_in_cluster as id_in_cluster

@@ -357,6 +357,11 @@ class ClusterCoordinator(_Blocking):
         finally:
             wait(inner.__aexit__(None, None, None))
 
+    @property
+    def stop_reason(self) -> str | None:
+        """Why a step asked to stop, see ``psync.ClusterCoordinator.stop_reason``."""
+        return _on_loop(lambda: self.coordinator.stop_reason)
+
     def report(self, values: Mapping[str, float]) -> None:
         """Show values in the status, see ``psync.ClusterCoordinator.report``."""
         _on_loop(self.coordinator.report, values)

@@ -132,6 +132,24 @@ def _checked_number(name: str, value: Any) -> float:
     return number
 
 
+class TerminateOnNaN(Callback):
+    """Ends training at once when the loss of a batch is not finite.
+
+    The updates of that batch have been applied by then. To refuse them, give the optimizer
+    ``forbid_nonfinite=True``. ``trainer.history.stop_reason`` says which loss it was.
+
+    Example:
+        history = await trainer.fit(data, epochs=3, callbacks=[psync.callbacks.TerminateOnNaN()])
+
+    Source: ``keras.callbacks.TerminateOnNaN``.
+    """
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        loss = logs.get("loss")
+        if loss is not None and not math.isfinite(loss):
+            self.trainer.request_stop(f"loss is {loss} in batch {batch}")
+
+
 class EarlyStopping(Callback):
     """Ends training when a value gets no better any more.
 

@@ -302,6 +302,11 @@ class Coordinator:
         if finish_steps and self.done():
             await self._finish_steps(deadline, timeout_s)
 
+    @property
+    def stop_reason(self) -> str | None:
+        """Why a step has asked for the end of training; see ``ClusterCoordinator.stop_reason``."""
+        return self._queue.requested_stop or self.joins.stop_reason
+
     async def collect_into(self, error: Exception) -> None:
         """Collect the error that a join would raise; see ``Joins.collect_into``.
 

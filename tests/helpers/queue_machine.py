@@ -147,6 +147,7 @@ class ClosureQueueMachine(RuleBasedStateMachine):
         self.errors: list[BaseException | None] = []  # of failed closures, until collected
         self.ends: list[BaseException | None] = []  # of exhausted ones, until collected
         self.pauses = 0
+        self.stopping = False  # a step has asked for the end, and no error came since
         self.low_water = 0
 
     def teardown(self) -> None:
@@ -173,10 +174,11 @@ class ClosureQueueMachine(RuleBasedStateMachine):
                     assert all(self.sent_to[i] == name for i in ids)
                     assert not worker.asked, "asked again before the answer"
                     assert not self.errors
-                    assert not self.pauses
+                    assert self.stopping or not self.pauses
                     assert not worker.retired, "it gives back unasked"
                     staying = [w.name for w in self.workers.values() if not w.retired]
-                    assert any(other not in self.sent_to.values() for other in staying)
+                    idle = any(other not in self.sent_to.values() for other in staying)
+                    assert self.stopping or idle
                     assert self.queue.statistics().queued == 0
                     worker.asked = True
                     worker.to_worker.append(action)
@@ -192,9 +194,11 @@ class ClosureQueueMachine(RuleBasedStateMachine):
                 assert closure.error is None
             case State.CANCELLED:
                 assert isinstance(closure.error, ClosureCancelled)
-                assert self.errors or closure.id in self.cancelled, "nobody asked for it"
+                asked = self.errors or self.stopping or closure.id in self.cancelled
+                assert asked, "nobody asked for it"
             case State.FAILED:
                 self.errors.append(closure.error)
+                self.stopping = False
             case State.EXHAUSTED:
                 self.ends.append(closure.error)
         if isinstance(closure.error, ClosureInputError):
@@ -205,6 +209,7 @@ class ClosureQueueMachine(RuleBasedStateMachine):
             return
         assert not self.errors, "dispatched after an error"
         assert not self.pauses, "dispatched while paused"
+        assert not self.stopping, "dispatched after a request to stop"
         assert len({dispatch.worker for dispatch in dispatches}) == len(dispatches)
         ids = []
         for dispatch in dispatches:
@@ -293,6 +298,13 @@ class ClosureQueueMachine(RuleBasedStateMachine):
         assert all(error in [*self.errors, *map(root, self.ends)] for error in further)
         self.errors.clear()
         self.ends.clear()
+
+    @precondition(lambda self: not self.errors)
+    @rule()
+    def request_stop(self) -> None:
+        self.stopping = True
+        self.perform(self.queue.request_stop("the loss is NaN"))
+        assert self.queue.requested_stop == "the loss is NaN"
 
     # --- what workers do ---
 
@@ -469,13 +481,16 @@ class ClosureQueueMachine(RuleBasedStateMachine):
     def all_messages_arrive(self) -> None:
         """No closure waits for a worker, or behind another closure, while a worker is idle."""
         self.deliver_everything()
-        if self.errors or self.pauses:
+        if self.stopping:
+            retired = [w for w in self.workers.values() if w.retired]
+            assert not any(w.unstarted for w in self.workers.values() if w not in retired)
+        if self.errors or self.pauses or self.stopping:
             return
         if any(w.running is None and not w.leaving for w in self.workers.values()):
             assert self.queue.statistics().queued == 0
             assert not any(worker.unstarted for worker in self.workers.values())
 
-    @precondition(lambda self: len(self.staying()) > 1 and not self.errors)
+    @precondition(lambda self: len(self.staying()) > 1 and not self.errors and not self.stopping)
     @rule(data=st.data(), num_stuck=st.integers(1, 2))
     def nothing_waits_behind_a_closure_that_waits(
         self, data: st.DataObject, num_stuck: int
@@ -506,7 +521,7 @@ class ClosureQueueMachine(RuleBasedStateMachine):
                 if worker.running:
                     worker.end(None)
             self.deliver_everything()
-        if self.staying() or self.errors:
+        if self.staying() or self.errors or self.stopping:
             assert self.final == set(range(len(self.closures)))
             assert self.queue.low_water() == self.queue.next_id
             assert self.queue.is_settled(self.queue.next_id)
@@ -514,7 +529,9 @@ class ClosureQueueMachine(RuleBasedStateMachine):
         if not self.errors and self.queue.is_settled(self.queue.next_id):
             collected = self.queue.collect_error()
             assert collected == ((root(self.ends[0]), ()) if self.ends else None)
+            assert self.queue.ending is None
             self.ends.clear()
+            self.stopping = False
 
     # --- what holds always ---
 
@@ -548,8 +565,10 @@ class ClosureQueueMachine(RuleBasedStateMachine):
     @invariant()
     def an_error_ends_everything_at_once(self) -> None:
         assert self.queue.has_failed == bool(self.errors)
+        states = {closure.state for closure in self.closures if not closure.is_final}
+        if self.stopping:
+            assert states <= {State.HELD, State.CANCELLING}
         if self.errors:
-            states = {closure.state for closure in self.closures if not closure.is_final}
             assert states <= {State.CANCELLING}
             assert self.queue.ready_to_raise == (not states)
 

@@ -18,8 +18,11 @@ from memory_cluster import cluster_of, coordinating, event_of
 from psync.chief import watchdog
 from psync.chief.schedule_reporter import ScheduleReporter
 from psync.errors import (
+    ClosureCancelled,
     ClosureError,
+    ContextError,
     PartitionError,
+    UsageError,
     WorkerLost,
 )
 from psync.net.peer import Peer
@@ -367,3 +370,74 @@ async def test_a_ps_that_is_away_for_a_moment_is_waited_for(caplog):
             assert (await w.read() == 3).all()
             await asyncio.sleep(3)
             assert "/job:ps/task:0 is reachable again" in caplog.text
+
+
+# --- a step asks for the end -------------------------------------------------------------------
+
+
+async def test_a_step_ends_training_for_all() -> None:
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        async def step(number: int) -> int:
+            if number == 1:
+                await event_of("second").wait()
+                psync.request_stop("the loss is NaN")
+                psync.request_stop("another reason")
+            else:
+                event_of("second").set()
+                await event_of("first goes on").wait()
+            return number
+
+        values = [coordinator.schedule(step, (number,)) for number in range(40)]
+        assert coordinator.stop_reason is None
+        assert await values[1] == 1
+        late = coordinator.schedule(step, (40,))
+        event_of("first goes on").set()
+        await coordinator.join()
+        assert coordinator.stop_reason == "the loss is NaN"
+        assert [await values[number] for number in (0, 1)] == [0, 1]
+        for value in (*values[2:], late):
+            with pytest.raises(ClosureCancelled, match=r"asked to stop: the loss is NaN"):
+                await value
+        # What is scheduled after join runs, and joins end without a reason.
+        assert await coordinator.schedule(step, (50,)) == 50
+        await coordinator.join()
+        assert coordinator.stop_reason is None
+
+
+async def test_an_error_while_training_stops_is_raised() -> None:
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        async def step(number: int) -> None:
+            if number == 0:
+                psync.request_stop("enough")
+            else:
+                await event_of("go").wait()
+                raise ZeroDivisionError
+
+        first, _ = (coordinator.schedule(step, (number,)) for number in range(2))
+        await first
+        assert coordinator.stop_reason == "enough"
+        event_of("go").set()
+        with pytest.raises(ZeroDivisionError):
+            await coordinator.join()
+        await coordinator.join()
+
+
+async def test_it_can_be_asked_for_by_a_plain_step_and_by_the_last_closure() -> None:
+    async with coordinating(num_workers=1) as (_, coordinator):
+        coordinator.schedule(lambda: psync.request_stop("x" * 2000))
+        await coordinator.join()
+        assert coordinator.stop_reason == "x" * 1000
+        await coordinator.join()
+        assert coordinator.stop_reason is None
+
+
+async def test_where_it_cannot_be_asked_for_it_is_said() -> None:
+    with pytest.raises(ContextError, match=r"expected a step.*\n.*session.request_stop\(\)"):
+        psync.request_stop("in the program")
+    async with coordinating(num_workers=1) as (_, coordinator):
+        for reason in ("", None, 3):
+            coordinator.schedule(psync.request_stop, (reason,))
+            with pytest.raises(UsageError, match="expected a reason as text"):
+                await coordinator.join()

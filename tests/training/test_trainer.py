@@ -203,6 +203,45 @@ class TestEnds:
             )
             assert history.epoch == [0, 1]
 
+    async def test_a_step_may_end_it(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO")
+
+        def compute(values: Any, batch: Any) -> Any:
+            if len(batch[0]) == 7:
+                psync.request_stop("seven rows")
+            return value_and_grad(values, batch)
+
+        def data(context: psync.InputContext) -> Iterator[Any]:
+            for count in (8, 8, 8, 7, *(8,) * 100):
+                yield X[:count], Y[:count]
+
+        async with training(num_workers=1) as (strategy, _):
+            trainer = make(strategy, compute=compute)
+            history = await trainer.fit(data, epochs=3, steps_per_epoch=50, verbose=False)
+            assert (history.epoch, history.stop_reason) == ([0], "seven rows")
+            assert 4 * 8 - 1 <= await examples(trainer) < 50 * 8
+            assert "fit ends: seven rows" in caplog.text
+            # The next one begins with nothing of it.
+            history = await trainer.fit(batches, epochs=1, steps_per_epoch=3, verbose=False)
+            assert (history.epoch, history.stop_reason) == ([0], None)
+
+    async def test_a_loss_that_is_no_number_ends_it(self) -> None:
+        def compute(values: Any, batch: Any) -> Any:
+            loss, *others = value_and_grad(values, batch)
+            return np.float32("nan") if len(batch[0]) == 7 else loss, *others
+
+        def data(context: psync.InputContext) -> Iterator[Any]:
+            for count in (8, 8, 8, 7, *(8,) * 200):
+                yield X[:count], Y[:count]
+
+        async with training(num_workers=1) as (strategy, _):
+            trainer = make(strategy, compute=compute)
+            history = await trainer.fit(
+                data, epochs=3, steps_per_epoch=100, verbose=False,
+                callbacks=[psync.callbacks.TerminateOnNaN()],
+            )  # fmt: skip
+        assert (history.epoch, history.stop_reason) == ([0], "loss is nan in batch 3")
+
     async def test_an_error_of_a_step_comes_out_and_callbacks_end(self) -> None:
         ended = []
 

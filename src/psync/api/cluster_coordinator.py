@@ -288,6 +288,22 @@ class ClusterCoordinator(Scheduling):
         """
         await self._running("join").join(timeout, finish_steps=optimizers_here().any_synchronous())
 
+    @property
+    def stop_reason(self) -> str | None:
+        """Why a step has asked for the end of training with ``psync.request_stop``.
+
+        None unless one has asked since the latest ``join`` returned, or before it did.
+
+        Example:
+            while True:
+                for _ in range(100):
+                    coordinator.schedule(step)
+                await coordinator.join()
+                if coordinator.stop_reason is not None:
+                    break
+        """
+        return self._running("stop_reason").stop_reason
+
     def done(self) -> bool:
         """Return whether nothing is queued or running; never blocks, never raises an error
         of a step."""

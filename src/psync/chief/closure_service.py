@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
@@ -21,6 +22,8 @@ from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import EMPTY, Payload
 from psync.wire.codec import Message
 from psync.wire.worker_messages import ClosureResults, FetchArguments, FetchFunction, GivenBack
+
+logger = logging.getLogger(__name__)
 
 MAX_ERROR_CHARS = 300
 """Of an error that the status of the cluster shows; ``join`` raises all of it."""
@@ -69,6 +72,12 @@ class ClosureService:
             closure = self.closures.get(number)
             call = None if closure is None else closure.payload
             ended.append(EndedCall(number, updates, closure, call))
+        if message.stop is not None:  # before the ends that a join waits for
+            closure_id, reason = message.stop
+            closure = self.closures.get(closure_id)
+            if self.queue.ending is None:
+                logger.info("training stops: %s (%s on %s)", reason, closure, peer.task)
+            self.perform(self.queue.request_stop(reason))
         finished: list[tuple[int, Payload]] = []
         at = 0
         for closure_id, outcome, count, error in message.results:

@@ -46,6 +46,9 @@ class Joins:
         self._ends_of_data: dict[asyncio.Future[None], BaseException | None] = {}  # to be raised
         self._exhausted_at: int | None = None  # lowest closure that met an end of data, not told
 
+        self.stop_reason: str | None = None
+        """Why a step asked for the end of training that the latest join met; None if none did."""
+
     def __len__(self) -> int:
         return len(self.waiting)
 
@@ -171,6 +174,8 @@ class Joins:
     def settle(self) -> None:
         """End the joins that are over."""
         ready = {f: cutoff for f, cutoff in self.waiting.items() if self._queue.is_settled(cutoff)}
+        if ready:
+            self.stop_reason = self._queue.requested_stop
         if ready and self._queue.has_failed:
             self.fail(self._collect())
             return
@@ -181,6 +186,8 @@ class Joins:
             self._ends_of_data |= dict.fromkeys(concerned, error)
         for future in ready:
             self._end(future, self._ends_of_data.pop(future, None))
+        if ready and self.stop_reason is not None and not self._queue.dispatcher.num_in_flight:
+            self._queue.collect_error()  # there is none: what is scheduled now runs
 
     def fail(self, error: BaseException | None) -> None:
         """End all joins with an error."""

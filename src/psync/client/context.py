@@ -28,6 +28,9 @@ from psync.net.process_state import PerProcess
 
 T = TypeVar("T")
 
+MAX_REASON = 1000
+"""Characters of a reason to stop."""
+
 
 @dataclass(kw_only=True, slots=True, eq=False, repr=False)
 class ClosureContext:
@@ -45,6 +48,7 @@ class ClosureContext:
     number: int = -1  # under which ps tasks know it; -1: its id
     closed: bool = False  # the step has returned or raised: its pushes are refused
     cancelled: bool = False  # another closure failed, or this one was cancelled
+    stop_reason: str = ""  # why the step asks for the end of training
     dropped: int = 0  # numbers that no update bears, or one that changes nothing, says its ps
     ordinals: Iterator[int] = field(default_factory=itertools.count)
     """Numbers of the calls of this run. Counting is atomic: threads of a step may share it."""
@@ -152,6 +156,43 @@ def current_closure() -> ClosureContext | None:
     """Return the closure whose step is running here, or None: the program, or dataset code."""
     who = here.get()
     return who if type(who) is ClosureContext else None
+
+
+def request_stop(reason: str) -> None:
+    """Ask for the end of training, from within a step: its loss is NaN, or good enough.
+
+    When the step has ended, closures that no worker has started are cancelled, as is what is
+    scheduled until ``join``; closures that run go to their ends. Then ``join`` returns,
+    ``coordinator.stop_reason`` is ``reason``, and what is scheduled runs again. ``Trainer.fit``
+    ends with its epoch. Of several reasons the first one counts.
+
+    Args:
+        reason: For the log, ``coordinator.stop_reason`` and the history of ``fit``; at most 1,000
+            characters are kept.
+
+    Raises:
+        ContextError: Outside a step, or when the step has ended.
+        UsageError: The reason is no text, or empty.
+
+    Example:
+        async def step():
+            loss = ...
+            if not math.isfinite(loss):
+                psync.request_stop(f"loss is {loss}")
+
+    Source: ``tf.train.Coordinator.request_stop``; ``keras.callbacks.TerminateOnNaN``.
+    """
+    closure = current_closure()
+    if closure is None:
+        raise ContextError(
+            "request_stop: expected a step that runs on a worker",
+            hint="the program leaves its own loop; a callback of fit sets trainer.stop_training; "
+            "a training session has session.request_stop()",
+        )
+    closure.check_open("request_stop")
+    if not isinstance(reason, str) or not reason:
+        raise UsageError(f"request_stop: expected a reason as text, got {reason!r}")
+    closure.stop_reason = closure.stop_reason or reason[:MAX_REASON]
 
 
 def get_worker_index() -> int:

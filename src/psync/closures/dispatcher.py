@@ -340,6 +340,18 @@ class Dispatcher:
             self._loaded.clear()
         return actions
 
+    def ask_back(self) -> list[GiveBack]:
+        """Ask every worker for all that it may not have started, unless it owes an answer."""
+        actions = []
+        for record in self._workers.values():
+            behind_first = islice(record.held.values(), 1, None)
+            ids = tuple(closure.id for closure in behind_first if not closure.known_started)
+            if ids and not record.asked and not record.leaving:
+                record.asked = ids
+                self._classify(record)
+                actions.append(GiveBack(record.name, record.asked))
+        return actions
+
     def _send_ahead(self, record: _Worker, share: int, batch: list[Closure]) -> None:
         first = next(iter(record.held.values()))
         if not first.lost_on:  # or it runs alone

@@ -103,6 +103,7 @@ class QueueErrors:
         self.ending: str | None = None  # why everything is being cancelled; None if it is not
         self.remedy = SCHEDULE_AGAIN  # what to do about that
         self.stopped = False  # everything is cancelled for good
+        self.request: str | None = None  # a step asked for the end: what runs goes to its own end
         self._end_of_data: BaseException | None = None  # the first, until it is collected
 
     def note_end_of_data(self, closure: Closure) -> None:
@@ -116,6 +117,7 @@ class QueueErrors:
         if self._end_of_data is not None:
             errors.append(self._end_of_data)
         self.pending, self._end_of_data = [], None
+        self.request = None
         if not self.stopped:
             self.ending = None
         return (errors[0], tuple(errors[1:])) if errors else None
@@ -254,13 +256,15 @@ class OpenClosures:
         All are queued first: one that ends cancelled can fail another, and that ends everything.
         """
         stopped = [closure for closure in closures if closure.state is State.CANCELLING]
-        for closure in closures:
-            if closure.state is State.HELD:
-                move(closure, event)
-                self._dispatcher.queued.add(closure)
+        back = [closure for closure in closures if closure.state is State.HELD]
+        for closure in back:
+            move(closure, event)
+            self._dispatcher.queued.add(closure)
         for closure in stopped:
             self.end(closure, event, self.errors.cancelled(closure))
-        return len(closures) - len(stopped)
+        if self.errors.request is not None:
+            self._cancel_queued(back)
+        return len(back)
 
     # --- how they end ---
 
@@ -292,14 +296,25 @@ class OpenClosures:
         move(closure, Event.ASK_TO_STOP)
         self._cancels.append(Cancel(closure.worker, (closure.id,)))
 
-    def end_all(self, reason: str, remedy: str | None = None) -> None:
-        """Cancel what no worker holds, and ask for the rest to be stopped, if not done before."""
-        if self.errors.ending is not None:
-            return
-        self.errors.ending, self.errors.remedy = reason, remedy or SCHEDULE_AGAIN
-        for closure in list(self._open.values()):
+    def end_on_request(self, reason: str) -> None:
+        """Cancel what no worker holds; the rest goes to its end."""
+        self.errors.request = reason
+        self.errors.ending = f"training was asked to stop: {reason}"
+        self.errors.remedy = "schedule it again after join has returned"
+        self._cancel_queued(list(self._open.values()))
+
+    def _cancel_queued(self, closures: Sequence[Closure]) -> None:
+        for closure in closures:
             if closure.state is State.WAITING or closure.state is State.QUEUED:
                 self._settle(closure, Event.CANCEL, self.errors.cancelled(closure))
+
+    def end_all(self, reason: str, remedy: str | None = None) -> None:
+        """Cancel what no worker holds, and ask for the rest to be stopped, if not done before."""
+        if self.errors.ending is not None and self.errors.request is None:
+            return
+        self.errors.request = None
+        self.errors.ending, self.errors.remedy = reason, remedy or SCHEDULE_AGAIN
+        self._cancel_queued(list(self._open.values()))
         for worker, closures in self._dispatcher.held():
             running = [closure for closure in closures if closure.state is State.HELD]
             for closure in running:

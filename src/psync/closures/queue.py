@@ -9,6 +9,9 @@ stop, and what is scheduled from then on is cancelled too. Nothing is dispatched
 stopped stays in flight until its worker answers (``in_flight`` names it). When nothing is in flight
 any more the error may be raised, and ``collect_error`` resets the queue.
 
+**A step may ask for the end**: what no worker has started is cancelled, and what is scheduled from
+then on; what runs goes to its end. Nothing is dispatched. ``collect_error`` resets the queue.
+
 **The replicas of a gang** are closures with identities of their own, sent to certain workers; none
 runs twice. How they end concerns the gang alone (``gang``), but an error that ends everything
 stops them too.
@@ -174,6 +177,13 @@ class ClosureQueue:
             self._open.end_all(str(error))
         return self._actions()
 
+    def request_stop(self, reason: str) -> list[Action]:
+        """A step asks for the end of training; see above. Nothing, if everything ends already."""
+        if self.ending is not None:
+            return []
+        self._open.end_on_request(reason)
+        return [*self._actions(), *self.dispatcher.ask_back()]
+
     def stop(self) -> list[Action]:
         """Cancel everything, now and from now on."""
         self._errors.stopped = True
@@ -277,7 +287,7 @@ class ClosureQueue:
             RemoteProtocolError: If it does not hold one of them, or the mean is no duration.
         """
         closures = self.dispatcher.take_finished(worker, ids, mean_s)
-        if self._errors.ending is None:
+        if self._errors.ending is None or self._errors.request is not None:
             self._open.finish(closures)
         else:  # ps tasks may have refused its updates since the error, and some of them not
             for closure in closures:
@@ -326,7 +336,8 @@ class ClosureQueue:
                 raise RemoteProtocolError(f"{worker} gave back {closure}, which it has to run")
         closures = self.dispatcher.take_back(worker, ids)
         self._num_given_back += self._open.come_back(closures, Event.GIVE_BACK)
-        return self._actions()
+        more = [] if self.requested_stop is None else self.dispatcher.ask_back()
+        return [*self._actions(), *more]
 
     # --- what join needs ---
 
@@ -387,6 +398,11 @@ class ClosureQueue:
         """Why everything is being cancelled, and what is scheduled too; None if it is not."""
         return self._errors.ending
 
+    @property
+    def requested_stop(self) -> str | None:
+        """Why a step has asked for the end of training; None once ``collect_error`` was called."""
+        return self._errors.request
+
     def kept(self, below: int) -> list[tuple[int, int]]:
         """Return those of the closures below ``below`` that ps tasks have to remember.
 
@@ -394,7 +410,8 @@ class ClosureQueue:
         error that ends everything no run that workers hold counts any more.
         """
         held = [closure for _, closure in self.in_flight()]
-        return self.identities.kept(below, held, ending=self.ending is not None)
+        fails = self.ending is not None and self.requested_stop is None
+        return self.identities.kept(below, held, ending=fails)
 
     def in_flight(self) -> list[tuple[str, Closure]]:
         """Return (worker, closure) for all that workers hold, by worker in the order they run."""

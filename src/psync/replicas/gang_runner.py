@@ -214,7 +214,7 @@ class GangRunner:
     def _cancelled(self) -> ClosureCancelled:
         return ClosureCancelled(
             f"run was cancelled: {self.queue.ending}",
-            hint="run it again after join has raised the error",
+            hint="run it again after the next join",
         )
 
     def _replica_ended(self, closure: Closure) -> None:

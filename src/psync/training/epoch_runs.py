@@ -133,6 +133,9 @@ class EpochRuns:
             for unfinished in (*closures, *tasks):
                 unfinished.cancel()
             await asyncio.wait(tasks)
-        if told and trainer.stop_training:
+        reason = self.coordinator.stop_reason
+        if reason is not None:
+            trainer.request_stop(reason)
+        if reason is not None or (told and trainer.stop_training):
             owed.forget()
         return ended

@@ -30,11 +30,14 @@ class History:
         history: By name: a value for each of them.
         repeated: For each of them: steps that were trained again in it since a rollback had undone
             them.
+        stop_reason: Why a step asked for the end of the last fit with ``psync.request_stop``, or a
+            callback with ``trainer.request_stop``; None if none did.
     """
 
     epoch: list[int] = field(default_factory=list)
     history: dict[str, list[float]] = field(default_factory=dict)
     repeated: list[int] = field(default_factory=list)
+    stop_reason: str | None = None
 
     def add(self, epoch: int, logs: Mapping[str, float], repeated: int = 0) -> None:
         """Note an epoch."""
@@ -50,20 +53,26 @@ class History:
 
     def clear(self) -> None:
         """Forget all epochs."""
-        self.epoch, self.history, self.repeated = [], {}, []
+        self.epoch, self.history, self.repeated, self.stop_reason = [], {}, [], None
 
     def copy(self) -> History:
         """Return a history of its own."""
-        return History(list(self.epoch), copy.deepcopy(self.history), list(self.repeated))
+        return copy.deepcopy(self)
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return it as plain data."""
-        return {"epoch": self.epoch, "history": self.history, "repeated": self.repeated}
+        return {
+            "epoch": self.epoch,
+            "history": self.history,
+            "repeated": self.repeated,
+            "stop_reason": self.stop_reason,
+        }
 
     def restore_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Become what was saved."""
         self.epoch, self.history = state["epoch"], state["history"]
         self.repeated = state.get("repeated", [0] * len(self.epoch))
+        self.stop_reason = state.get("stop_reason")
 
 
 class FitState:

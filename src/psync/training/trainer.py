@@ -7,6 +7,7 @@ is needed. Different: callbacks may be told of batches.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ from psync.training.evaluation import (
 )
 from psync.training.fit_state import FitState, History
 from psync.training.saved_names import by_name
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -209,6 +212,7 @@ class Trainer:
             batches: Any = iter(dataset)
             told = [callback for callback in callbacks if callback.wants_batches]
             self.stop_training = self.unsaved = False
+            self.history.stop_reason = None
             run_steps = self._steps(tells=bool(told))
             logs: dict[str, float] = {}
             show = progress_of(verbose)
@@ -255,6 +259,17 @@ class Trainer:
                 if self.manager is not None:
                     await self.manager.finish()
                 return history.copy()
+
+    def request_stop(self, reason: str) -> None:
+        """Let ``fit`` end with its epoch, from a callback; steps use ``psync.request_stop``.
+
+        Args:
+            reason: For the log and ``history.stop_reason``. The first one counts.
+        """
+        if self.history.stop_reason is None:
+            self.history.stop_reason = reason
+            logger.info("fit ends: %s", reason)
+        self.stop_training = True
 
     async def evaluate(
         self, data: Any, *, batch_size: int = 32, num_shards: int | None = None

@@ -68,6 +68,7 @@ class ResultsToSend:
         self.nbytes = 0  # of the segments
         self._seconds: list[float] = []  # of the closures in ``_results`` that succeeded
         self._updates: list[tuple[int, int]] = []  # of these: (number, calls) where any
+        self.stop: tuple[int, str] | None = None  # the closure that asks for the end, and why
         self._soon: asyncio.Handle | None = None  # flushes, while there are results
 
     def __len__(self) -> int:
@@ -112,9 +113,10 @@ class ResultsToSend:
         self._soon = None
         mean = sum(self._seconds) / len(self._seconds) if self._seconds else 0.0
         lane = self._bulk if self.nbytes > SMALL_BODY_BYTES else self._control
-        lane.notify(ClosureResults(self._results, mean, self._updates or None), self._segments)
+        results = ClosureResults(self._results, mean, self._updates or None, self.stop)
+        lane.notify(results, self._segments)
         self._results, self._segments, self.nbytes = [], [], 0
-        self._seconds, self._updates = [], []
+        self._seconds, self._updates, self.stop = [], [], None
 
 
 def is_signal(error: KeyboardInterrupt) -> bool:

@@ -355,8 +355,13 @@ class Session:
         self._now = self._loop.time()
         if self.watch is not None:
             self.watch(closure, end.kind)
+        if context.stop_reason and self._results.stop is None:
+            self._results.stop = closure.id, context.stop_reason
         calls = next(context.ordinals) - context.dropped  # its number: those before it
         self._results.add(closure.id, end, self._now - closure.began, calls, closure.number)
+        if context.stop_reason:
+            self._results.flush()
+            self._give_back_all()
 
     async def _end(self, closure: HeldClosure, context: ClosureContext) -> ClosureEnd:
         """Run a closure to its end; whatever user code raises is one."""
