@@ -392,13 +392,13 @@ async def test_a_step_ends_training_for_all() -> None:
         assert coordinator.stop_reason is None
         assert await values[1] == 1
         late = coordinator.schedule(step, (40,))
+        for value in (*values[2:], late):  # while the first one runs
+            with pytest.raises(ClosureCancelled, match=r"asked to stop: the loss is NaN"):
+                await value
         event_of("first goes on").set()
         await coordinator.join()
         assert coordinator.stop_reason == "the loss is NaN"
         assert [await values[number] for number in (0, 1)] == [0, 1]
-        for value in (*values[2:], late):
-            with pytest.raises(ClosureCancelled, match=r"asked to stop: the loss is NaN"):
-                await value
         # What is scheduled after join runs, and joins end without a reason.
         assert await coordinator.schedule(step, (50,)) == 50
         await coordinator.join()
