@@ -298,6 +298,7 @@ class Checkpoint:
             for part, tensor in found:
                 await asyncio.to_thread(reader.check, tensor)  # all, before any is replaced
                 show((done := done + part.nbytes) // 2)
+            contents.restore_states(manifest.states, reader.path)  # may refuse: before the others
             for part, tensor in found:
                 stop = part.offset + part.rows
                 await part.write(await asyncio.to_thread(reader.read, tensor, part.offset, stop))
@@ -306,9 +307,6 @@ class Checkpoint:
             await optimizer.iterations.assign(step)
         for optimizer, rate in rates.items():
             await optimizer.set_learning_rate(rate)
-        for name, thing in contents.states.items():
-            if name in manifest.states:
-                thing.restore_checkpoint_state(manifest.states[name])
         logger.info("restored %s", reader.path)
         return Restored(reader.path, manifest.number, difference.missing, difference.extra)
 
