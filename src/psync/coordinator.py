@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from psync.checkpoints.ownership import Owner
 from psync.chief import watchdog
 from psync.chief.closure_service import ClosureService, EndedCall
 from psync.chief.cluster_links import ClusterLinks
@@ -158,6 +159,7 @@ class Coordinator:
         self._creating: asyncio.Task[None] | None = None  # meanwhile the queue is paused
         self._tasks: set[asyncio.Task[None]] = set()  # that end with the coordinator
         self._closed = False
+        self.owned: set[Owner | None] = set()  # where the program saves, until it ends
         self.loop = asyncio.get_running_loop()
 
     async def start(self) -> None:
@@ -225,6 +227,7 @@ class Coordinator:
             try:
                 await self.links.close()
             finally:
+                self.owned.clear()
                 for closure in list(self._closures.values()):  # nobody will report them
                     self._closures.settle(closure, closure.error or error)
 

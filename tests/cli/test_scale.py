@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,8 +39,9 @@ async def test_a_launcher_is_found_asked_and_answers(
     environ: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with scaled_on_request(scale, "train.py", environ):
-        run, _ = files(environ)
-        assert (run.suffix, run.stat().st_mode & 0o077) == (".json", 0)
+        run, socket = files(environ)
+        assert (run.suffix, stat.S_IMODE(run.stat().st_mode)) == (".json", 0o600)
+        assert (socket.suffix, stat.S_IMODE(socket.stat().st_mode)) == (".sock", 0o600)
         assert await asyncio.to_thread(main, ["scale", "3"]) == 0
         assert capsys.readouterr().out.endswith("): 3 workers\n")
         assert await asyncio.to_thread(main, ["scale", "3", str(files(environ)[0])]) == 0
@@ -55,6 +57,7 @@ async def test_a_launcher_is_found_asked_and_answers(
         ({"workers": 1}, "expected a request of psync scale"),
         ({"token": "", "workers": "8"}, "expected a request of psync scale"),
         ([], "expected a request of psync scale"),
+        ({"token": "\ud800", "workers": 1}, "the token is not that of this run"),
     ],
 )
 async def test_whoever_has_not_read_the_file_is_refused(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -21,6 +21,7 @@ import click
 
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.platform import random_hex
+from psync.status.guard import is_token
 from psync.status.run_files import (
     SUFFIX,
     Run,
@@ -37,6 +38,7 @@ LAUNCHERS = "launchers"
 """The directory of their files, in that of run files, which are of coordinators."""
 
 MAX_REQUEST_BYTES = 4096
+REQUEST_WITHIN_S = 5.0
 
 Scale = Callable[[int], Awaitable[str]]
 
@@ -69,17 +71,22 @@ async def _listen(
     make_directory(directory)
     take_away_ended(directory)
     path = directory / f"{os.getpid()}-{random_hex(4)}{SUFFIX}"
-    socket, token = path.with_suffix(".sock"), random_hex(32)
+    where, token = path.with_suffix(".sock"), random_hex(32)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, ValueError), contextlib.closing(writer):
-            reply = await _reply(await reader.readline(), token, scale)
+            async with asyncio.timeout(REQUEST_WITHIN_S):
+                line = await reader.readline()
+            reply = await _reply(line, token, scale)
             writer.write(json.dumps(reply).encode() + b"\n")
             await writer.drain()
 
-    server = await asyncio.start_unix_server(answer, socket, limit=MAX_REQUEST_BYTES)
+    bound = stack.enter_context(socket.socket(socket.AF_UNIX))
+    bound.bind(os.fspath(where))
+    os.chmod(where, 0o600)
+    server = await asyncio.start_unix_server(answer, sock=bound, limit=MAX_REQUEST_BYTES)
     stack.callback(server.close)
-    run = Run(os.getpid(), time.time(), program, f"unix:{socket}", token)
+    run = Run(os.getpid(), time.time(), program, f"unix:{where}", token)
     stack.enter_context(run_file(path, run))
 
 
@@ -89,9 +96,9 @@ async def _reply(line: bytes, token: str, scale: Scale) -> dict[str, str]:
         given, workers = str(request["token"]), request["workers"]
         if type(workers) is not int or workers < 1:
             raise ValueError("expected a number of workers")
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return {"error": "expected a request of psync scale"}
-    if not hmac.compare_digest(given.encode(), token.encode()):
+    if not is_token(given, token):
         return {"error": "the token is not that of this run"}
     try:
         return {"said": await scale(workers)}

@@ -115,12 +115,12 @@ class ServedStatus:
     async def _metrics(self) -> str:
         return exposition(await self.source.status())
 
-    async def _json(self, _: Mapping[str, list[str]]) -> tuple[str, str]:
+    async def _json(self, _: Mapping[str, str]) -> tuple[str, str]:
         return "application/json", (await self.source.status()).to_json()
 
-    async def _spans(self, query: Mapping[str, list[str]]) -> tuple[str, bytes]:
+    async def _spans(self, query: Mapping[str, str]) -> tuple[str, bytes]:
         """Return what tasks have recorded: msgpack of a list of readings."""
-        reader, last = query.get("reader", [""])[0], "last" in query
+        reader, last = query.get("reader", ""), "last" in query
         readings = await self.source.spans.read(reader, last=last)
         return "application/msgpack", msgpack.packb(readings)
 
