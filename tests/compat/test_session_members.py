@@ -130,6 +130,7 @@ def test_a_declaration_that_is_repeated_is_answered_again() -> None:
 def test_a_replica_that_leaves_is_no_member_any_more() -> None:
     members = opened(A, B)
     assert members.leave(A, 101, 1.0) == [SetMembers({CHIEF: 100, B: 101}, ())]
+    assert members.statistics()["left"] == [A]
     assert members.next_deadline() is None
 
 
@@ -375,7 +376,9 @@ def test_a_new_chief_begins_anew() -> None:
     actions = members.attached(200)
     assert [refused.waiter for refused in only(actions, Refuse)] == ["bye"]
     assert all(isinstance(refused.error, FencedError) for refused in only(actions, Refuse))
-    assert members.statistics() == {"members": [], "asking": [], "missing": [], "over": ""}
+    assert members.statistics() == {
+        "members": [], "asking": [], "missing": [], "left": [], "over": "",
+    }  # fmt: skip
     members.declared("open", CHIEF, True, 0, 0.0)
     (entered,) = only(members.ask("a", A, 50, 0.0), Enter)
     assert entered.incarnation == 201

@@ -17,10 +17,10 @@ from psync.errors import ConfigurationError
 from psync.status import run_files
 from psync.status.run_files import (
     Run,
+    chosen_run,
     directory_of_runs,
     has_ended,
     make_directory,
-    chosen_run,
     read_run,
     run_file,
     socket_of,
@@ -199,7 +199,7 @@ def test_of_several_one_is_chosen_by_id_process_or_name(directory: Path) -> None
             assert caught.value.hint is not None
             first, *lines = caught.value.hint.splitlines()
             assert "--run" in first
-            assert [line.partition(", since ")[0] for line in lines] == [
+            assert [line.partition(", for ")[0] for line in lines] == [
                 "  9-1f  other.py (process 9)",
                 "  8-1f  train.py (process 8)",
                 "  7-1f  train.py (process 7)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import click
+from click.core import ParameterSource
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -28,15 +29,19 @@ plugin_option = click.option(
 
 
 def choosing_run(command: Callable[..., int]) -> Callable[..., int]:
-    """Let a command, which takes ``run``, be told a run by --run or by its last argument."""
+    """Let a command be told its ``run`` by --run, or by a last argument."""
 
-    def keep(context: click.Context, _: click.Parameter, named: str | None) -> None:
-        if named is not None and context.params.get("run") is not None:
-            raise click.UsageError("the run is given twice: once is enough")
-        context.params["run"] = named or context.params.get("run")
+    def choose(context: click.Context, _: click.Parameter, given: str | None) -> None:
+        if given is not None:
+            if context.get_parameter_source("run") is ParameterSource.COMMANDLINE:
+                raise click.UsageError("the run is given twice: once is enough")
+            context.params["run"] = given
 
     option = click.option(
-        "--run", "named", callback=keep, expose_value=False, metavar="RUN",
-        help="Which program, if several run: id, process or name. Without it they are listed.",
+        "--run", metavar="RUN", is_eager=True,
+        help="Which program, if several run: its id, process or name.",
     )  # fmt: skip
-    return click.argument("run", required=False, metavar="[RUN]", is_eager=True)(option(command))
+    argument = click.argument(
+        "given", required=False, metavar="[RUN]", expose_value=False, callback=choose
+    )
+    return argument(option(command))

@@ -101,6 +101,12 @@ class SessionLinks:
         assert self._ps is not None, "connected"
         return self._ps
 
+    @property
+    def endpoint(self) -> Endpoint:
+        """What the links are made by, once they are made."""
+        assert self._endpoint is not None, "connected"
+        return self._endpoint
+
     # The chief.
 
     async def attach(self, *, trains: bool) -> Runtime:

@@ -147,6 +147,7 @@ class SessionMembers:
     def _reset(self) -> None:
         self._members: dict[str, _Task] = {}  # replicas, by task; the chief, too, if it trains
         self._missing: dict[str, None] = {}  # tasks that were lost and are not back, in order
+        self._left: set[str] = set()  # that are not back
         self._chief_name = ""
         self._chief: _Task | None = None  # None until it has declared
         self._trains = False  # whether the chief is a replica
@@ -241,6 +242,7 @@ class SessionMembers:
         self._given[task] = incarnation
         self._members[task] = _Task(incarnation, now + GRACE_S)
         self._missing.pop(task, None)
+        self._left.discard(task)
         self._deserted_at = None
         return [*actions, Enter(asking.waiter, incarnation)]
 
@@ -250,6 +252,7 @@ class SessionMembers:
         if member is None or member.incarnation != incarnation:
             return []
         del self._members[task]
+        self._left.add(task)
         return [self._set_members(), *self._after_a_loss(now)]
 
     def fail(
@@ -389,11 +392,12 @@ class SessionMembers:
         return SetMembers(alive, tuple(self._missing))
 
     def statistics(self) -> dict[str, Any]:
-        """Return who takes part, who wants to, and who was lost."""
+        """Return who takes part, who wants to, and who was lost or has left."""
         return {
             "members": sorted(self._members),
             "asking": sorted(self._asking),
             "missing": list(self._missing),
+            "left": sorted(self._left),
             "over": "" if self._over is None else self._over.reason,
         }
 

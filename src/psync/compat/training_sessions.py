@@ -10,15 +10,18 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 from psync.api.global_step import get_or_create_global_step
+from psync.api.seeing import placed
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.variables import Variable
 from psync.client.context import forbid_in_step
 from psync.client.runtime import Runtime
 from psync.cluster import task_name
+from psync.cluster_roles import CHIEF
 from psync.compat.session_hooks import SessionHook
 from psync.compat.session_links import SessionLinks
 from psync.errors import (
@@ -37,6 +40,8 @@ from psync.errors import (
 from psync.net.chief_presence import naming_who_is_awaited
 from psync.net.environment import note_training_began, platform_of, training_over
 from psync.net.resolvers import training_cluster
+from psync.status.sampling import SessionFacts, SessionSource
+from psync.status.serving import ServedStatus
 from psync.wire.session_messages import TrainingOver
 
 logger = logging.getLogger(__name__)
@@ -162,6 +167,7 @@ class MonitoredTrainingSession:
         self._links: SessionLinks | None = None  # None before it begins and after it has ended
         self._global_step: Variable | None = None  # None: nobody has asked for a last step
         self._watchers: list[asyncio.Task[None]] = []
+        self._seen: ServedStatus | None = None  # of a chief that has attached the ps tasks
         self._stopping = asyncio.Event()  # set once this task shall make no further step
         self._over: TrainingOver | None = None  # None until ps 0 has said that training is over
         self._failure: Exception | None = None  # why ps 0 will not say it any more
@@ -226,7 +232,9 @@ class MonitoredTrainingSession:
     async def _begin(self, links: SessionLinks) -> None:
         if self.is_chief:
             await self._use(await links.attach(trains=self._trains))
+            facts = await self._show(links)
             await links.declare(self._min_workers, trains=self._trains)
+            facts.begun = True
         else:
             text = f"{task_name(self._job, self._index)} waits for {self._leader()} to let it begin"
             with naming_who_is_awaited(lambda: text):
@@ -245,6 +253,26 @@ class MonitoredTrainingSession:
             await runtime.ensure_created()
         for hook in self._hooks:
             await hook.after_create_session(self)
+
+    async def _show(self, links: SessionLinks) -> SessionFacts:
+        """Let processes of this user ask for the status."""
+        cluster = self.strategy.cluster
+        own = self._job, self._index
+        workers = {CHIEF: cluster.task_address(*own)} if self._trains else {}
+        for index in cluster.task_indices("worker"):
+            if ("worker", index) != own:
+                workers[task_name("worker", index)] = cluster.task_address("worker", index)
+        last = self._stop_at_step
+        facts = SessionFacts(
+            links.ps.links, workers, "the program" if last is None else f"step {last}"
+        )
+        source = SessionSource(links.endpoint, partial(placed, self.strategy), facts)
+        source.variables = lambda: {
+            variable.spec.variable_id: variable.spec.name for variable in self.strategy.variables
+        }
+        self._seen = ServedStatus(source, links.endpoint.platform)
+        await self._seen.start()
+        return facts
 
     async def _watch(self, end: Awaitable[TrainingOver]) -> None:
         try:
@@ -388,6 +416,8 @@ class MonitoredTrainingSession:
                 watcher.cancel()
             await asyncio.gather(*self._watchers, return_exceptions=True)
             self.strategy.runtime = None
+            if self._seen is not None:
+                await self._seen.close()
             await links.close()
 
     async def _say_goodbye(self, links: SessionLinks, error: BaseException | None) -> None:

@@ -168,7 +168,7 @@ def chosen_run(named: str | None = None, directory: Path | None = None) -> Run:
     if running:
         what = "programs of this user run" if named is None else f"running programs match {named!r}"
         listed = "".join(
-            f"\n  {id_}  {run}, since {seconds_text(time.time() - run.started)}"
+            f"\n  {id_}  {run}, for {seconds_text(time.time() - run.started)}"
             for id_, run in running
         )
         raise ConfigurationError(
