@@ -110,6 +110,7 @@ class MonitoredTrainingSession:
     """
 
     __psync_capture_error__ = "the session belongs to this task"
+    __psync_capture_hint__ = "call it in the program, outside of steps"
 
     def __init__(
         self,
