@@ -230,6 +230,7 @@ class LocalCluster(_Blocking):
     """
 
     __psync_capture_error__ = AsyncLocalCluster.__psync_capture_error__
+    __psync_capture_hint__ = AsyncLocalCluster.__psync_capture_hint__
 
     def __init__(
         self, num_ps: int, num_workers: int, processes: bool = True, **options: Any
@@ -271,6 +272,7 @@ class ClusterCoordinator(_Blocking):
     """
 
     __psync_capture_error__ = AsyncCoordinator.__psync_capture_error__
+    __psync_capture_hint__ = AsyncCoordinator.__psync_capture_hint__
 
     def __init__(self, strategy: ParameterServerStrategy, **options: Any) -> None:
         self.coordinator = AsyncCoordinator(strategy, **options)

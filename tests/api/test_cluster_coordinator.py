@@ -6,6 +6,9 @@ import asyncio
 import functools
 import logging
 import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -685,14 +688,90 @@ def test_what_lives_on_the_coordinator_cannot_be_captured() -> None:
     captured, function = capture_dataset(lambda: [1], functions)
     distributed = psync.DistributedDataset(captured, 1, None)
     dataset = PerWorkerDataset(distributed, function, coordinator)
-    for captured, text in (
-        (coordinator, "the coordinator lives on the chief"),
-        (strategy, "the strategy lives on the coordinator"),
-        (psync.LocalCluster(1, 1, processes=False), "the cluster's processes belong to the chief"),
-        (dataset, r"pass iter\(dataset\), the iterator, to steps"),
-    ):
-        with pytest.raises(CaptureError, match=text):
+    with strategy.scope():
+        variable = psync.Variable(1.0)
+    checkpoint = psync.Checkpoint(v=variable)
+    trainer = psync.Trainer(strategy, [variable], print, psync.optimizers.SGD(1.0))
+    for captured, text, hint in (
+        (coordinator, "the coordinator lives on the chief", "return a value from the step"),
+        (strategy, "the strategy lives on the coordinator", "use psync.get_strategy() in the step"),
+        (strategy.extended, "the strategy lives on the coordinator", "use psync.get_strategy() in"),
+        (
+            psync.LocalCluster(1, 1, processes=False),
+            "the cluster's processes belong to the chief", "call it in the program",
+        ),
+        (dataset, "each worker reads it through an iterator", "iterator = iter(dataset) in the"),
+        (checkpoint, "checkpoints are saved by the program", "call it in the program"),
+        (
+            psync.CheckpointManager(checkpoint, "nowhere"),
+            "checkpoints are saved by the program", "call it in the program",
+        ),
+        (trainer, "the trainer lives in the program", "give a name to what the step needs of it"),
+        (
+            psync.MonitoredTrainingSession(strategy),
+            "the session belongs to this task", "call it in the program",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(CaptureError, match=text) as caught:
             functions.register(lambda captured=captured: captured)
+        assert caught.value.hint is not None
+        assert caught.value.hint.startswith(hint)
+
+
+async def test_a_capture_error_begins_where_the_program_has_called() -> None:
+    async with coordinating() as (_, coordinator):
+        strategy = coordinator.strategy
+
+        async def step() -> object:
+            return strategy
+
+        def batches() -> list[object]:
+            return [strategy]
+
+        async def argued(value: object) -> None: ...
+
+        calls: dict[str, Callable[[], Any]] = {
+            "schedule": lambda: coordinator.schedule(step),
+            "submit": lambda: coordinator.submit(argued, strategy),
+            "create_per_worker_dataset": lambda: coordinator.create_per_worker_dataset(batches),
+            "distribute_once": lambda: coordinator.distribute_once([strategy]),
+            "run": lambda: strategy.run(step),
+        }
+        for name, call in calls.items():
+            with pytest.raises(CaptureError) as caught:
+                await call()
+            frames = traceback.extract_tb(caught.value.__traceback__)
+            ours = [frame.name for frame in frames if frame.filename != __file__]
+            assert ours == [name]
+            said = "".join(traceback.format_exception(caught.value))
+            assert said.count("Traceback") == 1
+
+
+async def test_what_a_capture_error_says_to_do_works(tmp_path: Path) -> None:
+    async with coordinating() as (_, coordinator), coordinating() as (_, other):
+        dataset = coordinator.create_per_worker_dataset(lambda: [7])
+        path = tmp_path / "file"
+        path.write_text("contents")
+        with other.strategy.scope():
+            foreign = psync.Variable(np.ones(2))
+
+        async def step(iterator: Any, value: Any) -> tuple[Any, ...]:
+            async def replica() -> int:
+                return 1
+
+            first = await psync.get_strategy().run(replica)
+            return first, next(iterator), path.read_text(), value.tolist()
+
+        async def reads_foreign() -> None:
+            await foreign.read()
+
+        iterator, value = iter(dataset), await foreign.read()
+        done = coordinator.schedule(step, args=(iterator, value))
+        assert await done.fetch() == (1, 7, "contents", value.tolist())
+        with pytest.raises(psync.UsageError, match="pass its value as an argument"):
+            await coordinator.schedule(reads_foreign).fetch()
+        with pytest.raises(psync.UsageError):
+            await coordinator.join()
 
 
 async def test_a_captured_name_that_is_rebound_is_warned_of_at_the_call():

@@ -45,9 +45,28 @@ async def test_a_launcher_is_found_asked_and_answers(
         assert await asyncio.to_thread(main, ["scale", "3"]) == 0
         assert capsys.readouterr().out.endswith("): 3 workers\n")
         assert await asyncio.to_thread(main, ["scale", "3", str(files(environ)[0])]) == 0
+        assert await asyncio.to_thread(main, ["scale", "3", "--run", "train"]) == 0
         assert await asyncio.to_thread(main, ["scale", "5"]) == 2
         assert "there is no room" in capsys.readouterr().err
     assert files(environ) == []
+
+
+async def test_of_several_launchers_none_is_asked_until_one_is_chosen(
+    environ: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def other_scale(number: int) -> str:
+        return f"{number} others"
+
+    async with (
+        scaled_on_request(scale, "train.py", environ),
+        scaled_on_request(other_scale, "other.py", environ),
+    ):
+        assert await asyncio.to_thread(main, ["scale", "3"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("psync: error: expected one program, and 2 programs of this user")
+        assert "train.py (process" in said
+        assert await asyncio.to_thread(main, ["scale", "3", "--run", "other.py"]) == 0
+        assert capsys.readouterr().out.endswith("): 3 others\n")
 
 
 @pytest.mark.parametrize(

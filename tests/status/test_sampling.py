@@ -10,7 +10,8 @@ import pytest
 
 import memory_cluster
 import psync
-from memory_cluster import cluster_of, coordinating, replicated
+from memory_cluster import cluster_of, coordinating, replicated, session_cluster
+from psync.compat.training_sessions import MonitoredTrainingSession
 from psync.errors import ClosedError, ConfigurationError
 from psync.net.peer import Handler, Reply
 from psync.status import sampling
@@ -61,6 +62,44 @@ async def test_a_closure_behind_another_one_runs_since_that_one_has_ended() -> N
         assert worker.closure is not None
         assert worker.closure.seconds == pytest.approx(3, abs=0.1)
         await coordinator.join()
+
+
+async def test_of_a_training_session_it_tells_tasks_and_steps() -> None:
+    optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2)
+    seen: list[Status] = []
+
+    async def main(strategy: psync.ParameterServerStrategy) -> None:
+        with strategy.scope():
+            w = psync.Variable(np.zeros(4, np.float32), name="w")
+            global_step = psync.get_or_create_global_step()
+        resolver = strategy.cluster_resolver
+        trains = resolver.task_type == "worker"
+
+        async def step() -> None:
+            await asyncio.sleep(1 + 4 * (resolver.task_id or 0))
+            await optimizer.apply_gradients([(np.ones(4, np.float32), w)], global_step)
+
+        async with MonitoredTrainingSession(strategy, trains=trains, stop_at_step=3) as session:
+            if trains:
+                while not session.should_stop():
+                    await session.run(step)
+                return
+            assert session._seen is not None
+            for seconds in (8, 8):
+                await asyncio.sleep(seconds)
+                seen.append(await session._seen.source.status())
+
+    async with session_cluster(2, 2, chief=True) as cluster:
+        await cluster.run_all(main)
+    running, ended = seen
+    assert (running.state, running.waits_for) == ("running", "step 3")
+    assert (running.steps.global_step, [ps.bytes for ps in running.ps]) == (1, [24, 0])
+    assert [each.task for each in running.workers] == ["/job:worker/task:0", "/job:worker/task:1"]
+    assert states(running) == ["waiting", "busy"]
+    assert running.steps.groups[0].waits_for == ("/job:worker/task:1",)
+    assert [row.variable for row in running.placement] == ["w", "global_step"]
+    assert (ended.state, states(ended)) == ("ended", ["left", "left"])
+    assert "training ends: step 3 is reached" in ended.notes
 
 
 async def test_it_tells_steps_pushes_pulls_and_staleness() -> None:

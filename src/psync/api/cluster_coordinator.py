@@ -36,7 +36,7 @@ from psync.client.context import forbid_in_step
 from psync.closures.flapping import LIMIT
 from psync.closures.queue import MAX_LOSSES
 from psync.coordinator import Coordinator, CoordinatorOptions
-from psync.errors import ClosedError, ConfigurationError, UsageError
+from psync.errors import CaptureError, ClosedError, ConfigurationError, UsageError
 from psync.net.environment import note_training_began, platform_of, script_is_shared
 from psync.net.notebook_cells import of_no_cell
 from psync.net.process_state import PerProcess
@@ -92,6 +92,9 @@ class ClusterCoordinator(Scheduling):
     """
 
     __psync_capture_error__ = "the coordinator lives on the chief; steps cannot schedule"
+    __psync_capture_hint__ = (
+        "return a value from the step, and let the program schedule what comes next"
+    )
 
     def __new__(cls, strategy: ParameterServerStrategy, **options: Any) -> Self:
         expected = "strategy: expected a ParameterServerStrategy"
@@ -316,7 +319,10 @@ class ClusterCoordinator(Scheduling):
         Source: ``ClusterCoordinator.create_per_worker_dataset``.
         """
         coordinator = self._running("create_per_worker_dataset")
-        captured, function = capture_dataset(dataset_fn, coordinator.functions)
+        try:
+            captured, function = capture_dataset(dataset_fn, coordinator.functions)
+        except CaptureError as error:  # it is about the program, and begins where that has called
+            raise error.with_traceback(None) from error.__cause__
         num_workers = len(coordinator.links.workers.names())
         if isinstance(dataset_fn, DistributedDataset):
             num_workers = dataset_fn.num_workers
@@ -349,7 +355,10 @@ class ClusterCoordinator(Scheduling):
             ClosedError: The coordinator is not running.
         """
         self._running("distribute_once")
-        return Visits(self._schedule_shard, self.join, shards, num_epochs, shuffle_seed, state)
+        try:
+            return Visits(self._schedule_shard, self.join, shards, num_epochs, shuffle_seed, state)
+        except CaptureError as error:
+            raise error.with_traceback(None) from error.__cause__
 
     status = status
     report = report

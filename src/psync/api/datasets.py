@@ -207,7 +207,10 @@ class PerWorkerDataset(Generic[T]):
     Source: ``tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset``.
     """
 
-    __psync_capture_error__ = "pass iter(dataset), the iterator, to steps"
+    __psync_capture_error__ = "each worker reads it through an iterator"
+    __psync_capture_hint__ = (
+        "iterator = iter(dataset) in the program, and next(iterator) in the step"
+    )
 
     def __init__(
         self,

@@ -19,17 +19,19 @@ from typing import Any
 
 import click
 
+from psync.cli.options import choosing_run
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.platform import random_hex
 from psync.status.guard import is_token
 from psync.status.run_files import (
     SUFFIX,
     Run,
+    chosen_run,
     directory_of_runs,
+    has_ended,
     make_directory,
-    newest_run,
-    read_run,
     run_file,
+    runs_in,
     socket_of,
     take_away_ended,
 )
@@ -112,19 +114,19 @@ def _directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 @click.command()
 @click.argument("workers", type=click.IntRange(min=1))
-@click.argument("run", required=False, metavar="[RUN]", type=click.Path(path_type=Path))
-def scale(workers: int, run: Path | None) -> int:
+@choosing_run
+def scale(workers: int, run: str | None) -> int:
     """Let a program that psync run has started have WORKERS workers from now on.
 
     Further ones are started, and its coordinator takes them in; those with the highest indices
-    end the closure that they run, and leave. It is your newest run on this machine, or that whose
-    file RUN is.
+    end the closure that they run, and leave. RUN is the id, process or name of a psync run of yours
+    on this machine, or the path of its file. If several run and none is chosen, they are listed.
 
     \b
     Eight workers for the program in the other terminal:
         psync scale 8
     """
-    asked = _newest_launched() if run is None else read_run(run)
+    asked = _launched(run)
     answer = asyncio.run(_ask(asked, workers))
     if "error" in answer:
         raise ConfigurationError(f"{asked}: {answer['error']}")
@@ -132,12 +134,14 @@ def scale(workers: int, run: Path | None) -> int:
     return 0
 
 
-def _newest_launched() -> Run:
+def _launched(named: str | None) -> Run:
     try:
-        return newest_run(_directory())
+        return chosen_run(named, _directory())
     except ConfigurationError as none:
+        if not all(has_ended(each) for _, each in runs_in(_directory())):
+            raise
         try:
-            other = newest_run()
+            other = chosen_run(named)
         except ConfigurationError:
             raise none from None
         raise ConfigurationError(

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 Scope: TypeAlias = "ParameterServerStrategy"
 """That in whose scope something is declared; by this name where it cannot be imported."""
 
+OTHER_STRATEGY_HINT = (
+    "a step reaches what its own strategy has declared in main(), on the coordinator; read "
+    "anything else in the program, and pass its value as an argument"
+)
+
 open_scope: ContextVar[Scope | None] = ContextVar("psync_scope", default=None)
 
 

@@ -69,6 +69,9 @@ class Host(Protocol):
 class LaunchedClusterResolver(SimpleClusterResolver):
     """The chief's resolver in a cluster of its own; it also says how to reach the tasks."""
 
+    __psync_capture_error__ = "it describes the chief"
+    __psync_capture_hint__ = "psync.get_worker_index() says in a step on which worker it runs"
+
     def __init__(self, platform: Platform) -> None:
         super().__init__(ClusterSpec({}), task_type="chief", task_id=0)
         self.platform = platform
@@ -93,6 +96,7 @@ class TaskCluster(ABC):
     """
 
     __psync_capture_error__ = "the cluster's processes belong to the chief"
+    __psync_capture_hint__ = "call it in the program, outside of steps"
 
     def __init__(self, num_ps: int, num_workers: int, plugins: Sequence[str]) -> None:
         for name, count in (("num_ps", num_ps), ("num_workers", num_workers)):

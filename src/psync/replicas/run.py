@@ -94,7 +94,10 @@ class ReplicaRuns:
             )
         args, kwargs = tuple(args), dict(kwargs or {})
         if self.gangs is not None:
-            return await self.gangs.run(self, fn, args, kwargs)
+            try:
+                return await self.gangs.run(self, fn, args, kwargs)
+            except CaptureError as error:  # about the program, and begins where that has called
+                raise error.with_traceback(None) from error.__cause__
         if self.runtime is None:
             if self.created:
                 raise ClosedError(

@@ -58,6 +58,7 @@ class CheckpointManager:
     """
 
     __psync_capture_error__ = "checkpoints are saved by the program, not by steps"
+    __psync_capture_hint__ = "call it in the program, outside of steps"
 
     def __init__(
         self,
