@@ -31,7 +31,7 @@ from psync.launch.plugins import check_found, plugins_environ
 from psync.launch.processes import SERVE_COMMAND, Output, ProcessGroup, RestartPolicy
 from psync.launch.task_output import also_release_blocked_output, say
 from psync.launch.task_process import Process, describe_exit
-from psync.net.process_state import named_file, new_pipe
+from psync.net.process_state import MISPLACED, named_file, new_pipe
 from psync.net.secret import load_secret, mint_secret
 
 if TYPE_CHECKING:
@@ -277,6 +277,9 @@ class _Run:
             code = await ps.wait()
             if self._outcome.done():
                 return
+            if code == MISPLACED:
+                self._end_misplaced(ps)
+                return
             death = f"{ps.name} {describe_exit(code)}"
             if code == SETUP_ERROR or not self._allows(policy):
                 why = "" if code == SETUP_ERROR else f", {policy.exceeded}"
@@ -299,6 +302,9 @@ class _Run:
             chiefs = self.num_chiefs
             code = await worker.wait()
             if self._outcome.done():
+                return
+            if code == MISPLACED:
+                self._end_misplaced(worker)
                 return
             if index in self._leaving:
                 self._group.remove_task("worker", index)
@@ -381,6 +387,13 @@ class _Run:
     def _finish(self, code: int) -> None:
         if not self._outcome.done():
             self._outcome.set_result(code)
+
+    def _end_misplaced(self, task: Process) -> None:
+        say(
+            f"error: {task.name} has opened a coordinator, as only the chief may: the run ends; "
+            f"end {self.commands['chief'][1]} in psync.run(main), not in asyncio.run(main())"
+        )
+        self._finish(SETUP_ERROR)
 
     def _give_up(self, reason: str) -> None:
         if not self._outcome.done():

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar, cast
 
 from psync.client.pulled_steps import PulledSteps
-from psync.errors import ClosureCancelled, ContextError, UsageError
+from psync.errors import ClosureCancelled, ContextError, UsageError, other_loop
 from psync.net.process_state import PerProcess
 
 T = TypeVar("T")
@@ -73,7 +73,8 @@ class ClosureContext:
 
         Raises:
             ClosureCancelled: If the closure was cancelled.
-            UsageError: If the step has returned: whatever it left running is too late.
+            UsageError: If the step has returned: whatever it left running is too late; or this is
+                another event loop than the worker's.
         """
         if self.cancelled:
             raise ClosureCancelled(f"{operation} in closure {self.closure_id}: it was cancelled")
@@ -82,6 +83,8 @@ class ClosureContext:
                 f"{operation} after the step has returned (closure {self.closure_id})",
                 hint="await, inside the step, every task that it starts",
             )
+        if self.loop is not None and asyncio._get_running_loop() not in (None, self.loop):
+            raise other_loop(operation)
 
     def cancel(self) -> None:
         """Cancel the closure, and wake its threads that are in `wait`.
@@ -271,12 +274,16 @@ def _waiting_closure(awaitable: object) -> tuple[ClosureContext, asyncio.Abstrac
     if closure is None:
         raise UsageError(
             "wait outside a step",
-            hint="it serves plain functions given to schedule, and programs of psync.blocking; a "
-            "thread that a step starts needs the step's context: contextvars.copy_context().run(…)",
+            hint="it serves plain functions given to schedule, and programs of psync.blocking, but "
+            "no process that these fork; a thread that a step starts needs the step's context: "
+            "contextvars.copy_context().run(…)",
         )
     closure.check_open("wait")
     if closure.loop is None:
-        raise UsageError(f"wait in closure {closure.closure_id}, which has no event loop")
+        raise UsageError(
+            f"wait in closure {closure.closure_id}, which has no event loop",
+            hint="a process that a step forks has none: return results to the step, and wait there",
+        )
     if not inspect.isawaitable(awaitable):
         raise UsageError(f"wait expected an awaitable, got {type(awaitable).__name__}")
     return closure, closure.loop

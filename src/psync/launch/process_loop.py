@@ -59,7 +59,7 @@ def run_loop(
         SystemExit: After a signal.
     """
     ended_by = 0  # the signal
-    programs = {signum: signal.getsignal(signum) for signum in _HANDLED}
+    programs: dict[int, Any] = {signum: signal.getsignal(signum) for signum in _HANDLED}
     report_on_signal()
     heard = 0  # of the signals that came
 

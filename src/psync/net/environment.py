@@ -195,6 +195,12 @@ def note_training_began() -> None:
         began.set()
 
 
+def is_own_launch() -> bool:
+    """Return whether a launcher has started this very process, and ``psync.run`` was not called."""
+    launched = bool(os.environ.get("PSYNC_LAUNCHED")) and os.getsid(0) == os.getpid()
+    return launched and training_began.get() is None
+
+
 def newest_incarnation() -> int:
     """Return the last incarnation under which this process was a coordinator; 0: it was none."""
     return _newest_incarnation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from collections.abc import Callable
 from importlib import import_module
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from psync.client.context import forbid_in_dataset, forbid_in_step
 from psync.client.runtime import Runtime
-from psync.errors import CaptureError, ClosedError
+from psync.errors import CaptureError, ClosedError, other_loop
 from psync.numerics.replica_sums import ReduceOp
 from psync.numerics.replica_values import (
     DistributedValues,
@@ -93,6 +94,8 @@ class ReplicaRuns:
                 f"args: expected a tuple, got {type(args).__name__}", hint="run(fn, args=(value,))"
             )
         args, kwargs = tuple(args), dict(kwargs or {})
+        if self.runtime is not None and asyncio._get_running_loop() is not self.runtime.ps.loop:
+            raise other_loop("strategy.run")
         if self.gangs is not None:
             return await self.gangs.run(self, fn, args, kwargs)
         if self.runtime is None:
