@@ -57,6 +57,7 @@ from psync.launch.process_loop import loop_factory
 from psync.net.process_state import PerProcess
 from psync.net.resolvers import ClusterResolver, opened
 from psync.net.shielding import shielded
+from psync.net.tracing.chrome import Summary
 from psync.net.tracing.stretch import Trace
 from psync.serialization.remote_value import RemoteValue as AsyncRemoteValue
 from psync.status.model import Status
@@ -90,7 +91,7 @@ class _Waits:
         """Wait for ``awaitable``, in the context of the caller.
 
         Raises:
-            UsageError: On the loop itself, which it would block for ever.
+            UsageError: On the loop itself, which it would block for ever; or it is a value.
             KeyboardInterrupt: After Ctrl-C, or when ``run`` is to end; ``awaitable`` was cancelled.
         """
         if self.is_here:
@@ -98,6 +99,11 @@ class _Waits:
                 "wait on the event loop of psync.blocking, which it would block for ever",
                 hint="in a coroutine write `await …` instead of `psync.wait(…)`; of a RemoteValue, "
                 "`await value` instead of `value.fetch()`",
+            )
+        if not inspect.isawaitable(awaitable):
+            raise UsageError(
+                f"wait expected an awaitable, got {type(awaitable).__name__}",
+                hint="what psync.blocking returns needs no wait: its methods return values",
             )
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         begin = functools.partial(self._begin, awaitable, contextvars.copy_context(), outcome)
@@ -336,6 +342,18 @@ class Visits(AsyncVisits):
         _on_loop(super()._look)
 
 
+class Traced:
+    """What is known of a stretch that was traced, see ``psync.ClusterCoordinator.trace``."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    @property
+    def summary(self) -> Summary | None:
+        """What the file has: seconds, events, tasks, what was dropped. None before its end."""
+        return self._trace.summary
+
+
 def _as(kind: type[T], handle: Any) -> T:
     """Return a handle of the coordinator, which knows it, as what blocks."""
     handle.__class__ = kind
@@ -433,12 +451,12 @@ class ClusterCoordinator(_Blocking):
         return wait(self.coordinator.status())
 
     @contextlib.contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Generator[Trace, None, None]:
+    def trace(self, path: str | os.PathLike[str]) -> Generator[Traced, None, None]:
         """Trace what happens within, see ``psync.ClusterCoordinator.trace``."""
         inner = self.coordinator.trace(path)
         traced = wait(inner.__aenter__())
         try:
-            yield traced
+            yield Traced(traced)
         finally:
             wait(inner.__aexit__(None, None, None))
 

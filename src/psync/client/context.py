@@ -17,6 +17,7 @@ import concurrent.futures
 import contextvars
 import inspect
 import itertools
+import os
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -215,6 +216,19 @@ def forbid_in_step(
 
 program_waits: PerProcess[list[Callable[[Awaitable[Any]], Any]]] = PerProcess(list)
 """How the program waits, where it is not on its event loop: see ``psync.blocking``."""
+
+
+def _begin_child() -> None:
+    """Leave the loop to the process from which this was forked.
+
+    It does not turn here: whoever waited for it would wait for ever.
+    """
+    program_waits().clear()
+    if (closure := current_closure()) is not None:
+        closure.runtime = closure.loop = None
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 def wait(awaitable: Awaitable[T]) -> T:

@@ -16,12 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from psync.client.context import (
-    current_closure,
-    forbid_in_dataset,
-    forbid_in_step,
-    program_waits,
-)
+from psync.client.context import current_closure, forbid_in_dataset, forbid_in_step
 from psync.client.runtime import Runtime
 from psync.errors import ClosedError, UsageError, other_loop
 from psync.net.process_state import PerProcess
@@ -52,15 +47,9 @@ def add_strategy(scope: Scope) -> None:
 
 
 def _begin_child() -> None:
-    """Leave connections, their loop and shared memory to the process from which this was forked.
-
-    Here no loop turns, so whoever waited for one would wait for ever.
-    """
-    program_waits().clear()
+    """Leave connections and shared memory to the process from which this was forked."""
     for scope in _strategies():
         scope.runtime, scope.created = None, False
-    if (closure := current_closure()) is not None:
-        closure.runtime = closure.loop = None
 
 
 os.register_at_fork(after_in_child=_begin_child)

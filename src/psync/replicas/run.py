@@ -94,9 +94,10 @@ class ReplicaRuns:
                 f"args: expected a tuple, got {type(args).__name__}", hint="run(fn, args=(value,))"
             )
         args, kwargs = tuple(args), dict(kwargs or {})
-        if self.runtime is not None and asyncio._get_running_loop() is not self.runtime.ps.loop:
-            raise other_loop("strategy.run")
         if self.gangs is not None:
+            assert self.runtime is not None, "both are a coordinator's"
+            if asyncio._get_running_loop() is not self.runtime.ps.loop:
+                raise other_loop("strategy.run")
             return await self.gangs.run(self, fn, args, kwargs)
         if self.runtime is None:
             if self.created:
