@@ -31,6 +31,7 @@ import functools
 import inspect
 import os
 import threading
+import weakref
 from collections.abc import (
     Awaitable,
     Callable,
@@ -316,23 +317,21 @@ class PerWorkerIterator(AsyncPerWorkerIterator[T]):
 class PerWorkerDataset(AsyncPerWorkerDataset[T]):
     """A ``psync.PerWorkerDataset`` that makes iterators of here."""
 
-    def iterator(self, position: int | Mapping[int, int] = 0) -> PerWorkerIterator[T]:
-        """Return a new iterator, see ``psync.PerWorkerDataset.iterator``."""
-        return _as(PerWorkerIterator, super().iterator(position))
+    def _make_iterator(self, *given: Any) -> PerWorkerIterator[T]:
+        return PerWorkerIterator(*given)
 
 
 class Visits(AsyncVisits):
     """Visits of data shards, in plain calls: see ``psync.ClusterCoordinator.distribute_once``."""
 
-    def schedule(  # type: ignore[override]
+    def schedule(
         self,
         fn: Callable[..., Any],
         args: tuple[Any, ...] | list[Any] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> list[RemoteValue[Any]]:
-        """Schedule ``fn(shard, *args, **kwargs)`` for each shard that is to be done."""
-        values = _on_loop(super().schedule, fn, args, kwargs)
-        return [_as(RemoteValue, value) for value in values]
+    ) -> list[AsyncRemoteValue[Any]]:
+        """Schedule ``fn(shard, *args, **kwargs)`` for each shard; the handles block."""
+        return _on_loop(super().schedule, fn, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Run ``fn(shard, *args, **kwargs)`` for all shards of all epochs that are not done."""
@@ -354,10 +353,13 @@ class Traced:
         return self._trace.summary
 
 
-def _as(kind: type[T], handle: Any) -> T:
-    """Return a handle of the coordinator, which knows it, as what blocks."""
-    handle.__class__ = kind
-    made: T = handle
+def _blocking(value: AsyncRemoteValue[T]) -> RemoteValue[T]:
+    """Return a handle that blocks, in place of one that was made in this turn of the loop."""
+    made: RemoteValue[T] = RemoteValue(value.closure, value._cancel)
+    if value._error is not None:  # it ended at once
+        made.set_error(value._error)
+    else:
+        value.closure.payload.value = weakref.ref(made)
     return made
 
 
@@ -392,7 +394,8 @@ class ClusterCoordinator(_Blocking):
         kwargs: dict[str, Any] | None = None,
     ) -> RemoteValue[Any]:
         """Queue ``fn(*args, **kwargs)``, see ``psync.ClusterCoordinator.schedule``."""
-        return _as(RemoteValue, _on_loop(self.coordinator.schedule, fn, args, kwargs))
+        schedule = self.coordinator.schedule
+        return _on_loop(lambda: _blocking(schedule(fn, args, kwargs)))
 
     @overload
     def submit(
@@ -409,8 +412,7 @@ class ClusterCoordinator(_Blocking):
     def schedule_all(self, fn: Callable[..., Any], calls: Sequence[Any]) -> list[RemoteValue[Any]]:
         """Queue ``fn(*args)`` for each ``args`` of ``calls``: much faster than one by one."""
         schedule = self.coordinator.schedule
-        values = _on_loop(lambda: [schedule(fn, args) for args in calls])
-        return [_as(RemoteValue, value) for value in values]
+        return _on_loop(lambda: [_blocking(schedule(fn, args)) for args in calls])
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for what was scheduled, see ``psync.ClusterCoordinator.join``."""
@@ -433,18 +435,30 @@ class ClusterCoordinator(_Blocking):
 
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
         """Schedule undone closures again, see ``psync.ClusterCoordinator.reschedule``."""
-        values = _on_loop(self.coordinator.reschedule, event)
-        return [_as(RemoteValue, value) for value in values]
+        reschedule = self.coordinator.reschedule
+        return _on_loop(lambda: [_blocking(value) for value in reschedule(event)])
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset[Any]:
         """Return a dataset, see ``psync.ClusterCoordinator.create_per_worker_dataset``."""
         made = _on_loop(self.coordinator.create_per_worker_dataset, dataset_fn)
-        return _as(PerWorkerDataset, made)
+        return PerWorkerDataset(made._dataset, made._function, self.coordinator)
 
-    def distribute_once(self, shards: Sequence[Any], num_epochs: int = 1, **options: Any) -> Visits:
+    def distribute_once(
+        self,
+        shards: Sequence[Any],
+        num_epochs: int = 1,
+        *,
+        shuffle_seed: int | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> Visits:
         """Return visits of data shards, see ``psync.ClusterCoordinator.distribute_once``."""
-        distribute = self.coordinator.distribute_once
-        return _as(Visits, _on_loop(lambda: distribute(shards, num_epochs, **options)))
+        coordinator = self.coordinator
+
+        def schedule(*call: Any) -> AsyncRemoteValue[Any]:
+            return _blocking(coordinator._schedule_shard(*call))
+
+        _on_loop(coordinator._running, "distribute_once")
+        return Visits(schedule, coordinator.join, shards, num_epochs, shuffle_seed, state)
 
     def status(self) -> Status:
         """Return what the cluster does just now, see ``psync.ClusterCoordinator.status``."""

@@ -298,8 +298,8 @@ def test_a_program_without_psync_run_ends_at_once_and_is_told_so_once(quiet: boo
     assert (run.returncode, run.stdout) == (2, "")
     (line,) = run.stderr.splitlines()
     assert re.fullmatch(
-        r"psync: error: (ps|worker)-[01] has opened a coordinator, as only the chief may: the run "
-        r"ends; end .*no_run\.py in psync\.run\(main\), not in asyncio\.run\(main\(\)\)",
+        r"psync: error: worker-[01] runs main instead of serving: the run ends; end "
+        r".*no_run\.py in psync\.run\(main\), not in asyncio\.run\(main\(\)\)",
         line,
     )
 

@@ -181,6 +181,8 @@ def test_handles_return_values(coordinator: blocking.ClusterCoordinator) -> None
     failed = coordinator.schedule(square, ("two",))
     with pytest.raises(TypeError, match="can't multiply"):
         failed.fetch()
+    with pytest.raises(ClosureCancelled):
+        coordinator.schedule(square, (4,)).fetch()  # it ended at once
     with pytest.raises(TypeError, match="can't multiply"):
         coordinator.join()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -39,13 +38,13 @@ from psync.closures.queue import MAX_LOSSES
 from psync.coordinator import Coordinator, CoordinatorOptions
 from psync.errors import ClosedError, ConfigurationError, UsageError, other_loop
 from psync.net.environment import (
-    is_own_launch,
+    exit_if_misplaced,
     note_training_began,
     platform_of,
     script_is_shared,
 )
 from psync.net.notebook_cells import of_no_cell
-from psync.net.process_state import MISPLACED, PerProcess
+from psync.net.process_state import PerProcess
 from psync.net.task_reports import add_description
 from psync.specs import checked_kind
 from psync.status.html_tables import table_of_workers
@@ -136,8 +135,7 @@ class ClusterCoordinator(Scheduling):
                 hint="psync.SidecarEvaluator evaluates the checkpoints that the chief saves",
             )
         if strategy.task[0] in ("ps", "worker"):  # it would be a second chief
-            if is_own_launch():
-                sys.exit(MISPLACED)
+            exit_if_misplaced()
             raise ConfigurationError(
                 f"this process is a {strategy.task[0]}, which serves the coordinator of the chief "
                 "and opens none",

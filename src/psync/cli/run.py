@@ -277,9 +277,6 @@ class _Run:
             code = await ps.wait()
             if self._outcome.done():
                 return
-            if code == MISPLACED:
-                self._end_misplaced(ps)
-                return
             death = f"{ps.name} {describe_exit(code)}"
             if code == SETUP_ERROR or not self._allows(policy):
                 why = "" if code == SETUP_ERROR else f", {policy.exceeded}"
@@ -304,7 +301,11 @@ class _Run:
             if self._outcome.done():
                 return
             if code == MISPLACED:
-                self._end_misplaced(worker)
+                say(
+                    f"error: {worker.name} runs main instead of serving: the run ends; end "
+                    f"{self.commands['chief'][1]} in psync.run(main), not in asyncio.run(main())"
+                )
+                self._finish(SETUP_ERROR)
                 return
             if index in self._leaving:
                 self._group.remove_task("worker", index)
@@ -387,13 +388,6 @@ class _Run:
     def _finish(self, code: int) -> None:
         if not self._outcome.done():
             self._outcome.set_result(code)
-
-    def _end_misplaced(self, task: Process) -> None:
-        say(
-            f"error: {task.name} has opened a coordinator, as only the chief may: the run ends; "
-            f"end {self.commands['chief'][1]} in psync.run(main), not in asyncio.run(main())"
-        )
-        self._finish(SETUP_ERROR)
 
     def _give_up(self, reason: str) -> None:
         if not self._outcome.done():
