@@ -822,6 +822,16 @@ def test_bad_options_are_refused() -> None:
         psync.ClusterCoordinator(strategy_of(), closure_timeout=0)
 
 
+@pytest.mark.parametrize("job", ["ps", "worker"])
+def test_a_task_that_serves_opens_no_coordinator(job):
+    cluster = psync.ClusterSpec({"chief": ["c:1"], "ps": ["a:1"], "worker": ["b:1"]})
+    strategy = psync.ParameterServerStrategy(
+        psync.SimpleClusterResolver(cluster, task_type=job, task_id=0)
+    )
+    with pytest.raises(ConfigurationError, match=rf"(?s)this process is a {job}, .*psync\.run"):
+        psync.ClusterCoordinator(strategy)
+
+
 def test_an_evaluator_cannot_take_training_away_from_the_chief():
     cluster = {"chief": ["localhost:1"], "ps": ["localhost:2"], "worker": ["localhost:3"]}
     strategy = psync.ParameterServerStrategy(
@@ -847,7 +857,7 @@ async def test_it_is_used_on_its_own_loop_only():
         await asyncio.to_thread(call)
         await asyncio.to_thread(asyncio.run, on_another_loop())
         for error in found:
-            assert "schedule outside the event loop" in str(error)
+            assert "schedule on another event loop" in str(error)
         assert len(found) == 2
 
 

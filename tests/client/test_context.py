@@ -230,7 +230,7 @@ def test_wait_of_something_else_than_an_awaitable_is_an_error() -> None:
 
 def test_wait_in_a_closure_without_a_loop_is_an_error() -> None:
     with inside(closure()):
-        with pytest.raises(UsageError, match=r"^wait in closure 7, which has no event loop$"):
+        with pytest.raises(UsageError, match=r"^wait in closure 7, which has no event loop\n"):
             wait(asyncio.sleep(0))
 
 

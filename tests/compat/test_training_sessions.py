@@ -741,3 +741,28 @@ async def test_a_worker_that_waits_names_who_has_to_begin(
             if record.name == "psync.net.chief_presence"
         ]
         assert said == [f"/job:worker/task:1 waits for {leader} to let it begin"] * 2
+
+
+async def test_a_session_is_used_on_its_own_loop_only() -> None:
+    told: list[str] = []
+
+    async def program(strategy: Strategy) -> str:
+        declare(strategy)
+        async with MonitoredTrainingSession(strategy) as session:
+
+            async def step() -> None: ...
+
+            for call in (
+                lambda: session.run(step),
+                session.wait_until_stopped,
+                lambda: session.__aexit__(None, None, None),
+            ):
+                with pytest.raises(psync.UsageError, match="on another event loop") as caught:
+                    await asyncio.to_thread(lambda call=call: asyncio.run(call()))
+                told.append(str(caught.value))
+            await session.run(step)
+        return ""
+
+    async with session_cluster(1, 1) as cluster:
+        await cluster.run_all(program)
+    assert len(told) == 3

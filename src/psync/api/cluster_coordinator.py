@@ -36,8 +36,19 @@ from psync.client.context import forbid_in_step
 from psync.closures.flapping import LIMIT
 from psync.closures.queue import MAX_LOSSES
 from psync.coordinator import Coordinator, CoordinatorOptions
-from psync.errors import CaptureError, ClosedError, ConfigurationError, UsageError
-from psync.net.environment import note_training_began, platform_of, script_is_shared
+from psync.errors import (
+    CaptureError,
+    ClosedError,
+    ConfigurationError,
+    UsageError,
+    other_loop,
+)
+from psync.net.environment import (
+    exit_if_misplaced,
+    note_training_began,
+    platform_of,
+    script_is_shared,
+)
 from psync.net.notebook_cells import of_no_cell
 from psync.net.process_state import PerProcess
 from psync.net.task_reports import add_description
@@ -85,8 +96,8 @@ class ClusterCoordinator(Scheduling):
         run_log: File to record the run in, for ``psync dashboard``. None: ``PSYNC_RUN_LOG``.
 
     Raises:
-        ConfigurationError: If an option is out of range, or the strategy is no
-            ParameterServerStrategy.
+        ConfigurationError: If an option is out of range, the strategy is no
+            ParameterServerStrategy, or this process is a ps or worker of its cluster.
 
     Source: ``tf.distribute.coordinator.ClusterCoordinator``; there, calls block.
     """
@@ -131,6 +142,14 @@ class ClusterCoordinator(Scheduling):
             raise ConfigurationError(
                 "this process is the evaluator, which takes no part in training",
                 hint="psync.SidecarEvaluator evaluates the checkpoints that the chief saves",
+            )
+        if strategy.task[0] in ("ps", "worker"):  # it would be a second chief
+            exit_if_misplaced()
+            raise ConfigurationError(
+                f"this process is a {strategy.task[0]}, which serves the coordinator of the chief "
+                "and opens none",
+                hint="psync.run(main), instead of asyncio.run(main()), runs main on the chief and "
+                "serves on all others",
             )
         num_workers = strategy.cluster.num_tasks("worker")
         self._options = CoordinatorOptions(
@@ -253,6 +272,8 @@ class ClusterCoordinator(Scheduling):
 
         Cancellation: Connections may still be closing.
         """
+        if self._coordinator is not None:
+            self._running("close")
         coordinator, self._coordinator = self._coordinator, None
         self._undescribe()
         self._unfollow()
@@ -426,10 +447,7 @@ class ClusterCoordinator(Scheduling):
                 hint="use it inside `async with ClusterCoordinator(strategy) as coordinator:`",
             )
         if asyncio._get_running_loop() is not self._coordinator.loop:
-            raise UsageError(
-                f"{operation} outside the event loop on which the coordinator runs",
-                hint="one asyncio.run for the whole program, or psync.blocking",
-            )
+            raise other_loop(operation)
         return self._coordinator
 
 

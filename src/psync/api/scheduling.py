@@ -11,6 +11,7 @@ coroutine functions and for plain ones, and in forms that only one checker needs
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, TypeVarTuple, overload
 
@@ -428,8 +429,9 @@ class Scheduling:
         try:
             return await fetch_all(structure)
         except Exception as exc:
-            if self._coordinator is not None:
-                await self._coordinator.collect_into(exc)
+            coordinator = self._coordinator
+            if coordinator is not None and asyncio._get_running_loop() is coordinator.loop:
+                await coordinator.collect_into(exc)
             raise
 
 

@@ -31,7 +31,7 @@ from psync.launch.plugins import check_found, plugins_environ
 from psync.launch.processes import SERVE_COMMAND, Output, ProcessGroup, RestartPolicy
 from psync.launch.task_output import also_release_blocked_output, say
 from psync.launch.task_process import Process, describe_exit
-from psync.net.process_state import named_file, new_pipe
+from psync.net.process_state import MISPLACED, named_file, new_pipe
 from psync.net.secret import load_secret, mint_secret
 
 if TYPE_CHECKING:
@@ -299,6 +299,13 @@ class _Run:
             chiefs = self.num_chiefs
             code = await worker.wait()
             if self._outcome.done():
+                return
+            if code == MISPLACED:
+                say(
+                    f"error: {worker.name} runs main instead of serving: the run ends; end "
+                    f"{self.commands['chief'][1]} in psync.run(main), not in asyncio.run(main())"
+                )
+                self._finish(SETUP_ERROR)
                 return
             if index in self._leaving:
                 self._group.remove_task("worker", index)

@@ -17,13 +17,14 @@ import concurrent.futures
 import contextvars
 import inspect
 import itertools
+import os
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar, cast
 
 from psync.client.pulled_steps import PulledSteps
-from psync.errors import ClosureCancelled, ContextError, UsageError
+from psync.errors import ClosureCancelled, ContextError, UsageError, other_loop
 from psync.net.process_state import PerProcess
 
 T = TypeVar("T")
@@ -73,7 +74,8 @@ class ClosureContext:
 
         Raises:
             ClosureCancelled: If the closure was cancelled.
-            UsageError: If the step has returned: whatever it left running is too late.
+            UsageError: If the step has returned: whatever it left running is too late; or this is
+                another event loop than the worker's.
         """
         if self.cancelled:
             raise ClosureCancelled(f"{operation} in closure {self.closure_id}: it was cancelled")
@@ -82,6 +84,8 @@ class ClosureContext:
                 f"{operation} after the step has returned (closure {self.closure_id})",
                 hint="await, inside the step, every task that it starts",
             )
+        if self.loop is not None and asyncio._get_running_loop() not in (None, self.loop):
+            raise other_loop(operation)
 
     def cancel(self) -> None:
         """Cancel the closure, and wake its threads that are in `wait`.
@@ -214,6 +218,19 @@ program_waits: PerProcess[list[Callable[[Awaitable[Any]], Any]]] = PerProcess(li
 """How the program waits, where it is not on its event loop: see ``psync.blocking``."""
 
 
+def _begin_child() -> None:
+    """Leave the loop to the process from which this was forked.
+
+    It does not turn here: whoever waited for it would wait for ever.
+    """
+    program_waits().clear()
+    if (closure := current_closure()) is not None:
+        closure.runtime = closure.loop = None
+
+
+os.register_at_fork(after_in_child=_begin_child)
+
+
 def wait(awaitable: Awaitable[T]) -> T:
     """Wait, in a plain step, for what a coroutine step would ``await``.
 
@@ -271,12 +288,16 @@ def _waiting_closure(awaitable: object) -> tuple[ClosureContext, asyncio.Abstrac
     if closure is None:
         raise UsageError(
             "wait outside a step",
-            hint="it serves plain functions given to schedule, and programs of psync.blocking; a "
-            "thread that a step starts needs the step's context: contextvars.copy_context().run(…)",
+            hint="it serves plain functions given to schedule, and programs of psync.blocking, but "
+            "no process that these fork; a thread that a step starts needs the step's context: "
+            "contextvars.copy_context().run(…)",
         )
     closure.check_open("wait")
     if closure.loop is None:
-        raise UsageError(f"wait in closure {closure.closure_id}, which has no event loop")
+        raise UsageError(
+            f"wait in closure {closure.closure_id}, which has no event loop",
+            hint="a process that a step forks has none: return results to the step, and wait there",
+        )
     if not inspect.isawaitable(awaitable):
         raise UsageError(f"wait expected an awaitable, got {type(awaitable).__name__}")
     return closure, closure.loop

@@ -6,6 +6,8 @@ importing the strategy, which knows variables.
 
 from __future__ import annotations
 
+import asyncio
+import os
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from psync.client.context import current_closure, forbid_in_dataset, forbid_in_step
 from psync.client.runtime import Runtime
-from psync.errors import ClosedError, UsageError
+from psync.errors import ClosedError, UsageError, other_loop
 from psync.net.process_state import PerProcess
 from psync.partitioners import Placement
 from psync.specs import VariableSpec
@@ -47,6 +49,15 @@ def begin_process() -> None:
 def add_strategy(scope: Scope) -> None:
     """Note a new strategy."""
     _strategies().add(scope)
+
+
+def _begin_child() -> None:
+    """Leave connections and shared memory to the process from which this was forked."""
+    for scope in _strategies():
+        scope.runtime, scope.created = None, False
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 def running_scopes() -> list[Scope]:
@@ -126,7 +137,8 @@ def runtime_here(operation: str, scope: Scope | None) -> Runtime:
         That of the step that runs here, else that of the strategy's coordinator or session.
 
     Raises:
-        UsageError: There is neither; or dataset code is running here, or a step that has returned.
+        UsageError: There is neither; or dataset code is running here, or a step that has returned;
+            or this is another event loop than the connections'.
         ClosureCancelled: In a step that was cancelled.
         ClosedError: The coordinator or session was closed.
     """
@@ -138,6 +150,8 @@ def runtime_here(operation: str, scope: Scope | None) -> Runtime:
         if isinstance(closure.runtime, Runtime):
             return closure.runtime
     if scope is not None and scope.runtime is not None:
+        if asyncio._get_running_loop() not in (None, scope.runtime.ps.loop):
+            raise other_loop(operation)
         return scope.runtime
     if scope is not None and scope.created:
         raise ClosedError(
@@ -146,5 +160,5 @@ def runtime_here(operation: str, scope: Scope | None) -> Runtime:
         )
     raise UsageError(
         f"{operation}: no connection to the ps tasks here",
-        hint=f"do it inside {_RUNNING}, or in a step",
+        hint=f"do it inside {_RUNNING}, or in a step; a process that these fork has none",
     )

@@ -36,6 +36,7 @@ from psync.errors import (
     TrainingEnded,
     TransportError,
     UsageError,
+    other_loop,
 )
 from psync.net.chief_presence import naming_who_is_awaited
 from psync.net.environment import note_training_began, platform_of, training_over
@@ -320,6 +321,7 @@ class MonitoredTrainingSession:
                 "run outside the training session",
                 hint="use it inside `async with psync.MonitoredTrainingSession(strategy):`",
             )
+        self._check_loop("run")
         if not self._trains:
             raise UsageError(
                 "run on a chief that does not train: nobody would wait for its gradients",
@@ -343,7 +345,12 @@ class MonitoredTrainingSession:
 
     async def wait_until_stopped(self) -> None:
         """Wait until ``should_stop``; for a chief that does not train. Cancellation: safe."""
+        self._check_loop("wait_until_stopped")
         await self._stopping.wait()
+
+    def _check_loop(self, operation: str) -> None:
+        if self._links is not None and asyncio.get_running_loop() is not self._links.ps.loop:
+            raise other_loop(f"{operation} of a training session")
 
     async def _is_at_last_step(self) -> bool:
         if self._global_step is None or self._stop_at_step is None:
@@ -368,6 +375,7 @@ class MonitoredTrainingSession:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
+        self._check_loop("the end")
         if exc is not None and not (self._is_of_the_end(exc) or _has_no_more_data(exc)):
             await self._finish(exc)
             return False

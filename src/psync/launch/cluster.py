@@ -18,7 +18,7 @@ from typing import Protocol, Self
 
 from psync.closures.scaling_rule import AdaptiveRule, changes
 from psync.cluster import ClusterSpec, task_name
-from psync.errors import ConfigurationError, PsyncError, UsageError
+from psync.errors import ConfigurationError, PsyncError, UsageError, other_loop
 from psync.launch.plugins import load_plugins, plugins_environ
 from psync.net.environment import platform_of_tf_config
 from psync.net.notebook_cells import of_no_cell
@@ -160,6 +160,7 @@ class TaskCluster(ABC):
         """Start all tasks. Cancellation: they are stopped again."""
         if self._resources is not None:
             raise UsageError("the cluster was started before")
+        self._loop = asyncio.get_running_loop()
         load_plugins(task_name("chief", 0), {**os.environ, **self._plugins})
         async with contextlib.AsyncExitStack() as resources:
             await of_no_cell(self._start(resources))
@@ -168,6 +169,7 @@ class TaskCluster(ABC):
 
     async def stop(self) -> None:
         """Stop all tasks. Cancellation: processes are killed."""
+        self._check_loop("stop")
         resources, self._resources = self._resources, contextlib.AsyncExitStack()
         self._resolver = None
         if resources is not None:
@@ -201,6 +203,7 @@ class TaskCluster(ABC):
                 ...
                 await cluster.scale(workers=8)
         """
+        self._check_loop("scale")
         self._end_adapting()
         moving = await self._change(workers)
         if moving:
@@ -241,10 +244,15 @@ class TaskCluster(ABC):
         if not interval > 0:
             raise ConfigurationError(f"interval: expected seconds above 0, got {interval!r}")
         workforce = self.resolver.platform.workforce
+        self._check_loop("adapt")
         self._check_now(maximum)
         self._end_adapting()
         adapting = self._adapt(workforce, rule, interval)
         self._adapting = asyncio.get_running_loop().create_task(adapting)
+
+    def _check_loop(self, operation: str) -> None:
+        if self._resolver is not None and asyncio.get_running_loop() is not self._loop:
+            raise other_loop(f"{operation} of a {type(self).__name__}")
 
     def _end_adapting(self) -> None:
         adapting, self._adapting = self._adapting, None

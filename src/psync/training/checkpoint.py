@@ -36,7 +36,7 @@ from psync.checkpoints.layout import changed_rate, step_of
 from psync.checkpoints.ownership import Owner, own
 from psync.checkpoints.writer import Writer, streamed_by_environ
 from psync.client.context import forbid_in_step
-from psync.client.scopes import running_scopes
+from psync.client.scopes import running_scopes, runtime_here
 from psync.coordinator import Coordinator
 from psync.errors import (
     CheckpointError,
@@ -396,8 +396,11 @@ async def coordinator_for(contents: Contents) -> Coordinator | None:
     if contents.handles:
         runtime = await runtime_of("saving a checkpoint", *contents.handles.values())
         return coordinator_of(runtime.origin)
-    running = [coordinator_of(scope.origin) for scope in running_scopes()]
-    return running[0] if len(running) == 1 else None
+    running = running_scopes()
+    if len(running) != 1:
+        return None
+    runtime_here("saving a checkpoint", running[0])
+    return coordinator_of(running[0].origin)
 
 
 async def _written(
