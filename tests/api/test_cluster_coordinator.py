@@ -656,11 +656,10 @@ async def test_join_raises_an_update_that_was_refused_because_its_step_had_retur
             async def fine():
                 return 1
 
-            for _ in range(3):
-                coordinator.schedule(step)
             values = [coordinator.schedule(fine) for _ in range(3)]
+            steps = [coordinator.schedule(step) for _ in range(3)]
             if kind == "thread":
-                await coordinator.fetch(values)
+                await coordinator.fetch(steps)
                 await asyncio.wait(left)
                 coordinator.schedule(fine)  # its result comes after what was refused before
             operation = "pull" if kind == "pull" else "apply_gradients"

@@ -251,7 +251,9 @@ async def test_a_thread_that_outlives_its_step_is_told_what_is_refused() -> None
     assert told == [(context, text)]
 
 
-@pytest.mark.parametrize("change", [{"late": None}, {"cancelled": True}], ids=["failed", "cancelled"])
+@pytest.mark.parametrize(
+    "change", [{"late": None}, {"cancelled": True}], ids=["failed", "cancelled"]
+)
 def test_what_a_step_leaves_that_has_not_returned_in_order_is_refused_and_not_told(
     change: dict[str, Any],
 ) -> None:

@@ -110,9 +110,7 @@ _RUNNING = (
 )
 
 
-def runtime_here(
-    operation: str, scope: Scope | None, variables: Sequence[Any] = ()
-) -> Runtime:
+def runtime_here(operation: str, scope: Scope | None, variables: Sequence[Any] = ()) -> Runtime:
     """Return what carries ``operation`` to the ps tasks.
 
     Args:

@@ -28,7 +28,7 @@ class ClosureEnd(NamedTuple):
 CANCELLED = ClosureEnd("cancelled")
 
 MAX_LATE = 100
-"""Kinds of refused operations in one message: their texts go into the header, whose size is limited."""
+"""Kinds of refused operations in one message: their texts go into the header, which is limited."""
 
 READ_ONLY_HINT = (
     "hint: values that psync.pull, Variable.read and push_pull return are read-only; for an array "

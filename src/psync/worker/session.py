@@ -302,7 +302,6 @@ class Session:
     async def _run_queued(self) -> None:
         while not self._ended:
             if not self._queue or (self._leaving and self._queue[0].replica is None):
-                self._results.flush()
                 self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()
@@ -314,7 +313,7 @@ class Session:
             finally:
                 self.running = None
             if self._results.nbytes > SMALL_BODY_BYTES:
-                self._results.flush()
+                await self._turn()
                 self.runtime.ahead.begin_closure()  # none, but it may wait
                 await self.bulk.connection.wait_writable()
                 self.runtime.ahead.end_closure()
@@ -322,8 +321,7 @@ class Session:
                 await self._turn()
 
     async def _turn(self) -> None:
-        """Let results leave and requests arrive."""
-        self._results.flush()
+        """Let results leave, with refusals of tasks that a step has left; and requests arrive."""
         await asyncio.sleep(0)
         self._last_turn = self._loop.time()
 
