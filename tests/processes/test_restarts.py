@@ -134,6 +134,23 @@ def test_a_worker_that_is_killed_costs_no_step(tmp_path: Path) -> None:
     wait_until_gone(before)
 
 
+def test_a_step_that_writes_past_numpy_to_what_it_has_pulled_is_told_of_copy() -> None:
+    end = ended(psync_run(*script("writes_pulled.py")))
+    assert end.code == 0, end.err
+    written, lost, hint = end.out.splitlines()
+    assert written == "written", "with copy=True"
+    assert re.fullmatch(r"closure 1 \(step\) was lost with its worker 3 times: .*", lost)
+    assert "SIGSEGV or SIGBUS" in hint
+    assert "copy=True" in hint
+    lines = end.err.splitlines()
+    told = [number for number, line in enumerate(lines) if "copy=True" in line]
+    killed = [number for number, line in enumerate(lines) if "was killed by SIGSEGV" in line]
+    assert len(told) == 1, "once, at the first death"
+    assert told[0] < killed[0]
+    # The worker itself says which line of the step it was.
+    assert re.search(r"\[worker-\d\] +File \".*writes_pulled.py\", line \d+ in step", end.err)
+
+
 def test_a_chief_that_is_killed_too_often_ends_the_run() -> None:
     run = psync_run("--chief-restarts", "1", *script("steps.py"), "--", "endless")
     tasks: dict[str, int] = {}
