@@ -218,7 +218,7 @@ class Joins:
         if left := counts.waiting + counts.queued + counts.in_flight:
             logger.warning("closing cancels what is not done (%d), and join was not awaited", left)
         if self._queue.ready_to_raise and (collected := self._queue.collect_error()):
-            name, text = type(collected[0]).__name__, text_of(collected[0])
+            name, text = type(collected[0]).__name__, text_of(collected[0]).partition("\nhint:")[0]
             logger.warning("closing without join, which would have raised %s: %s", name, text)
 
     def _collect(self) -> BaseException | None:

@@ -229,4 +229,4 @@ class _Delivery(Generic[M]):
 def _note_result(work: asyncio.Future[Any]) -> None:
     """Log how a delivery ended whose caller was cancelled."""
     if not work.cancelled() and (error := work.exception()) is not None:
-        logger.info("a push whose step was cancelled failed: %s", error)
+        logger.debug("a push whose step was cancelled failed: %s", error)
