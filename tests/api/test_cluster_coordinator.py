@@ -677,6 +677,33 @@ async def test_join_raises_an_update_that_was_refused_because_its_step_had_retur
             assert len(warnings) == 1, "when it happens, and once"
 
 
+made: str | None = None  # a global of the script, as it were
+
+
+async def test_a_step_keeps_its_own_globals_and_shares_those_of_imported_modules():
+    """As docs/howto/steps.md says: a worker's state between closures."""
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        def one() -> str | None:
+            global made
+            found, made = made, "set by one"
+            return found
+
+        def other() -> str | None:
+            memory_cluster.shared["kept"] = memory_cluster.shared.get("kept", 0) + 1
+            return made
+
+        def third() -> int:
+            return memory_cluster.shared["kept"]
+
+        for fn in (one, other):
+            fn.__module__ = "__main__"  # pickled by value, as functions of a script are
+        values = [coordinator.schedule(fn) for fn in (one, one, other, third)]
+        await coordinator.join()
+        assert await coordinator.fetch(values) == [None, "set by one", None, 1]
+    assert made is None, "nor is it the program's"
+
+
 async def test_what_a_failed_step_has_left_running_is_no_error_of_a_later_join():
     async with cluster_of(num_workers=1) as cluster:
         strategy = cluster.strategy()
