@@ -144,7 +144,7 @@ class Coordinator:
         service = self.parts.of(ClosureService)(
             self._queue, self._closures, self.functions, self._reports, self.workers,
             perform=self.perform, will_recover=self.recovery.will_recover,
-            results_came=self._results_came,
+            note_late=self.joins.note_late, results_came=self._results_came,
         )  # fmt: skip
         self.links.endpoint.handlers.update({
             **service.handlers(),
@@ -301,9 +301,14 @@ class Coordinator:
             await self.joins.wait(deadline, timeout_s, self._creating)
         settled = await self.joins.below(cutoff, deadline, timeout_s)
         self._final.look(1)  # who joins is done with them, so nothing of theirs may come any more
-        settled.result()
-        if finish_steps and self.done():
+        error = settled.exception()
+        if error is None and finish_steps and self.done():
             await self._finish_steps(deadline, timeout_s)
+        if (late := self.joins.take_late()) is not None:
+            if error is None:
+                raise late
+            error.add_note(f"also failed: {late.message}")
+        settled.result()
 
     async def collect_into(self, error: Exception) -> None:
         """Collect the error that a join would raise; see ``Joins.collect_into``.

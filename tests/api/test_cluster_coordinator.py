@@ -633,6 +633,100 @@ async def test_a_task_left_running_by_a_step_cannot_push():
             assert "after the step has returned" in memory_cluster.shared["error"]
 
 
+@pytest.mark.parametrize("kind", ["task", "pull", "thread"])
+async def test_join_raises_an_update_that_was_refused_because_its_step_had_returned(
+    kind: str, caplog: pytest.LogCaptureFixture
+):
+    async with cluster_of(num_workers=1) as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w, b = (psync.Variable(np.zeros(4, np.float32), name=name) for name in "wb")
+            sgd = psync.optimizers.SGD(1.0)
+            left: list[asyncio.Task] = memory_cluster.shared.setdefault("left", [])
+
+            async def background_push():
+                grads = [(np.ones(4, np.float32), variable) for variable in (w, b)]
+                if kind == "pull":
+                    await psync.pull((w, b))
+                if kind == "thread":
+                    await asyncio.to_thread(lambda: psync.wait(sgd.apply_gradients(grads)))
+                await sgd.apply_gradients(grads)
+
+            async def step():
+                memory_cluster.shared["left"].append(asyncio.create_task(background_push()))
+
+            async def fine():
+                return 1
+
+            values = [coordinator.schedule(fine) for _ in range(3)]
+            steps = [coordinator.schedule(step) for _ in range(3)]
+            if kind == "thread":
+                await coordinator.fetch(steps)
+                await asyncio.wait(left)
+                coordinator.schedule(fine)  # its result comes after what was refused before
+            operation = "pull" if kind == "pull" else "apply_gradients"
+            with pytest.raises(UsageError) as caught:
+                await coordinator.join()
+            text = f'refused, because the step had returned: {operation} ("w", "b") in step "'
+            assert caught.value.message.startswith(text)
+            assert caught.value.message.endswith('step" (3 times)')
+            assert "await, inside the step, every task" in str(caught.value)
+            assert await coordinator.fetch(values) == [1] * 3, "it ends nothing else"
+            await coordinator.join()
+            assert not any(await w.read())
+            assert [isinstance(task.exception(), UsageError) for task in left] == [True] * 3
+            warnings = [each for each in caplog.records if "was refused" in each.getMessage()]
+            assert len(warnings) == 1, "when it happens, and once"
+
+
+made: str | None = None  # a global of the script, as it were
+
+
+async def test_a_step_keeps_its_own_globals_and_shares_those_of_imported_modules():
+    """As docs/howto/steps.md says: a worker's state between closures."""
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        def one() -> str | None:
+            global made
+            found, made = made, "set by one"
+            return found
+
+        def other() -> str | None:
+            memory_cluster.shared["kept"] = memory_cluster.shared.get("kept", 0) + 1
+            return made
+
+        def third() -> int:
+            return memory_cluster.shared["kept"]
+
+        for fn in (one, other):
+            fn.__module__ = "__main__"  # pickled by value, as functions of a script are
+        values = [coordinator.schedule(fn) for fn in (one, one, other, third)]
+        await coordinator.join()
+        assert await coordinator.fetch(values) == [None, "set by one", None, 1]
+    assert made is None, "nor is it the program's"
+
+
+async def test_what_a_failed_step_has_left_running_is_no_error_of_a_later_join():
+    async with cluster_of(num_workers=1) as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+
+            async def step():
+                memory_cluster.shared["left"] = asyncio.create_task(w.assign_add(np.ones(4)))
+                raise Custom(1)
+
+            coordinator.schedule(step)
+            with pytest.raises(Custom):
+                await coordinator.join()
+            with pytest.raises(UsageError, match="after the step has returned"):
+                await memory_cluster.shared["left"]
+            coordinator.schedule(lambda: 1)
+            await coordinator.join()
+
+
 # --- bad input -------------------------------------------------------------------------------
 
 

@@ -262,13 +262,48 @@ async def test_what_the_program_reports_is_shown() -> None:
             coordinator.report({"loss": "low"})
 
 
-async def test_who_asks_at_once_gets_the_same_status() -> None:
-    async with coordinating() as (_, coordinator):
+async def test_ps_tasks_are_asked_once_in_a_while_whoever_asks() -> None:
+    async with coordinating(num_ps=1) as (_, coordinator):
         first, second = await asyncio.gather(coordinator.status(), coordinator.status())
         assert first is second
-        assert await coordinator.status() is first
-        await asyncio.sleep(1)
-        assert await coordinator.status() is not first
+        await asyncio.sleep(0.15)
+        again = await coordinator.status()
+        assert again.ps[0].age_s == pytest.approx(0.15, abs=0.01)
+        assert again.ps[0].state == "connected"
+        await asyncio.sleep(0.15)
+        assert (await coordinator.status()).ps[0].age_s == pytest.approx(0, abs=0.01)
+
+
+async def test_right_after_a_join_it_counts_all_that_was_joined() -> None:
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        async def step() -> None:
+            pass
+
+        for joined in range(1, 6):
+            for _ in range(10):
+                coordinator.schedule(step)
+            queue = (await coordinator.status()).queue
+            assert queue.finished + queue.in_flight + queue.queued == 10 * joined
+            await coordinator.join()
+            status = await coordinator.status()
+            assert (status.queue.finished, status.queue.in_flight) == (10 * joined, 0)
+            assert sum(worker.finished for worker in status.workers) == 10 * joined
+            assert (status.state, status.waits_for) == ("idle", "nothing")
+
+
+async def test_the_error_of_a_step_is_in_the_next_status() -> None:
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        def broken_step() -> None:
+            raise ValueError("broken")
+
+        await coordinator.status()
+        coordinator.schedule(broken_step)
+        with pytest.raises(ValueError, match="broken"):
+            await coordinator.join()
+        status = await coordinator.status()
+        assert (status.queue.failed, status.state) == (1, "idle")
 
 
 async def test_one_who_gives_up_takes_nothing_from_another_one() -> None:

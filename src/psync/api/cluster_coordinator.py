@@ -301,6 +301,9 @@ class ClusterCoordinator(Scheduling):
                 queued; the next closures run normally.
             EndOfData: A step met the end of its worker's data, all others are done and none
                 failed.
+            UsageError: A task or thread that a step had started pushed, assigned or pulled after
+                the step had returned, and was refused; names steps, variables and how often. The
+                other closures are not concerned.
             DeadlineExceeded: After ``timeout`` seconds; says what is running where.
             ParameterServerLost: A ps is gone.
             WorkerLost: A ``LocalCluster`` has given up its last worker; names them all.

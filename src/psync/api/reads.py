@@ -40,7 +40,7 @@ async def runtime_of(operation: str, *variables: ValueAccess) -> Runtime:
 
     Cancellation: Safe.
     """
-    runtime = runtime_here(operation, scope_of(variables[0]))
+    runtime = runtime_here(operation, scope_of(variables[0]), variables)
     for variable in variables:
         if variable.origin != runtime.origin:
             raise UsageError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -126,11 +126,12 @@ _RUNNING = (
 )
 
 
-def runtime_here(operation: str, scope: Scope | None) -> Runtime:
+def runtime_here(operation: str, scope: Scope | None, variables: Sequence[Any] = ()) -> Runtime:
     """Return what carries ``operation`` to the ps tasks.
 
     Args:
         operation: For messages.
+        variables: As for ``ClosureContext.check_open``.
         scope: The strategy to which what is operated on belongs; None: it is not in this process.
 
     Returns:
@@ -146,7 +147,7 @@ def runtime_here(operation: str, scope: Scope | None) -> Runtime:
     if closure is None:
         forbid_in_dataset(operation)
     else:
-        closure.check_open(operation)
+        closure.check_open(operation, variables)
         if isinstance(closure.runtime, Runtime):
             return closure.runtime
     if scope is not None and scope.runtime is not None:

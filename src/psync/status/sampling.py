@@ -57,7 +57,7 @@ WORKER_ANSWERS_WITHIN_S = 3.0
 """Else it computes on its loop, or is stopped."""
 
 FRESH_S = 0.2
-"""Who asks again sooner gets the same status: that bounds what it costs, whoever asks."""
+"""ps tasks are not asked again sooner than this: that bounds what it costs them, whoever asks."""
 
 ASKED_AT_ONCE = 100
 """Workers are asked by turns: many of them cost no more than so many."""
@@ -114,14 +114,15 @@ class ClusterSource:
         self._asked: dict[str, asyncio.Task[None]] = {}  # workers that have not answered yet
         self.spans = SpanCollector(self._recorder(), lambda: self._controls().values())
         self.asks_workers = False
-        self._newest: tuple[float, Status] | None = None
+        self._newest: tuple[float, float, Collection[str]] | None = None
+        """When ps tasks were last asked: the end, the beginning, and which of them were."""
         self._asking: asyncio.Task[Status] | None = None
         self.variables: Callable[[], dict[int, str]] = dict
         self.reported: dict[str, float] = {}
         self.program = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
 
     async def status(self) -> Status:
-        """Return the status, at most 0.2 s old.
+        """Return the status as of now; numbers of ps tasks may be 0.2 s old.
 
         Raises:
             ClosedError: The coordinator is closed meanwhile.
@@ -129,9 +130,9 @@ class ClusterSource:
         Cancellation: Safe; others who ask get theirs.
         """
         if self._newest is not None and self._loop.time() - self._newest[0] < FRESH_S:
-            return self._newest[1]
+            return status_of(self._reading(*self._newest[1:]), self._history)
         asking = self._asking
-        if asking is None:
+        if asking is None or asking.done():  # what it has read may have changed since
             asking = self._asking = self._loop.create_task(self._read())
             asking.add_done_callback(self._ended)
         try:
@@ -143,7 +144,8 @@ class ClusterSource:
             raise
 
     def _ended(self, asking: asyncio.Task[Status]) -> None:
-        self._asking = None
+        if self._asking is asking:
+            self._asking = None
         if not asking.cancelled():
             asking.exception()  # whoever has waited for it has it; perhaps nobody does any more
 
@@ -163,9 +165,8 @@ class ClusterSource:
         await asyncio.gather(*map(self._ask, asked.values()))
         if self.asks_workers:
             self._ask_workers()
-        status = status_of(self._reading(began, asked), self._history)
-        self._newest = self._loop.time(), status
-        return status
+        self._newest = self._loop.time(), began, asked
+        return status_of(self._reading(began, asked), self._history)
 
     def _controls(self) -> dict[str, Peer]:
         """Return a connection to each task that there is."""
