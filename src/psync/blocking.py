@@ -1,8 +1,9 @@
 """psync without async: the same programs in plain calls, over an event loop in a thread.
 
 For scripts, notebooks and tests that are not coroutines. ``LocalCluster`` and
-``ClusterCoordinator`` are context managers here, and their methods block; everything else of psync
-that would be awaited is given to ``psync.wait``, as in a step that is a plain function:
+``ClusterCoordinator`` are context managers here, and their methods block, as do those of all that
+they return; everything else of psync that would be awaited is given to ``psync.wait``, as in a step
+that is a plain function:
 
     from psync import blocking
 
@@ -12,8 +13,7 @@ that would be awaited is given to ``psync.wait``, as in a step that is a plain f
             with strategy.scope():
                 w = psync.Variable(np.zeros(10, np.float32), name="w")
             value = coordinator.schedule(step, (w,))
-            coordinator.join()
-            print(coordinator.fetch(value), psync.wait(w.read()))
+            print(value.fetch(), psync.wait(w.read()))
 
 Steps are what they always are: coroutine functions, or plain ones. The loop runs in a thread from
 the first of these context managers to the end of the last. Ctrl-C cancels what is waited for, and
@@ -31,13 +31,23 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from psync.api import seeing
 from psync.api.cluster_coordinator import ClusterCoordinator as AsyncCoordinator
-from psync.api.data_shards import Visits
-from psync.api.datasets import PerWorkerDataset
+from psync.api.data_shards import Visits as AsyncVisits
+from psync.api.datasets import PerWorkerDataset as AsyncPerWorkerDataset
+from psync.api.datasets import PerWorkerIterator as AsyncPerWorkerIterator
 from psync.api.strategy import ParameterServerStrategy
 from psync.chief.events import Event, RollbackEvent
 from psync.client.context import program_waits, wait
@@ -49,11 +59,13 @@ from psync.launch.process_loop import loop_factory
 from psync.net.process_state import PerProcess
 from psync.net.resolvers import ClusterResolver, opened
 from psync.net.shielding import shielded
+from psync.net.tracing.chrome import Summary
 from psync.net.tracing.stretch import Trace
-from psync.serialization.remote_value import RemoteValue
+from psync.serialization.remote_value import RemoteValue as AsyncRemoteValue
 from psync.status.model import Status
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 P = ParamSpec("P")
 
 __all__ = ["ClusterCoordinator", "LocalCluster", "report", "run", "wait"]
@@ -72,19 +84,29 @@ class _Waits:
         self._interrupts = False  # the next wait is to be interrupted
         self._interrupted: asyncio.Task[Any] | None = None
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is called on the loop."""
+        return asyncio._get_running_loop() is self._loop
+
     def __call__(self, awaitable: Awaitable[T]) -> T:
         """Wait for ``awaitable``, in the context of the caller.
 
         Raises:
-            UsageError: On the loop itself, which it would block for ever.
+            UsageError: On the loop itself, which it would block for ever; or it is a value.
             KeyboardInterrupt: After Ctrl-C, or when ``run`` is to end; ``awaitable`` was cancelled.
         """
-        with contextlib.suppress(RuntimeError):
-            if asyncio.get_running_loop() is self._loop:
-                raise UsageError(
-                    "wait on the event loop of psync.blocking, which it would block for ever",
-                    hint="in a coroutine write `await …` instead of `psync.wait(…)`",
-                )
+        if self.is_here:
+            raise UsageError(
+                "wait on the event loop of psync.blocking, which it would block for ever",
+                hint="in a coroutine write `await …` instead of `psync.wait(…)`; of a RemoteValue, "
+                "`await value` instead of `value.fetch()`",
+            )
+        if not inspect.isawaitable(awaitable):
+            raise UsageError(
+                f"wait expected an awaitable, got {type(awaitable).__name__}",
+                hint="what psync.blocking returns needs no wait: its methods return values",
+            )
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         begin = functools.partial(self._begin, awaitable, contextvars.copy_context(), outcome)
         try:
@@ -160,6 +182,13 @@ class _LoopThread:
 _loop_thread = PerProcess(_LoopThread)
 
 
+def _begin_child() -> None:
+    _loop_thread.value = _LoopThread()  # a forked process does not have that thread
+
+
+os.register_at_fork(after_in_child=_begin_child)
+
+
 def _start_loop() -> Callable[[], None]:
     """Run a loop in a thread; return what ends it."""
     runner = asyncio.Runner(loop_factory=loop_factory())
@@ -231,6 +260,7 @@ class LocalCluster(_Blocking):
     """
 
     __psync_capture_error__ = AsyncLocalCluster.__psync_capture_error__
+    __psync_capture_hint__ = AsyncLocalCluster.__psync_capture_hint__
 
     def __init__(
         self, num_ps: int, num_workers: int, processes: bool = True, **options: Any
@@ -258,6 +288,83 @@ class LocalCluster(_Blocking):
         _on_loop(functools.partial(self._inner.adapt, minimum, maximum, **options))
 
 
+class RemoteValue(AsyncRemoteValue[T_co]):
+    """A ``psync.RemoteValue``, in plain calls."""
+
+    __slots__ = ()
+
+    def fetch(self) -> T_co:  # type: ignore[override]
+        """Wait for the closure to end and return its value, see ``psync.RemoteValue.fetch``."""
+        return self.result() if self.done() else wait(super().fetch())
+
+    get = fetch  # type: ignore[assignment]
+
+    def cancel(self) -> None:
+        """Cancel the closure, see ``psync.RemoteValue.cancel``."""
+        _on_loop(super().cancel)
+
+
+class PerWorkerIterator(AsyncPerWorkerIterator[T]):
+    """A ``psync.PerWorkerIterator`` whose positions are read in a plain call."""
+
+    def positions(self) -> dict[int, int]:  # type: ignore[override]
+        """Return how many batches steps have been handed, for each worker."""
+        return wait(super().positions())
+
+    def next_in(self, epoch: int) -> T:  # type: ignore[override]
+        """Refuse, as ``next`` does outside of steps, which see the iterator of their worker."""
+        return wait(super().next_in(epoch))
+
+
+class PerWorkerDataset(AsyncPerWorkerDataset[T]):
+    """A ``psync.PerWorkerDataset`` that makes iterators of here."""
+
+    def _make_iterator(self, *given: Any) -> PerWorkerIterator[T]:
+        return PerWorkerIterator(*given)
+
+
+class Visits(AsyncVisits):
+    """Visits of data shards, in plain calls: see ``psync.ClusterCoordinator.distribute_once``."""
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[AsyncRemoteValue[Any]]:
+        """Schedule ``fn(shard, *args, **kwargs)`` for each shard; the handles block."""
+        return _on_loop(super().schedule, fn, args, kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Run ``fn(shard, *args, **kwargs)`` for all shards of all epochs that are not done."""
+        wait(super().run(*args, **kwargs))
+
+    def _look(self) -> None:
+        _on_loop(super()._look)
+
+
+class Traced:
+    """What is known of a stretch that was traced, see ``psync.ClusterCoordinator.trace``."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    @property
+    def summary(self) -> Summary | None:
+        """What the file has: seconds, events, tasks, what was dropped. None before its end."""
+        return self._trace.summary
+
+
+def _blocking(value: AsyncRemoteValue[T]) -> RemoteValue[T]:
+    """Return a handle that blocks, in place of one that was made in this turn of the loop."""
+    made: RemoteValue[T] = RemoteValue(value.closure, value._cancel)
+    if value._error is not None:  # it ended at once
+        made.set_error(value._error)
+    else:
+        value.closure.payload.value = weakref.ref(made)
+    return made
+
+
 class ClusterCoordinator(_Blocking):
     """A ``psync.ClusterCoordinator``, in plain calls: arguments and errors are the same.
 
@@ -272,6 +379,7 @@ class ClusterCoordinator(_Blocking):
     """
 
     __psync_capture_error__ = AsyncCoordinator.__psync_capture_error__
+    __psync_capture_hint__ = AsyncCoordinator.__psync_capture_hint__
 
     def __init__(self, strategy: ParameterServerStrategy, **options: Any) -> None:
         self.coordinator = AsyncCoordinator(strategy, **options)
@@ -289,7 +397,8 @@ class ClusterCoordinator(_Blocking):
         kwargs: dict[str, Any] | None = None,
     ) -> RemoteValue[Any]:
         """Queue ``fn(*args, **kwargs)``, see ``psync.ClusterCoordinator.schedule``."""
-        return _on_loop(self.coordinator.schedule, fn, args, kwargs)
+        schedule = self.coordinator.schedule
+        return _on_loop(lambda: _blocking(schedule(fn, args, kwargs)))
 
     @overload
     def submit(
@@ -306,7 +415,7 @@ class ClusterCoordinator(_Blocking):
     def schedule_all(self, fn: Callable[..., Any], calls: Sequence[Any]) -> list[RemoteValue[Any]]:
         """Queue ``fn(*args)`` for each ``args`` of ``calls``: much faster than one by one."""
         schedule = self.coordinator.schedule
-        return _on_loop(lambda: [schedule(fn, args) for args in calls])
+        return _on_loop(lambda: [_blocking(schedule(fn, args)) for args in calls])
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for what was scheduled, see ``psync.ClusterCoordinator.join``."""
@@ -329,31 +438,42 @@ class ClusterCoordinator(_Blocking):
 
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
         """Schedule undone closures again, see ``psync.ClusterCoordinator.reschedule``."""
-        return _on_loop(self.coordinator.reschedule, event)
+        reschedule = self.coordinator.reschedule
+        return _on_loop(lambda: [_blocking(value) for value in reschedule(event)])
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset[Any]:
         """Return a dataset, see ``psync.ClusterCoordinator.create_per_worker_dataset``."""
-        return _on_loop(self.coordinator.create_per_worker_dataset, dataset_fn)
+        made = _on_loop(self.coordinator.create_per_worker_dataset, dataset_fn)
+        return PerWorkerDataset(made._dataset, made._function, self.coordinator)
 
-    def distribute_once(self, shards: Sequence[Any], num_epochs: int = 1, **options: Any) -> Visits:
-        """Return visits of data shards, see ``psync.ClusterCoordinator.distribute_once``.
+    def distribute_once(
+        self,
+        shards: Sequence[Any],
+        num_epochs: int = 1,
+        *,
+        shuffle_seed: int | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> Visits:
+        """Return visits of data shards, see ``psync.ClusterCoordinator.distribute_once``."""
+        coordinator = self.coordinator
 
-        ``psync.wait(visits.run(step))`` makes all of them.
-        """
-        distribute = self.coordinator.distribute_once
-        return _on_loop(lambda: distribute(shards, num_epochs, **options))
+        def schedule(*call: Any) -> AsyncRemoteValue[Any]:
+            return _blocking(coordinator._schedule_shard(*call))
+
+        _on_loop(coordinator._running, "distribute_once")
+        return Visits(schedule, coordinator.join, shards, num_epochs, shuffle_seed, state)
 
     def status(self) -> Status:
         """Return what the cluster does just now, see ``psync.ClusterCoordinator.status``."""
         return wait(self.coordinator.status())
 
     @contextlib.contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Generator[Trace, None, None]:
+    def trace(self, path: str | os.PathLike[str]) -> Generator[Traced, None, None]:
         """Trace what happens within, see ``psync.ClusterCoordinator.trace``."""
         inner = self.coordinator.trace(path)
         traced = wait(inner.__aenter__())
         try:
-            yield traced
+            yield Traced(traced)
         finally:
             wait(inner.__aexit__(None, None, None))
 
@@ -395,11 +515,14 @@ def report(path: str | os.PathLike[str]) -> Generator[None, None, None]:
 
 
 def _on_loop(function: Callable[..., T], *args: Any) -> T:
-    """Return ``function(*args)``, called on the loop."""
+    """Return ``function(*args)``, called on the loop, while there is one."""
 
     async def call() -> T:
         return function(*args)
 
+    newest = program_waits()[-1] if program_waits() else None
+    if newest is None or (isinstance(newest, _Waits) and newest.is_here):
+        return function(*args)
     return wait(call())
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from psync.checkpoints.ownership import Owner
 from psync.chief import watchdog
 from psync.chief.closure_service import ClosureService, EndedCall
 from psync.chief.cluster_links import ClusterLinks
@@ -143,7 +144,7 @@ class Coordinator:
         service = self.parts.of(ClosureService)(
             self._queue, self._closures, self.functions, self._reports, self.workers,
             perform=self.perform, will_recover=self.recovery.will_recover,
-            results_came=self._results_came,
+            note_late=self.joins.note_late, results_came=self._results_came,
         )  # fmt: skip
         self.links.endpoint.handlers.update({
             **service.handlers(),
@@ -158,6 +159,7 @@ class Coordinator:
         self._creating: asyncio.Task[None] | None = None  # meanwhile the queue is paused
         self._tasks: set[asyncio.Task[None]] = set()  # that end with the coordinator
         self._closed = False
+        self.owned: set[Owner | None] = set()  # where the program saves, until it ends
         self.loop = asyncio.get_running_loop()
 
     async def start(self) -> None:
@@ -225,6 +227,7 @@ class Coordinator:
             try:
                 await self.links.close()
             finally:
+                self.owned.clear()
                 for closure in list(self._closures.values()):  # nobody will report them
                     self._closures.settle(closure, closure.error or error)
 
@@ -298,9 +301,14 @@ class Coordinator:
             await self.joins.wait(deadline, timeout_s, self._creating)
         settled = await self.joins.below(cutoff, deadline, timeout_s)
         self._final.look(1)  # who joins is done with them, so nothing of theirs may come any more
-        settled.result()
-        if finish_steps and self.done():
+        error = settled.exception()
+        if error is None and finish_steps and self.done():
             await self._finish_steps(deadline, timeout_s)
+        if (late := self.joins.take_late()) is not None:
+            if error is None:
+                raise late
+            error.add_note(f"also failed: {late.message}")
+        settled.result()
 
     @property
     def stop_reason(self) -> str | None:

@@ -91,6 +91,15 @@ class UsageError(PsyncError):
     """The caller broke the API; the program must change. Never retried."""
 
 
+def other_loop(operation: str) -> UsageError:
+    """Return the error of what is awaited on an event loop where its answer would never come."""
+    return UsageError(
+        f"{operation} on another event loop than the one that its cluster runs on",
+        hint="in a plain step, and with psync.blocking, write psync.wait(…) instead of "
+        "asyncio.run(…); in another thread of a program, asyncio.run_coroutine_threadsafe(…, loop)",
+    )
+
+
 class ConfigurationError(UsageError, ValueError):
     """A cluster description, argument, option or environment variable is wrong."""
 

@@ -6,6 +6,9 @@ import asyncio
 import functools
 import logging
 import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -630,6 +633,100 @@ async def test_a_task_left_running_by_a_step_cannot_push():
             assert "after the step has returned" in memory_cluster.shared["error"]
 
 
+@pytest.mark.parametrize("kind", ["task", "pull", "thread"])
+async def test_join_raises_an_update_that_was_refused_because_its_step_had_returned(
+    kind: str, caplog: pytest.LogCaptureFixture
+):
+    async with cluster_of(num_workers=1) as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w, b = (psync.Variable(np.zeros(4, np.float32), name=name) for name in "wb")
+            sgd = psync.optimizers.SGD(1.0)
+            left: list[asyncio.Task] = memory_cluster.shared.setdefault("left", [])
+
+            async def background_push():
+                grads = [(np.ones(4, np.float32), variable) for variable in (w, b)]
+                if kind == "pull":
+                    await psync.pull((w, b))
+                if kind == "thread":
+                    await asyncio.to_thread(lambda: psync.wait(sgd.apply_gradients(grads)))
+                await sgd.apply_gradients(grads)
+
+            async def step():
+                memory_cluster.shared["left"].append(asyncio.create_task(background_push()))
+
+            async def fine():
+                return 1
+
+            values = [coordinator.schedule(fine) for _ in range(3)]
+            steps = [coordinator.schedule(step) for _ in range(3)]
+            if kind == "thread":
+                await coordinator.fetch(steps)
+                await asyncio.wait(left)
+                coordinator.schedule(fine)  # its result comes after what was refused before
+            operation = "pull" if kind == "pull" else "apply_gradients"
+            with pytest.raises(UsageError) as caught:
+                await coordinator.join()
+            text = f'refused, because the step had returned: {operation} ("w", "b") in step "'
+            assert caught.value.message.startswith(text)
+            assert caught.value.message.endswith('step" (3 times)')
+            assert "await, inside the step, every task" in str(caught.value)
+            assert await coordinator.fetch(values) == [1] * 3, "it ends nothing else"
+            await coordinator.join()
+            assert not any(await w.read())
+            assert [isinstance(task.exception(), UsageError) for task in left] == [True] * 3
+            warnings = [each for each in caplog.records if "was refused" in each.getMessage()]
+            assert len(warnings) == 1, "when it happens, and once"
+
+
+made: str | None = None  # a global of the script, as it were
+
+
+async def test_a_step_keeps_its_own_globals_and_shares_those_of_imported_modules():
+    """As docs/howto/steps.md says: a worker's state between closures."""
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        def one() -> str | None:
+            global made
+            found, made = made, "set by one"
+            return found
+
+        def other() -> str | None:
+            memory_cluster.shared["kept"] = memory_cluster.shared.get("kept", 0) + 1
+            return made
+
+        def third() -> int:
+            return memory_cluster.shared["kept"]
+
+        for fn in (one, other):
+            fn.__module__ = "__main__"  # pickled by value, as functions of a script are
+        values = [coordinator.schedule(fn) for fn in (one, one, other, third)]
+        await coordinator.join()
+        assert await coordinator.fetch(values) == [None, "set by one", None, 1]
+    assert made is None, "nor is it the program's"
+
+
+async def test_what_a_failed_step_has_left_running_is_no_error_of_a_later_join():
+    async with cluster_of(num_workers=1) as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+
+            async def step():
+                memory_cluster.shared["left"] = asyncio.create_task(w.assign_add(np.ones(4)))
+                raise Custom(1)
+
+            coordinator.schedule(step)
+            with pytest.raises(Custom):
+                await coordinator.join()
+            with pytest.raises(UsageError, match="after the step has returned"):
+                await memory_cluster.shared["left"]
+            coordinator.schedule(lambda: 1)
+            await coordinator.join()
+
+
 # --- bad input -------------------------------------------------------------------------------
 
 
@@ -685,14 +782,90 @@ def test_what_lives_on_the_coordinator_cannot_be_captured() -> None:
     captured, function = capture_dataset(lambda: [1], functions)
     distributed = psync.DistributedDataset(captured, 1, None)
     dataset = PerWorkerDataset(distributed, function, coordinator)
-    for captured, text in (
-        (coordinator, "the coordinator lives on the chief"),
-        (strategy, "the strategy lives on the coordinator"),
-        (psync.LocalCluster(1, 1, processes=False), "the cluster's processes belong to the chief"),
-        (dataset, r"pass iter\(dataset\), the iterator, to steps"),
-    ):
-        with pytest.raises(CaptureError, match=text):
+    with strategy.scope():
+        variable = psync.Variable(1.0)
+    checkpoint = psync.Checkpoint(v=variable)
+    trainer = psync.Trainer(strategy, [variable], print, psync.optimizers.SGD(1.0))
+    for captured, text, hint in (
+        (coordinator, "the coordinator lives on the chief", "return a value from the step"),
+        (strategy, "the strategy lives on the coordinator", "use psync.get_strategy() in the step"),
+        (strategy.extended, "the strategy lives on the coordinator", "use psync.get_strategy() in"),
+        (
+            psync.LocalCluster(1, 1, processes=False),
+            "the cluster's processes belong to the chief", "call it in the program",
+        ),
+        (dataset, "each worker reads it through an iterator", "iterator = iter(dataset) in the"),
+        (checkpoint, "checkpoints are saved by the program", "call it in the program"),
+        (
+            psync.CheckpointManager(checkpoint, "nowhere"),
+            "checkpoints are saved by the program", "call it in the program",
+        ),
+        (trainer, "the trainer lives in the program", "give a name to what the step needs of it"),
+        (
+            psync.MonitoredTrainingSession(strategy),
+            "the session belongs to this task", "call it in the program",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(CaptureError, match=text) as caught:
             functions.register(lambda captured=captured: captured)
+        assert caught.value.hint is not None
+        assert caught.value.hint.startswith(hint)
+
+
+async def test_a_capture_error_begins_where_the_program_has_called() -> None:
+    async with coordinating() as (_, coordinator):
+        strategy = coordinator.strategy
+
+        async def step() -> object:
+            return strategy
+
+        def batches() -> list[object]:
+            return [strategy]
+
+        async def argued(value: object) -> None: ...
+
+        calls: dict[str, Callable[[], Any]] = {
+            "schedule": lambda: coordinator.schedule(step),
+            "submit": lambda: coordinator.submit(argued, strategy),
+            "create_per_worker_dataset": lambda: coordinator.create_per_worker_dataset(batches),
+            "distribute_once": lambda: coordinator.distribute_once([strategy]),
+            "run": lambda: strategy.run(step),
+        }
+        for name, call in calls.items():
+            with pytest.raises(CaptureError) as caught:
+                await call()
+            frames = traceback.extract_tb(caught.value.__traceback__)
+            ours = [frame.name for frame in frames if frame.filename != __file__]
+            assert ours == [name]
+            said = "".join(traceback.format_exception(caught.value))
+            assert said.count("Traceback") == 1
+
+
+async def test_what_a_capture_error_says_to_do_works(tmp_path: Path) -> None:
+    async with coordinating() as (_, coordinator), coordinating() as (_, other):
+        dataset = coordinator.create_per_worker_dataset(lambda: [7])
+        path = tmp_path / "file"
+        path.write_text("contents")
+        with other.strategy.scope():
+            foreign = psync.Variable(np.ones(2))
+
+        async def step(iterator: Any, value: Any) -> tuple[Any, ...]:
+            async def replica() -> int:
+                return 1
+
+            first = await psync.get_strategy().run(replica)
+            return first, next(iterator), path.read_text(), value.tolist()
+
+        async def reads_foreign() -> None:
+            await foreign.read()
+
+        iterator, value = iter(dataset), await foreign.read()
+        done = coordinator.schedule(step, args=(iterator, value))
+        assert await done.fetch() == (1, 7, "contents", value.tolist())
+        with pytest.raises(psync.UsageError, match="pass its value as an argument"):
+            await coordinator.schedule(reads_foreign).fetch()
+        with pytest.raises(psync.UsageError):
+            await coordinator.join()
 
 
 async def test_a_captured_name_that_is_rebound_is_warned_of_at_the_call():
@@ -743,6 +916,16 @@ def test_bad_options_are_refused() -> None:
         psync.ClusterCoordinator(strategy_of(), closure_timeout=0)
 
 
+@pytest.mark.parametrize("job", ["ps", "worker"])
+def test_a_task_that_serves_opens_no_coordinator(job):
+    cluster = psync.ClusterSpec({"chief": ["c:1"], "ps": ["a:1"], "worker": ["b:1"]})
+    strategy = psync.ParameterServerStrategy(
+        psync.SimpleClusterResolver(cluster, task_type=job, task_id=0)
+    )
+    with pytest.raises(ConfigurationError, match=rf"(?s)this process is a {job}, .*psync\.run"):
+        psync.ClusterCoordinator(strategy)
+
+
 def test_an_evaluator_cannot_take_training_away_from_the_chief():
     cluster = {"chief": ["localhost:1"], "ps": ["localhost:2"], "worker": ["localhost:3"]}
     strategy = psync.ParameterServerStrategy(
@@ -768,7 +951,7 @@ async def test_it_is_used_on_its_own_loop_only():
         await asyncio.to_thread(call)
         await asyncio.to_thread(asyncio.run, on_another_loop())
         for error in found:
-            assert "schedule outside the event loop" in str(error)
+            assert "schedule on another event loop" in str(error)
         assert len(found) == 2
 
 

@@ -210,7 +210,7 @@ def test_iterators_belong_to_steps_and_datasets_to_the_coordinator():
     assert iter(iterator) is iterator
     with pytest.raises(NotImplementedError, match="outside a step: each worker has"):
         next(iterator)
-    with pytest.raises(CaptureError, match=r"pass iter\(dataset\)"):
+    with pytest.raises(CaptureError, match=r"iterator = iter\(dataset\)"):
         FunctionTable().register(lambda: iter(dataset))
     built = per_worker(lambda: [1]).build()
     with pytest.raises(UsageError, match="on the coordinator: its elements are for workers"):

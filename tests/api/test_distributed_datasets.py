@@ -241,7 +241,7 @@ def test_what_lives_on_the_coordinator_is_no_dataset() -> None:
     captured, function = capture_dataset([1], functions)
     dataset = psync.DistributedDataset(captured, 2, None)
     per_worker = PerWorkerDataset(dataset, function, coordinator)
-    with pytest.raises(UsageError, match=r"PerWorkerDataset is none: pass iter\(dataset\)"):
+    with pytest.raises(UsageError, match=r"PerWorkerDataset is none: each worker reads it"):
         strategy_of().experimental_distribute_dataset(per_worker)
     with pytest.raises(UsageError, match="Visits is none: it lives on the coordinator"):
         capture_dataset(Visits(print, print, [1], 1, None, None), functions)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import pytest
 
-from psync.checkpoints.disk import Disk, current_disk
+from psync.checkpoints.disk import Disk, current_disk, regular
 from psync.checkpoints.files import checkpoints_in, remove
 from psync.checkpoints.manifest import Planned
 from psync.checkpoints.writer import Writer
@@ -85,3 +87,12 @@ def test_one_that_is_removed_cannot_come_back_without_its_files(
         ("rename", doomed), ("sync_directory", tmp_path.name), ("remove_tree", doomed)
     ]  # fmt: skip
     assert checkpoints_in(tmp_path, "ckpt") == []
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
+        with pytest.raises(OSError, match="expected a file, got something else"):
+            open(path, "rb", opener=regular)
+    with open(tmp_path / "new", "wb", opener=regular) as file:
+        assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == 0o600

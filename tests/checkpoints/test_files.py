@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from psync.checkpoints.files import (
     Planned,
     Reader,
     checkpoints_in,
+    disk_errors,
     is_complete,
     is_last,
     mark_last,
@@ -237,3 +239,45 @@ def test_the_header_is_aligned(saved: Path) -> None:
     size = int.from_bytes(head[:8], "little")
     assert size % 8 == 0
     assert json.loads(head[8 : 8 + size])["w@0"]["data_offsets"] == [0, 32]
+
+
+def put(kind: str, path: Path) -> None:
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to({"device": "/dev/zero", "loop": path.name, "nothing": "x"}[kind])
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "COMMIT", "data-0.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "directory", "device", "loop", "nothing"])
+def test_something_else_in_the_place_of_a_file_is_an_error_at_once(
+    saved: Path, kind: str, name: str
+) -> None:
+    put(kind, saved / name)
+    with pytest.raises(CheckpointError, match=str(saved)):
+        Reader(saved)
+
+
+def test_a_file_that_becomes_a_pipe_is_an_error_at_once(saved: Path) -> None:
+    reader = Reader(saved)
+    put("pipe", saved / "data-1.safetensors")
+    with pytest.raises(CheckpointError, match="expected a file, got something else"):
+        reader.check(reader.manifest.tensors["w"])
+
+
+@pytest.mark.parametrize(
+    ("code", "hint"),
+    [
+        (errno.ENOSPC, "make room on the disk"), (errno.EACCES, "this user must be allowed"),
+        (errno.EROFS, "the file system is read-only"), (errno.EEXIST, None),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_disk_has_its_own_remedy(code: int, hint: str | None) -> None:
+    with pytest.raises(CheckpointError) as caught, disk_errors("writing x"):
+        raise OSError(code, os.strerror(code))
+    assert caught.value.message == f"writing x: {os.strerror(code)}"
+    assert (caught.value.hint or "").startswith(hint or "")
+    assert (caught.value.hint is None) == (hint is None)

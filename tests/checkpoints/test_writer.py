@@ -141,3 +141,28 @@ def test_the_environment_may_say_that_ps_tasks_write_nothing() -> None:
     assert not streamed_by_environ({})
     with pytest.raises(ConfigurationError, match="expected 0 or 1, got 'yes'"):
         streamed_by_environ({"PSYNC_CHECKPOINT_STREAM": "yes"})
+
+
+class ReadOnly(Disk):
+    """A disk to which nothing is written any more."""
+
+    def make_directory(self, path: Path) -> None:
+        raise OSError(errno.EEXIST if path.exists() else errno.EROFS, "as mkdir says")
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.stat(old)
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def remove_tree(self, path: Path) -> None: ...
+
+
+def test_what_was_left_on_a_disk_that_is_read_only_now_does_not_hide_why(tmp_path: Path) -> None:
+    left = Writer(tmp_path, "ckpt-1", 1)
+    token = current_disk.set(ReadOnly())
+    try:
+        with pytest.raises(CheckpointError, match=r"ckpt-1\.tmp: Read-only file system") as caught:
+            Writer(tmp_path, "ckpt-1", 1)
+    finally:
+        current_disk.reset(token)
+    assert "the file system is read-only" in str(caught.value.hint)
+    left.abandon()

@@ -93,5 +93,5 @@ async def test_what_is_known_of_a_worker_stays_with_it(workers, records):
     assert not workers.heard(peers(W2)[0])  # a connection that was given up
     assert (records[W2].heard_at, records[W10].heard_at) == (3.0, 0.0)
     assert records[W2].last_error == (3.0, "closure 1 (step): ValueError: no")
-    records[W2].begin(peers(W2))  # it comes again
+    records[W2].peers = peers(W2)  # it comes again
     assert records[W2].failed == 1

@@ -46,11 +46,13 @@ class World:
         self.done_when_performing: list[list[bool]] = []
         self.num_reports = 0
         self.errors: list[str] = []
+        self.late: list[tuple[str, str, str, int]] = []
         reports = ScheduleReports([WORKER], self.queue)
         reports.worker_joined(WORKER, 1)
         self._handlers = ClosureService(
             self.queue, self.closures, self.functions, reports, self, perform=self.perform,
-            will_recover=lambda error: False, results_came=self.results_came,
+            will_recover=lambda error: False,
+            note_late=lambda *what: self.late.append(what), results_came=self.results_came,
         ).handlers()  # fmt: skip
         for closure_id in range(num_closures):
             call = ScheduledCall(self.function, pack_arguments("step", (closure_id,), {}))
@@ -84,6 +86,15 @@ class World:
 
     def results_came(self, ended: Sequence[EndedCall]) -> None:
         self.num_reports += 1
+
+
+def test_operations_that_a_worker_refused_are_told_unless_it_was_given_up():
+    world = World(1)
+    late = [("step", 'assign to "w"', 2), ("other", 'pull ("w")', 1)]
+    world.said(ClosureResults([(0, "ok", 0, None)], 0.1, late=late))
+    world.said(ClosureResults([], 0.0, late=late[1:]))
+    world.said(ClosureResults([], 0.0, late=late), by=GIVEN_UP)
+    assert world.late == [(WORKER, *what) for what in (*late, late[1])]
 
 
 def test_values_are_there_before_what_follows_is_performed():

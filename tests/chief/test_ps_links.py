@@ -49,11 +49,12 @@ async def test_a_ps_that_stays_away_is_lost(links, owner, cluster):
 
 async def test_a_connection_to_a_ps_that_breaks_is_made_again(links, owner, cluster, caplog):
     await links.start(2, 60)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         cluster.network.cut("ps-0:1")
         await asyncio.sleep(5)
     assert "/job:ps/task:0 cannot be reached; waiting for it" in caplog.text
     assert "/job:ps/task:0 is reachable again" in caplog.text
+    assert [each for each in caplog.records if each.levelno > logging.INFO] == []
     assert owner.lost == []
 
 

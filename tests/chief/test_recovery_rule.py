@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from psync.chief.recovery_rule import (
     MAX_ATTEMPTS,
+    UNSAVED,
     Action,
     Attach,
     Do,
@@ -207,7 +208,9 @@ def test_ps_tasks_that_die_again_and_again_are_given_up() -> None:
 
 def test_without_a_backup_and_a_checkpoint_a_loss_is_the_end_and_later_ones_say_nothing() -> None:
     cluster = Cluster(1, None, saved=False)
-    assert cluster.lose(1) == [End(cluster.rule.lost_ps[1])]
+    (end,) = cluster.lose(1)
+    assert end.error is cluster.rule.lost_ps[1]
+    assert end.why == f"/job:ps/task:1 cannot be brought back: {UNSAVED}: "
     assert cluster.lose(0) == []
     assert cluster.rule.gone is not None
     assert cluster.rule.gone.args == away(1).args

@@ -13,6 +13,7 @@ from memory_cluster import MemoryCluster, cluster_of
 from psync.chief.cluster_links import ClusterLinks
 from psync.closures.flapping import FIRST_S
 from psync.errors import ConnectFailed, ConnectionLost, ProtocolError
+from psync.net.peer import Handler
 from psync.wire.recovery_messages import EndSession
 from psync.worker_task import WorkerTask
 
@@ -82,12 +83,45 @@ async def test_a_worker_that_flaps_is_set_aside_and_comes_back_when_its_time_is_
     assert links.membership.alive_workers() == ["/job:worker/task:0", W1]
 
 
-async def test_sessions_that_the_coordinator_ends_do_not_count_as_flapping(links, owner):
+async def test_workers_whose_sessions_the_coordinator_ends_are_not_lost(links, owner, caplog):
+    caplog.set_level(logging.INFO)
     for _ in range(20):
         links.workers.end_sessions(ConnectionLost("a ps was lost"))
         await asyncio.sleep(1)
     assert owner.events.count("+1") == 20
     assert links.workers.describe() == []
+    assert [worker.losses for worker in links.workers.records()] == [0, 0]
+    assert {note.kind for note in links.events.notes} == {"joined"}
+    assert len(links.events.notes) == 2, "when they began"
+    assert caplog.text == ""
+
+
+async def test_who_ends_its_session_while_it_is_attached_is_not_taken_for_dead(
+    links, owner, cluster, caplog, monkeypatch
+):
+    """As where a worker sees at once that a ps is gone: its reason comes with its first answer."""
+    attach = WorkerTask._attach
+
+    def attach_and_end(self, peer, *args):
+        answer = attach(self, peer, *args)
+        peer.notify(EndSession("/job:ps/task:0 cannot be reached", False))
+        asyncio.get_running_loop().call_soon(peer.close)
+        return answer
+
+    links.endpoint.handlers[EndSession] = Handler(
+        lambda peer, message, _: links.workers.session_ends(peer, message)
+    )
+    await cluster.stop("worker-1")
+    await asyncio.sleep(1)
+    owner.events.clear()
+    caplog.clear()
+    with monkeypatch.context() as patched, caplog.at_level(logging.INFO):
+        patched.setattr(WorkerTask, "_attach", attach_and_end)
+        await cluster.start("worker-1")
+        await asyncio.sleep(1)
+    assert f"{W1} cannot go on (/job:ps/task:0 cannot be reached)" in caplog.text
+    assert "is lost (" not in caplog.text
+    assert set(owner.events) == {"+1", "=1"}, "nothing that it held is blamed"
 
 
 async def test_a_worker_that_is_gone_as_soon_as_it_is_attached_is_set_aside_too(

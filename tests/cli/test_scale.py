@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,14 +39,34 @@ async def test_a_launcher_is_found_asked_and_answers(
     environ: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with scaled_on_request(scale, "train.py", environ):
-        run, _ = files(environ)
-        assert (run.suffix, run.stat().st_mode & 0o077) == (".json", 0)
+        run, socket = files(environ)
+        assert (run.suffix, stat.S_IMODE(run.stat().st_mode)) == (".json", 0o600)
+        assert (socket.suffix, stat.S_IMODE(socket.stat().st_mode)) == (".sock", 0o600)
         assert await asyncio.to_thread(main, ["scale", "3"]) == 0
         assert capsys.readouterr().out.endswith("): 3 workers\n")
         assert await asyncio.to_thread(main, ["scale", "3", str(files(environ)[0])]) == 0
+        assert await asyncio.to_thread(main, ["scale", "3", "--run", "train"]) == 0
         assert await asyncio.to_thread(main, ["scale", "5"]) == 2
         assert "there is no room" in capsys.readouterr().err
     assert files(environ) == []
+
+
+async def test_of_several_launchers_none_is_asked_until_one_is_chosen(
+    environ: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def other_scale(number: int) -> str:
+        return f"{number} others"
+
+    async with (
+        scaled_on_request(scale, "train.py", environ),
+        scaled_on_request(other_scale, "other.py", environ),
+    ):
+        assert await asyncio.to_thread(main, ["scale", "3"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("psync: error: expected one program, and 2 programs of this user")
+        assert "train.py (process" in said
+        assert await asyncio.to_thread(main, ["scale", "3", "--run", "other.py"]) == 0
+        assert capsys.readouterr().out.endswith("): 3 others\n")
 
 
 @pytest.mark.parametrize(
@@ -55,6 +76,7 @@ async def test_a_launcher_is_found_asked_and_answers(
         ({"workers": 1}, "expected a request of psync scale"),
         ({"token": "", "workers": "8"}, "expected a request of psync scale"),
         ([], "expected a request of psync scale"),
+        ({"token": "\ud800", "workers": 1}, "the token is not that of this run"),
     ],
 )
 async def test_whoever_has_not_read_the_file_is_refused(

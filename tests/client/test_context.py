@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import re
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from psync.client.context import (
     inside,
     wait,
 )
-from psync.errors import ClosureCancelled, UsageError
+from psync.errors import ClosureCancelled, PsyncError, UsageError
 from turns import Turns
 
 
@@ -140,7 +142,7 @@ def test_pushing_after_the_step_has_returned_is_an_error() -> None:
         context.check_open()
     assert str(caught.value) == (
         "push after the step has returned (closure 7)\n"
-        "hint: await, inside the step, every task that it starts"
+        "hint: await, inside the step, every task and thread that it starts"
     )
 
 
@@ -230,16 +232,36 @@ def test_wait_of_something_else_than_an_awaitable_is_an_error() -> None:
 
 def test_wait_in_a_closure_without_a_loop_is_an_error() -> None:
     with inside(closure()):
-        with pytest.raises(UsageError, match=r"^wait in closure 7, which has no event loop$"):
+        with pytest.raises(UsageError, match=r"^wait in closure 7, which has no event loop\n"):
             wait(asyncio.sleep(0))
 
 
-def test_wait_after_the_step_has_returned_is_an_error() -> None:
-    context = closure()
-    context.closed = True
-    with inside(context):
-        with pytest.raises(UsageError, match=r"^wait after the step has returned"):
-            wait(asyncio.sleep(0))
+async def test_a_thread_that_outlives_its_step_is_told_what_is_refused() -> None:
+    told: list[tuple[ClosureContext, str]] = []
+    context = closure(
+        loop=asyncio.get_running_loop(), late=lambda *what: told.append(what), closed=True
+    )
+
+    async def push() -> None:
+        context.check_open("push", [SimpleNamespace(name=name) for name in "abcdefg"])
+
+    text = 'push ("a", "b", "c", "d", "e", …)'
+    with pytest.raises(UsageError, match=f"^{re.escape(text)} after the step has returned"):
+        await run_plain_step(context, lambda: wait(push()))
+    assert told == [(context, text)]
+
+
+@pytest.mark.parametrize(
+    "change", [{"late": None}, {"cancelled": True}], ids=["failed", "cancelled"]
+)
+def test_what_a_step_leaves_that_has_not_returned_in_order_is_refused_and_not_told(
+    change: dict[str, Any],
+) -> None:
+    told: list[str] = []
+    context = closure(**{"late": lambda *what: told.append("late"), "closed": True, **change})
+    with pytest.raises(PsyncError):
+        context.check_open()
+    assert told == []
 
 
 def test_wait_on_a_worker_that_has_stopped_ends_as_cancelled() -> None:

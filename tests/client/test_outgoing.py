@@ -113,7 +113,7 @@ async def test_a_shielded_one_goes_on_when_its_caller_is_cancelled(
     assert not scene.asked[0].given_up
     assert scene.acked_below == [1, 1]
     scene.error = ParameterServerLost("/job:ps/task:1")
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         scene.may_end.set()
         await draining
     assert "a push whose step was cancelled failed" in caplog.text

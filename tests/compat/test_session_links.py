@@ -111,7 +111,8 @@ async def test_a_worker_whose_clock_is_behind_is_served_all_the_same() -> None:
         assert worker.ps.links[0].incarnation is not None  # it was let in
         assert (entered.in_session, runtime.in_session) == (True, False)
         await worker.leave()
-        assert (await worker.wait_over()).reason == "all replicas have left"
+        (end,) = worker.ends()
+        assert (await end).reason == "all replicas have left"
         await chief.leave()
         await worker.close()
         await chief.close()

@@ -130,6 +130,7 @@ def test_a_declaration_that_is_repeated_is_answered_again() -> None:
 def test_a_replica_that_leaves_is_no_member_any_more() -> None:
     members = opened(A, B)
     assert members.leave(A, 101, 1.0) == [SetMembers({CHIEF: 100, B: 101}, ())]
+    assert members.statistics()["left"] == [A]
     assert members.next_deadline() is None
 
 
@@ -254,25 +255,27 @@ def test_the_chiefs_leave_ends_training_and_waits_for_all_others() -> None:
     actions = members.leave_as_chief("bye", 1.0)
     assert actions == [CloseTokens("the chief has left"), SetMembers({A: 101, B: 101}, ())]
     members.leave(A, 101, 1.0)
-    assert Release("bye") in members.leave(B, 101, 2.0)
+    told = TellOver("bye", "the chief has left", False)
+    assert told in members.leave(B, 101, 2.0)
 
 
 def test_the_chief_does_not_wait_for_those_who_are_lost() -> None:
     members = opened(A)
     members.leave_as_chief("bye", 1.0)
     members.disconnected(A, 101, 1.0)
-    assert Release("bye") in members.tick(1.0 + GRACE_S)
+    assert TellOver("bye", "the chief has left", False) in members.tick(1.0 + GRACE_S)
 
 
 def test_a_chief_that_gives_up_its_leave_is_not_answered() -> None:
     members = opened(A)
     members.leave_as_chief("bye", 1.0)
     members.forget("bye")
-    assert only(members.leave(A, 101, 2.0), Release) == []
+    assert only(members.leave(A, 101, 2.0), TellOver) == []
 
 
 def test_a_chief_without_others_leaves_at_once() -> None:
-    assert Release("bye") in opened().leave_as_chief("bye", 1.0)
+    told = TellOver("bye", "the chief has left", False)
+    assert told in opened().leave_as_chief("bye", 1.0)
 
 
 def test_without_its_chief_training_ends() -> None:
@@ -317,6 +320,50 @@ def test_when_nobody_comes_back_training_ends() -> None:
     assert members.next_deadline() is None
 
 
+ERROR = ("NameError", "no such name\nreally", "Traceback …")
+FAILED = f"{A} failed: NameError: no such name"
+
+
+def test_a_replica_that_leaves_by_an_error_ends_training_for_all() -> None:
+    members = opened(A, B, trains=False)
+    members.await_end("watch")
+    assert members.fail(A, 101, ERROR, 1.0) == [
+        CloseTokens(FAILED),
+        TellOver("watch", FAILED, True, (A, *ERROR)),
+        SetMembers({B: 101}, ()),
+    ]
+    assert members.await_end("later") == [TellOver("later", FAILED, True, (A, *ERROR))]
+
+
+def test_an_error_without_a_text_is_told_by_its_type() -> None:
+    members = opened(A, trains=False)
+    assert CloseTokens(f"{A} failed: KeyError") in members.fail(A, 101, ("KeyError", "", ""), 1.0)
+
+
+def test_the_first_error_counts() -> None:
+    members = opened(A, B, trains=False)
+    members.fail(A, 101, ERROR, 1.0)
+    assert members.fail(B, 101, ("ValueError", "", ""), 1.0) == [SetMembers({}, ())]
+    assert members.await_end("later") == [TellOver("later", FAILED, True, (A, *ERROR))]
+
+
+def test_an_error_after_the_last_step_reaches_the_chief_that_waits_for_the_others() -> None:
+    members = opened(A, trains=False)
+    members.end("step 10 is reached", False)
+    members.leave_as_chief("bye", 1.0)
+    assert members.fail(A, 101, ERROR, 2.0) == [
+        SetMembers({}, ()),
+        TellOver("bye", FAILED, True, (A, *ERROR)),
+    ]
+
+
+def test_the_error_of_an_earlier_life_or_of_a_lost_replica_ends_nothing() -> None:
+    members = opened(A)
+    members.ask("again", A, 60, 1.0)
+    assert members.fail(A, 101, ERROR, 1.0) == []
+    assert members.fail(B, 101, ERROR, 1.0) == []
+
+
 # --- a new chief -------------------------------------------------------------------------------
 
 
@@ -329,7 +376,9 @@ def test_a_new_chief_begins_anew() -> None:
     actions = members.attached(200)
     assert [refused.waiter for refused in only(actions, Refuse)] == ["bye"]
     assert all(isinstance(refused.error, FencedError) for refused in only(actions, Refuse))
-    assert members.statistics() == {"members": [], "asking": [], "missing": [], "over": ""}
+    assert members.statistics() == {
+        "members": [], "asking": [], "missing": [], "left": [], "over": "",
+    }  # fmt: skip
     members.declared("open", CHIEF, True, 0, 0.0)
     (entered,) = only(members.ask("a", A, 50, 0.0), Enter)
     assert entered.incarnation == 201
@@ -443,6 +492,17 @@ class Sessions(RuleBasedStateMachine):
     @rule(task=st.sampled_from([A, B, C]))
     def it_leaves(self, task: str) -> None:
         self.perform(self.members.leave(task, self.lives.get(task, 0), self.now))
+
+    @rule(task=st.sampled_from([A, B, C]))
+    def it_leaves_by_an_error(self, task: str) -> None:
+        incarnation = self.lives.get(task, 0)
+        takes_part = self.alive.get(task) == incarnation
+        self.perform(self.members.fail(task, incarnation, ERROR, self.now))
+        if takes_part:
+            (told,) = self.members.await_end(self.wait("the end"))
+            assert isinstance(told, TellOver)
+            assert told.failed
+            self.perform([told])
 
     @rule()
     def it_watches(self) -> None:

@@ -36,6 +36,7 @@ from psync.wire.session_messages import (
     EndTraining,
     EnterSession,
     LeaveSession,
+    ReplicaFailed,
     SessionEntered,
     TrainingOver,
 )
@@ -171,12 +172,30 @@ async def test_the_end_reaches_all_and_the_chief_waits_for_those_who_are_left() 
         worker, other = await enter(cluster), await enter(cluster, OTHER)
         watching = later(other, AwaitEnd())
         assert await ask(worker, EndTraining("step 5 is reached", False)) == Done()
-        assert await watching == TrainingOver("step 5 is reached", False)
+        assert await watching == TrainingOver("step 5 is reached", False, None)
         leaving = later(cluster.chief, LeaveSession())
         await ask(worker, LeaveSession())
         assert not leaving.done()
         await ask(other, LeaveSession())
-        assert await leaving == Done()
+        assert await leaving == TrainingOver("step 5 is reached", False, None)
+
+
+async def test_the_error_by_which_a_replica_leaves_ends_training_and_reaches_the_chief() -> None:
+    error = ("NameError", "name 'typo' is not defined", "Traceback …")
+    over = TrainingOver(f"{WORKER} failed: NameError: {error[1]}", True, (WORKER, *error))
+    async with PsCluster() as cluster:
+        await ask(cluster.chief, OPEN)
+        worker, other = await enter(cluster), await enter(cluster, OTHER)
+        watching = later(other, AwaitEnd())
+        assert await ask(worker, ReplicaFailed(*error)) == Done()
+        received = await watching
+        assert isinstance(received, TrainingOver)
+        assert (received.reason, received.failed) == (over.reason, over.failed)
+        assert received.error is not None
+        assert tuple(received.error) == over.error
+        await ask(other, LeaveSession())
+        assert (await session_of(cluster.chief))["over"] == over.reason
+        assert await ask(cluster.chief, LeaveSession()) == received
 
 
 # --- declarations ------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -253,6 +254,151 @@ async def test_an_error_of_a_step_goes_to_the_program_and_ends_training() -> Non
             await other
 
 
+class FiveSteps(Program):
+    """Worker 1 does something of its own after five steps; the chief does not train."""
+
+    def __init__(self, then: Callable[[], object], optimizer: Any = None, **options: Any) -> None:
+        super().__init__(optimizer or sync(2), stop_at_step=10_000, **options)
+        self.then = then
+
+    async def __call__(self, strategy: Strategy) -> str:
+        w, global_step = declare(strategy)
+        resolver = strategy.cluster_resolver
+        name = f"{resolver.task_type}-{resolver.task_id}"
+        trains = resolver.task_type == "worker"
+        made = 0
+
+        async def step() -> None:
+            nonlocal made
+            if name == "worker-1" and made == 5:
+                self.then()
+            await asyncio.sleep(self.pause_s)
+            await self.optimizer.apply_gradients([(ONES, w)], global_step)
+            made += 1
+            self.steps.set()
+
+        async with MonitoredTrainingSession(strategy, trains=trains, **self.options) as session:
+            while trains and not session.should_stop():
+                await session.run(step)
+            await session.wait_until_stopped()
+        return name
+
+
+def raising(error: BaseException) -> Callable[[], object]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize("backups", [0, 1])
+@pytest.mark.parametrize(
+    "error", [NameError("name 'typo' is not defined"), psync.GradientError("bad")]
+)
+@pytest.mark.virtual_time
+async def test_an_error_by_which_a_worker_leaves_is_raised_by_the_chief_at_once(
+    error: Exception, backups: int
+) -> None:
+    program = FiveSteps(raising(error), sync(3 - backups, 3))
+    name = type(error).__name__
+    async with session_cluster(2, 3, chief=True) as cluster:
+        began = asyncio.get_running_loop().time()
+        chief = cluster.run(program, "chief")
+        workers = [cluster.run(program, "worker", index) for index in range(3)]
+        with pytest.raises(psync.RemoteError) as caught:
+            await chief
+        assert caught.value.task == "/job:worker/task:1"
+        assert caught.value.type_name == name or caught.value.type_name == f"psync.errors.{name}"
+        assert str(error) in caught.value.message
+        assert "raise error" in caught.value.traceback_text
+        with pytest.raises(type(error)):
+            await workers[1]
+        for worker in (workers[0], workers[2]):
+            with pytest.raises(
+                psync.TrainingEnded, match=rf"^/job:worker/task:1 failed: \S*{name}: "
+            ):
+                await worker
+        assert asyncio.get_running_loop().time() - began < 1
+
+
+async def test_an_error_outside_of_a_step_or_after_the_last_one_is_the_chiefs_as_well() -> None:
+    async def main(strategy: Strategy) -> None:
+        _, global_step = declare(strategy)
+        trains = strategy.cluster_resolver.task_type == "worker"
+        async with MonitoredTrainingSession(strategy, trains=trains, stop_at_step=5) as session:
+            while trains and not session.should_stop():
+                await session.run(global_step.assign_add, 1)
+            if trains:
+                await asyncio.wait([chief], timeout=0.1)  # it waits for this worker
+                raise KeyError("report")
+            await session.wait_until_stopped()
+
+    async with session_cluster(1, 1, chief=True) as cluster:
+        chief, worker = cluster.run(main, "chief"), cluster.run(main, "worker")
+        with pytest.raises(psync.RemoteError, match="KeyError on /job:worker/task:0: 'report'"):
+            await chief
+        with pytest.raises(KeyError):
+            await worker
+
+
+@pytest.mark.parametrize(
+    "end",
+    [raising(psync.EndOfData("no more")), raising(StopAsyncIteration()), lambda: next(iter(()))],
+    ids=["EndOfData", "StopAsyncIteration", "StopIteration"],
+)
+async def test_a_worker_without_further_data_leaves_in_order_and_the_others_go_on(
+    end: Callable[[], object],
+) -> None:
+    ended: list[str] = []
+
+    class Hook(SessionHook):
+        async def end(self, session: Any) -> None:
+            ended.append(repr(session).split()[2])
+
+    program = FiveSteps(end, sync(2), hooks=[Hook()])
+    program.options["stop_at_step"] = 20
+    async with session_cluster(1, 2, chief=True) as cluster:
+        assert await cluster.run_all(program) == ["chief-0", "worker-0", "worker-1"]
+    assert ended[0] == "/job:worker/task:1,"
+    assert len(ended) == 3
+
+
+async def test_an_error_that_only_comes_from_the_end_of_an_iterator_is_an_error() -> None:
+    def act() -> None:
+        try:
+            next(iter(()))
+        except StopIteration as exc:
+            raise RuntimeError("the data is broken") from exc
+
+    async with session_cluster(1, 2, chief=True) as cluster:
+        with pytest.raises((psync.RemoteError, RuntimeError), match="the data is broken"):
+            await cluster.run_all(FiveSteps(act))
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_is_cancelled_leaves_and_the_others_go_on() -> None:
+    program = FiveSteps(lambda: leaving[0].cancel())
+    program.options["stop_at_step"] = 20
+    leaving: list[Any] = []
+    async with session_cluster(1, 2, chief=True) as cluster:
+        chief, first = cluster.run(program, "chief"), cluster.run(program, "worker", 0)
+        leaving.append(cluster.run(program, "worker", 1))
+        assert await asyncio.gather(chief, first) == ["chief-0", "worker-0"]
+        with pytest.raises(asyncio.CancelledError):
+            await leaving[0]
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_cannot_reach_a_ps_is_lost_and_the_others_go_on() -> None:
+    program = FiveSteps(raising(psync.ParameterServerLost("/job:ps/task:1")))
+    program.options["stop_at_step"] = 20
+    async with session_cluster(2, 2, chief=True) as cluster:
+        chief, first = cluster.run(program, "chief"), cluster.run(program, "worker", 0)
+        with pytest.raises(psync.ParameterServerLost):
+            await cluster.run(program, "worker", 1)
+        assert await asyncio.gather(chief, first) == ["chief-0", "worker-0"]
+
+
 async def test_an_error_of_a_hook_of_the_chief_reaches_those_who_wait_for_it() -> None:
     class Hook(SessionHook):
         async def after_create_session(self, session: Any) -> None:
@@ -301,7 +447,8 @@ async def test_variables_that_differ_from_the_chiefs_are_an_error() -> None:
             'the chief has declared variable "w" (float32, shard 0 of shape (4,)), and this task '
             'in its place variable "extra" (float32, shard 0 of shape (2,))'
         )
-        chief.cancel()
+        with pytest.raises(psync.RemoteError, match="the chief has declared variable"):
+            await chief
 
 
 async def test_outside_its_session_a_strategy_serves_no_more() -> None:
@@ -337,6 +484,14 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
     resolver = psync.SimpleClusterResolver(psync.ClusterSpec(tasks), task_type=job, task_id=0)
     with pytest.raises(psync.ConfigurationError, match=f"^{message}$"):
         MonitoredTrainingSession(Strategy(resolver), **options)
+
+
+def test_copies_of_ps_tasks_are_refused_as_no_session_makes_them() -> None:
+    tasks = {"ps": ["localhost:1", "localhost:2"], "worker": ["localhost:3"]}
+    resolver = psync.SimpleClusterResolver(psync.ClusterSpec(tasks), task_type="worker", task_id=0)
+    with pytest.raises(psync.ConfigurationError, match=r'^ps_recovery="replica": ') as caught:
+        MonitoredTrainingSession(Strategy(resolver, ps_recovery="replica"))
+    assert "What a session survives" in str(caught.value.hint)
 
 
 def test_a_session_is_for_tasks_that_train() -> None:
@@ -493,7 +648,22 @@ async def test_a_ps_that_is_lost_is_an_error_for_all() -> None:
         await until_step(program, 4)
         await cluster.stop("ps-0")
         for task in tasks:
-            with pytest.raises(psync.ParameterServerLost):
+            with pytest.raises(psync.ParameterServerLost) as caught:
+                await task
+            assert caught.value.hint is not None
+            assert "session" in caught.value.hint
+            assert "replica" not in caught.value.hint
+
+
+@pytest.mark.virtual_time
+async def test_a_ps_that_is_lost_ends_a_chief_that_does_not_train() -> None:
+    program = FiveSteps(lambda: None, psync.optimizers.SGD(1.0), pause_s=0.1)
+    async with session_cluster(2, 1, chief=True) as cluster:
+        chief, worker = cluster.run(program, "chief"), cluster.run(program, "worker")
+        await until_step(program, 4)
+        await cluster.stop("ps-1")
+        for task in (chief, worker):
+            with pytest.raises(psync.ParameterServerLost, match="/job:ps/task:1"):
                 await task
 
 
@@ -571,3 +741,28 @@ async def test_a_worker_that_waits_names_who_has_to_begin(
             if record.name == "psync.net.chief_presence"
         ]
         assert said == [f"/job:worker/task:1 waits for {leader} to let it begin"] * 2
+
+
+async def test_a_session_is_used_on_its_own_loop_only() -> None:
+    told: list[str] = []
+
+    async def program(strategy: Strategy) -> str:
+        declare(strategy)
+        async with MonitoredTrainingSession(strategy) as session:
+
+            async def step() -> None: ...
+
+            for call in (
+                lambda: session.run(step),
+                session.wait_until_stopped,
+                lambda: session.__aexit__(None, None, None),
+            ):
+                with pytest.raises(psync.UsageError, match="on another event loop") as caught:
+                    await asyncio.to_thread(lambda call=call: asyncio.run(call()))
+                told.append(str(caught.value))
+            await session.run(step)
+        return ""
+
+    async with session_cluster(1, 1) as cluster:
+        await cluster.run_all(program)
+    assert len(told) == 3

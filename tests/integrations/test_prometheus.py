@@ -52,4 +52,4 @@ async def test_it_reads_them_all(caplog: pytest.LogCaptureFixture) -> None:
     assert samples["psync_global_step",] == 30
     assert samples["psync_ps_bytes", "/job:ps/task:0"] == 200
     assert samples["psync_ps_pushes_total", "/job:ps/task:1"] == 30
-    assert samples["psync_worker_state", "/job:worker/task:0", "idle"] == 1
+    assert samples["psync_worker_state", "idle", "/job:worker/task:0"] == 1

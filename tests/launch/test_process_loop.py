@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -104,6 +105,121 @@ def test_the_second_sigterm_ends_what_was_asked_to_end() -> None:
         run_loop(main, terminated_code=0)
     assert caught.value.code == 0
     assert asked == ["once"]
+
+
+@pytest.mark.parametrize(("terminated_code", "code"), [(None, 7), (143, 143), (0, 0)])
+def test_a_handler_of_the_program_is_called_when_all_is_closed(
+    terminated_code: int | None, code: int
+) -> None:
+    """Its exit code is that of a program, not of a task that serves."""
+    heard = []
+
+    def handler(signum: int, frame: object) -> None:
+        heard.append(f"signal {signum}")
+        sys.exit(7)
+
+    async def main() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.Event().wait()
+        finally:
+            heard.append("closed")
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            run_loop(main, terminated_code=terminated_code)
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == ["closed", "signal 15"]
+    assert caught.value.code == code
+
+
+def test_a_handler_of_the_program_is_called_where_a_task_leaves_in_order() -> None:
+    heard = []
+
+    async def main() -> None:
+        asked = asyncio.Event()
+        with process_loop.asked_first(asked.set):
+            signal.raise_signal(signal.SIGTERM)
+            await asked.wait()
+
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("heard"))
+    try:
+        run_loop(main)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == ["heard"]
+
+
+# --- forked children -----------------------------------------------------------------------------
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def handlers_of_child() -> list[Any]:
+    """Fork, and return what the child says of its handlers, and of the file that wakes a loop."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        handlers = [repr(signal.getsignal(signum)) for signum in HANDLED]
+        os.write(write_end, json.dumps([*handlers, signal.set_wakeup_fd(-1)]).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write_end)
+    with open(read_end, encoding="utf-8") as said:
+        found: list[Any] = json.load(said)
+    return found
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_forked_child_has_the_handlers_that_the_program_had(
+    monkeypatch: pytest.MonkeyPatch, loop: str, in_thread: bool
+) -> None:
+    monkeypatch.setenv("PSYNC_LOOP", loop)
+
+    def handler(*_: object) -> None: ...
+
+    async def main() -> list[Any]:
+        ours = [signal.getsignal(signum) for signum in HANDLED]
+        found = await asyncio.to_thread(handlers_of_child) if in_thread else handlers_of_child()
+        assert [signal.getsignal(signum) for signum in HANDLED] == ours
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(HANDLED)
+        return found
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        told = [repr(signal.getsignal(signum)) for signum in HANDLED]
+        assert run_loop(main) == [*told, -1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_that_comes_as_soon_as_a_child_is_forked_ends_it() -> None:
+    async def main() -> None:
+        for _ in range(50):
+            child = os.fork()
+            if not child:
+                signal.pause()
+                os._exit(1)
+            os.kill(child, signal.SIGTERM)
+            _, status = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+
+    run_loop(main)
+
+
+def test_a_child_hears_a_handler_that_the_program_has_set_meanwhile() -> None:
+    async def main() -> list[Any]:
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            return handlers_of_child()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    assert run_loop(main)[1] == repr(signal.SIG_IGN)
 
 
 # --- the end of the run --------------------------------------------------------------------------

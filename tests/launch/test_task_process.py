@@ -11,7 +11,7 @@ import pytest
 
 from process_tools import Screen, group, is_running, script, watching
 from psync.launch.processes import Output
-from psync.launch.task_process import describe_exit
+from psync.launch.task_process import describe_exit, hint_of_crash
 
 pytestmark = pytest.mark.processes
 
@@ -27,6 +27,22 @@ pytestmark = pytest.mark.processes
 )
 def test_an_exit_is_described_by_code_or_signal(code: int, text: str) -> None:
     assert describe_exit(code) == text
+
+
+@pytest.mark.parametrize(
+    ("code", "environ", "expected"),
+    [
+        (-signal.SIGSEGV, {}, True),
+        (-signal.SIGBUS, {}, True),
+        (-signal.SIGKILL, {}, False),
+        (signal.SIGSEGV, {}, False),
+        (-signal.SIGSEGV, {"PSYNC_SHARED_MEMORY": "0"}, False),
+    ],
+)
+def test_the_hint_of_a_crash_names_copy_where_memory_is_shared(
+    code: int, environ: dict[str, str], expected: bool
+) -> None:
+    assert ("pull with copy=True" in hint_of_crash(code, environ)) is expected
 
 
 # --- what a task prints ------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from psync.errors import (
     TrainingEnded,
     UsageError,
 )
-from psync.launch.tasks import SETUP_ERRORS, make_task, run, serve
+from psync.launch.identity import own_task
+from psync.launch.tasks import SETUP_ERRORS, make_task, run, serve, serve_as
 from psync.net.environment import run_over, training_over
 from psync.net.platform import Platform
 from psync.ps_task import PsTask
@@ -375,6 +376,33 @@ async def test_a_worker_whose_cluster_has_no_chief_says_every_ten_seconds_what_i
         "takes it in with add_worker('worker-3:1', index=3)"
     )
     assert said == ([text] * 3 if job == "worker" else [])
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("job", ["worker", "ps"])
+async def test_under_run_a_task_whose_cluster_has_no_chief_warns_ever_more_rarely(
+    job: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = psync.ClusterSpec({"ps": ["ps-0:1"], "worker": ["worker-0:1"]})
+    resolver = psync.SimpleClusterResolver(cluster, task_type=job, task_id=0)
+    resolver.platform = Platform(MemoryNetwork(), threads=False)  # type: ignore[attr-defined]
+    serving = asyncio.create_task(serve_as(own_task(resolver), insecure=True, shared=True))
+    began = asyncio.get_running_loop().time()
+    await asyncio.sleep(1000)
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    said = [each for each in caplog.records if "presence" in each.name]
+    text = (
+        f"/job:{job}/task:0 waits for a chief, and its cluster's description names none: a task of "
+        "type chief, where psync.run(main) runs main, is to be described in SimpleClusterResolver"
+    )
+    more = ", or a chief takes it in with add_worker('worker-0:1', index=0)"
+    assert {(each.levelname, each.getMessage()) for each in said} == {
+        ("WARNING", text + (more if job == "worker" else ""))
+    }
+    assert len(said) == 6  # after 10, 30, 70, 150, 310 and 630 s
+    assert began == 0.0
 
 
 async def test_a_task_is_made_for_its_job() -> None:

@@ -283,7 +283,7 @@ async def test_another_secret_is_no_reason_to_wait(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO", "psync")
+    caplog.set_level("DEBUG", "psync.net.endpoint")
     network, address = places(tmp_path)[place]()
     ps = new_endpoint(network, PS, SERVED, secret=theirs)
     worker = new_endpoint(network, WORKER, secret=ours)
@@ -338,6 +338,8 @@ async def test_a_connection_that_was_begun_under_an_earlier_incarnation_does_not
 
 @pytest.mark.virtual_time
 async def test_a_fenced_incarnation_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "psync.net.endpoint")
+
     def admit(hello: Hello) -> Refused | None:
         if hello.incarnation < 5:
             return Refused("fenced", f"incarnation {hello.incarnation} was replaced")
@@ -947,14 +949,16 @@ async def test_statistics_count_what_connections_have_carried_also_those_that_ar
 
 
 @pytest.mark.virtual_time
-async def test_an_open_connection_that_breaks_is_logged_by_who_found_out(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("is_ended", [False, True], ids=["breaks", "is ended"])
+async def test_an_open_connection_that_breaks_is_logged_by_who_found_out_unless_he_ended_it(
+    is_ended: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with connected() as pair:
-        pair.peer.abort(ConnectionLost("it did not answer pings for 10 s"))
+        ending = pair.peer if is_ended else pair.peer.connection
+        ending.abort(ConnectionLost("nonsense came"))
         await pair.peer.wait_closed()
         await pair.back.wait_closed()
-    assert texts(caplog) == [f"{WORKER} lost {PS} (ps0:1): it did not answer pings for 10 s"]
+    assert texts(caplog) == ([] if is_ended else [f"{WORKER} lost {PS} (ps0:1): nonsense came"])
 
 
 @pytest.mark.virtual_time

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from psync.net.shielding import shielded
+from psync.net.shielding import most_are_cancelled, shielded
 
 
 async def test_what_it_returns_or_raises_is_passed_on() -> None:
@@ -48,3 +48,16 @@ async def test_work_that_is_cancelled_itself_cancels_its_caller() -> None:
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+async def test_the_end_of_a_loop_is_told_although_those_that_were_there_have_ended_first() -> None:
+    loop = asyncio.get_running_loop()
+    before = {loop.create_task(asyncio.sleep(60)) for _ in range(2)}
+    newer = loop.create_task(asyncio.sleep(60))
+    await asyncio.sleep(0)
+    assert not most_are_cancelled(before)
+    for task in before:
+        task.cancel()
+    await asyncio.wait(before)
+    assert most_are_cancelled(before)
+    newer.cancel()

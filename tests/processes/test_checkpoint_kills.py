@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import resource
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,8 @@ from tasks_by_hand import plain_environ, script
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 ROWS = 6
+
+PSYNC = [sys.executable, "-m", "psync"]
 
 
 class Program:
@@ -112,7 +118,7 @@ def test_a_ps_that_cannot_write_goes_on_and_so_does_training(tmp_path: Path) -> 
                 program.schedule(coordinator, 20)
                 with pytest.raises(CheckpointError, match="File too large"):
                     await manager.save()
-                assert list(tmp_path.iterdir()) == [first]
+                assert list(tmp_path.glob("ckpt-*")) == [first]
                 await coordinator.join()
                 resource.prlimit(victim, resource.RLIMIT_FSIZE, unlimited)
                 second = await manager.save()
@@ -182,10 +188,56 @@ def test_a_program_that_is_killed_while_it_saves_goes_on_from_the_one_before(
 
     killed = program(f"{place}=kill@2")
     assert killed.returncode == 137, killed.stderr
-    assert sorted(os.listdir(tmp_path)) == ["ckpt-00000001", "ckpt-00000002.tmp"]
+    assert sorted(os.listdir(tmp_path)) == ["OWNER", "ckpt-00000001", "ckpt-00000002.tmp"]
     assert Reader(tmp_path / "ckpt-00000001").manifest.states["progress"] == {"epoch": 1}
     again = program("")
     assert again.returncode == 0, again.stderr
     assert "began at epoch 1 from ckpt-00000001\n" in again.stdout
     assert "ended with [12.0, 12.0, 12.0, 12.0], step 12\n" in again.stdout
     assert sorted(os.listdir(tmp_path)) == [f"ckpt-0000000{number}" for number in (1, 2, 3)]
+
+
+@contextlib.contextmanager
+def owning(directory: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that has opened a manager, and saves for each line."""
+    command = [*PSYNC, "run", *options, *script("owning.py", "--", str(directory))]
+    with subprocess.Popen(
+        command, env=plain_environ(), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert line_of(process) == "opened"
+            yield process
+        finally:
+            process.terminate()
+
+
+def line_of(process: subprocess.Popen[str], asked: str = "") -> str:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(asked)
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+def test_of_two_programs_in_one_directory_the_second_is_told_of_the_first_at_once(
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / "run"
+    command = [*PSYNC, "run", *script("owning.py", "--", str(directory))]
+    with owning(directory) as first:
+        assert line_of(first, "\n") == "ckpt-00000001"
+        second = subprocess.run(command, env=plain_environ(), text=True, capture_output=True)
+        assert second.returncode == 1
+        assert second.stdout == ""
+        owner = json.loads((directory / "OWNER").read_text())
+        named = rf"owning.py \(process {owner['pid']} on \S+, since 20\S+ \S+\) saves its"
+        assert re.search(named, second.stderr)
+        assert "give each program a directory of its own" in second.stderr
+        reading = [*PSYNC, "checkpoint", "inspect", str(directory / "ckpt-00000001")]
+        assert subprocess.run(reading, capture_output=True).returncode == 0
+        assert line_of(first, "\n") == "ckpt-00000002"
+        os.kill(owner["pid"], signal.SIGKILL)
+        first.wait()
+    assert (directory / "OWNER").exists()
+    with owning(directory) as third:  # at once, although the owner left its name
+        assert line_of(third, "\n") == "ckpt-00000003"

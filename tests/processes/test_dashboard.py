@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from psync.status.dashboard.run_log import FinishedRun
 from view_schema import check_view
 
 pytest.importorskip("aiohttp")
+pytest.importorskip("prometheus_client")
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PSYNC = [sys.executable, "-m", "psync"]
@@ -136,3 +139,71 @@ def test_without_a_coordinator_there_is_no_report_and_the_exit_code_stays(tmp_pa
     )  # fmt: skip
     assert (run.returncode, report.exists()) == (7, False)
     assert "psync: there is no report: no coordinator has run\n" in run.stderr
+
+
+def test_two_programs_do_not_write_one_log(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    command = [*PSYNC, "run", str(SCRIPTS / "seen.py"), "--log", str(log)]
+    environ = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        try:
+            assert first.stdout is not None
+            assert first.stdout.readline() == "ready\n"
+            second = subprocess.run(
+                command, env=environ, capture_output=True, text=True, stdin=subprocess.DEVNULL
+            )
+        finally:
+            first.communicate("\n")
+    assert second.returncode == 2
+    assert re.search(rf"seen\.py \(process \d+ on .*\) writes the run log {log}", second.stderr)
+    assert FinishedRun(log).ended
+    assert sorted(tmp_path.glob("run*")) == [log]
+
+
+@pytest.mark.timeout(180)
+def test_saves_go_on_in_a_flood_of_connections(tmp_path: Path) -> None:
+    """The chief has 256 descriptors; strangers open more, and are silent."""
+    command = [
+        *PSYNC, "run", str(SCRIPTS / "owning.py"), "--ps", "1", "--workers", "1", "--dashboard",
+        "--metrics-port", "0", "--log-level", "info", "--", str(tmp_path / "saved"),
+    ]  # fmt: skip
+
+    def few_descriptors() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+
+    with subprocess.Popen(
+        command, env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=few_descriptors,
+    ) as run:  # fmt: skip
+        silent: list[socket.socket] = []
+        try:
+            assert run.stdin is not None
+            assert run.stdout is not None
+            assert run.stderr is not None
+            ports: dict[str, int] = {}
+            while len(ports) < 2:
+                found = re.search(
+                    r"(status|dashboard) at http://127.0.0.1:(\d+)", run.stderr.readline()
+                )
+                if found:
+                    ports[found[1]] = int(found[2])
+            threading.Thread(target=run.stderr.read, daemon=True).start()
+            assert run.stdout.readline() == "opened\n"
+            for name, count in (("dashboard", 300), ("status", 70)):
+                silent += [
+                    socket.create_connection(("127.0.0.1", ports[name])) for _ in range(count)
+                ]
+            for number in range(1, 4):
+                run.stdin.write("\n")
+                run.stdin.flush()
+                assert run.stdout.readline() == f"ckpt-{number:08d}\n"
+            with socket.create_connection(("127.0.0.1", ports["status"])) as asking:
+                asking.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert asking.recv(15) == b"HTTP/1.1 200 OK"
+        finally:
+            run.terminate()
+            for each in silent:
+                each.close()

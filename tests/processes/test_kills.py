@@ -183,7 +183,7 @@ def test_closures_of_a_killed_worker_run_elsewhere_and_it_takes_part_again(
                     workers = set(await coordinator.fetch(again))
                 assert cluster.tasks["worker-0"].pid != victim.pid
 
-    with caplog.at_level(logging.WARNING, "psync"):
+    with caplog.at_level(logging.INFO, "psync"):
         run(main)
     assert "worker-0 was killed by SIGKILL and is started again" in caplog.text
     assert "/job:worker/task:0 takes part again" in caplog.text

@@ -134,6 +134,68 @@ def test_a_worker_that_is_killed_costs_no_step(tmp_path: Path) -> None:
     wait_until_gone(before)
 
 
+NOISE = (
+    "left before its handshake",
+    "refused /job:",
+    "repeating a request",
+    "lost /job:worker",
+    "the session of",
+    "a push whose step",
+)
+"""Of connections that end and begin as they should; a log without --debug has none of it."""
+
+CHECKPOINT = r"/job:ps/task:1 at \S+ .*; all ps tasks go back to the newest checkpoint"
+BACKUP = r"/job:ps/task:1 at \S+ .*; its backup takes over"
+NO_WAY_BACK = r"/job:ps/task:1 cannot be brought back: no CheckpointManager has saved .*"
+WORKER = r"/job:worker/task:1 is lost \(.*\); its closures run again"
+
+
+@pytest.mark.parametrize(
+    ("mode", "victim", "alarm", "news"),
+    [
+        ("checkpoint", "ps-1", f"WARNING {CHECKPOINT}", ("recovered in", "is reachable again")),
+        ("replica", "ps-1", f"WARNING {BACKUP}", ("nothing is undone", "is reachable again")),
+        ("nothing", "ps-1", f"ERROR {NO_WAY_BACK}", ()),
+        ("nothing", "worker-1", f"WARNING {WORKER}", ("takes part again",)),
+        ("checkpoint", "chief-0", "", ("restored",)),
+    ],
+)
+def test_the_log_of_a_loss_has_one_alarm_and_the_good_news_and_nothing_false(
+    mode: str, victim: str, alarm: str, news: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = psync_run("--chief-restarts", "1", *script("losses.py"), "--", mode, str(tmp_path))
+    wait_for_line(run, "training", "stdout")
+    os.kill(children_of(run.pid)[victim], signal.SIGKILL)
+    end = ended(run)
+    assert end.code == 0, end.err
+    logged = re.findall(r"^(?:\[\S+\] )?[\d:]+ ([A-Z]+) psync\S+: (.*)$", end.err, re.M)
+    alarms = [f"{level} {text}" for level, text in logged if level in ("WARNING", "ERROR")]
+    assert len(alarms) == bool(alarm), end.err
+    assert all(re.fullmatch(alarm, line) for line in alarms), alarms
+    told = [text for level, text in logged if level == "INFO"]
+    assert [each for each in news if not any(each in text for text in told)] == []
+    assert len(told) <= 12, end.err
+    assert [each for each in NOISE if each in end.err] == []
+    assert end.err.count("hint:") == (mode == "nothing" and victim == "ps-1")
+
+
+def test_a_step_that_writes_past_numpy_to_what_it_has_pulled_is_told_of_copy() -> None:
+    end = ended(psync_run(*script("writes_pulled.py")))
+    assert end.code == 0, end.err
+    written, lost, hint = end.out.splitlines()
+    assert written == "written", "with copy=True"
+    assert re.fullmatch(r"closure 1 \(step\) was lost with its worker 3 times: .*", lost)
+    assert "SIGSEGV or SIGBUS" in hint
+    assert "copy=True" in hint
+    lines = end.err.splitlines()
+    told = [number for number, line in enumerate(lines) if "copy=True" in line]
+    killed = [number for number, line in enumerate(lines) if "was killed by SIGSEGV" in line]
+    assert len(told) == 1, "once, at the first death"
+    assert told[0] < killed[0]
+    # The worker itself says which line of the step it was.
+    assert re.search(r"\[worker-\d\] +File \".*writes_pulled.py\", line \d+ in step", end.err)
+
+
 def test_a_chief_that_is_killed_too_often_ends_the_run() -> None:
     run = psync_run("--chief-restarts", "1", *script("steps.py"), "--", "endless")
     tasks: dict[str, int] = {}

@@ -46,6 +46,9 @@ def test_a_run_gets_more_workers_and_fewer(environ: dict[str, str]) -> None:
         try:
             assert run.stdout.readline() == "ready\n"
             assert there(2) == "workers 0 1\n"
+            made = [path for path in Path(environ["XDG_RUNTIME_DIR"]).rglob("*")]
+            assert len(made) == 6  # two directories; a file and a socket of launcher and chief
+            assert [path for path in made if path.stat().st_mode & 0o077] == []
             who = f"scaled.py (process {run.pid}): "
             assert scale(environ, "4").stdout == f"{who}4 workers; 2 more are started\n"
             assert there(4) == "workers 0 1 2 3\n"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -14,6 +16,7 @@ from tasks_by_hand import (
     by_hand,
     ended,
     interrupt,
+    plain_environ,
     script,
     wait_for_line,
 )
@@ -278,3 +281,37 @@ def test_who_says_nothing_is_let_go_after_five_seconds() -> None:
             line = wait_for_line(task, "the handshake was not over within 5 s")
             assert "127.0.0.1" in line
             assert silent.recv(1) == b""  # closed
+
+
+# --- without psync.run -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_program_without_psync_run_ends_at_once_and_is_told_so_once(quiet: bool) -> None:
+    command = ("-m", "psync", "run", *["--quiet"] * quiet, *script("no_run.py"))
+    run = subprocess.run(
+        [sys.executable, *command, "--ps", "2", "--workers", "2"],
+        env=plain_environ(),
+        capture_output=True,
+        text=True,
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    (line,) = run.stderr.splitlines()
+    assert re.fullmatch(
+        r"psync: error: worker-[01] runs main instead of serving: the run ends; end "
+        r".*no_run\.py in psync\.run\(main\), not in asyncio\.run\(main\(\)\)",
+        line,
+    )
+
+
+@pytest.mark.parametrize("job", ["ps", "worker"])
+def test_without_a_launcher_the_task_is_told(job: str) -> None:
+    with by_hand() as cluster:
+        run = cluster.run(job, 0, script("no_run.py"))
+    assert run.code == 1
+    assert run.err.splitlines()[-2:] == [
+        f"psync.errors.ConfigurationError: this process is a {job}, which serves the coordinator "
+        "of the chief and opens none",
+        "hint: psync.run(main), instead of asyncio.run(main()), runs main on the chief and serves "
+        "on all others",
+    ]

@@ -90,6 +90,29 @@ def test_a_worker_that_is_killed_is_started_again_and_takes_part_again() -> None
     assert_gone(first, second)
 
 
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("step", "NameError on /job:worker/task:1: name 'typo' is not defined"),
+        ("outside", "KeyError on /job:worker/task:1: 'no such thing'"),
+        ("exit", "SystemExit on /job:worker/task:1: no more"),
+    ],
+)
+def test_a_worker_that_leaves_by_an_error_fails_the_run(how: str, error: str) -> None:
+    run = ended(psync_run(*script("sessions.py"), "--", "100000", how))
+    assert run.code == 1
+    said = run.err.partition("RemoteError: ")[2]
+    assert said.startswith(f"{error}\nremote traceback (/job:worker/task:1):\n")
+    assert re.search(r"  File \S*sessions.py\S, line \d+, in ", said)
+    assert "[worker-0] psync: error: /job:worker/task:1 failed: " in run.err
+
+
+def test_a_worker_without_further_data_leaves_and_the_others_train_on() -> None:
+    run = ended(psync_run(*script("sessions.py"), "--", "20", "data"))
+    assert run.code == 0
+    assert "chief-0: step 20, w [20.0, 20.0, 20.0, 20.0]" in run.out.splitlines()
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_is_stopped_leaves_nobody(signum: signal.Signals, code: int) -> None:
     running = sessions(100_000)
@@ -182,3 +205,13 @@ def test_a_worker_whose_ps_tasks_are_killed_ends_with_an_error() -> None:
     for end in ends:
         assert end.code == 1
         assert "ParameterServerLost: /job:ps/task:0" in end.err
+
+
+def test_a_chief_that_does_not_train_ends_with_an_error_when_a_ps_is_killed() -> None:
+    with by_hand(num_ps=2, num_workers=1) as cluster:
+        programs = begun(cluster, 100_000)
+        cluster.processes[1].kill()
+        ends = [ended(program) for program in programs.values()]
+    for end in ends:
+        assert end.code == 1
+        assert "ParameterServerLost: /job:ps/task:1" in end.err

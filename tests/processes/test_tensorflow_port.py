@@ -1,15 +1,18 @@
-"""The ported script of docs/howto/tensorflow.md, as it stands there."""
+"""The ported programs of docs/howto/tensorflow.md, as they stand there."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tasks_by_hand import ended, plain_environ
+import psync
+from tasks_by_hand import children_of, ended, plain_environ, wait_for_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -17,7 +20,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "howto" / "tensorflow.md"
 
 
 def test_the_ported_script_learns_on_two_workers(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n# after\n(.*?)```", DOCUMENT.read_text(), flags=re.S)
+    code = re.findall(r"```python\n# after\n(.*?)```", DOCUMENT.read_text(), flags=re.S)[0]
     script = tmp_path / "train.py"
     script.write_text(code)
     command = ["psync", "run", str(script), "--ps", "2", "--workers", "2"]
@@ -36,3 +39,47 @@ def test_the_ported_script_learns_on_two_workers(tmp_path: Path) -> None:
     losses = [float(line.split()[1]) for line in run.out.splitlines()]
     assert len(losses) == 5
     assert losses[-1] < 1e-3 * losses[0]
+
+
+def replica_program(tmp_path: Path, *options: str, **changed: str) -> subprocess.Popen[str]:
+    """Start the ported replica program, with numbers of its own."""
+    code = re.findall(r"```python\n# after\n(.*?)```", DOCUMENT.read_text(), flags=re.S)[1]
+    for option, value in changed.items():
+        code, count = re.subn(rf"\b{option}=\d+", f"{option}={value}", code)
+        assert count == 1
+    (tmp_path / "replica.py").write_text(code)
+    return subprocess.Popen(
+        [sys.executable, "-m", "psync", "run", *options, "replica.py", "--ps", "2"],
+        cwd=tmp_path,
+        env=plain_environ(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_ported_replica_program_trains_and_saves(tmp_path: Path) -> None:
+    for begins in ("new variables", "ckpt-00000001"):
+        run = ended(replica_program(tmp_path))
+        assert run.code == 0, run.err
+        assert run.out.splitlines() == [
+            f"begins with {begins}",
+            "w [ 1.  2.  3.  4.  5.  6.  7.  8.  9. 10.]",
+        ]
+
+
+def test_the_ported_replica_program_goes_on_from_its_checkpoint_when_a_ps_is_killed(
+    tmp_path: Path,
+) -> None:
+    options = {"save_checkpoint_secs": "0.1", "stop_at_step": "8000"}
+    running = replica_program(tmp_path, "--chief-restarts", "1", **options)
+    assert wait_for_line(running, "begins with", "stdout") == "begins with new variables\n"
+    while psync.latest_checkpoint(tmp_path / "train_logs") is None:
+        assert running.poll() is None
+    os.kill(children_of(running.pid)["ps-1"], signal.SIGKILL)
+    run = ended(running)
+    assert run.code == 0, run.err
+    assert re.search(r"^begins with ckpt-\d+\nw \[ 1\. .* 10\.\]$", run.out, re.M)
+    assert "ParameterServerLost: /job:ps/task:1" in run.err
+    assert "What a session survives" in run.err

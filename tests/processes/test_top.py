@@ -77,6 +77,42 @@ def test_a_run_is_seen_while_it_lasts(environ: dict[str, str]) -> None:
     assert ended.stderr.startswith("psync: error: no program of this user runs")
 
 
+def test_a_training_session_is_seen_and_of_two_programs_the_one_that_is_chosen(
+    environ: dict[str, str],
+) -> None:
+    with (
+        started(environ) as other,
+        subprocess.Popen(
+            [*PSYNC, "run", str(SCRIPTS / "sessions.py"), "--workers", "2", "--", "100000"],
+            env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        ) as run,
+    ):  # fmt: skip
+        try:
+            assert run.stdout is not None
+            assert any(" is at work as " in line for line in run.stdout)
+            unclear = top(environ, "--once")
+            assert unclear.returncode == 2
+            assert "error: expected one program, and 2 programs of this user run" in unclear.stderr
+            (file,) = re.findall(r"(\S+)  sessions.py \(process \d+\), for ", unclear.stderr)
+            for named in (file, file.partition("-")[0], "sessions.py"):
+                once = top(environ, "--once", "--json", "--run", named)
+                status = Status.from_json(once.stdout)
+                assert (status.program, status.state) == ("sessions.py", "running")
+                assert status.waits_for == "step 100000"
+                assert status.steps.global_step > 0
+                assert {worker.state for worker in status.workers} <= {"busy", "waiting"}
+                assert [worker.task for worker in status.workers] == [
+                    "/job:worker/task:0", "/job:worker/task:1",
+                ]  # fmt: skip
+            assert top(environ, "--once", "--run", "seen").stdout.startswith("seen.py (process")
+            run.send_signal(signal.SIGTERM)
+            run.communicate()
+            assert top(environ, "--once").stdout.startswith("seen.py (process")
+        finally:
+            run.kill()
+            other.communicate("\n")
+
+
 def test_each_task_serves_its_own_metrics(environ: dict[str, str], tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("w") as file, started(environ, file) as run:
@@ -90,7 +126,7 @@ def test_each_task_serves_its_own_metrics(environ: dict[str, str], tmp_path: Pat
                     text = answer.read().decode()
                 assert f'psync_task_received_bytes_total{{task="{task}"}}' in text
                 kind = "applies" if "ps" in task else "work_seconds"
-                assert f'psync_task_{kind}_total{{task="{task}"' in text
+                assert re.search(rf'psync_task_{kind}_total{{.*task="{task}"', text)
         finally:
             run.communicate("\n")
 

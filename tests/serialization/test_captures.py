@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import pickle
+import sys
 import threading
 import types
 import weakref
@@ -19,6 +20,7 @@ from psync.serialization.captures import (
     Refusal,
     blame,
     captures_of,
+    importable_from,
     name_of,
     refers_to,
     resolves_by_name,
@@ -306,8 +308,9 @@ def with_default(x: Any) -> Callable[..., Any]:
     ],
 )
 def test_blame_leads_to_the_object_that_cannot_be_sent(obj: object, sentence: str) -> None:
-    found, error = blame("it", obj, fails)
+    found, error, path = blame("it", obj, fails)
     assert found == sentence
+    assert (path[0], path[-1]) == (obj, LOCK)
     assert "cannot pickle '_thread.lock' object" in str(error)
 
 
@@ -330,7 +333,7 @@ def test_blame_says_no_more_than_it_knows() -> None:
     ]:
         error = ValueError("no")
         found = blame("it", obj, functools.partial(only, obj, error))
-        assert found == (sentence, error)
+        assert found == (sentence, error, [obj])
 
 
 def test_blame_survives_a_key_whose_repr_raises() -> None:
@@ -341,7 +344,8 @@ def test_blame_stops_at_an_object_that_refuses_by_itself() -> None:
     holder = Holder()
     refusal = Refusal(holder, "it stays here")
     found = blame("it", [holder], lambda obj: fails(obj) and refusal)
-    assert found == (f"it holds [0] ({__name__}.Holder), which cannot be sent", refusal)
+    assert found[:2] == (f"it holds [0] ({__name__}.Holder), which cannot be sent", refusal)
+    assert found[2][-1] is holder
 
 
 def test_blame_of_a_recursive_function_ends() -> None:
@@ -354,6 +358,12 @@ def test_blame_of_a_recursive_function_ends() -> None:
 def test_blame_of_endless_nesting_ends() -> None:
     endless: list[Any] = [LOCK]
     endless.insert(0, endless)
-    sentence, error = blame("it", endless, fails)
+    sentence, error, _ = blame("it", endless, fails)
     assert sentence == "it holds [0], which is nested too deeply or cannot be sent"
     assert isinstance(error, (TypeError, pickle.PicklingError))
+
+
+def test_what_a_module_has_can_be_imported_from_it() -> None:
+    assert importable_from(LOCK) == f"from {__name__} import LOCK"
+    assert importable_from(threading.Lock()) == ""
+    assert importable_from(sys.modules["__main__"].__dict__) == ""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import enum
 import gc
+import os
 import pickle
 import socket
 import subprocess
 import sys
 import threading
+import traceback
 import types
 import weakref
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -312,7 +315,8 @@ def test_what_was_not_awaited_or_not_listed_has_a_remedy_of_its_own(make: Any, t
         pack(value, subject="the result", receiver="the coordinator")
     value.close()
     assert str(caught.value) == f"the result {text}"
-    assert caught.value.__cause__ is not None
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
 
 
 def test_sockets_and_loops_are_refused() -> None:
@@ -341,6 +345,55 @@ def test_an_error_of_the_objects_own_pickling_is_told() -> None:
     with pytest.raises(CaptureError, match=r"Stubborn\), .* to a worker: not today") as caught:
         pack([Stubborn()])
     assert isinstance(caught.value.__cause__, RuntimeError)
+    frames = traceback.extract_tb(caught.value.__cause__.__traceback__)
+    assert [frame.name for frame in frames] == ["__reduce__"]
+
+
+async def elements() -> AsyncIterator[int]:
+    yield 1
+
+
+class Local:
+    """Holds what cannot be sent."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+OF_THIS_MODULE = Local()
+IMPORT_IT = "import it inside the step: from {} import OF_THIS_MODULE; each worker then has its own"
+MAKE_IT = "make it inside the step, or pass the data from which the step can make it"
+
+
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (threading.Lock, MAKE_IT),
+        (Local, MAKE_IT),
+        (lambda: OF_THIS_MODULE, IMPORT_IT.format(__name__)),
+        (lambda: [OF_THIS_MODULE], IMPORT_IT.format(__name__)),
+        (asyncio.Lock, MAKE_IT),
+        (asyncio.Event, MAKE_IT),
+        (asyncio.new_event_loop,
+         "asyncio.get_running_loop() in an `async def` step is the loop of its worker"),
+        (number, "await it first"),
+        (lambda: (i for i in range(3)), "make a list of it: list(…)"),
+        (elements, "make a list of it: [each async for each in …]"),
+        (lambda: open(os.devnull, "w"), "open it inside the step, and pass its path"),
+        (lambda: open(os.devnull, "rb"), "open it inside the step, and pass its path"),
+    ],
+)  # fmt: skip
+def test_of_each_kind_one_thing_is_said_to_do(make: Callable[[], Any], hint: str) -> None:
+    value = make()
+    try:
+        with pytest.raises(CaptureError) as caught:
+            pack_arguments("train", (value,), {})
+        assert caught.value.hint == hint
+        assert "hint" not in caught.value.message
+        assert caught.value.__cause__ is None
+    finally:
+        if hasattr(value, "close"):
+            value.close()
 
 
 def test_arguments_that_fail_only_together_are_told_as_a_whole() -> None:

@@ -27,7 +27,7 @@ def test_hosts_that_are_not(host: str | None) -> None:
 
 def test_tokens() -> None:
     assert is_token("abc", "abc")
-    for wrong in (None, "", "ab", "abcd", "äbc"):
+    for wrong in (None, "", "ab", "abcd", "äbc", "\udcff", "\ud800"):
         assert not is_token(wrong, "abc")
 
 

@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 
 from psync.errors import ClosedError, ConfigurationError
+from psync.net.handshake_limits import LINES_PER_MINUTE
 from psync.status import http
-from psync.status.http import StatusServer
+from psync.status.http import CONNECTIONS, StatusServer, check_installed
 from psync.status.model import Status
 from status_by_hand import STATUS, Source, http_server
+
+pytest.importorskip("aiohttp")
+pytest.importorskip("prometheus_client")
 
 
 async def nothing() -> str:
@@ -69,7 +73,7 @@ async def test_the_status_needs_the_token(caplog: pytest.LogCaptureFixture) -> N
         code, text = await world.get(f"/status?token={world.token}")
         assert code == 200
         assert Status.from_json(text) == STATUS
-        for query in ("", "?token=", "?token=00", "?tok=é"):
+        for query in ("", "?token=", "?token=00", "?tok=%C3%A9", "?token=%ff"):
             code, text = await world.get(f"/status{query}")
             assert (code, "the token is missing" in text) == (403, True)
 
@@ -100,13 +104,14 @@ async def test_another_host_is_refused(host: str, caplog: pytest.LogCaptureFixtu
     [
         (b"POST /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
         (b"GET /secrets HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
-        (b"GET /metrics HTTP/1.1\r\n\r\n", 403),
+        (b"GET /metrics HTTP/1.1\r\n\r\n", 400),
+        (b"GET /metrics HTTP/1.0\r\n\r\n", 403),
         (b"nonsense\r\n\r\n", 400),
         (b"\x00\xff\r\n\r\n", 400),
         (b"GET / HTTP/2\r\n\r\n", 400),
         (b"GET //[ HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
         (b"GET /status?token=%ff&token HTTP/1.1\r\nHost: localhost\r\n\r\n", 403),
-        (b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000, 431),
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000, 400),
     ],
 )
 async def test_what_else_is_asked_is_refused(
@@ -121,9 +126,60 @@ async def test_what_else_is_asked_is_refused(
 async def test_one_who_says_nothing_is_hung_up_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "REQUEST_WITHIN_S", 0.01)
+    monkeypatch.setattr(http, "CONNECTION_S", 0.01)
     async with serving(caplog) as world:
         assert await world.say(b"GET /met") == (0, "")
+
+
+async def test_one_who_does_not_read_is_hung_up_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "CONNECTION_S", 0.05)
+
+    async def large() -> str:
+        return "x" * (64 << 20)
+
+    caplog.set_level(logging.INFO, "psync")
+    server = StatusServer("127.0.0.1:0", large)
+    await server.start()
+    try:
+        host, _, port = server.url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        while not reader.at_eof():
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                await reader.readexactly(1)
+        writer.close()
+    finally:
+        await server.close()
+
+
+async def test_so_many_are_connected_and_the_oldest_makes_room(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(caplog) as world:
+        silent = [await asyncio.open_connection(world.host, world.port) for _ in range(200)]
+        for reader, _ in silent[:-CONNECTIONS]:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        assert (await world.get("/metrics"))[0] == 200
+        assert not silent[-1][0].at_eof()
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_what_strangers_send_costs_so_many_lines_and_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(caplog) as world:
+        caplog.clear()
+        for number in range(100):
+            request = (b"nonsense\r\n\r\n", b"G\xffT / HTTP/1.1\r\n\r\n")[number % 2]
+            assert (await world.say(request))[0] == 400
+            assert (await world.get("/status", "\xff"))[0] == 403
+        lines = caplog.text.splitlines()
+        assert len(lines) == LINES_PER_MINUTE
+        assert all("127.0.0.1 has sent something that is no HTTP request" in line for line in lines)
 
 
 async def test_one_who_is_connected_does_not_keep_it_from_ending(
@@ -153,7 +209,7 @@ async def test_an_address_that_is_taken_is_an_error(caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("address", ["", "9100", ":9100", "unix:/tmp/a", "a:b", "a:99999"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ConfigurationError, match=f'metrics: expected "host:port", got {address!r}'):
+    with pytest.raises(ConfigurationError, match=f'metrics: expected "HOST:PORT", got {address!r}'):
         StatusServer(address, nothing)
 
 
@@ -169,3 +225,12 @@ async def test_a_task_has_metrics_and_no_status(caplog: pytest.LogCaptureFixture
         assert "token" not in caplog.text
     finally:
         await server.close()
+
+
+def test_without_its_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="aiohttp and prometheus_client must be") as caught:
+        StatusServer("127.0.0.1:0", nothing)
+    assert caught.value.hint == 'pip install "psync[metrics]"'
+    with pytest.raises(ConfigurationError, match="dashboard: aiohttp must be installed"):
+        check_installed("dashboard", "aiohttp")

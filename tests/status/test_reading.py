@@ -19,13 +19,13 @@ from psync.errors import (
 from psync.net.tracing.readings import Reading
 from psync.status import reading
 from psync.status.reading import UrlReader, reading_status
-from psync.status.run_files import Run, newest_run
+from psync.status.run_files import Run, chosen_run
 from status_by_hand import STATUS, Source, http_server, serving_of
 
 
 async def test_a_reader_hears_that_the_run_has_ended(runtime: Path) -> None:
     async with serving_of() as status:
-        run = newest_run()
+        run = chosen_run()
         async with reading_status(run) as reader:
             await status.close()
             with pytest.raises(ConfigurationError, match=r"train.py \(process \d+\) has ended"):
@@ -37,7 +37,7 @@ async def test_a_reader_hears_that_the_run_has_ended(runtime: Path) -> None:
 
 async def test_who_has_another_token_gets_nothing(runtime: Path) -> None:
     async with serving_of():
-        run = dataclasses.replace(newest_run(), token="0" * 64)
+        run = dataclasses.replace(chosen_run(), token="0" * 64)
         with pytest.raises(ConfigurationError, match="cannot be reached"):
             async with reading_status(run):
                 pass
@@ -49,7 +49,7 @@ async def test_a_run_that_does_not_answer_is_named(
     monkeypatch.setattr(reading, "ANSWERS_WITHIN_S", 0.01)
     source = Source()
     async with serving_of(source):
-        async with reading_status(newest_run()) as reader:
+        async with reading_status(chosen_run()) as reader:
             source.answer = None
             with pytest.raises(DeadlineExceeded, match=r"\(process \d+\) has not answered"):
                 await reader.read()
@@ -60,7 +60,7 @@ async def test_a_run_that_does_not_answer_is_named(
 
 async def test_what_is_no_status_is_refused(runtime: Path) -> None:
     async with serving_of() as status:
-        run: Run = newest_run()
+        run: Run = chosen_run()
         async with reading_status(run) as reader:
             status.source.answer = type("Odd", (), {"to_json": lambda self: "[]"})()
             with pytest.raises(RemoteProtocolError, match="expected the status of a run"):
@@ -121,7 +121,7 @@ async def test_a_run_gives_what_its_tasks_have_recorded(
     source = Source()
     reading = Reading("/job:chief/task:0", b"body", 1.0, 2.0)
     async with serving_of(source):
-        async with reading_status(newest_run()) as reader:
+        async with reading_status(chosen_run()) as reader:
             assert await reader.read_spans("r") == [reading]
             assert await reader.read_spans("r", last=True) == [reading]
     assert source.spans.asked == [("r", False), ("r", True)]

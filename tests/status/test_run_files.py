@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -16,10 +17,10 @@ from psync.errors import ConfigurationError
 from psync.status import run_files
 from psync.status.run_files import (
     Run,
+    chosen_run,
     directory_of_runs,
     has_ended,
     make_directory,
-    newest_run,
     read_run,
     run_file,
     socket_of,
@@ -163,34 +164,65 @@ def test_a_directory_is_no_run_file(directory: Path) -> None:
 # Which run.
 
 
-def test_the_newest_run_that_is_there_is_found(directory: Path) -> None:
+def test_the_only_run_that_is_there_is_found(directory: Path) -> None:
     runs = [run_of(directory, name, at) for at, name in enumerate(("a", "b", "c"))]
     with (
         run_file(directory / "x.json", runs[1]), run_file(directory / "y.json", runs[0]),
-        run_file(directory / "z.json", runs[2]), listening(runs[0]), listening(runs[1]),
+        run_file(directory / "z.json", runs[2]), listening(runs[1]),
     ):  # fmt: skip
         written(directory / "w.json", "nonsense")
         assert has_ended(runs[2])
-        assert newest_run(directory) == runs[1]
+        assert chosen_run(directory=directory) == runs[1]
+
+
+def test_of_several_one_is_chosen_by_id_process_or_name(directory: Path) -> None:
+    runs = [
+        Run(pid, pid, name, f"unix:{directory}/{pid}.sock", "ab")
+        for pid, name in ((7, "train.py"), (8, "train.py"), (9, "other.py"))
+    ]
+    with contextlib.ExitStack() as stack:
+        for run in runs:
+            stack.enter_context(run_file(directory / f"{run.pid}-1f.json", run))
+            stack.enter_context(listening(run))
+        for named, run in (("7-1f", runs[0]), ("8", runs[1]), ("other.py", runs[2])):
+            assert chosen_run(named, directory) == run
+        assert chosen_run("other", directory) == runs[2]
+        assert chosen_run(str(directory / "7-1f.json"), directory) == runs[0]
+        for named, message in (
+            (None, "expected one program, and 3 programs of this user run"),
+            ("train.py", "expected one program, and 2 running programs match 'train.py'"),
+            ("nobody", "expected one program, and no running programs match 'nobody'"),
+        ):
+            with pytest.raises(ConfigurationError) as caught:
+                chosen_run(named, directory)
+            assert caught.value.message == message
+            assert caught.value.hint is not None
+            first, *lines = caught.value.hint.splitlines()
+            assert "--run" in first
+            assert [line.partition(", for ")[0] for line in lines] == [
+                "  9-1f  other.py (process 9)",
+                "  8-1f  train.py (process 8)",
+                "  7-1f  train.py (process 7)",
+            ]
 
 
 def test_where_only_ended_ones_are_left_the_newest_is_named(directory: Path) -> None:
     with run_file(directory / "x.json", run_of(directory, "train.py")):
         with pytest.raises(ConfigurationError, match=r"the newest run, train.py .*, has ended"):
-            newest_run(directory)
+            chosen_run(directory=directory)
 
 
 def test_where_there_is_none_the_place_is_named(directory: Path) -> None:
     with pytest.raises(ConfigurationError, match=f"no program of this user runs .*{directory}"):
-        newest_run(directory)
+        chosen_run(directory=directory)
     with pytest.raises(ConfigurationError, match="no program of this user runs"):
-        newest_run(directory / "nowhere")
+        chosen_run(directory=directory / "nowhere")
 
 
 def test_a_directory_that_others_can_enter_is_not_looked_into(directory: Path) -> None:
     directory.chmod(0o755)
     with pytest.raises(ConfigurationError, match=f"{directory}: expected a directory of this user"):
-        newest_run(directory)
+        chosen_run(directory=directory)
 
 
 def test_this_user_s_directory_is_where_it_looks(
@@ -198,7 +230,7 @@ def test_this_user_s_directory_is_where_it_looks(
 ) -> None:
     monkeypatch.setattr(run_files, "directory_of_runs", lambda: directory)
     with pytest.raises(ConfigurationError, match=str(directory)):
-        newest_run()
+        chosen_run()
 
 
 def test_what_killed_runs_have_left_is_taken_away(directory: Path) -> None:
@@ -227,7 +259,7 @@ def test_files_of_others_do_not_hide_a_run(directory: Path) -> None:
     (directory / "link.json").symlink_to("/etc/passwd")
     run = run_of(directory, "a")
     with run_file(directory / "a.json", run), listening(run):
-        assert newest_run(directory) == run
+        assert chosen_run(directory=directory) == run
 
 
 def test_sockets_without_a_file_are_taken_away_when_they_are_old(directory: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 import memory_cluster
 import psync
-from memory_cluster import cluster_of, coordinating, replicated
+from memory_cluster import cluster_of, coordinating, replicated, session_cluster
+from psync.compat.training_sessions import MonitoredTrainingSession
 from psync.errors import ClosedError, ConfigurationError
 from psync.net.peer import Handler, Reply
 from psync.status import sampling
@@ -61,6 +62,44 @@ async def test_a_closure_behind_another_one_runs_since_that_one_has_ended() -> N
         assert worker.closure is not None
         assert worker.closure.seconds == pytest.approx(3, abs=0.1)
         await coordinator.join()
+
+
+async def test_of_a_training_session_it_tells_tasks_and_steps() -> None:
+    optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2)
+    seen: list[Status] = []
+
+    async def main(strategy: psync.ParameterServerStrategy) -> None:
+        with strategy.scope():
+            w = psync.Variable(np.zeros(4, np.float32), name="w")
+            global_step = psync.get_or_create_global_step()
+        resolver = strategy.cluster_resolver
+        trains = resolver.task_type == "worker"
+
+        async def step() -> None:
+            await asyncio.sleep(1 + 4 * (resolver.task_id or 0))
+            await optimizer.apply_gradients([(np.ones(4, np.float32), w)], global_step)
+
+        async with MonitoredTrainingSession(strategy, trains=trains, stop_at_step=3) as session:
+            if trains:
+                while not session.should_stop():
+                    await session.run(step)
+                return
+            assert session._seen is not None
+            for seconds in (8, 8):
+                await asyncio.sleep(seconds)
+                seen.append(await session._seen.source.status())
+
+    async with session_cluster(2, 2, chief=True) as cluster:
+        await cluster.run_all(main)
+    running, ended = seen
+    assert (running.state, running.waits_for) == ("running", "step 3")
+    assert (running.steps.global_step, [ps.bytes for ps in running.ps]) == (1, [24, 0])
+    assert [each.task for each in running.workers] == ["/job:worker/task:0", "/job:worker/task:1"]
+    assert states(running) == ["waiting", "busy"]
+    assert running.steps.groups[0].waits_for == ("/job:worker/task:1",)
+    assert [row.variable for row in running.placement] == ["w", "global_step"]
+    assert (ended.state, states(ended)) == ("ended", ["left", "left"])
+    assert "training ends: step 3 is reached" in ended.notes
 
 
 async def test_it_tells_steps_pushes_pulls_and_staleness() -> None:
@@ -223,13 +262,48 @@ async def test_what_the_program_reports_is_shown() -> None:
             coordinator.report({"loss": "low"})
 
 
-async def test_who_asks_at_once_gets_the_same_status() -> None:
-    async with coordinating() as (_, coordinator):
+async def test_ps_tasks_are_asked_once_in_a_while_whoever_asks() -> None:
+    async with coordinating(num_ps=1) as (_, coordinator):
         first, second = await asyncio.gather(coordinator.status(), coordinator.status())
         assert first is second
-        assert await coordinator.status() is first
-        await asyncio.sleep(1)
-        assert await coordinator.status() is not first
+        await asyncio.sleep(0.15)
+        again = await coordinator.status()
+        assert again.ps[0].age_s == pytest.approx(0.15, abs=0.01)
+        assert again.ps[0].state == "connected"
+        await asyncio.sleep(0.15)
+        assert (await coordinator.status()).ps[0].age_s == pytest.approx(0, abs=0.01)
+
+
+async def test_right_after_a_join_it_counts_all_that_was_joined() -> None:
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        async def step() -> None:
+            pass
+
+        for joined in range(1, 6):
+            for _ in range(10):
+                coordinator.schedule(step)
+            queue = (await coordinator.status()).queue
+            assert queue.finished + queue.in_flight + queue.queued == 10 * joined
+            await coordinator.join()
+            status = await coordinator.status()
+            assert (status.queue.finished, status.queue.in_flight) == (10 * joined, 0)
+            assert sum(worker.finished for worker in status.workers) == 10 * joined
+            assert (status.state, status.waits_for) == ("idle", "nothing")
+
+
+async def test_the_error_of_a_step_is_in_the_next_status() -> None:
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        def broken_step() -> None:
+            raise ValueError("broken")
+
+        await coordinator.status()
+        coordinator.schedule(broken_step)
+        with pytest.raises(ValueError, match="broken"):
+            await coordinator.join()
+        status = await coordinator.status()
+        assert (status.queue.failed, status.state) == (1, "idle")
 
 
 async def test_one_who_gives_up_takes_nothing_from_another_one() -> None:

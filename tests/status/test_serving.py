@@ -24,7 +24,7 @@ from psync.net.secret import Secret
 from psync.net.transport import SocketNetwork
 from psync.status.model import Status
 from psync.status.reading import reading_status
-from psync.status.run_files import newest_run
+from psync.status.run_files import chosen_run
 from psync.status.serving import ServedStatus, is_served
 from psync.testing import MemoryNetwork
 from psync.wire.messages import Shutdown
@@ -33,7 +33,7 @@ from status_by_hand import STATUS, Source, serving_of
 
 async def test_whoever_finds_the_run_file_gets_the_status(runtime: Path) -> None:
     async with serving_of():
-        run = newest_run()
+        run = chosen_run()
         assert run.program == "train.py"
         async with reading_status(run) as reader:
             assert await reader.read() == STATUS
@@ -45,7 +45,7 @@ async def test_nothing_but_the_status_can_be_asked_for(
     runtime: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving_of():
-        run = newest_run()
+        run = chosen_run()
         endpoint = Endpoint(Platform(SocketNetwork(), Secret(run.token.encode())), CHIEF, 0, {})
         peer = await endpoint.connect(run.address, CHIEF)
         with pytest.raises(ConnectionLost):
@@ -115,9 +115,11 @@ async def test_the_coordinator_of_a_local_cluster_can_be_asked(runtime: Path) ->
     async with psync.LocalCluster(1, 1) as cluster:
         strategy = psync.ParameterServerStrategy(cluster.resolver)
         async with psync.ClusterCoordinator(strategy) as coordinator:
-            async with reading_status(newest_run()) as reader:
+            async with reading_status(chosen_run()) as reader:
                 seen = await reader.read()
-            assert seen == await coordinator.status()
+            status = await coordinator.status()
+            assert (seen.pid, seen.state, seen.queue) == (status.pid, status.state, status.queue)
+            assert (seen.workers, seen.placement) == (status.workers, status.placement)
             assert [worker.task for worker in seen.workers] == ["/job:worker/task:0"]
     assert list((runtime / "psync").iterdir()) == []
 
@@ -146,7 +148,7 @@ async def status_when(holds: Callable[[Status], bool]) -> Status:
     """The newest run's status, as soon as something holds."""
     while True:
         try:
-            async with reading_status(newest_run()) as reader:
+            async with reading_status(chosen_run()) as reader:
                 if holds(seen := await reader.read()):
                     return seen
         except ConfigurationError:  # it has not begun

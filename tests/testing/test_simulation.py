@@ -336,7 +336,7 @@ def _trace(*entries: tuple[str, str, str]) -> list[tuple[float, int, str, str, s
     return [(0.1 * number, number, *entry) for number, entry in enumerate(entries)]
 
 
-SERVED = "WARNING /job:ps/task:0 is served by its backup, in the process of /job:ps/task:1, at x"
+SERVED = "INFO /job:ps/task:0 is served by its backup, in the process of /job:ps/task:1, at x"
 COMPLETE = "INFO /job:ps/task:1: its backup in the process of /job:ps/task:0 is complete, after 0 s"
 
 

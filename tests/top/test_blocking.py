@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import pytest
 
 import psync
 from psync import blocking
-from psync.errors import CaptureError, UsageError
+from psync.errors import CaptureError, ClosureCancelled, UnsupportedError, UsageError
 from trace_events import TraceFile
 
 
@@ -58,7 +61,7 @@ def test_steps_are_scheduled_joined_and_fetched(coordinator: blocking.ClusterCoo
 
 def test_shards_are_visited_in_plain_calls(coordinator: blocking.ClusterCoordinator) -> None:
     visits = coordinator.distribute_once([1, 2, 3], num_epochs=2)
-    psync.wait(visits.run(square))
+    visits.run(square)
     assert visits.done()
     assert [account.num_done for account in visits.account()] == [3, 3]
 
@@ -130,6 +133,139 @@ def test_the_loop_ends_with_the_last_context_manager() -> None:
         assert "psync.blocking" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(UsageError, match="wait outside a step"):
         psync.wait(asyncio.sleep(0))
+
+
+def handed_out(coordinator: blocking.ClusterCoordinator, tmp_path: Path) -> Iterator[object]:
+    """All that a program gets from psync.blocking, but its own strategy."""
+    yield coordinator
+    yield coordinator.schedule(square, (2,))
+    yield coordinator.submit(square, 2)
+    yield from coordinator.schedule_all(square, [(2,)])
+    dataset = coordinator.create_per_worker_dataset([1.0, 2.0])
+    yield from (dataset, dataset.build(), iter(dataset), dataset.iterator(1))
+    visits = coordinator.distribute_once([1, 2])
+    yield visits
+    yield from visits.schedule(square)
+    coordinator.join()
+    status = coordinator.status()
+    yield from (status, *status.workers, *status.ps, status.queue)
+    with coordinator.trace(tmp_path / "t.json") as traced:
+        yield traced
+    assert traced.summary is not None
+    yield traced.summary
+    yield coordinator.events()
+    with blocking.LocalCluster(1, 1, processes=False) as cluster:
+        yield from (cluster, cluster.resolver)
+
+
+def test_nothing_that_it_hands_out_has_a_method_that_is_a_coroutine(
+    coordinator: blocking.ClusterCoordinator, tmp_path: Path
+) -> None:
+    asynchronous = {
+        f"{type(thing).__name__}.{name}"
+        for thing in handed_out(coordinator, tmp_path)
+        for name in dir(type(thing))
+        if not name.startswith("_")
+        and any(
+            kind(inspect.getattr_static(type(thing), name))
+            for kind in (inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        )
+    }
+    assert asynchronous == set()
+
+
+def test_handles_return_values(coordinator: blocking.ClusterCoordinator) -> None:
+    value = coordinator.schedule(square, (3,))
+    assert value.fetch() == value.get() == psync.wait(value) == coordinator.fetch(value) == 9
+    assert coordinator.schedule(square, (value,)).fetch() == 81
+    failed = coordinator.schedule(square, ("two",))
+    with pytest.raises(TypeError, match="can't multiply"):
+        failed.fetch()
+    with pytest.raises(ClosureCancelled):
+        coordinator.schedule(square, (4,)).fetch()  # it ended at once
+    with pytest.raises(TypeError, match="can't multiply"):
+        coordinator.join()
+
+    batches = iter(coordinator.create_per_worker_dataset([1.0, 2.0]))
+    coordinator.schedule(next, (batches,)).fetch()
+    assert sorted(batches.positions().values()) == [0, 1]
+    with pytest.raises(UnsupportedError, match="outside a step"):
+        batches.next_in(0)
+
+    async def on_the_loop() -> None:
+        with pytest.raises(UsageError, match="await value"):
+            slow.fetch()
+
+    slow = coordinator.schedule(time.sleep, (0.1,))
+    psync.wait(on_the_loop())
+    assert slow.fetch() is None
+
+
+def test_a_closure_is_cancelled_in_a_plain_call(coordinator: blocking.ClusterCoordinator) -> None:
+    async def for_ever() -> None:
+        await asyncio.Event().wait()
+
+    value = coordinator.schedule(for_ever)
+    value.cancel()
+    with pytest.raises(ClosureCancelled):
+        value.fetch()
+
+
+def test_visits_go_epoch_by_epoch_in_plain_calls(coordinator: blocking.ClusterCoordinator) -> None:
+    visits = coordinator.distribute_once([1, 2, 3], num_epochs=2)
+    found = [sorted(value.fetch() for value in visits.schedule(square)) for _ in visits]
+    assert found == [[1, 4, 9]] * 2
+    assert visits.done()
+
+
+def test_a_value_is_there_when_all_is_closed() -> None:
+    with blocking.LocalCluster(1, 1, processes=False) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        with blocking.ClusterCoordinator(strategy) as coordinator:
+            value = coordinator.schedule(square, (3,))
+            coordinator.join()
+    assert value.fetch() == 9
+
+
+def test_what_is_no_awaitable_is_named(coordinator: blocking.ClusterCoordinator) -> None:
+    value = coordinator.schedule(square, (3,))
+    with pytest.raises(UsageError, match="wait expected an awaitable, got int"):
+        psync.wait(value.fetch())  # type: ignore[arg-type]
+
+
+def test_on_another_loop_than_its_own_it_says_so(coordinator: blocking.ClusterCoordinator) -> None:
+    with coordinator.strategy.scope():
+        w = psync.Variable(np.zeros(3), name="w")
+    with pytest.raises(UsageError, match=r"(?s)another event loop.*psync\.wait"):
+        asyncio.run(w.read())
+    assert psync.wait(w.read()).tolist() == [0.0] * 3
+
+
+def test_a_forked_process_does_not_wait_for_a_loop_that_it_does_not_have(
+    coordinator: blocking.ClusterCoordinator,
+) -> None:
+    with coordinator.strategy.scope():
+        w = psync.Variable(np.zeros(3), name="w")
+    psync.wait(w.read())
+    for call in (lambda: psync.wait(w.read()), lambda: psync.empty_like(w), coordinator.done):
+        read_end, write_end = os.pipe()
+        if not (child := os.fork()):
+            try:
+                call()
+            except UsageError as exc:
+                os.write(write_end, exc.message.encode())
+            finally:
+                os._exit(0)
+        os.close(write_end)
+        with open(read_end, encoding="utf-8") as said:
+            message = said.read()
+        os.waitpid(child, 0)
+        assert message in (
+            "wait outside a step",
+            "empty_like: no connection to the ps tasks here",
+            "done on another event loop than the one that its cluster runs on",
+        )
+    assert psync.wait(w.read()).tolist() == [0.0] * 3
 
 
 async def coroutine() -> None: ...

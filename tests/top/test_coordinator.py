@@ -227,6 +227,7 @@ async def test_closures_of_a_lost_worker_run_elsewhere_and_first():
 
 @pytest.mark.virtual_time
 async def test_a_worker_that_comes_back_takes_part_again(caplog):
+    caplog.set_level("INFO")
     async with coordinating(num_workers=2) as (cluster, coordinator):
         await cluster.stop("worker-1")
         await cluster.start("worker-1")
@@ -355,6 +356,7 @@ async def test_a_result_leaves_although_the_next_step_waits_for_something_else()
 
 @pytest.mark.virtual_time
 async def test_a_ps_that_is_away_for_a_moment_is_waited_for(caplog):
+    caplog.set_level("INFO")
     async with cluster_of() as cluster:
         strategy = cluster.strategy()
         async with psync.ClusterCoordinator(strategy) as coordinator:

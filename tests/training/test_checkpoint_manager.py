@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
 import logging
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +71,7 @@ async def test_what_a_program_left_that_died_over_a_checkpoint_goes_with_the_nex
         written = tmp_path / "ckpt-00000009.tmp"  # perhaps
         written.mkdir()
         path = await manager.save(checkpoint_number=8)
-        assert sorted(tmp_path.iterdir()) == [path, written]
+        assert sorted(tmp_path.glob("ckpt-*")) == [path, written]
 
 
 @pytest.mark.parametrize("number", [-1, 1.5, "8", True, 10**18])
@@ -277,3 +280,62 @@ class TestRecovery:
             assert manager.checkpoints == [first, second]
             third = await manager.save()
             assert manager.checkpoints == [third]
+
+
+@contextlib.contextmanager
+def held_by_another(directory: Path) -> Iterator[None]:
+    """What another process that saves there looks like."""
+    directory.mkdir(exist_ok=True)
+    with open(directory / "OWNER", "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(b'{"program": "other.py", "pid": 7, "host": "here", "since": 1.5e9}')
+        file.flush()
+        yield
+
+
+async def test_who_saves_where_another_program_does_is_told_of_it(tmp_path: Path) -> None:
+    taken = r"other\.py \(process 7 on here, since 2017-07-1\d \S+\) saves its checkpoints into"
+    early = psync.CheckpointManager(psync.Checkpoint(state=psync.SavedState(x=1)), tmp_path)
+    async with training() as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.ones(3), name="w")
+        checkpoint = psync.Checkpoint(w=w)
+        path = await checkpoint.save(tmp_path)
+        with held_by_another(tmp_path):
+            with pytest.raises(ConfigurationError, match=taken) as caught:
+                psync.CheckpointManager(checkpoint, tmp_path)
+            assert "psync.latest_checkpoint(directory)" in str(caught.value.hint)
+            saves = (early.save, early.restore_or_initialize, lambda: checkpoint.save(tmp_path))
+            for awaited in saves:
+                with pytest.raises(ConfigurationError, match=taken):
+                    await awaited()
+            assert psync.latest_checkpoint(tmp_path) == path  # reading needs no owner
+            assert early.checkpoints == [path]
+            await checkpoint.restore(path)
+            assert (await checkpoint.read(path))["w"].tolist() == [1, 1, 1]
+        (tmp_path / "OWNER").unlink()
+        await early.save()
+
+
+async def test_a_directory_is_owned_until_the_coordinator_is_closed(tmp_path: Path) -> None:
+    async with training() as (strategy, coordinator):
+        with strategy.scope():
+            checkpoint = psync.Checkpoint(w=psync.Variable(np.ones(3), name="w"))
+        await checkpoint.save(tmp_path)
+        assert not (tmp_path / "OWNER").exists()  # one save alone
+        managers = [psync.CheckpointManager(checkpoint, tmp_path) for _ in range(2)]
+        assert (tmp_path / "OWNER").exists()
+        for manager in managers:  # of one process, there may be several
+            await manager.save()
+        await coordinator.close()
+        assert not (tmp_path / "OWNER").exists()
+
+
+async def test_where_nothing_can_be_written_a_manager_reads(tmp_path: Path) -> None:
+    (tmp_path / "OWNER").mkdir()
+    async with training() as (strategy, _):
+        with strategy.scope():
+            checkpoint = psync.Checkpoint(w=psync.Variable(np.ones(3), name="w"))
+        path = await checkpoint.save(tmp_path)
+        manager = psync.CheckpointManager(checkpoint, tmp_path)
+        assert await manager.restore_or_initialize() == path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 import psync
 from local_training import in_step, training
 from psync import optimizers, schedules
+from psync.checkpoints.manifest import commit_line
 from psync.errors import CheckpointCorrupt, CheckpointMismatch
+from psync.training.fit_state import FitState, History
 
 TABLE = np.linspace(-1, 1, 26, dtype=np.float32).reshape(13, 2)
 
@@ -191,3 +194,71 @@ async def test_a_learning_rate_that_was_set_is_restored_and_else_the_program_say
         await in_step(coordinator, step)
         first = restored if isinstance(restored, float) else restored(0)
         np.testing.assert_allclose(await w.read(), -first)
+
+
+class Own:
+    """An object of a user's, which takes a number."""
+
+    def __init__(self) -> None:
+        self.number = 1
+
+    def checkpoint_state(self) -> int:
+        return self.number
+
+    def restore_checkpoint_state(self, state: int) -> None:
+        self.number = 1000
+        self.number = state + 1
+
+
+def deep(depth: int) -> Any:
+    state: Any = []
+    for _ in range(depth):
+        state = [state]
+    return state
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "message"),
+    [
+        *(("progress", each, "expected values by name, got") for each in ([1], 5, None, "abc", [])),
+        ("progress", {"checkpoint_state": 5}, "expected names of values, got 'checkpoint_state'"),
+        ("progress", {"__class__": "x"}, "expected names of values, got '__class__'"),
+        ("progress", {"x": deep(100)}, "would not come back as it is"),
+        ("fit", {"epoch": 3, "history": {}}, "epoch: expected a list, got 3"),
+        ("fit", {"epoch": [0], "history": {"a": ["x"]}}, r"history\.a\[0\]: expected a number"),
+        ("fit", {"epoch": [0], "history": {}, "repeated": [1, 2]}, "expected one for each epoch"),
+        ("fit", {"epoch": [0], "history": {}, "owed": -1}, "owed: expected a whole number"),
+        ("own", "text", r"'own' is no state of Own: TypeError\('can only concatenate"),
+        ("optimizer/step", 1 << 40, "expected a whole number from 0 to"),
+        ("optimizer/step", True, "expected a step as 'optimizer/step', got True"),
+    ],
+)  # fmt: skip
+async def test_a_state_that_is_none_is_named_before_anything_changes(
+    tmp_path: Path, name: str, state: Any, message: str
+) -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.ones(3), name="w")
+        sgd, own, other = psync.optimizers.SGD(0.1), Own(), Own()
+        progress, fit = psync.SavedState(epoch=1), FitState(History([0], {"loss": [1.0]}, [0]))
+        checkpoint = psync.Checkpoint(
+            w=w, optimizer=sgd, other=other, own=own, progress=progress, fit=fit
+        )
+        path = await checkpoint.save(tmp_path)
+        changed = json.loads((path / "manifest.json").read_text())
+        changed["states"][name] = state
+        manifest = json.dumps(changed).encode()
+        (path / "manifest.json").write_bytes(manifest)
+        (path / "COMMIT").write_bytes(commit_line(manifest))
+
+        await w.assign(np.zeros(3))
+        progress.epoch, own.number, other.number = 5, 6, 7
+        fit.clear()
+        with pytest.raises(CheckpointMismatch, match=message) as caught:
+            await checkpoint.restore(path)
+        assert str(path) in caught.value.message
+        assert (await w.read()).tolist() == [0, 0, 0]
+        assert (vars(progress), fit.history.epoch) == ({"epoch": 5}, [])
+        assert own.number == (7 if name == "own" else 6)  # its own state, given to it again
+        assert other.number in (7, 8)
+        await checkpoint.save(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 import psync
 from local_training import strategy_of
-from psync.errors import CheckpointError
+from psync.errors import CheckpointError, ConfigurationError
 from psync.training.saved_objects import Contents
 
 
@@ -64,3 +64,14 @@ def test_a_metric_is_held_as_its_aggregate() -> None:
     array = contents.arrays["auc/sums"]
     assert array.shape == (4, 10)
     assert len(array.parts) == 1
+
+
+def test_a_saved_value_cannot_take_the_name_of_a_method() -> None:
+    message = "expected names of values, got 'checkpoint_state', which SavedState has itself"
+    with pytest.raises(ConfigurationError, match=message):
+        psync.SavedState(checkpoint_state=1)
+    progress = psync.SavedState(epoch=1)
+    with pytest.raises(ConfigurationError, match=message):
+        progress.checkpoint_state = 5
+    progress.step = 3
+    assert progress.checkpoint_state() == {"epoch": 1, "step": 3}

@@ -13,6 +13,7 @@ from psync.wire.session_messages import (
     EndTraining,
     EnterSession,
     LeaveSession,
+    ReplicaFailed,
     SessionEntered,
     TrainingOver,
 )
@@ -24,9 +25,11 @@ GOLDEN: list[tuple[Message, str]] = [
     (SessionEntered(10), "92350a"),
     (CheckShards([("v", 0, 1, 2, [3], "float32")]), "923a9196a1760001029103a7666c6f61743332"),
     (LeaveSession(), "9137"),
+    (ReplicaFailed("E", "m", "t"), "94cc8ba145a16da174"),
     (EndTraining("r", False), "9333a172c2"),
     (AwaitEnd(), "913b"),
-    (TrainingOver("r", True), "933ca172c3"),
+    (TrainingOver("r", True, None), "943ca172c3c0"),
+    (TrainingOver("r", True, ("w", "E", "m", "t")), "943ca172c394a177a145a16da174"),
 ]
 
 

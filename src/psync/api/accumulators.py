@@ -16,7 +16,7 @@ import numpy as np
 
 from psync.client.accumulator_client import Place
 from psync.client.runtime import Runtime
-from psync.client.scopes import Scope, runtime_here, scope_for
+from psync.client.scopes import OTHER_STRATEGY_HINT, Scope, runtime_here, scope_for
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
 from psync.net.peer import Received
@@ -162,7 +162,7 @@ class AccumulatorHandle:
         if runtime.origin != self.origin:
             raise UsageError(
                 f"{operation}: the accumulator belongs to another program or strategy",
-                hint="declare it in main(), on the coordinator, and let the step capture it",
+                hint=OTHER_STRATEGY_HINT,
             )
         return runtime
 

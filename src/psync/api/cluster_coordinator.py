@@ -36,8 +36,19 @@ from psync.client.context import forbid_in_step
 from psync.closures.flapping import LIMIT
 from psync.closures.queue import MAX_LOSSES
 from psync.coordinator import Coordinator, CoordinatorOptions
-from psync.errors import ClosedError, ConfigurationError, UsageError
-from psync.net.environment import note_training_began, platform_of, script_is_shared
+from psync.errors import (
+    CaptureError,
+    ClosedError,
+    ConfigurationError,
+    UsageError,
+    other_loop,
+)
+from psync.net.environment import (
+    exit_if_misplaced,
+    note_training_began,
+    platform_of,
+    script_is_shared,
+)
 from psync.net.notebook_cells import of_no_cell
 from psync.net.process_state import PerProcess
 from psync.net.task_reports import add_description
@@ -85,13 +96,16 @@ class ClusterCoordinator(Scheduling):
         run_log: File to record the run in, for ``psync dashboard``. None: ``PSYNC_RUN_LOG``.
 
     Raises:
-        ConfigurationError: If an option is out of range, or the strategy is no
-            ParameterServerStrategy.
+        ConfigurationError: If an option is out of range, the strategy is no
+            ParameterServerStrategy, or this process is a ps or worker of its cluster.
 
     Source: ``tf.distribute.coordinator.ClusterCoordinator``; there, calls block.
     """
 
     __psync_capture_error__ = "the coordinator lives on the chief; steps cannot schedule"
+    __psync_capture_hint__ = (
+        "return a value from the step, and let the program schedule what comes next"
+    )
 
     def __new__(cls, strategy: ParameterServerStrategy, **options: Any) -> Self:
         expected = "strategy: expected a ParameterServerStrategy"
@@ -128,6 +142,14 @@ class ClusterCoordinator(Scheduling):
             raise ConfigurationError(
                 "this process is the evaluator, which takes no part in training",
                 hint="psync.SidecarEvaluator evaluates the checkpoints that the chief saves",
+            )
+        if strategy.task[0] in ("ps", "worker"):  # it would be a second chief
+            exit_if_misplaced()
+            raise ConfigurationError(
+                f"this process is a {strategy.task[0]}, which serves the coordinator of the chief "
+                "and opens none",
+                hint="psync.run(main), instead of asyncio.run(main()), runs main on the chief and "
+                "serves on all others",
             )
         num_workers = strategy.cluster.num_tasks("worker")
         self._options = CoordinatorOptions(
@@ -250,6 +272,8 @@ class ClusterCoordinator(Scheduling):
 
         Cancellation: Connections may still be closing.
         """
+        if self._coordinator is not None:
+            self._running("close")
         coordinator, self._coordinator = self._coordinator, None
         self._undescribe()
         self._unfollow()
@@ -277,6 +301,9 @@ class ClusterCoordinator(Scheduling):
                 queued; the next closures run normally.
             EndOfData: A step met the end of its worker's data, all others are done and none
                 failed.
+            UsageError: A task or thread that a step had started pushed, assigned or pulled after
+                the step had returned, and was refused; names steps, variables and how often. The
+                other closures are not concerned.
             DeadlineExceeded: After ``timeout`` seconds; says what is running where.
             ParameterServerLost: A ps is gone.
             WorkerLost: A ``LocalCluster`` has given up its last worker; names them all.
@@ -332,7 +359,10 @@ class ClusterCoordinator(Scheduling):
         Source: ``ClusterCoordinator.create_per_worker_dataset``.
         """
         coordinator = self._running("create_per_worker_dataset")
-        captured, function = capture_dataset(dataset_fn, coordinator.functions)
+        try:
+            captured, function = capture_dataset(dataset_fn, coordinator.functions)
+        except CaptureError as error:  # it is about the program, and begins where that has called
+            raise error.with_traceback(None) from error.__cause__
         num_workers = len(coordinator.links.workers.names())
         if isinstance(dataset_fn, DistributedDataset):
             num_workers = dataset_fn.num_workers
@@ -365,7 +395,10 @@ class ClusterCoordinator(Scheduling):
             ClosedError: The coordinator is not running.
         """
         self._running("distribute_once")
-        return Visits(self._schedule_shard, self.join, shards, num_epochs, shuffle_seed, state)
+        try:
+            return Visits(self._schedule_shard, self.join, shards, num_epochs, shuffle_seed, state)
+        except CaptureError as error:
+            raise error.with_traceback(None) from error.__cause__
 
     status = status
     report = report
@@ -433,10 +466,7 @@ class ClusterCoordinator(Scheduling):
                 hint="use it inside `async with ClusterCoordinator(strategy) as coordinator:`",
             )
         if asyncio._get_running_loop() is not self._coordinator.loop:
-            raise UsageError(
-                f"{operation} outside the event loop on which the coordinator runs",
-                hint="one asyncio.run for the whole program, or psync.blocking",
-            )
+            raise other_loop(operation)
         return self._coordinator
 
 

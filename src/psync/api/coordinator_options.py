@@ -162,8 +162,9 @@ async def status(self: ClusterCoordinator) -> Status:
     Counters that tasks keep in any case become rates here, as means over the last five seconds. ps
     tasks are asked, all at once; one that does not answer within a second keeps the numbers that
     it gave last, which then have an age. Workers are not asked: nobody waits for a step that
-    computes. Whoever asks again within 0.2 s gets the same value. ``psync top`` shows it from
-    outside.
+    computes. The queue, the workers and their closures are as of this call: right after ``join``,
+    ``queue.finished`` counts all that was joined. ps tasks are asked once in 0.2 s at most.
+    ``psync top`` shows the status from outside.
 
     Raises:
         ClosedError: The coordinator is not running.

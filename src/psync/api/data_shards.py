@@ -56,6 +56,7 @@ class Visits:
     """
 
     __psync_capture_error__ = "it lives on the coordinator; its shards are arguments of steps"
+    __psync_capture_hint__ = "visits.schedule(step) calls step(shard) for each shard"
 
     def __init__(
         self,

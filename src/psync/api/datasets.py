@@ -207,7 +207,10 @@ class PerWorkerDataset(Generic[T]):
     Source: ``tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset``.
     """
 
-    __psync_capture_error__ = "pass iter(dataset), the iterator, to steps"
+    __psync_capture_error__ = "each worker reads it through an iterator"
+    __psync_capture_hint__ = (
+        "iterator = iter(dataset) in the program, and next(iterator) in the step"
+    )
 
     def __init__(
         self,
@@ -243,12 +246,13 @@ class PerWorkerDataset(Generic[T]):
             )
         uid, coordinator, num_workers = random_hex(8), self._coordinator, self._dataset.num_workers
         starts = _checked(position, num_workers)
-        iterator: PerWorkerIterator[T] = PerWorkerIterator(
-            uid, self._function, num_workers, starts, coordinator
-        )
+        iterator = self._make_iterator(uid, self._function, num_workers, starts, coordinator)
         # Weakly: the coordinator itself may hold the iterator, in a closure that is queued.
         weakref.finalize(iterator, _release, weakref.ref(coordinator), uid).atexit = False
         return iterator
+
+    def _make_iterator(self, *given: Any) -> PerWorkerIterator[T]:
+        return PerWorkerIterator(*given)
 
     def build(self) -> DistributedDataset[T]:
         """Return the dataset without iterators: a step that gets it iterates over it itself.

@@ -99,7 +99,8 @@ async def pull(
             ``trainable_variables``, or a nesting of them.
         copy: Whether the arrays may be changed by the caller. Otherwise they are read-only, and
             those of a ps on this host may be its own memory: they stay as they are, and cost it
-            that memory for as long as they are kept.
+            that memory for as long as they are kept. numpy refuses to write to them; another
+            library that does (``torch.from_numpy(pulled)``, then in place) ends the process.
         out: A nesting like ``tree`` of writable C-contiguous arrays of the variables' shapes
             and dtypes, which are filled and returned.
         consistent: Whether all values are of one instant, over all shards and ps tasks. An

@@ -12,7 +12,7 @@ import numpy as np
 from psync.client.compression import pull_compressed
 from psync.client.context import ClosureContext, current_closure
 from psync.client.runtime import Runtime
-from psync.client.scopes import Scope, runtime_here
+from psync.client.scopes import OTHER_STRATEGY_HINT, Scope, runtime_here
 from psync.client.shard_locks import pull_at_once
 from psync.errors import ContextError, UsageError
 from psync.numerics.compression import Compression
@@ -40,14 +40,15 @@ async def runtime_of(operation: str, *variables: ValueAccess) -> Runtime:
 
     Cancellation: Safe.
     """
-    runtime = runtime_here(operation, scope_of(variables[0]))
+    runtime = runtime_here(operation, scope_of(variables[0]), variables)
     for variable in variables:
         if variable.origin != runtime.origin:
             raise UsageError(
                 f'{operation}: variable "{variable.spec.name}" belongs to another program or '
                 "strategy",
-                hint="declare it in main(), on the coordinator, and let the step capture it; "
-                "variables of two strategies need a call for each",
+                hint=OTHER_STRATEGY_HINT
+                if current_closure() is not None
+                else "make a call for the variables of each strategy",
             )
     if runtime.ensure_created is not None:
         await runtime.ensure_created()

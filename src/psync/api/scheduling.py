@@ -11,6 +11,7 @@ coroutine functions and for plain ones, and in forms that only one checker needs
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, TypeVarTuple, overload
 
@@ -232,7 +233,10 @@ class Scheduling:
 
         Source: ``concurrent.futures.Executor.submit``; ``Client.submit`` of Dask.
         """
-        return self._running("submit").schedule(step, args, kwargs)
+        try:
+            return self._running("submit").schedule(step, args, kwargs)
+        except CaptureError as error:  # it is about the program, and begins where that has called
+            raise error.with_traceback(None) from error.__cause__
 
     @overload
     def schedule(self, fn: Callable[[], Coroutine[Any, Any, T]]) -> RemoteValue[T]: ...
@@ -313,7 +317,10 @@ class Scheduling:
             ClosedError: The coordinator is not running.
         """
         checked = _checked(args, kwargs)
-        return self._running("schedule").schedule(fn, *checked)
+        try:
+            return self._running("schedule").schedule(fn, *checked)
+        except CaptureError as error:
+            raise error.with_traceback(None) from error.__cause__
 
     def _schedule_shard(
         self,
@@ -324,7 +331,10 @@ class Scheduling:
     ) -> RemoteValue[Any]:
         """Do as ``schedule``; another closure of the same identity may come later."""
         checked = _checked(args, kwargs)
-        return self._running("schedule").schedule(fn, *checked, identity)
+        try:
+            return self._running("schedule").schedule(fn, *checked, identity)
+        except CaptureError as error:
+            raise error.with_traceback(None) from error.__cause__
 
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
         """Schedule again the closures whose updates a rollback has undone, as new closures.
@@ -419,8 +429,9 @@ class Scheduling:
         try:
             return await fetch_all(structure)
         except Exception as exc:
-            if self._coordinator is not None:
-                await self._coordinator.collect_into(exc)
+            coordinator = self._coordinator
+            if coordinator is not None and asyncio._get_running_loop() is coordinator.loop:
+                await coordinator.collect_into(exc)
             raise
 
 

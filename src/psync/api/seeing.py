@@ -135,7 +135,7 @@ class SeenRun:
         dashboard: str | None,
         run_log: str | os.PathLike[str] | None,
     ) -> None:
-        self.source = StatusSource(coordinator, functools.partial(_placed, strategy))
+        self.source = StatusSource(coordinator, functools.partial(placed, strategy))
         self.source.variables = lambda: {
             variable.spec.variable_id: variable.spec.name for variable in strategy.variables
         }
@@ -172,7 +172,7 @@ class SeenRun:
                 await self._shown.close()
 
 
-def _placed(
+def placed(
     strategy: ParameterServerStrategy, known: tuple[ShardStatus, ...]
 ) -> tuple[ShardStatus, ...]:
     """Return where the shards of all variables lie, which changes when more are declared."""

@@ -86,6 +86,10 @@ class ParameterServerStrategy(ReplicaRuns):
     """
 
     __psync_capture_error__ = "the strategy lives on the coordinator"
+    __psync_capture_hint__ = (
+        "use psync.get_strategy() in the step, which stands for it there; a dataset function gets "
+        "an input_context"
+    )
 
     def __init__(
         self,

@@ -416,7 +416,7 @@ class BackupHost:
         if known.is_damaged:
             raise PsyncError(f"the backup of {known.sender} is damaged")
         listener = await known.task.promote(fences)
-        logger.warning(
+        logger.info(
             "%s is served by its backup, in the process of %s, at %s", known.sender, self._task,
             listener.address,
         )  # fmt: skip

@@ -5,8 +5,10 @@ Reading needs no seam: what a simulated disk has done to a directory is really t
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
 from contextvars import ContextVar
 from pathlib import Path
 from typing import BinaryIO
@@ -48,6 +50,19 @@ class Disk:
     def remove_tree(self, path: Path) -> None:
         """Remove a directory with all that is in it, as far as that can be done."""
         shutil.rmtree(path, ignore_errors=True)
+
+
+def regular(path: str, flags: int, mode: int = 0o600) -> int:
+    """Open a file, for ``open(…, opener=regular)``: a pipe or a device in its place is no wait.
+
+    Raises:
+        OSError: There is none, or something else than a file.
+    """
+    fd = os.open(path, flags | os.O_NONBLOCK, mode)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "expected a file, got something else", path)
+    return fd
 
 
 current_disk: ContextVar[Disk] = ContextVar("psync_disk", default=Disk())  # noqa: B039

@@ -21,6 +21,7 @@ Everything here blocks: call it in a thread.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -32,7 +33,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from psync.checkpoints.disk import current_disk
+from psync.checkpoints.disk import current_disk, regular
 from psync.checkpoints.manifest import (
     MAX_MANIFEST_BYTES,
     Planned,
@@ -179,7 +180,7 @@ class Reader:
                 raise CheckpointNotFound(
                     f"{path}: no checkpoint here"
                     + (", or one that was never completed" if path.is_dir() else ""),
-                    hint="CheckpointManager(...).latest_checkpoint says which is the newest",
+                    hint="psync.latest_checkpoint(directory) says which is the newest",
                 )
             commit = read_bounded(path / COMMIT, 64)
             data = read_bounded(path / MANIFEST, MAX_MANIFEST_BYTES)
@@ -235,7 +236,7 @@ class Reader:
         buffer = np.empty(min(READ_BYTES, piece.nbytes), np.uint8)
         with (
             disk_errors(f"reading {self.path / piece.file}"),
-            open(self.path / piece.file, "rb") as file,
+            open(self.path / piece.file, "rb", opener=regular) as file,
         ):
             file.seek(piece.start + start)
             while start < stop and (count := file.readinto(buffer[: stop - start].data)):
@@ -362,8 +363,9 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
     Raises:
         CheckpointCorrupt: It is longer.
+        OSError: It cannot be read, or is no file.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise CheckpointCorrupt(f"{path}: expected at most {limit} bytes")
@@ -390,5 +392,16 @@ def disk_errors(what: str) -> Iterator[None]:
         raise
     except OSError as exc:
         raise CheckpointError(
-            f"{what}: {exc.strerror or exc}", hint="is there room on the disk, and permission?"
+            f"{what}: {exc.strerror or exc}", hint=_REMEDIES.get(exc.errno or 0)
         ) from exc
+
+
+_REMEDIES = {
+    errno.ENOSPC: "make room on the disk, or keep fewer checkpoints: max_to_keep",
+    errno.EDQUOT: "make room, or have the quota raised; max_to_keep says how many are kept",
+    errno.EACCES: "this user must be allowed to read and write there",
+    errno.EPERM: "this user must be allowed to read and write there",
+    errno.EROFS: "the file system is read-only: the system's log says whether the disk has failed",
+    errno.EIO: "the disk has failed: see the system's log",
+    errno.ESTALE: "the network file system has lost it: mount it again",
+}

@@ -27,6 +27,9 @@ from psync.store.untrusted_json import read_json, to_json, wrong
 FORMAT = "psync checkpoint"
 VERSION = 1
 
+MAX_LEVELS = 100
+"""Of nesting in a state: far from where Python can nest calls no deeper."""
+
 MAX_MANIFEST_BYTES = 256 << 20
 """Far more than a million shards need."""
 
@@ -228,7 +231,7 @@ def check_state(name: str, state: Any) -> None:
     """
     try:
         json.dumps(state)
-    except (TypeError, ValueError) as exc:
+    except (TypeError, ValueError, RecursionError) as exc:
         raise CheckpointError(
             f"checkpoint: the state of {name!r} cannot be saved: {exc}",
             hint="numbers, texts, None, lists, and dicts whose keys are texts",
@@ -236,16 +239,21 @@ def check_state(name: str, state: Any) -> None:
     if not _comes_back(state):
         raise CheckpointError(
             f"checkpoint: the state of {name!r} would not come back as it is",
-            hint="use lists instead of tuples, and texts as keys",
+            hint="use lists instead of tuples, texts as keys, and at most "
+            f"{MAX_LEVELS} levels of nesting",
         )
 
 
-def _comes_back(state: Any) -> bool:
+def _comes_back(state: Any, levels: int = MAX_LEVELS) -> bool:
     """Return whether JSON, which takes it, keeps a state: others than these become one of them."""
+    if not levels:
+        return False
     if isinstance(state, dict):
-        return all(isinstance(key, str) and _comes_back(value) for key, value in state.items())
+        return all(
+            isinstance(key, str) and _comes_back(value, levels - 1) for key, value in state.items()
+        )
     return not isinstance(state, tuple) and (
-        not isinstance(state, list) or all(map(_comes_back, state))
+        not isinstance(state, list) or all(_comes_back(value, levels - 1) for value in state)
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from psync.checkpoints.disk import regular
 from psync.checkpoints.files import READ_BYTES, Reader, disk_errors, read_bounded
 from psync.checkpoints.manifest import Place, Snapshot
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
@@ -83,7 +84,10 @@ def check_places(snapshot: StoredSnapshot) -> None:
         CheckpointCorrupt: One is not what was written.
         CheckpointError: The file cannot be read.
     """
-    with disk_errors(f"reading {snapshot.file}"), open(snapshot.file, "rb") as file:
+    with (
+        disk_errors(f"reading {snapshot.file}"),
+        open(snapshot.file, "rb", opener=regular) as file,
+    ):
         for place in snapshot.places:
             file.seek(place.start)
             crc, left = 0, place.nbytes

@@ -109,7 +109,7 @@ class Writer:
         try:
             write_synced(self.temporary / NONCE, self.nonce.encode())
         except BaseException:  # nobody has this writer yet, who could abandon it
-            self._throw_away()
+            self.abandon()
             raise
 
     def remove_nonce(self) -> None:
@@ -213,13 +213,18 @@ class Writer:
         """Throw away what was written."""
         for data_file in self._files:
             data_file.abandon()
-        self._throw_away()
+        with contextlib.suppress(OSError):
+            self._throw_away()
 
     def _throw_away(self) -> None:
-        """Remove the directory; a ps that is about to make a file in it cannot any more."""
+        """Remove the directory; a ps that is about to make a file in it cannot any more.
+
+        Raises:
+            OSError: It is still there.
+        """
         doomed = self.directory / f"{self.name}.abandoned.tmp"
         disk = current_disk.get()
         disk.remove_tree(doomed)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError):
             disk.rename(self.temporary, doomed)
         disk.remove_tree(doomed)

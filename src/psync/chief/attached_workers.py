@@ -36,6 +36,7 @@ class WorkerRecord:
     # For the status of the cluster:
     heard_at: float = 0.0  # loop time when it last said how closures had ended
     losses: int = 0  # how often it was lost
+    missed: bool | None = None  # it was lost, or left; False: we have ended its session; None: new
     failed: int = 0  # closures that have raised on it
     last_error: tuple[float, str] | None = None  # loop time, and what the last of them has raised
     # Of its session:
@@ -47,11 +48,9 @@ class WorkerRecord:
     def __post_init__(self) -> None:
         self.gone.set()
 
-    def begin(self, peers: tuple[Peer, Peer]) -> None:
-        """It takes part: nothing is known of the end of this session."""
-        self.peers = peers
+    def begin(self) -> None:
+        """It is to take part: nothing is known of the end of this session."""
         self.leaving, self.reason, self.sent_away = False, "", None
-        self.gone.clear()
 
 
 class AttachedWorkers:

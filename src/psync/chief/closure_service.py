@@ -51,6 +51,8 @@ class ClosureService:
     perform: Callable[[Sequence[Action]], None]  # does what the queue decided
     will_recover: Callable[[ParameterServerLost], bool]
     """A worker was told, by ps 0, that a ps is lost; returns whether its closure runs again."""
+    note_late: Callable[[str, str, str, int], None]
+    """Called with worker, step, operation and how often it was refused: the step had returned."""
     results_came: Callable[[Sequence[EndedCall]], None]
     """Called when a worker has reported, and what followed was performed, with each closure that
     has ended and has updated something."""
@@ -89,6 +91,8 @@ class ClosureService:
             self._finished(peer.task, finished, message.mean_seconds)
             finished = []
             self._ended(peer.task, closure_id, outcome, error, payload if count else None)
+        for step, operation, times in message.late or ():
+            self.note_late(peer.task, step, operation, times)
         self._finished(peer.task, finished, message.mean_seconds)
         self.results_came(ended)
 

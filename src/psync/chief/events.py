@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from psync.errors import other_loop
+
 KEPT_NOTES = 100
 """The newest are kept: what a status shows as recent."""
 
@@ -95,6 +97,7 @@ class Events:
         self._events: list[Event] = []
         self._news = asyncio.Event()  # another one for each event
         self._closed = False
+        self._loop = asyncio._get_running_loop()  # None: only in tests of rules
 
     def emit(self, event: Event) -> None:
         """Note an event, and tell whoever waits for the next one."""
@@ -118,6 +121,8 @@ class Events:
 
     async def stream(self) -> AsyncIterator[Event]:
         """Yield every event, from the first on, until the coordinator is closed."""
+        if self._loop is not None and asyncio.get_running_loop() is not self._loop:
+            raise other_loop("events")
         at = 0
         while True:
             while at < len(self._events):

@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
+from psync.client.context import LATE_HINT
 from psync.closures.closure import Closure, State
 from psync.closures.queue import ClosureQueue
-from psync.errors import ClosedError, DeadlineExceeded
+from psync.errors import ClosedError, DeadlineExceeded, UsageError
 from psync.serialization.failures import text_of
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Joins:
         self.heard_at = self._loop.time()  # when a worker last reported
         self.waiting: dict[asyncio.Future[None], int] = {}  # and the ids below which each waits for
         self._ends_of_data: dict[asyncio.Future[None], BaseException | None] = {}  # to be raised
+        self._late = Counter[tuple[str, str]]()  # refused operations, by step and operation
         self._exhausted_at: int | None = None  # lowest closure that met an end of data, not told
 
         self.stop_reason: str | None = None
@@ -171,6 +173,29 @@ class Joins:
             ):
                 self._exhausted_at = closure.id
 
+    def note_late(self, worker: str, step: str, operation: str, times: int) -> None:
+        """A worker has refused an operation whose step had returned; a join will raise that."""
+        if (step, operation) not in self._late:
+            logger.warning(
+                '%s: %s in step "%s" was refused, because the step had returned; join raises it\n'
+                "hint: %s", worker, operation, step, LATE_HINT,
+            )  # fmt: skip
+        self._late[step, operation] += times
+
+    def take_late(self) -> UsageError | None:
+        """Return the error of operations that were refused since this was asked last."""
+        if not self._late:
+            return None
+        texts = [
+            f'{operation} in step "{step}"{f" ({times} times)" if times > 1 else ""}'
+            for (step, operation), times in self._late.items()
+        ]
+        self._late.clear()
+        return UsageError(
+            f"refused, because the step had returned: {'; '.join(_some(texts))}",
+            hint=LATE_HINT,
+        )
+
     def settle(self) -> None:
         """End the joins that are over."""
         ready = {f: cutoff for f, cutoff in self.waiting.items() if self._queue.is_settled(cutoff)}
@@ -200,7 +225,7 @@ class Joins:
         if left := counts.waiting + counts.queued + counts.in_flight:
             logger.warning("closing cancels what is not done (%d), and join was not awaited", left)
         if self._queue.ready_to_raise and (collected := self._queue.collect_error()):
-            name, text = type(collected[0]).__name__, text_of(collected[0])
+            name, text = type(collected[0]).__name__, text_of(collected[0]).partition("\nhint:")[0]
             logger.warning("closing without join, which would have raised %s: %s", name, text)
 
     def _collect(self) -> BaseException | None:

@@ -87,13 +87,13 @@ class PsLinks:
                 self._ps_0_attached.set()
             self.fence(self.membership.connected(link.task, peer.incarnation))
             if not first:
-                logger.warning("%s is reachable again", link.task)
+                logger.info("%s is reachable again", link.task)
                 supervision.note("reachable", f"{link.task} is reachable again")
             first = False
             supervision.changed.set()
             await peer.wait_closed()
             self.membership.disconnected(link.task)
-            logger.warning("%s cannot be reached; waiting for it", link.task)
+            logger.info("%s cannot be reached; waiting for it", link.task)
             supervision.note("unreachable", f"{link.task} cannot be reached; waiting for it")
 
     async def attach(self, link: PsLink) -> None:

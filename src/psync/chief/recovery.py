@@ -198,7 +198,7 @@ class ClusterRecovery:
     def ps_lost(self, error: ParameterServerLost) -> None:
         """A ps is lost."""
         if self.rule.state in (State.GONE, State.CLOSED):
-            logger.error("%s", error)
+            logger.error("%s", error.message)
         self.act(self.rule.lost(parse_task_name(error.task)[1], error))
 
     def will_recover(self, error: ParameterServerLost) -> bool:
@@ -297,7 +297,7 @@ class ClusterRecovery:
             elif isinstance(action, rules.RolledBack):
                 self.events.emit(self._rolled_back(action.lost))
             elif isinstance(action, rules.End):
-                self._end(action.error, all_lost=action.all_lost)
+                self._end(action.error, all_lost=action.all_lost, why=action.why)
             else:
                 return action
         return None
@@ -326,7 +326,7 @@ class ClusterRecovery:
             self._began = None
             self.perform(self.queue.resume())
 
-    def _end(self, error: Exception, *, all_lost: bool) -> None:
+    def _end(self, error: Exception, *, all_lost: bool, why: str) -> None:
         for link in self.links.ps.links:
             if all_lost and isinstance(error, ParameterServerLost):
                 link.lost = link.lost or error
@@ -334,7 +334,7 @@ class ClusterRecovery:
         if self.rule.state is State.CLOSED:
             return
         is_lost = not isinstance(error, FencedError)
-        logger.error("%s%s", "" if is_lost else "a newer coordinator has taken over: ", error)
+        logger.error("%s%s", why if is_lost else "a newer coordinator has taken over: ", error)
         self.fail(error)
         self._resume_queue()
         if is_lost:
@@ -349,7 +349,7 @@ class ClusterRecovery:
             tuple(names[ps] for ps in served), tuple(names[host] for host in served.values()),
             self._seconds(),
         )  # fmt: skip
-        logger.warning(
+        logger.info(
             "%s served by backups after %.2f s; nothing is undone", ", ".join(event.lost),
             event.seconds,
         )  # fmt: skip
@@ -364,7 +364,7 @@ class ClusterRecovery:
             max(steps.from_step, to_step), to_step, undone.closures, self._seconds(),
             undone.updates,
         )  # fmt: skip
-        logger.warning("recovered in %.2f s, timeline %d: %s", event.seconds, event.timeline, event)
+        logger.info("recovered in %.2f s, timeline %d: %s", event.seconds, event.timeline, event)
         return event
 
     def _seconds(self) -> float:

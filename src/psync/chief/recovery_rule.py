@@ -141,6 +141,7 @@ class End:
 
     error: Exception
     all_lost: bool = False  # whether requests to every ps fail: some have rolled back, or none
+    why: str = ""  # begins the line of the log
 
 
 STEPS = tuple(RollbackStep)
@@ -268,8 +269,7 @@ class Rollback:
             hint="restart the program: it goes on from its newest checkpoint",
         )
         end.__cause__ = error
-        warning = Warn(f"recovery of {', '.join(names)} failed: {error}")
-        return [warning, *self._rule.end(end, all_lost=True)]
+        return self._rule.end(end, all_lost=True)
 
 
 class RecoveryRule:
@@ -353,7 +353,7 @@ class RecoveryRule:
         self.hosts = [None] * len(self.hosts)
         error = self.lost_ps[lost[0]]
         if not self._has_checkpoints():
-            return [Warn(f"{error.task} cannot be brought back: {UNSAVED}"), *self.end(error)]
+            return self.end(error, why=f"{error.task} cannot be brought back: {UNSAVED}: ")
         self._strategy = rollback = Rollback(self)
         homes = [action for ps in lost for action in rollback.lost(ps)]
         text = f"{error.message}; all ps tasks go back to the newest checkpoint"
@@ -364,7 +364,7 @@ class RecoveryRule:
         self._strategy = None
         self.lost_ps.clear()
 
-    def end(self, error: Exception, *, all_lost: bool = False) -> list[Action]:
+    def end(self, error: Exception, *, all_lost: bool = False, why: str = "") -> list[Action]:
         """Nothing can be done any more."""
         self._strategy, self.gone = None, error
-        return [End(error, all_lost)]
+        return [End(error, all_lost, why)]

@@ -218,10 +218,10 @@ class WorkerLinks:
 
     def session_ends(self, peer: Peer, message: EndSession) -> None:
         """A worker has nothing more to say."""
-        worker = self.attached.current(peer)
-        if worker is None or peer.lane != "control":
+        worker = self._workers.get(peer.task)
+        if worker is None or peer.lane != "control" or (worker.peers and peer not in worker.peers):
             return
-        worker.reason = message.reason
+        worker.reason = message.reason  # also where the answer to its attachment is being taken
         worker.leaving = worker.leaving and message.in_order
         if worker.leaving:
             self._end(worker)
@@ -229,13 +229,14 @@ class WorkerLinks:
     # Supervision.
 
     async def _keep(self, worker: WorkerRecord) -> None:
-        supervision, failures, returns = self.supervision, 0, False
+        supervision, failures = self.supervision, 0
         while worker.is_kept:
             pause = self.flapping.remaining(worker.name, self._loop.time())
             if failures:
                 pause = max(pause, backoff(failures, self._endpoint.platform.uniform()))
             await asyncio.sleep(pause)
             mine = self._endpoint.incarnation
+            worker.begin()
             try:
                 lanes = await self._attach(worker)
             except WorkerLost as exc:
@@ -258,11 +259,14 @@ class WorkerLinks:
                 failures += 1
                 self._count_loss(worker)
                 continue
-            if returns:
-                logger.warning("%s takes part again", worker.name)
-            failures, returns = 0, True
-            worker.begin(lanes)
-            supervision.note("joined", f"{worker.name} takes part")
+            failures = 0
+            worker.peers = lanes
+            worker.gone.clear()
+            if worker.missed is not None:
+                again = logging.INFO if worker.missed else logging.DEBUG
+                logger.log(again, "%s takes part again", worker.name)
+            if worker.missed is not False:
+                supervision.note("joined", f"{worker.name} takes part")
             self.on_joined(worker.name)
             supervision.changed.set()
             if worker.joined is not None and not worker.joined.done():
@@ -277,20 +281,27 @@ class WorkerLinks:
         if worker.peers is None:
             return  # it had left before its connections ended
         error = worker.peers[0].error or worker.peers[1].error or "it closed the connection"
+        error = error.message if isinstance(error, PsyncError) else error
         worker.peers = None
-        misses_ps = any(parse_task_name(task)[0] == "ps" for task, _ in self.membership.missing())
+        missing = [task for task, _ in self.membership.missing()]
+        misses_ps = any(parse_task_name(task)[0] == "ps" for task in missing)
+        misses_ps = misses_ps or any(link.is_held for link in self.ps.links)
         end = SessionEnd.of(
             worker.name, worker.leaving, worker.sent_away, worker.reason, error, misses_ps=misses_ps
         )
+        worker.missed = end.in_order or end.blame or end.counts
         if end.in_order:
             logger.info("%s", end.text)
             self.supervision.note("left", end.text)
             self.ps.fence(self.membership.left(worker.name))
         else:
             self._lost(worker.name)
-            logger.warning("%s; its closures run again", end.text)
-            self.supervision.note("lost", end.text)
-            worker.losses += 1
+            if worker.missed:
+                logger.warning("%s; its closures run again", end.text)
+                self.supervision.note("lost", end.text)
+                worker.losses += 1
+            else:  # of a ps, as a rule, which the log says
+                logger.debug("%s; its closures run again", end.text)
         if end.counts:
             self._count_loss(worker)
         worker.leaving = False

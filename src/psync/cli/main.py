@@ -198,6 +198,9 @@ def run(
     """
     shown = {}
     if metrics_port is not None:
+        from psync.status.http import check_metrics
+
+        check_metrics()
         shown["PSYNC_METRICS"] = f"127.0.0.1:{metrics_port}"
         shown["PSYNC_TASK_METRICS"] = "127.0.0.1:0"
     if dashboard_address or dashboard:

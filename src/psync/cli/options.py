@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import click
+from click.core import ParameterSource
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -30,3 +33,22 @@ plugin_option = click.option(
     envvar="PSYNC_PLUGINS",  # as for the level: it is how `run` hands them to the tasks
     help="A module with update rules or schedules of your own; several times for several.",
 )
+
+
+def choosing_run(command: Callable[..., int]) -> Callable[..., int]:
+    """Let a command be told its ``run`` by --run, or by a last argument."""
+
+    def choose(context: click.Context, _: click.Parameter, given: str | None) -> None:
+        if given is not None:
+            if context.get_parameter_source("run") is ParameterSource.COMMANDLINE:
+                raise click.UsageError("the run is given twice: once is enough")
+            context.params["run"] = given
+
+    option = click.option(
+        "--run", metavar="RUN", is_eager=True,
+        help="Which program, if several run: its id, process or name.",
+    )  # fmt: skip
+    argument = click.argument(
+        "given", required=False, metavar="[RUN]", expose_value=False, callback=choose
+    )
+    return argument(option(command))

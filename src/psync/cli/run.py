@@ -30,8 +30,8 @@ from psync.launch.gpus import GpuShares
 from psync.launch.plugins import check_found, plugins_environ
 from psync.launch.processes import SERVE_COMMAND, Output, ProcessGroup, RestartPolicy
 from psync.launch.task_output import also_release_blocked_output, say
-from psync.launch.task_process import Process, describe_exit
-from psync.net.process_state import named_file, new_pipe
+from psync.launch.task_process import Process, describe_exit, hint_of_crash
+from psync.net.process_state import MISPLACED, named_file, new_pipe
 from psync.net.secret import load_secret, mint_secret
 
 if TYPE_CHECKING:
@@ -166,6 +166,7 @@ class _Run:
         self._working = set(range(self.jobs["worker"]))  # workers that are kept running
         self._leaving: set[int] = set()  # of these, those that were asked to leave
         self._workers: dict[int, Process] = {}
+        self._explained = False
 
     async def run(self) -> int:
         self._outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -263,6 +264,7 @@ class _Run:
                         f"{self.program} ended without psync.run(main), so it has "
                         "used no ps and no worker; end it in: psync.run(main)"
                     )
+            self._explain(code)
             death = f"the chief {describe_exit(code)}"
             if code in (0, SETUP_ERROR) or restarts == limit:
                 break
@@ -302,10 +304,18 @@ class _Run:
             code = await worker.wait()
             if self._outcome.done():
                 return
+            if code == MISPLACED:
+                say(
+                    f"error: {worker.name} runs main instead of serving: the run ends; end "
+                    f"{self.commands['chief'][1]} in psync.run(main), not in asyncio.run(main())"
+                )
+                self._finish(SETUP_ERROR)
+                return
             if index in self._leaving:
                 self._group.remove_task("worker", index)
                 say(f"{worker.name} has left")
                 return
+            self._explain(code)
             death = f"{worker.name} {describe_exit(code)}"
             if code == 0:
                 # As a rule a worker that runs the program itself ends just before the chief.
@@ -351,6 +361,12 @@ class _Run:
         if pending:
             say("waiting for evaluator-0, which evaluates the last checkpoint; Ctrl-C ends it")
             await asyncio.wait(pending)
+
+    def _explain(self, code: int) -> None:
+        """Say, once, what a chief or worker has probably done that crashed."""
+        if not self._explained and (hint := hint_of_crash(code, self.environ)):
+            self._explained = True
+            say(hint)
 
     def _allows(self, policy: RestartPolicy) -> bool:
         return policy.allow(asyncio.get_running_loop().time())

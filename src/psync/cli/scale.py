@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -19,16 +19,19 @@ from typing import Any
 
 import click
 
+from psync.cli.options import choosing_run
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.platform import random_hex
+from psync.status.guard import is_token
 from psync.status.run_files import (
     SUFFIX,
     Run,
+    chosen_run,
     directory_of_runs,
+    has_ended,
     make_directory,
-    newest_run,
-    read_run,
     run_file,
+    runs_in,
     socket_of,
     take_away_ended,
 )
@@ -37,6 +40,7 @@ LAUNCHERS = "launchers"
 """The directory of their files, in that of run files, which are of coordinators."""
 
 MAX_REQUEST_BYTES = 4096
+REQUEST_WITHIN_S = 5.0
 
 Scale = Callable[[int], Awaitable[str]]
 
@@ -69,17 +73,22 @@ async def _listen(
     make_directory(directory)
     take_away_ended(directory)
     path = directory / f"{os.getpid()}-{random_hex(4)}{SUFFIX}"
-    socket, token = path.with_suffix(".sock"), random_hex(32)
+    where, token = path.with_suffix(".sock"), random_hex(32)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, ValueError), contextlib.closing(writer):
-            reply = await _reply(await reader.readline(), token, scale)
+            async with asyncio.timeout(REQUEST_WITHIN_S):
+                line = await reader.readline()
+            reply = await _reply(line, token, scale)
             writer.write(json.dumps(reply).encode() + b"\n")
             await writer.drain()
 
-    server = await asyncio.start_unix_server(answer, socket, limit=MAX_REQUEST_BYTES)
+    bound = stack.enter_context(socket.socket(socket.AF_UNIX))
+    bound.bind(os.fspath(where))
+    os.chmod(where, 0o600)
+    server = await asyncio.start_unix_server(answer, sock=bound, limit=MAX_REQUEST_BYTES)
     stack.callback(server.close)
-    run = Run(os.getpid(), time.time(), program, f"unix:{socket}", token)
+    run = Run(os.getpid(), time.time(), program, f"unix:{where}", token)
     stack.enter_context(run_file(path, run))
 
 
@@ -89,9 +98,9 @@ async def _reply(line: bytes, token: str, scale: Scale) -> dict[str, str]:
         given, workers = str(request["token"]), request["workers"]
         if type(workers) is not int or workers < 1:
             raise ValueError("expected a number of workers")
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return {"error": "expected a request of psync scale"}
-    if not hmac.compare_digest(given.encode(), token.encode()):
+    if not is_token(given, token):
         return {"error": "the token is not that of this run"}
     try:
         return {"said": await scale(workers)}
@@ -105,19 +114,19 @@ def _directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 @click.command()
 @click.argument("workers", type=click.IntRange(min=1))
-@click.argument("run", required=False, metavar="[RUN]", type=click.Path(path_type=Path))
-def scale(workers: int, run: Path | None) -> int:
+@choosing_run
+def scale(workers: int, run: str | None) -> int:
     """Let a program that psync run has started have WORKERS workers from now on.
 
     Further ones are started, and its coordinator takes them in; those with the highest indices
-    end the closure that they run, and leave. It is your newest run on this machine, or that whose
-    file RUN is.
+    end the closure that they run, and leave. RUN is the id, process or name of a psync run of yours
+    on this machine, or the path of its file. If several run and none is chosen, they are listed.
 
     \b
     Eight workers for the program in the other terminal:
         psync scale 8
     """
-    asked = _newest_launched() if run is None else read_run(run)
+    asked = _launched(run)
     answer = asyncio.run(_ask(asked, workers))
     if "error" in answer:
         raise ConfigurationError(f"{asked}: {answer['error']}")
@@ -125,12 +134,14 @@ def scale(workers: int, run: Path | None) -> int:
     return 0
 
 
-def _newest_launched() -> Run:
+def _launched(named: str | None) -> Run:
     try:
-        return newest_run(_directory())
+        return chosen_run(named, _directory())
     except ConfigurationError as none:
+        if not all(has_ended(each) for _, each in runs_in(_directory())):
+            raise
         try:
-            other = newest_run()
+            other = chosen_run(named)
         except ConfigurationError:
             raise none from None
         raise ConfigurationError(

@@ -6,10 +6,11 @@ import asyncio
 import signal
 import sys
 from contextlib import AbstractAsyncContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from psync.cli.options import choosing_run
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -23,7 +24,7 @@ FIRST_WINDOW_S = 1.0
 
 
 @click.command()
-@click.argument("run", required=False, metavar="[RUN]")
+@choosing_run
 @click.option("--once", is_flag=True, help="Print one table, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print the status as JSON; needs --once.")
 @click.option(
@@ -36,8 +37,9 @@ FIRST_WINDOW_S = 1.0
 def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
     """Show what a running program does: its workers, ps tasks, steps and events.
 
-    RUN is the path of a run file, or the URL of a status as a program with --metrics-port logs it;
-    without it, your newest program on this machine is shown. Ctrl-C ends it; the program goes on.
+    RUN is the id, process or name of one of your programs on this machine, the path of its run
+    file, or the URL of a status as a program with --metrics-port logs it. If several run and none
+    is chosen, they are listed. Ctrl-C ends it; the program goes on.
 
     \b
     What a script can read, of what happens just now:
@@ -54,13 +56,13 @@ def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
 
 
 def reading_of(run: str | None) -> AbstractAsyncContextManager[Reader]:
-    """Return a context in which a run can be asked: that of a file or URL, or the newest one."""
+    """Return a context in which a run can be asked; see ``chosen_run``. It may be a URL, too."""
     from psync.status.reading import UrlReader, reading_status
-    from psync.status.run_files import newest_run, read_run
+    from psync.status.run_files import chosen_run
 
     if run is not None and run.startswith(("http://", "https://")):
         return nullcontext(UrlReader(run))
-    return reading_status(newest_run() if run is None else read_run(Path(run)))
+    return reading_status(chosen_run(run))
 
 
 async def _show(path: str | None, once: bool, as_json: bool, interval: float) -> int:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from psync.cli.options import choosing_run
+
 if TYPE_CHECKING:
     from psync.net.tracing.stretch import Trace
 
@@ -20,7 +22,7 @@ RUN_LOG = b'{"psync_run_log"'
 
 @click.command()
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT.json")
-@click.argument("run", required=False, metavar="[RUN]")
+@choosing_run
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0.1),
@@ -33,8 +35,9 @@ def trace(out: Path, run: str | None, seconds: float) -> int:
 
     Open the file at https://ui.perfetto.dev or chrome://tracing: each task is a process, with the
     steps of workers and what their time goes to, requests where they are sent and served, and
-    counters. RUN is the path of a run file, or the URL of a status as a program with --metrics-port
-    logs it; without it, your newest program on this machine is traced.
+    counters. RUN is the id, process or name of one of your programs on this machine, the path of
+    its run file, or the URL of a status as a program with --metrics-port logs it. If several run
+    and none is chosen, they are listed.
 
     \b
     Ten seconds of the program in the other terminal:

@@ -17,19 +17,24 @@ import concurrent.futures
 import contextvars
 import inspect
 import itertools
-from collections.abc import Awaitable, Callable, Generator, Iterator
+import os
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar, cast
 
 from psync.client.pulled_steps import PulledSteps
-from psync.errors import ClosureCancelled, ContextError, UsageError
+from psync.errors import ClosureCancelled, ContextError, UsageError, other_loop
 from psync.net.process_state import PerProcess
 
 T = TypeVar("T")
 
 MAX_REASON = 1000
 """Characters of a reason to stop."""
+MAX_NAMED = 5
+"""Variables in a message: a model may have hundreds."""
+
+LATE_HINT = "await, inside the step, every task and thread that it starts"
 
 
 @dataclass(kw_only=True, slots=True, eq=False, repr=False)
@@ -46,6 +51,9 @@ class ClosureContext:
     gang: Any = None  # through which a replica meets the others; opaque here, None: no gang
     arrival: int = 0  # when it came to this worker, see ``prefetch``
     number: int = -1  # under which ps tasks know it; -1: its id
+    step: str = ""  # name of its step function, once that is loaded
+    late: Callable[[ClosureContext, str], None] | None = None
+    """Told of each operation that comes after the step has returned; None: it has failed."""
     closed: bool = False  # the step has returned or raised: its pushes are refused
     cancelled: bool = False  # another closure failed, or this one was cancelled
     stop_reason: str = ""  # why the step asks for the end of training
@@ -72,20 +80,33 @@ class ClosureContext:
             self._pulled = PulledSteps()
         return self._pulled
 
-    def check_open(self, operation: str = "push") -> None:
+    def check_open(self, operation: str = "push", variables: Sequence[Any] = ()) -> None:
         """Refuse ``operation`` unless the step is still running.
+
+        Args:
+            operation: For messages.
+            variables: Variables that it concerns, for messages; none if it names them.
 
         Raises:
             ClosureCancelled: If the closure was cancelled.
-            UsageError: If the step has returned: whatever it left running is too late.
+            UsageError: If the step has returned: whatever it left running is too late; or this is
+                another event loop than the worker's.
         """
+        if (self.cancelled or self.closed) and variables and '"' not in operation:
+            names = [f'"{variable.name}"' for variable in variables[:MAX_NAMED]]
+            more = ["…"] if len(variables) > MAX_NAMED else []
+            operation = f"{operation} ({', '.join([*names, *more])})"
         if self.cancelled:
             raise ClosureCancelled(f"{operation} in closure {self.closure_id}: it was cancelled")
         if self.closed:
+            if self.late is not None:
+                self.late(self, operation)
             raise UsageError(
                 f"{operation} after the step has returned (closure {self.closure_id})",
-                hint="await, inside the step, every task that it starts",
+                hint=LATE_HINT,
             )
+        if self.loop is not None and asyncio._get_running_loop() not in (None, self.loop):
+            raise other_loop(operation)
 
     def cancel(self) -> None:
         """Cancel the closure, and wake its threads that are in `wait`.
@@ -255,6 +276,19 @@ program_waits: PerProcess[list[Callable[[Awaitable[Any]], Any]]] = PerProcess(li
 """How the program waits, where it is not on its event loop: see ``psync.blocking``."""
 
 
+def _begin_child() -> None:
+    """Leave the loop to the process from which this was forked.
+
+    It does not turn here: whoever waited for it would wait for ever.
+    """
+    program_waits().clear()
+    if (closure := current_closure()) is not None:
+        closure.runtime = closure.loop = None
+
+
+os.register_at_fork(after_in_child=_begin_child)
+
+
 def wait(awaitable: Awaitable[T]) -> T:
     """Wait, in a plain step, for what a coroutine step would ``await``.
 
@@ -270,7 +304,7 @@ def wait(awaitable: Awaitable[T]) -> T:
 
     Raises:
         UsageError: On an event loop, which it would block for ever (``await`` instead); outside
-            a step; in dataset code; or after the step has returned.
+            a step; or in dataset code. Operations of psync raise it after the step has returned.
         ClosureCancelled: If the closure is cancelled, before or meanwhile.
 
     Example:
@@ -312,12 +346,17 @@ def _waiting_closure(awaitable: object) -> tuple[ClosureContext, asyncio.Abstrac
     if closure is None:
         raise UsageError(
             "wait outside a step",
-            hint="it serves plain functions given to schedule, and programs of psync.blocking; a "
-            "thread that a step starts needs the step's context: contextvars.copy_context().run(…)",
+            hint="it serves plain functions given to schedule, and programs of psync.blocking, but "
+            "no process that these fork; a thread that a step starts needs the step's context: "
+            "contextvars.copy_context().run(…)",
         )
-    closure.check_open("wait")
+    if closure.cancelled:  # after the step has returned, what is awaited says what is refused
+        closure.check_open("wait")
     if closure.loop is None:
-        raise UsageError(f"wait in closure {closure.closure_id}, which has no event loop")
+        raise UsageError(
+            f"wait in closure {closure.closure_id}, which has no event loop",
+            hint="a process that a step forks has none: return results to the step, and wait there",
+        )
     if not inspect.isawaitable(awaitable):
         raise UsageError(f"wait expected an awaitable, got {type(awaitable).__name__}")
     return closure, closure.loop

@@ -287,10 +287,10 @@ class Lanes:
                     silent_since = began
                     continue
                 waited = loop.time() - silent_since
+                text = f"{self.task} did not answer pings for {waited:.0f} s"
+                logger.warning("%s; its connections are closed", text)
                 for peer in self._open_peers():
-                    peer.abort(
-                        ConnectionLost(f"{self.task} did not answer pings for {waited:.0f} s")
-                    )
+                    peer.abort(ConnectionLost(text))
                 silent_since = None
             except PsyncError as exc:  # whoever needs the ps gets it, too
                 logger.info("%s: no ping: %s", self.task, exc.message)

@@ -38,7 +38,7 @@ from typing import Any, Generic, TypeVar
 
 from psync.client.numbers import Numbers
 from psync.client.ps_link import Answers, Call
-from psync.errors import ClosedError
+from psync.errors import ClosedError, FencedError, TaskLost
 from psync.net.shielding import shielded
 from psync.wire.codec import Message
 
@@ -229,4 +229,5 @@ class _Delivery(Generic[M]):
 def _note_result(work: asyncio.Future[Any]) -> None:
     """Log how a delivery ended whose caller was cancelled."""
     if not work.cancelled() and (error := work.exception()) is not None:
-        logger.info("a push whose step was cancelled failed: %s", error)
+        level = logging.DEBUG if isinstance(error, FencedError | TaskLost) else logging.INFO
+        logger.log(level, "a push whose step was cancelled failed: %s", error)

@@ -73,6 +73,7 @@ class PsClient(PsRows):
         lost_after_s: A ps that cannot be reached for this many seconds is lost.
 
     Attributes:
+        loop: The event loop to which its connections belong.
         memory: Of this task, which ps tasks of its host can read.
         work: What the time of this task goes to.
     """
@@ -93,7 +94,8 @@ class PsClient(PsRows):
         self.outgoing = self.parts.of(Outgoing)()
         self._pool = pool
         self._windows = self.memory.windows
-        self.work = WorkMeter(asyncio.get_running_loop().time)
+        self.loop = asyncio.get_running_loop()
+        self.work = WorkMeter(self.loop.time)
         # By compression; of each variable its id, for which shards it stands, dtype. The last used
         # is at the end.
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()

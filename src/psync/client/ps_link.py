@@ -132,7 +132,7 @@ class PsLink(Lanes):
                         f"{self.task}: {losses} connections in a row were lost with the same "
                         f"request, the last because: {exc.message}"
                     ) from exc
-                logger.info("%s: repeating a request: %s", self.task, exc.message)
+                logger.debug("%s: repeating a request: %s", self.task, exc.message)
             else:
                 self._note_known(peer, set_ids)
                 return received

@@ -6,8 +6,10 @@ importing the strategy, which knows variables.
 
 from __future__ import annotations
 
+import asyncio
+import os
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from psync.client.context import current_closure, forbid_in_dataset, forbid_in_step
 from psync.client.runtime import Runtime
-from psync.errors import ClosedError, UsageError
+from psync.errors import ClosedError, UsageError, other_loop
 from psync.net.process_state import PerProcess
 from psync.partitioners import Placement
 from psync.specs import VariableSpec
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
 
 Scope: TypeAlias = "ParameterServerStrategy"
 """That in whose scope something is declared; by this name where it cannot be imported."""
+
+OTHER_STRATEGY_HINT = (
+    "a step reaches what its own strategy has declared in main(), on the coordinator; read "
+    "anything else in the program, and pass its value as an argument"
+)
 
 open_scope: ContextVar[Scope | None] = ContextVar("psync_scope", default=None)
 
@@ -42,6 +49,15 @@ def begin_process() -> None:
 def add_strategy(scope: Scope) -> None:
     """Note a new strategy."""
     _strategies().add(scope)
+
+
+def _begin_child() -> None:
+    """Leave connections and shared memory to the process from which this was forked."""
+    for scope in _strategies():
+        scope.runtime, scope.created = None, False
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 def running_scopes() -> list[Scope]:
@@ -110,18 +126,20 @@ _RUNNING = (
 )
 
 
-def runtime_here(operation: str, scope: Scope | None) -> Runtime:
+def runtime_here(operation: str, scope: Scope | None, variables: Sequence[Any] = ()) -> Runtime:
     """Return what carries ``operation`` to the ps tasks.
 
     Args:
         operation: For messages.
+        variables: As for ``ClosureContext.check_open``.
         scope: The strategy to which what is operated on belongs; None: it is not in this process.
 
     Returns:
         That of the step that runs here, else that of the strategy's coordinator or session.
 
     Raises:
-        UsageError: There is neither; or dataset code is running here, or a step that has returned.
+        UsageError: There is neither; or dataset code is running here, or a step that has returned;
+            or this is another event loop than the connections'.
         ClosureCancelled: In a step that was cancelled.
         ClosedError: The coordinator or session was closed.
     """
@@ -129,10 +147,12 @@ def runtime_here(operation: str, scope: Scope | None) -> Runtime:
     if closure is None:
         forbid_in_dataset(operation)
     else:
-        closure.check_open(operation)
+        closure.check_open(operation, variables)
         if isinstance(closure.runtime, Runtime):
             return closure.runtime
     if scope is not None and scope.runtime is not None:
+        if asyncio._get_running_loop() not in (None, scope.runtime.ps.loop):
+            raise other_loop(operation)
         return scope.runtime
     if scope is not None and scope.created:
         raise ClosedError(
@@ -141,5 +161,5 @@ def runtime_here(operation: str, scope: Scope | None) -> Runtime:
         )
     raise UsageError(
         f"{operation}: no connection to the ps tasks here",
-        hint=f"do it inside {_RUNNING}, or in a step",
+        hint=f"do it inside {_RUNNING}, or in a step; a process that these fork has none",
     )

@@ -77,7 +77,7 @@ class SessionEnd:
             sent_away: None unless the coordinator ends it; then whether what runs is to blame.
             reason: What the worker gave as its reason for not going on, or "".
             error: What its connections ended with.
-            misses_ps: Whether a ps cannot be reached, which is a reason not to go on.
+            misses_ps: Whether a ps cannot be reached, or is being recovered: a reason not to go on.
         """
         if leaving:
             return cls(f"{worker} has left ({reason})", in_order=True)

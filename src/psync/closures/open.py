@@ -143,13 +143,21 @@ def without_input(closure: Closure, source: Closure) -> tuple[Event, ClosureInpu
     return (Event.END_OF_DATA if source.state is State.EXHAUSTED else Event.FAIL), error
 
 
+WROTE_TO_PULLED = (
+    "usually a write, through another library such as torch.from_numpy, to values that were "
+    "pulled, which are read-only: pull with copy=True"
+)
+"""Why a task was killed by SIGSEGV or SIGBUS, if tasks share memory."""
+
+
 def loss_error(closure: Closure) -> ClosureError:
     """Return the error of a closure that was lost with too many workers."""
     error = ClosureError(
         f"{closure} was lost with its worker {closure.attempts} times: "
         f"{', '.join(closure.lost_on)}",
-        hint="it seems to kill its process (look for a crash or lack of memory in their logs), or "
-        "to block its event loop: what computes for long is a plain function, or in a thread",
+        hint="it seems to kill its process, or to block its event loop. The log names the signal "
+        f"that killed a worker. SIGSEGV or SIGBUS: {WROTE_TO_PULLED}. SIGKILL: look for lack of "
+        "memory. A step that computes for long is a plain function, or does it in a thread",
     )
     error.__cause__ = WorkerLost(closure.worker, f"was lost while it held {closure}")
     return error

@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NoReturn
 
 from psync.chief.creation import MESSAGE_SHARDS, Creation
 from psync.chief.declarations import Declaration
 from psync.chief.enquiry import enquire
 from psync.client.optimizer_client import note_plugins
 from psync.client.ps_client import PsClient
+from psync.client.ps_link import PsLink
 from psync.client.runtime import Runtime
 from psync.cluster_roles import CHIEF, ENQUIRER
 from psync.errors import (
@@ -32,6 +34,7 @@ from psync.net.endpoint import Endpoint
 from psync.net.environment import note_incarnation
 from psync.net.platform import Platform
 from psync.numerics.block_pool import BlockPool
+from psync.serialization.failures import describe_exception
 from psync.specs import ShardSpec
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Statistics
@@ -43,11 +46,18 @@ from psync.wire.session_messages import (
     EndTraining,
     EnterSession,
     LeaveSession,
+    ReplicaFailed,
     SessionEntered,
     TrainingOver,
 )
 
 logger = logging.getLogger(__name__)
+
+PS_LOST_HINT = (
+    "its shards are gone, and a training session does not return to a checkpoint automatically: "
+    "start the program again, as `psync run --chief-restarts` does, with a chief that restores the "
+    'newest one: docs/howto/tensorflow.md, "What a session survives"'
+)
 
 
 class SessionLinks:
@@ -90,6 +100,12 @@ class SessionLinks:
         """The links themselves, once they are made."""
         assert self._ps is not None, "connected"
         return self._ps
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What the links are made by, once they are made."""
+        assert self._endpoint is not None, "connected"
+        return self._endpoint
 
     # The chief.
 
@@ -174,12 +190,24 @@ class SessionLinks:
         comparison = Comparison(self._declared, ps)
         return Runtime(ps, self._origin, ensure_created=comparison.ensure, in_session=True)
 
-    async def leave(self) -> None:
+    async def leave(self) -> TrainingOver | None:
         """Take part no longer; the chief ends training so, and waits until all others have left.
+
+        Returns:
+            Why training has ended, for the chief.
 
         Cancellation: Safe; training has ended.
         """
-        await self._tell(LeaveSession())
+        answer = await self._tell(LeaveSession())
+        return answer if isinstance(answer, TrainingOver) else None
+
+    async def fail(self, error: BaseException) -> None:
+        """Take part no longer, because of an error that the chief shall raise.
+
+        Cancellation: Training may have ended.
+        """
+        said = describe_exception(error)
+        await self._tell(ReplicaFailed(said.type_name, said.message, said.traceback_text))
 
     async def _enquire(self, message: EnterSession) -> int:
         endpoint = Endpoint(self._platform, self._task, ENQUIRER, {})
@@ -212,9 +240,10 @@ class SessionLinks:
 
     # Both.
 
-    async def wait_over(self) -> TrainingOver:
-        """Wait until training has ended; see the function of this name."""
-        return await wait_over(self.ps, self._task)
+    def ends(self) -> list[Coroutine[Any, Any, TrainingOver]]:
+        """Return, for each ps, what waits until it says that training has ended, or is lost."""
+        losses = [_until_lost(link) for link in self.ps.links[1:]]
+        return [wait_over(self.ps, self._task), *losses]
 
     async def close(self) -> None:
         """Close all connections. Cancellation: safe."""
@@ -228,6 +257,8 @@ class SessionLinks:
         self._ps = self._platform.parts.of(PsClient)(
             self._endpoint, self._addresses, self._pool, math.inf
         )
+        for link in self._ps.links:
+            link.on_lost = lambda error: setattr(error, "hint", PS_LOST_HINT)
         return self._ps
 
     async def _to_each_ps(self, act: Callable[[int], Awaitable[None]]) -> None:
@@ -252,8 +283,14 @@ class SessionLinks:
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
 
-    async def _tell(self, message: Message) -> None:
-        await self.ps.links[0].call(lambda _: message)
+    async def _tell(self, message: Message) -> Message:
+        return (await self.ps.links[0].call(lambda _: message)).message
+
+
+async def _until_lost(link: PsLink) -> NoReturn:
+    """Raise what a call would raise, even if there are no calls."""
+    while True:
+        await (await link.peer("control")).wait_closed()
 
 
 async def wait_over(ps: PsClient, who: str) -> TrainingOver:

@@ -18,6 +18,9 @@ when no replica is left, at once if all have left, after ``DESERTED_S`` if one w
 that asks to enter after a failure, while the chief is still there, gets that failure; once that
 chief has gone, it waits for the next one.
 
+**Failures.** A replica that leaves by an error of the program ends training, also after the last
+step: the chief, which leaves last, raises that error.
+
 Source: TensorFlow's between-graph replication; there a worker that dies leaves all others waiting.
 """
 
@@ -37,6 +40,9 @@ DESERTED_S = 60.0
 
 Waiter: TypeAlias = Hashable
 """Whoever waits for an answer. Opaque."""
+
+ReplicaError: TypeAlias = tuple[str, str, str, str]
+"""Of a replica that has left by it: its name, and the error's type name, message and traceback."""
 
 # --- actions ---------------------------------------------------------------------------------
 
@@ -71,6 +77,7 @@ class TellOver:
     waiter: Waiter
     reason: str
     failed: bool
+    error: ReplicaError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,10 @@ class _Asking:
 class _Over:
     reason: str
     failed: bool
+    error: ReplicaError | None
+
+    def told(self, waiter: Waiter) -> TellOver:
+        return TellOver(waiter, self.reason, self.failed, self.error)
 
 
 class SessionMembers:
@@ -136,6 +147,7 @@ class SessionMembers:
     def _reset(self) -> None:
         self._members: dict[str, _Task] = {}  # replicas, by task; the chief, too, if it trains
         self._missing: dict[str, None] = {}  # tasks that were lost and are not back, in order
+        self._left: set[str] = set()  # that are not back
         self._chief_name = ""
         self._chief: _Task | None = None  # None until it has declared
         self._trains = False  # whether the chief is a replica
@@ -214,7 +226,7 @@ class SessionMembers:
         over = self._over
         next_chief = over is not None and over.failed and self._coordinator not in self._chiefs
         if over is not None and not next_chief and (over.failed or not self._open):
-            return [*actions, TellOver(waiter, over.reason, over.failed)]
+            return [*actions, over.told(waiter)]
         self._asking[task] = asking = _Asking(waiter, boot)
         if self._open and not next_chief:
             entered = self._enter(task, asking, now)
@@ -230,6 +242,7 @@ class SessionMembers:
         self._given[task] = incarnation
         self._members[task] = _Task(incarnation, now + GRACE_S)
         self._missing.pop(task, None)
+        self._left.discard(task)
         self._deserted_at = None
         return [*actions, Enter(asking.waiter, incarnation)]
 
@@ -239,19 +252,38 @@ class SessionMembers:
         if member is None or member.incarnation != incarnation:
             return []
         del self._members[task]
+        self._left.add(task)
         return [self._set_members(), *self._after_a_loss(now)]
+
+    def fail(
+        self, task: str, incarnation: int, error: tuple[str, str, str], now: float
+    ) -> list[Action]:
+        """A replica has left by an error: its type name, message and traceback."""
+        member = self._members.get(task)
+        if member is None or member.incarnation != incarnation:
+            return []
+        actions: list[Action] = []
+        if self._over is None or not self._over.failed:
+            headline = ": ".join(filter(None, [error[0], error[1].partition("\n")[0]]))
+            over = _Over(f"{task} failed: {headline}", True, (task, *error))
+            actions += self._end(over)
+            self._over = over
+        return [*actions, *self.leave(task, incarnation, now)]
 
     # The end.
 
     def end(self, reason: str, failed: bool) -> list[Action]:
-        """Training is over; the first reason counts."""
+        """Training is over; the first reason counts, unless a replica fails after it."""
+        return self._end(_Over(reason, failed, None))
+
+    def _end(self, over: _Over) -> list[Action]:
         if self._over is not None:
             return []
-        self._over = _Over(reason, failed)
+        self._over = over
         self._deserted_at = None
-        actions: list[Action] = [CloseTokens(reason)]
-        actions += [TellOver(waiter, reason, failed) for waiter in self._watching]
-        actions += [TellOver(asking.waiter, reason, failed) for asking in self._asking.values()]
+        actions: list[Action] = [CloseTokens(over.reason)]
+        actions += map(over.told, self._watching)
+        actions += [over.told(asking.waiter) for asking in self._asking.values()]
         self._watching.clear()
         self._asking.clear()
         return actions
@@ -267,7 +299,7 @@ class SessionMembers:
     def await_end(self, waiter: Waiter) -> list[Action]:
         """Somebody wants to be told when training is over."""
         if self._over is not None:
-            return [TellOver(waiter, self._over.reason, self._over.failed)]
+            return [self._over.told(waiter)]
         self._watching[waiter] = None
         return []
 
@@ -349,7 +381,7 @@ class SessionMembers:
             return []
         if self._over is not None:
             ending, self._ending = self._ending, None
-            return [] if ending is None else [Release(ending)]
+            return [] if ending is None else [self._over.told(ending)]
         if self._missing:
             self._deserted_at = now + DESERTED_S
             return []
@@ -360,11 +392,12 @@ class SessionMembers:
         return SetMembers(alive, tuple(self._missing))
 
     def statistics(self) -> dict[str, Any]:
-        """Return who takes part, who wants to, and who was lost."""
+        """Return who takes part, who wants to, and who was lost or has left."""
         return {
             "members": sorted(self._members),
             "asking": sorted(self._asking),
             "missing": list(self._missing),
+            "left": sorted(self._left),
             "over": "" if self._over is None else self._over.reason,
         }
 

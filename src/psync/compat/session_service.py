@@ -36,6 +36,7 @@ from psync.wire.session_messages import (
     EndTraining,
     EnterSession,
     LeaveSession,
+    ReplicaFailed,
     SessionEntered,
     TrainingOver,
 )
@@ -75,6 +76,7 @@ class SessionService:
         return {
             EnterSession: Handler(self._enter),
             LeaveSession: Handler(self._leave),
+            ReplicaFailed: Handler(self._fail),
             Declared: Handler(self._declared),
             EndTraining: Handler(self._end),
             AwaitEnd: Handler(self._await_end),
@@ -143,6 +145,11 @@ class SessionService:
         self._perform(self._members.leave(peer.task, peer.incarnation, _now()))
         return Reply(Done())
 
+    def _fail(self, peer: Peer, message: ReplicaFailed, _: list[memoryview]) -> Reply:
+        error = message.type_name, message.message, message.traceback
+        self._perform(self._members.fail(peer.task, peer.incarnation, error, _now()))
+        return Reply(Done())
+
     def _end(self, peer: Peer, message: EndTraining, _: list[memoryview]) -> Reply:
         if peer.task.startswith("/job:chief/"):
             self._check_coordinator(peer)
@@ -171,8 +178,8 @@ class SessionService:
                     _settle(waiter, SessionEntered(incarnation))
                 case Release(waiter):
                     _settle(waiter, Done())
-                case TellOver(waiter, reason, failed):
-                    _settle(waiter, TrainingOver(reason, failed))
+                case TellOver(waiter, reason, failed, error):
+                    _settle(waiter, TrainingOver(reason, failed, error))
                 case Refuse(waiter, error):
                     _settle(waiter, error)
                 case SetMembers(alive, missing):

@@ -10,28 +10,39 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 from psync.api.global_step import get_or_create_global_step
+from psync.api.seeing import placed
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.variables import Variable
 from psync.client.context import forbid_in_step
 from psync.client.runtime import Runtime
 from psync.cluster import task_name
+from psync.cluster_roles import CHIEF
 from psync.compat.session_hooks import SessionHook
 from psync.compat.session_links import SessionLinks
 from psync.errors import (
     ClosedError,
     ConfigurationError,
+    EndOfData,
+    FencedError,
     ParameterServerLost,
     PsyncError,
+    RemoteError,
+    TaskLost,
     TrainingEnded,
+    TransportError,
     UsageError,
+    other_loop,
 )
 from psync.net.chief_presence import naming_who_is_awaited
 from psync.net.environment import note_training_began, platform_of, training_over
 from psync.net.resolvers import training_cluster
+from psync.status.sampling import SessionFacts, SessionSource
+from psync.status.serving import ServedStatus
 from psync.wire.session_messages import TrainingOver
 
 logger = logging.getLogger(__name__)
@@ -45,15 +56,25 @@ LEAVE_TIMEOUT_S = 30.0
 GOODBYE_TIMEOUT_S = 2.0
 """How long a session that ends otherwise waits for ps 0 to hear of it."""
 
+NETWORK_ERRORS = (TransportError, TaskLost, FencedError)
+"""A worker that ends by one of these may take part again, if it is started again."""
+
 
 class MonitoredTrainingSession:
     """This task's part in training for which nobody schedules closures.
 
     An async context manager. Inside it ``psync.pull``, ``apply_gradients`` and the methods of
     variables work wherever the program calls them. The chief creates the variables, then everybody
-    may enter; training begins when all workers of the cluster have come. A worker that dies is
-    missed by nobody: synchronous steps go on with the others, and it takes part again when it is
-    started again. When the chief leaves, training ends for all.
+    may enter; training begins when all workers of the cluster have come. When a worker dies,
+    synchronous steps go on with the others; it takes part again when it is started again. When the
+    chief leaves, training ends for all.
+
+    A worker that leaves the block by an exception ends training for all: the chief raises a
+    RemoteError with its traceback. ``EndOfData``, ``StopIteration`` and ``StopAsyncIteration`` are
+    no failures: this task leaves, and the program goes on behind the block. A worker that is
+    cancelled, or cannot reach a ps, counts as one that dies. A ps that is lost ends training, also
+    where a ``CheckpointManager`` saves: the chief restores the newest checkpoint when it is started
+    again, in ``after_create_session`` of a hook.
 
     Args:
         strategy: Of this process. All variables must be declared before the session begins, in
@@ -75,7 +96,11 @@ class MonitoredTrainingSession:
         insecure: Whether it may run without a secret.
 
     Raises:
-        ConfigurationError: If an option is out of range.
+        ConfigurationError: If an option is out of range, or the strategy has
+            ``ps_recovery="replica"``, which a session cannot use.
+        RemoteError: On the chief, when it leaves: a worker has left by an exception.
+        ParameterServerLost: When a task leaves: a ps was lost.
+        TrainingEnded: When a worker leaves: training has failed elsewhere; says where.
 
     Example:
         async with psync.MonitoredTrainingSession(strategy, hooks=[hook]) as session:
@@ -86,6 +111,7 @@ class MonitoredTrainingSession:
     """
 
     __psync_capture_error__ = "the session belongs to this task"
+    __psync_capture_hint__ = "call it in the program, outside of steps"
 
     def __init__(
         self,
@@ -105,6 +131,13 @@ class MonitoredTrainingSession:
         if not isinstance(strategy, ParameterServerStrategy):
             raise ConfigurationError(
                 f"strategy: expected a ParameterServerStrategy, got {type(strategy).__name__}"
+            )
+        if strategy.ps_recovery == "replica":
+            raise ConfigurationError(
+                'ps_recovery="replica": a training session makes no copies of ps tasks',
+                hint="leave it out, and let the chief restore the newest checkpoint when it is "
+                'started again: docs/howto/tensorflow.md, "What a session survives"; or train '
+                "with a psync.ClusterCoordinator, which keeps copies",
             )
         self.strategy = strategy
         self._job, self._index = _own_task(strategy)
@@ -135,7 +168,8 @@ class MonitoredTrainingSession:
         self._insecure = insecure
         self._links: SessionLinks | None = None  # None before it begins and after it has ended
         self._global_step: Variable | None = None  # None: nobody has asked for a last step
-        self._watcher: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
+        self._seen: ServedStatus | None = None  # of a chief that has attached the ps tasks
         self._stopping = asyncio.Event()  # set once this task shall make no further step
         self._over: TrainingOver | None = None  # None until ps 0 has said that training is over
         self._failure: Exception | None = None  # why ps 0 will not say it any more
@@ -200,12 +234,15 @@ class MonitoredTrainingSession:
     async def _begin(self, links: SessionLinks) -> None:
         if self.is_chief:
             await self._use(await links.attach(trains=self._trains))
+            facts = await self._show(links)
             await links.declare(self._min_workers, trains=self._trains)
+            facts.begun = True
         else:
             text = f"{task_name(self._job, self._index)} waits for {self._leader()} to let it begin"
             with naming_who_is_awaited(lambda: text):
                 await self._use(await links.enter())
-        self._watcher = asyncio.get_running_loop().create_task(self._watch(links))
+        loop = asyncio.get_running_loop()
+        self._watchers = [loop.create_task(self._watch(end)) for end in links.ends()]
         if await self._is_at_last_step():
             await self._end_training(f"step {self._stop_at_step} is reached")
         if self._startup_delay_s:
@@ -219,11 +256,32 @@ class MonitoredTrainingSession:
         for hook in self._hooks:
             await hook.after_create_session(self)
 
-    async def _watch(self, links: SessionLinks) -> None:
+    async def _show(self, links: SessionLinks) -> SessionFacts:
+        """Let processes of this user ask for the status."""
+        cluster = self.strategy.cluster
+        own = self._job, self._index
+        workers = {CHIEF: cluster.task_address(*own)} if self._trains else {}
+        for index in cluster.task_indices("worker"):
+            if ("worker", index) != own:
+                workers[task_name("worker", index)] = cluster.task_address("worker", index)
+        last = self._stop_at_step
+        facts = SessionFacts(
+            links.ps.links, workers, "the program" if last is None else f"step {last}"
+        )
+        source = SessionSource(links.endpoint, partial(placed, self.strategy), facts)
+        source.variables = lambda: {
+            variable.spec.variable_id: variable.spec.name for variable in self.strategy.variables
+        }
+        self._seen = ServedStatus(source, links.endpoint.platform)
+        await self._seen.start()
+        return facts
+
+    async def _watch(self, end: Awaitable[TrainingOver]) -> None:
         try:
-            self._note_over(await links.wait_over())
+            self._note_over(await end)
         except Exception as exc:  # the program gets it when it leaves
-            self._failure = exc
+            if self._over is None:
+                self._failure = exc
             self._stopping.set()
 
     def _note_over(self, over: TrainingOver) -> None:
@@ -263,6 +321,7 @@ class MonitoredTrainingSession:
                 "run outside the training session",
                 hint="use it inside `async with psync.MonitoredTrainingSession(strategy):`",
             )
+        self._check_loop("run")
         if not self._trains:
             raise UsageError(
                 "run on a chief that does not train: nobody would wait for its gradients",
@@ -286,7 +345,12 @@ class MonitoredTrainingSession:
 
     async def wait_until_stopped(self) -> None:
         """Wait until ``should_stop``; for a chief that does not train. Cancellation: safe."""
+        self._check_loop("wait_until_stopped")
         await self._stopping.wait()
+
+    def _check_loop(self, operation: str) -> None:
+        if self._links is not None and asyncio.get_running_loop() is not self._links.ps.loop:
+            raise other_loop(f"{operation} of a training session")
 
     async def _is_at_last_step(self) -> bool:
         if self._global_step is None or self._stop_at_step is None:
@@ -311,26 +375,36 @@ class MonitoredTrainingSession:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        if exc is not None and not self._is_of_the_end(exc):
+        self._check_loop("the end")
+        if exc is not None and not (self._is_of_the_end(exc) or _has_no_more_data(exc)):
             await self._finish(exc)
             return False
-        try:
-            for hook in self._hooks:
-                await hook.end(self)
-        except BaseException as error:
-            await self._finish(error)
-            raise
+        if self._failure_elsewhere() is None:
+            try:
+                for hook in self._hooks:
+                    await hook.end(self)
+            except BaseException as error:
+                await self._finish(error)
+                raise
         await self._finish(None)
-        if self._failure is not None:
-            raise self._failure
-        if self._over is not None and self._over.failed:
-            raise TrainingEnded(self._over.reason)
+        if (failure := self._failure_elsewhere()) is not None:
+            raise failure from None
         return True
 
     def _is_of_the_end(self, error: BaseException) -> bool:
         """Whether a step failed because training has ended. Then ps tasks may have gone, too."""
-        over = self._over is not None and not self._over.failed
-        return isinstance(error, TrainingEnded) or (over and isinstance(error, ParameterServerLost))
+        return isinstance(error, TrainingEnded) or (
+            self._over is not None and isinstance(error, ParameterServerLost)
+        )
+
+    def _failure_elsewhere(self) -> Exception | None:
+        """Return why training has ended before its time, as far as this task knows."""
+        over = self._over
+        if self._failure is not None or over is None or not over.failed:
+            return self._failure
+        if self.is_chief and over.error is not None:
+            return RemoteError(*over.error)
+        return TrainingEnded(over.reason)
 
     async def _finish(self, error: BaseException | None) -> None:
         """Say goodbye, and close everything.
@@ -347,24 +421,29 @@ class MonitoredTrainingSession:
             if training and self._failure is None:
                 await self._say_goodbye(links, error)
         finally:
-            if self._watcher is not None:
-                self._watcher.cancel()
-                await asyncio.gather(self._watcher, return_exceptions=True)
+            for watcher in self._watchers:
+                watcher.cancel()
+            await asyncio.gather(*self._watchers, return_exceptions=True)
             self.strategy.runtime = None
+            if self._seen is not None:
+                await self._seen.close()
             await links.close()
 
     async def _say_goodbye(self, links: SessionLinks, error: BaseException | None) -> None:
-        timeout_s = LEAVE_TIMEOUT_S if error is None and self.is_chief else GOODBYE_TIMEOUT_S
+        waits = self.is_chief and error is None and self._failure_elsewhere() is None
+        timeout_s = LEAVE_TIMEOUT_S if waits else GOODBYE_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
                 await links.ps.outgoing.drain()
                 if self.is_chief and error is not None:
                     await links.end_training(_failure_of_chief(error), failed=True)
-                else:
-                    await links.leave()
+                elif error is not None and _is_failure(error):
+                    await links.fail(error)
+                elif not isinstance(error, NETWORK_ERRORS):  # else it is lost, and may come back
+                    self._over = await links.leave() or self._over
                 # On the same connection: the watcher has heard of the end before, if there is one.
         except TimeoutError:
-            if error is None:
+            if waits:
                 logger.warning("training: others are still in a step after %g s", timeout_s)
         except PsyncError as exc:
             logger.info("training: ps 0 was not told of the end: %s", exc)
@@ -397,6 +476,25 @@ def _own_task(strategy: ParameterServerStrategy) -> tuple[str, int]:
             f"says that this process is {job or 'no task of it'}"
         )
     return job, index
+
+
+def _has_no_more_data(error: BaseException) -> bool:
+    """Whether a task ends because it has no more data: that is no failure.
+
+    A StopIteration leaves a coroutine, such as a step, as the cause of a RuntimeError.
+
+    Source: ``MonitoredSession.__exit__``: OutOfRangeError and StopIteration.
+    """
+    if type(error) is RuntimeError and str(error).endswith(" raised StopIteration"):
+        return isinstance(error.__cause__, StopIteration)
+    return isinstance(error, (EndOfData, StopIteration, StopAsyncIteration))
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Whether the program has failed; not the network, and it was not stopped."""
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    return isinstance(error, Exception) and not isinstance(error, NETWORK_ERRORS)
 
 
 def _failure_of_chief(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from typing import Protocol, Self
 
 from psync.closures.scaling_rule import AdaptiveRule, changes
 from psync.cluster import ClusterSpec, task_name
-from psync.errors import ConfigurationError, PsyncError, UsageError
+from psync.errors import ConfigurationError, PsyncError, UsageError, other_loop
 from psync.launch.plugins import load_plugins, plugins_environ
 from psync.net.environment import platform_of_tf_config
 from psync.net.notebook_cells import of_no_cell
@@ -69,6 +69,9 @@ class Host(Protocol):
 class LaunchedClusterResolver(SimpleClusterResolver):
     """The chief's resolver in a cluster of its own; it also says how to reach the tasks."""
 
+    __psync_capture_error__ = "it describes the chief"
+    __psync_capture_hint__ = "psync.get_worker_index() says in a step on which worker it runs"
+
     def __init__(self, platform: Platform) -> None:
         super().__init__(ClusterSpec({}), task_type="chief", task_id=0)
         self.platform = platform
@@ -93,6 +96,7 @@ class TaskCluster(ABC):
     """
 
     __psync_capture_error__ = "the cluster's processes belong to the chief"
+    __psync_capture_hint__ = "call it in the program, outside of steps"
 
     def __init__(self, num_ps: int, num_workers: int, plugins: Sequence[str]) -> None:
         for name, count in (("num_ps", num_ps), ("num_workers", num_workers)):
@@ -156,6 +160,7 @@ class TaskCluster(ABC):
         """Start all tasks. Cancellation: they are stopped again."""
         if self._resources is not None:
             raise UsageError("the cluster was started before")
+        self._loop = asyncio.get_running_loop()
         load_plugins(task_name("chief", 0), {**os.environ, **self._plugins})
         async with contextlib.AsyncExitStack() as resources:
             await of_no_cell(self._start(resources))
@@ -164,6 +169,7 @@ class TaskCluster(ABC):
 
     async def stop(self) -> None:
         """Stop all tasks. Cancellation: processes are killed."""
+        self._check_loop("stop")
         resources, self._resources = self._resources, contextlib.AsyncExitStack()
         self._resolver = None
         if resources is not None:
@@ -197,6 +203,7 @@ class TaskCluster(ABC):
                 ...
                 await cluster.scale(workers=8)
         """
+        self._check_loop("scale")
         self._end_adapting()
         moving = await self._change(workers)
         if moving:
@@ -237,10 +244,15 @@ class TaskCluster(ABC):
         if not interval > 0:
             raise ConfigurationError(f"interval: expected seconds above 0, got {interval!r}")
         workforce = self.resolver.platform.workforce
+        self._check_loop("adapt")
         self._check_now(maximum)
         self._end_adapting()
         adapting = self._adapt(workforce, rule, interval)
         self._adapting = asyncio.get_running_loop().create_task(adapting)
+
+    def _check_loop(self, operation: str) -> None:
+        if self._resolver is not None and asyncio.get_running_loop() is not self._loop:
+            raise other_loop(f"{operation} of a {type(self).__name__}")
 
     def _end_adapting(self) -> None:
         adapting, self._adapting = self._adapting, None

@@ -23,7 +23,7 @@ from psync.launch.door import Door
 from psync.launch.gpus import GpuShares
 from psync.launch.identity import tell_to_end
 from psync.launch.processes import ProcessGroup, RestartPolicy
-from psync.launch.task_process import Process, describe_exit
+from psync.launch.task_process import Process, describe_exit, hint_of_crash
 from psync.launch.tasks import make_task
 from psync.net import certificates
 from psync.net.environment import newest_incarnation, shares_memory
@@ -139,6 +139,7 @@ class TasksInProcesses:
                 environ.pop(name, None)
             environ |= resources.enter_context(certificates.temporary(CERTIFICATE_DAYS))
         tls = load_tls(environ)
+        self._environ = environ
         self._group = ProcessGroup({"chief": 1, **counts}, secret=minted, environ=environ)
         resources.push_async_callback(self._group.stop)
         resources.push_async_callback(self._stop_watching)
@@ -212,10 +213,13 @@ class TasksInProcesses:
 
     async def _watch(self, job: str, index: int, address: str) -> None:
         policy = RestartPolicy(self._max_restarts)
-        name, level = f"{job}-{index}", logging.ERROR
+        name, level, hinted = f"{job}-{index}", logging.ERROR, job == "ps"
         while True:
             code = await self.processes[name].wait()
             death = describe_exit(code)
+            if not hinted and (hint := hint_of_crash(code, self._environ)):
+                hinted = True
+                logger.warning("%s %s\n%s", name, death, hint)
             if (job, index) in self._leaving:
                 level, why = logging.INFO, f"{death}: it was asked to leave"
                 break

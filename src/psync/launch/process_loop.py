@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from psync.errors import ConfigurationError
 from psync.launch.task_output import release_blocked_output
@@ -36,18 +37,21 @@ the launcher's patience (``GRACE_S``)."""
 def run_loop(
     main: Callable[[], Awaitable[T]],
     *,
-    terminated_code: int = 143,
+    terminated_code: int | None = None,
     last_words: asyncio.Event | None = None,
 ) -> T:
     """Run ``main`` on a new loop; SIGTERM, SIGHUP and Ctrl-C cancel it: everything is closed in
     order. A SIGHUP that is ignored (``nohup``), or for which the program has a handler, is left so.
+    A handler that the program has set for SIGTERM is called when all is closed.
 
-    SIGUSR1 is answered by a report of what the process does; see ``task_reports``.
+    SIGUSR1 is answered by a report of what the process does; see ``task_reports``. Processes that
+    are forked meanwhile have the program's handlers.
 
     Args:
         main: Coroutine function without arguments.
-        terminated_code: With which the process ends after SIGTERM: 128 + 15, or 0 where that is
-            the orderly end, as of a ps that serves. After SIGHUP: 128 + 1, or 0.
+        terminated_code: Exit code after SIGTERM and SIGHUP, whatever a handler of the program says:
+            143, or 0 where a signal is the orderly end, as of a ps. None: 128 + the signal's
+            number, unless a handler exits with another code.
         last_words: Once it is set, SIGTERM leaves ``main`` some seconds to end by itself. See also
             ``asked_first``.
 
@@ -55,6 +59,7 @@ def run_loop(
         SystemExit: After a signal.
     """
     ended_by = 0  # the signal
+    programs: dict[int, Any] = {signum: signal.getsignal(signum) for signum in _HANDLED}
     report_on_signal()
     heard = 0  # of the signals that came
 
@@ -89,12 +94,16 @@ def run_loop(
         signals = [signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
             signals.append(signal.SIGHUP)
-        before = {signum: signal.signal(signum, on_signal) for signum in signals}
+        for signum in signals:
+            signal.signal(signum, on_signal)
+        for signum in _HANDLED:
+            _handlers[signum] = signal.getsignal(signum), programs[signum]
         try:
             return await main()
         finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
+            _handlers.clear()
+            for signum in signals:
+                signal.signal(signum, programs[signum])
 
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -103,8 +112,51 @@ def run_loop(
         sys.exit(128 + signal.SIGINT)
     except asyncio.CancelledError:
         if ended_by:
-            sys.exit(128 + ended_by if terminated_code else 0)
+            sys.exit(0 if terminated_code == 0 else 128 + ended_by)
         raise
+    finally:
+        if ended_by and callable(handler := programs[ended_by]):
+            with contextlib.suppress(*() if terminated_code is None else (SystemExit,)):
+                handler(ended_by, None)
+
+
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_handlers: dict[int, tuple[Any, Any]] = {}
+"""While ``run_loop`` runs, of each signal: the handler, and the one that was there before."""
+
+
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    """Hold signals back: a child's could come before it has its handlers, and would be lost."""
+    if _handlers:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+
+
+def _after_fork(*, in_child: bool) -> None:
+    """Let signals in again; a child first gets the handlers that the program has.
+
+    Ours would note them for a loop that does not turn there; and the parent's loop, whose file they
+    wake, would take them for its own.
+    """
+    mask = _forking.__dict__.pop("mask", None)
+    if in_child and _handlers:
+        signal.set_wakeup_fd(-1)
+        for signum, (handler, before) in _handlers.items():
+            if before is not None and signal.getsignal(signum) is handler:
+                signal.signal(signum, before)
+        _handlers.clear()
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=functools.partial(_after_fork, in_child=False),
+    after_in_child=functools.partial(_after_fork, in_child=True),
+)
 
 
 _first_words: Callable[[], None] | None = None

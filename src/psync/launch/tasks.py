@@ -348,12 +348,20 @@ async def serve_as(
     # Who started this task by hand waits for this line; a launcher knows.
     level = logging.DEBUG if os.environ.get("PSYNC_LAUNCHED") else logging.INFO
     logger.log(level, "%s serves at %s", task.task, own.address)
-    if own.job == "worker" and "chief" not in own.cluster.jobs:
+    lacks_chief = not awaited and "chief" not in own.cluster.jobs
+    if lacks_chief and (shared or own.job == "worker"):
+        ways = [f"a task of type chief, where psync.run(main) runs main, is to be described in "
+                f"{own.resolver.source}"] if shared else []  # fmt: skip
+        if own.job == "worker":
+            way = f"a chief takes it in with add_worker({own.address!r}, index={own.index})"
+            ways.append(way)
         awaited = (
-            f"{task.task} waits for a chief, and its cluster's description names none: a chief "
-            f"takes it in with add_worker({own.address!r}, index={own.index})"
+            f"{task.task} waits for a chief, and its cluster's description names none: "
+            + ", or ".join(ways)
         )
-    naming = naming_who_is_awaited(lambda: "" if task.chief.is_here else awaited)
+    naming = naming_who_is_awaited(
+        lambda: "" if task.chief.is_here else awaited, warn=shared and lacks_chief
+    )
     try:
         async with _metrics(task):
             with described_by(task.describe), _leaving_first(task) as leaving, naming:

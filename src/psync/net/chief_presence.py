@@ -78,20 +78,23 @@ REPORT_EVERY_S = 10.0
 
 
 @contextlib.contextmanager
-def naming_who_is_awaited(text: Callable[[], str]) -> Iterator[None]:
+def naming_who_is_awaited(text: Callable[[], str], *, warn: bool = False) -> Iterator[None]:
     """Return a context that says what ``text`` returns every ten seconds, until it is left.
 
     Args:
         text: Names who is awaited; empty while nobody is.
+        warn: Whether it is a warning, which is repeated after twice the time as the one before.
     """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
+    pause_s = REPORT_EVERY_S
 
     def say() -> None:
-        nonlocal timer
-        timer = loop.call_later(REPORT_EVERY_S, say)
+        nonlocal timer, pause_s
+        pause_s *= 2 if warn else 1
+        timer = loop.call_later(pause_s, say)
         if line := text():
-            logger.info("%s", line)
+            logger.log(logging.WARNING if warn else logging.INFO, "%s", line)
 
     timer = loop.call_later(REPORT_EVERY_S, say)
     try:

@@ -394,10 +394,10 @@ class Endpoint:
         refused = connection.wire.refused
         who = f"{peer.task or connection.wire.peer_task or 'a stranger'} ({connection.peername})"
         if refused is not None:
-            # Whoever finds no room tries again, and says so himself when it takes too long.
-            level = {"full": logging.INFO, "early": logging.DEBUG}.get(
-                refused.reason, logging.WARNING
-            )
+            # Whoever finds no room tries again, and says so himself when it takes too long. A task
+            # that is fenced has begun anew, or is told by the error that it gets.
+            level = logging.DEBUG if refused.reason in _PROVED else logging.WARNING
+            level = logging.INFO if refused.reason == "full" else level
             log = logger.log if refused.reason in _PROVED else self._log_stranger
             log(level, "%s refused %s: %s", self.task, who, refused.detail)
         elif self._closed:
@@ -405,11 +405,12 @@ class Endpoint:
         elif connection.wire.state is State.AWAIT_PROOF and not isinstance(error, PsyncError):
             # It has seen our proof. It died, or it has another secret: that stands in its own log.
             self._log_stranger(
-                logging.INFO, "%s: %s left before its handshake was over", self.task, who
+                logging.DEBUG, "%s: %s left before its handshake was over", self.task, who
             )
         elif isinstance(error, PsyncError):
             log = logger.log if peer.task else self._log_stranger
-            log(logging.WARNING, "%s lost %s: %s", self.task, who, one_line(error))
+            level = logging.DEBUG if peer.ended_here else logging.WARNING
+            log(level, "%s lost %s: %s", self.task, who, one_line(error))
 
     def _log_stranger(self, level: int, text: str, *args: object) -> None:
         """Write a line about somebody who has not proved himself, unless there are too many."""

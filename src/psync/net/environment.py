@@ -11,13 +11,14 @@ import logging
 import math
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 
 from psync.errors import ConfigurationError
 from psync.net.chief_presence import TrainingPresence
 from psync.net.platform import Parts, Platform
-from psync.net.process_state import PerProcess, inherited_file
+from psync.net.process_state import MISPLACED, PerProcess, inherited_file
 from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver
 from psync.net.secret import insecure_by_environ, load_secret, require_secret
 from psync.net.shared.door_names import may_share
@@ -193,6 +194,16 @@ def note_training_began() -> None:
     began = training_began.get()
     if began is not None:
         began.set()
+
+
+def exit_if_misplaced() -> None:
+    """End a worker that begins what is for the chief, if its launcher will say why.
+
+    So it is where a launcher has started this very process and the script calls no ``psync.run``.
+    """
+    launched = bool(os.environ.get("PSYNC_LAUNCHED")) and os.getsid(0) == os.getpid()
+    if launched and training_began.get() is None:
+        sys.exit(MISPLACED)
 
 
 def newest_incarnation() -> int:

@@ -99,6 +99,7 @@ class Peer:
         self.error: Exception | None = None  # why it closed, once it has
         self.is_open = False
         self.is_closed = False
+        self.ended_here = False  # by ``abort``
         self.on_closed: list[Callable[[Peer], None]] = []  # told once, in order
         self._pool = pool
         self._report_opened = report_opened
@@ -248,7 +249,11 @@ class Peer:
         self.connection.close()
 
     def abort(self, error: Exception | None = None) -> None:
-        """Close at once; open calls fail with ConnectionLost caused by ``error``."""
+        """Close at once; open calls fail with ConnectionLost caused by ``error``.
+
+        The caller knows why, and logs it if a user needs it.
+        """
+        self.ended_here = True
         self.connection.abort(error)
 
     async def wait_closed(self) -> None:

@@ -14,6 +14,10 @@ from typing import Any, Generic, TypeVar
 
 _T = TypeVar("_T")
 
+MISPLACED = 78
+"""Exit code of a worker of ``psync run`` that runs the program instead of serving: the launcher
+says so, once for all of them."""
+
 _all: list[PerProcess[Any]] = []
 
 

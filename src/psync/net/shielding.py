@@ -39,12 +39,15 @@ def _look(work: asyncio.Future[T]) -> None:
 def most_are_cancelled(before: Iterable[asyncio.Task[Any]] = ()) -> bool:
     """Return whether most other tasks of this loop were cancelled, as when ``asyncio.run`` ends.
 
-    All were then, but some that have begun since; and those that have ended since are not known.
+    All were then, but some that have begun since. Which of them end first depends on the order in
+    which they are cancelled, which depends on their addresses.
 
     Args:
-        before: Tasks that were there before: if some are left, it is they that count.
+        before: Tasks that were there before: if some are left, or were cancelled, it is they that
+            count.
     """
     others = asyncio.all_tasks() - {asyncio.current_task()}
-    if left := others.intersection(before):
-        return all(task.cancelling() > 0 for task in left)
+    known = set(before) - {asyncio.current_task()}
+    if known := {task for task in known if not task.done() or task.cancelling() > 0}:
+        return all(task.cancelling() > 0 for task in known)
     return 2 * sum(task.cancelling() > 0 for task in others) >= len(others)

@@ -19,6 +19,9 @@ lines of a step that computes on the loop, too, for which a handler of the loop 
 runs in the middle of anything, so it only reads, takes no lock, and writes to the descriptor and
 not to ``sys.stderr``, whose buffer may be half written.
 
+**SIGSEGV** and the like end a task after ``faulthandler`` has written where its code was: the line
+of a step that wrote to what it had pulled.
+
 A launcher starts its tasks with SIGUSR1 blocked, so that one that comes before their handler is
 installed is kept and does not end them.
 """
@@ -162,7 +165,7 @@ def report_text(why: str, descriptions: Iterable[Description] | None = None) -> 
 
 
 def report_on_signal() -> None:
-    """From now on, answer SIGUSR1 with a report on stderr.
+    """From now on, answer SIGUSR1 with a report on stderr, and a crash with the stack behind it.
 
     Nothing happens where the program has a handler of its own, and in other threads than the main
     one. A launcher starts its tasks with the signal blocked, so that one which comes while they
@@ -175,6 +178,10 @@ def report_on_signal() -> None:
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # stderr is closed
             os.fstat(STDERR)
             faulthandler.register(REPORT_SIGNAL, file=STDERR, all_threads=True, chain=True)
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            os.fstat(STDERR)
+            faulthandler.enable(file=STDERR, all_threads=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {REPORT_SIGNAL})
 
 

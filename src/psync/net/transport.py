@@ -62,11 +62,13 @@ class Network(Protocol):
 class _SocketListener:
     def __init__(
         self,
-        server: asyncio.AbstractServer,
+        server: asyncio.Server,
         address: str,
         doors: Sequence[Door],
         path: str | None = None,
     ) -> None:
+        for sock in server.sockets:
+            keep_from_children(sock)
         self._server = server
         self._doors = doors
         self._path = path  # of a Unix socket that has to be removed
@@ -135,7 +137,7 @@ class SocketNetwork:
         loop = asyncio.get_running_loop()
         host, port = split_address(address)
         inherited = self._inherited.pop(address, None)
-        server: asyncio.AbstractServer
+        server: asyncio.Server
         if port is None:
             bound = inherited or _bind_unix(host)
             try:
@@ -165,8 +167,11 @@ class SocketNetwork:
             if inherited is not None:
                 shut(inherited)  # nobody would be let in
             return []
-        doors = [inherited] if inherited is not None else map(door_beside, listening)
-        return [Door(door, factory) for door in doors if door is not None]
+        found = [inherited] if inherited is not None else map(door_beside, listening)
+        doors = [door for door in found if door is not None]
+        for door in doors:
+            keep_from_children(door)
+        return [Door(door, factory) for door in doors]
 
 
 async def _doors_at(host: str, port: int | None) -> list[str]:
@@ -237,10 +242,36 @@ def name_of(peername: Any) -> str:
     return str(peername) if peername else "a Unix socket"
 
 
+_own: dict[int, int] = {}
+"""Descriptor and inode of each socket that children must not have; some are closed by now."""
+
+
+def keep_from_children(sock: Any) -> None:
+    """Let forked children have nothing in place of a socket: with it they would hold its address,
+    and keep a connection open that this process has closed, or lost with its life.
+    """
+    _own[sock.fileno()] = os.fstat(sock.fileno()).st_ino
+
+
+def _begin_child() -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd, inode in _own.items():
+        with contextlib.suppress(OSError):  # it is closed
+            if os.fstat(fd).st_ino == inode:
+                # Its number stays taken: what was copied with this process may close it.
+                os.dup2(nowhere, fd, inheritable=False)
+    os.close(nowhere)
+    _own.clear()
+
+
+os.register_at_fork(after_in_child=_begin_child)
+
+
 def set_options(sock: Any) -> None:
-    """Let the kernel find dead hosts, and give Unix sockets room."""
+    """Let the kernel find dead hosts, give Unix sockets room, and keep both from children."""
     if sock is None:  # a network in memory
         return
+    keep_from_children(sock)
     if sock.family == socket.AF_UNIX:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, UNIX_BUFFER_BYTES)

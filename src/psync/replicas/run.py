@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from collections.abc import Callable
 from importlib import import_module
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from psync.client.context import forbid_in_dataset, forbid_in_step
 from psync.client.runtime import Runtime
-from psync.errors import CaptureError, ClosedError
+from psync.errors import CaptureError, ClosedError, other_loop
 from psync.numerics.replica_sums import ReduceOp
 from psync.numerics.replica_values import (
     DistributedValues,
@@ -94,7 +95,13 @@ class ReplicaRuns:
             )
         args, kwargs = tuple(args), dict(kwargs or {})
         if self.gangs is not None:
-            return await self.gangs.run(self, fn, args, kwargs)
+            assert self.runtime is not None, "both are a coordinator's"
+            if asyncio._get_running_loop() is not self.runtime.ps.loop:
+                raise other_loop("strategy.run")
+            try:
+                return await self.gangs.run(self, fn, args, kwargs)
+            except CaptureError as error:  # about the program, and begins where that has called
+                raise error.with_traceback(None) from error.__cause__
         if self.runtime is None:
             if self.created:
                 raise ClosedError(

@@ -27,7 +27,11 @@ _MAX_DEPTH = 12  # how deep `blame` looks; deeper paths help nobody, and cycles 
 
 
 class Refusal(Exception):
-    """An object says itself that it must not be sent, and why."""
+    """An object says itself that it must not be sent, and why.
+
+    Its class has the attribute ``__psync_capture_error__``, and in ``__psync_capture_hint__`` what
+    to do instead.
+    """
 
     def __init__(self, obj: object, reason: str) -> None:
         super().__init__(reason)
@@ -243,7 +247,7 @@ def _by_value_functions(fn: FunctionType) -> list[FunctionType]:
 
 def blame(
     subject: str, obj: object, fails: Callable[[object], Exception | None]
-) -> tuple[str, Exception | None]:
+) -> tuple[str, Exception | None, list[object]]:
     """Find the innermost object that cannot be sent, and how ``obj`` leads to it.
 
     Args:
@@ -252,10 +256,11 @@ def blame(
         fails: Tries to pickle; returns the error or None.
 
     Returns:
-        A sentence as in 'step "train" captures "lock" (_thread.lock), which cannot be sent', and
-        the error of the innermost object.
+        A sentence as in 'step "train" captures "lock" (_thread.lock), which cannot be sent', the
+        error of the innermost object, and the objects on the way there, ``obj`` first.
     """
     links: list[str] = []
+    path = [obj]
     error = fails(obj)
     while not (isinstance(error, Refusal) and error.obj is obj):  # its inside is its own business
         failed = ((link, child, fails(child)) for link, child in _parts_of(obj))
@@ -264,12 +269,25 @@ def blame(
             break
         links.append(worst[0])
         _, obj, error = worst
+        path.append(obj)
         if len(links) > _MAX_DEPTH:
-            return f"{subject} {links[0]}, which is nested too deeply or cannot be sent", error
+            said = f"{subject} {links[0]}, which is nested too deeply or cannot be sent"
+            return said, error, path
     if links:
-        return f"{subject} {', which '.join(links)} ({type_name(obj)}), which cannot be sent", error
+        said = f"{subject} {', which '.join(links)} ({type_name(obj)}), which cannot be sent"
+        return said, error, path
     what = "" if isinstance(obj, FunctionType) else f" ({type_name(obj)})"
-    return f"{subject}{what} cannot be sent", error
+    return f"{subject}{what} cannot be sent", error, path
+
+
+def importable_from(obj: object) -> str:
+    """Return "from module import name", if a module that every task can import has the object."""
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("_") and isinstance(module, ModuleType):
+            for attribute, value in list(vars(module).items()):
+                if value is obj and not attribute.startswith("_"):
+                    return f"from {name} import {attribute}"
+    return ""
 
 
 def _parts_of(obj: object) -> Iterator[tuple[str, object]]:

@@ -41,7 +41,7 @@ class Described(NamedTuple):
 
 def describe_exception(exc: BaseException, *, main_by_name: bool = True) -> Described:
     """Return what is told to another task about an exception of user code. Never raises."""
-    frames = _from_user_code(exc.__traceback__)
+    frames = _from_user_code(exc.__traceback__, psync=not isinstance(exc, CaptureError))
     # How psync found that a task is lost or the network failed is no news to the user.
     chain = not isinstance(exc, (TaskLost, TransportError))
     lines = format_exception(type(exc), exc, frames, chain=chain)
@@ -108,15 +108,20 @@ def _pickled(exc: BaseException, main_by_name: bool) -> Payload | None:
     return None
 
 
-def _from_user_code(frames: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the frames that only lead to user code."""
+def _from_user_code(frames: TracebackType | None, *, psync: bool) -> TracebackType | None:
+    """Return the traceback without the frames that only lead to user code.
+
+    Args:
+        frames: All of them.
+        psync: Whether frames of psync are told if there are no others.
+    """
     found = frames
     while found is not None:
         module = found.tb_frame.f_globals.get("__name__")
         if not isinstance(module, str) or module.partition(".")[0] not in _RUNNERS:
             return found
         found = found.tb_next
-    return frames  # psync raised it itself: then all frames matter
+    return frames if psync else None
 
 
 def text_of(exc: BaseException) -> str:

@@ -131,7 +131,7 @@ class FunctionTable:
                 return None
             return CaptureError() if found else None
 
-        sentence, _ = blame(subject, fn, fails)
+        sentence, _, _ = blame(subject, fn, fails)
         return CaptureError(
             f"{sentence} to a worker with it: it may have no value yet",
             hint="pass it as an argument: schedule(step, args=(value,))",

@@ -23,6 +23,7 @@ import functools
 import inspect
 import io
 import pickle
+import sys
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from numpy.typing import NDArray
 
 from psync.errors import CaptureError
 from psync.net.process_state import PerProcess
-from psync.serialization.captures import Refusal, blame, resolves_by_name
+from psync.serialization.captures import Refusal, blame, importable_from, resolves_by_name
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 
 Segment = bytes | bytearray | memoryview
@@ -59,6 +60,9 @@ _BOUND_TO_A_LOOP = (
     asyncio.Semaphore, asyncio.Barrier, asyncio.Queue, asyncio.TaskGroup,
 )  # fmt: skip
 """Some of these would pickle, although they mean nothing on another event loop."""
+
+_PICKLING = frozenset({"psync", "cloudpickle"})
+"""Packages whose frames tell nothing about what cannot be pickled."""
 
 _BY_NAME_PACKAGES = frozenset({"numpy", "psync"})
 """What every task can import. cloudpickle finds that out anew each time, at 5 µs a name."""
@@ -262,7 +266,7 @@ def pack(
     except MemoryError:
         raise
     except Exception as exc:  # a user's __reduce__ may raise anything
-        raise _capture_error(subject, obj, exc, receiver, main_by_name) from exc
+        raise _capture_error(subject, obj, exc, receiver, main_by_name) from _of_user_code(exc)
 
 
 def pack_arguments(
@@ -286,10 +290,12 @@ def pack_arguments(
             error = _fails(value, main_by_name)
             if error is not None:
                 subject = f'argument {name} of step "{step}"'
-                raise _capture_error(subject, value, error, "a worker", main_by_name) from error
+                said = _capture_error(subject, value, error, "a worker", main_by_name)
+                raise said from _of_user_code(error)
         # Only all of them together fail, as when they are nested too deeply.
         subject = f'the arguments of step "{step}"'
-        raise _capture_error(subject, (args, kwargs), exc, "a worker", main_by_name) from exc
+        said = _capture_error(subject, (args, kwargs), exc, "a worker", main_by_name)
+        raise said from _of_user_code(exc)
 
 
 def check_size(payload: Payload, subject: str, limits: Limits = DEFAULT_LIMITS) -> None:
@@ -322,22 +328,47 @@ def _fails(obj: object, main_by_name: bool) -> Exception | None:
 def _capture_error(
     subject: str, obj: object, error: Exception, receiver: str, main_by_name: bool
 ) -> CaptureError:
-    sentence, cause = blame(subject, obj, lambda part: _fails(part, main_by_name))
+    sentence, cause, path = blame(subject, obj, lambda part: _fails(part, main_by_name))
     reason = str(cause or error)
     # pickle's own words only repeat what the sentence says.
     reason = "" if reason.startswith("cannot pickle '") else f": {reason}"
     return CaptureError(
         f"{sentence} to {receiver}{reason}",
-        hint=_remedy(obj),
+        hint=_remedy(path, receiver),
     )
 
 
-def _remedy(obj: object) -> str:
-    if inspect.iscoroutine(obj):
+def _remedy(path: Sequence[object], receiver: str) -> str:
+    """Return what to do about the last object of a path, in words: one thing, which works."""
+    obj = path[-1]
+    if isinstance(hint := getattr(type(obj), "__psync_capture_hint__", None), str):
+        return hint
+    if inspect.iscoroutine(obj) or isinstance(obj, asyncio.Future):
         return "await it first"
     if inspect.isgenerator(obj):
         return "make a list of it: list(…)"
+    if inspect.isasyncgen(obj):
+        return "make a list of it: [each async for each in …]"
+    if receiver != "a worker":
+        return "return the data that it holds: arrays, numbers, text, or containers of them"
+    if isinstance(obj, asyncio.AbstractEventLoop):
+        return "asyncio.get_running_loop() in an `async def` step is the loop of its worker"
+    if found := next(filter(None, map(importable_from, path)), ""):
+        return f"import it inside the step: {found}; each worker then has its own"
+    if isinstance(obj, io.IOBase):
+        return "open it inside the step, and pass its path"
     return "make it inside the step, or pass the data from which the step can make it"
+
+
+def _of_user_code(error: BaseException) -> BaseException | None:
+    """Return an error that user code has raised while it was pickled, with the frames of that."""
+    frames = error.__traceback__
+    while frames is not None:
+        package = str(frames.tb_frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in _PICKLING and package not in sys.stdlib_module_names:
+            return error.with_traceback(frames)
+        frames = frames.tb_next
+    return None
 
 
 # Unpacking.

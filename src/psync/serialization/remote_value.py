@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 import numpy as np
 
 from psync.closures.closure import Closure
-from psync.errors import ClosureCancelled, UsageError
+from psync.errors import ClosureCancelled, UsageError, other_loop
 from psync.serialization.payloads import Payload, unpack
 
 T_co = TypeVar("T_co", covariant=True)
@@ -50,7 +50,7 @@ class RemoteValue(Generic[T_co]):
 
     __psync_remote_value__ = True
     __slots__ = (
-        "__weakref__", "_cancel", "_ended", "_error", "_payload", "_unpacked", "_value",
+        "__weakref__", "_cancel", "_ended", "_error", "_loop", "_payload", "_unpacked", "_value",
         "closure", "status",
     )  # fmt: skip
 
@@ -63,12 +63,13 @@ class RemoteValue(Generic[T_co]):
         self._value: Any = None
         self._error: BaseException | None = None
         self._ended: asyncio.Event | None = None  # made for the first who waits
+        self._loop = asyncio._get_running_loop()  # the coordinator's
 
     def __repr__(self) -> str:
         return f"<RemoteValue of {self.closure}, {self.status.value}>"
 
     def __await__(self) -> Generator[Any, None, T_co]:
-        return self.fetch().__await__()
+        return RemoteValue.fetch(self).__await__()  # a handle of psync.blocking has another
 
     @property
     def closure_id(self) -> int:
@@ -100,9 +101,13 @@ class RemoteValue(Generic[T_co]):
             ClosureCancelled: The closure was cancelled, perhaps because another one failed.
             ClosureInputError: An input of it had failed.
             EndOfData: It met the end of its worker's data.
+            UsageError: On another event loop than the coordinator's, while that is open.
 
         Cancellation: Safe; the closure goes on.
         """
+        loop = self._loop
+        if loop is not None and asyncio._get_running_loop() is not loop and not loop.is_closed():
+            raise other_loop("fetch of a RemoteValue")
         if self.status is RemoteValueStatus.NOT_READY:
             if self._ended is None:
                 self._ended = asyncio.Event()
@@ -236,7 +241,7 @@ for _name, _used in _CONVERSIONS.items():
 async def fetch_all(structure: Any) -> Any:
     """Return a nesting of dicts, lists and tuples with each RemoteValue replaced by its value."""
     if isinstance(structure, RemoteValue):
-        return await structure.fetch()
+        return await RemoteValue.fetch(structure)
     if isinstance(structure, dict):
         return {key: await fetch_all(item) for key, item in structure.items()}
     if isinstance(structure, tuple) and hasattr(structure, "_fields"):

@@ -8,6 +8,7 @@ Source: https://prometheus.io/docs/instrumenting/exposition_formats/
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -33,13 +34,12 @@ def exposition(status: Status) -> str:
     return _text((*_cluster(status), *_workers(status.workers), *_ps(status.ps)))
 
 
-def task_exposition(task: str, counters: Mapping[str, Any], process: Mapping[str, float]) -> str:
+def task_exposition(task: str, counters: Mapping[str, Any]) -> str:
     """Return the text for what a ps or a worker counts itself.
 
     Args:
         task: "/job:ps/task:0".
         counters: As its ``statistics()``.
-        process: Metrics of its process, by their names.
     """
     network = counters["network"]
     metrics = [
@@ -75,11 +75,7 @@ def task_exposition(task: str, counters: Mapping[str, Any], process: Mapping[str
         found.append(
             _Metric("task_pushes_by_staleness_total", "Pushes, by how old they were.", stale)
         )
-    text = _text(found)
-    # Names that Prometheus's own clients have, and that its dashboards know.
-    return text + _text(
-        [_Metric(name, "Of the process.", [({}, value)]) for name, value in process.items()], ""
-    )
+    return _text(found)
 
 
 def _of_ps(counters: Mapping[str, Any]) -> Iterable[tuple[str, str, float]]:
@@ -100,25 +96,18 @@ def _of_ps(counters: Mapping[str, Any]) -> Iterable[tuple[str, str, float]]:
         yield "task_backup_behind", "Entries that its backup does not have yet.", behind
 
 
-def _text(metrics: Iterable[_Metric], prefix: str = "psync_") -> str:
-    lines: list[str] = []
+def _text(metrics: Iterable[_Metric]) -> str:
+    from prometheus_client import generate_latest
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    families = []
     for metric in metrics:
-        kind = "counter" if metric.name.endswith("_total") else "gauge"
-        name = f"{prefix}{metric.name}"
-        lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {kind}"]
-        lines += [f"{name}{_labels(labels)} {float(value)!r}" for labels, value in metric.samples]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    if not labels:
-        return ""
-    pairs = (f'{name}="{_escaped(value)}"' for name, value in labels.items())
-    return "{" + ",".join(pairs) + "}"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        kind = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
+        families.append(family := kind(f"psync_{metric.name}", metric.help))
+        for labels, value in metric.samples:
+            family.add_sample(f"psync_{metric.name}", dict(labels), float(value))
+    registry: Any = types.SimpleNamespace(collect=lambda: families)
+    return generate_latest(registry).decode()
 
 
 def _cluster(status: Status) -> list[_Metric]:

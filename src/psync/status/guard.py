@@ -52,7 +52,8 @@ def _without_port(host: str) -> str:
 
 def is_token(given: str | None, token: str) -> bool:
     """Return whether somebody has the token; how long it takes says nothing about it."""
-    return hmac.compare_digest((given or "").encode(), token.encode())
+    # Bytes that are no UTF-8 come as surrogates.
+    return hmac.compare_digest((given or "").encode("utf-8", "surrogatepass"), token.encode())
 
 
 def bearer_of(header: str | None) -> str | None:

@@ -1,44 +1,191 @@
-"""An HTTP server: ``/metrics`` for Prometheus, and pages that need a token, such as ``/status``.
+"""HTTP servers of a task, on aiohttp: who may connect, for how long; ``/metrics`` and ``/status``.
 
-It answers GET and HEAD, one request a connection, and reads nothing else. ``/metrics`` has numbers
-and names of tasks, and is for everybody who reaches the address, as Prometheus expects it. Other
-pages have texts, too (names of steps, errors), and need the token of the URL that is logged.
-Where it listens on a loopback address, the Host header must be an address or localhost: a web page
-that a browser of this machine shows must not read it by a name of its own (DNS rebinding).
+Strangers reach these ports, and the task needs its descriptors for itself: so many connections are
+open at one time, each for so long, and with one answer. A newcomer gets the place of the oldest.
+What strangers send that is no HTTP costs a line of the log, and a bounded number of them.
+
+``StatusServer`` answers GET and HEAD. ``/metrics`` has numbers and names of tasks, and is for
+everybody who reaches the address, as Prometheus expects it. Other pages have texts, too (names of
+steps, errors), and need the token of the URL that is logged. Where it listens on a loopback
+address, the Host header must be an address or localhost: a web page that a browser of this machine
+shows must not read it by a name of its own (DNS rebinding).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import types
-from collections.abc import Awaitable, Callable, Mapping
-from http import HTTPStatus
-from urllib.parse import parse_qs
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from psync.cluster import is_loopback, split_address
 from psync.errors import ConfigurationError, PsyncError
+from psync.net.handshake_limits import LogQuota
 from psync.net.platform import random_hex
 from psync.net.transport import reason
 from psync.status.exposition import CONTENT_TYPE
 from psync.status.guard import is_allowed_host, is_token
 
+if TYPE_CHECKING:
+    from aiohttp import web
+
 logger = logging.getLogger(__name__)
 
-MAX_REQUEST_BYTES = 8192
-REQUEST_WITHIN_S = 5.0
+CONNECTIONS = 64
+CONNECTION_S = 10.0
+BACKLOG = 16
+"""Connections that the loop accepts in one turn, beyond ``CONNECTIONS``."""
+
+CLOSES_WITHIN_S = 1.0
+"""Answers that are under way have so long when the run ends."""
+
 TOKEN_BYTES = 16
 
 _TEXT = "text/plain; charset=utf-8"
 
-_Answer = tuple[HTTPStatus, str, str | bytes]
-"""Status, content type, body."""
-
 Metrics = Callable[[], Awaitable[str]]
 
-Page = Callable[[Mapping[str, list[str]]], Awaitable[tuple[str, str | bytes]]]
+Page = Callable[[Mapping[str, str]], Awaitable[tuple[str, str | bytes]]]
 """Given the query, returns content type and body."""
+
+
+def host_and_port(address: str, what: str) -> tuple[str, int]:
+    """Return where to listen.
+
+    Raises:
+        ConfigurationError: It is no "HOST:PORT".
+    """
+    try:
+        host, port = split_address(address)
+    except ConfigurationError:
+        host, port = "", None
+    if not host or port is None:
+        raise ConfigurationError(
+            f'{what}: expected "HOST:PORT", got {address!r}',
+            hint='"127.0.0.1:0" takes any free port, for programs on this machine',
+        )
+    return host, port
+
+
+def check_installed(what: str, *packages: str) -> None:
+    """Check that an extra is there.
+
+    Raises:
+        ConfigurationError: One of its packages is not.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(
+            f"{what}: {' and '.join(missing)} must be installed",
+            hint=f'pip install "psync[{what}]"',
+        )
+
+
+def check_metrics() -> None:
+    """Check that metrics can be served. Raises ConfigurationError."""
+    check_installed("metrics", "aiohttp", "prometheus_client")
+
+
+class _Log(logging.LoggerAdapter[logging.Logger]):
+    """What aiohttp says of requests, in a bounded number of lines."""
+
+    def __init__(self) -> None:
+        super().__init__(logger, {})
+        self._quota = LogQuota()
+
+    def exception(self, msg: object, *args: object, **more: Any) -> None:
+        """Write down that a request has failed."""
+        exc = more.get("exc_info")
+        if isinstance(exc, ConnectionError) or not self._quota.allows(
+            asyncio.get_running_loop().time()
+        ):
+            return
+        if untold := self._quota.untold():
+            self.logger.warning("%d lines about HTTP requests were not written", untold)
+        if isinstance(exc, UnicodeError) or getattr(exc, "code", 500) < 500:
+            who = args[0] if args else "somebody"
+            self.logger.warning("%s has sent something that is no HTTP request", who)
+        else:
+            self.logger.error(msg, *args, exc_info=exc)
+
+    debug = exception  # with the request, and so perhaps the token
+
+
+class _Guest(asyncio.Protocol):
+    """A connection with a place and a deadline; what it says is aiohttp's.
+
+    Args:
+        inner: Of aiohttp.
+        guests: All of one server, the oldest first.
+    """
+
+    def __init__(self, inner: asyncio.Protocol, guests: dict[_Guest, None]) -> None:
+        self._inner, self._guests = inner, guests
+        self.data_received = inner.data_received  # type: ignore[method-assign]
+        self.eof_received = inner.eof_received  # type: ignore[method-assign]
+        self.pause_writing = inner.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = inner.resume_writing  # type: ignore[method-assign]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+        self._deadline = asyncio.get_running_loop().call_later(CONNECTION_S, self.leave)
+        self._guests[self] = None
+        if len(self._guests) > CONNECTIONS:
+            next(iter(self._guests)).leave()
+        self._inner.connection_made(transport)
+
+    def leave(self) -> None:
+        """Hang up, whatever was not sent."""
+        self._guests.pop(self, None)
+        self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._guests.pop(self, None)
+        self._deadline.cancel()
+        self._inner.connection_lost(exc)
+
+
+@contextlib.asynccontextmanager
+async def listening(application: web.Application, host: str, port: int) -> AsyncIterator[int]:
+    """Return a context in which an application answers; it yields the port.
+
+    Args:
+        application: Of aiohttp.
+        host: Where to listen.
+        port: 0: any that is free.
+
+    Raises:
+        OSError: Nothing can listen there.
+    """
+    from aiohttp import web
+
+    runner = web.AppRunner(
+        application, access_log=None, logger=_Log(), shutdown_timeout=CLOSES_WITHIN_S
+    )
+    await runner.setup()
+    make = runner.server
+    assert make is not None, "it is set up"
+    guests: dict[_Guest, None] = {}
+    try:
+        server = await asyncio.get_running_loop().create_server(
+            lambda: _Guest(make(), guests), host, port, backlog=BACKLOG
+        )
+        try:
+            yield server.sockets[0].getsockname()[1]
+        finally:
+            server.close()
+    finally:
+        await runner.cleanup()
+        for guest in list(guests):
+            guest.leave()
+
+
+def shown(host: str) -> str:
+    """Return a host as it stands in a URL."""
+    return f"[{host}]" if ":" in host else host
 
 
 class StatusServer:
@@ -54,7 +201,7 @@ class StatusServer:
         url: "http://127.0.0.1:9400"; "" before ``start``.
 
     Raises:
-        ConfigurationError: The address is none.
+        ConfigurationError: The address is none, or the extra ``metrics`` is not installed.
     """
 
     def __init__(
@@ -65,14 +212,13 @@ class StatusServer:
         *,
         who: str = "",
     ) -> None:
-        host, port = _checked(address)
+        self._host, self._port = host_and_port(address, "metrics")
+        check_metrics()
         self.url = ""
         self._metrics, self._pages = metrics, pages
         self._who = f"{who}: " if who else ""
-        self._host, self._port = host, port
         self._token = random_hex(TOKEN_BYTES)
-        self._server: asyncio.Server | None = None
-        self._answering: set[asyncio.Task[None]] = set()
+        self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
         """Listen. Cancellation: safe.
@@ -80,104 +226,57 @@ class StatusServer:
         Raises:
             ConfigurationError: The address is in use, or not this machine's.
         """
+        from aiohttp import web
+
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self._respond)
         try:
-            self._server = await asyncio.start_server(
-                self._serve, self._host, self._port, limit=MAX_REQUEST_BYTES
+            port = await self._stack.enter_async_context(
+                listening(application, self._host, self._port)
             )
         except OSError as exc:
             raise ConfigurationError(
                 f"metrics: cannot listen on {self._host}:{self._port}: {reason(exc)}",
                 hint="port 0 takes a free one",
             ) from exc
-        port = self._server.sockets[0].getsockname()[1]
-        self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
+        self.url = f"http://{shown(self._host)}:{port}"
         first = next(iter(self._pages), "")
         more = f", {first[1:]} at {self.url}{first}?token={self._token}" if first else ""
         logger.info("%smetrics at %s/metrics%s", self._who, self.url, more)
 
     async def close(self) -> None:
         """Answer nobody any more. Cancellation: safe."""
-        if self._server is not None:
-            self._server.close()
-        for task in self._answering:
-            task.cancel()
-        if self._answering:
-            await asyncio.wait(list(self._answering))
+        await self._stack.aclose()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "it runs in one"
-        self._answering.add(task)
-        try:
-            with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
-                async with asyncio.timeout(REQUEST_WITHIN_S):
-                    writer.write(await self._response(reader))
-                    await writer.drain()
-        except asyncio.CancelledError:
-            pass  # it is closed; the loop would report it as an error of a callback
-        finally:
-            self._answering.discard(task)
-            writer.close()
+    async def _respond(self, request: web.Request) -> web.Response:
+        from aiohttp import web
 
-    async def _response(self, reader: asyncio.StreamReader) -> bytes:
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.LimitOverrunError:
-            return _bytes("GET", (HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _TEXT, ""))
-        request, *lines = head.decode("latin-1").split("\r\n")
-        method, _, rest = request.partition(" ")
-        target, _, version = rest.rpartition(" ")
-        if not version.startswith("HTTP/1."):
-            return _bytes("GET", (HTTPStatus.BAD_REQUEST, _TEXT, "expected HTTP/1.1\n"))
-        pairs = (line.partition(":") for line in lines if ":" in line)
-        headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-        return _bytes(method, await self._answer(method, target, headers))
+        status, kind, text = await self._answer(request)
+        headers = {
+            "Content-Type": kind, "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff",
+        }  # fmt: skip
+        body = text if isinstance(text, bytes) else text.encode()
+        response = web.Response(status=status, headers=headers, body=body)
+        response.force_close()
+        return response
 
-    async def _answer(self, method: str, target: str, headers: Mapping[str, str]) -> _Answer:
-        if method not in ("GET", "HEAD"):
-            return HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, "only GET and HEAD\n"
-        if _is_loopback(self._host) and not is_allowed_host(headers.get("host")):
-            return HTTPStatus.FORBIDDEN, _TEXT, "the Host header names another host\n"
-        path, _, query = target.partition("?")
+    async def _answer(self, request: web.Request) -> tuple[int, str, str | bytes]:
+        """Return status, content type and body."""
+        if request.method not in ("GET", "HEAD"):
+            return 405, _TEXT, "only GET and HEAD\n"
+        if is_loopback(f"{shown(self._host)}:0") and not is_allowed_host(
+            request.headers.get("Host")
+        ):
+            return 403, _TEXT, "the Host header names another host\n"
         try:
-            if path == "/metrics":
-                return HTTPStatus.OK, CONTENT_TYPE, await self._metrics()
-            if path not in self._pages:
+            if request.path == "/metrics":
+                return 200, CONTENT_TYPE, await self._metrics()
+            if request.path not in self._pages:
                 there = " and ".join(("/metrics", *list(self._pages)[:1]))
-                return HTTPStatus.NOT_FOUND, _TEXT, f"there is {there}\n"
-            asked = parse_qs(query)
-            if not is_token(asked.get("token", [""])[0], self._token):
+                return 404, _TEXT, f"there is {there}\n"
+            if not is_token(request.query.get("token"), self._token):
                 text = "the token is missing or another one; the program's log has the URL\n"
-                return HTTPStatus.FORBIDDEN, _TEXT, text
-            return HTTPStatus.OK, *await self._pages[path](asked)
+                return 403, _TEXT, text
+            return 200, *await self._pages[request.path](request.query)
         except PsyncError as exc:  # it ends just now
-            return HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{exc.message}\n"
-
-
-def _checked(address: str) -> tuple[str, int]:
-    """Return host and port. Raises ConfigurationError."""
-    try:
-        host, port = split_address(address)
-    except ConfigurationError:
-        host, port = "", None
-    if not host or port is None:
-        raise ConfigurationError(f'metrics: expected "host:port", got {address!r}')
-    return host, port
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return is_loopback(f"[{host}]:0" if ":" in host else f"{host}:0")
-    except ConfigurationError:
-        return False
-
-
-def _bytes(method: str, answer: _Answer) -> bytes:
-    status, kind, text = answer
-    body = text if isinstance(text, bytes) else text.encode()
-    head = (
-        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
-        f"Content-Length: {len(body)}\r\nCache-Control: no-store\r\n"
-        "X-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n"
-    )
-    return head.encode() + (b"" if method == "HEAD" else body)
+            return 503, _TEXT, f"{exc.message}\n"

@@ -255,7 +255,7 @@ class Status:
         try:
             data = json.loads(text)
             schema = data["schema"]
-        except (ValueError, TypeError, KeyError) as exc:
+        except (ValueError, TypeError, KeyError, RecursionError) as exc:
             raise RemoteProtocolError("expected the status of a run as JSON") from exc
         if schema != SCHEMA:
             raise RemoteProtocolError(
@@ -263,14 +263,15 @@ class Status:
                 hint="use the version of psync that the run uses",
             )
         try:
-            for name, value in data.get("reported", {}).items():
-                data["reported"][name] = math.nan if value is None else value
-            build = _builder(cls)  # type: ignore[arg-type]  # a class can be hashed
-            assert build is not None, "a dataclass is built"
-            made: Self = build(data)
-        except (ValueError, TypeError, KeyError, AttributeError) as exc:
+            reported = _checked(dict, data.pop("reported", {}))
+            made: Self = from_plain(cls, data)
+            values = {
+                name: math.nan if value is None else _checked(float, value, math.inf)
+                for name, value in reported.items()
+            }
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as exc:
             raise RemoteProtocolError(f"expected a status of schema {SCHEMA}: {exc}") from exc
-        return made
+        return dataclasses.replace(made, reported=values)
 
 
 def _json(data: Any) -> str:
@@ -300,24 +301,43 @@ def _names(kind: type) -> tuple[str, ...]:
     return tuple(each.name for each in dataclasses.fields(kind))
 
 
+def from_plain(kind: Any, data: Any) -> Any:
+    """Return the value of a type of this module that plain data stand for.
+
+    Raises:
+        TypeError, AttributeError, OverflowError: They stand for none.
+    """
+    return _builder(kind)(data)
+
+
 @functools.cache
-def _builder(kind: Any) -> Callable[[Any], Any] | None:
-    """Return what makes a value of a field's type of plain data; None: the data are one."""
+def _builder(kind: Any) -> Callable[[Any], Any]:
+    """Return what makes a value of a field's type of plain data, or raises TypeError."""
     if dataclasses.is_dataclass(kind):
         fields = {name: _builder(hint) for name, hint in get_type_hints(kind).items()}
 
         def build(data: Any) -> Any:
-            known = {name: value for name, value in data.items() if name in fields}
-            for name, value in known.items():
-                if (made := fields[name]) is not None:
-                    known[name] = made(value)
+            known = {name: fields[name](each) for name, each in data.items() if name in fields}
             return kind(**known)  # type: ignore[operator]  # a class
 
         return build
-    origin = get_origin(kind)
-    inner = _builder(get_args(kind)[0]) if origin in (Union, types.UnionType, tuple) else None
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):  # of something and None
+        inner = _builder(arguments[0])
+        return lambda data: None if data is None else inner(data)
     if origin is tuple:
-        return tuple if inner is None else lambda data: tuple(map(inner, data))
-    if inner is None:
-        return None
-    return lambda data: None if data is None else inner(data)  # of something and None
+        inner = _builder(arguments[0])
+        return lambda data: tuple(map(inner, _checked(list, data)))
+    if origin is not None:  # a mapping from text
+        inner = _builder(arguments[1])
+        return lambda data: {name: inner(each) for name, each in _checked(dict, data).items()}
+    return functools.partial(_checked, kind)
+
+
+def _checked(kind: type, data: Any, most: float = 1e18) -> Any:
+    """Return plain data of a type; its numbers are such that views can compute with them."""
+    if type(data) is not kind and not (kind is float and type(data) is int):
+        raise TypeError(f"expected {kind.__name__}, got {type(data).__name__}")
+    if isinstance(data, int | float) and not -most < float(data) < most:
+        raise TypeError(f"expected a number, got {data:.4g}")
+    return data

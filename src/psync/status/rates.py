@@ -87,7 +87,7 @@ class WorkerReading:
 
     task: str
     address: str
-    state: str  # as of ``WorkerStatus``; "idle" if it takes part
+    state: str  # as of ``WorkerStatus``; "idle" if it takes part, "busy" in a training session
     closure: RunningClosure | None = None
     losses: int = 0
     failed: int = 0
@@ -153,7 +153,11 @@ def status_of(reading: Reading, history: History) -> Status:
         return min(rate(name), pushes_per_s)
 
     bounds = reading.ps[0].counters.get("clocks", {}) if reading.ps else {}
-    busy = [worker.task for worker in reading.workers if worker.closure is not None]
+    busy = [
+        worker.task
+        for worker in reading.workers
+        if worker.closure is not None or worker.state == "busy"
+    ]
     shown = _shown_names(groups)
     synchronous = tuple(
         _group(shown[name], name, group, busy, pace) for name, group in groups.items()
@@ -262,7 +266,9 @@ def _workers(
         statistics = held.get(worker.task)
         state, in_flight = worker.state, 0 if statistics is None else statistics.in_flight
         if state == "idle" and in_flight:
-            state = "waiting" if worker.task in waiting else "busy"
+            state = "busy"
+        if state == "busy" and worker.task in waiting:
+            state = "waiting"
         pushes = [group["replicas"].get(worker.task, _NO_PUSHES) for group in groups.values()]
         workers.append(
             WorkerStatus(

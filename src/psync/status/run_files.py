@@ -25,6 +25,7 @@ from pathlib import Path
 
 from psync.errors import ConfigurationError
 from psync.net.secret import read_private
+from psync.status.units import seconds_text
 
 SCHEMA = 1
 """Of run files."""
@@ -140,33 +141,51 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def newest_run(directory: Path | None = None) -> Run:
-    """Return this user's newest run that is there.
+def chosen_run(named: str | None = None, directory: Path | None = None) -> Run:
+    """Return this user's run that is meant.
 
     Args:
+        named: The path of its file, or its id, process or program; None: the only one that runs.
         directory: Of run files; default: this user's.
 
     Raises:
-        ConfigurationError: There is none; or the newest has ended in a way that left its file.
+        ConfigurationError: No such run is there, or several are: lists those that run.
     """
+    if named is not None and (os.sep in named or named.endswith(SUFFIX)):
+        return read_run(Path(named))
     directory = directory_of_runs() if directory is None else directory
     try:
         _check_private(directory)  # what somebody else has put there is not this user's run
-        runs = _runs(directory)
+        runs = runs_in(directory)
     except FileNotFoundError:
         runs = []
     except OSError as exc:
         raise ConfigurationError(f"{directory}: {exc.strerror}") from exc
-    for _, run in runs:
-        if not has_ended(run):
-            return run
+    running = [(path.stem, run) for path, run in runs if not has_ended(run)]
+    meant = [run for id_, run in running if named is None or named in _names(id_, run)]
+    if len(meant) == 1:
+        return meant[0]
+    if running:
+        what = "programs of this user run" if named is None else f"running programs match {named!r}"
+        listed = "".join(
+            f"\n  {id_}  {run}, for {seconds_text(time.time() - run.started)}"
+            for id_, run in running
+        )
+        raise ConfigurationError(
+            f"expected one program, and {len(meant) or 'no'} {what}",
+            hint=f"choose one with --run, by its id, process or name:{listed}",
+        )
     hint = "start one on this machine, or give the path of its run file"
     if runs:
         raise ConfigurationError(f"the newest run, {runs[0][1]}, has ended", hint=hint)
     raise ConfigurationError(f"no program of this user runs (looked in {directory})", hint=hint)
 
 
-def _runs(directory: Path) -> list[tuple[Path, Run]]:
+def _names(id_: str, run: Run) -> tuple[str, ...]:
+    return id_, str(run.pid), run.program, Path(run.program).stem
+
+
+def runs_in(directory: Path) -> list[tuple[Path, Run]]:
     """Return all runs, the newest first; what cannot be read is passed over."""
     found: list[tuple[Path, Run]] = []
     for path in directory.glob(f"*{SUFFIX}"):
@@ -199,7 +218,7 @@ def _is_deserted(path: Path) -> bool:
 
 def take_away_ended(directory: Path) -> None:
     """Remove what runs that were killed have left: their files, and sockets without a file."""
-    for path, run in _runs(directory):
+    for path, run in runs_in(directory):
         if has_ended(run):
             left = socket_of(run)
             is_ours = left.parent == directory and left.suffix == ".sock"  # it might say anything

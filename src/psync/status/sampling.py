@@ -13,11 +13,12 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from psync.closures.membership import TaskState
+from psync.closures.queue import QueueStatistics
 from psync.cluster_roles import CHIEF
 from psync.errors import ClosedError, PsyncError
 from psync.net.peer import Peer
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from psync.client.ps_link import PsLink
     from psync.closures.closure import Closure
     from psync.coordinator import Coordinator
+    from psync.net.endpoint import Endpoint
 
 PS_ANSWERS_WITHIN_S = 1.0
 """A ps runs no user code, and answers within milliseconds."""
@@ -55,7 +57,7 @@ WORKER_ANSWERS_WITHIN_S = 3.0
 """Else it computes on its loop, or is stopped."""
 
 FRESH_S = 0.2
-"""Who asks again sooner gets the same status: that bounds what it costs, whoever asks."""
+"""ps tasks are not asked again sooner than this: that bounds what it costs them, whoever asks."""
 
 ASKED_AT_ONCE = 100
 """Workers are asked by turns: many of them cost no more than so many."""
@@ -81,11 +83,11 @@ class _Worked:
     shares: WorkShares | None = None  # None after the first answer
 
 
-class StatusSource:
-    """The status of one coordinator's cluster.
+class ClusterSource:
+    """The status of one cluster, whose ps tasks are asked.
 
     Args:
-        coordinator: Running, or starting.
+        endpoint: With connections to them.
         placed: Given what it has returned before, returns that if it still holds, else where all
             shards of the declared variables lie now.
 
@@ -98,10 +100,10 @@ class StatusSource:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        endpoint: Endpoint,
         placed: Callable[[tuple[ShardStatus, ...]], tuple[ShardStatus, ...]],
     ) -> None:
-        self._coordinator = coordinator
+        self._endpoint = endpoint
         self._placed = placed
         self._placement: tuple[ShardStatus, ...] = ()
         self._time = 0.0  # of the newest; never back, where the clock is set: charts need that
@@ -109,20 +111,18 @@ class StatusSource:
         self._began = self._loop.time()
         self._history = History(self._began)
         self._ps: dict[str, _LastCounters] = {}
-        self._worked: dict[str, _Worked] = {}
         self._asked: dict[str, asyncio.Task[None]] = {}  # workers that have not answered yet
-        self._asked_at: dict[str, float] = {}  # since when, loop time
-        self._turn = 0  # place of the worker that is asked next
         self.spans = SpanCollector(self._recorder(), lambda: self._controls().values())
         self.asks_workers = False
-        self._newest: tuple[float, Status] | None = None
+        self._newest: tuple[float, float, Collection[str]] | None = None
+        """When ps tasks were last asked: the end, the beginning, and which of them were."""
         self._asking: asyncio.Task[Status] | None = None
         self.variables: Callable[[], dict[int, str]] = dict
         self.reported: dict[str, float] = {}
         self.program = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
 
     async def status(self) -> Status:
-        """Return the status, at most 0.2 s old.
+        """Return the status as of now; numbers of ps tasks may be 0.2 s old.
 
         Raises:
             ClosedError: The coordinator is closed meanwhile.
@@ -130,9 +130,9 @@ class StatusSource:
         Cancellation: Safe; others who ask get theirs.
         """
         if self._newest is not None and self._loop.time() - self._newest[0] < FRESH_S:
-            return self._newest[1]
+            return status_of(self._reading(*self._newest[1:]), self._history)
         asking = self._asking
-        if asking is None:
+        if asking is None or asking.done():  # what it has read may have changed since
             asking = self._asking = self._loop.create_task(self._read())
             asking.add_done_callback(self._ended)
         try:
@@ -144,7 +144,8 @@ class StatusSource:
             raise
 
     def _ended(self, asking: asyncio.Task[Status]) -> None:
-        self._asking = None
+        if self._asking is asking:
+            self._asking = None
         if not asking.cancelled():
             asking.exception()  # whoever has waited for it has it; perhaps nobody does any more
 
@@ -159,39 +160,27 @@ class StatusSource:
 
     async def _read(self) -> Status:
         controls = self._controls()
-        links = self._coordinator.links.ps.links
-        asked = {link.task: controls[link.task] for link in links if link.task in controls}
+        asked = {link.task: controls[link.task] for link in self._links() if link.task in controls}
         began = self._loop.time()
         await asyncio.gather(*map(self._ask, asked.values()))
         if self.asks_workers:
             self._ask_workers()
-        status = status_of(self._reading(began, asked), self._history)
-        self._newest = self._loop.time(), status
-        return status
+        self._newest = self._loop.time(), began, asked
+        return status_of(self._reading(began, asked), self._history)
 
     def _controls(self) -> dict[str, Peer]:
         """Return a connection to each task that there is."""
-        peers = self._coordinator.links.endpoint.peers
-        return {peer.task: peer for peer in peers if peer.lane == "control"}
+        return {peer.task: peer for peer in self._endpoint.peers if peer.lane == "control"}
 
     def _recorder(self) -> SpanRecorder:
-        """Return what records the coordinator's own part of a trace."""
-        recovery = self._coordinator.recovery
+        """Return what records the chief's own part of a trace."""
 
         def facts() -> dict[str, Any]:
-            oldest = recovery.queue.dispatcher.oldest().values()
-            return {
-                "variables": self.variables(),
-                "running": [(closure.id, closure.name) for closure in oldest],
-            }
+            running = [(closure.id, closure.name) for closure in self._oldest().values()]
+            return {"variables": self.variables(), "running": running}
 
-        def counters() -> dict[str, float]:
-            of = recovery.queue.dispatcher
-            return {"closures queued": of.num_queued, "closures in flight": of.num_in_flight}
-
-        endpoint = self._coordinator.links.endpoint
-        recorder = SpanRecorder(endpoint.platform, CHIEF, facts, counters)
-        recorder.watch_endpoint(endpoint)
+        recorder = SpanRecorder(self._endpoint.platform, CHIEF, facts, self._counters)
+        recorder.watch_endpoint(self._endpoint)
         return recorder
 
     async def _ask(self, ps: Peer) -> None:
@@ -203,6 +192,64 @@ class StatusSource:
             return  # its link sees to it, and the age of its counters shows it
         assert isinstance(received.message, Statistics), "its only answer"
         self._ps[ps.task] = _LastCounters(self._loop.time(), received.message.counters)
+
+    def _ps_reading(
+        self, link: PsLink, began: float, asked: Collection[str], now: float
+    ) -> PsReading:
+        known, state = self._ps.get(link.task), link.state
+        answered = link.task not in asked if known is None else known.at >= began
+        if state == "connected" and not answered:
+            state = "silent"
+        if known is None:
+            return PsReading(link.task, link.address, state)
+        return PsReading(link.task, link.address, state, now - known.at, known.counters)
+
+    # What there is besides ps tasks.
+
+    def _links(self) -> Sequence[PsLink]:
+        raise NotImplementedError
+
+    def _reading(self, began: float, asked: Collection[str]) -> Reading:
+        raise NotImplementedError
+
+    def _ask_workers(self) -> None:
+        """Ask workers for what their time went to."""
+
+    def _oldest(self) -> Mapping[str, Closure]:
+        return {}
+
+    def _counters(self) -> dict[str, float]:
+        return {}
+
+
+class StatusSource(ClusterSource):
+    """The status of one coordinator's cluster.
+
+    Args:
+        coordinator: Running, or starting.
+        placed: As for ``ClusterSource``.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        placed: Callable[[tuple[ShardStatus, ...]], tuple[ShardStatus, ...]],
+    ) -> None:
+        self._coordinator = coordinator
+        self._worked: dict[str, _Worked] = {}
+        self._asked_at: dict[str, float] = {}  # since when, loop time
+        self._turn = 0  # place of the worker that is asked next
+        super().__init__(coordinator.links.endpoint, placed)
+
+    def _links(self) -> Sequence[PsLink]:
+        return self._coordinator.links.ps.links
+
+    def _oldest(self) -> Mapping[str, Closure]:
+        return self._coordinator.recovery.queue.dispatcher.oldest()
+
+    def _counters(self) -> dict[str, float]:
+        of = self._coordinator.recovery.queue.dispatcher
+        return {"closures queued": of.num_queued, "closures in flight": of.num_in_flight}
 
     def _ask_workers(self) -> None:
         """Ask some workers what their time went to; forget those that are gone."""
@@ -303,13 +350,67 @@ class StatusSource:
             worker.name, worker.address, state, running, worker.losses, worker.failed, error, work
         )
 
-    def _ps_reading(
-        self, link: PsLink, began: float, asked: Collection[str], now: float
-    ) -> PsReading:
-        known, state = self._ps.get(link.task), link.state
-        answered = link.task not in asked if known is None else known.at >= began
-        if state == "connected" and not answered:
-            state = "silent"
-        if known is None:
-            return PsReading(link.task, link.address, state)
-        return PsReading(link.task, link.address, state, now - known.at, known.counters)
+
+@dataclass(slots=True)
+class SessionFacts:
+    """What the chief of a training session knows of it."""
+
+    links: Sequence[PsLink]
+    workers: Mapping[str, str]  # addresses by name: of workers, and of a chief that trains
+    waits_for: str = ""  # what training goes on to, in words
+    begun: bool = False  # whether workers may enter
+
+
+class SessionSource(ClusterSource):
+    """The status of a training session without a coordinator, as its chief and ps 0 know it.
+
+    Args:
+        endpoint: As for ``ClusterSource``.
+        placed: Likewise.
+        facts: Of the session; read each time.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        placed: Callable[[tuple[ShardStatus, ...]], tuple[ShardStatus, ...]],
+        facts: SessionFacts,
+    ) -> None:
+        self._facts = facts
+        super().__init__(endpoint, placed)
+
+    def _links(self) -> Sequence[PsLink]:
+        return self._facts.links
+
+    def _reading(self, began: float, asked: Collection[str]) -> Reading:
+        now, facts = self._loop.time(), self._facts
+        self._placement = self._placed(self._placement)
+        self._time = max(self._time, time.time())
+        ps = [self._ps_reading(link, began, asked, now) for link in facts.links]
+        session = ps[0].counters.get("session", {})
+        states = {
+            task: state
+            for state, name in (("busy", "members"), ("lost", "missing"), ("left", "left"))
+            for task in session.get(name, ())
+        }
+        over = session.get("over", "")
+        return Reading(
+            at=now,
+            time=self._time,
+            pid=os.getpid(),
+            program=self.program,
+            uptime_s=now - self._began,
+            state="ended" if over else "running" if facts.begun else "starting",
+            waits_for=facts.waits_for if facts.begun else "the workers of the training session",
+            closures=QueueStatistics(0, 0, 0, 0, 0, 0, 0, 0, 0, ()),
+            workers=[
+                WorkerReading(task, address, states.get(task, "connecting"))
+                for task, address in facts.workers.items()
+            ],
+            ps=ps,
+            notes=[
+                "a training session: there is no coordinator, and no closures",
+                *([f"training ends: {over}"] if over else []),
+            ],
+            placement=self._placement,
+        )

@@ -1,4 +1,4 @@
-"""The status of a running coordinator, for its program and for other processes of its user.
+"""The status of a running coordinator or session, for its program and its user's processes.
 
 Others ask over a Unix socket, with psync's own handshake and a token made for that, both of which
 a run file names (``run_files``). The cluster's connections have nothing to do with it: what comes
@@ -39,7 +39,7 @@ from psync.wire.codec import Message
 from psync.wire.messages import AskSpans, AskStatistics, Statistics
 
 if TYPE_CHECKING:
-    from psync.status.sampling import StatusSource
+    from psync.status.sampling import ClusterSource
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +64,11 @@ def is_outside(platform: Platform) -> bool:
 
 
 class ServedStatus:
-    """The status of one coordinator, which may be asked for while it starts and while it runs.
+    """The status of one program, which may be asked for while it starts and while it runs.
 
     Args:
         source: Of the status.
-        platform: Of the coordinator.
+        platform: Of the program.
         metrics: Where to serve it over HTTP, as "host:port"; None: as ``PSYNC_METRICS`` says.
 
     Raises:
@@ -76,7 +76,7 @@ class ServedStatus:
     """
 
     def __init__(
-        self, source: StatusSource, platform: Platform, metrics: str | None = None
+        self, source: ClusterSource, platform: Platform, metrics: str | None = None
     ) -> None:
         self.source = source
         self._is_served = is_served(platform)
@@ -115,12 +115,12 @@ class ServedStatus:
     async def _metrics(self) -> str:
         return exposition(await self.source.status())
 
-    async def _json(self, _: Mapping[str, list[str]]) -> tuple[str, str]:
+    async def _json(self, _: Mapping[str, str]) -> tuple[str, str]:
         return "application/json", (await self.source.status()).to_json()
 
-    async def _spans(self, query: Mapping[str, list[str]]) -> tuple[str, bytes]:
+    async def _spans(self, query: Mapping[str, str]) -> tuple[str, bytes]:
         """Return what tasks have recorded: msgpack of a list of readings."""
-        reader, last = query.get("reader", [""])[0], "last" in query
+        reader, last = query.get("reader", ""), "last" in query
         readings = await self.source.spans.read(reader, last=last)
         return "application/msgpack", msgpack.packb(readings)
 
@@ -134,7 +134,7 @@ class ServedStatus:
             await self.source.close()
 
 
-async def _serve(source: StatusSource, metrics: str, stack: contextlib.AsyncExitStack) -> None:
+async def _serve(source: ClusterSource, metrics: str, stack: contextlib.AsyncExitStack) -> None:
     directory = directory_of_runs()
     make_directory(directory)
     take_away_ended(directory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
@@ -40,10 +39,13 @@ async def serving_metrics(
     if not address:
         yield
         return
-    began = time.time()
 
     async def metrics() -> str:
-        return task_exposition(task.task, task.statistics(), process_metrics(began))
+        from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+
+        process = CollectorRegistry()
+        ProcessCollector(registry=process)
+        return task_exposition(task.task, task.statistics()) + generate_latest(process).decode()
 
     server = StatusServer(address, metrics, who=task.task)
     await server.start()
@@ -51,17 +53,3 @@ async def serving_metrics(
         yield
     finally:
         await server.close()
-
-
-def process_metrics(began: float) -> dict[str, float]:
-    """Return what Prometheus's own clients tell of a process; memory and files only on Linux."""
-    found = {
-        "process_cpu_seconds_total": time.process_time(),
-        "process_start_time_seconds": began,
-    }
-    with contextlib.suppress(OSError):
-        with open("/proc/self/statm", encoding="ascii") as file:
-            pages = int(file.read().split()[1])
-        found["process_resident_memory_bytes"] = pages * os.sysconf("SC_PAGE_SIZE")
-        found["process_open_fds"] = len(os.listdir("/proc/self/fd"))
-    return found

@@ -6,6 +6,7 @@ in it, such as ``shards[0].version``.
     type                       JSON
     int, Signed                a whole number of 64 bits, from 0; of either sign
     bool                       true or false
+    float                      a number
     str                        text that is not empty
     bytes                      its hexadecimal digits
     list[X], tuple[X, …]       a list
@@ -22,6 +23,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
@@ -35,6 +37,9 @@ Signed = NewType("Signed", int)
 """A whole number that may be below 0."""
 
 _MOST = 1 << 63
+
+_repr = reprlib.Repr()  # of any depth, quickly
+_repr.maxlist = _repr.maxtuple = _repr.maxstring = _repr.maxother = _repr.maxlong = 80
 
 
 def read_json(data: bytes, kind: type[T], where: str, head: tuple[str, int] | None = None) -> T:
@@ -78,7 +83,7 @@ def to_json(value: object, indent: int | None = None) -> bytes:
 
 def wrong(where: str, what: str, expected: str, got: object) -> CheckpointCorrupt:
     """Return the error for a value that is not what it must be."""
-    shown = repr(got)
+    shown = _repr.repr(got)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return CheckpointCorrupt(
         f"{where}: damaged: {what}: expected {expected}, got {shown}",
@@ -188,7 +193,7 @@ def _whole(lowest: int, expected: str) -> _Reader:
     return read
 
 
-def _only(kind: type, expected: str) -> _Reader:
+def _only(kind: type | tuple[type, ...], expected: str) -> _Reader:
     def read(value: Any) -> Any:
         if isinstance(value, kind) and value != "":
             return value
@@ -208,6 +213,7 @@ _SIMPLE: dict[Any, _Reader] = {
     Any: lambda value: value,
     bool: _only(bool, "true or false"),
     bytes: _bytes,
+    float: _only((int, float), "a number"),
     int: _whole(0, "a whole number from 0"),
     Signed: _whole(-_MOST, "a whole number"),
     str: _only(str, "text"),

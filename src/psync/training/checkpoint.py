@@ -19,6 +19,7 @@ are read one after the other while others may change.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -32,9 +33,10 @@ from psync.api.optimizers.state import updates_of
 from psync.api.reads import runtime_of
 from psync.checkpoints.files import Reader, checkpoints_in, disk_errors, remove
 from psync.checkpoints.layout import changed_rate, step_of
+from psync.checkpoints.ownership import Owner, own
 from psync.checkpoints.writer import Writer, streamed_by_environ
 from psync.client.context import forbid_in_step
-from psync.client.scopes import running_scopes
+from psync.client.scopes import running_scopes, runtime_here
 from psync.coordinator import Coordinator
 from psync.errors import (
     CheckpointError,
@@ -56,6 +58,9 @@ from psync.training.saved_objects import Contents, numbers_of
 logger = logging.getLogger(__name__)
 
 PREFIX = "ckpt"
+
+OWNER = "OWNER"
+"""The file in a directory of checkpoints that names the process which saves there."""
 
 LOOK_EVERY_S = 0.1
 """How often progress is looked at."""
@@ -103,6 +108,7 @@ class Checkpoint:
     """
 
     __psync_capture_error__ = "checkpoints are saved by the program, not by steps"
+    __psync_capture_hint__ = "call it in the program, outside of steps"
 
     def __init__(self, **objects: Any) -> None:
         forbid_in_step("making a checkpoint")
@@ -160,7 +166,7 @@ class Checkpoint:
             CheckpointError: The disk is full, or fails, or the directory is none: path, number and
                 step are named. There is one of that number; a ps was cut off or died meanwhile, or
                 serves another coordinator. What was saved before is whole.
-            ConfigurationError: The number is none.
+            ConfigurationError: The number is none, or another program saves there.
             UsageError: No coordinator is running.
             ParameterServerLost: A ps is gone.
 
@@ -267,8 +273,8 @@ class Checkpoint:
         Raises:
             CheckpointNotFound: There is none.
             CheckpointCorrupt: It is damaged. Nothing was restored.
-            CheckpointMismatch: Something is missing, or of another shape or dtype: all are named.
-                Nothing was restored.
+            CheckpointMismatch: Something is missing, or of another shape or dtype: all are named;
+                or a state is not one of its object's. Nothing was restored.
             CheckpointError: It cannot be read; the path is named.
             UsageError: No coordinator is running.
             ParameterServerLost: A ps is gone.
@@ -293,6 +299,7 @@ class Checkpoint:
             for part, tensor in found:
                 await asyncio.to_thread(reader.check, tensor)  # all, before any is replaced
                 show((done := done + part.nbytes) // 2)
+            contents.restore_states(manifest.states, reader.path)  # may refuse: before the others
             for part, tensor in found:
                 stop = part.offset + part.rows
                 await part.write(await asyncio.to_thread(reader.read, tensor, part.offset, stop))
@@ -301,9 +308,6 @@ class Checkpoint:
             await optimizer.iterations.assign(step)
         for optimizer, rate in rates.items():
             await optimizer.set_learning_rate(rate)
-        for name, thing in contents.states.items():
-            if name in manifest.states:
-                thing.restore_checkpoint_state(manifest.states[name])
         logger.info("restored %s", reader.path)
         return Restored(reader.path, manifest.number, difference.missing, difference.extra)
 
@@ -392,8 +396,11 @@ async def coordinator_for(contents: Contents) -> Coordinator | None:
     if contents.handles:
         runtime = await runtime_of("saving a checkpoint", *contents.handles.values())
         return coordinator_of(runtime.origin)
-    running = [coordinator_of(scope.origin) for scope in running_scopes()]
-    return running[0] if len(running) == 1 else None
+    running = running_scopes()
+    if len(running) != 1:
+        return None
+    runtime_here("saving a checkpoint", running[0])
+    return coordinator_of(running[0].origin)
 
 
 async def _written(
@@ -412,6 +419,7 @@ async def _written(
     """
     begun: list[Writer] = []  # so that who is cancelled while it is made abandons it, too
     shapes = {name: (array.shape, array.dtype) for name, array in contents.arrays.items()}
+    owner = own_directory(directory)
     try:
         with disk_errors(str(directory)):
             if number is None:
@@ -435,3 +443,25 @@ async def _written(
         raise CheckpointError(f"saving {what}: {exc.message}", hint=exc.hint) from (
             exc.__cause__ or exc
         )
+    finally:
+        del owner  # it must not last as long as a traceback
+
+
+def own_directory(directory: Path) -> Owner | None:
+    """Become the one process that saves into a directory, which is made if it is not there.
+
+    Returns:
+        None: It cannot be written; saving says why.
+
+    Raises:
+        ConfigurationError: Another process saves there.
+    """
+    with contextlib.suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        return own(
+            directory / OWNER,
+            f"saves its checkpoints into {directory}",
+            "give each program a directory of its own; to read while another one saves: "
+            "psync.latest_checkpoint(directory) and Checkpoint.restore(path)",
+        )
+    return None

@@ -13,6 +13,7 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from psync.api.cluster_coordinator import coordinator_of
 from psync.api.reads import scope_of
 from psync.checkpoints.files import (
     checkpoints_in,
@@ -22,11 +23,12 @@ from psync.checkpoints.files import (
     unmark_last,
 )
 from psync.checkpoints.stored_snapshots import SavedSnapshots, stored_snapshots, why_not
+from psync.client.scopes import running_scopes
 from psync.coordinator import Coordinator
 from psync.errors import CheckpointError
 from psync.specs import checked_integer, checked_kind
 from psync.status.html_tables import table
-from psync.training.checkpoint import PREFIX, Checkpoint, coordinator_for
+from psync.training.checkpoint import PREFIX, Checkpoint, coordinator_for, own_directory
 
 logger = logging.getLogger(__name__)
 
@@ -39,19 +41,24 @@ class CheckpointManager:
     if the program, the number of ps tasks and of shards are the same. Of several managers the one
     that has saved or restored last is asked.
 
+    The directory is this process's while a coordinator runs, from the moment the manager is made,
+    or first used, under it. Another program's manager then raises an error that names this one.
+    Reading is free: ``psync.latest_checkpoint(directory)``, ``Checkpoint.restore``.
+
     Args:
         checkpoint: What is saved.
-        directory: Where; made when the first one is saved. One program at a time may use it.
+        directory: Where; made if it is not there. One program at a time may use it.
         max_to_keep: How many of the newest are kept; None: no limit.
         keep_every_n_steps: Those whose number is a multiple of this are kept for ever.
 
     Raises:
-        ConfigurationError: An argument is no such number.
+        ConfigurationError: An argument is no such number, or another program uses the directory.
 
     Source: ``tf.train.CheckpointManager``.
     """
 
     __psync_capture_error__ = "checkpoints are saved by the program, not by steps"
+    __psync_capture_hint__ = "call it in the program, outside of steps"
 
     def __init__(
         self,
@@ -68,9 +75,17 @@ class CheckpointManager:
         self._keep_every = _positive("keep_every_n_steps", keep_every_n_steps)
         self._snapshots = SavedSnapshots("")  # of the checkpoints that this program has saved
         self._under_way = 0  # saves
+        self._own()
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._checkpoint!r} in {str(self.directory)!r}>"
+
+    def _own(self) -> None:
+        """Let no other program save there while the coordinator runs."""
+        for scope in running_scopes():
+            coordinator = coordinator_of(scope.origin)
+            if coordinator is not None:
+                coordinator.owned.add(own_directory(self.directory))
 
     def _repr_html_(self) -> str:
         rows = [(number, str(path)) for number, path in checkpoints_in(self.directory, PREFIX)]
@@ -114,6 +129,7 @@ class CheckpointManager:
 
         Cancellation: As ``Checkpoint.save``; old ones may be left.
         """
+        self._own()
         asked = self._snapshots.asked
         self._under_way += 1
         try:
@@ -167,9 +183,11 @@ class CheckpointManager:
 
         Raises:
             CheckpointError, UsageError, ParameterServerLost: As ``Checkpoint.restore``.
+            ConfigurationError: Another program uses the directory.
 
         Cancellation: As ``Checkpoint.restore``.
         """
+        self._own()
         latest = await asyncio.to_thread(latest_checkpoint, self.directory)
         if latest is not None:
             await self._checkpoint.restore(latest, verbose=verbose)

@@ -19,6 +19,7 @@ from typing import Any
 
 from psync.coordinator import Coordinator
 from psync.serialization.remote_value import RemoteValue
+from psync.store.untrusted_json import read_json, to_json, wrong
 
 
 @dataclass(slots=True)
@@ -74,6 +75,12 @@ class History:
         self.repeated = state.get("repeated", [0] * len(self.epoch))
         self.stop_reason = state.get("stop_reason")
 
+    def check_checkpoint_state(self, state: Any) -> None:
+        """Raise CheckpointError unless this was saved."""
+        saved = read_json(to_json(state), _Saved, "the history of a fit")
+        if len(saved.repeated or saved.epoch) != len(saved.epoch):
+            raise wrong("the history of a fit", "repeated", "one for each epoch", saved.repeated)
+
 
 class FitState:
     """What a checkpoint holds of a trainer's fits: the history, and how many steps it lacks.
@@ -113,6 +120,20 @@ class FitState:
         """Become what was saved."""
         self.history.restore_checkpoint_state(state)
         self.before = state.get("owed", 0)
+
+    def check_checkpoint_state(self, state: Any) -> None:
+        """Raise CheckpointError unless this was saved."""
+        self.history.check_checkpoint_state(state)
+
+
+@dataclass
+class _Saved:
+    """A state, as JSON."""
+
+    epoch: list[int]
+    history: dict[str, list[float]]
+    repeated: list[int] = field(default_factory=list)  # which older ones do not have
+    owed: int = 0
 
 
 class OwedSteps:

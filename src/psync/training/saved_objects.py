@@ -6,6 +6,7 @@ So a variable may be called otherwise in the program that restores it, and lie o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -20,14 +21,14 @@ from psync.api.modules import Module
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.on_read import CopyAccess
 from psync.api.optimizers.handles import Optimizer
-from psync.api.optimizers.state import Slot
+from psync.api.optimizers.state import Slot, pushes_of
 from psync.api.variables import Handle, Variable
 from psync.checkpoints.layout import Wanted
 from psync.checkpoints.manifest import Difference, Manifest, check_state, compare
-from psync.errors import CheckpointMismatch, ConfigurationError, UsageError
+from psync.errors import CheckpointMismatch, ConfigurationError, PsyncError, UsageError
 from psync.metrics import Metric
 from psync.schedules import Schedule, from_config
-from psync.specs import ShardSpec, as_integer, dtype_of
+from psync.specs import ShardSpec, dtype_of, shortened
 
 
 @runtime_checkable
@@ -39,6 +40,14 @@ class Stateful(Protocol):
 
     def restore_checkpoint_state(self, state: Any) -> None:
         """Become what the state says."""
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """One that says whether it can take a state, before anything is restored."""
+
+    def check_checkpoint_state(self, state: Any) -> None:
+        """Raise unless it can take the state."""
 
 
 class SavedState:
@@ -54,7 +63,12 @@ class SavedState:
     """
 
     def __init__(self, **values: Any) -> None:
+        _check_values(values)
         self.__dict__.update(values)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _check_values({name: value})
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return f"SavedState({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
@@ -69,6 +83,26 @@ class SavedState:
     def restore_checkpoint_state(self, state: Any) -> None:
         """Take the values of a checkpoint; those that it does not have stay."""
         self.__dict__.update(state)
+
+    def check_checkpoint_state(self, state: Any) -> None:
+        """Raise ConfigurationError unless these are values."""
+        _check_values(state)
+
+
+def _check_values(values: Any) -> None:
+    """Refuse what would hide a method of ``SavedState``.
+
+    Raises:
+        ConfigurationError: A name is one of a method, or these are no values by name.
+    """
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"saved state: expected values by name, got {shortened(values)}")
+    taken = sorted(name for name in values if hasattr(SavedState, name))
+    if taken:
+        raise ConfigurationError(
+            f"saved state: expected names of values, got {taken[0]!r}, which SavedState has itself",
+            hint="give the value another name",
+        )
 
 
 ValueOf = Callable[[Mapping[str, np.ndarray], Mapping[str, Any]], Any]
@@ -175,6 +209,38 @@ class Contents:
             check_state(name, state)
             states[name] = copy.deepcopy(state)
         return states
+
+    def restore_states(self, states: Mapping[str, Any], where: Path) -> None:
+        """Give objects without arrays their states; if one refuses, all are as they were.
+
+        Raises:
+            CheckpointMismatch: A state is not one of its object's.
+            PsyncError: What an object of psync's raises.
+        """
+        wanted = [(name, thing) for name, thing in self.states.items() if name in states]
+        before: list[tuple[Stateful, Any]] = []
+        try:
+            for name, thing in wanted:
+                check_state(name, states[name])
+                if isinstance(thing, Checked):
+                    thing.check_checkpoint_state(states[name])
+            # Those that can refuse come first.
+            for name, thing in sorted(wanted, key=lambda each: isinstance(each[1], Checked)):
+                with contextlib.suppress(Exception):  # a user's object may not be ready for it
+                    before.append((thing, thing.checkpoint_state()))
+                thing.restore_checkpoint_state(states[name])
+        except Exception as exc:
+            for each, state in reversed(before):
+                if each is not thing or not isinstance(exc, PsyncError):  # ours look before they do
+                    with contextlib.suppress(Exception):
+                        each.restore_checkpoint_state(state)
+            if isinstance(exc, UsageError) and not isinstance(exc, ConfigurationError):
+                raise
+            said = exc.message if isinstance(exc, PsyncError) else repr(exc)
+            raise CheckpointMismatch(
+                f"{where}: {name!r} is no state of {type(thing).__name__}: {said}",
+                hint="nothing was restored; restore another checkpoint, or one without this object",
+            ) from exc
 
     def compared(
         self, manifest: Manifest, where: object, hint: str, *, partial: bool = False
@@ -338,12 +404,12 @@ def numbers_of(
     rates: dict[Optimizer, Schedule] = {}
     for each, optimizer in optimizers.items():
         if (name := f"{each}/step") in states:
-            step = as_integer(states[name])
-            if step is None or step < 0:
-                raise CheckpointMismatch(
-                    f"{path}: expected a step as {name!r}, got {states[name]!r}"
-                )
-            steps[optimizer] = step
+            try:
+                pushes_of(optimizer, states[name])
+            except ConfigurationError as exc:
+                text = f"{path}: expected a step as {name!r}, got {shortened(states[name])}"
+                raise CheckpointMismatch(f"{text}: {exc.message}") from None
+            steps[optimizer] = states[name]
         if (name := f"{each}/learning_rate") in states:
             saved = states[name]
             try:

@@ -78,7 +78,10 @@ class Trainer:
         UsageError: Inside a step.
     """
 
-    __psync_capture_error__ = "the trainer lives in the program; steps get what they need of it"
+    __psync_capture_error__ = "the trainer lives in the program"
+    __psync_capture_hint__ = (
+        "give a name to what the step needs of it: variables = trainer.variables"
+    )
 
     def __init__(
         self,

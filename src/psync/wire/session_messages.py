@@ -48,8 +48,17 @@ class CheckShards(Message):
 class LeaveSession(Message):
     """A worker that entered has ended its loop; answered by Done.
 
-    From the chief it ends training, and is answered when all others have left.
+    From the chief it ends training, and is answered by TrainingOver when all others have left.
     """
+
+
+@message(139)
+class ReplicaFailed(Message):
+    """A worker that entered has left by an error, which ends training; answered by Done."""
+
+    type_name: str
+    message: str
+    traceback: str
 
 
 # The end of training, of coordinators, too.
@@ -74,9 +83,11 @@ class TrainingOver(Message):
 
     reason: str
     failed: bool
+    # Of a replica: (its name, type name, message, traceback); None: no such error has ended it.
+    error: tuple[str, str, str, str] | None
 
 
 # Requests, by who serves them.
 
-ON_PS_0 = (Declared, EnterSession, LeaveSession, EndTraining, AwaitEnd)
+ON_PS_0 = (Declared, EnterSession, LeaveSession, ReplicaFailed, EndTraining, AwaitEnd)
 ON_EACH_PS = (CheckShards,)

@@ -71,6 +71,8 @@ class ClosureResults(Message):
     mean_seconds: float  # of those that succeeded
     # (number on ps tasks, calls that it has made) of those that succeeded and updated something
     updates: list[tuple[int, int]] | None = None
+    # (step function, operation, times) of operations that were refused: their step had returned
+    late: list[tuple[str, str, int]] | None = None
     stop: tuple[int, str] | None = None  # a closure's id, and why it asks for the end of training
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from collections import Counter
 from typing import Any, NamedTuple
 
 from psync.net.peer import Peer
@@ -25,6 +26,9 @@ class ClosureEnd(NamedTuple):
 
 
 CANCELLED = ClosureEnd("cancelled")
+
+MAX_LATE = 100
+"""Kinds of refused operations in one message: their texts go into the header, which is limited."""
 
 READ_ONLY_HINT = (
     "hint: values that psync.pull, Variable.read and push_pull return are read-only; for an array "
@@ -69,6 +73,7 @@ class ResultsToSend:
         self._seconds: list[float] = []  # of the closures in ``_results`` that succeeded
         self._updates: list[tuple[int, int]] = []  # of these: (number, calls) where any
         self.stop: tuple[int, str] | None = None  # the closure that asks for the end, and why
+        self._late = Counter[tuple[str, str]]()  # by step and operation, see ``add_late``
         self._soon: asyncio.Handle | None = None  # flushes, while there are results
 
     def __len__(self) -> int:
@@ -105,6 +110,14 @@ class ResultsToSend:
         if end.error is not None:  # texts add up in the header, whose size is limited
             self.flush()
 
+    def add_late(self, step: str, operation: str) -> None:
+        """Gather an operation that was refused, because its step had returned."""
+        if self._soon is None:
+            self._soon = self._loop.call_soon(self.flush)
+        self._late[step, operation] += 1
+        if len(self._late) >= MAX_LATE:
+            self.flush()
+
     def flush(self) -> None:
         """Send the results that have gathered."""
         if self._soon is None:
@@ -113,10 +126,12 @@ class ResultsToSend:
         self._soon = None
         mean = sum(self._seconds) / len(self._seconds) if self._seconds else 0.0
         lane = self._bulk if self.nbytes > SMALL_BODY_BYTES else self._control
-        results = ClosureResults(self._results, mean, self._updates or None, self.stop)
-        lane.notify(results, self._segments)
+        late = [(*what, times) for what, times in self._late.items()] if self._late else None
+        message = ClosureResults(self._results, mean, self._updates or None, late, self.stop)
+        lane.notify(message, self._segments)
         self._results, self._segments, self.nbytes = [], [], 0
         self._seconds, self._updates, self.stop = [], [], None
+        self._late.clear()
 
 
 def is_signal(error: KeyboardInterrupt) -> bool:

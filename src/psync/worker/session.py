@@ -15,6 +15,7 @@ step has to leave that task as it found it: uncancelled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import logging
@@ -301,7 +302,6 @@ class Session:
     async def _run_queued(self) -> None:
         while not self._ended:
             if not self._queue or (self._leaving and self._queue[0].replica is None):
-                self._results.flush()
                 self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()
@@ -313,7 +313,7 @@ class Session:
             finally:
                 self.running = None
             if self._results.nbytes > SMALL_BODY_BYTES:
-                self._results.flush()
+                await self._turn()
                 self.runtime.ahead.begin_closure()  # none, but it may wait
                 await self.bulk.connection.wait_writable()
                 self.runtime.ahead.end_closure()
@@ -321,8 +321,7 @@ class Session:
                 await self._turn()
 
     async def _turn(self) -> None:
-        """Let results leave and requests arrive."""
-        self._results.flush()
+        """Let results leave, with refusals of tasks that a step has left; and requests arrive."""
         await asyncio.sleep(0)
         self._last_turn = self._loop.time()
 
@@ -334,6 +333,7 @@ class Session:
             loop=self._loop,
             arrival=closure.arrival,
             number=closure.number,
+            late=self._late,
         )
         if closure.replica is not None:
             context.gang = GangMember(
@@ -347,6 +347,8 @@ class Session:
                 end = await self._end(closure, context)
         finally:
             context.closed = True
+        if end.kind != "ok":  # a join raises that, or it was stopped
+            context.late = None
         if self.runtime.ps.outgoing.begun or self._runner.cancelling():
             await self._drain_pushes()
         if self._runner.cancelling():
@@ -371,7 +373,7 @@ class Session:
             step = self._inputs.steps.get(closure.key)
             if step is None:
                 step = await self._inputs.load(closure.key)
-            name = closure.name = step.name
+            name = closure.name = context.step = step.name
             args: tuple[Any, ...] = ()
             kwargs: dict[str, Any] = {}
             if closure.num_segments or step.handles:
@@ -434,6 +436,16 @@ class Session:
         self.runtime.ahead.end_closure()
         step.seconds = self._loop.time() - began
         return value
+
+    def _late(self, context: ClosureContext, operation: str) -> None:
+        """An operation is refused whose step had returned; perhaps in a thread."""
+        with contextlib.suppress(RuntimeError):  # there is no loop here, or ours is closed
+            if asyncio.get_running_loop() is self._loop:
+                self._results.add_late(context.step, operation)
+                return
+        with contextlib.suppress(RuntimeError):
+            add = self._results.add_late
+            self._loop.call_soon_threadsafe(add, context.step, operation)
 
     async def _drain_pushes(self) -> None:
         """Wait for updates that the step has begun and not waited for, as when it is cancelled."""

@@ -163,3 +163,34 @@ async def test_workers_in_processes_of_their_own() -> None:
                 served = ServedModule(small_net, psync.optimizers.Adam(0.02), name="net")
             await train(coordinator, served, 150)
             assert accuracy_of((await served.pull()).eval()) > 0.9
+
+
+@pytest.mark.processes
+async def test_what_torch_is_handed_may_be_written_though_tasks_share_memory() -> None:
+    async with psync.LocalCluster(1, 1) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                served = ServedModule(
+                    lambda: torch.nn.Linear(512, 512), psync.optimizers.SGD(1.0), name="net"
+                )
+                w = psync.Variable(torch.zeros(512, 512), name="w")  # more than 64 KiB: is lent
+
+            def loss_that_writes(value: Any, data: Any) -> Any:
+                with torch.no_grad():
+                    value -= 1
+                    data -= 1
+                return (value * data).sum()
+
+            def step() -> float:
+                net = psync.wait(served.pull())
+                with torch.no_grad():
+                    for tensor in net.state_dict().values():
+                        tensor.sub_(1)
+                pulled = psync.wait(psync.pull(w))
+                return float(psync.gradients.from_torch(loss_that_writes).on(pulled)(pulled)[0])
+
+            assert await coordinator.schedule(step) == 512 * 512
+            for tensor in (await served.state_dict()).values():
+                tensor.sub_(1)
+            assert not (await w.read()).any()

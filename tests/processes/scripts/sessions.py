@@ -1,6 +1,8 @@
 """Every task trains by itself: `sessions.py STEPS`, a step in which takes all workers' gradients.
 
-Each push adds 1 to w, and so does their mean: w counts the steps.
+Each push adds 1 to w, and so does their mean: w counts the steps. `sessions.py STEPS HOW`: worker 1
+ends after five steps, by an error in a step ("step") or outside of one ("outside"), by sys.exit
+("exit"), or without further data ("data").
 """
 
 import asyncio
@@ -13,7 +15,7 @@ import psync
 
 
 async def main():
-    last = int(sys.argv[1])
+    last, how = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
     resolver = psync.TFConfigClusterResolver()
     workers = resolver.cluster_spec().num_tasks("worker")
     strategy = psync.ParameterServerStrategy(resolver, psync.FixedShardsPartitioner(2))
@@ -33,13 +35,20 @@ async def main():
         accepted += push.outcome is psync.Outcome.ACCEPTED
         if push.step == 5:
             print(f"{name} is at work as {os.getpid()}")
+        if how == "step" and push.step >= 5 and name == "worker-1":
+            return typo  # noqa: F821
+        return push.step
 
     async with psync.MonitoredTrainingSession(
         strategy, trains=trains, stop_at_step=last
     ) as session:
         print(f"{name} begins as {os.getpid()}")
         while trains and not session.should_stop():
-            await session.run(step)
+            made = await session.run(step)
+            if how and made is not None and made >= 5 and name == "worker-1":
+                if how == "exit":
+                    sys.exit("no more")
+                raise psync.EndOfData if how == "data" else KeyError("no such thing")
         await session.wait_until_stopped()
         if session.is_chief:
             value, count = await psync.pull((w, global_step))

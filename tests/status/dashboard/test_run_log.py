@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
@@ -125,7 +126,7 @@ def test_a_disk_that_is_full_leaves_no_draft(path: Path, monkeypatch: pytest.Mon
 
     with pytest.raises(OSError, match="No such file"):
         fill()
-    assert os.listdir(path.parent) == [path.name]
+    assert sorted(os.listdir(path.parent)) == [path.name, f"{path.name}.owner"]
     log.close()
 
 
@@ -209,3 +210,49 @@ def test_what_a_newer_version_writes_is_passed_over(path: Path) -> None:
     with path.open("a") as file:
         file.write('{"profile": [1, 2]}\n')
     assert times(FinishedRun(path)) == [0]
+
+
+def test_only_one_program_writes_a_log(path: Path) -> None:
+    log = written(path, 1)
+    again = written(path, 1)  # of this process
+    owner = path.with_name("run.jsonl.owner")
+    assert owner.exists()
+    log.close()
+    again.close()
+    assert not owner.exists()
+    before = path.read_bytes()
+    with open(owner, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(b'{"program": "other.py", "pid": 7, "host": "here", "since": 1.5e9}')
+        file.flush()
+        for append in (False, True):
+            with pytest.raises(ConfigurationError, match=r"other\.py \(process 7 on here, "):
+                RunLog(path, "train.py", append=append)
+    assert path.read_bytes() == before
+    assert FinishedRun(path).ended  # reading needs no owner
+    written(path, 1).close()
+
+
+def test_something_else_in_the_place_of_a_log_is_an_error_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path / "pipe", tmp_path / "loop", tmp_path, Path("/dev/zero")):
+        for use in (FinishedRun, lambda path: RunLog(path, "train.py")):
+            with pytest.raises(ConfigurationError, match=str(path)):
+                use(path)
+
+
+@pytest.mark.parametrize("depth", [900, 100_000])
+def test_deep_nesting_is_no_run_log(path: Path, depth: int) -> None:
+    nested = "[" * depth + "]" * depth
+    for line in (nested, f'{{"placement":{nested}}}', f'{{"status":{nested}}}'):
+        path.write_text(f"{line}\n")
+        with pytest.raises(ConfigurationError, match="expected a run log"):
+            FinishedRun(path)
+        path.unlink()
+        written(path, 1).close()
+        with open(path, "a") as file:
+            file.write(f"{line}\n")
+        with pytest.raises(ConfigurationError, match="expected a line of a run log at byte"):
+            list(FinishedRun(path).statuses())
+        path.unlink()

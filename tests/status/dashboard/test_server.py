@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
 import socket
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.status.dashboard.server import STATIC, check_can_serve, host_and_port, serving
+from psync.status.dashboard.server import STATIC, check_can_serve, serving
 from psync.status.dashboard.shows import LiveShow
 from psync.status.guard import HEADERS
+from psync.status.http import CONNECTIONS
 from psync.status.model import Status
 from statuses import ps, status, worker
 from view_schema import check_view
@@ -127,6 +129,37 @@ async def test_nothing_is_shown_without_the_token(page: Page, path: str) -> None
     assert (await page.get("api/view?token=wrong"))[0] == 401  # the wrong one is no right one
 
 
+@pytest.mark.parametrize(
+    "header", [b"Authorization: Bearer \xff", b"Cookie: psync-PORT=\xff", b"Cookie: \xe9=1"]
+)
+async def test_bytes_that_are_no_text_are_no_token(
+    page: Page, header: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = page.base.rstrip("/").rpartition(":")[2]
+    for path in (b"/", b"/api/view", b"/static/app.js", b"/?token=%ff", b"/?token=%ED%A0%80"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
+        header = header.replace(b"PORT", port.encode())
+        writer.write(b"GET %b HTTP/1.1\r\nHost: localhost\r\n%b\r\n\r\n" % (path, header))
+        assert (await reader.read()).startswith(b"HTTP/1.1 401 ")
+        writer.close()
+    assert caplog.text == ""
+
+
+async def test_the_silent_keep_nobody_out(page: Page) -> None:
+    port = int(page.base.rstrip("/").rpartition(":")[2])
+    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2 * CONNECTIONS)]
+    for reader, _ in silent[:CONNECTIONS]:
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+    assert (await page.get("api/view"))[0] == 200
+    for _, writer in silent:
+        writer.close()
+
+
+async def test_a_name_that_no_file_can_have_is_not_found(page: Page) -> None:
+    assert (await page.get(f"static/{'a' * 300}"))[0] == 404
+
+
 @pytest.mark.parametrize("path", ["", "api/view", "static/app.js"])
 async def test_names_that_are_not_ours_are_refused_even_with_the_token(
     page: Page, path: str
@@ -172,7 +205,7 @@ async def test_a_port_in_use_is_one_error() -> None:
 @pytest.mark.parametrize("address", ["", "8787", "localhost", ":8787", "unix:/x", "a:b", "a:99999"])
 def test_an_address_that_is_none(address: str) -> None:
     with pytest.raises(ConfigurationError, match='dashboard: expected "HOST:PORT"'):
-        host_and_port(address)
+        check_can_serve(address)
 
 
 async def test_ipv6_and_all_interfaces_have_urls_that_open(
@@ -198,7 +231,7 @@ async def test_tokens_are_of_one_run() -> None:
 
 
 async def test_without_aiohttp_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r'pip install "psync\[dashboard\]"'):
         async with serving(LiveShow(), "127.0.0.1:0"):
             pass
@@ -207,7 +240,7 @@ async def test_without_aiohttp_the_error_names_the_extra(monkeypatch: pytest.Mon
 def test_whether_it_can_be_served_is_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
     check_can_serve("127.0.0.1:0")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match="needs aiohttp, which is not installed"):
+    with pytest.raises(ConfigurationError, match="aiohttp must be installed"):
         check_can_serve("127.0.0.1:0")
 
 

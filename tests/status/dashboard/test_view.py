@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from psync.errors import RemoteProtocolError
 from psync.status.dashboard.history import History
 from psync.status.dashboard.view import (
     MAX_PARTS,
@@ -182,3 +184,48 @@ def test_of_many_shards_the_smallest_are_one_piece() -> None:
     (bar,) = placement([shard(0, 10 + number, "w", number) for number in range(MAX_PARTS + 2)], 1)
     assert len(bar["parts"]) == MAX_PARTS + 1
     assert bar["parts"][-1]["name"] == "2 more shards, 21 B"
+
+
+def places(data: Any, *place: Any) -> Iterator[tuple[Any, ...]]:
+    yield place
+    if isinstance(data, list):
+        data = dict(enumerate(data))
+    for key, value in data.items() if isinstance(data, dict) else ():
+        yield from places(value, *place, key)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, -1, 1.5, "x", "", [], {}, [1], [None], {"a": 1}, {"": None}, 10**30, 10**18 - 1,
+     1e308, math.nan, math.inf, "\ud800"],
+)  # fmt: skip
+def test_whatever_a_status_says_it_is_refused_or_shown(value: Any) -> None:
+    whole = status(
+        dataclasses.replace(
+            worker(), closure=RunningClosure(4, "step", 0.5), last_error=SeenError("x", 1.0),
+            work=shares(0.5),
+        ),
+        ps(),
+        steps=StepsStatus(
+            9, 1.5, {"0": 3}, (GROUP,), (BoundStatus(2, 1, 3, ("a",), ("b",)),)
+        ),
+        queue=QueueStatus(), reported={"loss": 0.5}, notes=("a note",),
+        events=(EventStatus("lost", "text", 1.0),),
+        placement=(ShardStatus("w", 0, (2, 3), "float32", 24, 1),),
+    )  # fmt: skip
+    text = whole.to_json()
+    for place in list(places(json.loads(text)))[1:]:
+        data = json.loads(text)
+        parent = data
+        for key in place[:-1]:
+            parent = parent[key]
+        parent[place[-1]] = value
+        try:
+            read = Status.from_json(json.dumps(data))
+        except RemoteProtocolError:
+            continue
+        history = History()
+        history.add(read)
+        view = view_of(read, history)
+        json.dumps(view, allow_nan=False)
+        read.to_json()

@@ -439,6 +439,8 @@ class Optimizer(PushPull):
     async def _runtime(self, operation: str, *variables: AnyVariable) -> Runtime:
         """Return what carries ``operation`` to the ps tasks, by default on all that it trains."""
         chosen = variables or trainable_here(operation, self._arrived)[:1]
+        if not variables:
+            operation = f'{operation} of optimizer "{self._name}"'
         runtime = await runtime_of(operation, *chosen)
         self._in_use = True
         if runtime.program and runtime.program != self.origin:

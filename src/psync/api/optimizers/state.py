@@ -169,12 +169,21 @@ class Iterations:
         Cancellation: Some ps tasks have heard of it, others have not.
         """
         optimizer = self.optimizer
-        each = optimizer._rule.options.gradient_accumulation_steps or 1  # pushes
-        highest = min(MAX_ITERATIONS, (1 << STEP_BITS - 1) // each)
-        expected = f"iterations: expected a whole number from 0 to {highest}"
-        pushes = checked_integer(expected, step, 0, highest) * each
+        pushes = pushes_of(optimizer, step)
         runtime = await optimizer._runtime("assign to iterations")
         await set_optimizer(runtime.ps, optimizer.number, optimizer._config, step=pushes)
+
+
+def pushes_of(optimizer: Optimizer, step: object) -> int:
+    """Return of how many pushes an optimizer makes so many updates.
+
+    Raises:
+        ConfigurationError: It is no number of updates.
+    """
+    each = optimizer._rule.options.gradient_accumulation_steps or 1
+    highest = min(MAX_ITERATIONS, (1 << STEP_BITS - 1) // each)
+    expected = f"iterations: expected a whole number from 0 to {highest}"
+    return checked_integer(expected, step, 0, highest) * each
 
 
 def updates_of(optimizer: Optimizer, pushes: int) -> int:

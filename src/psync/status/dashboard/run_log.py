@@ -11,6 +11,7 @@ from then on only every second one is written. So it always tells of the whole r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,8 +21,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from psync.checkpoints.disk import regular
+from psync.checkpoints.ownership import Owner, own
 from psync.errors import ConfigurationError, RemoteProtocolError
-from psync.status.model import ShardStatus, Status
+from psync.status.model import ShardStatus, Status, from_plain
 
 SCHEMA = 1
 
@@ -51,8 +54,11 @@ class RunLog:
         max_bytes: Of the file.
 
     Raises:
-        ConfigurationError: The file cannot be written, or is something else than a run log.
+        ConfigurationError: The file cannot be written, or is something else than a run log; or
+            another program writes it.
     """
+
+    _owner: Owner | None = None
 
     def __init__(
         self,
@@ -72,19 +78,27 @@ class RunLog:
             is_there = self.path.exists() and self.path.stat().st_size > 0
             if is_there:
                 check_head(self.path)
+            self._own()
             if append and is_there:
                 _end_line(self.path)
             self._file = self._opened("ab" if append else "wb")
-            os.fchmod(self._file.fileno(), 0o600)  # also where it was there
             self._write(head)
         except OSError as exc:
+            self._owner = None
             raise ConfigurationError(f"run log {self.path}: {exc.strerror}") from exc
 
-    def _opened(self, mode: str) -> BinaryIO:
-        def opener(name: str, flags: int) -> int:
-            return os.open(name, flags, 0o600)
+    def _own(self) -> None:
+        with contextlib.suppress(OSError):  # opening the log says the same
+            self._owner = own(
+                self.path.with_name(f"{self.path.name}.owner"),
+                f"writes the run log {self.path}",
+                "give each program a log of its own",
+            )
 
-        return cast(BinaryIO, open(self.path, mode, opener=opener))
+    def _opened(self, mode: str) -> BinaryIO:
+        file = cast(BinaryIO, open(self.path, mode, opener=regular))
+        os.fchmod(file.fileno(), 0o600)  # also where it was there
+        return file
 
     def add(self, status: Status) -> None:
         """Write a status. Raises OSError."""
@@ -99,11 +113,12 @@ class RunLog:
 
     def close(self) -> None:
         """Write that the run has ended, and close the file. Raises OSError."""
-        if not self._file.closed:
-            try:
+        try:
+            if not self._file.closed:
                 self._write({"end": {}})
-            finally:
-                self._file.close()
+        finally:
+            self._file.close()
+            self._owner = None
 
     def _write(self, line: dict[str, Any]) -> None:
         self._append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
@@ -163,12 +178,12 @@ def check_head(path: Path) -> None:
         ConfigurationError: It is none, cannot be read, or is of another version.
     """
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             head = json.loads(file.readline(4096))
         version = head[KEY]
     except OSError as exc:
         raise ConfigurationError(f"run log {path}: {exc.strerror}") from exc
-    except (ValueError, TypeError, KeyError) as exc:
+    except (ValueError, TypeError, KeyError, RecursionError) as exc:
         raise ConfigurationError(
             f"{path}: expected a run log of psync, got something else",
             hint="psync run --log RUN.jsonl, or ClusterCoordinator(run_log=…), writes one",
@@ -203,7 +218,7 @@ class FinishedRun:
         self.ended = False
         offset = 0
         # It stays open: the program may go on, and put another file in its place.
-        self._file = file = open(self.path, "rb")
+        self._file = file = open(self.path, "rb", opener=regular)
         self.close = weakref.finalize(self, file.close)
         while line := file.readline(MAX_LINE_BYTES):
             if line.endswith(b"\n"):  # the last one may be half
@@ -229,13 +244,12 @@ class FinishedRun:
             return
         try:
             data = json.loads(line)
+            if not isinstance(data, dict):
+                raise self._broken(offset)
             if "placement" in data:
-                self._placement = tuple(
-                    ShardStatus(**{**each, "shape": tuple(each["shape"])})
-                    for each in data["placement"]
-                )
+                self._placement = from_plain(tuple[ShardStatus, ...], data["placement"])
             self.ended = self.ended or "end" in data
-        except (ValueError, TypeError, KeyError) as exc:
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as exc:
             raise self._broken(offset) from exc  # a status is looked at when it is wanted
 
     def _broken(self, offset: int) -> ConfigurationError:

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.util
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from psync.cluster import is_loopback, split_address
+from psync.cluster import is_loopback
 from psync.errors import ConfigurationError, PsyncError
 from psync.net.platform import random_hex
 from psync.status.dashboard.shows import Show
 from psync.status.guard import HEADERS, bearer_of, is_allowed_host, is_token
+from psync.status.http import check_installed, host_and_port, listening, shown
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -38,9 +38,6 @@ TOKEN_BYTES = 24
 
 DEFAULT_ADDRESS = "127.0.0.1:0"
 
-CLOSES_WITHIN_S = 1.0
-"""Answers that are under way have so long when the run ends."""
-
 COOKIE_S = 30 * 24 * 3600
 
 NO_TOKEN = (
@@ -49,33 +46,14 @@ NO_TOKEN = (
 )
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """Return where to listen.
-
-    Raises:
-        ConfigurationError: It is no "HOST:PORT".
-    """
-    try:
-        host, port = split_address(address)
-    except ConfigurationError:
-        host, port = "", None
-    if not host or port is None:
-        raise ConfigurationError(
-            f'dashboard: expected "HOST:PORT", got {address!r}',
-            hint=f'"{DEFAULT_ADDRESS}" takes any free port, for browsers on this machine',
-        )
-    return host, port
-
-
 def check_can_serve(address: str) -> None:
     """Check what can be checked before a run is started for it.
 
     Raises:
         ConfigurationError: aiohttp is not installed, or it is no address.
     """
-    host_and_port(address)
-    if importlib.util.find_spec("aiohttp") is None:
-        raise _no_aiohttp()
+    host_and_port(address, "dashboard")
+    check_installed("dashboard", "aiohttp")
 
 
 @contextlib.asynccontextmanager
@@ -90,44 +68,23 @@ async def serving(show: Show, address: str, names: Sequence[str] = ()) -> AsyncI
     Raises:
         ConfigurationError: aiohttp is not installed; the port is in use; or it is no address.
     """
-    host, port = host_and_port(address)
-    web = _web()
+    check_can_serve(address)
+    host, port = host_and_port(address, "dashboard")
     token = random_hex(TOKEN_BYTES)
     pages = _Pages(show, token, frozenset(name.lower() for name in names))
-    runner = web.AppRunner(
-        pages.application(web), access_log=None, shutdown_timeout=CLOSES_WITHIN_S
-    )
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, host, port)
+    async with contextlib.AsyncExitStack() as stack:
         try:
-            await site.start()
+            bound = await stack.enter_async_context(listening(pages.application(), host, port))
         except OSError as exc:
             raise _cannot_listen(address, exc) from exc
-        bound = runner.addresses[0][1]
         if not is_loopback(address):
             logger.warning(
                 "the dashboard at %s has no TLS: who reads the network along the way has its token",
                 address,
             )
         pages.cookie = f"psync-{bound}"
-        yield f"http://{_shown(host)}:{bound}/?token={token}"
-    finally:
-        await runner.cleanup()
-
-
-def _web() -> Any:
-    try:
-        from aiohttp import web
-    except ImportError as exc:
-        raise _no_aiohttp() from exc
-    return web
-
-
-def _no_aiohttp() -> ConfigurationError:
-    return ConfigurationError(
-        "a dashboard needs aiohttp, which is not installed", hint='pip install "psync[dashboard]"'
-    )
+        opens = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        yield f"http://{shown(opens)}:{bound}/?token={token}"
 
 
 def _cannot_listen(address: str, exc: OSError) -> ConfigurationError:
@@ -137,12 +94,6 @@ def _cannot_listen(address: str, exc: OSError) -> ConfigurationError:
             hint="another port, or port 0 for any that is free",
         )
     return ConfigurationError(f"dashboard: cannot listen at {address}: {exc.strerror or exc}")
-
-
-def _shown(host: str) -> str:
-    """Return a host that a browser on this machine can open."""
-    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{shown}]" if ":" in shown else shown
 
 
 class _Pages:
@@ -155,8 +106,10 @@ class _Pages:
         self._web: Any = None
         self.cookie = "psync"  # its name: cookies are shared by all ports of a host
 
-    def application(self, web: Any) -> Any:
+    def application(self) -> web.Application:
         """Return the application."""
+        from aiohttp import web
+
         self._web = web
 
         async def guard(request: Any, handler: Any) -> Any:  # a method cannot be marked as one
@@ -187,14 +140,19 @@ class _Pages:
         if not is_token(given, self._token):
             return self._refusal(401, NO_TOKEN)
         try:
-            return await handler(request)
+            response = await handler(request)
         except web.HTTPException as exc:
             return self._refusal(exc.status, f"{exc.reason}\n")
         except PsyncError as exc:  # a log that was written over
             return self._refusal(503, f"{exc.message}\n")
+        except OSError:  # a name that no file can have
+            return self._refusal(404, "Not Found\n")
+        response.force_close()
+        return response
 
     def _refusal(self, status: int, text: str) -> web.Response:
         response: web.Response = self._web.Response(status=status, text=text)
+        response.force_close()
         return response
 
     async def _page(self, request: web.Request) -> Any:

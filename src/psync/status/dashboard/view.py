@@ -110,6 +110,8 @@ def staleness(steps: StepsStatus) -> list[dict[str, Any]]:
     """Return the bars of the histogram: each staleness up to 15, then ranges."""
     bars: dict[tuple[int, str], int] = {}
     for name, count in steps.staleness.items():
+        if not name.isdecimal() or len(name) > 9 or count < 0:  # not written by psync
+            continue
         low = int(name)
         if low < 16:
             key = low, name

@@ -18,6 +18,7 @@ from psync.checkpoints.stored_snapshots import check_places, stored_snapshots
 from psync.errors import PsyncError
 from psync.testing.simulation.drawing import EXACT
 from psync.testing.simulation.workload.tables import COUNTED, Fault, Look, Seen, Values
+from psync.training.checkpoint import OWNER
 
 if TYPE_CHECKING:
     from psync.testing.simulation.journal import Closure, Journal, Save
@@ -144,7 +145,7 @@ def faults_of_directory(
     said = [save.name for save in journal.saves if save.name is not None]
     if said and said[-1] not in names:
         yield "checkpoint", f"{when}: {said[-1]} was saved, {names} are there"
-    left = sorted(set(os.listdir(directory)) - set(names)) if tidy else []
+    left = sorted(set(os.listdir(directory)) - {*names, OWNER}) if tidy else []
     if left:
         yield "left", f"{when}: {left} are left"
 

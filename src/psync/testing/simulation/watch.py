@@ -16,7 +16,7 @@ from psync.testing.simulation.marks import MARKS
 AT_ONCE_S = 0.01
 
 _COPIED = re.compile(r"INFO /job:ps/task:\d+: its backup in the process of /job:ps/task:(\d+) is")
-_SERVED = re.compile(r"WARNING /job:ps/task:(\d+) is served by its backup, in the process of "
+_SERVED = re.compile(r"INFO /job:ps/task:(\d+) is served by its backup, in the process of "
                      r"/job:ps/task:(\d+)")  # fmt: skip
 _LOST = re.compile(r"\w+ /job:(\w+)/task:(\d+)(?: at \S+)? (?:is lost|cannot be reached|was)")
 

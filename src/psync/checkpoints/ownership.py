@@ -1,0 +1,180 @@
+"""Who writes into a directory, or a file: one process at a time, which a file beside names.
+
+The file is locked (``flock``) and says who has locked it. The lock ends with the process, however
+that dies, so the next program takes over at once. Where a file system has no locks, what the file
+says has to do: a process of this host that is gone has lost its place, one of another host may
+live. Before each save the owner looks whether the file still names it. So where locks hold on one
+host only, and a program of another host has taken over, the older program gets an error.
+
+Reading needs no owner. Everything here blocks, for a moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from psync.checkpoints.disk import regular
+from psync.errors import ConfigurationError
+from psync.net.process_state import PerProcess
+
+MAX_BYTES = 4096
+"""Of such a file, which has some 150."""
+
+_owners: PerProcess[weakref.WeakValueDictionary[str, Owner]] = PerProcess(
+    weakref.WeakValueDictionary
+)
+_changing = threading.RLock()
+
+
+class Owner:
+    """What this process owns, until nothing refers to this any more. Made by ``own``."""
+
+    def __init__(self, path: Path, fd: int, text: bytes) -> None:
+        self.text = text
+        self.fd = fd
+        self._finalizer = weakref.finalize(self, _let_go, path, fd, text, os.getpid())
+
+
+def own(path: Path, what: str, hint: str) -> Owner:
+    """Become the owner, or stay it: all of a process are one.
+
+    Args:
+        path: Of the file that names the owner.
+        what: The owner does, for messages: "saves into run/checkpoints".
+        hint: For whoever is not the owner.
+
+    Raises:
+        ConfigurationError: Another process is the owner; it is named.
+        OSError: The file cannot be written.
+    """
+    key = os.path.realpath(path)
+    with _changing:
+        owner = _owners().get(key)
+        if owner is not None and (named := _read(path)) is not None:  # None: the file was removed
+            if named == owner.text:
+                return owner
+            raise _taken(named, what, hint)
+        while True:
+            fd = regular(os.fspath(path), os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                named = os.pread(fd, MAX_BYTES, 0)
+                locked = _lock(fd)
+                if locked is None and _may_live(named):
+                    hint = f"{hint}; if that process has ended, remove {path}"
+                if locked is False or (locked is None and _may_live(named)):
+                    raise _taken(named, what, hint)
+                with contextlib.suppress(FileNotFoundError):
+                    if os.stat(path).st_ino == os.fstat(fd).st_ino:  # else its owner removed it
+                        text = json.dumps(_this_process()).encode()
+                        os.ftruncate(fd, 0)
+                        os.pwrite(fd, text, 0)
+                        owner = _owners()[key] = Owner(path, fd, text)
+                        return owner
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+
+def _lock(fd: int) -> bool | None:
+    """Return whether a file could be locked; None: its file system has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _let_go(path: Path, fd: int, text: bytes, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has neither the lock nor the descriptor
+        with contextlib.suppress(OSError):
+            if _read(path) == text:
+                path.unlink()
+        os.close(fd)
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        with open(path, "rb", opener=regular) as file:
+            return file.read(MAX_BYTES)
+    except FileNotFoundError:
+        return None
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": _start_of(os.getpid()),
+        "since": time.time(),
+        "program": os.path.basename(sys.argv[0] if sys.argv else "") or "python",
+    }
+
+
+def _start_of(pid: int) -> str:
+    """Return when a process was started, in ticks; "" where the system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _fields(named: bytes) -> Mapping[str, Any]:
+    """Return what the file says; nothing, if it was damaged, or is being written."""
+    try:
+        found = json.loads(named)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _may_live(named: bytes) -> bool:
+    """Whether a process that has no lock may be there all the same."""
+    found = _fields(named)
+    pid = found.get("pid")
+    if not isinstance(pid, int) or found.get("host") != socket.gethostname():
+        return bool(found)
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return _start_of(pid) == found.get("started")
+
+
+def _taken(named: bytes, what: str, hint: str) -> ConfigurationError:
+    found = _fields(named)
+    program, pid, host = (str(found.get(key))[:100] for key in ("program", "pid", "host"))
+    try:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["since"]))
+        who = f"{program} (process {pid} on {host}, since {since})"
+    except (KeyError, TypeError, ValueError, OverflowError):
+        who = "another process"
+    return ConfigurationError(f"{who} {what}", hint=hint)
+
+
+def _forked() -> None:
+    """Leave the locks to the parent alone: a child that outlives it must not keep them."""
+    global _changing
+    _changing = threading.RLock()
+    for owner in list(_owners().values()):
+        os.close(owner.fd)
+    _owners().clear()
+
+
+os.register_at_fork(after_in_child=_forked)
