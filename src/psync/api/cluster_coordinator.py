@@ -69,7 +69,8 @@ class ClusterCoordinator(Scheduling):
             is reported instead of killing further workers (Dask's rule and number). A worker that
             leaves in order, or whose session the coordinator ends, is no loss.
         max_flaps: A worker that is lost more often than this within a minute is not connected to
-            again for 30 s, then for twice as long, up to 5 minutes. None: it always is.
+            again for 30 s, then for twice as long, up to 5 minutes, while another worker takes
+            part. None: it always is.
         watchdog_timeout: Seconds after which the log says what runs where and on whom everybody
             waits, and shows the stacks of this process, if there is work and no closure has ended
             meanwhile; again after as long a silence. None: ``PSYNC_WATCHDOG_TIMEOUT``; 0: never.
