@@ -85,18 +85,11 @@ async def test_a_worker_that_flaps_is_set_aside_and_comes_back_when_its_time_is_
 async def test_the_last_worker_is_never_set_aside_though_all_die_again_and_again(
     links, cluster, caplog
 ):
-    loop = asyncio.get_running_loop()
-    began, without = loop.time(), 0.0
     with caplog.at_level(logging.WARNING):
-        for kill in range(60):  # each of the two is lost twice as often as is borne
+        for kill in range(60):  # each of the two is lost more often than is borne
             cluster.network.cut(f"worker-{kill % 2}:1")
-            lost_at = loop.time()
-            while not links.workers.attached:
-                await asyncio.sleep(0.05)
-            without = max(without, loop.time() - lost_at)
-            await asyncio.sleep(1)
-    assert without < ALONE_S + 0.5
-    assert loop.time() - began > FIRST_S
+            await asyncio.sleep(ALONE_S + 0.5)
+            assert links.workers.attached, f"all are set aside after {kill + 1} losses"
     assert "it is set aside for 30 s" in caplog.text
 
 

@@ -199,7 +199,7 @@ class ClusterCoordinator(Scheduling):
         optimizers = optimizers_here()
         coordinator = platform.parts.of(Coordinator)(
             platform,
-            self.strategy.cluster,
+            platform.workforce.present(self.strategy.cluster),
             self.strategy.declared,
             self._options,
             origin=self.strategy.origin,
@@ -211,11 +211,14 @@ class ClusterCoordinator(Scheduling):
         seen = SeenRun(coordinator, platform, self.strategy, **self._shown)
         optimizers.begin_cluster()
         self._starting = True
+        follower = FollowedWorkers(coordinator.links, coordinator.recovery.queue)
+        unfollow = platform.workforce.follow(follower)  # workers may come and leave meanwhile
         try:
             await of_no_cell(seen.start())
             await of_no_cell(coordinator.start())
             optimizers.check_unused(coordinator.links.ps.links)
         except BaseException:
+            unfollow()
             await seen.close()
             await coordinator.close()
             raise
@@ -224,8 +227,7 @@ class ClusterCoordinator(Scheduling):
         note_training_began()
         self._coordinator, self._seen = coordinator, seen
         self._undescribe = add_description(coordinator.describe)
-        follower = FollowedWorkers(coordinator.links, coordinator.recovery.queue)
-        self._unfollow = platform.workforce.follow(follower)
+        self._unfollow = unfollow
         self.strategy.runtime = coordinator.runtime
         self.strategy.gangs = coordinator.gangs
         self.strategy.created = True

@@ -46,6 +46,7 @@ class WorkerLinks:
         on_lost: Called with the name of one that is not there any more, and whether what it held
             may be the cause.
         given_up: By name, what became of those that will not return.
+        started: Set once workers are connected to; before that none can be added.
     """
 
     supervision: Supervision
@@ -69,9 +70,11 @@ class WorkerLinks:
         self.on_joined: Callable[[str], None] = lambda _: None
         self.on_lost: Callable[[str, bool], None] = lambda _, __: None
         self.given_up: dict[str, str] = {}
+        self.started = asyncio.Event()
 
     def start(self) -> None:
         """Connect to all of them, from now on."""
+        self.started.set()
         for worker in self._workers.values():
             worker.supervisor = self.supervision.supervise(self._keep(worker))
 
