@@ -52,6 +52,10 @@ from psync.wire.worker_messages import CancelClosures, ReachCollective
 
 logger = logging.getLogger(__name__)
 
+SETTLE_S = 0.1
+"""Nothing is sent for this long after a loss. Workers that died at the same time are noticed first:
+what the first of them ran is not sent to the next, and not blamed for its death."""
+
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorOptions:
@@ -177,7 +181,7 @@ class Coordinator:
         self._begin(self._reporter.run(), "the schedule is not reported any more")
         if options.closure_timeout_s is not None:
             limit_s = options.closure_timeout_s
-            watch = watchdog.watch_closures(self._queue, limit_s, self._give_up)
+            watch = watchdog.watch_closures(self._queue, limit_s, self.workers.waits, self._give_up)
             self._begin(watch, "the closure timeout is off")
         if options.watchdog_timeout_s is not None:
             stalled = functools.partial(watchdog.log_stall, self.describe, options.on_stall)
@@ -385,11 +389,20 @@ class Coordinator:
 
     def _worker_lost(self, worker: str, blame: bool) -> None:
         self._reports.worker_lost(worker)
+        if blame:
+            self._queue.pause()
+            self.loop.call_later(SETTLE_S, self._loss_has_settled)
         self.perform(self._queue.worker_lost(worker, blame=blame))
+
+    def _loss_has_settled(self) -> None:
+        if not self._closed:
+            self.perform(self._queue.resume())
 
     def _give_up(self, worker: str, closure: Closure) -> None:
         limit_s = self._options.closure_timeout_s
-        error = DeadlineExceeded(f"{closure} took longer than {limit_s:g} s")
+        error = DeadlineExceeded(
+            f"{closure} took longer than {limit_s:g} s, not counting waits for other workers"
+        )
         self.links.workers.end_session(worker, error, blame=True)
 
     def _worker_leaves(self, peer: Peer, message: LeaveCluster, _: list[memoryview]) -> Reply:

@@ -64,10 +64,13 @@ class ClusterCoordinator(Scheduling):
         connect_timeout: Seconds to wait for them, and for all ps tasks.
         ps_timeout: Seconds after which a ps that cannot be reached is lost.
         closure_timeout: Seconds after which a worker that still runs the same closure is given
-            up: the closure runs again elsewhere. None: a step may take as long as it likes.
+            up: the closure runs again elsewhere. Time in which a step waits for other workers
+            does not count: at a synchronous step, a staleness bound, in a collective, for a lock
+            or an accumulator. None: a step may take as long as it likes.
         max_losses: A closure that was lost with its worker this often seems to be the cause, and
-            is reported instead of killing further workers (Dask's rule and number). A worker that
-            leaves in order, or whose session the coordinator ends, is no loss.
+            is reported instead of killing further workers (Dask's number). Where workers also die
+            without it, it is reported later: at the latest when it was lost twelve times more
+            often. A worker that leaves in order, or whose session the coordinator ends, is no loss.
         max_flaps: A worker that is lost more often than this within a minute is not connected to
             again for 30 s, then for twice as long, up to 5 minutes, while another worker takes
             part. None: it always is.
