@@ -155,7 +155,7 @@ class Coordinator:
             LeaveCluster: Handler(self._worker_leaves),
             EndSession: Handler(self._session_ends),
         })  # fmt: skip
-        self.runtime = Runtime(self.links.ps, origin, program, self._creation.ensure)
+        self.runtime = Runtime(self.links.ps, origin, program, self._ensure_created)
         self._reporter = ScheduleReporter(self.links.ps.links[0], self._reports)
         self._final = FinalClosures(self._queue, self.links.final_below)
         self._dispatch_due = False  # ``_dispatch`` comes in this turn of the loop
@@ -176,8 +176,12 @@ class Coordinator:
                 self.links.ps, self.links.endpoint.incarnation, self._own
             )
             self.partial_updates = 0 if self.left is None else self.left.partial_updates
+        if self.left is None:
+            self._creation.repeatable = []
+        if options.attach:
             await self._creation.ensure()  # what does not fit is told here, as far as it is known
         await self.recovery.first_backups(options.connect_timeout_s, attached=self.left is not None)
+        self.recovery.started()
         self._begin(self._reporter.run(), "the schedule is not reported any more")
         if options.closure_timeout_s is not None:
             limit_s = options.closure_timeout_s
@@ -367,6 +371,11 @@ class Coordinator:
             self.loop.call_soon(self._dispatch)  # it fails the gang that is prepared now
         self._create_if_declared()
 
+    async def _ensure_created(self) -> None:
+        """Create what is declared, for a request of the program itself."""
+        await self._creation.ensure()
+        await self.recovery.begin()
+
     def _create_if_declared(self) -> None:
         if self._creation.pending and self._creating is None:
             self._queue.pause()
@@ -458,6 +467,7 @@ class Coordinator:
         self.perform(self._queue.dispatch())
 
     def _send(self, action: Dispatch) -> None:
+        self._creation.repeatable = None  # the program begins to compute
         now = self.loop.time()
         for closure in action.closures:
             closure.payload.sent_at = now

@@ -125,10 +125,10 @@ class ClusterLinks:
     async def _all_there(self) -> None:
         supervision = self.supervision
         while not self._is_ready():
-            supervision.changed.clear()
-            await supervision.changed.wait()
             if supervision.failure is not None:
                 raise supervision.failure
+            supervision.changed.clear()
+            await supervision.changed.wait()
 
     def _is_ready(self) -> bool:
         return (
