@@ -300,6 +300,7 @@ def test_a_killed_ps_ends_the_run_with_a_clear_error_soon(
 
                 values = [coordinator.schedule(step) for _ in range(2000)]
                 if not point:
+                    await values[0]  # something was computed
                     cluster.tasks["ps-0"].kill()
                 began = time.monotonic()
                 what = "was restarted and has lost" if max_restarts else "is lost: it was killed by"
