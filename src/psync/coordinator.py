@@ -53,6 +53,10 @@ from psync.wire.worker_messages import CancelClosures, ReachCollective
 
 logger = logging.getLogger(__name__)
 
+SETTLE_S = 0.1
+"""Nothing is sent for this long after a loss. Workers that died at the same time are noticed first:
+what the first of them ran is not sent to the next, and not blamed for its death."""
+
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorOptions:
@@ -152,7 +156,7 @@ class Coordinator:
             LeaveCluster: Handler(self._worker_leaves),
             EndSession: Handler(self._session_ends),
         })  # fmt: skip
-        self.runtime = Runtime(self.links.ps, origin, program, self._creation.ensure)
+        self.runtime = Runtime(self.links.ps, origin, program, self._ensure_created)
         self._reporter = ScheduleReporter(self.links.ps.links[0], self._reports)
         self._final = FinalClosures(self._queue, self.links.final_below)
         self._dispatch_due = False  # ``_dispatch`` comes in this turn of the loop
@@ -174,12 +178,16 @@ class Coordinator:
                 self.links.ps, self.links.endpoint.incarnation, self._own
             )
             self.partial_updates = 0 if self.left is None else self.left.partial_updates
+        if self.left is None:
+            self._creation.repeatable = []
+        if options.attach:
             await self._creation.ensure()  # what does not fit is told here, as far as it is known
         await self.recovery.first_backups(options.connect_timeout_s, attached=self.left is not None)
+        self.recovery.started()
         self._begin(self._reporter.run(), "the schedule is not reported any more")
         if options.closure_timeout_s is not None:
             limit_s = options.closure_timeout_s
-            watch = watchdog.watch_closures(self._queue, limit_s, self._give_up)
+            watch = watchdog.watch_closures(self._queue, limit_s, self.workers.waits, self._give_up)
             self._begin(watch, "the closure timeout is off")
         if options.watchdog_timeout_s is not None:
             stalled = functools.partial(watchdog.log_stall, self.describe, options.on_stall)
@@ -376,6 +384,11 @@ class Coordinator:
             self.loop.call_soon(self._dispatch)  # it fails the gang that is prepared now
         self._create_if_declared()
 
+    async def _ensure_created(self) -> None:
+        """Create what is declared, for a request of the program itself."""
+        await self._creation.ensure()
+        await self.recovery.begin()
+
     def _create_if_declared(self) -> None:
         if self._creation.pending and self._creating is None:
             self._queue.pause()
@@ -398,11 +411,20 @@ class Coordinator:
 
     def _worker_lost(self, worker: str, blame: bool) -> None:
         self._reports.worker_lost(worker)
+        if blame:
+            self._queue.pause()
+            self.loop.call_later(SETTLE_S, self._loss_has_settled)
         self.perform(self._queue.worker_lost(worker, blame=blame))
+
+    def _loss_has_settled(self) -> None:
+        if not self._closed:
+            self.perform(self._queue.resume())
 
     def _give_up(self, worker: str, closure: Closure) -> None:
         limit_s = self._options.closure_timeout_s
-        error = DeadlineExceeded(f"{closure} took longer than {limit_s:g} s")
+        error = DeadlineExceeded(
+            f"{closure} took longer than {limit_s:g} s, not counting waits for other workers"
+        )
         self.links.workers.end_session(worker, error, blame=True)
 
     def _worker_leaves(self, peer: Peer, message: LeaveCluster, _: list[memoryview]) -> Reply:
@@ -458,6 +480,7 @@ class Coordinator:
         self.perform(self._queue.dispatch())
 
     def _send(self, action: Dispatch) -> None:
+        self._creation.repeatable = None  # the program begins to compute
         now = self.loop.time()
         for closure in action.closures:
             closure.payload.sent_at = now

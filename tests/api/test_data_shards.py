@@ -21,7 +21,13 @@ from psync.closures import dispatcher
 from psync.closures.closure import Closure
 from psync.closures.identities import Identity
 from psync.closures.queue import ClosureQueue
-from psync.errors import CaptureError, ClosureError, ConfigurationError, UsageError
+from psync.errors import (
+    CaptureError,
+    CheckpointMismatch,
+    ClosureError,
+    ConfigurationError,
+    UsageError,
+)
 from psync.serialization.functions import FunctionTable
 from psync.status import progress
 
@@ -384,5 +390,5 @@ async def test_a_checkpoint_holds_visits(tmp_path: Path):
         await coordinator.join()
         assert later.epoch == 1
         other = coordinator.distribute_once(["a", "b", "d"], num_epochs=2)
-        with pytest.raises(ConfigurationError, match="of other shards"):
+        with pytest.raises(CheckpointMismatch, match="of other shards"):
             await psync.Checkpoint(visits=other).restore(path)

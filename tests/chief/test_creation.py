@@ -313,3 +313,15 @@ async def test_a_lost_ps_is_told_as_it_is() -> None:
         cluster.declare("v", np.zeros((4, 2), np.float32), shards=2)
         with pytest.raises(ParameterServerLost, match="/job:ps/task:1 at ps1:1 cannot be reached"):
             await cluster.creation.ensure()
+
+
+async def test_what_a_ps_has_lost_is_created_on_it_again_and_on_no_other() -> None:
+    async with PsCluster(2) as cluster:
+        cluster.creation.repeatable = []
+        declare(cluster, "a", np.zeros((4, 2), np.float32), (4, 2), shards=2)
+        await cluster.creation.ensure()
+        declare(cluster, "b", lambda shape, offset: np.ones(shape), (4,), shards=2)
+        await cluster.creation.ensure()
+        seen = watch_messages(cluster)
+        await cluster.creation.create_again({1})
+        assert seen == [["a/1", "b/1"]]

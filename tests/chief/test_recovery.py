@@ -15,6 +15,7 @@ import psync
 from inside import chief_of, clocks_of, heard_by
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, replicated, shared
 from ps_cluster import hold
+from psync.chief import creation
 from psync.chief.events import RollbackEvent
 from psync.chief.recovery_rule import Do
 from psync.closures.rollback import CutCalls
@@ -97,6 +98,183 @@ async def test_a_step_whose_update_will_not_be_answered_any_more_does_not_hold_u
             await cluster.stop("ps-0")
             with pytest.raises(ParameterServerLost, match="/job:ps/task:0 at ps-0:1 cannot be"):
                 await coordinator.join(timeout=60)
+
+
+# --- nothing was computed yet ----------------------------------------------------------------
+
+
+async def lose(cluster: MemoryCluster, name: str) -> None:
+    """As kill -9 and a launcher that starts it again."""
+    await cluster.kill(name)
+    await cluster.revive(name)
+
+
+async def kept_alive(cluster: MemoryCluster, name: str, place: str, count: int) -> None:
+    """Let a ps die at a place, and start it again."""
+    await cluster.kill_at(name, place, count).wait()
+    await cluster.stop(name)
+    await cluster.revive(name)
+
+
+def some_variables(strategy: psync.ParameterServerStrategy) -> dict[str, Any]:
+    """Arrays, a constant, and what is drawn."""
+    with strategy.scope():
+        return {
+            "w": psync.Variable(np.arange(6.0).reshape(2, 3), name="w"),
+            "ones": psync.Variable(np.broadcast_to(np.float32(1), (2, 3)), name="ones"),
+            "drawn": psync.Variable(
+                lambda shape, offset: np.full(shape, 7, np.float32), name="drawn", shape=(2, 3),
+                dtype="float32",
+            ),
+        }  # fmt: skip
+
+
+async def trains(coordinator: psync.ClusterCoordinator, variables: dict[str, Any]) -> None:
+    """Ten steps, whose updates are all there in the end."""
+    before = {name: np.array(await each.read()) for name, each in variables.items()}
+
+    async def step() -> None:
+        for each in variables.values():
+            await each.assign_add(np.ones((2, 3)))
+
+    for _ in range(10):
+        coordinator.schedule(step)
+    await coordinator.join(timeout=60)
+    for name, each in variables.items():
+        assert (await each.read() == before[name] + 10).all()
+
+
+def are_initial(values: dict[str, np.ndarray]) -> bool:
+    first = {
+        "w": np.arange(6.0).reshape(2, 3),
+        "ones": np.ones((2, 3)),
+        "drawn": np.full((2, 3), 7),
+    }
+    return all((values[name] == first[name]).all() for name in first)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
+@pytest.mark.parametrize("attach", [False, True])
+async def test_a_ps_may_die_while_the_coordinator_starts(lost: str, attach: bool) -> None:
+    async with cluster_of(2, 2) as cluster:
+        await cluster.stop("worker-1")  # is still importing
+        strategy = cluster.strategy(psync.FixedShardsPartitioner(2))
+        variables = some_variables(strategy)
+        coordinator = psync.ClusterCoordinator(strategy, attach=attach)
+        starting = asyncio.create_task(coordinator.start())
+        for _ in range(3):
+            await asyncio.sleep(3)
+            await lose(cluster, lost)
+        await cluster.start("worker-1")
+        await starting
+        assert not coordinator.attached
+        assert are_initial(await psync.pull(variables))
+        await trains(coordinator, variables)
+        await coordinator.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_ps_that_dies_whenever_a_coordinator_starts_is_an_error() -> None:
+    async with cluster_of(1, 2) as cluster:
+        await cluster.stop("worker-1")
+        coordinator = psync.ClusterCoordinator(cluster.strategy(), connect_timeout=200)
+        starting = asyncio.create_task(coordinator.start())
+        while not starting.done():
+            await asyncio.sleep(3)
+            await lose(cluster, "ps-0")
+        with pytest.raises(ParameterServerLost, match="was restarted and has lost its shards"):
+            await starting
+        assert asyncio.get_running_loop().time() < 30
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
+async def test_a_ps_may_die_before_anything_was_created_on_it(
+    lost: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster_of(2, 2) as cluster:
+        strategy = cluster.strategy(psync.FixedShardsPartitioner(2))
+        variables = some_variables(strategy)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            await lose(cluster, lost)
+            await asyncio.sleep(20)
+            await trains(coordinator, variables)
+    assert "nothing was computed yet: it starts afresh" in caplog.text
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+async def test_a_ps_may_die_while_variables_are_created(
+    lost: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(creation, "MESSAGE_SHARDS", 1)
+    async with cluster_of(2, 2) as cluster:
+        strategy = cluster.strategy(psync.FixedShardsPartitioner(2))
+        variables = some_variables(strategy)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            dying = asyncio.create_task(kept_alive(cluster, lost, "ps.create.done", count))
+            coordinator.schedule(asyncio.sleep, (0,))
+            await coordinator.join()
+            assert are_initial(await psync.pull(variables))
+            await trains(coordinator, variables)
+            await dying
+
+
+def checkpoint_of(strategy: psync.ParameterServerStrategy) -> tuple[psync.Checkpoint, Any]:
+    with strategy.scope():
+        variables = [psync.Variable(np.zeros((4, 2)), name=name) for name in "abc"]
+        adam = psync.optimizers.Adam(0.1)
+
+    async def step() -> None:
+        ones = np.ones((4, 2))
+        await adam.apply_gradients([(ones, each) for each in variables])
+
+    return psync.Checkpoint(variables=variables, adam=adam), step
+
+
+async def everything(checkpoint: psync.Checkpoint) -> Any:
+    """Values, slots and step, as a checkpoint of them has them."""
+    variables, adam = checkpoint._objects["variables"], checkpoint._objects["adam"]
+    slots = [
+        await slot.read()
+        for name in adam.get_slot_names()
+        for each in variables
+        if (slot := adam.get_slot(each, name)) is not None
+    ]
+    return [*await psync.pull(variables), *slots, int(await adam.iterations.read())]
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("saved_on", [1, 2])
+async def test_a_ps_may_die_while_a_checkpoint_is_restored(
+    lost: str, count: int, saved_on: int, tmp_path: Path
+) -> None:
+    async with cluster_of(saved_on, 1) as cluster:
+        strategy = cluster.strategy(psync.FixedShardsPartitioner(saved_on))
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            checkpoint, step = checkpoint_of(strategy)
+            for _ in range(3):
+                coordinator.schedule(step)
+            await coordinator.join()
+            await psync.CheckpointManager(checkpoint, tmp_path).save()
+            saved = await everything(checkpoint)
+    async with cluster_of(2, 1) as cluster:
+        strategy = cluster.strategy(psync.FixedShardsPartitioner(2))
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            checkpoint, step = checkpoint_of(strategy)
+            dying = asyncio.create_task(kept_alive(cluster, lost, "ps.assign.applied", count))
+            manager = psync.CheckpointManager(checkpoint, tmp_path)
+            assert await manager.restore_or_initialize() is not None
+            await dying
+            for found, expected in zip(await everything(checkpoint), saved, strict=True):
+                assert np.array_equal(found, expected)
+            coordinator.schedule(step)
+            await coordinator.join()
+            assert await checkpoint._objects["adam"].iterations.read() == 4
 
 
 async def test_a_coordinator_that_was_replaced_says_so_in_every_join_and_does_not_hang(
@@ -316,6 +494,8 @@ async def test_that_nothing_was_saved_is_said_in_reports_and_once_a_ps_is_lost(
         await asyncio.wait_for(coordinator.backed_up(), 5)
         await coordinator.join()
         describe = chief_of(coordinator).describe
+        assert unsaved not in "".join(describe()), "nothing was computed yet"
+        await v.read()
         assert f"{unsaved}: a ps that is lost ends the program" in describe()
         assert unsaved not in caplog.text
         await cluster.stop("ps-0")

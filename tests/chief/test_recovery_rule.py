@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from psync.chief.recovery_rule import (
     MAX_ATTEMPTS,
+    MAX_STARTS,
     UNSAVED,
     Action,
     Attach,
@@ -27,7 +28,7 @@ from psync.chief.recovery_rule import (
 )
 from psync.errors import CheckpointError, ConnectionLost, FencedError, ParameterServerLost
 
-READ, ATTACH, LOAD, SWITCH, ADOPT = RollbackStep
+READ, ATTACH, LOAD, SWITCH, CREATE, ADOPT = RollbackStep
 HOLD, END_SESSIONS, RESUME = Do
 
 
@@ -38,9 +39,10 @@ def away(ps: int) -> ParameterServerLost:
 class Cluster:
     """A rule, and what it has said. ``hosts``: in whose process the backup of each ps is."""
 
-    def __init__(self, *hosts: int | None, saved: bool = True) -> None:
+    def __init__(self, *hosts: int | None, saved: bool = True, fresh: bool = False) -> None:
         self.saved = saved
-        self.rule = RecoveryRule(list(range(len(hosts))), lambda: self.saved)
+        self.rule = RecoveryRule(list(range(len(hosts))), lambda: self.saved, lambda: fresh)
+        self.rule.started = True
         for ps, host in enumerate(hosts):
             self.rule.backed_up(ps, host)
 
@@ -216,6 +218,62 @@ def test_without_a_backup_and_a_checkpoint_a_loss_is_the_end_and_later_ones_say_
     assert cluster.rule.gone.args == away(1).args
 
 
+# --- a fresh start ---------------------------------------------------------------------------
+
+
+def test_before_anything_was_computed_lost_ones_get_their_variables_again() -> None:
+    cluster = Cluster(None, None, saved=False, fresh=True)
+    assert cluster.lose(1) == [HOLD, END_SESSIONS, GoHome(1), ATTACH]
+    assert cluster.rule.state is State.FRESH_START
+    assert [cluster.done() for _ in range(3)] == [[CREATE], [ADOPT], [RESUME]]
+    assert cluster.rule.state is State.RUNNING
+
+
+def test_a_checkpoint_is_gone_back_to_even_if_nothing_was_computed() -> None:
+    assert Cluster(None, fresh=True).lose(0)[-1] is READ
+
+
+@pytest.mark.parametrize("done", range(3))
+def test_a_loss_in_a_fresh_start_begins_it_again(done: int) -> None:
+    cluster = Cluster(None, None, saved=False, fresh=True)
+    cluster.lose(0)
+    for _ in range(done):
+        cluster.done()
+    assert cluster.lose(1) == [GoHome(1)]
+    assert cluster.fail(away(1)) == [ATTACH]
+    assert sorted(cluster.rule.lost_ps) == [0, 1]
+    assert [cluster.done() for _ in range(3)][-1] == [RESUME]
+
+
+def test_a_ps_that_dies_whenever_it_is_started_afresh_is_the_end_with_the_first_error() -> None:
+    cluster = Cluster(None, saved=False, fresh=True)
+    for _ in range(2):
+        first = cluster.lose(0)
+        assert first[-1] is ATTACH
+        assert [cluster.done() for _ in range(3)][-1] == [RESUME]
+    cluster.lose(0)
+    for _ in range(MAX_STARTS - 4):
+        assert cluster.fail(ConnectionLost("again")) == [ATTACH]
+    (end,) = cluster.fail(ConnectionLost("again"))
+    assert isinstance(end, End)
+    assert end.error.args == away(0).args
+
+
+def test_one_that_is_not_started_again_is_the_end_with_the_first_error() -> None:
+    cluster = Cluster(None, None, saved=False, fresh=True)
+    cluster.lose(1)
+    (end,) = cluster.fail(CheckpointError("not there within 60 s"))
+    assert isinstance(end, End)
+    assert end.error.args == away(1).args
+
+
+def test_a_coordinator_that_has_not_started_is_made_anew() -> None:
+    cluster = Cluster(None, None, saved=False)
+    cluster.rule.started = False
+    (end,) = cluster.rule.lost(0, away(0))
+    assert isinstance(end, End), "and no warning that nothing was saved"
+
+
 # --- the end ---------------------------------------------------------------------------------
 
 
@@ -257,14 +315,14 @@ def test_who_is_closed_recovers_nothing_and_lets_go_of_what_waits(recovering: bo
 class RecoveryMachine(RuleBasedStateMachine):
     """Processes die and come back, steps succeed and fail, in every order that hypothesis finds."""
 
-    @initialize(num_ps=st.integers(2, 4), saved=st.booleans())
-    def begin(self, num_ps: int, saved: bool) -> None:
-        self.cluster = Cluster(*[None] * num_ps, saved=saved)
+    @initialize(num_ps=st.integers(2, 4), saved=st.booleans(), fresh=st.booleans())
+    def begin(self, num_ps: int, saved: bool, fresh: bool) -> None:
+        self.cluster = Cluster(*[None] * num_ps, saved=saved, fresh=fresh)
         self.rule_ = self.cluster.rule
         self.step: Step | None = None
         self.is_held = False
         self.lost: set[int] = set()  # not promoted, and not back from a checkpoint
-        self.since_read: set[int] = set()  # lost since the last checkpoint was read
+        self.since_attach: set[int] = set()  # lost since it was last begun to attach all
 
     def perform(self, actions: list[Action]) -> None:
         for at, action in enumerate(actions):
@@ -276,12 +334,15 @@ class RecoveryMachine(RuleBasedStateMachine):
             elif isinstance(action, End):
                 self.is_held = False
             elif isinstance(action, RolledBack):
+                assert self.cluster.saved
                 assert self.lost <= set(action.lost)
             elif isinstance(action, Step):
                 assert at == len(actions) - 1, "a step is the last"
                 assert self.step is None, "one at a time"
                 assert self.is_held
                 self.step = action
+                if action is ATTACH:
+                    self.since_attach.clear()
                 if isinstance(action, Promote):
                     assert action.ps in self.rule_.lost_ps
                     assert action.host != self.rule_.homes[action.ps]
@@ -299,7 +360,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         ps = data.draw(st.sampled_from(range(len(self.rule_.homes))))
         if self.rule_.state not in (State.GONE, State.CLOSED):
             self.lost.add(ps)
-            self.since_read.add(ps)
+            self.since_attach.add(ps)
         self.perform(self.rule_.lost(ps, away(ps)))
 
     @precondition(lambda self: getattr(self, "step", None) is not None)
@@ -308,9 +369,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         step, self.step = self.step, None
         if isinstance(step, Promote):
             self.lost.discard(step.ps)
-        elif step is READ:
-            self.since_read.clear()
-        elif step is ADOPT and not self.since_read:
+        elif step is ADOPT and not self.since_attach:
             self.lost.clear()
         self.perform(self.rule_.done())
 
@@ -325,7 +384,7 @@ class RecoveryMachine(RuleBasedStateMachine):
     def everything_stands_still_exactly_while_it_recovers_and_then_a_step_is_under_way(
         self,
     ) -> None:
-        recovering = self.rule_.state in (State.FAILOVER, State.ROLLBACK)
+        recovering = self.rule_.state in (State.FAILOVER, State.ROLLBACK, State.FRESH_START)
         assert self.is_held is recovering
         assert (self.step is not None) is recovering
 

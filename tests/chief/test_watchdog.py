@@ -255,6 +255,11 @@ async def test_replicas_that_wait_for_each_other_are_work(caplog):
 # --- a step that takes too long costs its worker, if the program says so ---------------------
 
 
+async def none(*_):
+    """No worker answers."""
+    return {}
+
+
 async def test_only_a_closure_that_stays_the_oldest_is_given_up():
     queue = ClosureQueue()
     queue.worker_joined("w0")
@@ -266,7 +271,7 @@ async def test_only_a_closure_that_stays_the_oldest_is_given_up():
     loop = asyncio.get_running_loop()
     seen: list[tuple[str, float]] = []
     watching = asyncio.create_task(
-        watch_closures(queue, 8.0, lambda worker, closure: seen.append((worker, loop.time())))
+        watch_closures(queue, 8.0, none, lambda worker, closure: seen.append((worker, loop.time())))
     )
     for _ in range(2):
         await asyncio.sleep(5)
@@ -293,3 +298,46 @@ async def test_a_closure_that_hangs_runs_again_elsewhere_and_the_log_says_why(ca
         assert await value == 1 - memory_cluster.shared["worker"]
         assert "is lost (closure 0 (" in caplog.text
         assert "took longer than 30 s" in caplog.text
+
+
+async def test_time_that_a_step_waits_for_another_worker_does_not_count(caplog):
+    """Worker 1 stands still for a while; worker 0 waits for its gradient in a synchronous step."""
+    async with coordinating(num_workers=2, closure_timeout=30) as (_, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(np.zeros(2, np.float32), name="v")
+            global_step = psync.get_or_create_global_step()
+        sync = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2)
+
+        async def step():
+            await asyncio.sleep(1)
+            if psync.get_worker_index() and "stood" not in memory_cluster.shared:
+                memory_cluster.shared["stood"] = True
+                await asyncio.sleep(3600)
+            await sync.apply_gradients([(np.ones(2, np.float32), v)], global_step)
+
+        for _ in range(2):
+            coordinator.schedule(step)
+        await coordinator.join(timeout=200)
+        assert caplog.text.count("is lost (") == 1
+        assert "/job:worker/task:1 is lost (closure 1 (step) took longer than 30 s" in caplog.text
+        assert (await v.read() == -2).all()  # in two partial steps
+
+
+async def test_steps_that_wait_for_each_other_alternately_count_only_what_they_compute(caplog):
+    """Each of both is busy for 26 s, and waits for the other one for 18 s."""
+    async with coordinating(num_workers=2, closure_timeout=30) as (_, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(np.zeros(2, np.float32), name="v")
+            global_step = psync.get_or_create_global_step()
+        sync = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2)
+
+        async def steps():
+            for turn in range(4):
+                await asyncio.sleep(11 if turn % 2 == psync.get_worker_index() else 2)
+                await sync.apply_gradients([(np.ones(2, np.float32), v)], global_step)
+
+        for _ in range(2):
+            coordinator.schedule(steps)
+        await coordinator.join(timeout=200)
+        assert "took longer" not in caplog.text
+        assert (await v.read() == -4).all()

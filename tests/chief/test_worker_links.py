@@ -11,7 +11,7 @@ import pytest
 from links_owner import Owner
 from memory_cluster import MemoryCluster, cluster_of
 from psync.chief.cluster_links import ClusterLinks
-from psync.closures.flapping import FIRST_S
+from psync.closures.flapping import ALONE_S, FIRST_S
 from psync.errors import ConnectFailed, ConnectionLost, ProtocolError
 from psync.net.peer import Handler
 from psync.wire.recovery_messages import EndSession
@@ -81,6 +81,40 @@ async def test_a_worker_that_flaps_is_set_aside_and_comes_back_when_its_time_is_
     assert caplog.text.count("it is set aside for 30 s") == 1
     assert asyncio.get_running_loop().time() - began < 60
     assert links.membership.alive_workers() == ["/job:worker/task:0", W1]
+
+
+async def test_the_last_worker_is_never_set_aside_though_all_die_again_and_again(
+    links, cluster, caplog
+):
+    with caplog.at_level(logging.WARNING):
+        for kill in range(60):  # each of the two is lost more often than is borne
+            cluster.network.cut(f"worker-{kill % 2}:1")
+            await asyncio.sleep(ALONE_S + 0.5)
+            assert links.workers.attached, f"all are set aside after {kill + 1} losses"
+    assert "it is set aside for 30 s" in caplog.text
+
+
+async def test_one_that_is_set_aside_comes_back_as_soon_as_no_other_takes_part(
+    links, owner, cluster, caplog
+):
+    with caplog.at_level(logging.WARNING):
+        while len(owner.events) < 7:
+            cluster.network.cut("worker-1:1")
+            await asyncio.sleep(1)
+        await asyncio.sleep(5)
+        assert owner.events[7:] == []
+        await cluster.stop("worker-0")
+        await asyncio.sleep(1)
+        assert owner.events[7:] == ["-0", "+1"]
+        for _ in range(8):
+            cluster.network.cut("worker-1:1")
+            await asyncio.sleep(ALONE_S + 0.5)
+        assert owner.events[9:] == ["-1", "+1"] * 8
+        assert "it is not set aside, since no other worker takes part" in caplog.text
+        await cluster.start("worker-0")
+        await asyncio.sleep(10)
+    assert owner.events[25:] == ["+0"]
+    assert links.workers.describe() == []
 
 
 async def test_workers_whose_sessions_the_coordinator_ends_are_not_lost(links, owner, caplog):

@@ -1,7 +1,7 @@
 """Membership and flapping as a supervisor drives them, in every order that hypothesis finds.
 
 Workers come, are lost, leave, are removed and added again; ps tasks come and go. Nobody is attached
-while it is set aside, and nobody is set aside for ever.
+while it is set aside, nobody is set aside for ever, and the last one is not at all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from psync.closures.flapping import LONGEST_S, Flapping
+from psync.closures.flapping import ALONE_S, LONGEST_S, Flapping
 from psync.closures.membership import Fence, Membership, TaskState
 
 PS = ("/job:ps/task:0", "/job:ps/task:1")
@@ -23,6 +23,7 @@ class MembershipMachine(RuleBasedStateMachine):
         super().__init__()
         self.membership = Membership(dict.fromkeys(DESCRIBED, "w:1"), dict.fromkeys(PS, "p:1"))
         self.flapping = Flapping()
+        self.flapping.is_anyone_there = lambda: bool(self.attached)
         self.now = 0.0
         self.known = set(DESCRIBED)  # belong to the cluster
         self.attached: set[str] = set()
@@ -72,6 +73,7 @@ class MembershipMachine(RuleBasedStateMachine):
         self.boots[worker] += restarts
         self.connect(worker)
         self.attached.add(worker)
+        self.flapping.joined(worker, self.now)
         self.left.discard(worker)
 
     @precondition(lambda self: self.attached)
@@ -83,7 +85,8 @@ class MembershipMachine(RuleBasedStateMachine):
             pause = self.flapping.lost(worker, self.now)
             assert pause <= LONGEST_S
             if pause:
-                assert (worker, pause) in [
+                left = pause if self.attached else ALONE_S
+                assert (worker, left) in [
                     (name, round(left, 6)) for name, left in self.flapping.set_aside(self.now)
                 ]
                 return
@@ -164,6 +167,13 @@ class MembershipMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_takes_part_who_is_set_aside(self) -> None:
         assert not self.attached & {worker for worker, _ in self.flapping.set_aside(self.now)}
+
+    @invariant()
+    def the_last_worker_that_can_be_reached_is_never_set_aside(self) -> None:
+        """Whichever of the workers that are not there can be reached: it comes back at once."""
+        if not self.attached:
+            for worker in self.known:
+                assert self.flapping.remaining(worker, self.now + ALONE_S) == 0
 
 
 MembershipMachine.TestCase.settings = settings(

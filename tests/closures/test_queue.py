@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from psync.closures.closure import Closure, Replica, State
 from psync.closures.dispatcher import Dispatch, GiveBack, WorkerStatistics
 from psync.closures.open import Cancel, Settle
-from psync.closures.queue import Action, ClosureQueue, QueueStatistics
+from psync.closures.queue import (
+    MAX_LOSSES,
+    RECENT_LOSSES,
+    Action,
+    ClosureQueue,
+    Losses,
+    QueueStatistics,
+)
 from psync.errors import (
     ClosureCancelled,
     ClosureError,
@@ -200,6 +209,69 @@ def test_closure_that_was_lost_with_three_workers_fails_and_names_them() -> None
     assert type(error.__cause__) is WorkerLost
     assert str(error.__cause__) == "a was lost while it held closure 0 (step)"
     assert bench.queue.collect_error() == (error, ())
+
+
+def kill_all(bench: Bench, rounds: int, workers: str) -> None:
+    for _ in range(rounds):
+        for worker in workers:
+            bench.queue.worker_lost(worker)
+        for worker in workers:
+            bench.queue.worker_joined(worker)
+
+
+def test_while_every_worker_is_killed_no_closure_is_called_a_killer() -> None:
+    bench = Bench(*"abc")
+    bench.run(*range(6))
+    bench.queue.finished("a", (0,), SLOW)
+    kill_all(bench, 8, "abc")
+    assert bench.closures[1].attempts == 8
+    assert not bench.queue.has_failed
+
+
+def test_workers_that_die_idle_show_that_closures_are_lost_by_chance() -> None:
+    bench = Bench("a", "b", max_losses=1)
+    for worker in "ba":
+        bench.queue.worker_lost(worker)
+    bench.queue.worker_joined("a")
+    bench.run(0)
+    bench.queue.worker_lost("a")
+    assert bench.closures[0].attempts == 1
+    assert not bench.queue.has_failed
+
+
+def test_a_step_that_crashes_in_each_call_is_found_at_once() -> None:
+    bench = Bench(*"abc")
+    bench.run(*range(6))
+    kill_all(bench, 2, "abc")
+    assert not bench.queue.has_failed
+    bench.queue.worker_lost("a")
+    (error,) = bench.queue.pending_errors
+    assert "was lost with its worker 3 times" in str(error)
+
+
+@given(st.lists(st.sampled_from(["killer", "idle", "another"])), st.booleans())
+def test_a_killer_is_found_within_fifteen_losses_whatever_else_dies(
+    events: list[str], others_end: bool
+) -> None:
+    losses, killer, other = Losses(MAX_LOSSES), Closure(0, name="step"), Closure(1, name="step")
+    if others_end:
+        losses.finished([other])
+
+    def lose(event: str) -> None:
+        losses.lost({"killer": [killer], "idle": [], "another": [other]}[event])
+        if event == "killer":
+            killer.lost_on += ("a",)
+
+    for event in events:
+        lose(event)
+    if killer.attempts < MAX_LOSSES:
+        assert not losses.is_killer(killer)
+    elif killer.attempts >= MAX_LOSSES + RECENT_LOSSES or set(events) == {"killer"}:
+        assert losses.is_killer(killer)
+    killer.lost_on = ()
+    for _ in range(8):  # nothing else dies any more
+        lose("killer")
+    assert losses.is_killer(killer)
 
 
 def test_worker_that_takes_several_closures_with_it_too_often_fails_one_of_them() -> None:

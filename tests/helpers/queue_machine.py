@@ -24,7 +24,7 @@ from psync.closures import dispatcher
 from psync.closures.closure import Closure, State
 from psync.closures.dispatcher import Dispatch, GiveBack
 from psync.closures.open import Cancel, Settle
-from psync.closures.queue import Action, ClosureQueue
+from psync.closures.queue import RECENT_LOSSES, Action, ClosureQueue
 from psync.errors import ClosureCancelled, ClosureInputError, EndOfData
 
 MAX_AHEAD = 8
@@ -356,7 +356,8 @@ class ClosureQueueMachine(RuleBasedStateMachine):
         del self.workers[name]
         self.sent_to = {i: other for i, other in self.sent_to.items() if other != name}
         self.perform(self.queue.worker_lost(name, blame=blame))
-        assert all(c.attempts < MAX_LOSSES for c in self.closures if not c.is_final)
+        most = MAX_LOSSES + RECENT_LOSSES
+        assert all(c.attempts < most for c in self.closures if not c.is_final)
 
     @precondition(lambda self: any(w.to_worker for w in self.workers.values()))
     @rule(data=st.data())

@@ -265,6 +265,49 @@ async def test_a_coordinator_takes_in_who_came_after_its_strategy_was_made() -> 
             assert await workers_of(coordinator) == names(0, 1, 2)
 
 
+@pytest.mark.parametrize("sizes", [[1], [5], [1, 4], [4, 2, 3]], ids=str)
+async def test_it_is_scaled_at_any_moment_of_a_program(sizes: list[int]) -> None:
+    for turns in (0, 3, 10, 20, 30, 40, 50, 60, 80, 100, 150, 250):
+        async with psync.LocalCluster(1, 3, processes=False) as cluster:
+            strategy = psync.ParameterServerStrategy(cluster.resolver)
+            with strategy.scope():
+                v = psync.Variable(0)
+
+            async def step(v: psync.Variable = v) -> None:
+                await v.assign_add(1)
+
+            async def program(strategy: Any = strategy, v: Any = v, step: Any = step) -> int:
+                async with psync.ClusterCoordinator(strategy) as coordinator:
+                    for _ in range(30):
+                        coordinator.schedule(step)
+                    await coordinator.join()
+                    return int(await v.read())
+
+            running = asyncio.create_task(program())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(10):
+                for size in sizes:
+                    await cluster.scale(size)
+                assert await running == 30
+            assert cluster.resolver.cluster_spec().num_tasks("worker") == sizes[-1]
+
+
+@pytest.mark.virtual_time
+async def test_a_coordinator_does_not_wait_for_who_left_after_its_strategy_was_made() -> None:
+    async with psync.LocalCluster(1, 3, processes=False) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        await cluster.scale(1)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            assert await workers_of(coordinator) == names(0)
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        await cluster.scale(3)
+        await cluster.scale(2)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            await asyncio.sleep(1)
+            assert await workers_of(coordinator) == names(0, 1)
+
+
 @pytest.mark.virtual_time
 async def test_a_worker_that_leaves_ends_its_closure_and_its_index_is_not_used_meanwhile() -> None:
     async with psync.LocalCluster(1, 2, processes=False) as cluster:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Collection, Mapping
 
 from psync.closures.scaling_rule import Load
+from psync.cluster import ClusterSpec
 from psync.net.workforce import Workforce
 
 
@@ -53,3 +54,15 @@ def test_the_newest_says_how_much_there_is_to_do() -> None:
     assert workforce.load() == Load(2)
     unfollow()
     assert workforce.load() == Load(1)
+
+
+def test_a_cluster_that_was_described_earlier_has_the_workers_of_now() -> None:
+    workforce = Workforce()
+    cluster = ClusterSpec({"ps": ["p:1"], "worker": ["w:7", "w:8", "w:9"]})
+    assert workforce.present(cluster) == cluster
+    workforce.change({}, [1, 2])
+    workforce.change({2: "w:6"}, [])
+    assert workforce.present(cluster).as_dict() == {
+        "ps": cluster.as_dict()["ps"], "worker": {0: "w:7", 2: "w:6"},
+    }  # fmt: skip
+    assert workforce.present(ClusterSpec({"ps": ["p:1"]})).as_dict()["worker"] == {2: "w:6"}

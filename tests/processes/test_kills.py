@@ -223,6 +223,32 @@ def test_join_ends_when_the_last_worker_is_given_up_and_says_so() -> None:
     run(main)
 
 
+def test_training_goes_on_while_every_worker_is_killed_and_no_step_is_blamed() -> None:
+    rounds, per_round = 6, 1.0
+
+    async def main() -> None:
+        async with psync.LocalCluster(1, 3, max_restarts=1000) as cluster:
+            strategy = psync.ParameterServerStrategy(cluster.resolver)
+            async with psync.ClusterCoordinator(strategy) as coordinator:
+                with strategy.scope():
+                    done = psync.Variable(np.zeros(1, np.int64))
+
+                async def step() -> None:
+                    await asyncio.sleep(0.3)
+                    await done.assign_add([1])
+
+                for _ in range(40):
+                    coordinator.schedule(step)
+                for _ in range(rounds):
+                    await asyncio.sleep(per_round)
+                    for index in range(3):
+                        cluster.tasks[f"worker-{index}"].kill()
+                await coordinator.join(timeout=40)
+                assert (await done.read() == 40).all()
+
+    run(main)
+
+
 def test_a_step_that_kills_its_worker_with_a_signal_is_run_again() -> None:
     async def main() -> None:
         async with psync.LocalCluster(1, 1, max_restarts=5) as cluster:
@@ -274,6 +300,7 @@ def test_a_killed_ps_ends_the_run_with_a_clear_error_soon(
 
                 values = [coordinator.schedule(step) for _ in range(2000)]
                 if not point:
+                    await values[0]  # something was computed
                     cluster.tasks["ps-0"].kill()
                 began = time.monotonic()
                 what = "was restarted and has lost" if max_restarts else "is lost: it was killed by"

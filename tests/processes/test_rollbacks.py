@@ -86,7 +86,7 @@ def test_a_fit_has_all_its_steps_although_a_ps_is_killed_in_an_epoch_and_another
                 if num_ps == 1:
                     assert await optimizer.iterations.read() == steps * epochs
 
-    with caplog.at_level(logging.WARNING, "psync"):
+    with caplog.at_level(logging.INFO, "psync"):
         run(main)
     assert "undone by a rollback and trained again" in capsys.readouterr().out
     assert "lost: back to step" in caplog.text or "lost: from step" in caplog.text

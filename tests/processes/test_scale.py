@@ -92,3 +92,30 @@ def test_a_chief_that_is_started_again_knows_the_workers_of_now(environ: dict[st
             assert run.wait() == 0
         finally:
             run.terminate()
+
+
+@pytest.mark.parametrize("sizes", [("1",), ("1", "3"), ("4",)], ids=str)
+def test_a_run_is_scaled_before_its_coordinator_starts(
+    environ: dict[str, str], sizes: tuple[str, ...]
+) -> None:
+    with subprocess.Popen(
+        [*PSYNC, "run", str(SCRIPT), "--workers", "2", "--", "early"],
+        env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True,
+    ) as run:  # fmt: skip
+        assert run.stdin is not None
+        assert run.stdout is not None
+        try:
+            assert run.stdout.readline() == "strategy\n"
+            for size in sizes:
+                assert scale(environ, size).returncode == 0
+            run.stdin.write(f"begin\n{sizes[-1]}\n")
+            run.stdin.flush()
+            assert run.stdout.readline() == "ready\n"
+            there = " ".join(map(str, range(int(sizes[-1]))))
+            assert run.stdout.readline() == f"workers {there}\n"
+            run.stdin.close()
+            assert run.stdout.readline() == f"at last {there}\n"
+            assert run.wait() == 0
+        finally:
+            run.terminate()

@@ -297,6 +297,22 @@ async def test_a_closure_that_loses_three_workers_is_an_error_that_names_them():
 
 
 @pytest.mark.virtual_time
+async def test_a_closure_is_not_blamed_for_workers_that_die_while_others_do():
+    async with coordinating(num_workers=4) as (cluster, coordinator):
+
+        async def slow():
+            await asyncio.sleep(5)
+
+        value = coordinator.schedule(slow)
+        for _ in range(4):
+            await asyncio.sleep(4)
+            for index in range(4):
+                cluster.network.cut(f"worker-{index}:1")
+        await coordinator.join(timeout=60)
+        await value.fetch()
+        assert coordinator.statistics()["closures"].put_back == 4
+
+
 async def test_without_any_worker_join_says_for_whom_it_waits(caplog):
     async with coordinating(num_workers=2) as (cluster, coordinator):
         await cluster.stop("worker-0")

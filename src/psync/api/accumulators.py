@@ -89,7 +89,7 @@ class AccumulatorHandle:
 
         Cancellation: Safe.
         """
-        runtime = self._runtime("num_accumulated")
+        runtime = await self._runtime("num_accumulated")
         return (await runtime.accumulators.state(self.place)).count
 
     async def step(self) -> int:
@@ -97,7 +97,7 @@ class AccumulatorHandle:
 
         Raises and cancellation as ``num_accumulated``.
         """
-        runtime = self._runtime("step")
+        runtime = await self._runtime("step")
         return (await runtime.accumulators.state(self.place)).step
 
     async def set_global_step(self, new_global_step: int) -> None:
@@ -115,7 +115,7 @@ class AccumulatorHandle:
         Source: ``tf.compat.v1.ConditionalAccumulatorBase.set_global_step``.
         """
         step = self._rule.as_step(new_global_step)
-        runtime = self._runtime("set_global_step")
+        runtime = await self._runtime("set_global_step")
         closure, ordinal = runtime.begin_update(self._named("set_global_step"))
         await runtime.accumulators.set_step(self.place, step, closure=closure, ordinal=ordinal)
 
@@ -128,7 +128,7 @@ class AccumulatorHandle:
     ) -> GradientResult:
         """Send a gradient: values, or indices and values."""
         step, factor = self._rule.as_call(local_step, weight)
-        runtime = self._runtime("apply_grad")
+        runtime = await self._runtime("apply_grad")
         closure, ordinal = runtime.begin_update(self._named("apply_grad"))
         answer: GradientApplied = await runtime.accumulators.apply(
             self.place, [to_bytes_view(array) for array in arrays], arrays[-1].shape, dense_shape,
@@ -139,7 +139,7 @@ class AccumulatorHandle:
     async def _take(self, num_required: object) -> tuple[GradientTaken, list[np.ndarray]]:
         """Return what was taken, its last array as values."""
         required = self._rule.as_required(num_required)
-        runtime = self._runtime("take_grad")
+        runtime = await self._runtime("take_grad")
         return self._arrays(await runtime.accumulators.take(self.place, required))
 
     def _arrays(self, received: Received) -> tuple[GradientTaken, list[np.ndarray]]:
@@ -156,7 +156,7 @@ class AccumulatorHandle:
             raise RemoteProtocolError(f"ps {self.place.ps} sent no gradient: {exc}") from exc
         return message, arrays
 
-    def _runtime(self, method: str) -> Runtime:
+    async def _runtime(self, method: str) -> Runtime:
         operation = self._named(method)
         runtime = runtime_here(operation, None if self._scope is None else self._scope())
         if runtime.origin != self.origin:
@@ -164,6 +164,8 @@ class AccumulatorHandle:
                 f"{operation}: the accumulator belongs to another program or strategy",
                 hint=OTHER_STRATEGY_HINT,
             )
+        if runtime.ensure_created is not None:
+            await runtime.ensure_created()
         return runtime
 
     def _named(self, method: str) -> str:

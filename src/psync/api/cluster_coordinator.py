@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -32,14 +33,17 @@ from psync.api.strategy import ParameterServerStrategy
 from psync.chief.events import Event
 from psync.chief.followed_workers import FollowedWorkers
 from psync.chief.reattachment import OwnOptimizers
+from psync.chief.recovery_rule import MAX_STARTS
 from psync.client.context import forbid_in_step
 from psync.closures.flapping import LIMIT
 from psync.closures.queue import MAX_LOSSES
+from psync.cluster import parse_task_name
 from psync.coordinator import Coordinator, CoordinatorOptions
 from psync.errors import (
     CaptureError,
     ClosedError,
     ConfigurationError,
+    ParameterServerLost,
     UsageError,
     other_loop,
 )
@@ -50,10 +54,13 @@ from psync.net.environment import (
     script_is_shared,
 )
 from psync.net.notebook_cells import of_no_cell
+from psync.net.platform import Platform
 from psync.net.process_state import PerProcess
 from psync.net.task_reports import add_description
 from psync.specs import checked_kind
 from psync.status.html_tables import table_of_workers
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -75,12 +82,16 @@ class ClusterCoordinator(Scheduling):
         connect_timeout: Seconds to wait for them, and for all ps tasks.
         ps_timeout: Seconds after which a ps that cannot be reached is lost.
         closure_timeout: Seconds after which a worker that still runs the same closure is given
-            up: the closure runs again elsewhere. None: a step may take as long as it likes.
+            up: the closure runs again elsewhere. Time in which a step waits for other workers
+            does not count: at a synchronous step, a staleness bound, in a collective, for a lock
+            or an accumulator. None: a step may take as long as it likes.
         max_losses: A closure that was lost with its worker this often seems to be the cause, and
-            is reported instead of killing further workers (Dask's rule and number). A worker that
-            leaves in order, or whose session the coordinator ends, is no loss.
+            is reported instead of killing further workers (Dask's number). Where workers also die
+            without it, it is reported later: at the latest when it was lost twelve times more
+            often. A worker that leaves in order, or whose session the coordinator ends, is no loss.
         max_flaps: A worker that is lost more often than this within a minute is not connected to
-            again for 30 s, then for twice as long, up to 5 minutes. None: it always is.
+            again for 30 s, then for twice as long, up to 5 minutes, while another worker takes
+            part. None: it always is.
         watchdog_timeout: Seconds after which the log says what runs where and on whom everybody
             waits, and shows the stacks of this process, if there is work and no closure has ended
             meanwhile; again after as long a silence. None: ``PSYNC_WATCHDOG_TIMEOUT``; 0: never.
@@ -194,11 +205,14 @@ class ClusterCoordinator(Scheduling):
     async def start(self) -> None:
         """Connect to every ps and to the workers.
 
+        A ps that dies meanwhile, and is started again, is connected to again: nothing was on it.
+
         Raises:
             AttachError: With ``attach=True``: a ps that was started again has lost its part of the
                 variables, or they are others than those declared so far. What is declared later is
                 compared when something first needs it.
             ConnectFailed: They are not there in time; names who is missing, and where.
+            ParameterServerLost: A ps has died again and again, or is not started again.
             AuthenticationError: A task holds another secret.
             ProtocolError: Something else answers at a task's address.
             ConfigurationError: There is no secret; or a ps lacks the update rule or the schedule of
@@ -217,10 +231,30 @@ class ClusterCoordinator(Scheduling):
         platform = platform_of(
             self.strategy.cluster_resolver, self._own_address(), insecure=self._options.insecure
         )
+        self._starting = True
+        declared, here = self.strategy.declared, list(self.strategy.declared)
+        try:
+            for tries_left in reversed(range(MAX_STARTS)):
+                try:
+                    await self._start_on(platform)
+                    break
+                except ParameterServerLost as exc:
+                    at = self.strategy.cluster.task_address(*parse_task_name(exc.task))
+                    if not tries_left or platform.given_up.reason(at) is not None:
+                        raise
+                    logger.warning("%s; nothing was computed yet: starting again", exc.message)
+                    declared[:0] = here[: len(here) - len(declared)]  # those that were created
+        finally:
+            self._starting = False
+        note_training_began()
+        self.strategy.created = True
+
+    async def _start_on(self, platform: Platform) -> None:
+        """Start a coordinator; as ``start``. Nothing is left of one that did not."""
         optimizers = optimizers_here()
         coordinator = platform.parts.of(Coordinator)(
             platform,
-            self.strategy.cluster,
+            platform.workforce.present(self.strategy.cluster),
             self.strategy.declared,
             self._options,
             origin=self.strategy.origin,
@@ -231,25 +265,21 @@ class ClusterCoordinator(Scheduling):
         )
         seen = SeenRun(coordinator, platform, self.strategy, **self._shown)
         optimizers.begin_cluster()
-        self._starting = True
+        follower = FollowedWorkers(coordinator.links, coordinator.recovery.queue)
+        unfollow = platform.workforce.follow(follower)  # workers may come and leave meanwhile
         try:
             await of_no_cell(seen.start())
             await of_no_cell(coordinator.start())
             optimizers.check_unused(coordinator.links.ps.links)
         except BaseException:
+            unfollow()
             await seen.close()
             await coordinator.close()
             raise
-        finally:
-            self._starting = False
-        note_training_began()
-        self._coordinator, self._seen = coordinator, seen
+        self._coordinator, self._seen, self._unfollow = coordinator, seen, unfollow
         self._undescribe = add_description(coordinator.describe)
-        follower = FollowedWorkers(coordinator.links, coordinator.recovery.queue)
-        self._unfollow = platform.workforce.follow(follower)
         self.strategy.runtime = coordinator.runtime
         self.strategy.gangs = coordinator.gangs
-        self.strategy.created = True
 
     @property
     def attached(self) -> bool:

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from psync.cluster import parse_task_name
-from psync.errors import TransportError, UsageError
+from psync.errors import PsyncError, TransportError, UsageError
 from psync.net.peer import Peer
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
+from psync.wire.messages import AskStatistics, Statistics
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +109,28 @@ class AttachedWorkers:
         """Notify all workers."""
         for control in self._controls().values():
             control.notify(message)
+
+    async def waits(
+        self, names: Collection[str], within_s: float
+    ) -> dict[str, tuple[float, float]]:
+        """Ask some of them how long they have waited for others; see ``watchdog.Waits``.
+
+        Cancellation: Safe.
+        """
+        deadline = asyncio.get_running_loop().time() + within_s
+
+        async def ask(control: Peer) -> dict[str, float]:
+            try:
+                message = (await control.call(AskStatistics(), deadline=deadline)).message
+            except PsyncError:
+                return {}
+            assert isinstance(message, Statistics), "its only answer"
+            work: dict[str, float] = message.counters["work"]
+            return work
+
+        asked = {name: peer for name, peer in self._controls().items() if name in names}
+        answers = zip(asked, await asyncio.gather(*map(ask, asked.values())), strict=True)
+        return {name: (work["since"], work["wait"]) for name, work in answers if work}
 
     async def ask_all(self, message: Message) -> dict[str, Message]:
         """Return what each worker that is there answers, by the worker's name.

@@ -81,12 +81,15 @@ class Backups:
             at_first: Whether a process that refuses for good is an error.
 
         Raises:
+            ParameterServerLost: A ps is gone.
             VersionMismatch: Ps tasks run several versions of psync.
             ConfigurationError: Bits are promised, and two ps tasks round differently.
 
         Cancellation: Safe.
         """
         while None in self._rule.hosts:
+            if at_first and self._rule.gone is not None:
+                raise self._rule.gone
             for refusal in self._refusals.values() if at_first else ():
                 raise refusal
             self._changed.clear()

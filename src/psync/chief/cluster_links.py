@@ -91,7 +91,7 @@ class ClusterLinks:
         self._search = ServedSearch(
             self.endpoint, ps, self.supervision.ask_again, may_move=may_move
         )
-        self._min_workers = 0  # wanted at the start
+        self._min_workers = len(workers)  # wanted at the start, at most
         self._unlisten: Callable[[], object] = lambda: None
 
     async def start(self, min_workers: int, timeout_s: float) -> None:
@@ -104,7 +104,7 @@ class ClusterLinks:
         Cancellation: Safe; ``close`` still has to be called.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
-        self._min_workers = min_workers
+        self.expect(min_workers)
         self._unlisten = self._platform.given_up.listen(self._given_up)
         await self._ask_ps_0(timeout_s)
         if self._keep:
@@ -125,10 +125,10 @@ class ClusterLinks:
     async def _all_there(self) -> None:
         supervision = self.supervision
         while not self._is_ready():
-            supervision.changed.clear()
-            await supervision.changed.wait()
             if supervision.failure is not None:
                 raise supervision.failure
+            supervision.changed.clear()
+            await supervision.changed.wait()
 
     def _is_ready(self) -> bool:
         return (
@@ -149,6 +149,11 @@ class ClusterLinks:
                 await self.ps.close()
             finally:
                 await self.endpoint.close()
+
+    def expect(self, num_workers: int) -> None:
+        """There will be so many workers: a cluster that is coming up waits for no more."""
+        self._min_workers = min(self._min_workers, num_workers)
+        self.supervision.changed.set()
 
     def final_below(self, closure: int, kept: Kept) -> None:
         """Tell ps tasks that closures with smaller ids are final: late updates of them are refused.

@@ -11,7 +11,7 @@ is idempotent, so a lost connection repeats it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,6 +39,8 @@ class Creation:
     Attributes:
         reattachment: What earlier programs have left there, and is adopted instead of being
             created; None: nothing.
+        repeatable: What was created and can be created again, as long as ps tasks have held
+            nothing else and nothing has been computed; None: it cannot.
         on_adopted: Called when nothing is left to be adopted.
     """
 
@@ -50,6 +52,8 @@ class Creation:
         self._lock = asyncio.Lock()
         self._error: Exception | None = None  # a variable could not be created: for ever
         self.created: set[tuple[tuple[int, int], str]] = set()  # (key, name) of each shard
+        self.repeatable: list[Declaration] | None = None
+        self._batch: list[Declaration] = []  # is being created
 
     @property
     def pending(self) -> bool:
@@ -80,7 +84,7 @@ class Creation:
                     raise self._error.with_traceback(None)  # it is raised many times
                 batch = list(self._declared)
                 try:
-                    missing = await self._adopt(batch, last=last)
+                    self._batch = missing = await self._adopt(batch, last=last)
                     timeline = -1
                     while self._ps.timeline != timeline:  # a snapshot gone back to has it not
                         timeline = self._ps.timeline
@@ -88,10 +92,25 @@ class Creation:
                 except Exception as exc:
                     self._error = exc
                     raise
+                finally:
+                    self._batch = []
+                if self.repeatable is not None:
+                    self.repeatable += batch
                 del self._declared[: len(batch)]
                 self.created.update(
                     (shard.key, one.spec.name) for one in batch for shard in one.spec.shards
                 )
+
+    async def create_again(self, lost: Collection[int]) -> None:
+        """Create on these ps tasks all that was, and what is being, created: they have lost it.
+
+        Raises:
+            ParameterServerLost: One was lost again.
+
+        Cancellation: Safe.
+        """
+        assert self.repeatable is not None, "nothing is computed during a recovery"
+        await self._create([*self.repeatable, *self._batch], lost)
 
     async def _adopt(self, batch: list[Declaration], *, last: bool) -> list[Declaration]:
         """Return what is not adopted."""
@@ -103,19 +122,27 @@ class Creation:
             self.on_adopted()
         return [each for each in batch if each.spec.name in missing]
 
-    async def _create(self, batch: list[Declaration]) -> None:
-        """Make and send the shards; at most one message for each ps is held at a time."""
+    async def _create(self, batch: list[Declaration], lost: Collection[int] | None = None) -> None:
+        """Make and send the shards; at most one message for each ps is held at a time.
+
+        Args:
+            batch: Declarations.
+            lost: Only on these ps tasks, and while others are held back; None: on all.
+        """
+        urgent = lost is not None
         messages: dict[int, _Batch] = {}
         for declaration in batch:
             for shard, value in initial_shards(declaration):
+                if lost is not None and shard.ps not in lost:
+                    continue
                 message = messages.setdefault(shard.ps, _Batch())
                 message.add(shard, value)
                 if message.nbytes >= MESSAGE_BYTES or len(message.shards) >= MESSAGE_SHARDS:
-                    await self._send(shard.ps, messages.pop(shard.ps))
+                    await self._send(shard.ps, messages.pop(shard.ps), urgent)
         if messages:
-            await all_of([self._send(ps, message) for ps, message in messages.items()])
+            await all_of([self._send(ps, each, urgent) for ps, each in messages.items()])
 
-    async def _send(self, ps: int, batch: _Batch) -> None:
+    async def _send(self, ps: int, batch: _Batch, urgent: bool) -> None:
         message = CreateShards(
             [
                 (spec.variable, spec.variable_id, spec.index, spec.offset, list(spec.shape),
@@ -124,7 +151,7 @@ class Creation:
             ],
             batch.sources,
         )  # fmt: skip
-        await self._ps.links[ps].call(lambda peer: message, batch.values, bulk=True)
+        await self._ps.links[ps].call(lambda peer: message, batch.values, bulk=True, urgent=urgent)
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ class FollowedWorkers:
     """Takes the workers in, and lets them leave in order; a ``net.workforce.Follower``.
 
     Args:
-        links: Of the coordinator, which runs.
+        links: Of the coordinator, which runs or is starting.
         queue: Its closures.
     """
 
@@ -38,12 +38,14 @@ class FollowedWorkers:
         known = self._links.workers.addresses()
         names = {task_name("worker", index): at for index, at in added.items()}
         work = [self._add(name, at) for name, at in names.items() if known.get(name) != at]
-        leaving = [task_name("worker", index) for index in removed]
-        work += [self._remove(name) for name in leaving if name in known]
+        leaving = [name for index in removed if (name := task_name("worker", index)) in known]
+        self._links.expect(len(known) - len(leaving))
+        work += [self._remove(name) for name in leaving]
         return [self._links.supervision.supervise(each) for each in work]
 
     async def _add(self, name: str, address: str) -> None:
         workers = self._links.workers
+        await workers.started.wait()
         try:
             while name in workers.addresses():  # its predecessor, which has left or is about to
                 await workers.give_up(name, "was replaced")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
+from typing import TypeVar
 
 from psync.chief import recovery_rule as rules
 from psync.chief.backups import Backups
@@ -39,6 +41,10 @@ from psync.specs import checked_kind
 from psync.store.snapshot_state import SnapshotState
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_restores: ContextVar[bool] = ContextVar("psync_restores", default=False)
 
 RESTART_S = 60.0
 """A ps that was lost has at least this many seconds to be there again, if it can be recovered."""
@@ -73,7 +79,10 @@ class ClusterRecovery:
         self.source: Source | None = None
         self.ended = EndedClosures(self.queue.identities)
         self._repeated: set[int] = set()  # timelines of rollbacks that were scheduled again
-        self.rule = RecoveryRule(links.served.homes, lambda: self.source is not None)
+        self.rule = RecoveryRule(
+            links.served.homes, lambda: self.source is not None,
+            lambda: self.creation.repeatable is not None,
+        )  # fmt: skip
         self.backups = Backups(self.rule, links)
         self._steps = RollbackSteps(links, self.creation, self.optimizers, wait_s)
         links.served.on_lost, links.supervision.on_replaced = self.ps_lost, self.replaced
@@ -172,6 +181,49 @@ class ClusterRecovery:
                 await self.creation.ensure(last=True)
             await self.backups.complete()
 
+    # The beginning.
+
+    def started(self) -> None:
+        """The coordinator has started.
+
+        Raises:
+            ParameterServerLost, FencedError: Meanwhile everything came to an end.
+        """
+        if self.rule.gone is not None:
+            raise self.rule.gone
+        self.rule.started = True
+
+    async def begin(self) -> None:
+        """The program is about to compute: from now on nothing can be done again without harm.
+
+        Cancellation: Safe.
+        """
+        if self.creation.repeatable is not None and not _restores.get():
+            await self.links.ps.links[0].recovered()
+            self.creation.repeatable = None
+
+    async def restored(self, restore: Callable[[], Awaitable[T]]) -> T:
+        """Restore variables; again if ps tasks start afresh meanwhile.
+
+        Args:
+            restore: Assigns to variables, always the same.
+
+        Cancellation: As that of ``restore``.
+        """
+        if self.creation.repeatable is None or _restores.get():
+            return await restore()
+        token = _restores.set(True)
+        try:
+            while True:
+                starts = self.rule.starts
+                result = await restore()
+                await self.links.ps.links[0].recovered()
+                if self.rule.starts == starts:
+                    self.creation.repeatable = None
+                    return result
+        finally:
+            _restores.reset(token)
+
     # What is lost.
 
     def describe(self) -> list[str]:
@@ -181,7 +233,7 @@ class ClusterRecovery:
         )
         if self.has_backups:
             lines += self.backups.describe()
-        elif self.source is None:
+        elif self.source is None and self.creation.repeatable is None:
             lines.append(f"{rules.UNSAVED}: a ps that is lost ends the program")
         return lines
 
@@ -257,7 +309,7 @@ class ClusterRecovery:
 
     async def _take(self, step: Step) -> None:
         if isinstance(step, RollbackStep):
-            await self._steps.take(step, self.source)
+            await self._steps.take(step, self.source, tuple(self.rule.lost_ps))
         elif isinstance(step, rules.Attach):
             await self.links.served.attach(self.links.ps.links[step.ps])
         elif isinstance(step, rules.Promote):
@@ -334,7 +386,10 @@ class ClusterRecovery:
         if self.rule.state is State.CLOSED:
             return
         is_lost = not isinstance(error, FencedError)
-        logger.error("%s%s", why if is_lost else "a newer coordinator has taken over: ", error)
+        # Before it has started it is raised, or tried again.
+        level = logging.ERROR if self.rule.started else logging.DEBUG
+        prefix = why if is_lost else "a newer coordinator has taken over: "
+        logger.log(level, "%s%s", prefix, error)
         self.fail(error)
         self._resume_queue()
         if is_lost:

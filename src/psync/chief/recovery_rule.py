@@ -1,13 +1,15 @@
 """The rule of recovery: what follows the loss of ps tasks. Pure; ``recovery`` performs it.
 
-One machine, two strategies. A ps whose backup is complete fails over to it; otherwise all ps tasks
-roll back to a checkpoint; otherwise it is the end. Every event returns actions. At most one of
-them is a *step*, the last: it takes time, and ``done`` or ``failed`` follows.
+One machine, three strategies. A ps whose backup is complete fails over to it; otherwise all ps
+tasks roll back to a checkpoint; otherwise, if nothing has been computed yet, the lost ones get
+their variables again; otherwise it is the end. Every event returns actions. At most one of them is
+a *step*, the last: it takes time, and ``done`` or ``failed`` follows.
 
 | state | event | next state | actions |
 |---|---|---|---|
 | RUNNING | a ps is lost, its backup is complete | FAILOVER | HOLD; then a round |
 | RUNNING | a ps is lost, and there are checkpoints | ROLLBACK | HOLD, END_SESSIONS, GoHome; READ |
+| RUNNING | the same, and nothing was computed | FRESH_START | HOLD, END_SESSIONS, GoHome; ATTACH |
 | RUNNING | a ps is lost, and there is nothing | GONE | End |
 | FAILOVER | a ps is lost | FAILOVER | its backup is promoted in this round, too |
 | FAILOVER | a step is done | FAILOVER | the next of the round |
@@ -19,6 +21,9 @@ them is a *step*, the last: it takes time, and ``done`` or ``failed`` follows.
 | ROLLBACK | ADOPT is done | RUNNING | RESUME |
 | ROLLBACK | a step fails since a ps was lost, or one is when all are done | ROLLBACK | READ again |
 | ROLLBACK | a step fails otherwise, or 50 in a row do | GONE | End |
+| FRESH_START | as in ROLLBACK, with ATTACH, CREATE, ADOPT | | no RolledBack: nothing is undone |
+| FRESH_START | a step fails otherwise, or it is the fifth time | GONE | End, with the first error |
+| not started | a ps is lost, and has no backup | GONE | End: the coordinator is made anew |
 | any but CLOSED | a newer coordinator has come | GONE | End |
 | GONE | a ps is lost | GONE | none: what is scheduled ends with the first reason |
 | any | the coordinator is closed | CLOSED | End, if it was recovering; from then on none |
@@ -37,6 +42,8 @@ all and has to know where they are served.
 | another ps | one is promoted | its backup is promoted next |
 | the one that was promoted | before its next backup is complete | rollback |
 | a ps | all roll back | they begin again |
+| a ps | the coordinator starts | it starts again, see ``ClusterCoordinator.start`` |
+| a ps | variables are created or restored | a fresh start; what restores does it again |
 | a worker | any of this | nothing: all sessions end anyway |
 | the coordinator | any of this | the next one attaches, see ``reattachment`` |
 """
@@ -54,6 +61,9 @@ from psync.errors import ConnectionLost, FencedError, ParameterServerLost
 MAX_ATTEMPTS = 50
 """In a row: ps tasks that die again and again while they are being recovered."""
 
+MAX_STARTS = 5
+"""Fresh starts of one coordinator, and attempts to start one: then something is wrong."""
+
 UNSAVED = "no CheckpointManager has saved anything yet"
 
 
@@ -63,6 +73,7 @@ class State(Enum):
     RUNNING = "running"
     FAILOVER = "failing over"
     ROLLBACK = "rolling back"
+    FRESH_START = "starting afresh"
     GONE = "gone"  # a ps is lost for good, or a newer coordinator has come
     CLOSED = "closed"
 
@@ -76,12 +87,13 @@ class Do(Enum):
 
 
 class RollbackStep(Enum):
-    """The steps of a rollback, in order."""
+    """The steps of a rollback, and of a fresh start."""
 
     READ = "read the newest checkpoint"
     ATTACH = "wait until every ps is there"
     LOAD = "let every ps prepare its snapshot"
     SWITCH = "let every ps restore it, in a new timeline"
+    CREATE = "create variables again on those that were lost"
     ADOPT = "let every ps say that it may be attached from now on"
 
 
@@ -144,7 +156,6 @@ class End:
     why: str = ""  # begins the line of the log
 
 
-STEPS = tuple(RollbackStep)
 Step: TypeAlias = LetAlone | Promote | Attach | RollbackStep
 Action: TypeAlias = Do | Warn | GoHome | FailedOver | RolledBack | End | Step
 
@@ -221,6 +232,10 @@ class Rollback:
     """One rollback: all ps tasks restore the newest checkpoint."""
 
     state = State.ROLLBACK
+    steps: tuple[RollbackStep, ...] = (
+        RollbackStep.READ, RollbackStep.ATTACH, RollbackStep.LOAD, RollbackStep.SWITCH,
+        RollbackStep.ADOPT,
+    )  # fmt: skip
 
     def __init__(self, rule: RecoveryRule) -> None:
         self._rule = rule
@@ -239,13 +254,14 @@ class Rollback:
 
     def next(self) -> list[Action]:
         """Return the present step."""
-        return [STEPS[self._at]]
+        step = self.steps[self._at]
+        if step is RollbackStep.ATTACH:
+            self._lost.clear()  # whoever is lost is looked for now
+        return [step]
 
     def done(self) -> list[Action]:
         """Go on."""
-        finished = STEPS[self._at]
-        if finished is RollbackStep.READ:
-            self._lost.clear()  # whoever is lost is looked for now
+        finished = self.steps[self._at]
         if finished is not RollbackStep.ADOPT:
             self._at += 1
             news = [RolledBack(tuple(self._rule.lost_ps))]
@@ -257,19 +273,37 @@ class Rollback:
 
     def failed(self, error: Exception) -> list[Action]:
         """Begin again if a ps was lost meanwhile; else there is no way to go back."""
-        self._failures += 1
-        lost_again = isinstance(error, ParameterServerLost | ConnectionLost)
-        if lost_again and self._failures < MAX_ATTEMPTS:
+        if isinstance(error, ParameterServerLost | ConnectionLost) and self._may_try_again():
             self._at = 0
             return [Warn(f"recovery begins anew: {error}"), *self.next()]
         names = [task_name("ps", ps) for ps in self._rule.lost_ps]
+        return self._rule.end(self._end(names[0], error), all_lost=True)
+
+    def _may_try_again(self) -> bool:
+        self._failures += 1
+        return self._failures < MAX_ATTEMPTS
+
+    def _end(self, task: str, error: Exception) -> ParameterServerLost:
         end = ParameterServerLost(
-            names[0],
+            task,
             f"was lost, and going back to a checkpoint has failed: {error}",
             hint="restart the program: it goes on from its newest checkpoint",
         )
         end.__cause__ = error
-        return self._rule.end(end, all_lost=True)
+        return end
+
+
+class FreshStart(Rollback):
+    """One fresh start: ps tasks that were lost before anything was computed get their variables."""
+
+    state = State.FRESH_START
+    steps = (RollbackStep.ATTACH, RollbackStep.CREATE, RollbackStep.ADOPT)
+
+    def _may_try_again(self) -> bool:
+        return self._rule.begin_fresh_start()
+
+    def _end(self, task: str, error: Exception) -> ParameterServerLost:
+        return next(iter(self._rule.lost_ps.values()))
 
 
 class RecoveryRule:
@@ -278,19 +312,31 @@ class RecoveryRule:
     Args:
         homes: In whose process each ps is served, from now on; changed here.
         has_checkpoints: Returns whether there is something to roll back to.
+        may_start_afresh: Returns whether nothing has been computed yet, and what was created can
+            be created again.
 
     Attributes:
+        started: Whether the coordinator has started; until then it is made anew if a ps is lost.
+        starts: Fresh starts so far.
         hosts: In whose process its complete backup is; None: it has none.
         lost_ps: Those that were lost since the recovery began, in order.
         gone: Why nothing can be done any more; None: it can.
     """
 
-    def __init__(self, homes: list[int], has_checkpoints: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        homes: list[int],
+        has_checkpoints: Callable[[], bool],
+        may_start_afresh: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.homes = homes
+        self.started = False
+        self.starts = 0
         self.hosts: list[int | None] = [None] * len(homes)
         self.lost_ps: dict[int, ParameterServerLost] = {}
         self.gone: Exception | None = None
         self._has_checkpoints = has_checkpoints
+        self._may_start_afresh = may_start_afresh
         self._strategy: Failover | Rollback | None = None
         self._closed = False
 
@@ -352,12 +398,21 @@ class RecoveryRule:
         """Let all ps tasks go back to a checkpoint, since these have no backup; or end."""
         self.hosts = [None] * len(self.hosts)
         error = self.lost_ps[lost[0]]
-        if not self._has_checkpoints():
-            return self.end(error, why=f"{error.task} cannot be brought back: {UNSAVED}: ")
-        self._strategy = rollback = Rollback(self)
-        homes = [action for ps in lost for action in rollback.lost(ps)]
-        text = f"{error.message}; all ps tasks go back to the newest checkpoint"
-        return [Warn(text), Do.HOLD, Do.END_SESSIONS, *homes, *rollback.next()]
+        if self._has_checkpoints():
+            self._strategy, what = Rollback(self), "all ps tasks go back to the newest checkpoint"
+        elif self._may_start_afresh() and self.begin_fresh_start():
+            self._strategy, what = FreshStart(self), "nothing was computed yet: it starts afresh"
+        else:
+            why = f"{error.task} cannot be brought back: {UNSAVED}: " if self.started else ""
+            return self.end(error, why=why)
+        homes = [action for ps in lost for action in self._strategy.lost(ps)]
+        text = f"{error.message}; {what}"
+        return [Warn(text), Do.HOLD, Do.END_SESSIONS, *homes, *self._strategy.next()]
+
+    def begin_fresh_start(self) -> bool:
+        """Count one; return whether it is not one too many."""
+        self.starts += 1
+        return self.starts < MAX_STARTS
 
     def recovered(self) -> None:
         """Training runs again."""

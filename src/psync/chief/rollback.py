@@ -4,6 +4,7 @@
     ATTACH  every ps, once it is there
     LOAD    PrepareSnapshot, FillSnapshot: each ps reads its file, or is sent it
     SWITCH  RestoreSnapshot: a new timeline
+    CREATE  CreateShards, where a ps was lost: in place of READ, LOAD and SWITCH of a fresh start
     ADOPT   AdoptShards: the next program may attach itself to what there is
 
 When they are taken, says ``recovery_rule``. Everything else that talks to ps tasks is paused
@@ -19,7 +20,7 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,8 +64,13 @@ class RollbackSteps:
     snapshots: Sequence[StoredSnapshot] = ()
     loads: int = 0  # so far
 
-    async def take(self, step: RollbackStep, source: Source | None) -> None:
-        """Take one step; ``source`` has the checkpoints.
+    async def take(self, step: RollbackStep, source: Source | None, lost: Collection[int]) -> None:
+        """Take one step.
+
+        Args:
+            step: That.
+            source: Has the checkpoints.
+            lost: The ps tasks that were lost since the recovery began.
 
         Raises:
             CheckpointError: It is not possible.
@@ -79,6 +85,8 @@ class RollbackSteps:
             self.loads += 1
             each = zip(self.cluster.ps.links, self.snapshots, self.states, strict=True)
             await all_of([self._prepare(*one) for one in each])
+        elif step is RollbackStep.CREATE:
+            await self.creation.create_again(lost)
         elif step is RollbackStep.SWITCH:
             ps = self.cluster.ps
             ps.begin_timeline(ps.timeline + 1)  # first: what some of them answer is sent again

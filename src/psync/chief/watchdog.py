@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 from psync.closures.closure import Closure, State
 from psync.closures.queue import ClosureQueue
@@ -29,6 +29,16 @@ LOOKS = 10
 
 CLOSURE_LOOKS = 8
 """The same of a closure's own timeout."""
+
+LONGEST_LOOK_S = 30.0
+"""Between two looks at closures: workers count what they wait for a minute after each question."""
+
+ANSWER_S = 1.0
+"""A worker whose loop is free says sooner how long it has waited."""
+
+Waits = Callable[[Collection[str], float], Awaitable[Mapping[str, tuple[float, float]]]]
+"""Asks these workers how long they have waited for other workers: since when they count, seconds.
+Those that do not answer within so many seconds are left out."""
 
 MAX_LISTED = 20
 """Workers, and names of steps, that a report lists."""
@@ -67,33 +77,54 @@ async def watch(
 
 
 async def watch_closures(
-    queue: ClosureQueue, timeout_s: float, give_up: Callable[[str, Closure], None]
+    queue: ClosureQueue, timeout_s: float, waits: Waits, give_up: Callable[[str, Closure], None]
 ) -> None:
     """Call ``give_up(worker, closure)`` where the same closure is the oldest for ``timeout_s``.
 
     A step may compute for minutes on its worker's loop, which then answers nothing: a silent worker
-    is not taken for dead. Only the program knows how long its steps may take.
+    is not taken for dead. Only the program knows how long its steps may take. Time in which a step
+    waits for other workers is theirs, and does not count; nor does time in which this process
+    itself stood still, for results may be unread.
 
     Args:
         queue: Knows what each worker holds; the oldest is the one that runs.
         timeout_s: Seconds that a closure may take.
+        waits: Asks workers. One that does not answer computes, or is stopped.
         give_up: Ends the connection to the worker.
 
     Cancellation: Safe; it ends in no other way.
     """
     loop = asyncio.get_running_loop()
-    since: dict[tuple[str, Closure], float] = {}  # when each was seen first as the oldest
+    pause = min(timeout_s / CLOSURE_LOOKS, LONGEST_LOOK_S)
+    # For how long each run was seen as the oldest, and what its worker has answered last.
+    seen: dict[tuple[str, Closure, int], tuple[float, tuple[float, float] | None]] = {}
+    looked = loop.time()
     while True:
-        await asyncio.sleep(timeout_s / CLOSURE_LOOKS)
-        oldest: dict[str, Closure] = {}
-        for worker, closure in queue.in_flight():
-            if not closure.in_collective:  # or it would be given up for another one that is slow
-                oldest.setdefault(worker, closure)
-        now = loop.time()
-        since = {held: since.get(held, now) for held in oldest.items()}
-        for held in [held for held, start in since.items() if now - start >= timeout_s]:
-            del since[held]
-            give_up(*held)
+        await asyncio.sleep(pause)
+        answers = await waits(_oldest(queue), min(pause, ANSWER_S))
+        passed, looked = loop.time() - looked, loop.time()
+        if passed > 3 * pause:
+            passed = pause
+        before, seen = seen, {}
+        for worker, closure in _oldest(queue).items():
+            run = worker, closure, closure.times_back
+            seconds, last = before.get(run, (-passed, None))
+            answer = answers.get(worker, last)
+            if last is not None and answer is not None and answer[0] == last[0]:
+                seconds -= answer[1] - last[1]
+            seen[run] = seconds + passed, answer
+        for run in [run for run, (seconds, _) in seen.items() if seconds >= timeout_s]:
+            del seen[run]
+            give_up(*run[:2])
+
+
+def _oldest(queue: ClosureQueue) -> dict[str, Closure]:
+    """Return what each worker runs, but for replicas that wait for those of other workers."""
+    oldest: dict[str, Closure] = {}
+    for worker, closure in queue.in_flight():
+        if not closure.in_collective:
+            oldest.setdefault(worker, closure)
+    return oldest
 
 
 def log_stall(

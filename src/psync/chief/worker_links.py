@@ -8,6 +8,7 @@ or by the worker's last message.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
@@ -45,6 +46,7 @@ class WorkerLinks:
         on_lost: Called with the name of one that is not there any more, and whether what it held
             may be the cause.
         given_up: By name, what became of those that will not return.
+        started: Set once workers are connected to; before that none can be added.
     """
 
     supervision: Supervision
@@ -63,12 +65,16 @@ class WorkerLinks:
             for name, address in workers.items()
         }
         self.attached = AttachedWorkers(self._workers)
+        self.flapping.is_anyone_there = lambda: bool(self.attached.ready())
+        self._one_less = asyncio.Event()  # pulsed when a worker ends, or is about to leave
         self.on_joined: Callable[[str], None] = lambda _: None
         self.on_lost: Callable[[str, bool], None] = lambda _, __: None
         self.given_up: dict[str, str] = {}
+        self.started = asyncio.Event()
 
     def start(self) -> None:
         """Connect to all of them, from now on."""
+        self.started.set()
         for worker in self._workers.values():
             worker.supervisor = self.supervision.supervise(self._keep(worker))
 
@@ -214,6 +220,7 @@ class WorkerLinks:
             return False
         worker.leaving, worker.reason = True, message.reason
         logger.info("%s is about to leave (%s)", worker.name, message.reason)
+        self._note_one_less()
         return True
 
     def session_ends(self, peer: Peer, message: EndSession) -> None:
@@ -231,10 +238,9 @@ class WorkerLinks:
     async def _keep(self, worker: WorkerRecord) -> None:
         supervision, failures = self.supervision, 0
         while worker.is_kept:
-            pause = self.flapping.remaining(worker.name, self._loop.time())
             if failures:
-                pause = max(pause, backoff(failures, self._endpoint.platform.uniform()))
-            await asyncio.sleep(pause)
+                await asyncio.sleep(backoff(failures, self._endpoint.platform.uniform()))
+            await self._wait_while_set_aside(worker.name)
             mine = self._endpoint.incarnation
             worker.begin()
             try:
@@ -262,6 +268,7 @@ class WorkerLinks:
             failures = 0
             worker.peers = lanes
             worker.gone.clear()
+            self.flapping.joined(worker.name, self._loop.time())
             if worker.missed is not None:
                 again = logging.INFO if worker.missed else logging.DEBUG
                 logger.log(again, "%s takes part again", worker.name)
@@ -307,14 +314,30 @@ class WorkerLinks:
         worker.leaving = False
         self.on_lost(worker.name, end.blame)
         worker.gone.set()
+        self._note_one_less()
+
+    def _note_one_less(self) -> None:
+        self._one_less.set()
+        self._one_less.clear()
+
+    async def _wait_while_set_aside(self, name: str) -> None:
+        while (seconds := self.flapping.remaining(name, self._loop.time())) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._one_less.wait()  # it may be needed now
 
     def _count_loss(self, worker: WorkerRecord) -> None:
         pause = self.flapping.lost(worker.name, self._loop.time())
-        if pause:
+        if pause and self.flapping.is_anyone_there():
             logger.warning(
                 "%s is lost again and again; it is set aside for %g s", worker.name, pause
             )
             self.supervision.note("set aside", f"{worker.name}, for {pause:g} s")
+        elif pause:
+            logger.warning(
+                "%s is lost again and again; it is not set aside, since no other worker takes part",
+                worker.name,
+            )
 
     async def _attach(self, worker: WorkerRecord) -> tuple[Peer, Peer] | None:
         """Return its control and bulk connection; None if one is gone already.

@@ -129,7 +129,8 @@ async def _locked(ps: PsClient, plan: Plan) -> AsyncIterator[int]:
     try:
         for index in sorted(members):
             asked.append(ps.links[index])
-            await _say(ps.links[index], LockShards(number, members[index], LEASE_S))
+            with ps.work.wait:
+                await _say(ps.links[index], LockShards(number, members[index], LEASE_S))
         yield number
     finally:
         renewing.cancel()

@@ -17,8 +17,9 @@ class WorkMeter:
     - "compute": a step runs, and nothing of what follows; what it reads data from counts, too;
     - "pull": values are on their way from ps tasks;
     - "push": updates are on their way to ps tasks, until they are acknowledged;
-    - "wait": other workers are waited for, at a synchronous step or a staleness bound. A small push
-      travels with the question, and its way counts here.
+    - "wait": other workers are waited for, at a synchronous step or a staleness bound, for their
+      locks or for gradients in an accumulator. A small push travels with the question, and its
+      way counts here.
 
     The rest is the time in which the worker had nothing to do. An operation counts by the clock,
     however many are going on: all seconds together are at most the time that has passed.

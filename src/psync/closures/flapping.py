@@ -6,6 +6,10 @@ often than ``limit`` times within a minute is set aside for half a minute, and e
 is not enough for twice as long, up to five minutes. Its count is reset when it comes back; the
 time aside does, once it has not been lost for as long as it was set aside last and a minute.
 
+The last worker is never set aside: while no worker takes part, those that are set aside may come
+back, each a second after it was lost. Otherwise workers that die alternately would be set aside all
+at once, and training would stand still although some of them live.
+
 A worker that leaves in order is not lost, nor is one whose session the coordinator ends.
 
 Source: Kubernetes' CrashLoopBackOff, whose pauses double up to five minutes.
@@ -14,6 +18,7 @@ Source: Kubernetes' CrashLoopBackOff, whose pauses double up to five minutes.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from psync.errors import ConfigurationError
@@ -22,6 +27,8 @@ LIMIT = 3
 WINDOW_S = 60.0
 FIRST_S = 30.0
 LONGEST_S = 300.0
+ALONE_S = 1.0
+"""Pause after a loss while no worker takes part: less would be a busy loop if each attach fails."""
 
 
 @dataclass(slots=True)
@@ -43,12 +50,16 @@ class Flapping:
 
     Raises:
         ConfigurationError: If the limit is below 0.
+
+    Attributes:
+        is_anyone_there: Returns whether a worker takes part; nobody is set aside for long if not.
     """
 
     def __init__(self, limit: int | None = LIMIT) -> None:
         if limit is not None and limit < 0:
             raise ConfigurationError(f"max_flaps: expected at least 0 or None, got {limit}")
         self._limit = limit
+        self.is_anyone_there: Callable[[], bool] = lambda: True
         self._records: dict[str, _Record] = {}
 
     def lost(self, worker: str, now: float) -> float:
@@ -74,7 +85,17 @@ class Flapping:
     def remaining(self, worker: str, now: float) -> float:
         """Return for how many seconds more a worker is set aside; 0 if it is not."""
         record = self._records.get(worker)
-        return max(0.0, record.until - now) if record is not None else 0.0
+        if record is None:
+            return 0.0
+        until = record.until
+        if not self.is_anyone_there():
+            until = min(until, record.last_lost + ALONE_S)
+        return max(0.0, until - now)
+
+    def joined(self, worker: str, now: float) -> None:
+        """A worker takes part, perhaps before its time is over."""
+        if (record := self._records.get(worker)) is not None:
+            record.until = min(record.until, now)
 
     def set_aside(self, now: float) -> list[tuple[str, float]]:
         """Return (worker, seconds left) of all that are set aside, whose time ends first first."""

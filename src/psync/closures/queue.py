@@ -12,6 +12,9 @@ any more the error may be raised, and ``collect_error`` resets the queue.
 **A step may ask for the end**: what no worker has started is cancelled, and what is scheduled from
 then on; what runs goes to its end. Nothing is dispatched. ``collect_error`` resets the queue.
 
+**A closure that kills its workers** is given up, and not called so where workers die of something
+else, see ``Losses``.
+
 **The replicas of a gang** are closures with identities of their own, sent to certain workers; none
 runs twice. How they end concerns the gang alone (``gang``), but an error that ends everything
 stops them too.
@@ -19,6 +22,7 @@ stops them too.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -37,6 +41,7 @@ from psync.closures.open import (
 from psync.errors import LocalProtocolError, PsyncError, RemoteProtocolError, WorkerLost
 
 MAX_LOSSES = 3  # as Dask, which gives a task up when it has taken three workers with it
+RECENT_LOSSES = 12  # of workers, among which those by chance are counted
 
 
 Action: TypeAlias = Settle | Cancel | Dispatch | GiveBack
@@ -59,6 +64,41 @@ class QueueStatistics:
     workers: tuple[WorkerStatistics, ...]
 
 
+class Losses:
+    """Tells closures that kill their workers from those that were there when workers died.
+
+    A worker was lost *by chance* if it held nothing, or only calls of functions of which some call
+    has run to its end. A closure is given up when it was lost with ``limit`` workers more than were
+    lost by chance, and without it, among the last twelve. So where nothing else dies it is given up
+    at the third loss; so is the step that crashes in every call. Where all workers are killed
+    again and again, it has to be lost more often than workers are, in the mean. It is given up at
+    the fifteenth loss in any case. After chance losses that are over it takes eight at most: its
+    own replace them among the last twelve.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._proven: set[str] = set()  # functions of which a call has run to its end
+        self._recent: deque[dict[int, str]] = deque(maxlen=RECENT_LOSSES)  # held: names by id
+
+    def finished(self, closures: Sequence[Closure]) -> None:
+        """These have run to their end."""
+        self._proven.update([closure.name for closure in closures])
+
+    def lost(self, held: Sequence[Closure]) -> None:
+        """A worker was lost that held these."""
+        self._recent.append({closure.id: closure.name for closure in held})
+
+    def is_killer(self, closure: Closure) -> bool:
+        """Whether the losses of a closure are not by chance."""
+        chance = [
+            held
+            for held in self._recent
+            if closure.id not in held and self._proven.issuperset(held.values())
+        ]
+        return closure.attempts >= self._limit + len(chance)
+
+
 class ClosureQueue:
     """All closures that are not final, and the decisions about them.
 
@@ -70,7 +110,8 @@ class ClosureQueue:
     of a later one) drops its payload, if that is large.
 
     Args:
-        max_losses: A closure fails when this many workers were lost while they held it.
+        max_losses: A closure fails when this many workers were lost while they held it, and none
+            without it; see ``Losses``.
 
     Attributes:
         dispatcher: Which closures are queued, and what each worker holds.
@@ -79,7 +120,7 @@ class ClosureQueue:
 
     def __init__(self, *, max_losses: int = MAX_LOSSES) -> None:
         self.dispatcher = Dispatcher()
-        self._max_losses = max_losses
+        self._losses = Losses(max_losses)
         self.identities = Identities()
         self._open = OpenClosures(self.dispatcher, self.identities)
         self._errors = self._open.errors
@@ -258,6 +299,8 @@ class ClosureQueue:
             LocalProtocolError: If no such worker is here.
         """
         closures = self.dispatcher.leave(worker)
+        if blame:
+            self._losses.lost(closures)
         for closure in closures:
             if closure.is_replica:  # none other is held beside it
                 return self._lost_replica(worker, closure)
@@ -267,7 +310,7 @@ class ClosureQueue:
         self._num_put_back += self._open.come_back(closures, Event.LOSE)
         for closure in closures:
             # The first one to be given up ends everything, and cancels the others.
-            if closure.state is State.QUEUED and closure.attempts >= self._max_losses:
+            if closure.state is State.QUEUED and self._losses.is_killer(closure):
                 self._open.end(closure, Event.FAIL, loss_error(closure))
         return self._actions()
 
@@ -287,6 +330,7 @@ class ClosureQueue:
             RemoteProtocolError: If it does not hold one of them, or the mean is no duration.
         """
         closures = self.dispatcher.take_finished(worker, ids, mean_s)
+        self._losses.finished(closures)
         if self._errors.ending is None or self._errors.request is not None:
             self._open.finish(closures)
         else:  # ps tasks may have refused its updates since the error, and some of them not

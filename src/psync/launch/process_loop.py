@@ -255,7 +255,10 @@ def following_launcher(workforce: Workforce) -> Iterator[None]:
     loop, lines = asyncio.get_running_loop(), [b""]
 
     def heard() -> None:
-        data = os.read(fd, 1 << 16)
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return
         if not data:  # the launcher has gone; the lifeline says so, too
             loop.remove_reader(fd)
         *whole, lines[0] = (lines[0] + data).split(b"\n")
@@ -269,6 +272,7 @@ def following_launcher(workforce: Workforce) -> Iterator[None]:
 
     loop.add_reader(fd, heard)
     try:
+        heard()  # what has changed while this process started
         yield
     finally:
         loop.remove_reader(fd)

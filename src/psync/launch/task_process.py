@@ -14,11 +14,8 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import IO, Any, Protocol
 
-from psync.closures.open import WROTE_TO_PULLED
 from psync.launch.process_loop import GRACE_S
 from psync.launch.task_output import LineForwarder, Sink
-from psync.net.environment import shares_memory
-from psync.net.tls_config import load_tls
 
 SWEEP_S = 1.0  # for what a task left behind; multiprocessing's resource tracker needs a few ms
 DRAIN_S = 1.0  # for output after the exit, should a stranger hold the pipe open
@@ -38,8 +35,14 @@ def describe_exit(code: int) -> str:
 
 def hint_of_crash(code: int, environ: Mapping[str, str]) -> str:
     """Return what a task that runs the user's code has probably done to end so; "": unknown."""
-    crashed = -code in (signal.SIGSEGV, signal.SIGBUS)
-    if not crashed or load_tls(environ) is not None or not shares_memory(environ):
+    if -code not in (signal.SIGSEGV, signal.SIGBUS):
+        return ""
+    # Here, because a launcher must not load what these import.
+    from psync.closures.open import WROTE_TO_PULLED
+    from psync.net.environment import shares_memory
+    from psync.net.tls_config import load_tls
+
+    if load_tls(environ) is not None or not shares_memory(environ):
         return ""
     return f"hint: the cause is {WROTE_TO_PULLED}"
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from psync.closures.scaling_rule import Load
+from psync.cluster import ClusterSpec
 from psync.net.process_state import PerProcess
 
 
 class Follower(Protocol):
-    """A running coordinator."""
+    """A coordinator that runs or is starting."""
 
     def workers_changed(
         self, added: Mapping[int, str], removed: Collection[int]
@@ -69,6 +70,16 @@ class Workforce:
         self._followers[follower] = None
         follower.workers_changed(self._added, self._removed)
         return lambda: self._followers.pop(follower, None)
+
+    def present(self, cluster: ClusterSpec) -> ClusterSpec:
+        """Return a cluster with the workers that there are now, and not those of its strategy."""
+        jobs = {
+            job: {index: cluster.task_address(job, index) for index in cluster.task_indices(job)}
+            for job in cluster.jobs
+        }
+        known = jobs.get("worker", {})
+        there = {i: at for i, at in known.items() if i not in self._removed} | self._added
+        return ClusterSpec({**jobs, "worker": dict(sorted(there.items()))})
 
     def load(self) -> Load:
         """Return what the coordinator that runs has to do; where none does, nothing."""

@@ -295,21 +295,34 @@ class Checkpoint:
         found = [(part, tensor) for part, tensor in named if tensor is not None]
         steps, rates = numbers_of(contents.optimizers, manifest.states, reader.path)
         total, done = sum(part.nbytes for part, _ in found), 0
+
+        async def assign(done: int) -> None:
+            for part, tensor in found:
+                stop = part.offset + part.rows
+                await part.write(await asyncio.to_thread(reader.read, tensor, part.offset, stop))
+                show((done := done + part.nbytes) // 2)
+            for optimizer, step in steps.items():
+                await optimizer.iterations.assign(step)
+            for optimizer, rate in rates.items():
+                await optimizer.set_learning_rate(rate)
+
         with showing(verbose, f"restoring {reader.path}", total) as show:
             for part, tensor in found:
                 await asyncio.to_thread(reader.check, tensor)  # all, before any is replaced
                 show((done := done + part.nbytes) // 2)
             contents.restore_states(manifest.states, reader.path)  # may refuse: before the others
-            for part, tensor in found:
-                stop = part.offset + part.rows
-                await part.write(await asyncio.to_thread(reader.read, tensor, part.offset, stop))
-                show((done := done + part.nbytes) // 2)
-        for optimizer, step in steps.items():
-            await optimizer.iterations.assign(step)
-        for optimizer, rate in rates.items():
-            await optimizer.set_learning_rate(rate)
+            await self._as_first_state(functools.partial(assign, done))
         logger.info("restored %s", reader.path)
         return Restored(reader.path, manifest.number, difference.missing, difference.extra)
+
+    async def _as_first_state(self, restore: Callable[[], Awaitable[None]]) -> None:
+        """Restore; again if a ps is lost meanwhile, and nothing has been computed before."""
+        handle = next(iter(self._contents(slots=False).handles.values()), None)
+        coordinator = None if handle is None else coordinator_of(handle.origin)
+        if coordinator is None:
+            await restore()
+        else:
+            await coordinator.recovery.restored(restore)
 
     async def read(self, path: str | os.PathLike[str], *, slots: bool = False) -> dict[str, Any]:
         """Return the values of a checkpoint; nothing is restored, and no cluster is needed.

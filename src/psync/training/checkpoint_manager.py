@@ -190,9 +190,13 @@ class CheckpointManager:
         self._own()
         latest = await asyncio.to_thread(latest_checkpoint, self.directory)
         if latest is not None:
-            await self._checkpoint.restore(latest, verbose=verbose)
-            await asyncio.to_thread(unmark_last, latest)
-            await self._offer_restored(latest)
+
+            async def restore() -> None:
+                await self._checkpoint.restore(latest, verbose=verbose)
+                await asyncio.to_thread(unmark_last, latest)
+                await self._offer_restored(latest)
+
+            await self._checkpoint._as_first_state(restore)
         return latest
 
     def _offer(self, path: Path, coordinator: Coordinator) -> None:

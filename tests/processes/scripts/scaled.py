@@ -1,6 +1,7 @@
 """A chief whose workers change: for each line of stdin, ``N``, it waits until N take part.
 
 Then it says which they are. At the end, a second program is made of the workers that there are.
+With the argument "early", it waits for a line before its coordinator is started.
 """
 
 import asyncio
@@ -17,6 +18,9 @@ async def index() -> int:
 
 async def main() -> None:
     strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
+    if "early" in sys.argv:
+        print("strategy", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
     async with psync.ClusterCoordinator(strategy):
         print("ready", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):

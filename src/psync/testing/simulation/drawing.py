@@ -54,10 +54,10 @@ EXACT = ("dense", "rows", "added", "both", "scattered")
 """Tables each of whose calls is one update, and leaves its mark on all shards."""
 
 SHAPES = ("any", "async", "sync", "replica", "sync-replica", "checkpoint", "metered", "gone",
-          "visited", "attach")  # fmt: skip
-"""Kinds of plans. The last four: metrics alone; a ps goes for good, beside what else happens; data
+          "visited", "attach", "begins")  # fmt: skip
+"""Kinds of plans. The last five: metrics alone; a ps goes for good, beside what else happens; data
 shards are visited, beside what else happens; chiefs die in saves, perhaps with a worker or after a
-fail-over, and the next ones attach."""
+fail-over, and the next ones attach; ps tasks die while the next chief begins, and restores."""
 
 SAVING = (
     "message Gate", "message Gate", "message Admit", "message Freeze", "message OpenGate",
@@ -79,7 +79,7 @@ class _Draw:
         rng, shape = self.rng, self.shape
         recovery = {
             "replica": "replica", "sync-replica": "replica", "checkpoint": "checkpoint",
-            "attach": ("replica", "checkpoint")[self.seed % 2],
+            "attach": ("replica", "checkpoint")[self.seed % 2], "begins": "checkpoint",
         }.get(shape) or rng.choice(
             ("replica", "replica", "replica", "checkpoint", "checkpoint", "none"))  # fmt: skip
         several = recovery == "replica" or shape == "attach"
@@ -149,6 +149,8 @@ class _Draw:
         )
         if shape == "attach":
             plan = self._attaching(plan)
+        if shape == "begins":
+            plan = self._beginning(plan)
         if recovery == "replica" and rng.random() < 0.1:
             plan = self._with_small_budgets(plan)
         return self._with_memory(plan) if rng.random() < 0.5 else plan
@@ -180,6 +182,21 @@ class _Draw:
             plan, attach=True, groups=(), works=(), first_step=0, layouts=(), sets_steps=False,
             num_shards=rng.choice((plan.num_ps, 2 * plan.num_ps)), bound=-1,
             batches=tuple(batches), faults=tuple(faults),
+        )  # fmt: skip
+
+    def _beginning(self, plan: Plan) -> Plan:
+        """Let the chief die once it has saved, and ps tasks while its next life begins."""
+        rng = self.rng
+        first, *others = plan.batches
+        faults = [Fault("kill", Trigger(0.0, "moment", "saved"), ("chief-0",), 0.1)]
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            delay_s = round(10 ** rng.uniform(-1.5, 0.3), 5)
+            when = Trigger(1e-3, "moment", "start", 1, "chief-0", delay_s)
+            target = f"ps-{rng.randrange(plan.num_ps)}"
+            faults.append(Fault("kill", when, (target,), rng.choice((0.0, 0.3, 3.0))))
+        return dataclasses.replace(
+            plan, attach=False, layouts=(), faults=tuple(faults), works=(),
+            batches=(dataclasses.replace(first, save="quiet"), *others),
         )  # fmt: skip
 
     def _with_memory(self, plan: Plan) -> Plan:

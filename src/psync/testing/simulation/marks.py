@@ -67,6 +67,11 @@ MARKS = (
     "a life restores into another number of shards",
     "a life restores into another number of ps tasks",
     "all that was left at the end is restored",
+    # Fresh starts.
+    "a coordinator starts again since a ps was lost",
+    "ps tasks start afresh before variables are created",
+    "ps tasks start afresh while variables are created",
+    "ps tasks start afresh while a checkpoint is restored",
     # Lives and sessions.
     "a chief attaches",
     "a chief attaches after a fail-over",

@@ -22,6 +22,8 @@ from psync.backups.host import _Backup
 from psync.checkpoints import files
 from psync.chief import cluster_links, reattachment
 from psync.chief.backups import Backups
+from psync.chief.creation import Creation
+from psync.chief.recovery_rule import RecoveryRule
 from psync.client import optimizer_client, ps_client
 from psync.client.prefetch import PulledAhead
 from psync.client.runtime import Runtime
@@ -199,6 +201,14 @@ MUTANTS: Mapping[str, Mutant] = {
     "rollback_names_nobody": Mutant(
         "a RollbackEvent names the closures that it undoes", ("checkpoint",),
         ((EndedClosures, "undone", wrong.does_nothing(Undone())),),
+    ),
+    "fresh_start_without_variables": Mutant(
+        "a ps that was lost before anything was computed gets its variables again", ("begins",),
+        ((Creation, "create_again", lambda original: wrong.nothing),),
+    ),
+    "restored_once": Mutant(
+        "what is restored is restored again if ps tasks start afresh meanwhile", ("begins",),
+        ((RecoveryRule, "begin_fresh_start", wrong.does_nothing(True)),),
     ),
     "gang_without_one": Mutant(
         "a collective has what every replica has brought", ("any",),

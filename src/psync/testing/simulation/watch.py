@@ -56,7 +56,7 @@ class _Watch:
         self.saving = False
         self.saved: set[str] = set()
         self.beginning = False
-        self.creating = False
+        self.creating = self.restoring = False
         self.pushing: Counter[str] = Counter()  # by process, pushes that have begun
         self.between: set[str] = set()
         self.staged: set[str] = set()
@@ -80,7 +80,7 @@ class _Watch:
         self.living.add(process)
         self.stopped.discard(process)
         if process == "chief-0":
-            self.beginning = True
+            self.beginning, self.creating, self.restoring = True, False, False
             self.recovery, self.saving, self.fail_overs, self.locks = "", False, 0, 0
             self.open.clear()
         elif process.startswith("ps") and self.recovery:
@@ -189,6 +189,7 @@ class _Watch:
             case "OpenGate":
                 self.gates.discard(process)
             case "Push" | "Assign":
+                self.restoring = self.beginning
                 self.mark("a push waits at a gate", process in self.gates)
             case "Freeze":
                 self.mark("a cut while an update is between its coming and its end",
@@ -237,7 +238,7 @@ class _Watch:
     # What the program is told.
 
     def life(self, at_s: float, process: str, what: str) -> None:
-        self.beginning = self.creating = False
+        self.beginning = self.creating = self.restoring = False
         attached = what.startswith("attached True")
         self.mark("a chief attaches", attached)
         for kind in self.ever:
@@ -316,6 +317,15 @@ class _Watch:
         elif text.endswith("all ps tasks go back to the newest checkpoint"):
             self.mark("a fail-over ends as a rollback", self.recovery == "fail-over")
             self._recovery_begins("rollback")
+        elif text.endswith("nothing was computed yet: starting again"):
+            self.mark("a coordinator starts again since a ps was lost")
+        elif text.endswith("nothing was computed yet: it starts afresh"):
+            when = (
+                "while a checkpoint is restored" if self.restoring
+                else "while variables are created" if self.creating
+                else "before variables are created"
+            )  # fmt: skip
+            self.mark(f"ps tasks start afresh {when}")
         elif "goes on without its backup" in text:
             self.mark("a ps goes on without its backup")
         elif "a checkpoint is begun anew" in text:
