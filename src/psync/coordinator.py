@@ -27,9 +27,10 @@ from psync.chief.reattachment import OwnOptimizers, Reattachment, reattach
 from psync.chief.recovery import ClusterRecovery
 from psync.chief.schedule_reporter import FinalClosures, ScheduleReporter
 from psync.client.runtime import Runtime
-from psync.closures.closure import Closure
+from psync.closures.closure import Closure, Needs
 from psync.closures.dispatcher import Dispatch, GiveBack
 from psync.closures.identities import Identity
+from psync.closures.membership import TaskState
 from psync.closures.open import Cancel, Settle
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue
@@ -48,7 +49,7 @@ from psync.wire import worker_messages
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import EndSession, LeaveCluster
 from psync.wire.sync_messages import FinishSteps
-from psync.wire.worker_messages import CancelClosures, ReachCollective
+from psync.wire.worker_messages import CancelClosures, ReachCollective, ReleaseIterators
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class Coordinator:
         )  # fmt: skip
         self.links.workers.on_joined = self._worker_joined
         self.links.workers.on_lost = self._worker_lost
+        self.links.workers.on_forgotten = self._worker_forgotten
         self.workers = self.links.workers.attached
         self.gangs = GangRunner(
             self._queue, self.functions, self._closures, platform.limits,
@@ -238,10 +240,12 @@ class Coordinator:
         identity: Identity | None = None,
         *,
         may_repeat: bool = True,
+        needs: Needs | None = None,
     ) -> RemoteValue[Any]:
         """Queue a closure; see ``ClusterCoordinator.schedule``.
 
         It may come again if it has an identity; ``reschedule`` repeats it if it may be repeated.
+        ``needs`` are the data that it takes, if these are others than its iterators say.
         """
         if self._closed:
             raise ClosedError("schedule on a closed coordinator")
@@ -252,7 +256,7 @@ class Coordinator:
             arguments = pack_arguments(function.name, args, kwargs, main_by_name=self._main_by_name)
             check_size(arguments, f'the arguments of step "{function.name}"', self._limits)
         call = ScheduledCall(function, arguments, may_repeat=may_repeat)
-        return self._queue_call(call, identity)
+        return self._queue_call(call, identity, needs)
 
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
         """Queue again what a rollback has undone; see ``ClusterCoordinator.reschedule``."""
@@ -261,9 +265,9 @@ class Coordinator:
         return [self._queue_call(ScheduledCall(each.function, each.arguments)) for each in calls]
 
     def _queue_call(
-        self, call: ScheduledCall, identity: Identity | None = None
+        self, call: ScheduledCall, identity: Identity | None = None, needs: Needs | None = None
     ) -> RemoteValue[Any]:
-        closure = self._closures.make(self._queue.next_id, call, self, identity)
+        closure = self._closures.make(self._queue.next_id, call, self, identity, needs)
         value = self._closures.adopt(closure)
         self._create_if_declared()
         if actions := self._queue.schedule(closure):
@@ -319,6 +323,9 @@ class Coordinator:
         others = ["variables are being created"] if self._creating is not None else []
         others += self.gangs.describe()
         others += self.links.workers.describe()
+        others += [
+            f"{name}, which is lost, has data left" for name in self._queue.dispatcher.awaited()
+        ]
         membership, given_up = self.links.membership, self.links.workers.given_up
         left = [worker for worker in membership.gone() if worker not in given_up]
         return describe_waiting(self._queue, membership.missing(), others, left)
@@ -346,6 +353,11 @@ class Coordinator:
             "closures": self._queue.statistics(),
             "network": dict(self.links.endpoint.statistics()),
         }
+
+    def release_iterators(self, uid: str) -> None:
+        """Let workers drop an iterator that nothing here refers to any more."""
+        self.workers.notify_all(ReleaseIterators([uid]))
+        self._queue.dispatcher.forget(uid)
 
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on the coordinator's loop; may be called in any thread."""
@@ -385,7 +397,11 @@ class Coordinator:
 
     def _worker_lost(self, worker: str, blame: bool) -> None:
         self._reports.worker_lost(worker)
-        self.perform(self._queue.worker_lost(worker, blame=blame))
+        returns = self.links.membership.state(worker) is not TaskState.LEFT
+        self.perform(self._queue.worker_lost(worker, blame=blame, returns=returns))
+
+    def _worker_forgotten(self, worker: str) -> None:
+        self.perform(self._queue.worker_will_not_return(worker))
 
     def _give_up(self, worker: str, closure: Closure) -> None:
         limit_s = self._options.closure_timeout_s

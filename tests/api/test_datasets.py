@@ -125,7 +125,7 @@ async def test_a_join_hears_of_the_end_that_its_own_closures_met():
         async def slow():
             await asyncio.sleep(10)
 
-        iterator = iter(coordinator.create_per_worker_dataset(list))
+        iterator = iter(coordinator.create_per_worker_dataset(list, end="first"))
         coordinator.schedule(step, args=(iterator,))
         first = asyncio.create_task(coordinator.join())
         await asyncio.sleep(0)

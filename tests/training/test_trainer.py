@@ -144,7 +144,7 @@ class TestEnds:
             )
             assert history.epoch == [0]
             assert await examples(trainer) == 3 * 8
-        assert "training ends with epoch 1 of 5: a worker's data began and ended" in caplog.text
+        assert "training ends with epoch 1 of 5: the workers' data began and ended" in caplog.text
 
     @pytest.mark.parametrize("steps", [6, 9, 12])  # of ten batches
     async def test_an_epoch_goes_on_with_the_data_where_the_one_before_has_stopped(
@@ -181,8 +181,9 @@ class TestEnds:
 
         async with coordinating(num_workers=2) as (cluster, coordinator):
             trainer = make(coordinator.strategy, compute=slow)
+            uneven = coordinator.create_per_worker_dataset(data, end="first")
             fit = asyncio.create_task(
-                trainer.fit(data, steps_per_epoch=3, steps_per_execution=3, verbose=False)
+                trainer.fit(uneven, steps_per_epoch=3, steps_per_execution=3, verbose=False)
             )
             await event_of("two were pushed").wait()
             await cluster.stop("worker-0")

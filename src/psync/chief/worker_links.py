@@ -44,6 +44,7 @@ class WorkerLinks:
         on_joined: Called with the name of one that is ready for closures.
         on_lost: Called with the name of one that is not there any more, and whether what it held
             may be the cause.
+        on_forgotten: Called with the name of one that is not connected to again.
         given_up: By name, what became of those that will not return.
     """
 
@@ -65,6 +66,7 @@ class WorkerLinks:
         self.attached = AttachedWorkers(self._workers)
         self.on_joined: Callable[[str], None] = lambda _: None
         self.on_lost: Callable[[str, bool], None] = lambda _, __: None
+        self.on_forgotten: Callable[[str], None] = lambda _: None
         self.given_up: dict[str, str] = {}
 
     def start(self) -> None:
@@ -371,6 +373,7 @@ class WorkerLinks:
         self.ps.fence(self.membership.left(worker.name))
         self.flapping.forget(worker.name)
         self._workers.pop(worker.name, None)
+        self.on_forgotten(worker.name)
 
 
 async def wait_any_closed(*peers: Peer) -> None:
