@@ -10,8 +10,8 @@ each worker's data begin anew. Steps of earlier epochs (the checkpoint may be ol
 that runs) are trained in the epoch that runs, whose values count them.
 
 Where a worker's data end within a closure, the steps that it lacks are scheduled again as well, in
-the same pass over the data: other workers have more. If it ran before on a worker that was lost, that
-run may have trained some of them.
+the same pass over the data: other workers have more. If it ran before on a worker that was lost,
+that run may have trained some of them.
 """
 
 from __future__ import annotations
