@@ -122,7 +122,8 @@ class QueueErrors:
     def name_batches(self, error: EndOfData, batches: Mapping[str, int]) -> None:
         """Let the end of data that a join is going to raise say how many each worker had."""
         if self._end_of_data is None:
-            named = [f"{worker} had {number}" for worker, number in batches.items()]
+            workers = sorted(batches, key=lambda worker: (len(worker), worker))
+            named = [f"{worker} had {batches[worker]}" for worker in workers]
             more = f", and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
             error.message += f" on any worker ({', '.join(named[:MAX_NAMED])}{more})"
             error.args = (error.message,)
