@@ -159,6 +159,7 @@ class Coordinator:
         self._dispatch_due = False  # ``_dispatch`` comes in this turn of the loop
         self._creating: asyncio.Task[None] | None = None  # meanwhile the queue is paused
         self._tasks: set[asyncio.Task[None]] = set()  # that end with the coordinator
+        self._waits: dict[str, asyncio.TimerHandle] = {}  # for lost workers that may have data left
         self._closed = False
         self.loop = asyncio.get_running_loop()
 
@@ -207,6 +208,8 @@ class Coordinator:
         self.recovery.stop()
         error = ClosedError("the coordinator was closed")
         self.joins.fail(error)
+        for worker in list(self._waits):
+            self._cancel_wait(worker)
         actions = self._queue.stop()
         self.gangs.fail(error)
         self.perform(actions)
@@ -392,15 +395,24 @@ class Coordinator:
     # Workers that come and leave.
 
     def _worker_joined(self, worker: str) -> None:
+        self._cancel_wait(worker)
         self._reports.worker_joined(worker, self.links.membership.incarnation(worker))
         self.perform(self._queue.worker_joined(worker))
 
     def _worker_lost(self, worker: str, blame: bool) -> None:
         self._reports.worker_lost(worker)
         returns = self.links.membership.state(worker) is not TaskState.LEFT
+        if returns:
+            wait_s = self._options.connect_timeout_s
+            self._waits[worker] = self.loop.call_later(wait_s, self._worker_forgotten, worker)
         self.perform(self._queue.worker_lost(worker, blame=blame, returns=returns))
 
+    def _cancel_wait(self, worker: str) -> None:
+        if worker in self._waits:
+            self._waits.pop(worker).cancel()
+
     def _worker_forgotten(self, worker: str) -> None:
+        self._cancel_wait(worker)
         self.perform(self._queue.worker_will_not_return(worker))
 
     def _give_up(self, worker: str, closure: Closure) -> None:

@@ -215,6 +215,7 @@ async def test_a_worker_that_is_lost_with_data_left_is_waited_for(synchronous):
         assert "/job:worker/task:1, which is lost, has data left" in waits
         await cluster.start("worker-1")
         await ended
+        assert asyncio.get_running_loop().time() < 60
         outcomes = await coordinator.fetch(values)
         counts = (await trained.read()).tolist()
         stale = outcomes.count(psync.Outcome.STALE)  # of a step that was closed when it was lost
@@ -224,6 +225,24 @@ async def test_a_worker_that_is_lost_with_data_left_is_waited_for(synchronous):
         assert sum(others) >= len(others) - stale
         assert max(others) == 1
         assert max(counts) == 2  # what it had trained before it trains again
+
+
+@pytest.mark.virtual_time
+async def test_a_lost_worker_is_not_waited_for_longer_than_tasks_are_at_the_start():
+    async with coordinating(num_workers=2) as (cluster, coordinator):
+
+        async def step(batches):
+            await asyncio.sleep(0.02)
+            return next(batches)
+
+        data = iter(coordinator.create_per_worker_dataset(uneven))
+        values = [coordinator.schedule(step, args=(data,)) for _ in range(sum(UNEVEN[:2]))]
+        await values[4]
+        began = asyncio.get_running_loop().time()
+        await cluster.stop("worker-1")
+        with pytest.raises(EndOfData, match=r"on any worker \(/job:worker/task:0 had 2\)"):
+            await coordinator.join()
+        assert 60 <= asyncio.get_running_loop().time() - began < 61
 
 
 @pytest.mark.virtual_time

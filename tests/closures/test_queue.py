@@ -879,7 +879,9 @@ def test_a_closure_that_has_updated_something_ends_with_the_data_and_the_others_
     assert "had made updates" in str(error)
 
 
-def test_when_nobody_has_data_closures_meet_the_end_themselves_and_the_error_counts_batches() -> None:
+def test_when_nobody_has_data_closures_meet_the_end_themselves_and_the_error_counts_batches() -> (
+    None
+):
     bench = Bench("a", "b")
     needing(bench, (U,), 0, 1, 2)
     bench.queue.end_of_data("a", 0, end_of(U, 5))
@@ -909,7 +911,9 @@ def test_data_of_a_lost_worker_are_waited_for_unless_it_will_not_return() -> Non
     assert bench.states() == {0: "exhausted", 1: "held"}
 
 
-def test_a_lost_worker_that_had_no_data_left_is_not_waited_for_and_has_all_when_it_is_back() -> None:
+def test_a_lost_worker_that_had_no_data_left_is_not_waited_for_and_has_all_when_it_is_back() -> (
+    None
+):
     bench = Bench("a", "b")
     needing(bench, (U,), 0, 1)
     bench.queue.end_of_data("b", 1, end_of(U))

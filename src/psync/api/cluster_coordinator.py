@@ -61,7 +61,8 @@ class ClusterCoordinator(Scheduling):
     Args:
         strategy: A ParameterServerStrategy.
         min_workers: Workers that must be there before work begins; default: all of the cluster.
-        connect_timeout: Seconds to wait for them, and for all ps tasks.
+        connect_timeout: Seconds to wait for them, and for all ps tasks; later, for a lost worker to
+            be back whose data are all that is left.
         ps_timeout: Seconds after which a ps that cannot be reached is lost.
         closure_timeout: Seconds after which a worker that still runs the same closure is given
             up: the closure runs again elsewhere. None: a step may take as long as it likes.

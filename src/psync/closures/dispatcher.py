@@ -277,17 +277,22 @@ class Dispatcher:
         return [n for n in kinds if not n.isdisjoint(ended) and self.has_taker(n)]
 
     def without_work(self) -> set[str]:
-        """Return the workers that have nothing to do, for their data ended and others have some."""
-        if not self.ended or not (self.queued or self.num_in_flight):
+        """Return the workers that have nothing to do, for others use data that ended on them."""
+        if not any(not n.isdisjoint(e) for n in self._open_kinds() for e in self.ended.values()):
             return set()
-        kinds = self.queued.needs()
-        taken = set(filter(self.has_taker, kinds))
+        self._kinds = {c.needs: None for w in self._workers.values() for c in w.held.values()}
+        queued = self.queued.needs()
+        taken = set(filter(self.has_taker, queued))
         return {
             worker
             for worker, ended in self.ended.items()
-            if all(n in taken and not n.isdisjoint(ended) for n in kinds)
+            if not all(n.isdisjoint(ended) for n in self._open_kinds())
+            and all(n in taken and not n.isdisjoint(ended) for n in queued)
             and not any(c.needs.isdisjoint(ended) for c in self._workers[worker].held.values())
         }
+
+    def _open_kinds(self) -> set[Needs]:
+        return {*self._kinds, *self.queued.needs()}
 
     def awaited(self) -> list[str]:
         """Return the workers that are away, and for whose data queued closures wait."""
