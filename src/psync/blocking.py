@@ -441,10 +441,13 @@ class ClusterCoordinator(_Blocking):
         reschedule = self.coordinator.reschedule
         return _on_loop(lambda: [_blocking(value) for value in reschedule(event)])
 
-    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset[Any]:
+    def create_per_worker_dataset(
+        self, dataset_fn: Any, *, end: str = "all"
+    ) -> PerWorkerDataset[Any]:
         """Return a dataset, see ``psync.ClusterCoordinator.create_per_worker_dataset``."""
-        made = _on_loop(self.coordinator.create_per_worker_dataset, dataset_fn)
-        return PerWorkerDataset(made._dataset, made._function, self.coordinator)
+        create = functools.partial(self.coordinator.create_per_worker_dataset, end=end)
+        made = _on_loop(create, dataset_fn)
+        return PerWorkerDataset(made._dataset, made._function, self.coordinator, end)
 
     def distribute_once(
         self,

@@ -28,9 +28,10 @@ from psync.chief.reattachment import OwnOptimizers, Reattachment, reattach
 from psync.chief.recovery import ClusterRecovery
 from psync.chief.schedule_reporter import FinalClosures, ScheduleReporter
 from psync.client.runtime import Runtime
-from psync.closures.closure import Closure
+from psync.closures.closure import Closure, Needs
 from psync.closures.dispatcher import Dispatch, GiveBack
 from psync.closures.identities import Identity
+from psync.closures.membership import TaskState
 from psync.closures.open import Cancel, Settle
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue
@@ -49,7 +50,7 @@ from psync.wire import worker_messages
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import EndSession, LeaveCluster
 from psync.wire.sync_messages import FinishSteps
-from psync.wire.worker_messages import CancelClosures, ReachCollective
+from psync.wire.worker_messages import CancelClosures, ReachCollective, ReleaseIterators
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,7 @@ class Coordinator:
         )  # fmt: skip
         self.links.workers.on_joined = self._worker_joined
         self.links.workers.on_lost = self._worker_lost
+        self.links.workers.on_forgotten = self._worker_forgotten
         self.workers = self.links.workers.attached
         self.gangs = GangRunner(
             self._queue, self.functions, self._closures, platform.limits,
@@ -162,6 +164,7 @@ class Coordinator:
         self._dispatch_due = False  # ``_dispatch`` comes in this turn of the loop
         self._creating: asyncio.Task[None] | None = None  # meanwhile the queue is paused
         self._tasks: set[asyncio.Task[None]] = set()  # that end with the coordinator
+        self._waits: dict[str, asyncio.TimerHandle] = {}  # for lost workers that may have data left
         self._closed = False
         self.owned: set[Owner | None] = set()  # where the program saves, until it ends
         self.loop = asyncio.get_running_loop()
@@ -215,6 +218,8 @@ class Coordinator:
         self.recovery.stop()
         error = ClosedError("the coordinator was closed")
         self.joins.fail(error)
+        for worker in list(self._waits):
+            self._cancel_wait(worker)
         actions = self._queue.stop()
         self.gangs.fail(error)
         self.perform(actions)
@@ -249,10 +254,12 @@ class Coordinator:
         identity: Identity | None = None,
         *,
         may_repeat: bool = True,
+        needs: Needs | None = None,
     ) -> RemoteValue[Any]:
         """Queue a closure; see ``ClusterCoordinator.schedule``.
 
         It may come again if it has an identity; ``reschedule`` repeats it if it may be repeated.
+        ``needs`` are the data that it takes, if these are others than its iterators say.
         """
         if self._closed:
             raise ClosedError("schedule on a closed coordinator")
@@ -263,7 +270,7 @@ class Coordinator:
             arguments = pack_arguments(function.name, args, kwargs, main_by_name=self._main_by_name)
             check_size(arguments, f'the arguments of step "{function.name}"', self._limits)
         call = ScheduledCall(function, arguments, may_repeat=may_repeat)
-        return self._queue_call(call, identity)
+        return self._queue_call(call, identity, needs)
 
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
         """Queue again what a rollback has undone; see ``ClusterCoordinator.reschedule``."""
@@ -272,9 +279,9 @@ class Coordinator:
         return [self._queue_call(ScheduledCall(each.function, each.arguments)) for each in calls]
 
     def _queue_call(
-        self, call: ScheduledCall, identity: Identity | None = None
+        self, call: ScheduledCall, identity: Identity | None = None, needs: Needs | None = None
     ) -> RemoteValue[Any]:
-        closure = self._closures.make(self._queue.next_id, call, self, identity)
+        closure = self._closures.make(self._queue.next_id, call, self, identity, needs)
         value = self._closures.adopt(closure)
         self._create_if_declared()
         if actions := self._queue.schedule(closure):
@@ -340,6 +347,9 @@ class Coordinator:
         others = ["variables are being created"] if self._creating is not None else []
         others += self.gangs.describe()
         others += self.links.workers.describe()
+        others += [
+            f"{name}, which is lost, has data left" for name in self._queue.dispatcher.awaited()
+        ]
         membership, given_up = self.links.membership, self.links.workers.given_up
         left = [worker for worker in membership.gone() if worker not in given_up]
         return describe_waiting(self._queue, membership.missing(), others, left)
@@ -367,6 +377,11 @@ class Coordinator:
             "closures": self._queue.statistics(),
             "network": dict(self.links.endpoint.statistics()),
         }
+
+    def release_iterators(self, uid: str) -> None:
+        """Let workers drop an iterator that nothing here refers to any more."""
+        self.workers.notify_all(ReleaseIterators([uid]))
+        self._queue.dispatcher.forget(uid)
 
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on the coordinator's loop; may be called in any thread."""
@@ -406,6 +421,7 @@ class Coordinator:
     # Workers that come and leave.
 
     def _worker_joined(self, worker: str) -> None:
+        self._cancel_wait(worker)
         self._reports.worker_joined(worker, self.links.membership.incarnation(worker))
         self.perform(self._queue.worker_joined(worker))
 
@@ -414,7 +430,19 @@ class Coordinator:
         if blame:
             self._queue.pause()
             self.loop.call_later(SETTLE_S, self._loss_has_settled)
-        self.perform(self._queue.worker_lost(worker, blame=blame))
+        returns = self.links.membership.state(worker) is not TaskState.LEFT
+        if returns:
+            wait_s = self._options.connect_timeout_s
+            self._waits[worker] = self.loop.call_later(wait_s, self._worker_forgotten, worker)
+        self.perform(self._queue.worker_lost(worker, blame=blame, returns=returns))
+
+    def _cancel_wait(self, worker: str) -> None:
+        if worker in self._waits:
+            self._waits.pop(worker).cancel()
+
+    def _worker_forgotten(self, worker: str) -> None:
+        self._cancel_wait(worker)
+        self.perform(self._queue.worker_will_not_return(worker))
 
     def _loss_has_settled(self) -> None:
         if not self._closed:

@@ -316,6 +316,11 @@ class TrainingEnded(PsyncError):
 class EndOfData(PsyncError):
     """A per-worker dataset has no further element."""
 
+    # Of the iterator that raised it. They travel with the error, and tell the queue what to do.
+    data: tuple[str, int] | None = None  # its uid, and the pass over its data
+    batches = 0  # that this worker had
+    updates = 0  # that the closure had begun, which therefore cannot run elsewhere instead
+
 
 class CheckpointError(PsyncError):
     """A checkpoint cannot be saved or restored."""

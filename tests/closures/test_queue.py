@@ -895,3 +895,193 @@ def test_a_worker_that_leaves_is_sent_nothing_more() -> None:
     assert queue.run(2) == []
     with pytest.raises(LocalProtocolError):
         queue.queue.worker_leaves("w7")
+
+
+# --- data that ends on one worker after the other --------------------------------------------
+
+U, V = ("u", 0), ("v", 0)
+
+
+def end_of(data: tuple[str, int], batches: int = 0, updates: int = 0) -> EndOfData:
+    """What a worker reports that has no further batch."""
+    error = EndOfData("dataset d has no further batch")
+    error.data, error.batches, error.updates = data, batches, updates
+    return error
+
+
+def needing(bench: Bench, needs: tuple[tuple[str, int], ...], *ids: int) -> list[Action]:
+    """Schedule closures that take these data, and dispatch them."""
+    for closure_id in ids:
+        closure = bench.closures[closure_id] = Closure(closure_id, needs=frozenset(needs))
+        bench.queue.schedule(closure)
+    return bench.queue.dispatch()
+
+
+def test_a_closure_that_finds_no_batch_goes_where_there_is_one_and_nobody_is_blamed() -> None:
+    bench = Bench("a", "b")
+    needing(bench, (U,), 0, 1, 2)
+    assert bench.queue.end_of_data("a", 0, end_of(U)) == []  # b is busy, and a gets none of these
+    assert bench.queue.finished("b", (1,), SLOW) == [bench.settle(1), bench.dispatch("b", 0)]
+    assert bench.closures[0].lost_on == ()
+    assert bench.queue.statistics().put_back == 0
+    bench.run(4)
+    assert bench.states()[4] == "held"
+    assert bench.closures[4].worker == "a"  # it needs no data
+
+
+def test_a_closure_that_needs_two_datasets_needs_a_worker_that_has_both() -> None:
+    bench = Bench("a", "b", "c")
+    needing(bench, (U,), 0)
+    needing(bench, (V,), 1)
+    needing(bench, (), 2)
+    bench.queue.end_of_data("a", 0, end_of(U))
+    bench.queue.end_of_data("b", 1, end_of(V))
+    assert [bench.closures[i].worker for i in (0, 1)] == ["b", "a"]
+    bench.queue.finished("b", (0,), SLOW)
+    bench.queue.finished("a", (1,), SLOW)
+    assert needing(bench, (U, V), 3) == []
+    assert bench.queue.finished("c", (2,), SLOW) == [bench.settle(2), bench.dispatch("c", 3)]
+
+
+def test_a_closure_that_has_updated_something_ends_with_the_data_and_the_others_go_on() -> None:
+    bench = Bench("a", "b")
+    needing(bench, (U,), 0, 1, 2)
+    error = end_of(U, 5, updates=1)
+    assert bench.queue.end_of_data("a", 0, error) == [bench.settle(0)]
+    assert bench.states() == {0: "exhausted", 1: "held", 2: "queued"}
+    assert "had made updates" in str(error)
+
+
+def test_when_nobody_has_data_closures_meet_the_end_themselves_and_the_error_counts_batches() -> (
+    None
+):
+    bench = Bench("a", "b")
+    needing(bench, (U,), 0, 1, 2)
+    bench.queue.end_of_data("a", 0, end_of(U, 5))
+    last = end_of(U, 100)
+    assert bench.queue.end_of_data("b", 1, last) == [
+        bench.settle(1), bench.dispatch("a", 0), bench.dispatch("b", 2)
+    ]  # fmt: skip
+    bench.queue.end_of_data("a", 0, end_of(U, 5))
+    bench.queue.finished("b", (2,), SLOW)  # it caught the end
+    assert bench.queue.collect_error() == (last, ())
+    text = "dataset d has no further batch on any worker (a had 5, b had 100)"
+    assert str(last) == text == last.args[0]
+
+
+def test_data_of_a_lost_worker_are_waited_for_unless_it_will_not_return() -> None:
+    bench = Bench("a", "b")
+    needing(bench, (U,), 0, 1)
+    bench.queue.worker_lost("b", returns=True)
+    assert bench.queue.end_of_data("a", 0, end_of(U)) == []
+    assert bench.states() == {0: "queued", 1: "queued"}
+    assert bench.queue.dispatcher.awaited() == ["b"]
+    assert bench.queue.worker_joined("b") == [bench.dispatch("b", 0)]
+    assert bench.queue.dispatcher.awaited() == []
+    bench.queue.worker_lost("b", returns=True)
+    assert bench.queue.worker_will_not_return("b") == [bench.dispatch("a", 0)]
+    bench.queue.end_of_data("a", 0, end_of(U))
+    assert bench.states() == {0: "exhausted", 1: "held"}
+
+
+def test_a_lost_worker_that_had_no_data_left_is_not_waited_for_and_has_all_when_it_is_back() -> (
+    None
+):
+    bench = Bench("a", "b")
+    needing(bench, (U,), 0, 1)
+    bench.queue.end_of_data("b", 1, end_of(U))
+    bench.queue.worker_lost("b", returns=True)
+    assert bench.queue.end_of_data("a", 0, end_of(U)) == [bench.settle(0), bench.dispatch("a", 1)]
+    needing(bench, (U,), 2)
+    assert bench.queue.worker_joined("b") == [bench.dispatch("b", 2)]
+
+
+def test_data_that_begin_anew_or_are_released_have_not_ended_anywhere() -> None:
+    bench = Bench("a", "b")
+    needing(bench, (U,), 0, 1)
+    bench.queue.end_of_data("a", 0, end_of(U))
+    assert bench.queue.dispatcher.ended
+    bench.queue.dispatcher.forget("v")
+    assert bench.queue.dispatcher.ended
+    bench.queue.dispatcher.forget("u")
+    assert not bench.queue.dispatcher.ended
+    assert bench.queue.dispatch() == [bench.dispatch("a", 0)]
+
+
+def test_an_earlier_pass_over_the_data_does_not_bar_the_next_one() -> None:
+    bench = Bench("a", "b")
+    needing(bench, (("u", 1),), 0, 1)
+    bench.queue.end_of_data("a", 0, end_of(("u", 1)))
+    assert needing(bench, (("u", 2),), 2) == [bench.dispatch("a", 2)]
+
+
+def test_for_a_worker_without_data_others_are_asked_for_what_it_may_run_alone() -> None:
+    """A closure behind one that waits for it must not stay there; others would only come back."""
+    bench = Bench("a", "b")
+    needing(bench, (U,), 0, 1, 2)
+    bench.queue.finished("b", (1,), 1e-5)  # it is fast, and gets more ahead
+    assert bench.queue.end_of_data("a", 0, end_of(U)) == []
+    needing(bench, (), 6)
+    needing(bench, (), 7, 8, 9)
+    needing(bench, (U,), 10, 11)
+    held = [(worker, closure.id) for worker, closure in bench.queue.in_flight()]
+    assert held == [("a", 6), ("a", 7), ("b", 2), ("b", 0), ("b", 8)]
+    bench.queue.finished("a", (6, 7), SLOW)
+    assert bench.closures[9].worker == "a"
+    assert bench.queue.finished("a", (9,), SLOW) == [bench.settle(9), GiveBack("b", (8,))]
+    assert bench.queue.given_back("b", (8,)) == [bench.dispatch("a", 8)]
+    assert bench.queue.finished("a", (8,), SLOW) == [bench.settle(8)]  # 0 has no batch there
+
+
+@given(st.data())
+def test_as_many_closures_end_well_as_there_are_batches(data: st.DataObject) -> None:
+    """Whatever the order of ends and losses; each reading of a batch is used once."""
+    batches = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    num = data.draw(st.integers(0, 12))
+    losses = data.draw(st.integers(0, 3))
+    bench = Bench(max_losses=1000)
+    left: dict[str, int] = {}  # batches of the workers that are here
+    told: set[str] = set()  # whose data ended, and the queue knows
+    away: dict[str, bool] = {}  # who is lost: whether it had data left, as far as the queue knows
+    read = 0
+
+    def perform(actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Dispatch) and action.worker in told:
+                assert told >= set(left), "sent where there are no data, while others have some"
+                assert not any(away.values())
+
+    names = [f"w{index}" for index in range(len(batches))]
+    for name, number in zip(names, batches, strict=True):
+        left[name] = number
+        perform(bench.queue.worker_joined(name))
+    perform(needing(bench, (U,), *range(num)))
+    while bench.queue.low_water() < num:
+        running: dict[str, int] = {}
+        for name, closure in bench.queue.in_flight():
+            running.setdefault(name, closure.id)
+        choices = [("run", name) for name in sorted(running)]
+        choices += [("back", name) for name in sorted(away)]
+        choices += [("lose", name) for name in sorted(left) if losses]
+        what, name = data.draw(st.sampled_from(choices))
+        if what == "lose":
+            losses -= 1
+            del left[name]
+            away[name] = name not in told
+            told.discard(name)
+            perform(bench.queue.worker_lost(name, returns=True))
+        elif what == "back":
+            del away[name]
+            left[name] = batches[names.index(name)]
+            perform(bench.queue.worker_joined(name))
+        elif left[name]:
+            left[name] -= 1
+            read += 1
+            perform(bench.queue.finished(name, (running[name],), SLOW))
+        else:
+            told.add(name)
+            perform(bench.queue.end_of_data(name, running[name], end_of(U)))
+    counts = bench.queue.statistics()
+    assert counts.finished == read >= min(num, sum(batches))
+    assert counts.finished + counts.exhausted == num
+    assert (bench.queue.collect_error() is None) == (read == num)

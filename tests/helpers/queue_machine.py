@@ -40,6 +40,8 @@ class Report:
     given_back: tuple[int, ...] = ()
     is_answer: bool = False
     retires: bool = False
+    ended: tuple[str, int] | None = None  # data
+    updated: bool = False  # the closure had, when they ended
 
 
 class Worker:
@@ -127,6 +129,18 @@ def end_of_data(worker: str, closure_id: int) -> Report:
     return Report(lambda queue: queue.end_of_data(worker, closure_id, error))
 
 
+def end_of_needed(data: tuple[str, int], *, updated: bool) -> Callable[[str, int], Report]:
+    """What a worker says of a closure that found the end of data that it is known to need."""
+
+    def report(worker: str, closure_id: int) -> Report:
+        error = EndOfData(f"in closure {closure_id}")
+        error.data, error.updates = data, int(updated)
+        tell = lambda queue: queue.end_of_data(worker, closure_id, error)  # noqa: E731
+        return Report(tell, (closure_id,), ended=data, updated=updated)
+
+    return report
+
+
 def cancellation(worker: str, closure_id: int) -> Report:
     return Report(lambda queue: queue.cancelled(worker, closure_id))
 
@@ -149,6 +163,24 @@ class ClosureQueueMachine(RuleBasedStateMachine):
         self.pauses = 0
         self.stopping = False  # a step has asked for the end, and no error came since
         self.low_water = 0
+        self.ended: dict[str, set[tuple[str, int]]] = {}  # by living worker: so the queue was told
+        self.away: dict[str, set[tuple[str, int]]] = {}  # the same of lost ones that will be back
+
+    def has_taker(self, closure: Closure) -> bool:
+        """Whether a worker that stays, or will be back, has all data of a closure."""
+        here = [self.ended[w.name] for w in self.workers.values() if not w.retired]
+        return any(closure.needs.isdisjoint(ended) for ended in [*here, *self.away.values()])
+
+    def may_take(self, name: str, closure: Closure) -> bool:
+        return closure.needs.isdisjoint(self.ended[name]) or not self.has_taker(closure)
+
+    def idle(self) -> list[str]:
+        """The workers that may run something more, as far as the queue knows."""
+        return [
+            worker.name
+            for worker in self.workers.values()
+            if not worker.retired and worker.name not in self.sent_to.values()
+        ]
 
     def teardown(self) -> None:
         self.limits.undo()
@@ -176,10 +208,11 @@ class ClosureQueueMachine(RuleBasedStateMachine):
                     assert not self.errors
                     assert self.stopping or not self.pauses
                     assert not worker.retired, "it gives back unasked"
-                    staying = [w.name for w in self.workers.values() if not w.retired]
-                    idle = any(other not in self.sent_to.values() for other in staying)
-                    assert self.stopping or idle
-                    assert self.queue.statistics().queued == 0
+                    idle = self.idle()
+                    queued = [c for c in self.closures if c.state is State.QUEUED]
+                    assert not any(self.may_take(other, c) for other in idle for c in queued)
+                    for closure in (self.closures[i] for i in ids if not self.stopping):
+                        assert any(self.may_take(other, closure) for other in idle)
                     worker.asked = True
                     worker.to_worker.append(action)
         self.perform_dispatches([action for action in actions if isinstance(action, Dispatch)])
@@ -211,7 +244,6 @@ class ClosureQueueMachine(RuleBasedStateMachine):
         assert not self.pauses, "dispatched while paused"
         assert not self.stopping, "dispatched after a request to stop"
         assert len({dispatch.worker for dispatch in dispatches}) == len(dispatches)
-        ids = []
         for dispatch in dispatches:
             worker = self.workers[dispatch.worker]
             assert not worker.retired, "sent to a worker that leaves"
@@ -220,12 +252,15 @@ class ClosureQueueMachine(RuleBasedStateMachine):
                 assert closure.state is State.HELD
                 assert closure.worker == worker.name
                 assert closure.id not in self.sent_to, "on two workers at once"
+                assert self.may_take(worker.name, closure), "its data ended there"
                 self.sent_to[closure.id] = worker.name
-                ids.append(closure.id)
             worker.to_worker.append(dispatch)
             self.check_limits(dispatch, worker, held_before)
-        queued = [c.id for c in self.closures if c.state is State.QUEUED]
-        assert not queued or max(ids) < min(queued), "not in the order of the queue"
+        queued = [c for c in self.closures if c.state is State.QUEUED]
+        for dispatch in dispatches:
+            mine = [c.id for c in queued if self.may_take(dispatch.worker, c)]
+            last = dispatch.closures[-1].id
+            assert not mine or last < min(mine), "not in the order of the queue"
 
     def check_limits(self, dispatch: Dispatch, worker: Worker, held_before: list[int]) -> None:
         held = [self.closures[i] for i in held_before] + list(dispatch.closures)
@@ -252,13 +287,17 @@ class ClosureQueueMachine(RuleBasedStateMachine):
         inline_bytes=st.sampled_from((0, 0, 30, 70, 200)),
         inputs=st.lists(st.integers(1, 6), max_size=2),
         all_alike=st.booleans(),
+        needs=st.sampled_from(("", "", "u", "v", "uv")),
     )
-    def schedule(self, num: int, inline_bytes: int, inputs: list[int], all_alike: bool) -> None:
+    def schedule(
+        self, num: int, inline_bytes: int, inputs: list[int], all_alike: bool, needs: str
+    ) -> None:
         """Schedule some closures; the first, or each, takes the values of some before it."""
         for _ in range(num):
             closure = Closure(
                 len(self.closures),
                 inline_bytes=inline_bytes,
+                needs=frozenset((uid, 0) for uid in needs),
                 dependencies=[self.closures[-i] for i in inputs if i <= len(self.closures)],
             )
             self.closures.append(closure)
@@ -312,6 +351,8 @@ class ClosureQueueMachine(RuleBasedStateMachine):
     def join(self, index: int, answers_first: bool) -> None:
         name = f"w{index}"
         if name not in self.workers:
+            self.ended[name] = set()  # its data begin anew
+            self.away.pop(name, None)
             self.workers[name] = Worker(name, answers_first=answers_first)
             self.perform(self.queue.worker_joined(name))
 
@@ -319,6 +360,20 @@ class ClosureQueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
         self.lose(data.draw(st.sampled_from(sorted(self.workers))))
+
+    @precondition(lambda self: self.away)
+    @rule(data=st.data())
+    def is_given_up(self, data: st.DataObject) -> None:
+        self.give_up(data.draw(st.sampled_from(sorted(self.away))))
+
+    def give_up(self, name: str) -> None:
+        del self.away[name]
+        self.perform(self.queue.worker_will_not_return(name))
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def dies_and_will_be_back(self, data: st.DataObject) -> None:
+        self.lose(data.draw(st.sampled_from(sorted(self.workers))), returns=True)
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data())
@@ -351,11 +406,14 @@ class ClosureQueueMachine(RuleBasedStateMachine):
         self.lose(worker.name, blame=False)
         assert [closure.lost_on for closure in self.closures[: len(before)]] == before
 
-    def lose(self, name: str, *, blame: bool = True) -> None:
+    def lose(self, name: str, *, blame: bool = True, returns: bool = False) -> None:
         """A worker is gone: what it had not told is never told."""
         del self.workers[name]
+        ended = self.ended.pop(name)
+        if returns:
+            self.away[name] = ended
         self.sent_to = {i: other for i, other in self.sent_to.items() if other != name}
-        self.perform(self.queue.worker_lost(name, blame=blame))
+        self.perform(self.queue.worker_lost(name, blame=blame, returns=returns))
         most = MAX_LOSSES + RECENT_LOSSES
         assert all(c.attempts < most for c in self.closures if not c.is_final)
 
@@ -405,6 +463,14 @@ class ClosureQueueMachine(RuleBasedStateMachine):
     def fail(self, data: st.DataObject, how: Callable[[str, int], Report]) -> None:
         self.draw(data, lambda worker: worker.running).end(how)
 
+    @precondition(lambda self: any(w.running and w.running.needs for w in self.workers.values()))
+    @rule(data=st.data(), updated=st.sampled_from((False, False, True)))
+    def meet_the_end(self, data: st.DataObject, updated: bool) -> None:
+        worker = self.draw(data, lambda worker: worker.running and worker.running.needs)
+        assert worker.running is not None
+        ended = data.draw(st.sampled_from(sorted(worker.running.needs)))
+        worker.end(end_of_needed(ended, updated=updated))
+
     @precondition(lambda self: any(w.running and w.stop_running for w in self.workers.values()))
     @rule(data=st.data())
     def stop_running(self, data: st.DataObject) -> None:
@@ -430,12 +496,29 @@ class ClosureQueueMachine(RuleBasedStateMachine):
         report = worker.to_queue.popleft()
         for closure_id in report.given_back:
             del self.sent_to[closure_id]
+        if report.ended is not None:
+            self.take_end(worker, report)
+            return
         if report.is_answer:
             worker.asked = False
         if report.retires:
             worker.retired = True
         worker.sated = bool(report.given_back) and worker.name in self.sent_to.values()
         self.perform(report.tell(self.queue))
+
+    def take_end(self, worker: Worker, report: Report) -> None:
+        """A closure goes on where its data are, if it has updated nothing and there is a worker."""
+        (closure,) = (self.closures[i] for i in report.given_back)
+        stops, losses = closure.state is State.CANCELLING, closure.lost_on
+        self.ended[worker.name].add(report.ended)
+        goes_on = self.has_taker(closure) and not report.updated
+        worker.sated = False
+        self.perform(report.tell(self.queue))
+        assert closure.lost_on == losses, "nobody is to blame"
+        if goes_on:
+            assert closure.state in ((State.CANCELLED,) if stops else (State.QUEUED, State.HELD))
+        else:
+            assert closure.state is State.EXHAUSTED
 
     def staying(self) -> list[str]:
         return sorted(worker.name for worker in self.workers.values() if not worker.leaving)
@@ -487,9 +570,11 @@ class ClosureQueueMachine(RuleBasedStateMachine):
             assert not any(w.unstarted for w in self.workers.values() if w not in retired)
         if self.errors or self.pauses or self.stopping:
             return
-        if any(w.running is None and not w.leaving for w in self.workers.values()):
-            assert self.queue.statistics().queued == 0
-            assert not any(worker.unstarted for worker in self.workers.values())
+        waiting = [c for worker in self.workers.values() for c in worker.unstarted.values()]
+        waiting += [c for c in self.closures if c.state is State.QUEUED]
+        for worker in self.workers.values():
+            if worker.running is None and not worker.leaving:
+                assert not any(self.may_take(worker.name, closure) for closure in waiting)
 
     @precondition(lambda self: len(self.staying()) > 1 and not self.errors and not self.stopping)
     @rule(data=st.data(), num_stuck=st.integers(1, 2))
@@ -506,16 +591,19 @@ class ClosureQueueMachine(RuleBasedStateMachine):
             running[0].end(None)
             running[0].flush()
             self.deliver_everything()
-        assert not any(worker.unstarted for worker in self.workers.values())
         stuck_on = {self.workers[name].running for name in stuck}
+        free = [name for name in self.staying() if name not in stuck]
         for closure in self.closures:
-            assert closure.is_final or closure in stuck_on or closure.state is State.WAITING
+            if not (closure.is_final or closure in stuck_on or closure.state is State.WAITING):
+                assert not any(self.may_take(name, closure) for name in free)
 
     @rule()
     def everything_ends(self) -> None:
         """If every worker runs and answers, every closure ends: no wake-up is lost."""
         while self.pauses:
             self.resume()
+        for name in sorted(self.away):
+            self.give_up(name)
         self.deliver_everything()
         while any(worker.running for worker in self.workers.values()):
             for worker in self.workers.values():

@@ -180,6 +180,16 @@ def test_who_joins_does_not_raise_the_target_of_the_present_step() -> None:
     assert closes(steps.push(1, 0)) == [(0, [0, 1], False)]
 
 
+def test_who_joins_before_anything_has_counted_raises_the_target_at_once() -> None:
+    """As between two epochs, the first of which ended with the data of one replica."""
+    steps = Steps(2)
+    steps.live(0, 1)
+    steps.live(1)
+    steps.live(0, 1)
+    assert steps.push(0, 0) == []
+    assert closes(steps.push(1, 0)) == [(0, [0, 1], False)]
+
+
 def test_several_gradients_a_replica_lower_the_target_by_as_many() -> None:
     steps = Steps(4, 2)
     steps.live(0, 1)

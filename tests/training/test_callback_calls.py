@@ -97,7 +97,7 @@ async def test_an_error_of_a_step_is_that_of_fit() -> None:
     assert notes.ended == []
 
 
-async def test_of_an_execution_that_met_the_end_of_data_nothing_is_told() -> None:
+async def test_of_an_execution_that_met_the_end_of_data_its_steps_are_told() -> None:
     def few(context: psync.InputContext) -> Any:
         return [(X, X)] * 3
 
@@ -107,8 +107,8 @@ async def test_of_an_execution_that_met_the_end_of_data_nothing_is_told() -> Non
             few, epochs=1, steps_per_epoch=6, steps_per_execution=2, callbacks=[notes],
             verbose=False,
         )  # fmt: skip
-    assert [batch for batch, _ in notes.seen] == [1]
-    assert notes.ended == [1]
+    assert [batch for batch, _ in notes.seen] == [1, 2]
+    assert notes.ended == [2]
 
 
 async def test_without_such_a_callback_workers_send_nothing_back() -> None:

@@ -144,7 +144,7 @@ class TestEnds:
             )
             assert history.epoch == [0]
             assert await examples(trainer) == 3 * 8
-        assert "training ends with epoch 1 of 5: a worker's data began and ended" in caplog.text
+        assert "training ends with epoch 1 of 5: the workers' data began and ended" in caplog.text
 
     @pytest.mark.parametrize("steps", [6, 9, 12])  # of ten batches
     async def test_an_epoch_goes_on_with_the_data_where_the_one_before_has_stopped(
@@ -168,6 +168,67 @@ class TestEnds:
         assert len(history.epoch) == (1 if steps > 10 else 4)
 
     @pytest.mark.virtual_time
+    @pytest.mark.parametrize("per_execution", [1, 4])
+    @pytest.mark.parametrize("synchronous", [False, True])
+    async def test_every_batch_of_uneven_epochs_is_trained(
+        self, per_execution: int, synchronous: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """One worker has 5 batches, another one 22: each epoch trains all of them once."""
+        sizes = (5, 22)
+        columns = [[n + 5 * worker for n in range(size)] for worker, size in enumerate(sizes)]
+
+        def uneven(context: psync.InputContext) -> Any:
+            for column in columns[context.input_pipeline_id]:
+                one = np.zeros((1, 27), np.float32)
+                one[0, column] = 1
+                yield one, np.zeros((1, 1))
+
+        async def counting(values: Any, batch: Any) -> Any:
+            await asyncio.sleep(0.02)
+            return 1.0, -batch[0][0], batch[1]
+
+        told: list[int] = []
+
+        class Tells(psync.callbacks.Callback):
+            def on_train_batch_end(self, batch: int, logs: Any) -> None:
+                told.append(batch)
+
+        async with coordinating(num_workers=2) as (_, coordinator):
+            strategy = coordinator.strategy
+            with strategy.scope():
+                trained = psync.Variable(np.zeros(27, np.float32), name="trained")
+                mae = psync.metrics.MeanAbsoluteError("mae")
+            optimizer: Any = psync.optimizers.SGD(1.0)
+            if synchronous:
+                optimizer = psync.SyncReplicasOptimizer(optimizer, 2, reduction="sum")
+            trainer = psync.Trainer(strategy, trained, counting, optimizer, [mae])
+            history = await trainer.fit(
+                uneven, epochs=3, steps_per_epoch=27, steps_per_execution=per_execution,
+                callbacks=[Tells()], verbose=False,
+            )  # fmt: skip
+            assert history.epoch == [0, 1, 2]
+            assert history.repeated == [0, 0, 0]
+            assert await examples(trainer) == 27
+            assert (await trained.read()).tolist() == [3] * 27
+        last = [batch for at, batch in enumerate(told, 1) if told[at : at + 1] < [batch]]
+        assert last == [26] * 3
+        assert "training ends" not in caplog.text
+
+    @pytest.mark.virtual_time
+    async def test_data_that_end_with_the_first_worker_end_training_there(self) -> None:
+        async with coordinating(num_workers=2) as (_, coordinator):
+            trainer = make(coordinator.strategy)
+            few = coordinator.create_per_worker_dataset(
+                lambda context: [(X[:8], Y[:8])] * (3 + 97 * context.input_pipeline_id),
+                end="first",
+            )
+            history = await trainer.fit(
+                few, epochs=2, steps_per_epoch=100, steps_per_execution=2, verbose=False
+            )
+            assert history.epoch == [0]
+            assert await examples(trainer) < 100 * 8
+
+    @pytest.mark.virtual_time
     async def test_steps_may_run_again_where_there_are_less_data(self) -> None:
         def data(context: psync.InputContext) -> list[Any]:
             mine = np.full((4, 2), context.input_pipeline_id, np.float32)
@@ -181,8 +242,9 @@ class TestEnds:
 
         async with coordinating(num_workers=2) as (cluster, coordinator):
             trainer = make(coordinator.strategy, compute=slow)
+            uneven = coordinator.create_per_worker_dataset(data, end="first")
             fit = asyncio.create_task(
-                trainer.fit(data, steps_per_epoch=3, steps_per_execution=3, verbose=False)
+                trainer.fit(uneven, steps_per_epoch=3, steps_per_execution=3, verbose=False)
             )
             await event_of("two were pushed").wait()
             await cluster.stop("worker-0")

@@ -79,7 +79,8 @@ class ClusterCoordinator(Scheduling):
     Args:
         strategy: A ParameterServerStrategy.
         min_workers: Workers that must be there before work begins; default: all of the cluster.
-        connect_timeout: Seconds to wait for them, and for all ps tasks.
+        connect_timeout: Seconds to wait for them, and for all ps tasks; later, for a lost worker to
+            be back whose data are all that is left.
         ps_timeout: Seconds after which a ps that cannot be reached is lost.
         closure_timeout: Seconds after which a worker that still runs the same closure is given
             up: the closure runs again elsewhere. Time in which a step waits for other workers
@@ -329,8 +330,8 @@ class ClusterCoordinator(Scheduling):
                 here; its cause is a RemoteError with the remote traceback, its notes name the
                 further errors. When it is raised, nothing is running any more and nothing is
                 queued; the next closures run normally.
-            EndOfData: A step met the end of its worker's data, all others are done and none
-                failed.
+            EndOfData: A step found no further batch on any worker (its message says how many each
+                had), all others are done and none failed.
             UsageError: A task or thread that a step had started pushed, assigned or pulled after
                 the step had returned, and was refused; names steps, variables and how often. The
                 other closures are not concerned.
@@ -367,11 +368,13 @@ class ClusterCoordinator(Scheduling):
         return self._running("done").done()
 
     def create_per_worker_dataset(
-        self, dataset_fn: DatasetFunction[T] | Iterable[T]
+        self, dataset_fn: DatasetFunction[T] | Iterable[T], *, end: str = "all"
     ) -> PerWorkerDataset[T]:
         """Return a dataset of which every worker reads its own.
 
-        A worker that is lost and comes back starts its iterators from the beginning.
+        Workers need not have equally many batches: a closure that finds none on one worker runs on
+        another one that has some, unless it had made updates before. A worker that is lost and
+        comes back starts its iterators from the beginning.
 
         Args:
             dataset_fn: A function that each worker calls, in a thread, with no argument or with an
@@ -379,16 +382,23 @@ class ClusterCoordinator(Scheduling):
                 an iterable of batches; it must not call psync. Or an iterable that can be iterated
                 over more than once, captured by value now: each worker reads the whole of it.
                 Or a distributed dataset: each worker reads its share. Batches are loaded ahead.
+            end: When steps meet ``EndOfData``: "all", when the data of all workers have ended;
+                "first", wherever one of them has ended, as in TensorFlow.
 
         Raises:
             UsageError: It is none of these; says what to give instead.
-            ConfigurationError: It makes a variable; also a ValueError.
+            ConfigurationError: It makes a variable; or ``end`` is another word.
             CaptureError: It captures or holds something that cannot be sent.
             ClosedError: The coordinator is not running.
 
         Source: ``ClusterCoordinator.create_per_worker_dataset``.
         """
         coordinator = self._running("create_per_worker_dataset")
+        if end not in ("all", "first"):
+            raise ConfigurationError(
+                f'create_per_worker_dataset: end: expected "all" or "first", got {end!r}',
+                hint='"all" trains on every batch; "first" ends where one worker has none left',
+            )
         try:
             captured, function = capture_dataset(dataset_fn, coordinator.functions)
         except CaptureError as error:  # it is about the program, and begins where that has called
@@ -397,7 +407,7 @@ class ClusterCoordinator(Scheduling):
         if isinstance(dataset_fn, DistributedDataset):
             num_workers = dataset_fn.num_workers
         own: DistributedDataset[T] = DistributedDataset(captured, num_workers, None)
-        return PerWorkerDataset(own, function, self)
+        return PerWorkerDataset(own, function, self, end)
 
     add_worker = add_worker
     remove_worker = remove_worker

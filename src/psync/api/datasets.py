@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from psync.api.variables import Variable
 from psync.client.context import DatasetContext, current_closure, inside
+from psync.closures.closure import NO_DATA, Needs
 from psync.errors import CaptureError, ConfigurationError, ContextError
 from psync.net.platform import random_hex
 from psync.serialization.captures import name_of, refers_to, type_name
 from psync.serialization.functions import Function, FunctionTable
 from psync.serialization.payloads import pack
 from psync.specs import checked_integer, checked_kind
-from psync.wire.worker_messages import AskPosition, IteratorPosition, ReleaseIterators
+from psync.wire.worker_messages import AskPosition, IteratorPosition
 from psync.worker.data_sources import (
     POLICIES,
     Dataset,
@@ -217,8 +218,10 @@ class PerWorkerDataset(Generic[T]):
         dataset: DistributedDataset[T],
         function: Function,
         coordinator: ClusterCoordinator,
+        end: str = "all",
     ) -> None:
         self._dataset = dataset
+        self._end = end
         self._function = function
         self._coordinator = coordinator
 
@@ -246,7 +249,9 @@ class PerWorkerDataset(Generic[T]):
             )
         uid, coordinator, num_workers = random_hex(8), self._coordinator, self._dataset.num_workers
         starts = _checked(position, num_workers)
-        iterator = self._make_iterator(uid, self._function, num_workers, starts, coordinator)
+        iterator = self._make_iterator(
+            uid, self._function, num_workers, starts, coordinator, self._end
+        )
         # Weakly: the coordinator itself may hold the iterator, in a closure that is queued.
         weakref.finalize(iterator, _release, weakref.ref(coordinator), uid).atexit = False
         return iterator
@@ -289,10 +294,16 @@ class PerWorkerIterator(IteratorHandle[T]):
         num_workers: int,
         starts: Mapping[int, int],
         coordinator: ClusterCoordinator,
+        end: str = "all",
     ) -> None:
         super().__init__(uid, function.key, num_workers, starts)
+        self.end = end  # as for ``create_per_worker_dataset``
         self._function = function  # workers may ask for it as long as this lives
         self._coordinator = coordinator
+
+    def needs(self, epoch: int = 0) -> Needs:
+        """Return what a closure needs that takes batches by ``next``, or by ``next_in(epoch)``."""
+        return frozenset({(self.uid, epoch)}) if self.end == "all" else NO_DATA
 
     async def positions(self) -> dict[int, int]:
         """Return how many batches steps have been handed, for each ``get_worker_index()``.
@@ -323,7 +334,7 @@ def _release(owner: weakref.ref[ClusterCoordinator], uid: str) -> None:
     known = owner()
     coordinator = None if known is None else known._coordinator
     if coordinator is not None:
-        coordinator.call_soon(lambda: coordinator.workers.notify_all(ReleaseIterators([uid])))
+        coordinator.call_soon(lambda: coordinator.release_iterators(uid))
 
 
 def _checked(position: Any, num_workers: int) -> dict[int, int]:

@@ -128,8 +128,10 @@ class ClosureService:
         type_name, text, traceback_text = error
         exc = rebuild_exception(worker, type_name, text, traceback_text, payload)
         if outcome == "end_of_data":
-            actions = self.queue.end_of_data(worker, closure_id, exc)
-            self.reports.out_of_data(worker)
+            closure = self.closures.get(closure_id)
+            actions = self.queue.end_of_data(worker, closure_id, exc)  # raises if it is not its own
+            if closure is not None and closure.is_final:
+                self.reports.out_of_data(worker)
             self.perform(actions)
         elif not (isinstance(exc, ParameterServerLost) and self.will_recover(exc)):
             closure = self.closures.get(closure_id)

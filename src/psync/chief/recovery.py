@@ -339,6 +339,7 @@ class ClusterRecovery:
                 self._hold()
             elif action is Do.END_SESSIONS:
                 self.reports.sessions_end()
+                self.queue.dispatcher.forget()  # data begin anew with the next sessions
                 self.links.workers.end_sessions(ConnectionLost("a ps was lost"))
             elif action is Do.RESUME:
                 self._resume()

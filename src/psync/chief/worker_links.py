@@ -45,6 +45,7 @@ class WorkerLinks:
         on_joined: Called with the name of one that is ready for closures.
         on_lost: Called with the name of one that is not there any more, and whether what it held
             may be the cause.
+        on_forgotten: Called with the name of one that is not connected to again.
         given_up: By name, what became of those that will not return.
         started: Set once workers are connected to; before that none can be added.
     """
@@ -69,6 +70,7 @@ class WorkerLinks:
         self._one_less = asyncio.Event()  # pulsed when a worker ends, or is about to leave
         self.on_joined: Callable[[str], None] = lambda _: None
         self.on_lost: Callable[[str, bool], None] = lambda _, __: None
+        self.on_forgotten: Callable[[str], None] = lambda _: None
         self.given_up: dict[str, str] = {}
         self.started = asyncio.Event()
 
@@ -405,6 +407,7 @@ class WorkerLinks:
         self.ps.fence(self.membership.left(worker.name))
         self.flapping.forget(worker.name)
         self._workers.pop(worker.name, None)
+        self.on_forgotten(worker.name)
 
 
 async def wait_any_closed(*peers: Peer) -> None:

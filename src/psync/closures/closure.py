@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from psync.closures.identities import Identity
 from psync.errors import LocalProtocolError
@@ -48,6 +48,11 @@ class Event(Enum):
 
     __hash__ = object.__hash__
 
+
+Needs: TypeAlias = frozenset[tuple[str, int]]
+"""Per-worker data that a closure takes: (uid of the iterator, pass over its data) of each."""
+
+NO_DATA: Needs = frozenset()
 
 _IN_VAIN = {Event.FAIL: State.FAILED, Event.END_OF_DATA: State.EXHAUSTED}
 _RUN = {Event.FINISH: State.FINISHED, **_IN_VAIN}
@@ -92,6 +97,7 @@ class Closure:
     payload: Any = None  # what is needed to send it and to settle it; the queue never looks
     _: KW_ONLY
     name: str = ""  # of the step function, for messages
+    needs: Needs = NO_DATA  # it runs where none of these has ended, if there is such a worker
     inline_bytes: int = 0  # sent with it
     dependencies: Sequence[Closure] = ()  # it takes their values; emptied once it waits no more
     identity: Identity | None = None  # if it may come again in another closure

@@ -32,6 +32,12 @@ long; it is sent nothing ahead until it next reports how a closure ended.
 **A worker that leaves** is sent nothing more. It gives back what it has not started, without being
 asked, and reports what it runs.
 
+**A worker whose data ended** gets no further closure that needs them (``Closure.needs``), as long
+as another worker has all that this closure needs, or is away and will be back with it. Such a
+closure waits for that worker, and later ones overtake it. When there is no such worker, it may run
+anywhere, and meets the end itself. For an idle worker, others are asked only for closures that it
+may run: they would go back and forth.
+
 **A closure that was lost with its worker runs alone** from then on: sent to an idle worker, with
 nothing behind it. So from the second loss on there is no doubt which closure was running.
 """
@@ -41,21 +47,21 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeAlias
 
-from psync.closures.closure import Closure, Event, move
+from psync.closures.closure import NO_DATA, Closure, Event, Needs, move
 from psync.errors import LocalProtocolError, RemoteProtocolError
 
 
 class ClosureOrder:
-    """Closures that wait for nothing but a worker."""
+    """Closures that wait for nothing but a worker, in one order for all that need the same data."""
 
     def __init__(self) -> None:
         self._queued: dict[int, Closure] = {}  # by id, in no order
-        self._ids: list[int] = []  # a heap; what is not queued any more goes when it is the first
+        self._ids: dict[Needs, list[int]] = {}  # heaps; what is not queued any more goes when first
 
     def __len__(self) -> int:
         return len(self._queued)
@@ -63,7 +69,9 @@ class ClosureOrder:
     def add(self, closure: Closure) -> None:
         """Queue a closure at its place, before those with higher ids."""
         self._queued[closure.id] = closure
-        heapq.heappush(self._ids, closure.id)
+        if closure.needs not in self._ids:
+            self._ids[closure.needs] = []
+        heapq.heappush(self._ids[closure.needs], closure.id)
 
     def discard(self, closure: Closure) -> None:
         """Take a queued closure out, wherever it stands."""
@@ -72,12 +80,26 @@ class ClosureOrder:
             self._queued.clear()  # of its table, too, which is as large as the longest queue was
             self._ids.clear()
 
-    def first(self) -> Closure:
-        """Return the queued closure with the lowest id; there is one."""
-        queued, ids = self._queued, self._ids
-        while ids[0] not in queued:
-            heapq.heappop(ids)
-        return queued[ids[0]]
+    def first(self, barred: Collection[Needs] = ()) -> Closure | None:
+        """Return the queued closure with the lowest id, without those that need what is barred."""
+        queued, lowest, spent = self._queued, -1, None
+        for needs in self._ids:
+            if needs not in barred:
+                ids = self._ids[needs]
+                while ids and ids[0] not in queued:
+                    heapq.heappop(ids)
+                if not ids:
+                    spent = needs
+                elif lowest < 0 or ids[0] < lowest:
+                    lowest = ids[0]
+        if spent is not None:
+            del self._ids[spent]
+        return None if lowest < 0 else queued[lowest]
+
+    def needs(self) -> list[Needs]:
+        """Return the different needs of queued closures."""
+        every = list(self._ids)
+        return [n for n in every if self.first([other for other in every if other != n])]
 
 
 TARGET_AHEAD_S = 0.05  # several closures that pull and push, soon done by another worker
@@ -147,11 +169,10 @@ class _Worker:
             self.held_bytes -= closure.inline_bytes
         return closures
 
-    def askable(self) -> tuple[int, ...]:
-        """Return the ids of the oldest half, rounded up, of what it may not have started."""
+    def unstarted(self) -> list[Closure]:
+        """Return what it may not have started, oldest first."""
         behind_first = islice(self.held.values(), 1, None)
-        unstarted = [closure.id for closure in behind_first if not closure.known_started]
-        return tuple(unstarted[: (len(unstarted) + 1) // 2])
+        return [closure for closure in behind_first if not closure.known_started]
 
 
 class Dispatcher:
@@ -163,6 +184,10 @@ class Dispatcher:
         self._idle: deque[_Worker] = deque()  # hold nothing; idle for longest first
         self._roomy: dict[_Worker, None] = {}  # busy, and at least half of what is ahead is free
         self._loaded: dict[_Worker, None] = {}  # may hold unstarted closures and owe no answer
+        self._kinds: dict[Needs, None] = {}  # what closures in flight need, and some that ended
+        # What has ended, and after how many batches, on each worker where something has.
+        self.ended: dict[str, Mapping[tuple[str, int], int]] = {}
+        self._away: dict[str, Needs] = {}  # who is lost and will be back: what had ended there
         self.num_in_flight = 0  # closures that workers hold
 
     # --- the queue ---
@@ -184,6 +209,7 @@ class Dispatcher:
             raise LocalProtocolError(f"{worker} joined twice")
         record = self._workers[worker] = _Worker(worker)
         self._idle.append(record)
+        self._away.pop(worker, None)
 
     def retire(self, worker: str) -> None:
         """A worker is about to leave: send it nothing more. What it holds it reports as ever.
@@ -198,16 +224,84 @@ class Dispatcher:
                 self._idle.remove(record)
             self._classify(record)
 
-    def leave(self, worker: str) -> list[Closure]:
-        """A worker is gone. Return what it held, in the order sent."""
+    def leave(self, worker: str, *, returns: bool = False) -> list[Closure]:
+        """A worker is gone, and ``returns`` or not. Return what it held, in the order sent."""
         record = self._record(worker)
         del self._workers[worker]
+        ended = self.ended.pop(worker, ())
+        if returns:
+            self._away[worker] = frozenset(ended)
         if not record.held and not record.leaving:
             self._idle.remove(record)
         self._roomy.pop(record, None)
         self._loaded.pop(record, None)
         self.num_in_flight -= len(record.held)
         return list(record.held.values())
+
+    # --- their data ---
+
+    def out_of(self, worker: str, data: tuple[str, int], batches: int) -> None:
+        """A worker has no further batch of this data; it had so many. Earlier passes are over."""
+        others = self.ended.get(worker, {}).items()
+        kept = {each: had for each, had in others if each[0] != data[0]}
+        self.ended[worker] = {**kept, data: batches}
+
+    def batches(self, data: tuple[str, int]) -> dict[str, int]:
+        """Return how many batches each worker had on which this data ended."""
+        return {worker: had[data] for worker, had in self.ended.items() if data in had}
+
+    def forget(self, uid: str | None = None) -> None:
+        """Data begin anew on all workers, or, if ``uid`` is given, there are no such data now."""
+        for worker, had in list(self.ended.items()):
+            self.ended[worker] = {d: n for d, n in had.items() if uid not in (None, d[0])}
+            if not self.ended[worker]:
+                del self.ended[worker]
+        if uid is None:
+            self._away = dict.fromkeys(self._away, NO_DATA)
+
+    def will_not_return(self, worker: str) -> None:
+        """A worker that is away is not expected any more."""
+        self._away.pop(worker, None)
+
+    def has_taker(self, needs: Needs) -> bool:
+        """Whether a worker has all of this data, or will be back with it."""
+        return self._is_here(needs) or any(map(needs.isdisjoint, self._away.values()))
+
+    def _is_here(self, needs: Needs) -> bool:
+        staying = (name for name, record in self._workers.items() if not record.leaving)
+        return any(needs.isdisjoint(self.ended.get(name, ())) for name in staying)
+
+    def _barred(self, worker: str, kinds: Iterable[Needs]) -> list[Needs]:
+        """Return those of these needs that a worker leaves to others, for it lacks the data."""
+        ended = self.ended.get(worker, ())
+        return [n for n in kinds if not n.isdisjoint(ended) and self.has_taker(n)]
+
+    def without_work(self) -> set[str]:
+        """Return the workers that have nothing to do, for others use data that ended on them."""
+        if not any(not n.isdisjoint(e) for n in self._open_kinds() for e in self.ended.values()):
+            return set()
+        self._kinds = {c.needs: None for w in self._workers.values() for c in w.held.values()}
+        queued = self.queued.needs()
+        taken = set(filter(self.has_taker, queued))
+        return {
+            worker
+            for worker, ended in self.ended.items()
+            if not all(n.isdisjoint(ended) for n in self._open_kinds())
+            and all(n in taken and not n.isdisjoint(ended) for n in queued)
+            and not any(c.needs.isdisjoint(ended) for c in self._workers[worker].held.values())
+        }
+
+    def _open_kinds(self) -> set[Needs]:
+        return {*self._kinds, *self.queued.needs()}
+
+    def awaited(self) -> list[str]:
+        """Return the workers that are away, and for whose data queued closures wait."""
+        kinds = [n for n in self.queued.needs() if n and not self._is_here(n)]
+        return [
+            worker
+            for worker, ended in self._away.items()
+            if any(n.isdisjoint(ended) for n in kinds)
+        ]
 
     def give(self, worker: str, closure: Closure) -> Dispatch:
         """Send a closure, which was not added, to a worker that holds nothing.
@@ -317,10 +411,15 @@ class Dispatcher:
         """
         queued, idle, num_workers = self.queued, self._idle, len(self._workers)
         batches: dict[_Worker, list[Closure]] = {}
+        resting: list[_Worker] = []  # may take nothing of what is queued
         while idle and queued:
             record = idle.popleft()
             batches[record] = []
             self._send(record, 1, math.inf, batches[record])
+            if not batches[record]:
+                resting.append(record)
+        if resting:
+            idle.extendleft(reversed(resting))
         if len(queued) > num_workers and self._roomy:
             records = list(self._roomy) if reporter is None else [self._workers[reporter]]
             # The same share of the surplus for each, so that the last ones are spread over all.
@@ -332,25 +431,34 @@ class Dispatcher:
         actions: list[DispatchAction] = [
             Dispatch(record.name, tuple(batch)) for record, batch in batches.items() if batch
         ]
-        if idle and self._loaded:
+        if idle and self._loaded and (wanted := self._wanted()):
             for record in list(self._loaded):
-                record.asked = record.askable()
+                unstarted = record.unstarted()
+                ids = [closure.id for closure in unstarted if closure.needs in wanted]
+                record.asked = tuple(ids[: (len(ids) + 1) // 2])  # the oldest half, rounded up
                 if record.asked:
                     actions.append(GiveBack(record.name, record.asked))
-            self._loaded.clear()
+                if record.asked or not unstarted:
+                    del self._loaded[record]
         return actions
 
     def ask_back(self) -> list[GiveBack]:
         """Ask every worker for all that it may not have started, unless it owes an answer."""
         actions = []
         for record in self._workers.values():
-            behind_first = islice(record.held.values(), 1, None)
-            ids = tuple(closure.id for closure in behind_first if not closure.known_started)
+            ids = tuple(closure.id for closure in record.unstarted())
             if ids and not record.asked and not record.leaving:
                 record.asked = ids
                 self._classify(record)
                 actions.append(GiveBack(record.name, record.asked))
         return actions
+
+    def _wanted(self) -> Collection[Needs]:
+        """Return the needs of closures in flight that an idle worker may run, and perhaps more."""
+        if not self.ended:
+            return self._kinds
+        barred = [set(self._barred(record.name, self._kinds)) for record in self._idle]
+        return self._kinds.keys() - set.intersection(*barred)
 
     def _send_ahead(self, record: _Worker, share: int, batch: list[Closure]) -> None:
         first = next(iter(record.held.values()))
@@ -369,9 +477,10 @@ class Dispatcher:
         ahead: bool = False,
     ) -> None:
         """Move up to ``most`` closures from the head of the queue to a worker and ``batch``."""
+        barred = self._barred(record.name, self.queued.needs()) if self.ended else ()
         while most:
-            closure = self.queued.first()
-            if (ahead and closure.lost_on) or closure.inline_bytes > max_bytes:
+            closure = self.queued.first(barred)
+            if closure is None or (ahead and closure.lost_on) or closure.inline_bytes > max_bytes:
                 break
             self.queued.discard(closure)
             self._hold(record, closure)
@@ -385,12 +494,15 @@ class Dispatcher:
         closure.worker = record.name
         closure.known_started = False
         record.held[closure.id] = closure
+        self._kinds[closure.needs] = None
         record.held_bytes += closure.inline_bytes
         self.num_in_flight += 1
 
     def _released(self, record: _Worker, num: int) -> None:
         """Note that a worker, which held them just now, holds ``num`` closures less."""
         self.num_in_flight -= num
+        if not self.num_in_flight:
+            self._kinds = {}
         if num and not record.held and not record.leaving:
             self._idle.append(record)
         self._classify(record)

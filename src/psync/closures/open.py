@@ -11,13 +11,22 @@ keeps the errors that a join raises. ``Waits`` knows who waits for values of inp
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from psync.closures.closure import Closure, Event, State, move
 from psync.closures.dispatcher import Dispatcher
 from psync.closures.identities import Identities
-from psync.errors import ClosureCancelled, ClosureError, ClosureInputError, WorkerLost
+from psync.errors import (
+    ClosureCancelled,
+    ClosureError,
+    ClosureInputError,
+    EndOfData,
+    WorkerLost,
+)
+
+MAX_NAMED = 32
+"""Workers that an error names."""
 
 SCHEDULE_AGAIN = "schedule it again after join has raised the error"
 
@@ -110,6 +119,15 @@ class QueueErrors:
         """A closure ended because its data, or that of an input, had ended."""
         if self._end_of_data is None:
             self._end_of_data = root_of(closure)
+
+    def name_batches(self, error: EndOfData, batches: Mapping[str, int]) -> None:
+        """Let the end of data that a join is going to raise say how many each worker had."""
+        if self._end_of_data is None:
+            workers = sorted(batches, key=lambda worker: (len(worker), worker))
+            named = [f"{worker} had {batches[worker]}" for worker in workers]
+            more = f", and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+            error.message += f" on any worker ({', '.join(named[:MAX_NAMED])}{more})"
+            error.args = (error.message,)
 
     def collect(self) -> tuple[BaseException, tuple[BaseException, ...]] | None:
         """Take what is to be raised, (first, further), or None. Nothing is cancelled then."""

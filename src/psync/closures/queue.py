@@ -15,6 +15,12 @@ then on; what runs goes to its end. Nothing is dispatched. ``collect_error`` res
 **A closure that kills its workers** is given up, and not called so where workers die of something
 else, see ``Losses``.
 
+**Data end on one worker after the other.** A closure that meets the end of data that it is known to
+need, before it has updated anything, is queued again if another worker has these data, or is away
+and will be back with them. It has made no call that ps tasks could know, so it is the same closure
+there. One that has updated something ends with EndOfData: run elsewhere, its first updates would be
+taken for those that it has made, and the batches behind them would be lost.
+
 **The replicas of a gang** are closures with identities of their own, sent to certain workers; none
 runs twice. How they end concerns the gang alone (``gang``), but an error that ends everything
 stops them too.
@@ -38,7 +44,13 @@ from psync.closures.open import (
     loss_error,
     without_input,
 )
-from psync.errors import LocalProtocolError, PsyncError, RemoteProtocolError, WorkerLost
+from psync.errors import (
+    EndOfData,
+    LocalProtocolError,
+    PsyncError,
+    RemoteProtocolError,
+    WorkerLost,
+)
 
 MAX_LOSSES = 3  # as Dask, which gives a task up when it has taken three workers with it
 RECENT_LOSSES = 12  # of workers, among which those by chance are counted
@@ -60,7 +72,7 @@ class QueueStatistics:
     exhausted: int  # ended because their data, or that of an input, had ended
     cancelled: int
     put_back: int  # times a closure was queued again because its worker was gone
-    given_back: int  # times a worker returned a closure unstarted
+    given_back: int  # times a worker returned a closure unstarted, or lacked its data
     workers: tuple[WorkerStatistics, ...]
 
 
@@ -287,18 +299,21 @@ class ClosureQueue:
         self.dispatcher.retire(worker)
         return self._actions()
 
-    def worker_lost(self, worker: str, *, blame: bool = True) -> list[Action]:
+    def worker_lost(
+        self, worker: str, *, blame: bool = True, returns: bool = False
+    ) -> list[Action]:
         """A worker is gone. What it held is queued again, in its place, or ends cancelled.
 
         Args:
             worker: Name of the worker.
             blame: Whether what it held may be the cause, and is given up when that has happened
                 too often. False where the reason is known: the worker left, or was sent away.
+            returns: Whether it is expected back: then closures wait for the data that it had left.
 
         Raises:
             LocalProtocolError: If no such worker is here.
         """
-        closures = self.dispatcher.leave(worker)
+        closures = self.dispatcher.leave(worker, returns=returns)
         if blame:
             self._losses.lost(closures)
         for closure in closures:
@@ -312,6 +327,11 @@ class ClosureQueue:
             # The first one to be given up ends everything, and cancels the others.
             if closure.state is State.QUEUED and self._losses.is_killer(closure):
                 self._open.end(closure, Event.FAIL, loss_error(closure))
+        return self._actions()
+
+    def worker_will_not_return(self, worker: str) -> list[Action]:
+        """A worker that was lost is not expected back any more."""
+        self.dispatcher.will_not_return(worker)
         return self._actions()
 
     def finished(self, worker: str, ids: Sequence[int], mean_s: float) -> list[Action]:
@@ -347,9 +367,22 @@ class ClosureQueue:
     def end_of_data(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
         """A closure met the end of its worker's data, ``error``. Raises as ``finished`` does."""
         (closure,) = self.dispatcher.take(worker, (closure_id,), "met the end of data in")
+        if isinstance(error, EndOfData) and error.data in closure.needs:
+            self.dispatcher.out_of(worker, error.data, error.batches)
+            has_taker = self.dispatcher.has_taker(closure.needs)
+            if has_taker and not error.updates:
+                self._num_given_back += self._open.come_back([closure], Event.GIVE_BACK)
+                return self._actions()
+            if has_taker:
+                error.hint = (
+                    f"other workers have data, but {closure} had made updates before it met the "
+                    "end, so it cannot run there: let a step take one batch, or catch EndOfData"
+                )
+            else:
+                self._open.errors.name_batches(error, self.dispatcher.batches(error.data))
         event = Event.FAIL if closure.is_replica else Event.END_OF_DATA
         self._open.end(closure, event, error)
-        return self._actions(worker)
+        return self._actions()
 
     def cancelled(self, worker: str, closure_id: int) -> list[Action]:
         """A worker stopped a closure, or did not start it, because it was asked to.

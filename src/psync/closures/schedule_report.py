@@ -4,9 +4,10 @@ ps 0 must know for which workers a synchronous step, or a worker at a staleness 
 Reports are whole states with a version, of which the newest counts, so that one may be lost or
 skipped.
 
-- **Who takes part**: the workers that have joined, less those whose last closure met the end of
-  its data. One of these is back with its next value; and all are back when nothing is left to do,
-  or when no other worker would be left, for then other data has begun.
+- **Who takes part**: the workers that have joined, less those that have no work because their data
+  ended: the dispatcher keeps what is queued for others, or their last closure ended with EndOfData.
+  One of the latter is back with its next value. All are back when nothing is left to do, or when no
+  other worker would be left.
 - **Queued**: there are closures that no worker has begun, so each worker has work, or is about to
   get some. They are in the queue, or held behind others: more are in flight than there are workers.
 - **In flight**: where nothing is queued, what runs where. A closure that waits for the value of
@@ -28,6 +29,7 @@ that never died.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from psync.closures.queue import ClosureQueue
@@ -71,7 +73,8 @@ class ScheduleReports:
         self._workers = dict.fromkeys(workers)
         self._queue = queue
         self._joined: dict[str, int] = {}  # incarnation of each
-        self._exhausted: set[str] = set()  # of these, who met the end of its data
+        self._exhausted: set[str] = set()  # of these, whose last closure met the end of its data
+        self._idle: set[str] = set()  # of these, whose data ended: they may run nothing else
         self._returning: dict[str, int] = {}  # who took part when all sessions were ended
         self._returned_by: float | None = None  # then they are missed; None: not asked since
         self._members_changed = False
@@ -97,11 +100,11 @@ class ScheduleReports:
 
     def sessions_end(self) -> None:
         """All workers are about to be lost, and will be back at once."""
-        self._returning |= dict(self._here())
+        self._returning |= dict(self._here(self._exhausted | self._idle))
         self._returned_by = None
 
     def out_of_data(self, worker: str) -> None:
-        """A closure met the end of this worker's data."""
+        """A closure met the end of this worker's data, and ended with that."""
         if worker not in self._exhausted:
             self._exhausted.add(worker)
             self._members_changed = True
@@ -126,6 +129,10 @@ class ScheduleReports:
     def look(self) -> bool:
         """Return whether ``decide`` may have news. To be called when the queue has changed."""
         dispatcher = self._queue.dispatcher
+        if dispatcher.ended or self._idle:
+            idle = dispatcher.without_work()
+            self._members_changed |= idle != self._idle
+            self._idle = idle
         if self._exhausted and not dispatcher.num_queued and not dispatcher.num_in_flight:
             self._exhausted.clear()
             self._members_changed = True
@@ -174,7 +181,7 @@ class ScheduleReports:
         return dispatcher.num_queued > 0 or dispatcher.num_in_flight > len(self._joined)
 
     def _state(self) -> ScheduleState:
-        here = self._here()
+        here = self._here(self._exhausted | self._idle) or self._here(set())
         here += self._returning.items()  # who has joined anew is none of these
         present = {worker for worker, _ in here}
         missing = tuple(worker for worker in self._workers if worker not in present)
@@ -183,9 +190,9 @@ class ScheduleReports:
         in_flight = tuple((c.number_on_ps, worker) for worker, c in held if not c.in_collective)
         return ScheduleState(tuple(here), missing, queued, in_flight)
 
-    def _here(self) -> list[tuple[str, int]]:
+    def _here(self, absent: AbstractSet[str]) -> list[tuple[str, int]]:
         return [
             (worker, self._joined[worker])
             for worker in self._workers
-            if worker in self._joined and worker not in self._exhausted
+            if worker in self._joined and worker not in absent
         ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from psync.closures.closure import Closure
+from psync.closures.closure import NO_DATA, Closure, Needs
 from psync.closures.identities import Identity
 from psync.errors import LocalProtocolError, UsageError
 from psync.net.peer import Reply
@@ -44,6 +44,11 @@ class ScheduledCall:
             return INLINE_BYTES
         nbytes = self.arguments.nbytes
         return nbytes if nbytes <= INLINE_BYTES else 0
+
+    def needs(self) -> Needs:
+        """Return the per-worker data that it takes."""
+        kept = (*self.arguments.kept, *self.function.payload.kept)
+        return NO_DATA.union(*(iterator.needs() for iterator in kept))
 
     def parts(self) -> list[tuple[Hashable, int]]:
         """Return the memory that keeping this call holds: (key of what may be shared, bytes).
@@ -89,9 +94,16 @@ class ScheduledClosures(dict[int, Closure]):
         self._cancel = cancel
 
     def make(
-        self, closure_id: int, call: ScheduledCall, owner: object, identity: Identity | None = None
+        self,
+        closure_id: int,
+        call: ScheduledCall,
+        owner: object,
+        identity: Identity | None = None,
+        needs: Needs | None = None,
     ) -> Closure:
         """Return a new closure of a call, with its identity if it may come again.
+
+        It takes the data of the call's iterators, or ``needs``.
 
         Raises:
             UsageError: An input belongs to another coordinator than ``owner``.
@@ -103,10 +115,14 @@ class ScheduledClosures(dict[int, Closure]):
                     hint="fetch its value there and pass that",
                 )
         inputs = call.arguments.remote_values
+        if needs is None:
+            has_data = call.arguments.kept or call.function.payload.kept
+            needs = call.needs() if has_data else NO_DATA
         return Closure(
             closure_id, call, name=call.function.name,
             inline_bytes=call.inline_bytes if call.arguments is not EMPTY else 0,
             dependencies=[value.closure for value in inputs] if inputs else (), identity=identity,
+            needs=needs,
         )  # fmt: skip
 
     def adopt(self, closure: Closure) -> RemoteValue[Any]:

@@ -268,8 +268,12 @@ class Group:
         return self.may_end and self.short_since is None
 
     def follow(self, alive: Mapping[str, int], now: float) -> None:
-        """Let the target shrink with the living replicas, and note if they are too few."""
-        self._target = min(self._target, self._target_for(alive))
+        """Let the target follow the living replicas, and note if they are too few.
+
+        Once a push has counted it does not grow: those that come may have nothing for this step.
+        """
+        target = self._target_for(alive)
+        self._target = min(self._target, target) if self._counted else target
         if len(alive) >= self.config.min_replicas:
             self.short_since = None
         elif self.short_since is None:

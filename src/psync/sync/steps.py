@@ -179,9 +179,9 @@ class SyncSteps:
     def members(self, alive: Mapping[str, int], missing: Sequence[str], now: float) -> list[Action]:
         """Take note of who takes part (task → incarnation), and of the names of those who should.
 
-        Targets shrink at once, and grow with the next step. Who is not named need not be dead: a
-        worker that is out of data takes part no more, and may be waiting for its token all the
-        same. Of deaths ``fence`` tells.
+        Targets shrink at once, and grow with the next step for which nothing has counted. Who is
+        not named need not be dead: a worker that is out of data takes part no more, and may be
+        waiting for its token all the same. Of deaths ``fence`` tells.
         """
         self._alive = dict(alive)
         self._missing, self._now = tuple(missing), now

@@ -61,6 +61,8 @@ async def follow(
 ) -> None:
     """Call ``tell(step, result)`` for each closure that has a result, in the order of the epoch.
 
+    What closures return is (steps that are missing, result).
+
     Where that raises, or ``stopped()`` becomes true, the closures that have not ended are
     cancelled. An error of a closure is left to whoever joins.
 
@@ -80,11 +82,13 @@ async def follow(
     for place, (closure, count) in enumerate(zip(closures, counts, strict=True)):
         steps += count
         try:
-            result = await closure
-        except EndOfData:  # of this worker; others may have more
+            missing, result = await closure
+        except EndOfData:
+            steps -= count
             continue
         except Exception:
             return
+        steps -= missing
         try:
             await tell(steps - 1, result)
             if not stopped():

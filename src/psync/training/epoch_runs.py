@@ -49,7 +49,7 @@ class EpochRuns:
             validate: Evaluates; None: this epoch has no validation.
 
         Returns:
-            Its values, whether the data of a worker ended, and how many steps were trained again.
+            Its values, whether the data ended, and how many steps were trained again.
 
         Raises:
             ConfigurationError: The data have no batch.
@@ -82,7 +82,7 @@ class EpochRuns:
             saved: Whether there is nothing to be saved, unless steps are trained again.
 
         Returns:
-            Whether the data of a worker ended.
+            Whether the data ended.
 
         Raises:
             CheckpointError: As ``Checkpoint.save``.
@@ -103,7 +103,20 @@ class EpochRuns:
         return ended
 
     async def _train(self, steps: int | None, told: Sequence[Callback] = ()) -> bool:
-        """Train the steps of an epoch, or those that are owed; return whether data ended."""
+        """Train the steps of an epoch, or those that are owed; return whether data ended.
+
+        They have ended when no worker has a batch for a step; of data that end with their first
+        end, when one has none.
+        """
+        ended, missing = await self._train_once(steps, told)
+        while missing and not ended:
+            if self.batches.end == "first":
+                return True
+            ended, missing = await self._train_once(missing, told)
+        return ended
+
+    async def _train_once(self, steps: int | None, told: Sequence[Callback]) -> tuple[bool, int]:
+        """Train steps; return whether data ended, and how many steps closures lacked data for."""
         trainer, owed = self.trainer, self._owed
 
         async def tell(batch: int, sums: Any) -> None:
@@ -111,9 +124,8 @@ class EpochRuns:
             self.coordinator.report(logs)
             await call_back(trainer, told, "on_train_batch_end", batch, logs)
 
-        first = owed.scheduled
+        first = done = owed.scheduled
         closures, counts = owed.schedule(self.run_steps, self.batches, steps)
-        done = 0
         if steps is None:
             logger.warning("fit: a rollback has undone %d steps: trained again", sum(counts))
             done = max(0, first - sum(counts))
@@ -138,4 +150,5 @@ class EpochRuns:
             trainer.request_stop(reason)
         if reason is not None or (told and trainer.stop_training):
             owed.forget()
-        return ended
+            return ended, 0
+        return ended, owed.missing(closures, counts)

@@ -129,8 +129,8 @@ def no_batch() -> ConfigurationError:
 def say_over(epoch: int, epochs: int) -> None:
     """Say in the log why training ends before its last epoch."""
     logger.warning(
-        "training ends with epoch %d of %d: a worker's data began and ended in it; give it more of "
-        "them (num_epochs=None), or fewer steps_per_epoch", epoch + 1, epochs,
+        "training ends with epoch %d of %d: the workers' data began and ended in it; give them "
+        "more (num_epochs=None), or fewer steps_per_epoch", epoch + 1, epochs,
     )  # fmt: skip
 
 

@@ -8,15 +8,20 @@
 The steps that are trained again are new: they take the batches that come next, and a rollback lets
 each worker's data begin anew. Steps of earlier epochs (the checkpoint may be older than the epoch
 that runs) are trained in the epoch that runs, whose values count them.
+
+Where a worker's data end within a closure, the steps that it lacks are scheduled again as well, in
+the same pass over the data: other workers have more. If it ran before on a worker that was lost,
+that run may have trained some of them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from psync.closures.closure import State
 from psync.coordinator import Coordinator
 from psync.serialization.remote_value import RemoteValue
 from psync.store.untrusted_json import read_json, to_json, wrong
@@ -146,7 +151,7 @@ class OwedSteps:
 
     Attributes:
         closures: Those of the present epoch, without those that were undone, by id.
-        scheduled: Number of steps that were scheduled in the present epoch.
+        scheduled: Number of steps that were scheduled in the present epoch, without missing ones.
     """
 
     def __init__(self, coordinator: Coordinator, per_closure: int, state: FitState) -> None:
@@ -188,6 +193,27 @@ class OwedSteps:
         self.steps()
         self._owed = 0
 
+    def missing(self, closures: Sequence[RemoteValue[Any]], counts: Sequence[int]) -> int:
+        """Return how many steps closures lack that met the end of their worker's data.
+
+        All have ended. Those that had no batch at all count as well: no worker had one for them.
+
+        Args:
+            closures: What ``schedule`` returned.
+            counts: Steps of each.
+        """
+        found = 0
+        for value, count in zip(closures, counts, strict=True):
+            state, lacks = value.closure.state, count
+            if state is State.FINISHED:
+                result = value.result()
+                lacks = 0 if result is None else result[0]
+            if lacks and value.closure_id in self._steps:  # or it was undone: all of it is owed
+                self._steps[value.closure_id] -= lacks
+                self.scheduled -= lacks
+                found += lacks
+        return found
+
     def schedule(
         self, run_steps: Callable[..., Any], batches: Any, steps: int | None = None
     ) -> tuple[list[RemoteValue[Any]], list[int]]:
@@ -196,7 +222,7 @@ class OwedSteps:
         Args:
             run_steps: The step function: of batches, the number of the pass, and a count.
             batches: Of the data.
-            steps: Of an epoch that begins; None: those that are owed, which are not any more.
+            steps: Of the present epoch; None: those that are owed, which are not any more.
         """
         if steps is None:
             steps = self.steps()
@@ -206,7 +232,11 @@ class OwedSteps:
         counts = [min(each, steps - start) for start in range(0, steps, each)]
         made = [
             self._coordinator.schedule(
-                run_steps, (batches, self._pass, count), {}, may_repeat=False
+                run_steps,
+                (batches, self._pass, count),
+                {},
+                may_repeat=False,
+                needs=batches.needs(self._pass),
             )
             for count in counts
         ]

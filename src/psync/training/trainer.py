@@ -158,8 +158,9 @@ class Trainer:
         Args:
             dataset: What ``ClusterCoordinator.create_per_worker_dataset`` takes, or returns. Each
                 epoch goes on where the one before has stopped; a worker whose data end begins its
-                own again, unless it has begun them in the same epoch. Each ``fit`` begins anew, and
-                so does one that resumes, and each worker after a rollback.
+                own again, unless it has begun them in the same epoch: then the other workers do
+                the rest. Each ``fit`` begins anew, and so does one that resumes, and each worker
+                after a rollback.
             epochs: Number of the last epoch, plus 1.
             steps_per_epoch: Steps of all workers together.
             steps_per_execution: Steps of one closure: more cost less, and are lost together.
@@ -173,8 +174,8 @@ class Trainer:
 
         Returns:
             The values of each epoch, and how many steps were trained again in it since a rollback
-            had undone them. If the data of a worker began and ended in one epoch, training ended
-            with it.
+            had undone them. If the data of all workers began and ended in one epoch, training
+            ended with it.
 
         Raises:
             ConfigurationError: A number is out of range; validation data are none; the dataset has
@@ -331,31 +332,39 @@ class Trainer:
     def _steps(self, *, tells: bool) -> Callable[..., Any]:
         """Return the step function: some steps, then one message for each metric.
 
+        It returns how many of them are missing, for its worker's data ended, and what the others
+        have counted; None for a whole closure that tells nothing.
+
         Args:
-            tells: Whether it returns what it has counted, too.
+            tells: Whether anybody wants to know what it has counted.
         """
         variables, value_and_grad = self.variables, self._value_and_grad
         optimizer, global_step = self.optimizer, self._global_step
         metrics = self._counted
 
-        async def run_steps(batches: Any, turn: int, count: int) -> list[Any] | None:
-            counts = Counts(metrics)
-            ended: EndOfData | None = None
+        async def run_steps(
+            batches: Any, turn: int, count: int
+        ) -> tuple[int, list[Any] | None] | None:
+            counts, missing = Counts(metrics), 0
             closure = current_closure()
             assert closure is not None, "steps run in closures"
-            began, calls = next(closure.ordinals), 0
-            closure.dropped += 1  # no update bears this number
+            began = calls = 0
             values: Any = None  # of the next step, if they came with the push of the last one
             for step in range(count):
                 try:
                     batch = await batches.next_in(turn)
-                except EndOfData as exc:
-                    ended = exc
+                except EndOfData:
+                    if step == 0:
+                        raise  # nothing was updated: it runs where there are data
+                    missing = count - step
                     # Where the closure runs again there may be more data, or less; what is added to
                     # the metrics must be the same call in each run.
-                    for _ in range((count - step) * calls):
+                    for _ in range(missing * calls):
                         next(closure.ordinals)
                     break
+                if step == 0:
+                    began = next(closure.ordinals)
+                    closure.dropped += 1  # no update bears this number
                 values = await pull(variables) if values is None else values
                 made = await awaited(value_and_grad(values, batch))
                 loss, gradients, *predictions = parts_of(made)
@@ -369,12 +378,9 @@ class Trainer:
                     calls = next(closure.ordinals) - began - 1
                     closure.dropped += 1
                 counts.note(batch, loss, predictions)
-            if counts.batches:
-                for metric, total in zip(metrics.values(), counts.sums, strict=True):
-                    await metric.add(total)
-            if ended is not None:
-                raise ended
-            return counts.sums if tells else None
+            for metric, total in zip(metrics.values(), counts.sums, strict=True):
+                await metric.add(total)
+            return (missing, counts.sums if tells else None) if tells or missing else None
 
         return run_steps
 

@@ -371,7 +371,12 @@ class IteratorHandle(Generic[T]):
             EndOfData: There is none; a step that lets it through ends with it.
             UnsupportedError: Outside a step.
         """
-        element: T = next(self._found())
+        found = self._found()
+        try:
+            element: T = next(found)
+        except EndOfData as exc:
+            exc.data, exc.batches = (self.uid, 0), found.position
+            raise
         return element
 
     async def next_in(self, epoch: int) -> T:
@@ -385,7 +390,12 @@ class IteratorHandle(Generic[T]):
 
         Cancellation: Safe.
         """
-        element: T = await self._found().next_in(epoch)
+        found = self._found()
+        try:
+            element: T = await found.next_in(epoch)
+        except EndOfData as exc:
+            exc.data, exc.batches = (self.uid, epoch), found.position
+            raise
         return element
 
     def _found(self) -> Any:

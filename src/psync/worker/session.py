@@ -407,6 +407,7 @@ class Session:
                 raise  # this coroutine itself is thrown away
             return self._failed("error", exc)
         except EndOfData as exc:
+            exc.updates = next(context.ordinals)  # its number: those before it
             return CANCELLED if context.cancelled else self._failed("end_of_data", exc)
         except BaseException as exc:
             if isinstance(exc, KeyboardInterrupt) and is_signal(exc):

@@ -139,6 +139,23 @@ async def test_training_ends_with_the_epoch_in_which_the_data_of_a_worker_end() 
             await model.fit(lambda: [], 1, 5, verbose=False)
 
 
+@pytest.mark.parametrize("per_execution", [1, 4])
+async def test_every_batch_of_uneven_epochs_is_trained(
+    per_execution: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def uneven(context: psync.InputContext) -> Any:
+        return [points(seed, 8) for seed in range(9 if context.input_pipeline_id else 2)]
+
+    async with training(num_workers=2) as (strategy, _):
+        model = served_of(strategy, lambda: net(metrics=[Rows()]))
+        history = await model.fit(
+            uneven, epochs=3, steps_per_epoch=11, steps_per_execution=per_execution, verbose=False
+        )
+        assert history.epoch == [0, 1, 2]
+        assert history.history["rows"] == [11 * 8] * 3
+    assert "training ends" not in caplog.text
+
+
 async def test_fit_resumes_from_its_checkpoints(tmp_path: Path) -> None:
     for epochs in (2, 3):
         async with training(2, 1) as (strategy, _):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,13 +54,11 @@ class Counted:
     Attributes:
         sums: What batches have added to their variables, as one vector; empty if there was none.
         spec: Of the first batch.
-        ended: Whether the data of the worker are over.
     """
 
     def __init__(self) -> None:
         self.sums: np.ndarray = NO_SUMS
         self.spec: BatchSpec = None
-        self.ended = False
 
     def add(self, sums: np.ndarray, batch: Any) -> None:
         """Count a batch."""
@@ -73,7 +71,6 @@ class Counted:
         if other.spec is not None:
             self.sums = self.sums + other.sums if len(self.sums) else other.sums
             self.spec = self.spec or other.spec
-        self.ended |= other.ended
 
 
 class KerasTrainer(Trainer):
@@ -114,17 +111,18 @@ class KerasTrainer(Trainer):
         served, class_weight = self._served, self.class_weight
 
         # Plain: it computes in a thread.
-        def run_steps(batches: Any, turn: int, count: int) -> Counted:
+        def run_steps(batches: Any, turn: int, count: int) -> tuple[int, Counted]:
             counted = Counted()
-            for _ in range(count):
+            for step in range(count):
                 try:
                     batch = wait(batches.next_in(turn))
                 except EndOfData:
-                    counted.ended = True
-                    break
+                    if step == 0:
+                        raise  # nothing was updated: it runs where there are data
+                    return count - step, counted
                 batch = weighted(batch, class_weight)
                 counted.add(served.train_batch(batch), batch)
-            return counted
+            return 0, counted
 
         return run_steps
 
@@ -137,9 +135,10 @@ class KerasTrainer(Trainer):
     async def values_of(
         self, closures: Sequence[RemoteValue[Any]], ended: bool
     ) -> tuple[dict[str, float], bool]:
-        self._so_far, counted = Counted(), await _total(closures)
+        results = [result async for result in _returned(closures)]
+        self._so_far, counted = Counted(), _total(each for _, each in results)
         logs = {} if counted.spec is None else await asyncio.to_thread(self._results, counted)
-        return logs, counted.ended
+        return logs, ended
 
     async def evaluate(
         self, data: Any, *, batch_size: int = 32, num_shards: int | None = None
@@ -159,7 +158,7 @@ class KerasTrainer(Trainer):
             await hooks.call("on_test_begin")
         results = [coordinator.schedule(evaluate_shard, args=(shard,)) for shard in shards]
         await coordinator.join()
-        counted = await _total(results)
+        counted = _total([result async for result in _returned(results)])
         if counted.spec is None:
             raise ConfigurationError("validation data: expected at least one batch, got none")
         logs = await asyncio.to_thread(self._results, counted)
@@ -331,15 +330,18 @@ def _joined(parts: Sequence[Any]) -> Any:
     return keras.tree.map_structure(lambda *each: np.concatenate(each), *parts)
 
 
-async def _total(closures: Sequence[RemoteValue[Any]]) -> Counted:
-    """Return the sum of what closures have counted, in their order.
-
-    Those that a callback has stopped count nothing.
-    """
-    total = Counted()
+async def _returned(closures: Sequence[RemoteValue[Any]]) -> AsyncIterator[Any]:
+    """Yield what closures return, without those that a callback has stopped or that had no data."""
     for closure in closures:
-        with contextlib.suppress(ClosureCancelled):
-            total.add_all(await closure.fetch())
+        with contextlib.suppress(ClosureCancelled, EndOfData):
+            yield await closure.fetch()
+
+
+def _total(counted: Iterable[Counted]) -> Counted:
+    """Return the sum of what closures have counted, in their order."""
+    total = Counted()
+    for each in counted:
+        total.add_all(each)
     return total
 
 

@@ -198,8 +198,8 @@ class ServedModel(ServedVariables):
             unknown: None. Other arguments of Keras are refused, with what there is instead.
 
         Returns:
-            As of Keras, of the epochs that ran now: ``history`` and ``epoch``. If the data of a
-            worker began and ended in one epoch, training ended with it.
+            As of Keras, of the epochs that ran now: ``history`` and ``epoch``. If the data of
+            all workers began and ended in one epoch, training ended with it.
 
         Raises:
             ConfigurationError: An argument is out of range, the dataset has no batch, a callback

@@ -54,10 +54,11 @@ EXACT = ("dense", "rows", "added", "both", "scattered")
 """Tables each of whose calls is one update, and leaves its mark on all shards."""
 
 SHAPES = ("any", "async", "sync", "replica", "sync-replica", "checkpoint", "metered", "gone",
-          "visited", "attach", "begins")  # fmt: skip
-"""Kinds of plans. The last five: metrics alone; a ps goes for good, beside what else happens; data
-shards are visited, beside what else happens; chiefs die in saves, perhaps with a worker or after a
-fail-over, and the next ones attach; ps tasks die while the next chief begins, and restores."""
+          "visited", "uneven", "attach", "begins")  # fmt: skip
+"""Kinds of plans. The last six: metrics alone; a ps goes for good, beside what else happens; data
+shards are visited, or data are trained on that are uneven, beside what else happens; chiefs die in
+saves, perhaps with a worker or after a fail-over, and the next ones attach; ps tasks die while the
+next chief begins, and restores."""
 
 SAVING = (
     "message Gate", "message Gate", "message Admit", "message Freeze", "message OpenGate",
@@ -91,6 +92,12 @@ class _Draw:
         elif shape in ("async", "metered"):
             num_groups = 0
         groups = tuple(self._group(num_workers) for _ in range(num_groups))
+        works_uneven = self._uneven()
+        if works_uneven:  # a worker without data is no replica that has some
+            groups = tuple(
+                dataclasses.replace(each, options=each.options | {"min_replicas": 1})
+                for each in groups
+            )
         kinds = self._kinds(num_groups)
         self.weighted = {
             f"sync{number}"
@@ -138,7 +145,9 @@ class _Draw:
                 "max_staleness": rng.choice((0, 0, 2)),
             },
             cancels_takes=rng.random() < 0.3,
-            works=() if races else tuple(name for name in WORKS if self._works(name)),
+            works=()
+            if races
+            else tuple(name for name in WORKS if self._works(name)) + self._uneven(),
             sizes=self._sizes(tightness, has_padding=padding > 0),
             layouts=self._layouts(recovery, num_ps, groups),
             # Apart, so that what else is drawn of a seed stays.
@@ -157,6 +166,11 @@ class _Draw:
 
     def _works(self, name: str) -> bool:
         return self.rng.random() < 0.15 or name == self.shape
+
+    def _uneven(self) -> tuple[str, ...]:
+        """Return what trains on uneven data, drawn apart, so that what else is drawn stays."""
+        is_one = random.Random(f"{self.seed}:uneven").random() < 0.15
+        return ("uneven",) if is_one or self.shape == "uneven" else ()
 
     def _attaching(self, plan: Plan) -> Plan:
         """Let workers push all the time, and chiefs die while they save."""

@@ -121,6 +121,7 @@ MARKS = (
     "a data shard is handed out again after an error",
     "a data shard's step raises, and the shard comes again",
     "data shards go on from a checkpoint",
+    "a closure finds that its worker's data ended",
     "a worker begins its own data anew",
     "a worker's own data go on from a saved position",
     "a gang meets in a collective, all of it",

@@ -27,6 +27,7 @@ from psync.chief.recovery_rule import RecoveryRule
 from psync.client import optimizer_client, ps_client
 from psync.client.prefetch import PulledAhead
 from psync.client.runtime import Runtime
+from psync.closures.dispatcher import Dispatcher
 from psync.closures.identities import Identities
 from psync.closures.queue import ClosureQueue
 from psync.closures.rollback import EndedClosures, Undone
@@ -233,6 +234,14 @@ MUTANTS: Mapping[str, Mutant] = {
     "shard_stays_done": Mutant(
         "a data shard that a rollback has undone is done again", ("visited",),
         ((Identities, "undo", wrong.does_nothing(None)),),
+    ),
+    "data_end_with_the_first": Mutant(
+        "a closure that finds no batch goes where there are some", ("uneven",),
+        ((Dispatcher, "has_taker", wrong.does_nothing(False)),),
+    ),
+    "moved_with_updates": Mutant(
+        "a closure that has updated something is not moved for lack of data", ("uneven",),
+        ((ClosureQueue, "end_of_data", wrong.as_if_unchanged),),
     ),
     "takes_are_given_again": Mutant(
         "a gradient in an accumulator is taken once", ("any",),

@@ -1,11 +1,13 @@
-"""Data of a simulated program: data shards that are visited once, and workers' own data."""
+"""Data of a simulated program: shards that are visited once, workers' own data, uneven data."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 
 import psync
 from psync.client.context import current_closure
-from psync.errors import ClosureCancelled, ClosureInputError, NotEnoughReplicas
+from psync.errors import ClosureCancelled, ClosureInputError, EndOfData, NotEnoughReplicas
 from psync.testing.simulation.journal import Journal
 from psync.testing.simulation.plan import Plan
 from psync.testing.simulation.workload.tables import Fault, Handles, Look, StepFailed, Table
@@ -175,7 +177,8 @@ class Visited(Table):
                 except StepFailed:
                     raises -= 1
                     journal.say("mark", "a data shard's step raises, and the shard comes again")
-                    with contextlib.suppress(StepFailed, ClosureInputError, NotEnoughReplicas):
+                    expected = StepFailed, ClosureInputError, NotEnoughReplicas, EndOfData
+                    with contextlib.suppress(*expected):
                         await coordinator.join()
                 else:
                     self._done[at + shard] = journal.lives, value.closure_id
@@ -232,5 +235,99 @@ class Visited(Table):
                         f"{look.when}: {self.name}: column {column}: {applied}, in runs "
                         f"{self.runs.get(column, [])}; done by {self._done.get(column)}; life "
                         f"{look.journal.lives} began with {base.tolist()}"
+                    ),
+                )
+
+
+def own_share(sizes: Sequence[int], context: psync.InputContext) -> range:
+    """Return the batches of one worker: columns, of which it has as many as its size says."""
+    worker = context.input_pipeline_id
+    return range(sum(sizes[:worker]), sum(sizes[: worker + 1]))
+
+
+async def train(variable: Any, name: str, pause_s: float, takes: int, batches: Any) -> None:
+    """One closure that trains on some batches of its worker, if there are so many left."""
+    table = Journal.current().tables[name]
+    assert isinstance(table, Uneven)
+    for _ in range(takes):
+        try:
+            batch = next(batches)
+        except EndOfData:
+            Journal.current().say("mark", "a closure finds that its worker's data ended")
+            raise
+        table.handed[batch] += 1
+        await asyncio.sleep(pause_s)
+        one = np.zeros(variable.shape, np.float32)
+        one[:, batch] = 1
+        await variable.assign_add(one)
+
+
+class Uneven(Table):
+    """Changed by closures that train on data of which workers have more or less.
+
+    A column is a batch. Each reading of it is trained at most once; where nothing goes wrong, each
+    batch is read and trained, by however many workers the data end before.
+    """
+
+    has_marks = False
+
+    def __init__(self, name: str, plan: Plan, columns: int) -> None:
+        super().__init__(name, plan, columns)
+        rng = random.Random(f"{plan.seed}:{name}")
+        self.sizes = [rng.choice((0, 1, 3, 8)) for _ in range(plan.num_workers)]
+        self.takes = rng.choice((1, 1, 2))
+        self.handed: Counter[int] = Counter()  # how often a batch was read, in this life
+        self._base = np.zeros((1, columns))  # when it began
+        self._cancelled = 0
+        self._ended = asyncio.Event()
+
+    def declare(self, steps: Sequence[Any]) -> Handles:
+        return Handles({"": self._dense()})
+
+    def begin(
+        self, handles: Handles, values: Mapping[str, np.ndarray], noted: Any
+    ) -> Iterator[Fault]:
+        self._base = self._rows_of(values[""])[:, : self.columns]
+        self.handed, self._cancelled, self._ended = Counter(), 0, asyncio.Event()
+        return iter(())
+
+    async def act(self, handles: Handles, coordinator: Any, rng: random.Random) -> None:
+        share = functools.partial(own_share, self.sizes)
+        batches = iter(coordinator.create_per_worker_dataset(share))
+        pause_s = rng.choice((0.0, 0.01, 0.5))
+        args = (handles.variables[""], self.name, pause_s, self.takes, batches)
+        Journal.current().worked += 1
+        values = [coordinator.schedule(train, args) for _ in range(sum(self.sizes))]
+        ended = False
+        for value in values:
+            try:
+                await value
+            except EndOfData:
+                ended = True
+            except ClosureCancelled:  # a step of the program has raised
+                self._cancelled += 1
+        if ended:
+            with contextlib.suppress(EndOfData, StepFailed, ClosureInputError, NotEnoughReplicas):
+                await coordinator.join()
+        self._ended.set()
+
+    async def finish(self, handles: Handles) -> None:
+        await self._ended.wait()
+
+    def check(self, look: Look) -> Iterator[Fault]:
+        if look.late:
+            return
+        trained = self._rows_of(look.values[self.name][""])[:, : self.columns] - self._base
+        exact = look.is_last and look.journal.is_calm and not self._cancelled
+        for batch in range(sum(self.sizes)):
+            times, read = trained[:, batch], self.handed[batch]
+            unread = exact and self.plan.all_workers and read != 1
+            if unread or (times > read).any() or (exact and (times < read).any()):
+                yield (
+                    "data",
+                    (
+                        f"{look.when}: {self.name}: of batches {self.sizes}, {self.takes} for each "
+                        f"closure, batch {batch} was read {read} times and trained "
+                        f"{times.tolist()}"
                     ),
                 )

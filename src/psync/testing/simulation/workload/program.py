@@ -19,6 +19,7 @@ from psync.errors import (
     CheckpointError,
     ClosureCancelled,
     ClosureInputError,
+    EndOfData,
     NotEnoughReplicas,
     ParameterServerLost,
     PsyncError,
@@ -255,7 +256,7 @@ class Life:
         self._world.reach("moment", "join", "chief-0")
         try:
             await self._coordinator.join()
-        except (StepFailed, ClosureInputError, NotEnoughReplicas):
+        except (StepFailed, ClosureInputError, NotEnoughReplicas, EndOfData):
             failed = True  # steps that were open stay so until the next join
         # What is scheduled meanwhile is not waited for, and leaves steps open.
         settled = not failed and not journal.gangs and journal.worked == worked

@@ -53,7 +53,7 @@ class Synchronous(Table):
         self.first_step = 0 if self.group.own_step and self.number else plan.first_step
         gives_up = (
             options["patience_s"] < FOR_EVER_S
-            or "visited" in plan.works  # its steps may raise
+            or not {"visited", "uneven"}.isdisjoint(plan.works)  # joins may raise
             or any(
                 closure.fails or closure.cancel_s is not None
                 for batch in plan.batches
@@ -191,7 +191,9 @@ class Synchronous(Table):
                 yield "share", f"{where}: one replica has {max(shares.values())} of {size} pushes"
 
     def _all_are_there(self) -> bool:
-        return self.plan.all_workers and not self.plan.faults
+        """Whether all workers take part all the time: no target ever shrinks."""
+        plan = self.plan
+        return plan.all_workers and not plan.faults and "uneven" not in plan.works
 
     def _push_faults(self, where: str, push: Push, value: float, era: object) -> Iterator[Fault]:
         """What is wrong with one push: it is counted in the step that its values came from."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from psync.testing.simulation.plan import Plan
-from psync.testing.simulation.workload.data_tables import Visited
+from psync.testing.simulation.workload.data_tables import Uneven, Visited
 from psync.testing.simulation.workload.hand_tables import Ganged, Held
 from psync.testing.simulation.workload.replayed_tables import Averaged, Metered, Moved, Spread
 from psync.testing.simulation.workload.sync_tables import Synchronous
@@ -21,7 +21,8 @@ from psync.testing.simulation.workload.tables import (
 KINDS: dict[str, type[Table]] = {
     "added": Added, "averaged": Averaged, "both": Both, "counted": Counted, "dense": Dense,
     "ganged": Ganged, "held": Held, "metered": Metered, "moved": Moved, "rows": Rows,
-    "scattered": Scattered, "spread": Spread, "sync": Synchronous, "visited": Visited,
+    "scattered": Scattered, "spread": Spread, "sync": Synchronous, "uneven": Uneven,
+    "visited": Visited,
 }  # fmt: skip
 """Of tables, by their names without numbers."""
 
