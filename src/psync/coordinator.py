@@ -58,6 +58,9 @@ SETTLE_S = 0.1
 """Nothing is sent for this long after a loss. Workers that died at the same time are noticed first:
 what the first of them ran is not sent to the next, and not blamed for its death."""
 
+SETTLE_EVERY_S = 0.5
+"""Not more often than this: where workers are lost all the time, the others go on."""
+
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorOptions:
@@ -164,6 +167,7 @@ class Coordinator:
         self._dispatch_due = False  # ``_dispatch`` comes in this turn of the loop
         self._creating: asyncio.Task[None] | None = None  # meanwhile the queue is paused
         self._tasks: set[asyncio.Task[None]] = set()  # that end with the coordinator
+        self._may_settle_at = 0.0  # loop time
         self._waits: dict[str, asyncio.TimerHandle] = {}  # for lost workers that may have data left
         self._closed = False
         self.owned: set[Owner | None] = set()  # where the program saves, until it ends
@@ -427,7 +431,8 @@ class Coordinator:
 
     def _worker_lost(self, worker: str, blame: bool) -> None:
         self._reports.worker_lost(worker)
-        if blame:
+        if blame and self.loop.time() >= self._may_settle_at:
+            self._may_settle_at = self.loop.time() + SETTLE_EVERY_S
             self._queue.pause()
             self.loop.call_later(SETTLE_S, self._loss_has_settled)
         returns = self.links.membership.state(worker) is not TaskState.LEFT

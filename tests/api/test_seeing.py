@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -139,3 +140,27 @@ async def test_a_report_is_refused_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="it was entered before"):
         async with report:
             pass
+
+
+async def test_a_report_whose_log_has_vanished_never_costs_the_result_of_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "logs"))
+    async with psync.report(tmp_path / "run.html"), coordinating() as (_, coordinator):
+        await _a_moment(coordinator)
+        for path in (tmp_path / "logs").iterdir():
+            path.unlink()
+    assert "there is no report" in caplog.text
+
+
+async def test_nothing_is_left_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "logs"))
+    async with coordinating() as (_, coordinator):
+        for number in range(2):
+            async with psync.report(tmp_path / f"{number}.html"):
+                await _a_moment(coordinator)
+        assert coordinator._seen.source.asks_workers == 0
+    gc.collect()
+    assert list((tmp_path / "logs").iterdir()) == []

@@ -241,3 +241,26 @@ def test_a_description_names_a_few_of_many_that_are_missing(count, more):
     assert describe_waiting(ClosureQueue(), missing, []) == (
         f"no worker is connected (waiting for {names})"
     )
+
+
+@pytest.mark.usefixtures("turns")
+def test_a_request_to_stop_ends_all_joins_once_nothing_runs_and_then_is_over():
+    world = World()
+    first = world.joins.add(1)
+    world.tell(world.queue.request_stop("the loss is NaN"))
+    world.tell(world.queue.finished("w0", [0], 0.0))
+    assert not first.done(), "closure 1 runs, and what is scheduled now is cancelled"
+    with_work = world.joins.add(1 << 62)  # of work that ends by an error alone
+    world.tell(world.queue.end_of_data("w1", 1, EndOfData("no further batch")))
+    assert first.result() is None
+    assert not with_work.done()
+    assert world.joins.stop_reason == "the loss is NaN"
+    assert world.queue.requested_stop is None
+    later = Closure(2, name="step")
+    world.tell(world.queue.schedule(later))
+    assert not later.is_final
+    last = world.joins.add(3)
+    world.tell(world.queue.dispatch())
+    world.tell(world.queue.finished(later.worker, [2], 0.0))
+    assert last.result() is None
+    assert world.joins.stop_reason is None

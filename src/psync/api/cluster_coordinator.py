@@ -244,7 +244,8 @@ class ClusterCoordinator(Scheduling):
                     if not tries_left or platform.given_up.reason(at) is not None:
                         raise
                     logger.warning("%s; nothing was computed yet: starting again", exc.message)
-                    declared[:0] = here[: len(here) - len(declared)]  # those that were created
+                    left = set(map(id, declared))
+                    declared[:0] = [each for each in here if id(each) not in left]
         finally:
             self._starting = False
         note_training_began()

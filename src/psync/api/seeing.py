@@ -7,7 +7,6 @@ import contextlib
 import functools
 import logging
 import os
-import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from psync.net.platform import Platform
     from psync.status.dashboard.attached import Attached
     from psync.status.dashboard.recorder import Recorder
+    from psync.status.dashboard.report_page import ReportLog
 
 logger = logging.getLogger(__name__)
 
@@ -58,32 +58,34 @@ class report:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._log = ""
-        self._recorders: list[Recorder] = []
+        self._log: ReportLog | None = None
+        self._recorders: dict[SeenRun, Recorder] = {}
 
     async def __aenter__(self) -> None:
-        from psync.status.dashboard.report_page import check_path
+        from psync.status.dashboard.report_page import ReportLog, check_path
 
-        if self._log:
+        if self._log is not None:
             raise UsageError("report: it was entered before", hint="make another one")
-        self._path = check_path(self._path)
-        fd, self._log = tempfile.mkstemp(prefix="psync-report-", suffix=".jsonl")
-        os.close(fd)
+        check_path(self._path)
+        self._log = ReportLog()
         _reports[self] = None
         for run in _running:
-            self._record(run)
+            self.begin_run(run)
 
-    def _record(self, run: SeenRun) -> None:
-        """Note what happens in a run, until the run ends or the report does."""
+    def begin_run(self, run: SeenRun) -> None:
+        """Note what happens in a run from now on."""
         from psync.status.dashboard.recorder import Recorder
-        from psync.status.dashboard.run_log import RunLog
 
-        log = RunLog(self._log, run.source.program, append=True)
-        recorder = Recorder(run.source.status, log)
-        run.source.asks_workers = True
-        run.stack.push_async_callback(recorder.close)
-        self._recorders.append(recorder)
+        run.source.asks_workers += 1
+        recorder = self._recorders[run] = Recorder(run.source.status, self._log)
         recorder.start()
+
+    async def end_run(self, run: SeenRun) -> None:
+        """Note the last of a run, if that was not done. Cancellation: safe."""
+        recorder = self._recorders.pop(run, None)
+        if recorder is not None:
+            await recorder.close()
+            run.source.asks_workers -= 1
 
     async def __aexit__(
         self,
@@ -91,21 +93,19 @@ class report:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        from psync.status.dashboard.report_page import write_report
-
         _reports.pop(self, None)
+        log, path = self._log, self._path
+        assert log is not None, "it was entered"
         try:
-            for recorder in self._recorders:
-                await recorder.close()
-            try:
-                written = await asyncio.to_thread(write_report, self._log, self._path)
-            except PsyncError as exc:  # never worth the result of a run
-                logger.warning("there is no report: %s", exc)
-            else:
-                if written != self._path:
-                    logger.warning("report %s cannot be written: see %s", self._path, written)
+            for run in list(self._recorders):
+                await self.end_run(run)
+            written = await asyncio.to_thread(log.write_report, path)
+            if written != path:
+                logger.warning("report %s cannot be written: see %s", path, written)
+        except (PsyncError, OSError) as exc:  # never worth the result of a run
+            logger.warning("there is no report: %s", exc)
         finally:
-            os.unlink(self._log)
+            log.remove()
 
 
 class SeenRun:
@@ -119,7 +119,6 @@ class SeenRun:
 
     Attributes:
         source: Of the status.
-        stack: What ends with the run.
 
     Raises:
         ConfigurationError: As ``ServedStatus``.
@@ -140,7 +139,6 @@ class SeenRun:
             variable.spec.variable_id: variable.spec.name for variable in strategy.variables
         }
         self._served = ServedStatus(self.source, platform, metrics)
-        self.stack = contextlib.AsyncExitStack()
         self._shown: Attached | None = None  # None: there is no dashboard, and no run log
         asked = (dashboard, "PSYNC_DASHBOARD"), (run_log, "PSYNC_RUN_LOG")
         if any(os.environ.get(name) if given is None else given for given, name in asked):
@@ -160,14 +158,15 @@ class SeenRun:
             await self._shown.start()
         _running[self] = None
         for each in _reports:
-            each._record(self)
+            each.begin_run(self)
 
     async def close(self) -> None:
         """Show it to nobody any more. Cancellation: a connection may still be closing."""
         _running.pop(self, None)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._served.close)
-            stack.push_async_callback(self.stack.aclose)
+            for each in list(_reports):
+                stack.push_async_callback(each.end_run, self)
             if self._shown is not None:
                 await self._shown.close()
 

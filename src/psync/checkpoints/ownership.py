@@ -66,7 +66,10 @@ def own(path: Path, what: str, hint: str) -> Owner:
                 return owner
             raise _taken(named, what, hint)
         while True:
-            fd = regular(os.fspath(path), os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fd = regular(os.fspath(path), os.O_RDWR | os.O_CREAT, 0o666)
+            except PermissionError:  # another user's
+                fd = regular(os.fspath(path), os.O_RDONLY)
             try:
                 named = os.pread(fd, MAX_BYTES, 0)
                 locked = _lock(fd)
@@ -75,7 +78,9 @@ def own(path: Path, what: str, hint: str) -> Owner:
                 if locked is False or (locked is None and _may_live(named)):
                     raise _taken(named, what, hint)
                 with contextlib.suppress(FileNotFoundError):
-                    if os.stat(path).st_ino == os.fstat(fd).st_ino:  # else its owner removed it
+                    if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_RDWR:
+                        path.unlink()  # another user's, who has gone
+                    elif os.stat(path).st_ino == os.fstat(fd).st_ino:  # else its owner removed it
                         text = json.dumps(_this_process()).encode()
                         os.ftruncate(fd, 0)
                         os.pwrite(fd, text, 0)

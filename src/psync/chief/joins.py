@@ -211,8 +211,8 @@ class Joins:
             self._ends_of_data |= dict.fromkeys(concerned, error)
         for future in ready:
             self._end(future, self._ends_of_data.pop(future, None))
-        if ready and self.stop_reason is not None and not self._queue.dispatcher.num_in_flight:
-            self._queue.collect_error()  # there is none: what is scheduled now runs
+        if ready and self.stop_reason is not None:
+            self._collect()  # what is scheduled now runs
 
     def fail(self, error: BaseException | None) -> None:
         """End all joins with an error."""

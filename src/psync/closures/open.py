@@ -290,6 +290,7 @@ class OpenClosures:
             self.end(closure, event, self.errors.cancelled(closure))
         if self.errors.request is not None:
             self._cancel_queued(back)
+            return 0
         return len(back)
 
     # --- how they end ---

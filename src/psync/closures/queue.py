@@ -434,10 +434,13 @@ class ClosureQueue:
     def is_settled(self, cutoff: int) -> bool:
         """Whether a join with this cut-off is over; ``collect_error`` then says how.
 
-        That is when all closures with lower ids are final, or, if there is an error, when nothing
-        runs any more.
+        That is when all closures with lower ids are final, or, if there is an error or a request
+        to stop, when nothing runs any more.
         """
-        return self.ready_to_raise if self._errors.pending else self.low_water() >= cutoff
+        if self._errors.pending:
+            return self.ready_to_raise
+        runs_out = self._errors.request is not None and self.dispatcher.num_in_flight > 0
+        return self.low_water() >= cutoff and not runs_out
 
     @property
     def has_failed(self) -> bool:

@@ -92,7 +92,7 @@ class ClusterSource:
             shards of the declared variables lie now.
 
     Attributes:
-        asks_workers: Whether each status asks workers, too; their answers are in a later one.
+        asks_workers: For how many each status asks workers, too; answers are in a later one.
         reported: Values of the program's own, the newest by name.
         spans: What tasks have recorded, for a trace.
         variables: Returns their names by their ids.
@@ -113,7 +113,7 @@ class ClusterSource:
         self._ps: dict[str, _LastCounters] = {}
         self._asked: dict[str, asyncio.Task[None]] = {}  # workers that have not answered yet
         self.spans = SpanCollector(self._recorder(), lambda: self._controls().values())
-        self.asks_workers = False
+        self.asks_workers = 0
         self._newest: tuple[float, float, Collection[str]] | None = None
         """When ps tasks were last asked: the end, the beginning, and which of them were."""
         self._asking: asyncio.Task[Status] | None = None

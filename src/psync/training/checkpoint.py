@@ -432,7 +432,7 @@ async def _written(
     """
     begun: list[Writer] = []  # so that who is cancelled while it is made abandons it, too
     shapes = {name: (array.shape, array.dtype) for name, array in contents.arrays.items()}
-    owner = own_directory(directory)
+    owner = await in_thread(own_directory, directory)
     try:
         with disk_errors(str(directory)):
             if number is None:

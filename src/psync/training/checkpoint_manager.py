@@ -29,6 +29,7 @@ from psync.errors import CheckpointError
 from psync.specs import checked_integer, checked_kind
 from psync.status.html_tables import table
 from psync.training.checkpoint import PREFIX, Checkpoint, coordinator_for, own_directory
+from psync.training.saved_arrays import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -75,17 +76,16 @@ class CheckpointManager:
         self._keep_every = _positive("keep_every_n_steps", keep_every_n_steps)
         self._snapshots = SavedSnapshots("")  # of the checkpoints that this program has saved
         self._under_way = 0  # saves
-        self._own()
+        for coordinator in _coordinators():
+            coordinator.owned.add(own_directory(self.directory))
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._checkpoint!r} in {str(self.directory)!r}>"
 
-    def _own(self) -> None:
+    async def _own(self) -> None:
         """Let no other program save there while the coordinator runs."""
-        for scope in running_scopes():
-            coordinator = coordinator_of(scope.origin)
-            if coordinator is not None:
-                coordinator.owned.add(own_directory(self.directory))
+        for coordinator in _coordinators():
+            coordinator.owned.add(await in_thread(own_directory, self.directory))
 
     def _repr_html_(self) -> str:
         rows = [(number, str(path)) for number, path in checkpoints_in(self.directory, PREFIX)]
@@ -129,7 +129,7 @@ class CheckpointManager:
 
         Cancellation: As ``Checkpoint.save``; old ones may be left.
         """
-        self._own()
+        await self._own()
         asked = self._snapshots.asked
         self._under_way += 1
         try:
@@ -187,7 +187,7 @@ class CheckpointManager:
 
         Cancellation: As ``Checkpoint.restore``.
         """
-        self._own()
+        await self._own()
         latest = await asyncio.to_thread(latest_checkpoint, self.directory)
         if latest is not None:
 
@@ -268,3 +268,9 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """
     found = checkpoints_in(Path(directory), PREFIX)
     return found[-1][1] if found else None
+
+
+def _coordinators() -> list[Coordinator]:
+    """Return the coordinators that run in this process."""
+    found = [coordinator_of(scope.origin) for scope in running_scopes()]
+    return [coordinator for coordinator in found if coordinator is not None]

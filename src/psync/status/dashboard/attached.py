@@ -96,7 +96,7 @@ class Attached:
         if what.address:
             page = serving(recorder.show, what.address, what.hosts)
             self.url = await self._stack.enter_async_context(page)
-        self._source.asks_workers = True
+        self._source.asks_workers += 1
         recorder.start()
         if self.url:
             print(f"psync: dashboard at {self.url}", file=sys.stderr, flush=True)

@@ -227,6 +227,7 @@ class FinishedRun:
                 raise self._broken(offset)
             offset += len(line)
         if not self._found:
+            self.close()
             raise ConfigurationError(f"{self.path}: the run log has no status: nothing ran")
 
     def __len__(self) -> int:
