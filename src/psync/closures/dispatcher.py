@@ -36,8 +36,8 @@ asked, and reports what it runs.
 as another worker has all that this closure needs, or is away and will be back with it. Such a
 closure waits for that worker, and later ones overtake it. When there is no such worker, it may run
 anywhere, and meets the end itself. For an idle worker, others are asked only for closures that it
-may run: they would go back and forth. Workers on which the same data ended may run the same, so all this
-is decided once for all of them.
+may run: they would go back and forth. Workers on which the same data ended may run the same, so
+all this is decided once for all of them.
 
 **A closure that was lost with its worker runs alone** from then on: sent to an idle worker, with
 nothing behind it. So from the second loss on there is no doubt which closure was running.
@@ -200,6 +200,8 @@ class Dispatcher:
         self._groups = {NO_DATA: _Group(NO_DATA)}  # of everyone here or away; the others not empty
         self._roomy: dict[_Worker, None] = {}  # busy, and at least half of what is ahead is free
         self._loaded: dict[_Worker, None] = {}  # may hold unstarted closures and owe no answer
+        self._spared: dict[_Worker, None] = {}  # the same, but none with one of these needs:
+        self._spared_by: set[Needs] = set()
         self._kinds: dict[Needs, int] = {}  # what closures in flight need, and how many of them
         # What has ended, and after how many batches, on each worker where something has.
         self.ended: dict[str, Mapping[tuple[str, int], int]] = {}
@@ -493,15 +495,20 @@ class Dispatcher:
         actions: list[DispatchAction] = [
             Dispatch(record.name, tuple(batch)) for record, batch in batches.items() if batch
         ]
-        if resting and self._loaded and (wanted := self._wanted(resting)):
+        if resting and (self._loaded or self._spared) and (wanted := self._wanted(resting)):
+            if not self._spared_by.issuperset(wanted):
+                self._loaded |= self._spared
+                self._spared = {}
+            self._spared_by = set(wanted)
             for record in list(self._loaded):
                 unstarted = record.unstarted()
                 ids = [closure.id for closure in unstarted if closure.needs in wanted]
                 record.asked = tuple(ids[: (len(ids) + 1) // 2])  # the oldest half, rounded up
                 if record.asked:
                     actions.append(GiveBack(record.name, record.asked))
-                if record.asked or not unstarted:
-                    del self._loaded[record]
+                del self._loaded[record]
+                if unstarted and not record.asked:
+                    self._spared[record] = None
         return actions
 
     def ask_back(self) -> list[GiveBack]:
@@ -573,6 +580,7 @@ class Dispatcher:
         self._classify(record)
 
     def _classify(self, record: _Worker) -> None:
+        self._spared.pop(record, None)
         num_held = len(record.held)
         room = record.ahead + 1 - num_held
         if num_held and 2 * room >= record.ahead and not record.sated and not record.leaving:

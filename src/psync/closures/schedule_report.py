@@ -74,7 +74,9 @@ class ScheduleReports:
         self._queue = queue
         self._joined: dict[str, int] = {}  # incarnation of each
         self._exhausted: set[str] = set()  # of these, whose last closure met the end of its data
-        self._idle: AbstractSet[str] = set()  # of these, whose data ended: they may run nothing else
+        self._idle: AbstractSet[str] = (
+            set()
+        )  # of these, whose data ended: they may run nothing else
         self._returning: dict[str, int] = {}  # who took part when all sessions were ended
         self._returned_by: float | None = None  # then they are missed; None: not asked since
         self._members_changed = False
