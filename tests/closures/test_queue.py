@@ -1015,6 +1015,19 @@ def test_an_earlier_pass_over_the_data_does_not_bar_the_next_one() -> None:
     assert needing(bench, (("u", 2),), 2) == [bench.dispatch("a", 2)]
 
 
+def test_workers_that_lack_data_get_first_what_they_may_run() -> None:
+    """Else the only one that has the data may be taken up with what any could run."""
+    bench = Bench("b", "a")
+    needing(bench, (U,), 0, 1)
+    bench.queue.end_of_data("a", 1, end_of(U))
+    bench.queue.finished("b", (0,), SLOW)
+    bench.queue.finished("b", (1,), SLOW)
+    assert needing(bench, (), 2) == [bench.dispatch("a", 2)]
+    bench.queue.finished("a", (2,), SLOW)  # b is idle for longer now
+    bench.schedule(3)
+    assert needing(bench, (U,), 4) == [bench.dispatch("a", 3), bench.dispatch("b", 4)]
+
+
 def test_for_a_worker_without_data_others_are_asked_for_what_it_may_run_alone() -> None:
     """A closure behind one that waits for it must not stay there; others would only come back."""
     bench = Bench("a", "b")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
+
 from psync.closures.closure import Closure
 from psync.closures.queue import ClosureQueue
 from psync.closures.schedule_report import RETURN_S, SETTLE_S, ScheduleReports, ScheduleState
@@ -317,3 +321,49 @@ def test_who_does_not_come_back_is_missed_soon():
     world.now = began + RETURN_S
     assert world.here() == [B]
     assert world.now == began + RETURN_S + SETTLE_S
+
+
+def calls_of_a_report(num_workers: int, when: str) -> float:
+    """The Python calls of one report that a closure has ended, with all that is decided then."""
+    names = [f"/job:worker/task:{i}" for i in range(num_workers)]
+    queue = ClosureQueue()
+    reports = ScheduleReports(names, queue)
+    for name in names:
+        queue.worker_joined(name)
+        reports.worker_joined(name, 1)
+    ended = names if when == "the next pass" else names[:-1]
+    if when == "others hold what may not be moved":
+        ended = names[: num_workers // 2]
+    for name in ended:
+        queue.dispatcher.out_of(name, ("u", 0), 3)
+    if when == "others hold what may not be moved":
+        queue.schedule(Closure(0))
+    first = len(queue.in_flight()) + 1
+    data = ("u", 1) if when == "the next pass" else ("u", 0)
+    for i in range(first, first + 4 * num_workers):
+        queue.schedule(Closure(i, needs=frozenset([data])))
+    queue.dispatch()
+    reports.look()
+    reports.decide(0.0)
+    calls, reporter = 0, names[-1]
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    outer = sys.getprofile()
+    for _ in range(5):
+        oldest = queue.dispatcher.oldest()[reporter].id
+        sys.setprofile(count)
+        queue.finished(reporter, (oldest,), 1.0)
+        reports.look()
+        sys.setprofile(outer)
+    return calls / 5
+
+
+@pytest.mark.parametrize(
+    "when", ["one has data left", "the next pass", "others hold what may not be moved"]
+)
+def test_a_report_costs_the_same_with_many_workers_after_data_ended(when: str):
+    few, many = (calls_of_a_report(num, when) for num in (10, 200))
+    assert many < 1.2 * few

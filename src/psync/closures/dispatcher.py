@@ -36,7 +36,8 @@ asked, and reports what it runs.
 as another worker has all that this closure needs, or is away and will be back with it. Such a
 closure waits for that worker, and later ones overtake it. When there is no such worker, it may run
 anywhere, and meets the end itself. For an idle worker, others are asked only for closures that it
-may run: they would go back and forth.
+may run: they would go back and forth. Workers on which the same data ended may run the same, so
+all this is decided once for all of them.
 
 **A closure that was lost with its worker runs alone** from then on: sent to an idle worker, with
 nothing behind it. So from the second loss on there is no doubt which closure was running.
@@ -48,6 +49,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeAlias
@@ -139,10 +141,24 @@ class WorkerStatistics:
 
 
 @dataclass(slots=True, eq=False)
+class _Group:
+    """The workers on which the same data ended: what one of them may run, all may."""
+
+    ended: Needs
+    idle: deque[_Worker] = field(default_factory=deque)  # hold nothing; idle for longest first
+    spent: set[str] = field(default_factory=set)  # who holds nothing but what needs ended data
+    changes: int = 0  # of ``spent``
+    num_here: int = 0  # without those that leave
+    num_leaving: int = 0
+    num_away: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class _Worker:
     """What is known of one living worker."""
 
     name: str
+    group: _Group
     held: dict[int, Closure] = field(default_factory=dict)  # by id, in the order sent
     held_bytes: int = 0  # inline bytes of all of them
     ahead: int = 1  # closures it may hold beyond the running one
@@ -181,13 +197,17 @@ class Dispatcher:
     def __init__(self) -> None:
         self.queued = ClosureOrder()
         self._workers: dict[str, _Worker] = {}
-        self._idle: deque[_Worker] = deque()  # hold nothing; idle for longest first
+        self._groups = {NO_DATA: _Group(NO_DATA)}  # of everyone here or away; the others not empty
         self._roomy: dict[_Worker, None] = {}  # busy, and at least half of what is ahead is free
         self._loaded: dict[_Worker, None] = {}  # may hold unstarted closures and owe no answer
-        self._kinds: dict[Needs, None] = {}  # what closures in flight need, and some that ended
+        self._spared: dict[_Worker, None] = {}  # the same, but none with one of these needs:
+        self._spared_by: set[Needs] = set()
+        self._kinds: dict[Needs, int] = {}  # what closures in flight need, and how many of them
         # What has ended, and after how many batches, on each worker where something has.
         self.ended: dict[str, Mapping[tuple[str, int], int]] = {}
-        self._away: dict[str, Needs] = {}  # who is lost and will be back: what had ended there
+        self._away: dict[str, _Group] = {}  # who is lost and will be back
+        self._without_work: set[str] = set()
+        self._without_work_by: list[tuple[_Group, int]] = []  # from which it was computed
         self.num_in_flight = 0  # closures that workers hold
 
     # --- the queue ---
@@ -207,9 +227,10 @@ class Dispatcher:
         """
         if worker in self._workers:
             raise LocalProtocolError(f"{worker} joined twice")
-        record = self._workers[worker] = _Worker(worker)
-        self._idle.append(record)
-        self._away.pop(worker, None)
+        self.will_not_return(worker)
+        record = self._workers[worker] = _Worker(worker, self._groups[NO_DATA])
+        record.group.num_here += 1
+        record.group.idle.append(record)
 
     def retire(self, worker: str) -> None:
         """A worker is about to leave: send it nothing more. What it holds it reports as ever.
@@ -219,24 +240,23 @@ class Dispatcher:
         """
         record = self._record(worker)
         if not record.leaving:
+            self._leave_group(record)
             record.leaving = True
-            if not record.held:
-                self._idle.remove(record)
-            self._classify(record)
+            self._enter_group(record, record.group.ended)
 
     def leave(self, worker: str, *, returns: bool = False) -> list[Closure]:
         """A worker is gone, and ``returns`` or not. Return what it held, in the order sent."""
         record = self._record(worker)
+        self._leave_group(record)
         del self._workers[worker]
-        ended = self.ended.pop(worker, ())
+        ended = frozenset(self.ended.pop(worker, ()))
         if returns:
-            self._away[worker] = frozenset(ended)
-        if not record.held and not record.leaving:
-            self._idle.remove(record)
-        self._roomy.pop(record, None)
-        self._loaded.pop(record, None)
-        self.num_in_flight -= len(record.held)
-        return list(record.held.values())
+            self._away[worker] = group = self._group(ended)
+            group.num_away += 1
+        closures = list(record.held.values())
+        record.held, record.leaving, record.group = {}, True, self._groups[NO_DATA]
+        self._released(record, closures)
+        return closures
 
     # --- their data ---
 
@@ -245,6 +265,7 @@ class Dispatcher:
         others = self.ended.get(worker, {}).items()
         kept = {each: had for each, had in others if each[0] != data[0]}
         self.ended[worker] = {**kept, data: batches}
+        self._regroup(worker)
 
     def batches(self, data: tuple[str, int]) -> dict[str, int]:
         """Return how many batches each worker had on which this data ended."""
@@ -256,51 +277,90 @@ class Dispatcher:
             self.ended[worker] = {d: n for d, n in had.items() if uid not in (None, d[0])}
             if not self.ended[worker]:
                 del self.ended[worker]
+            self._regroup(worker)
         if uid is None:
-            self._away = dict.fromkeys(self._away, NO_DATA)
+            for worker in list(self._away):
+                self.will_not_return(worker)
+                self._away[worker] = self._groups[NO_DATA]
+                self._away[worker].num_away += 1
 
     def will_not_return(self, worker: str) -> None:
         """A worker that is away is not expected any more."""
-        self._away.pop(worker, None)
+        group = self._away.pop(worker, None)
+        if group is not None:
+            group.num_away -= 1
+            self._drop_if_empty(group)
 
     def has_taker(self, needs: Needs) -> bool:
         """Whether a worker has all of this data, or will be back with it."""
-        return self._is_here(needs) or any(map(needs.isdisjoint, self._away.values()))
+        groups = self._groups.values()
+        return any(needs.isdisjoint(g.ended) for g in groups if g.num_here or g.num_away)
 
-    def _is_here(self, needs: Needs) -> bool:
-        staying = (name for name, record in self._workers.items() if not record.leaving)
-        return any(needs.isdisjoint(self.ended.get(name, ())) for name in staying)
+    def _barred(self, group: _Group, kinds: Iterable[Needs]) -> list[Needs]:
+        """Return those of these needs that workers leave to others, for they lack the data."""
+        return [n for n in kinds if not n.isdisjoint(group.ended) and self.has_taker(n)]
 
-    def _barred(self, worker: str, kinds: Iterable[Needs]) -> list[Needs]:
-        """Return those of these needs that a worker leaves to others, for it lacks the data."""
-        ended = self.ended.get(worker, ())
-        return [n for n in kinds if not n.isdisjoint(ended) and self.has_taker(n)]
+    def without_work(self) -> AbstractSet[str]:
+        """Return the workers that have nothing to do, for others use data that ended on them.
 
-    def without_work(self) -> set[str]:
-        """Return the workers that have nothing to do, for others use data that ended on them."""
-        if not any(not n.isdisjoint(e) for n in self._open_kinds() for e in self.ended.values()):
-            return set()
-        self._kinds = {c.needs: None for w in self._workers.values() for c in w.held.values()}
+        It is the same object as before, where nothing has changed.
+        """
         queued = self.queued.needs()
-        taken = set(filter(self.has_taker, queued))
-        return {
-            worker
-            for worker, ended in self.ended.items()
-            if not all(n.isdisjoint(ended) for n in self._open_kinds())
-            and all(n in taken and not n.isdisjoint(ended) for n in queued)
-            and not any(c.needs.isdisjoint(ended) for c in self._workers[worker].held.values())
-        }
+        by = [
+            (group, group.changes)
+            for group in self._groups.values()
+            if not all(n.isdisjoint(group.ended) for n in (*self._kinds, *queued))
+            and len(self._barred(group, queued)) == len(queued)
+        ]
+        if by != self._without_work_by:
+            self._without_work_by = by
+            self._without_work = set().union(*(group.spent for group, _ in by))
+        return self._without_work
 
-    def _open_kinds(self) -> set[Needs]:
-        return {*self._kinds, *self.queued.needs()}
+    def _regroup(self, worker: str) -> None:
+        record, ended = self._workers[worker], frozenset(self.ended.get(worker, ()))
+        self._leave_group(record)
+        self._enter_group(record, ended)
+
+    def _leave_group(self, record: _Worker) -> None:
+        group = record.group
+        if record.leaving:
+            group.num_leaving -= 1
+        else:
+            group.num_here -= 1
+            if not record.held:
+                group.idle.remove(record)
+        group.spent.discard(record.name)
+        group.changes += 1
+        self._drop_if_empty(group)
+
+    def _enter_group(self, record: _Worker, ended: Needs) -> None:
+        record.group = group = self._group(ended)
+        if record.leaving:
+            group.num_leaving += 1
+        else:
+            group.num_here += 1
+            if not record.held:
+                group.idle.append(record)
+        self._classify(record)
+
+    def _group(self, ended: Needs) -> _Group:
+        if ended not in self._groups:
+            self._groups[ended] = _Group(ended)
+        return self._groups[ended]
+
+    def _drop_if_empty(self, group: _Group) -> None:
+        if group.ended and not (group.num_here or group.num_leaving or group.num_away):
+            del self._groups[group.ended]
 
     def awaited(self) -> list[str]:
         """Return the workers that are away, and for whose data queued closures wait."""
-        kinds = [n for n in self.queued.needs() if n and not self._is_here(n)]
+        here = [group.ended for group in self._groups.values() if group.num_here]
+        kinds = [n for n in self.queued.needs() if n and not any(map(n.isdisjoint, here))]
         return [
             worker
-            for worker, ended in self._away.items()
-            if any(n.isdisjoint(ended) for n in kinds)
+            for worker, group in self._away.items()
+            if any(n.isdisjoint(group.ended) for n in kinds)
         ]
 
     def give(self, worker: str, closure: Closure) -> Dispatch:
@@ -312,7 +372,7 @@ class Dispatcher:
         record = self._record(worker)
         if record.held or record.leaving:
             raise LocalProtocolError(f"{closure} cannot be sent to {worker}, which is not idle")
-        self._idle.remove(record)
+        record.group.idle.remove(record)
         self._hold(record, closure)
         self._classify(record)
         return Dispatch(worker, (closure,))
@@ -327,7 +387,7 @@ class Dispatcher:
         record = self._record(worker)
         closures = record.take(ids, verb)
         record.sated = False
-        self._released(record, len(closures))
+        self._released(record, closures)
         return closures
 
     def take_finished(self, worker: str, ids: Sequence[int], mean_s: float) -> list[Closure]:
@@ -373,7 +433,7 @@ class Dispatcher:
                 kept.known_started = True
         record.asked = ()
         record.sated = bool(record.held)
-        self._released(record, len(closures))
+        self._released(record, closures)
         return closures
 
     def held(self) -> list[tuple[str, list[Closure]]]:
@@ -409,17 +469,21 @@ class Dispatcher:
         Returns:
             At most one Dispatch for a worker, then at most one GiveBack for a worker.
         """
-        queued, idle, num_workers = self.queued, self._idle, len(self._workers)
+        queued, num_workers = self.queued, len(self._workers)
         batches: dict[_Worker, list[Closure]] = {}
-        resting: list[_Worker] = []  # may take nothing of what is queued
-        while idle and queued:
-            record = idle.popleft()
-            batches[record] = []
-            self._send(record, 1, math.inf, batches[record])
-            if not batches[record]:
-                resting.append(record)
-        if resting:
-            idle.extendleft(reversed(resting))
+        resting: list[_Group] = []  # in which workers stay idle
+        # Those on which data ended come first: who has them is left free for what needs them.
+        for group in reversed(self._groups.values()):
+            idle = group.idle
+            while idle and queued:
+                record = idle.popleft()
+                batches[record] = []
+                self._send(record, 1, math.inf, batches[record])
+                if not batches[record]:
+                    idle.appendleft(record)  # and none of the group may take what is queued
+                    break
+            if idle:
+                resting.append(group)
         if len(queued) > num_workers and self._roomy:
             records = list(self._roomy) if reporter is None else [self._workers[reporter]]
             # The same share of the surplus for each, so that the last ones are spread over all.
@@ -431,15 +495,20 @@ class Dispatcher:
         actions: list[DispatchAction] = [
             Dispatch(record.name, tuple(batch)) for record, batch in batches.items() if batch
         ]
-        if idle and self._loaded and (wanted := self._wanted()):
+        if resting and (self._loaded or self._spared) and (wanted := self._wanted(resting)):
+            if not self._spared_by.issuperset(wanted):
+                self._loaded |= self._spared
+                self._spared = {}
+            self._spared_by = set(wanted)
             for record in list(self._loaded):
                 unstarted = record.unstarted()
                 ids = [closure.id for closure in unstarted if closure.needs in wanted]
                 record.asked = tuple(ids[: (len(ids) + 1) // 2])  # the oldest half, rounded up
                 if record.asked:
                     actions.append(GiveBack(record.name, record.asked))
-                if record.asked or not unstarted:
-                    del self._loaded[record]
+                del self._loaded[record]
+                if unstarted and not record.asked:
+                    self._spared[record] = None
         return actions
 
     def ask_back(self) -> list[GiveBack]:
@@ -453,11 +522,11 @@ class Dispatcher:
                 actions.append(GiveBack(record.name, record.asked))
         return actions
 
-    def _wanted(self) -> Collection[Needs]:
-        """Return the needs of closures in flight that an idle worker may run, and perhaps more."""
+    def _wanted(self, idle: Iterable[_Group]) -> Collection[Needs]:
+        """Return the needs of closures in flight that an idle worker may run."""
         if not self.ended:
             return self._kinds
-        barred = [set(self._barred(record.name, self._kinds)) for record in self._idle]
+        barred = [set(self._barred(group, self._kinds)) for group in idle]
         return self._kinds.keys() - set.intersection(*barred)
 
     def _send_ahead(self, record: _Worker, share: int, batch: list[Closure]) -> None:
@@ -477,7 +546,7 @@ class Dispatcher:
         ahead: bool = False,
     ) -> None:
         """Move up to ``most`` closures from the head of the queue to a worker and ``batch``."""
-        barred = self._barred(record.name, self.queued.needs()) if self.ended else ()
+        barred = self._barred(record.group, self.queued.needs()) if self.ended else ()
         while most:
             closure = self.queued.first(barred)
             if closure is None or (ahead and closure.lost_on) or closure.inline_bytes > max_bytes:
@@ -494,20 +563,24 @@ class Dispatcher:
         closure.worker = record.name
         closure.known_started = False
         record.held[closure.id] = closure
-        self._kinds[closure.needs] = None
+        self._kinds[closure.needs] = self._kinds.get(closure.needs, 0) + 1
         record.held_bytes += closure.inline_bytes
         self.num_in_flight += 1
 
-    def _released(self, record: _Worker, num: int) -> None:
-        """Note that a worker, which held them just now, holds ``num`` closures less."""
-        self.num_in_flight -= num
-        if not self.num_in_flight:
-            self._kinds = {}
-        if num and not record.held and not record.leaving:
-            self._idle.append(record)
+    def _released(self, record: _Worker, closures: Sequence[Closure]) -> None:
+        """Note that a worker does not hold these any more, and did just now."""
+        self.num_in_flight -= len(closures)
+        for closure in closures:
+            if self._kinds[closure.needs] == 1:
+                del self._kinds[closure.needs]
+            else:
+                self._kinds[closure.needs] -= 1
+        if closures and not record.held and not record.leaving:
+            record.group.idle.append(record)
         self._classify(record)
 
     def _classify(self, record: _Worker) -> None:
+        self._spared.pop(record, None)
         num_held = len(record.held)
         room = record.ahead + 1 - num_held
         if num_held and 2 * room >= record.ahead and not record.sated and not record.leaving:
@@ -518,3 +591,9 @@ class Dispatcher:
             self._loaded[record] = None
         else:
             self._loaded.pop(record, None)
+        if record.group.ended:
+            group = record.group
+            has_use = any(c.needs.isdisjoint(group.ended) for c in record.held.values())
+            if has_use == (record.name in group.spent):
+                group.spent ^= {record.name}
+                group.changes += 1

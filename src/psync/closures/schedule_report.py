@@ -74,7 +74,9 @@ class ScheduleReports:
         self._queue = queue
         self._joined: dict[str, int] = {}  # incarnation of each
         self._exhausted: set[str] = set()  # of these, whose last closure met the end of its data
-        self._idle: set[str] = set()  # of these, whose data ended: they may run nothing else
+        self._idle: AbstractSet[str] = (
+            set()
+        )  # of these, whose data ended: they may run nothing else
         self._returning: dict[str, int] = {}  # who took part when all sessions were ended
         self._returned_by: float | None = None  # then they are missed; None: not asked since
         self._members_changed = False
@@ -131,8 +133,9 @@ class ScheduleReports:
         dispatcher = self._queue.dispatcher
         if dispatcher.ended or self._idle:
             idle = dispatcher.without_work()
-            self._members_changed |= idle != self._idle
-            self._idle = idle
+            if idle is not self._idle:
+                self._members_changed |= idle != self._idle
+                self._idle = idle
         if self._exhausted and not dispatcher.num_queued and not dispatcher.num_in_flight:
             self._exhausted.clear()
             self._members_changed = True
