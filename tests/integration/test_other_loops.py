@@ -39,7 +39,8 @@ NEED_NO_CONNECTION = {
     "StalenessBound.end_round", "Trainer.values_of", "ParameterServerStrategy.experimental_run_v2",
     # In tests/compat/test_training_sessions.py, and in replicas below.
     "MonitoredTrainingSession.run", "MonitoredTrainingSession.wait_until_stopped",
-    "MonitoredTrainingSession.__aexit__", "SyncReplicasOptimizer.compute_gradients",
+    "MonitoredTrainingSession.__aexit__", "report.__aexit__",
+    "SyncReplicasOptimizer.compute_gradients",
     "ReplicaContext.all_gather", "ReplicaContext.all_reduce", "ReplicaContext.merge_call",
 }  # fmt: skip
 
@@ -190,6 +191,7 @@ class Program:
             lambda: coordinator.remove_worker("/job:worker/task:0"),
         )
         yield "ClusterCoordinator.trace", lambda: coordinator.trace("t.json").__aenter__()
+        yield "report.__aenter__", lambda: psync.report(self.directory / "r.html").__aenter__()
         events = coordinator.events()
         yield "events", lambda: self.first(events)
         visits = coordinator.distribute_once([1, 2])

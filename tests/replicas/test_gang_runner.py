@@ -409,7 +409,7 @@ async def test_a_pending_error_cancels_runs_until_join_has_raised_it():
         event_of("go on").set()
         with pytest.raises(ClosureCancelled, match="run was cancelled: closure 0"):
             await run
-        with pytest.raises(ClosureCancelled, match="run it again after join"):
+        with pytest.raises(ClosureCancelled, match="run it again after the next join"):
             await coordinator.strategy.run(reduced)
         with pytest.raises(Custom):
             await coordinator.join()

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from psync.errors import PsyncError, UsageError
+from psync.errors import PsyncError, UsageError, other_loop
 from psync.status.model import ShardStatus
 from psync.status.sampling import StatusSource
 from psync.status.serving import ServedStatus
@@ -46,7 +46,7 @@ class report:
 
     Raises:
         ConfigurationError: When it is entered: the folder is missing or cannot be written.
-        UsageError: The same value is entered again.
+        UsageError: The same value is entered again; or coordinators run on another event loop.
 
     Cancellation: The report of the run until then is written.
 
@@ -59,6 +59,7 @@ class report:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._log: ReportLog | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._recorders: dict[SeenRun, Recorder] = {}
 
     async def __aenter__(self) -> None:
@@ -66,13 +67,17 @@ class report:
 
         if self._log is not None:
             raise UsageError("report: it was entered before", hint="make another one")
+        self._loop = asyncio.get_running_loop()
+        here = [run for run in _running if run.loop is self._loop]
+        if _running and not here:
+            raise other_loop("report")
         check_path(self._path)
         self._log = ReportLog()
         _reports[self] = None
-        for run in _running:
-            self.begin_run(run)
+        for run in here:
+            self._begin_run(run)
 
-    def begin_run(self, run: SeenRun) -> None:
+    def _begin_run(self, run: SeenRun) -> None:
         """Note what happens in a run from now on."""
         from psync.status.dashboard.recorder import Recorder
 
@@ -80,7 +85,7 @@ class report:
         recorder = self._recorders[run] = Recorder(run.source.status, self._log)
         recorder.start()
 
-    async def end_run(self, run: SeenRun) -> None:
+    async def _end_run(self, run: SeenRun) -> None:
         """Note the last of a run, if that was not done. Cancellation: safe."""
         recorder = self._recorders.pop(run, None)
         if recorder is not None:
@@ -93,12 +98,14 @@ class report:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _reports.pop(self, None)
         log, path = self._log, self._path
         assert log is not None, "it was entered"
+        if asyncio.get_running_loop() is not self._loop:
+            raise other_loop("the end of a report")
+        _reports.pop(self, None)
         try:
             for run in list(self._recorders):
-                await self.end_run(run)
+                await self._end_run(run)
             written = await asyncio.to_thread(log.write_report, path)
             if written != path:
                 logger.warning("report %s cannot be written: see %s", path, written)
@@ -119,6 +126,7 @@ class SeenRun:
 
     Attributes:
         source: Of the status.
+        loop: The event loop on which it runs.
 
     Raises:
         ConfigurationError: As ``ServedStatus``.
@@ -134,6 +142,7 @@ class SeenRun:
         dashboard: str | None,
         run_log: str | os.PathLike[str] | None,
     ) -> None:
+        self.loop = asyncio.get_running_loop()
         self.source = StatusSource(coordinator, functools.partial(placed, strategy))
         self.source.variables = lambda: {
             variable.spec.variable_id: variable.spec.name for variable in strategy.variables
@@ -158,7 +167,8 @@ class SeenRun:
             await self._shown.start()
         _running[self] = None
         for each in _reports:
-            each.begin_run(self)
+            if each._loop is self.loop:
+                each._begin_run(self)
 
     async def close(self) -> None:
         """Show it to nobody any more. Cancellation: a connection may still be closing."""
@@ -166,7 +176,7 @@ class SeenRun:
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._served.close)
             for each in list(_reports):
-                stack.push_async_callback(each.end_run, self)
+                stack.push_async_callback(each._end_run, self)
             if self._shown is not None:
                 await self._shown.close()
 
