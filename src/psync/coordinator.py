@@ -287,7 +287,8 @@ class Coordinator:
     ) -> RemoteValue[Any]:
         closure = self._closures.make(self._queue.next_id, call, self, identity, needs)
         value = self._closures.adopt(closure)
-        self._create_if_declared()
+        if self._creation.pending and self._creating is None:
+            self._create_if_declared()
         if actions := self._queue.schedule(closure):
             self.perform(actions)
         if not self._dispatch_due:

@@ -316,9 +316,10 @@ class Scheduling:
             CaptureError: ``fn`` is not callable, or something cannot be sent to a worker; names it.
             ClosedError: The coordinator is not running.
         """
-        checked = _checked(args, kwargs)
+        if type(args) is not tuple or kwargs is not None:
+            args, kwargs = _checked(args, kwargs)
         try:
-            return self._running("schedule").schedule(fn, *checked)
+            return self._running("schedule").schedule(fn, args, kwargs or {})
         except CaptureError as error:
             raise error.with_traceback(None) from error.__cause__
 

@@ -71,9 +71,10 @@ class ClosureOrder:
     def add(self, closure: Closure) -> None:
         """Queue a closure at its place, before those with higher ids."""
         self._queued[closure.id] = closure
-        if closure.needs not in self._ids:
-            self._ids[closure.needs] = []
-        heapq.heappush(self._ids[closure.needs], closure.id)
+        ids = self._ids.get(closure.needs)
+        if ids is None:
+            ids = self._ids[closure.needs] = []
+        heapq.heappush(ids, closure.id)
 
     def discard(self, closure: Closure) -> None:
         """Take a queued closure out, wherever it stands."""
@@ -85,6 +86,11 @@ class ClosureOrder:
     def first(self, barred: Collection[Needs] = ()) -> Closure | None:
         """Return the queued closure with the lowest id, without those that need what is barred."""
         queued, lowest, spent = self._queued, -1, None
+        if not barred and len(self._ids) == 1:
+            (ids,) = self._ids.values()
+            while ids and ids[0] not in queued:
+                heapq.heappop(ids)
+            return queued[ids[0]] if ids else None
         for needs in self._ids:
             if needs not in barred:
                 ids = self._ids[needs]
@@ -570,11 +576,15 @@ class Dispatcher:
     def _released(self, record: _Worker, closures: Sequence[Closure]) -> None:
         """Note that a worker does not hold these any more, and did just now."""
         self.num_in_flight -= len(closures)
-        for closure in closures:
-            if self._kinds[closure.needs] == 1:
-                del self._kinds[closure.needs]
-            else:
-                self._kinds[closure.needs] -= 1
+        kinds = self._kinds
+        if len(kinds) == 1 and len(closures) < kinds.get(NO_DATA, 0):
+            kinds[NO_DATA] -= len(closures)
+        else:
+            for closure in closures:
+                if kinds[closure.needs] == 1:
+                    del kinds[closure.needs]
+                else:
+                    kinds[closure.needs] -= 1
         if closures and not record.held and not record.leaving:
             record.group.idle.append(record)
         self._classify(record)

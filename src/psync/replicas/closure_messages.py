@@ -108,19 +108,23 @@ class ScheduledClosures(dict[int, Closure]):
         Raises:
             UsageError: An input belongs to another coordinator than ``owner``.
         """
-        for value in call.arguments.remote_values:
+        arguments = call.arguments
+        if arguments is EMPTY and identity is None and needs is None:
+            needs = call.needs() if call.function.payload.kept else NO_DATA
+            return Closure(closure_id, call, name=call.function.name, needs=needs)
+        for value in arguments.remote_values:
             if value.owner is not owner:
                 raise UsageError(
                     f"{value!r} belongs to another coordinator",
                     hint="fetch its value there and pass that",
                 )
-        inputs = call.arguments.remote_values
+        inputs = arguments.remote_values
         if needs is None:
-            has_data = call.arguments.kept or call.function.payload.kept
+            has_data = arguments.kept or call.function.payload.kept
             needs = call.needs() if has_data else NO_DATA
         return Closure(
             closure_id, call, name=call.function.name,
-            inline_bytes=call.inline_bytes if call.arguments is not EMPTY else 0,
+            inline_bytes=call.inline_bytes if arguments is not EMPTY else 0,
             dependencies=[value.closure for value in inputs] if inputs else (), identity=identity,
             needs=needs,
         )  # fmt: skip
