@@ -19,7 +19,7 @@ from psync.api.pulls import NamedFields
 from psync.chief.events import RollbackEvent
 from psync.closures.identities import Identity
 from psync.coordinator import Coordinator
-from psync.errors import CaptureError
+from psync.errors import CaptureError, other_loop
 from psync.serialization.remote_value import RemoteValue, fetch_all
 from psync.specs import checked_kind
 
@@ -427,12 +427,14 @@ class Scheduling:
 
         Cancellation: Safe.
         """
+        coordinator = self._coordinator
+        if coordinator is not None and asyncio._get_running_loop() is not coordinator.loop:
+            raise other_loop("fetch")
         try:
             return await fetch_all(structure)
         except Exception as exc:
-            coordinator = self._coordinator
-            if coordinator is not None and asyncio._get_running_loop() is coordinator.loop:
-                await coordinator.collect_into(exc)
+            if self._coordinator is not None:
+                await self._coordinator.collect_into(exc)
             raise
 
 

@@ -569,7 +569,10 @@ class Dispatcher:
         closure.worker = record.name
         closure.known_started = False
         record.held[closure.id] = closure
-        self._kinds[closure.needs] = self._kinds.get(closure.needs, 0) + 1
+        try:
+            self._kinds[closure.needs] += 1
+        except KeyError:
+            self._kinds[closure.needs] = 1
         record.held_bytes += closure.inline_bytes
         self.num_in_flight += 1
 

@@ -95,7 +95,10 @@ class Losses:
 
     def finished(self, closures: Sequence[Closure]) -> None:
         """These have run to their end."""
-        self._proven.update([closure.name for closure in closures])
+        proven = self._proven
+        for closure in closures:
+            if closure.name not in proven:
+                proven.add(closure.name)
 
     def lost(self, held: Sequence[Closure]) -> None:
         """A worker was lost that held these."""

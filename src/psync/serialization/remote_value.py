@@ -241,6 +241,8 @@ for _name, _used in _CONVERSIONS.items():
 async def fetch_all(structure: Any) -> Any:
     """Return a nesting of dicts, lists and tuples with each RemoteValue replaced by its value."""
     if isinstance(structure, RemoteValue):
+        if structure._payload is not None or structure._unpacked:
+            return structure.result()
         return await RemoteValue.fetch(structure)
     if isinstance(structure, dict):
         return {key: await fetch_all(item) for key, item in structure.items()}
