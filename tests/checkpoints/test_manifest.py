@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psync.checkpoints.manifest import (
+    MAX_LEVELS,
     Manifest,
     Place,
     Planned,
@@ -65,6 +66,15 @@ def test_plain_data_may_be_a_state(state: Any) -> None:
 def test_what_would_not_come_back_is_no_state(state: Any) -> None:
     with pytest.raises(CheckpointError, match="state of 'progress'"):
         check_state("progress", state)
+
+
+def test_a_state_may_be_nested_so_deep_and_no_deeper() -> None:
+    state: Any = 1
+    for _ in range(MAX_LEVELS - 1):
+        state = [state]
+    check_state("progress", state)
+    with pytest.raises(CheckpointError, match="at most 100 levels of nesting"):
+        check_state("progress", [state])
 
 
 def test_what_is_written_is_read() -> None:

@@ -1028,6 +1028,16 @@ def test_workers_that_lack_data_get_first_what_they_may_run() -> None:
     assert needing(bench, (U,), 4) == [bench.dispatch("a", 3), bench.dispatch("b", 4)]
 
 
+def test_after_a_rollback_a_lost_worker_is_expected_with_all_its_data() -> None:
+    bench = Bench("a", "b")
+    needing(bench, (U,), 0, 1, 2)
+    bench.queue.end_of_data("a", 0, end_of(U))
+    bench.queue.worker_lost("a", blame=False, returns=True)
+    bench.queue.dispatcher.forget()
+    bench.queue.end_of_data("b", 1, end_of(U))
+    assert bench.queue.dispatcher.awaited() == ["a"]
+
+
 def test_for_a_worker_without_data_others_are_asked_for_what_it_may_run_alone() -> None:
     """A closure behind one that waits for it must not stay there; others would only come back."""
     bench = Bench("a", "b")

@@ -133,3 +133,10 @@ def test_the_cause_of_an_error_is_not_part_of_its_pickle() -> None:
     error = ClosureInputError("its dataset had failed")
     error.__cause__ = ValueError("bad")
     assert pickle.loads(pickle.dumps(error)).__cause__ is None
+
+
+def test_the_error_of_another_loop_names_both_ways_out() -> None:
+    error = errors.other_loop('read of "w"')
+    assert isinstance(error, errors.UsageError)
+    assert "psync.wait(…)" in str(error)
+    assert "run_coroutine_threadsafe" in str(error)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import os
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_running: dict[SeenRun, None] = {}
-"""Runs of this process that can be reported, in the order of their starts."""
+_running: weakref.WeakSet[SeenRun] = weakref.WeakSet()
+"""Runs of this process that can be reported."""
 
 _reports: dict[report, None] = {}
 """Reports that are open."""
@@ -165,14 +166,14 @@ class SeenRun:
         await self._served.start()
         if self._shown is not None:
             await self._shown.start()
-        _running[self] = None
+        _running.add(self)
         for each in _reports:
             if each._loop is self.loop:
                 each._begin_run(self)
 
     async def close(self) -> None:
         """Show it to nobody any more. Cancellation: a connection may still be closing."""
-        _running.pop(self, None)
+        _running.discard(self)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._served.close)
             for each in list(_reports):
