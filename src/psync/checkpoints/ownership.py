@@ -43,7 +43,7 @@ class Owner:
     def __init__(self, path: Path, fd: int, text: bytes) -> None:
         self.text = text
         self.fd = fd
-        self._finalizer = weakref.finalize(self, _let_go, path, fd, text, os.getpid())
+        self.let_go = weakref.finalize(self, _let_go, path, fd, text, os.getpid())
 
 
 def own(path: Path, what: str, hint: str) -> Owner:
@@ -171,6 +171,12 @@ def _taken(named: bytes, what: str, hint: str) -> ConfigurationError:
     except (KeyError, TypeError, ValueError, OverflowError):
         who = "another process"
     return ConfigurationError(f"{who} {what}", hint=hint)
+
+
+def let_go_of_all() -> None:
+    """Own nothing any more: this process has simulated others, which have ended."""
+    for owner in list(_owners().values()):
+        owner.let_go()
 
 
 def _forked() -> None:

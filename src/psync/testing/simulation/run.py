@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psync
+from psync.checkpoints.ownership import let_go_of_all
 from psync.client import scopes
 from psync.net.process_state import fresh_process
 from psync.net.shared import regions
@@ -200,6 +201,7 @@ def _quiet_end() -> Iterator[None]:
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             yield
             gc.collect()
+            let_go_of_all()
     finally:
         sys.unraisablehook = hook
         if collects:
