@@ -77,6 +77,8 @@ class TestFormulas:
             (CosineDecayRestarts(1.0, 10), 5, 0.5),
             (CosineDecayRestarts(1.0, 10, m_mul=0.5), 10, 0.5),
             (CosineDecayRestarts(1.0, 10, m_mul=0.5), 20, 0.25),
+            # A period begins here, though the logarithm is rounded to less than its number.
+            (CosineDecayRestarts(1.0, 10, t_mul=3.0, m_mul=0.5), 10, 0.5),
             (CosineDecayRestarts(1.0, 10, m_mul=0.5), 30, 0.25),
             (CosineDecayRestarts(1.0, 10, 1.0, 0.5), 25, 0.125),
             (CosineDecayRestarts(1.0, 10, alpha=0.2), 20, 0.6),
