@@ -13,6 +13,7 @@ import dataclasses
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,7 @@ class _Worked:
     shares: WorkShares | None = None  # None after the first answer
 
 
-class ClusterSource:
+class ClusterSource(ABC):
     """The status of one cluster, whose ps tasks are asked.
 
     Args:
@@ -206,11 +207,11 @@ class ClusterSource:
 
     # What there is besides ps tasks.
 
-    def _links(self) -> Sequence[PsLink]:
-        raise NotImplementedError
+    @abstractmethod
+    def _links(self) -> Sequence[PsLink]: ...
 
-    def _reading(self, began: float, asked: Collection[str]) -> Reading:
-        raise NotImplementedError
+    @abstractmethod
+    def _reading(self, began: float, asked: Collection[str]) -> Reading: ...
 
     def _ask_workers(self) -> None:
         """Ask workers for what their time went to."""
