@@ -213,6 +213,7 @@ class ClusterSource(ABC):
     @abstractmethod
     def _reading(self, began: float, asked: Collection[str]) -> Reading: ...
 
+    @abstractmethod
     def _ask_workers(self) -> None:
         """Ask workers for what their time went to."""
 
@@ -382,6 +383,9 @@ class SessionSource(ClusterSource):
 
     def _links(self) -> Sequence[PsLink]:
         return self._facts.links
+
+    def _ask_workers(self) -> None:
+        """Do nothing: workers of a session have no connection to its chief."""
 
     def _reading(self, began: float, asked: Collection[str]) -> Reading:
         now, facts = self._loop.time(), self._facts
