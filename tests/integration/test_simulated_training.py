@@ -61,3 +61,10 @@ def test_places_of_a_promoted_backup_are_reached() -> None:
     report = simulate(Plan.from_json((PLANS / "promoted_closes.json").read_text()))
     assert not report.violation
     assert "a promoted ps 0 closes a step again" in report.marks
+
+
+def test_a_ps_that_waits_for_a_dead_backup_gets_its_variables_in_a_fresh_start() -> None:
+    """It waited for its backup, and the fresh start for it, forever."""
+    report = simulate(Plan.from_json((PLANS / "fresh_start_waits.json").read_text()))
+    assert not report.violation
+    assert "ps tasks start afresh before variables are created" in report.marks

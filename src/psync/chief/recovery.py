@@ -22,6 +22,7 @@ from psync.chief.events import Events, FailoverEvent, RollbackEvent
 from psync.chief.reattachment import OwnOptimizers
 from psync.chief.recovery_rule import Action, Do, RecoveryRule, RollbackStep, State, Step
 from psync.chief.rollback import RollbackSteps, Source
+from psync.client.calls import all_of
 from psync.closures.closure import State as ClosureState
 from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue
@@ -309,6 +310,10 @@ class ClusterRecovery:
 
     async def _take(self, step: Step) -> None:
         if isinstance(step, RollbackStep):
+            if step is RollbackStep.CREATE and self.has_backups:
+                # Updates wait for a backup, and one that has survived may have lost its own.
+                links = self.links.ps.links
+                await all_of([self.backups.let_alone(each.index, urgent=True) for each in links])
             await self._steps.take(step, self.source, tuple(self.rule.lost_ps))
         elif isinstance(step, rules.Attach):
             await self.links.served.attach(self.links.ps.links[step.ps])

@@ -156,6 +156,8 @@ class _Draw:
             ),
             sets_steps=random.Random(f"{self.seed}:steps").random() < 0.3,
         )
+        if not races and not plan.works:  # their joins may take the request first
+            plan = self._stopping(plan)
         if shape == "attach":
             plan = self._attaching(plan)
         if shape == "begins":
@@ -171,6 +173,19 @@ class _Draw:
         """Return what trains on uneven data, drawn apart, so that what else is drawn stays."""
         is_one = random.Random(f"{self.seed}:uneven").random() < 0.15
         return ("uneven",) if is_one or self.shape == "uneven" else ()
+
+    def _stopping(self, plan: Plan) -> Plan:
+        """Let a step ask for the end of training, drawn apart, so that what else is drawn stays."""
+        rng = random.Random(f"{self.seed}:stops")
+        if rng.random() >= 0.12:
+            return plan
+        number = rng.randrange(len(plan.batches))
+        closures = list(plan.batches[number].closures)
+        at = rng.randrange(len(closures))
+        closures[at] = dataclasses.replace(closures[at], stops=True)
+        batches = list(plan.batches)
+        batches[number] = dataclasses.replace(batches[number], closures=tuple(closures))
+        return dataclasses.replace(plan, batches=tuple(batches))
 
     def _attaching(self, plan: Plan) -> Plan:
         """Let workers push all the time, and chiefs die while they save."""

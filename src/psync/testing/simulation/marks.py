@@ -106,6 +106,7 @@ MARKS = (
     "a closure is cancelled while it pushes",
     "a cancelled closure has counted before",
     "a step raises after its calls",
+    "a step asks for the end of training",
     "a program sets how many updates an optimizer has made",
     "pushes of one optimizer are counted on several ps tasks",
     # Gangs and locks.

@@ -29,6 +29,7 @@ from psync.client.prefetch import PulledAhead
 from psync.client.runtime import Runtime
 from psync.closures.dispatcher import Dispatcher
 from psync.closures.identities import Identities
+from psync.closures.open import OpenClosures
 from psync.closures.queue import ClosureQueue
 from psync.closures.rollback import EndedClosures, Undone
 from psync.closures.shard_epochs import Visitation
@@ -166,6 +167,14 @@ MUTANTS: Mapping[str, Mutant] = {
     "join_too_early": Mutant(
         "join waits for the last closure", ("any",),
         ((ClosureQueue, "is_settled", wrong.off_by(-1)),),
+    ),
+    "stop_is_not_told": Mutant(
+        "a step may ask for the end of training", ("any",),
+        ((ClosureQueue, "request_stop", wrong.does_nothing([])),),
+    ),
+    "stop_cancels_what_runs": Mutant(
+        "what has begun when a step asks for the end comes to its own end", ("any",),
+        ((OpenClosures, "end_on_request", wrong.ends_all),),
     ),
     "join_leaves_steps": Mutant(
         "join waits for steps that have begun", ("sync",),

@@ -52,6 +52,14 @@ def faults_of_calls(look: Look, told: Sequence[Told]) -> Iterator[Fault]:
                 yield wrong, _described(look, seen, f"{state}, {undone}", ordinal)
 
 
+def faults_of_stopping(journal: Journal, closures: Sequence[Closure]) -> Iterator[Fault]:
+    """Where a step has asked for the end, what had begun by then has come to its end."""
+    for closure in closures:
+        if journal.is_calm and closure.runs and closure.state == "cancelled":
+            if closure.plan.cancel_s is None:
+                yield "stop", f"closure {closure.number} had begun, and was cancelled"
+
+
 def _described(look: Look, seen: Seen, state: str, ordinal: int) -> str:
     closure, call = seen.closure, seen.closure.plan.calls[ordinal]
     return (
@@ -189,9 +197,7 @@ def faults_of_attaching(journal: Journal, values: Values) -> Iterator[Fault]:
         and not any(name.startswith("ps") for name in fault.targets)
         for fault in plan.faults
     )  # fmt: skip
-    ends = any(
-        each.fails or each.cancel_s is not None for batch in plan.batches for each in batch.closures
-    )
+    ends = any(each.may_end for batch in plan.batches for each in batch.closures)
     if journal.has_rolled_back or ends or not journal.tables.keys() <= set(EXACT):
         return
     marks, partial = journal.marks(values), 0

@@ -83,6 +83,7 @@ class ClosurePlan:
     Attributes:
         calls: In their order.
         fails: Whether the step raises an error after its calls.
+        stops: Whether it asks for the end of training after them.
         cancel_s: When it is cancelled; None: it is not.
         needs: The number of an earlier closure of its batch whose value it takes; -1: none.
     """
@@ -91,6 +92,12 @@ class ClosurePlan:
     fails: bool = False
     cancel_s: float | None = None
     needs: int = -1
+    stops: bool = False
+
+    @property
+    def may_end(self) -> bool:
+        """Whether other closures, or itself, may be ended by it."""
+        return self.fails or self.stops or self.cancel_s is not None
 
 
 @dataclass(frozen=True)

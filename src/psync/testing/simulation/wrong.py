@@ -17,6 +17,7 @@ from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.runtime import Runtime
 from psync.closures.closure import Closure
 from psync.closures.identities import Identities, Identity
+from psync.closures.open import OpenClosures
 from psync.closures.queue import ClosureQueue
 from psync.errors import TaskLost
 from psync.net.peer import Handler
@@ -365,3 +366,11 @@ def as_if_unchanged(original: Callable[..., Any]) -> Any:
         return original(self, worker, closure_id, error)
 
     return end_of_data
+
+
+def ends_all(original: Callable[..., Any]) -> Any:
+    def end_on_request(self: OpenClosures, reason: str) -> None:
+        self.end_all(reason)
+        self.errors.request = reason
+
+    return end_on_request

@@ -39,13 +39,13 @@ CLOSED_WITHIN_S = 150.0
 
 
 async def step(
-    handles: Mapping[str, Handles], closure: int, calls: Sequence[Call], fails: bool, _: Any
+    handles: Mapping[str, Handles], closure: int, plan: ClosurePlan, _: Any
 ) -> list[str]:
     """One closure: make the calls, and return what became of each."""
     journal = Journal.current()
     run, outcomes = journal.begin_run(closure), []
     with journal.rounds.working(run.worker), run.noting_errors():
-        for ordinal, call in enumerate(calls):
+        for ordinal, call in enumerate(plan.calls):
             if call.pulls:
                 values = await psync.pull({kind: each.variables for kind, each in handles.items()})
                 for kind, of_table in values.items():
@@ -62,9 +62,12 @@ async def step(
                 if journal.holdings.any_leased():
                     journal.say("mark", "a worker holds a ps's memory across an update")
             journal.find(journal.holdings.faults())
-        await asyncio.sleep(calls[-1].pause_s)
+        await asyncio.sleep(plan.calls[-1].pause_s)
         journal.find(journal.holdings.faults())
-    if fails:
+    if plan.stops:
+        run.has_raised = True
+        psync.request_stop(f"closure {closure}")
+    if plan.fails:
         run.has_raised = True
         raise StepFailed(closure)
     return outcomes
@@ -242,7 +245,7 @@ class Life:
             closure = self._journal.schedule(each)
             needed = made[each.needs][1] if each.needs >= 0 else None
             handles = {call.kind: self._handles[call.kind] for call in each.calls}
-            args = (handles, closure.number, each.calls, each.fails, needed)
+            args = (handles, closure.number, each, needed)
             value = self._coordinator.schedule(step, args)
             closure.id = value.closure_id
             made.append((closure, value))
@@ -260,6 +263,7 @@ class Life:
             failed = True  # steps that were open stay so until the next join
         # What is scheduled meanwhile is not waited for, and leaves steps open.
         settled = not failed and not journal.gangs and journal.worked == worked
+        stopped = self._coordinator.stop_reason is not None
         known = journal.known()
         for closure, value in closures:
             try:
@@ -270,6 +274,11 @@ class Life:
                 closure.ended("cancelled")
             else:
                 closure.ended("done", outcomes)
+                told = stopped or failed or not closure.plan.stops
+                journal.look(told, f"join knows nothing of the stop by {closure.number}", "stop")
+        if stopped and not failed:
+            journal.say("mark", "a step asks for the end of training")
+            journal.find(oracle.faults_of_stopping(journal, [closure for closure, _ in closures]))
         if settled:
             journal.settle()
         journal.check(await self._pull(), "when join returned", known, settled=settled)

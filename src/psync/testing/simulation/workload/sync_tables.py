@@ -54,11 +54,7 @@ class Synchronous(Table):
         gives_up = (
             options["patience_s"] < FOR_EVER_S
             or not {"visited", "uneven"}.isdisjoint(plan.works)  # joins may raise
-            or any(
-                closure.fails or closure.cancel_s is not None
-                for batch in plan.batches
-                for closure in batch.closures
-            )
+            or any(each.may_end for batch in plan.batches for each in batch.closures)
         )
         self.waits_for_tokens = not gives_up
 
