@@ -26,4 +26,4 @@ ENV PYTHONUNBUFFERED=1
 WORKDIR /app
 USER 10001:10001
 ENTRYPOINT ["tini", "--"]
-CMD ["psync", "serve"]
+CMD ["psync", "task"]

@@ -167,7 +167,7 @@ SEED := 1
 chaos: $(VENV)/.installed-test
 	$(BIN)/python -m psync.testing.chaos --seed $(SEED) --minutes 10 --mode both --cuts 15 \
 		--at-least worker=50,ps=20,chief=5
-	$(BIN)/python -m psync.testing.chaos --seed $(SEED) --minutes 3 --recovery replica --mode both --at-least worker=15,ps=8
+	$(BIN)/python -m psync.testing.chaos --seed $(SEED) --minutes 3 --recovery backup --mode both --at-least worker=15,ps=8
 
 chaos-short: $(VENV)/.installed-test
 	$(BIN)/python -m psync.testing.chaos --seed 15 --minutes 0.7 --mode both --at-least worker=4,ps=3,chief=1

@@ -261,7 +261,7 @@ def main():
     parser.add_argument(
         "--out", metavar="DIR", help="where checkpoints go; default: a temporary one"
     )
-    parser.add_argument("--recovery", nargs="+", default=["checkpoint", "replica"])
+    parser.add_argument("--recovery", nargs="+", default=["checkpoint", "backup"])
     parser.add_argument("--no-save", action="store_true", help="measure kills only")
     options = parser.parse_args()
     results = uvloop.run(measure(options))

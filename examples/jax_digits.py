@@ -20,7 +20,7 @@ import optax
 from flax import nnx
 
 import psync
-from psync.integrations.jax import ServedPytree, step_key
+from psync.integrations.jax import PSPytree, step_key
 
 BATCH = 64
 RATE = 3e-3
@@ -128,7 +128,7 @@ async def main():
         mean_of_2 = psync.SyncReplicasOptimizer(adam, replicas_to_aggregate=2)
         optimizer = mean_of_2 if options.sync else adam
         with strategy.scope():
-            served = ServedPytree(params, optimizer, name="net", state=stats)
+            served = PSPytree(params, optimizer, name="net", state=stats)
         value_and_grad = gradients_of(graph)
         data = iter(coordinator.create_per_worker_dataset(batches))
 

@@ -21,7 +21,7 @@ import keras
 import numpy as np
 
 import psync
-from psync.integrations.keras import ServedModel
+from psync.integrations.keras import PSModel
 
 BATCH = 64
 MIN_ACCURACY = 0.95
@@ -89,7 +89,7 @@ async def main():
             return psync.SyncReplicasOptimizer(rule, replicas_to_aggregate=2)
 
         with strategy.scope():
-            model = ServedModel(build_model, name="net", synchronous=both if options.sync else None)
+            model = PSModel(build_model, name="net", synchronous=both if options.sync else None)
         # A synchronous update is made of two steps: as many as above take twice the batches.
         steps = options.steps * (2 if options.sync else 1)
         stop = keras.callbacks.EarlyStopping("loss", patience=2, restore_best_weights=True)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import psync
-from psync.integrations.torch import ServedModule
+from psync.integrations.torch import PSModule
 
 BATCH = 64
 RATE = 3e-3
@@ -101,7 +101,7 @@ async def main():
             optimizer = psync.SyncReplicasOptimizer(optimizer, replicas_to_aggregate=2)
         torch.manual_seed(0)
         with strategy.scope():
-            served = ServedModule(Net, optimizer, name="net")
+            served = PSModule(Net, optimizer, name="net")
         data = iter(coordinator.create_per_worker_dataset(batches))
 
         def step(data):  # runs on some worker, in a thread

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import psync
-from psync.integrations.torch import ServedModule
+from psync.integrations.torch import PSModule
 
 USERS, ITEMS, FACTORS, WIDTH = 500, 5000, 4, 8
 BATCH = 512
@@ -116,7 +116,7 @@ async def main():
 
         torch.manual_seed(0)
         with strategy.scope():
-            served = ServedModule(Model, psync.optimizers.Adam(RATE), name="clicks")
+            served = PSModule(Model, psync.optimizers.Adam(RATE), name="clicks")
         data = iter(coordinator.create_per_worker_dataset(batches))
 
         def step(data):  # runs on some worker, in a thread

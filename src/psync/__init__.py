@@ -36,9 +36,14 @@ _HOME_OF = _homes()
 __all__ = sorted(_HOME_OF)
 
 
+_EARLIER = {"GradientError": "ValueMismatchError", "CaptureError": "SerializationError"}
+"""Names until 0.2, by their successors."""
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.import_module("psync.wire.handshake").RELEASE
+    name = _EARLIER.get(name, name)
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'psync' has no attribute {name!r}")

@@ -57,7 +57,6 @@ from psync.compat.training_sessions import MonitoredTrainingSession as Monitored
 from psync.errors import AttachError as AttachError
 from psync.errors import AuthenticationError as AuthenticationError
 from psync.errors import BusyError as BusyError
-from psync.errors import CaptureError as CaptureError
 from psync.errors import CheckpointCorrupt as CheckpointCorrupt
 from psync.errors import CheckpointError as CheckpointError
 from psync.errors import CheckpointMismatch as CheckpointMismatch
@@ -76,7 +75,6 @@ from psync.errors import DuplicateTaskError as DuplicateTaskError
 from psync.errors import EndOfData as EndOfData
 from psync.errors import FencedError as FencedError
 from psync.errors import FrameTooLarge as FrameTooLarge
-from psync.errors import GradientError as GradientError
 from psync.errors import IndexTypeError as IndexTypeError
 from psync.errors import IndexValueError as IndexValueError
 from psync.errors import LocalProtocolError as LocalProtocolError
@@ -90,12 +88,14 @@ from psync.errors import RemoteError as RemoteError
 from psync.errors import RemoteProtocolError as RemoteProtocolError
 from psync.errors import ReplicaValueError as ReplicaValueError
 from psync.errors import RuleError as RuleError
+from psync.errors import SerializationError as SerializationError
 from psync.errors import TaskLost as TaskLost
 from psync.errors import TrainingEnded as TrainingEnded
 from psync.errors import TransportError as TransportError
 from psync.errors import UnknownVariableError as UnknownVariableError
 from psync.errors import UnsupportedError as UnsupportedError
 from psync.errors import UsageError as UsageError
+from psync.errors import ValueMismatchError as ValueMismatchError
 from psync.errors import VariableIndexError as VariableIndexError
 from psync.errors import VersionMismatch as VersionMismatch
 from psync.errors import WorkerLost as WorkerLost

@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from psync.errors import ConfigurationError, GradientError, PartitionError, UsageError
+from psync.errors import ConfigurationError, PartitionError, UsageError, ValueMismatchError
 from psync.numerics.casting import overflow
 from psync.numerics.sums import DenseSum, Pieces, Reduction, SparseSum, check_weight
 from psync.specs import HiddenValues, Outcome, as_integer, dtype_name, dtype_of, plain_array
@@ -195,7 +195,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
             STALE; or ACCEPTED, with what is to be done to arrays, and the take that it completed.
 
         Raises:
-            GradientError: If anything about it is wrong; nothing has changed.
+            ValueMismatchError: If anything about it is wrong; nothing has changed.
         """
         computed_at, weight = self.as_call(local_step, weight)
         gradient = self._convert(given)
@@ -225,13 +225,13 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         return take
 
     def as_call(self, local_step: object, weight: object) -> tuple[int, float]:
-        """Return what comes with a gradient, or raise GradientError."""
+        """Return what comes with a gradient, or raise ValueMismatchError."""
         step = as_integer(local_step)
         if step is None:
             raise self._refused(f"expected an integer scalar as local_step, got {local_step!r}")
         try:
             return step, check_weight(weight)
-        except GradientError as exc:
+        except ValueMismatchError as exc:
             raise self._refused(exc.message) from None
 
     def as_required(self, num_required: object) -> int:
@@ -250,11 +250,11 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
 
     @abstractmethod
     def _convert(self, given: Any) -> GradientT:
-        """Return the gradient as it is added, or raise GradientError for its dtype."""
+        """Return the gradient as it is added, or raise ValueMismatchError for its dtype."""
 
     @abstractmethod
     def _check(self, gradient: GradientT, nonfinite: int | None) -> None:
-        """Raise GradientError if the gradient does not fit; ``nonfinite`` as for ``offer``."""
+        """Raise ValueMismatchError if the gradient does not fit; ``nonfinite`` as for ``offer``."""
 
     @abstractmethod
     def _add(self, gradient: GradientT, weight: float) -> Pieces[None]:
@@ -268,8 +268,8 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
     def _clear(self) -> None:
         """Hold no gradients: those that were held are a take's."""
 
-    def _refused(self, message: str) -> GradientError:
-        return GradientError(f"{self}: {message}")
+    def _refused(self, message: str) -> ValueMismatchError:
+        return ValueMismatchError(f"{self}: {message}")
 
     def _misused(self, message: str) -> ConfigurationError:
         return ConfigurationError(f"{self}: {message}")

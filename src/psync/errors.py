@@ -10,13 +10,13 @@ The class answers one question: who must act.
     │   │                 ValueError)          or not on all replicas
     │   ├── UnsupportedError (NotImplementedError)  objects of this kind cannot do that
     │   ├── PartitionError (ValueError)        shape, dtype or shard mismatch
-    │   ├── GradientError (ValueError)         a gradient that does not fit its variable
+    │   ├── ValueMismatchError (ValueError)         a gradient that does not fit its variable
     │   ├── ReplicaValueError (ValueError)     values of replicas that do not fit each other
     │   ├── UnknownVariableError (LookupError)
     │   ├── VariableIndexError (IndexError)    an index that the variable does not have
     │   │   ├── IndexTypeError (TypeError)     it is none, such as a float or another variable
     │   │   └── IndexValueError (ValueError)   such as a step of 0
-    │   ├── CaptureError (TypeError)           a step that cannot be sent to a worker
+    │   ├── SerializationError (TypeError)           a step that cannot be sent to a worker
     │   ├── ClosedError                        you closed it
     │   └── BusyError                          two tasks used what only one may
     ├── TransportError                    the network; state of the request unknown
@@ -123,7 +123,7 @@ class PartitionError(UsageError, ValueError):
     """A shape, dtype or partition list does not fit a variable or its shards."""
 
 
-class GradientError(UsageError, ValueError):
+class ValueMismatchError(UsageError, ValueError):
     """A gradient or value does not fit the variable it is meant for."""
 
 
@@ -147,7 +147,7 @@ class IndexValueError(VariableIndexError, ValueError):
     """An index that makes no sense for any array, such as a slice with step 0."""
 
 
-class CaptureError(UsageError, TypeError):
+class SerializationError(UsageError, TypeError):
     """A step, its captures or its arguments cannot be sent to a worker."""
 
 
@@ -336,3 +336,8 @@ class CheckpointCorrupt(CheckpointError):
 
 class CheckpointMismatch(CheckpointError):
     """A checkpoint does not fit what is declared; the message lists the names."""
+
+
+# Earlier names, until 0.2.
+GradientError = ValueMismatchError
+CaptureError = SerializationError

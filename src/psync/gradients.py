@@ -16,7 +16,7 @@ import numpy as np
 
 from psync.api.pulls import is_flat, leaves, mapped
 from psync.client.tensors import array_of, tensor_of
-from psync.errors import ConfigurationError, GradientError
+from psync.errors import ConfigurationError, ValueMismatchError
 from psync.numerics.scatter import IndexedSlices
 from psync.specs import check_not_masked
 
@@ -146,7 +146,7 @@ class GradientFunction(ABC):
         try:
             check_not_masked(data)
         except TypeError as exc:
-            raise GradientError(f"a batch: expected arrays, got {exc}") from exc
+            raise ValueMismatchError(f"a batch: expected arrays, got {exc}") from exc
         numbered = itertools.count()
         structure = mapped(tuple(values), lambda _: next(numbered), _ARRAY)
         arrays = [np.asarray(value) for value in leaves(tuple(values), _ARRAY)]
@@ -273,4 +273,4 @@ def _check_scalar(loss: Any, function: GradientFunction) -> None:
     shape = getattr(loss, "shape", None)
     if shape is None or tuple(shape) not in ((), (1,)):
         got = type(loss).__name__ if shape is None else f"shape {tuple(shape)}"
-        raise GradientError(f"{function!r}: expected a scalar tensor as loss, got {got}")
+        raise ValueMismatchError(f"{function!r}: expected a scalar tensor as loss, got {got}")

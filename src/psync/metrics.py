@@ -72,7 +72,7 @@ class Metric:
             sample_weight: Of each example (or of each value, in the values' shape); None: 1.
 
         Raises:
-            GradientError: What is given does not fit together. Nothing was counted.
+            ValueMismatchError: What is given does not fit together. Nothing was counted.
             UsageError: Neither in a step nor within a running coordinator.
             ParameterServerLost: A ps is gone.
             ClosureCancelled: In a step that was cancelled.
@@ -90,7 +90,7 @@ class Metric:
             batch, sample_weight: See ``update_state``.
 
         Raises:
-            GradientError: What is given does not fit together.
+            ValueMismatchError: What is given does not fit together.
         """
         return self._rule.contribution(*batch, sample_weight=sample_weight)
 

@@ -1,7 +1,7 @@
 """Update rules of your own: what a ps does with a gradient, in numpy.
 
 A rule is a class in a module that all tasks load as a *plugin*: ``psync run --plugin MODULE``,
-``psync serve --plugin MODULE``, ``LocalCluster(plugins=[MODULE])``, or an entry point of the group
+``psync task --plugin MODULE``, ``LocalCluster(plugins=[MODULE])``, or an entry point of the group
 ``psync.plugins``. What travels is its name and its arguments; nothing is unpickled on a ps.
 
     @psync.rules.register

@@ -24,7 +24,6 @@ from psync.api.datasets import PerWorkerDataset, capture_dataset
 from psync.closures.closure import Closure
 from psync.errors import (
     AuthenticationError,
-    CaptureError,
     ClosedError,
     ClosureCancelled,
     ClosureInputError,
@@ -32,6 +31,7 @@ from psync.errors import (
     ConnectFailed,
     DeadlineExceeded,
     RemoteError,
+    SerializationError,
     UsageError,
 )
 from psync.serialization.captures import StaleCaptureWarning
@@ -296,7 +296,11 @@ async def coordinates():
             r"Local on /job:worker/task:.*: deep",
         ),
         (times_out, TimeoutError, None),  # not DeadlineExceeded, which is the join's own
-        (returns_a_lock, CaptureError, r'the result of step "returns_a_lock".*the coordinator'),
+        (
+            returns_a_lock,
+            SerializationError,
+            r'the result of step "returns_a_lock".*the coordinator',
+        ),
         (declares, UsageError, "inside a step"),
         (coordinates, ConfigurationError, "expected a ParameterServerStrategy"),
     ],
@@ -740,7 +744,7 @@ async def test_what_a_failed_step_has_left_running_is_no_error_of_a_later_join()
 )
 def test_arguments_of_a_step_are_a_tuple_and_a_dict(args, kwargs, text):
     coordinator = psync.ClusterCoordinator(strategy_of())
-    with pytest.raises(CaptureError, match=text):
+    with pytest.raises(SerializationError, match=text):
         coordinator.schedule(double, args=args, kwargs=kwargs)
 
 
@@ -753,12 +757,16 @@ async def test_what_no_message_can_carry_is_refused_with_its_size():
 
         assert len(await coordinator.schedule(make, args=(90_000,))) == 1
         coordinator.schedule(make, args=(200_000,))
-        with pytest.raises(CaptureError, match=r"the result of .* one part takes 200000 bytes"):
+        with pytest.raises(
+            SerializationError, match=r"the result of .* one part takes 200000 bytes"
+        ):
             await coordinator.join()
         coordinator.schedule(make, args=(90_000, 2))
-        with pytest.raises(CaptureError, match=r"all of it takes .* expected at most 150000"):
+        with pytest.raises(SerializationError, match=r"all of it takes .* expected at most 150000"):
             await coordinator.join()
-        with pytest.raises(CaptureError, match=r"the arguments of step .*make.*: too large: "):
+        with pytest.raises(
+            SerializationError, match=r"the arguments of step .*make.*: too large: "
+        ):
             coordinator.schedule(make, args=(np.zeros(100_001, np.uint8),))
 
 
@@ -806,7 +814,7 @@ def test_what_lives_on_the_coordinator_cannot_be_captured() -> None:
             "the session belongs to this task", "call it in the program",
         ),
     ):  # fmt: skip
-        with pytest.raises(CaptureError, match=text) as caught:
+        with pytest.raises(SerializationError, match=text) as caught:
             functions.register(lambda captured=captured: captured)
         assert caught.value.hint is not None
         assert caught.value.hint.startswith(hint)
@@ -832,7 +840,7 @@ async def test_a_capture_error_begins_where_the_program_has_called() -> None:
             "run": lambda: strategy.run(step),
         }
         for name, call in calls.items():
-            with pytest.raises(CaptureError) as caught:
+            with pytest.raises(SerializationError) as caught:
                 await call()
             frames = traceback.extract_tb(caught.value.__traceback__)
             ours = [frame.name for frame in frames if frame.filename != __file__]

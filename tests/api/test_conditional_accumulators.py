@@ -18,8 +18,8 @@ from memory_cluster import MemoryCluster, cluster_of, event_of, note, session_cl
 from psync.errors import (
     ClosureCancelled,
     ConfigurationError,
-    GradientError,
     UsageError,
+    ValueMismatchError,
 )
 
 ACCEPTED, STALE, DUPLICATE = (
@@ -370,19 +370,19 @@ async def test_rows_are_sorted_before_they_are_sent():
     ("call", "error", "text"),
     [
         (
-            lambda held: held.apply_grad([1.0, 2.0, 3.0]), GradientError,
+            lambda held: held.apply_grad([1.0, 2.0, 3.0]), ValueMismatchError,
             r"mismatch: expected \(2,\), got \(3,\)",
         ),
         (
-            lambda held: held.apply_grad(np.zeros(2)), GradientError,
+            lambda held: held.apply_grad(np.zeros(2)), ValueMismatchError,
             "expected a gradient of float32, got float64",
         ),
         (
-            lambda held: held.apply_grad([1.0, 2.0], local_step=1 << 63), GradientError,
+            lambda held: held.apply_grad([1.0, 2.0], local_step=1 << 63), ValueMismatchError,
             "expected an integer scalar as local_step",
         ),
         (
-            lambda held: held.apply_grad([1.0, 2.0], weight=0.0), GradientError,
+            lambda held: held.apply_grad([1.0, 2.0], weight=0.0), ValueMismatchError,
             "expected a weight from",
         ),
         (
@@ -417,7 +417,7 @@ def test_what_does_not_fit_is_refused_at_once_and_nothing_is_sent(
 def test_rows_that_do_not_fit_are_refused_at_once(arguments: tuple[Any, ...], text: str) -> None:
     with strategy_of().scope():
         rows = psync.SparseConditionalAccumulator(np.float32, (2, 3))
-    with pytest.raises(GradientError, match=text):
+    with pytest.raises(ValueMismatchError, match=text):
         at_once(rows.apply_grad(*arguments))
 
 
@@ -427,9 +427,11 @@ async def test_a_shape_that_the_first_gradient_decides_is_checked_on_the_ps():
         with scene.strategy.scope():
             held = psync.ConditionalAccumulator(np.float32, forbid_nonfinite=True)
         await held.apply_grad([1.0, 2.0])
-        with pytest.raises(GradientError, match=r'accumulator "conditional_accumulator_1": shape'):
+        with pytest.raises(
+            ValueMismatchError, match=r'accumulator "conditional_accumulator_1": shape'
+        ):
             await held.apply_grad([1.0])
-        with pytest.raises(GradientError, match="expected finite values, got 1 of 2"):
+        with pytest.raises(ValueMismatchError, match="expected finite values, got 1 of 2"):
             await held.apply_grad([1.0, np.nan])
         assert await held.num_accumulated() == 1
 

@@ -22,10 +22,10 @@ from psync.closures.closure import Closure
 from psync.closures.identities import Identity
 from psync.closures.queue import ClosureQueue
 from psync.errors import (
-    CaptureError,
     CheckpointMismatch,
     ClosureError,
     ConfigurationError,
+    SerializationError,
     UsageError,
 )
 from psync.serialization.functions import FunctionTable
@@ -344,10 +344,12 @@ def test_what_is_no_list_of_shards_is_refused(shards: Any, message: str) -> None
 
 def test_a_shard_that_cannot_be_sent_is_named_at_once() -> None:
     desk = Desk()
-    with pytest.raises(CaptureError, match=r"^the list of shards holds \[1\] \(_thread.lock\)"):
+    with pytest.raises(
+        SerializationError, match=r"^the list of shards holds \[1\] \(_thread.lock\)"
+    ):
         desk.visits([1, threading.Lock()])
     visits = desk.visits(np.arange(2))
-    with pytest.raises(CaptureError, match="it lives on the coordinator; its shards are arg"):
+    with pytest.raises(SerializationError, match="it lives on the coordinator; its shards are arg"):
         FunctionTable().register(lambda shard: visits.epoch)
     assert [value.closure.payload for value in visits.schedule(seen)] == [0, 1]
 

@@ -19,10 +19,10 @@ from memory_cluster import coordinating
 from ps_cluster import until
 from psync.api.datasets import PerWorkerDataset, capture_dataset
 from psync.errors import (
-    CaptureError,
     ClosureInputError,
     ConfigurationError,
     EndOfData,
+    SerializationError,
     UsageError,
 )
 from psync.serialization.functions import FunctionTable
@@ -375,7 +375,7 @@ def test_iterators_belong_to_steps_and_datasets_to_the_coordinator():
     assert iter(iterator) is iterator
     with pytest.raises(NotImplementedError, match="outside a step: each worker has"):
         next(iterator)
-    with pytest.raises(CaptureError, match=r"iterator = iter\(dataset\)"):
+    with pytest.raises(SerializationError, match=r"iterator = iter\(dataset\)"):
         FunctionTable().register(lambda: iter(dataset))
     built = per_worker(lambda: [1]).build()
     with pytest.raises(UsageError, match="on the coordinator: its elements are for workers"):
@@ -507,10 +507,12 @@ def test_what_is_no_dataset_is_refused_where_it_is_given():
     for source in (per_worker([1]), iter(per_worker([1]))):
         with pytest.raises(UsageError, match="which is per worker already"):
             per_worker(source)
-    with pytest.raises(CaptureError, match=r"^the dataset holds \[0\] \(_thread.lock\), which"):
+    with pytest.raises(
+        SerializationError, match=r"^the dataset holds \[0\] \(_thread.lock\), which"
+    ):
         per_worker([threading.Lock()])
     made = per_worker([1])
-    with pytest.raises(CaptureError, match=r'^dataset function "<lambda>" captures "made"'):
+    with pytest.raises(SerializationError, match=r'^dataset function "<lambda>" captures "made"'):
         per_worker(lambda: made)
 
 

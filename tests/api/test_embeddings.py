@@ -13,10 +13,10 @@ from inside import peers_of
 from local_training import at_once, in_step, strategy_of, training
 from psync.errors import (
     ConfigurationError,
-    GradientError,
     IndexTypeError,
     PartitionError,
     UsageError,
+    ValueMismatchError,
     VariableIndexError,
 )
 
@@ -100,7 +100,7 @@ async def test_the_safe_lookup_leaves_out_what_is_invalid_and_fills_rows_without
                 )
         # A row without ids is an error unless the lookup is safe.
         without = ([[0, 0], [2, 1]], [4, 5], (3, 4))
-        with pytest.raises(GradientError, match="row 1 of sp_ids has no id") as caught:
+        with pytest.raises(ValueMismatchError, match="row 1 of sp_ids has no id") as caught:
             await psync.embedding_lookup_sparse(table, without)
         assert "safe_embedding_lookup_sparse gives zeros" in str(caught.value)
         rows = await psync.safe_embedding_lookup_sparse(table, without)

@@ -8,7 +8,7 @@ import pytest
 import psync
 from local_training import strategy_of
 from psync.api.gradient_arguments import checked_pairs
-from psync.errors import GradientError
+from psync.errors import ValueMismatchError
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_none_is_passed_over_unless_there_is_nothing_else(
     assert [
         variable for _, variable in checked_pairs([(None, v), (np.ones((2, 2), "f4"), w)], None)
     ] == [w]
-    with pytest.raises(GradientError, match=r"all gradients are None \(v, w\)"):
+    with pytest.raises(ValueMismatchError, match=r"all gradients are None \(v, w\)"):
         checked_pairs([(None, v), (None, w)], None)
 
 
@@ -62,5 +62,7 @@ def test_nan_is_a_gradient_unless_an_optimizer_forbids_it(
 ) -> None:
     gradient = np.array([1, np.nan], np.float32)
     checked_pairs([(gradient, variables[0])], None)
-    with pytest.raises(GradientError, match="1 of 2 elements are NaN or infinite\nhint: sgd was"):
+    with pytest.raises(
+        ValueMismatchError, match="1 of 2 elements are NaN or infinite\nhint: sgd was"
+    ):
         checked_pairs([(gradient, variables[0])], "sgd")

@@ -13,7 +13,7 @@ import pytest
 import memory_cluster
 import psync
 from local_training import at_once, in_step, inside_a_step, strategy_of, training
-from psync.errors import ClosedError, ConfigurationError, GradientError, UsageError
+from psync.errors import ClosedError, ConfigurationError, UsageError, ValueMismatchError
 
 
 def variables(strategy: psync.ParameterServerStrategy) -> tuple[Any, Any]:
@@ -135,7 +135,9 @@ class TestPlaces:
         with strategy.scope():
             count = psync.Variable([1, 2], name="count")
         ema = psync.ExponentialMovingAverage(0.9)
-        with pytest.raises(GradientError, match='"count": expected a float variable, got int64'):
+        with pytest.raises(
+            ValueMismatchError, match='"count": expected a float variable, got int64'
+        ):
             ema.apply([w, count])
         with pytest.raises(UsageError, match='"w/part_0": it is a shard of "w"'):
             ema.apply([w, w.variables[0]])

@@ -17,10 +17,10 @@ from psync.api.global_step import check_step
 from psync.api.on_read import CopyAccess
 from psync.api.sync_arguments import checked_step
 from psync.errors import (
-    GradientError,
     PartitionError,
     ReplicaValueError,
     UsageError,
+    ValueMismatchError,
     VariableIndexError,
 )
 
@@ -104,7 +104,7 @@ def test_it_is_not_trainable() -> None:
     assert not declare(strategy, 0.0, trainable=False).trainable
     with pytest.raises(UsageError, match="synchronized on read it cannot be trainable"):
         declare(strategy, 0.0, trainable=True)
-    with pytest.raises(GradientError, match="which no optimizer trains"):
+    with pytest.raises(ValueMismatchError, match="which no optimizer trains"):
         at_once(psync.optimizers.SGD(0.1).apply_gradients([(np.float32(0), v)]))
     with pytest.raises(UsageError, match='moving average of "Variable": it is synchronized on'):
         psync.ExponentialMovingAverage(0.9).apply([v])
@@ -219,7 +219,9 @@ async def test_values_are_read_only_or_the_callers_own() -> None:
         assert (await v.value()).tolist() == (await v.read_value()).tolist() == [0, 0]
         out = [np.ones(2, np.float32)]
         assert (await psync.pull([v], out=out))[0] is out[0]
-        with pytest.raises(GradientError, match=r'out for "Variable": expected a writable.*\(2,\)'):
+        with pytest.raises(
+            ValueMismatchError, match=r'out for "Variable": expected a writable.*\(2,\)'
+        ):
             await v.read(out=np.zeros(3, np.float32))
 
 
@@ -274,7 +276,7 @@ async def test_the_program_reads_what_the_aggregation_makes_of_all(
         with strategy.scope():
             assert await v.read() == expected
         if v.dtype != expected.dtype:
-            with pytest.raises(GradientError, match="the mean of int64 is float64"):
+            with pytest.raises(ValueMismatchError, match="the mean of int64 is float64"):
                 await v.read(out=np.zeros((), np.int64))
 
 
@@ -357,7 +359,7 @@ def test_rows_cannot_be_scattered_to(method: str) -> None:
 def test_a_value_that_does_not_fit_one_copy_is_refused() -> None:
     v = declare(offline(), np.zeros(2))
     for call in (v.assign([1.0] * 3), v.assign_add(np.zeros((3, 2))), v.restore_value([1.0] * 3)):
-        with pytest.raises(GradientError, match=r"expected shape \(2,\)"):
+        with pytest.raises(ValueMismatchError, match=r"expected shape \(2,\)"):
             at_once(call)
 
 

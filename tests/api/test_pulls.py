@@ -12,7 +12,7 @@ import pytest
 import psync
 from local_training import at_once, inside_a_step, strategy_of, training
 from psync.api.pulls import mapped
-from psync.errors import GradientError, UsageError
+from psync.errors import UsageError, ValueMismatchError
 
 
 class Layer(NamedTuple):
@@ -136,7 +136,7 @@ async def test_arrays_of_the_caller_are_filled_and_returned() -> None:
 def test_another_nesting_in_out_is_an_error(out: Any, text: str) -> None:
     with strategy_of().scope():
         w, b = psync.Variable(np.zeros(2), name="w"), psync.Variable(np.zeros(2), name="b")
-    with pytest.raises(GradientError, match=re.escape(text)):
+    with pytest.raises(ValueMismatchError, match=re.escape(text)):
         at_once(psync.pull({"w": w, "rest": [b]}, out=out))
 
 
@@ -144,14 +144,14 @@ def test_an_array_in_out_that_stands_for_two_variables_is_an_error() -> None:
     with strategy_of().scope():
         w, b = psync.Variable(np.zeros(2), name="w"), psync.Variable(np.zeros(2), name="b")
     room = np.zeros(2)
-    with pytest.raises(GradientError, match='out has one array for variables "w" and "b"'):
+    with pytest.raises(ValueMismatchError, match='out has one array for variables "w" and "b"'):
         at_once(psync.pull([w, b], out=[room, room]))
 
 
 def test_a_variable_that_stands_twice_has_one_array_in_out() -> None:
     with strategy_of().scope():
         v = psync.Variable(np.ones(2), name="v")
-    with pytest.raises(GradientError, match='out has two arrays for variable "v"'):
+    with pytest.raises(ValueMismatchError, match='out has two arrays for variable "v"'):
         at_once(psync.pull([v, v], out=[np.zeros(2), np.zeros(2)]))
 
 

@@ -12,10 +12,10 @@ import psync
 from local_training import at_once, in_step, strategy_of, training
 from psync.closures.closure import Closure
 from psync.errors import (
-    GradientError,
     IndexTypeError,
     IndexValueError,
     UsageError,
+    ValueMismatchError,
     VariableIndexError,
 )
 from psync.serialization.remote_value import RemoteValue
@@ -223,12 +223,12 @@ def test_a_variable_has_a_length_and_cannot_be_iterated() -> None:
         (([0, 10], np.zeros((2, 2))), VariableIndexError, "index 10 is out of bounds"),
         (([-1], np.zeros((1, 2))), VariableIndexError, "index -1 is out of bounds"),
         (([0.0], np.zeros((1, 2))), IndexTypeError, "expected integers as indices"),
-        (([0, 1], np.zeros((1, 2))), GradientError, r"expected shape \(2, 2\), got \(1, 2\)"),
-        (([0], np.zeros((1, 2), complex)), GradientError, "expected dtype float32"),
-        (([0], None), GradientError, r"expected shape \(1, 2\), got \(\)"),
-        (([0], 1j), GradientError, "expected dtype float32"),
-        (([0], "1"), GradientError, r"expected shape \(1, 2\), got \(\)"),
-        (7, GradientError, r"expected IndexedSlices or a pair \(indices, values\), got int"),
+        (([0, 1], np.zeros((1, 2))), ValueMismatchError, r"expected shape \(2, 2\), got \(1, 2\)"),
+        (([0], np.zeros((1, 2), complex)), ValueMismatchError, "expected dtype float32"),
+        (([0], None), ValueMismatchError, r"expected shape \(1, 2\), got \(\)"),
+        (([0], 1j), ValueMismatchError, "expected dtype float32"),
+        (([0], "1"), ValueMismatchError, r"expected shape \(1, 2\), got \(\)"),
+        (7, ValueMismatchError, r"expected IndexedSlices or a pair \(indices, values\), got int"),
     ],
 )
 def test_what_cannot_be_scattered_is_named(delta: Any, kind: type[Exception], text: str) -> None:
@@ -239,7 +239,7 @@ def test_what_cannot_be_scattered_is_named(delta: Any, kind: type[Exception], te
 
 def test_a_number_that_does_not_fit_is_refused() -> None:
     for dtype, number in ((np.int8, 300), (np.uint8, -1), (np.int64, 0.5), (np.int8, 2**70)):
-        with pytest.raises(GradientError, match='scatter_add to "v": expected'):
+        with pytest.raises(ValueMismatchError, match='scatter_add to "v": expected'):
             at_once(declared(1, np.zeros((3, 2), dtype)).scatter_add(([0], number)))
 
 

@@ -15,7 +15,7 @@ import psync
 from local_training import strategy_of
 from memory_cluster import coordinating
 from psync.api.scheduling import Scheduling
-from psync.errors import CaptureError, ClosedError, ClosureCancelled
+from psync.errors import ClosedError, ClosureCancelled, SerializationError
 from psync.serialization.captures import StaleCaptureWarning
 
 
@@ -109,9 +109,9 @@ async def test_a_captured_name_that_is_rebound_is_warned_of_at_the_call() -> Non
 
 async def test_what_is_no_step_or_cannot_be_sent_is_refused() -> None:
     async with coordinating() as (_, coordinator):
-        with pytest.raises(CaptureError, match="expected a function, got int"):
+        with pytest.raises(SerializationError, match="expected a function, got int"):
             coordinator.submit(5)  # type: ignore[call-overload]
-        with pytest.raises(CaptureError, match="lock"):
+        with pytest.raises(SerializationError, match="lock"):
             coordinator.submit(told, threading.Lock())
         assert coordinator.done()
 

@@ -9,7 +9,7 @@ import pytest
 
 import psync
 from local_training import inside_a_step, strategy_of
-from psync.errors import CaptureError, ConfigurationError, UsageError
+from psync.errors import ConfigurationError, SerializationError, UsageError
 from psync.partitioners import Pinned
 from psync.serialization.functions import FunctionTable
 from psync.specs import VariableSpec
@@ -105,7 +105,7 @@ def test_a_strategy_is_not_copied() -> None:
 
 def test_a_step_neither_captures_nor_makes_nor_opens_a_strategy() -> None:
     strategy = strategy_of()
-    with pytest.raises(CaptureError, match="the strategy lives on the coordinator"):
+    with pytest.raises(SerializationError, match="the strategy lives on the coordinator"):
         FunctionTable().register(lambda: strategy.variables)
     with inside_a_step(), pytest.raises(UsageError, match="making a strategy inside a step"):
         strategy_of()

@@ -11,7 +11,7 @@ import pytest
 import psync
 from psync import optimizers
 from psync.api.sync_arguments import NOWHERE, check_wrapped, checked_weight
-from psync.errors import ConfigurationError, GradientError
+from psync.errors import ConfigurationError, ValueMismatchError
 from psync.store.sync_config import SyncConfig, whole_number
 
 SGD = optimizers.SGD(0.5)
@@ -106,7 +106,7 @@ def test_a_weight_is_a_number_within_what_can_be_summed() -> None:
     assert type(checked_weight(3)) is float
     for weight in (0, -1.5, 1e31, 1e-31):
         text = f"apply_gradients: expected a weight from 1e-30 to 1e+30, got {weight}"
-        with pytest.raises(GradientError, match=re.escape(text)):
+        with pytest.raises(ValueMismatchError, match=re.escape(text)):
             checked_weight(weight)
     for unusable in ("2", None, float("inf"), True):
         with pytest.raises(ConfigurationError, match="apply_gradients: weight: expected a "):

@@ -24,9 +24,9 @@ from psync import Outcome, PushResult, SyncReplicasOptimizer, optimizers
 from psync.errors import (
     ClosureCancelled,
     ConfigurationError,
-    GradientError,
     NotEnoughReplicas,
     UsageError,
+    ValueMismatchError,
 )
 
 pytestmark = pytest.mark.timeout(20)
@@ -364,7 +364,7 @@ def test_gradients_that_are_not_finite_are_refused_where_the_wrapped_one_does() 
         v, step = psync.Variable(np.zeros(2, np.float32)), psync.get_or_create_global_step()
     optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, forbid_nonfinite=True), 1)
     bad = np.full(2, np.nan, np.float32)
-    with pytest.raises(GradientError, match="2 of 2 elements are NaN or infinite"):
+    with pytest.raises(ValueMismatchError, match="2 of 2 elements are NaN or infinite"):
         at_once(optimizer.apply_gradients([(bad, v)], step))
 
 
@@ -581,11 +581,11 @@ def test_one_that_is_made_in_a_step_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda m: ([], m.step), GradientError, "no gradients given"),
-        (lambda m: ([(None, m.v)], m.step), GradientError, "all gradients are None (v)"),
+        (lambda m: ([], m.step), ValueMismatchError, "no gradients given"),
+        (lambda m: ([(None, m.v)], m.step), ValueMismatchError, "all gradients are None (v)"),
         (
             lambda m: ([({"a": 1}, m.v)], m.step),
-            GradientError,
+            ValueMismatchError,
             'gradient for "v": expected shape (2,), got ()',
         ),
         (

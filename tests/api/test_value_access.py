@@ -10,7 +10,7 @@ import pytest
 
 import psync
 from local_training import at_once, strategy_of, training
-from psync.errors import GradientError, UsageError
+from psync.errors import UsageError, ValueMismatchError
 
 
 def two_shards(shape: tuple[int, ...], dtype: object) -> list[int]:
@@ -61,7 +61,7 @@ async def test_a_consistent_pull_fills_what_it_is_given() -> None:
 def test_a_value_that_does_not_fit_locks_nothing() -> None:
     with strategy_of(2, two_shards).scope():
         v = psync.Variable([1.0, 2.0], name="v")
-    with pytest.raises(GradientError, match=r'assign to "v": expected shape \(2,\)'):
+    with pytest.raises(ValueMismatchError, match=r'assign to "v": expected shape \(2,\)'):
         at_once(v.assign([1, 2, 3], atomic=True))
 
 
@@ -78,7 +78,7 @@ def test_what_the_dtype_cannot_hold_is_refused() -> None:
             variable.scatter_sub(rows), variable.scatter_mul(rows),
             variable.scatter_min(rows), variable.scatter_max(rows),
         ):  # fmt: skip
-            with pytest.raises(GradientError, match=r"can hold, got (300|1e\+300)"):
+            with pytest.raises(ValueMismatchError, match=r"can hold, got (300|1e\+300)"):
                 at_once(refused)
 
 

@@ -10,7 +10,7 @@ import pytest
 import psync
 from local_training import at_once, training
 from psync.api.gradient_arguments import value_and_gradients
-from psync.errors import GradientError
+from psync.errors import ValueMismatchError
 
 
 def nested(values: Any) -> Any:
@@ -36,16 +36,16 @@ async def test_the_loss_comes_with_a_gradient_for_each_variable(
 
 
 def test_another_number_of_gradients_than_variables_is_an_error() -> None:
-    with pytest.raises(GradientError, match="value_and_grad: expected 0 gradients, got 2"):
+    with pytest.raises(ValueMismatchError, match="value_and_grad: expected 0 gradients, got 2"):
         at_once(value_and_gradients(lambda: (0, [1, 2]), []))
 
 
 @pytest.mark.parametrize("answer", [1.0, (1.0, None), (1.0, [], [], []), None])
 def test_a_function_that_returns_no_gradients_is_an_error(answer: Any) -> None:
-    with pytest.raises(GradientError, match=r"expected it to return \(loss, gradients\), got"):
+    with pytest.raises(ValueMismatchError, match=r"expected it to return \(loss, gradients\), got"):
         at_once(value_and_gradients(lambda: answer, []))
 
 
 def test_gradients_that_are_nested_otherwise_are_an_error() -> None:
-    with pytest.raises(GradientError, match="gradients: expected a dict with the keys"):
+    with pytest.raises(ValueMismatchError, match="gradients: expected a dict with the keys"):
         at_once(value_and_gradients(lambda values: (0, [1, 2]), {"rate": 0.5}))

@@ -8,7 +8,7 @@ import pytest
 import psync
 from local_training import strategy_of, training
 from psync.api.gradient_arguments import listed, trainable_here
-from psync.errors import GradientError, UsageError
+from psync.errors import UsageError, ValueMismatchError
 
 
 def test_one_variable_or_several_are_listed_and_nothing_else() -> None:
@@ -17,7 +17,7 @@ def test_one_variable_or_several_are_listed_and_nothing_else() -> None:
         w = psync.Variable(np.zeros(2, np.float32), name="w")
     assert listed(v) == [v]
     assert listed(each for each in (w, v)) == [w, v]
-    with pytest.raises(GradientError, match="var_list: expected variables, got ndarray"):
+    with pytest.raises(ValueMismatchError, match="var_list: expected variables, got ndarray"):
         listed([v, np.zeros(2)])
 
 
@@ -27,7 +27,7 @@ def test_a_nesting_stays_as_it_is_if_it_has_variables() -> None:
     for tree in ({"v": v, "rate": 0.5}, [{"v": v}], (v, [v])):
         assert listed(tree) is tree
     for empty in ({"rate": 0.5}, [[]], ({},)):
-        with pytest.raises(GradientError, match="var_list: expected variables, got none"):
+        with pytest.raises(ValueMismatchError, match="var_list: expected variables, got none"):
             listed(empty)
 
 

@@ -15,7 +15,7 @@ import pytest
 import local_training
 import psync
 from local_training import at_once, in_step, inside_a_step, strategy_of, training
-from psync.errors import ClosedError, GradientError, PartitionError, UsageError
+from psync.errors import ClosedError, PartitionError, UsageError, ValueMismatchError
 
 NO_CONNECTION = "no connection to the ps tasks here"
 
@@ -297,7 +297,7 @@ def test_assign_refuses_what_does_not_fit(dtype: str, value: Any, text: str) -> 
     with strategy_of().scope():
         v = psync.Variable(0, dtype=dtype, name="v")
     for method in (v.assign, v.assign_add, v.assign_sub):
-        with pytest.raises(GradientError) as caught:
+        with pytest.raises(ValueMismatchError) as caught:
             at_once(method(value))
         assert str(caught.value).startswith(f'{method.__name__} to "v": {text}')
 
@@ -305,7 +305,9 @@ def test_assign_refuses_what_does_not_fit(dtype: str, value: Any, text: str) -> 
 def test_the_hint_for_a_wrong_dtype_is_the_conversion() -> None:
     with strategy_of().scope():
         v = psync.Variable(0, name="v")
-    with pytest.raises(GradientError, match=re.escape("convert it: np.asarray(value, 'int64')")):
+    with pytest.raises(
+        ValueMismatchError, match=re.escape("convert it: np.asarray(value, 'int64')")
+    ):
         at_once(v.assign(np.float32(1)))
 
 
@@ -339,7 +341,7 @@ async def test_what_is_read_is_read_only_unless_it_is_a_copy_or_an_array_of_the_
 def test_an_array_that_cannot_be_read_into_is_an_error(out: Any, got: str) -> None:
     with strategy_of().scope():
         v = psync.Variable(np.zeros(2), name="v")
-    with pytest.raises(GradientError) as caught:
+    with pytest.raises(ValueMismatchError) as caught:
         at_once(v.read(out=out))
     assert str(caught.value) == (
         'out for "v": expected a writable C-contiguous array of shape (2,) float64, ' + got

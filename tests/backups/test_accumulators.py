@@ -15,7 +15,7 @@ from backups import alone, back_up, take_over
 from inside import accumulators_of, backup_of, peers_of, settled, updates_of
 from ps_cluster import OTHER, WORKER, PsCluster, until
 from psync.client.ps_client import PsClient
-from psync.errors import GradientError
+from psync.errors import ValueMismatchError
 from psync.net.peer import Received
 from psync.ps.accumulators import AccumulatorService
 from psync.ps_task import PsTask
@@ -320,7 +320,7 @@ async def test_what_is_refused_for_its_values_is_refused_by_the_backup(scene: Sc
         values = large[:size].copy()
         assert (await scene.apply(forbids, values=values, local_step=step)).count == 1
         values[-1] = np.inf
-        with pytest.raises(GradientError, match="finite values, got 1 of"):
+        with pytest.raises(ValueMismatchError, match="finite values, got 1 of"):
             await scene.apply(forbids, values=values, local_step=step)
         assert (await scene.apply(forbids, values=values, local_step=-1)).outcome == "stale"
         await scene.check_same()

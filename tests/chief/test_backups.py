@@ -161,6 +161,6 @@ async def test_nothing_is_answered_that_the_backup_does_not_have() -> None:
 def test_replica_needs_two_ps_tasks_and_no_attaching() -> None:
     resolver = strategy_of(1).cluster_resolver
     with pytest.raises(ConfigurationError, match="at least two ps tasks, got 1"):
-        psync.ParameterServerStrategy(resolver, ps_recovery="replica")
-    with pytest.raises(ConfigurationError, match='"checkpoint" or "replica"'):
+        psync.ParameterServerStrategy(resolver, ps_recovery="backup")
+    with pytest.raises(ConfigurationError, match='"checkpoint" or "backup"'):
         psync.ParameterServerStrategy(resolver, ps_recovery="both")

@@ -472,7 +472,7 @@ async def one_push(
         silence(cluster, coordinator)
 
 
-@pytest.mark.parametrize("recovery", ["checkpoint", "replica"])
+@pytest.mark.parametrize("recovery", ["checkpoint", "backup"])
 async def test_a_part_of_a_push_that_waits_for_the_end_of_a_save_does_not_die_with_the_chief(
     recovery: str, tmp_path: Path
 ) -> None:
@@ -506,7 +506,7 @@ async def test_a_part_of_a_push_that_waits_for_the_end_of_a_save_does_not_die_wi
 
 async def test_a_part_of_a_push_that_waits_for_the_backup_does_not_die_with_the_chief() -> None:
     async with cluster_of(2, 1) as cluster:
-        async with one_push(cluster, "replica") as (coordinator, w, step):
+        async with one_push(cluster, "backup") as (coordinator, w, step):
             await w.read()
             with at(cluster, "ps-1", LogEntries, lambda: False) as is_sent:
                 coordinator.schedule(step)
@@ -514,7 +514,7 @@ async def test_a_part_of_a_push_that_waits_for_the_backup_does_not_die_with_the_
                 await settle()
                 assert (await w.read()).tolist() == [0.0, 1.0]
                 silence(cluster, coordinator)
-        async with one_push(cluster, "replica") as (coordinator, w, _):
+        async with one_push(cluster, "backup") as (coordinator, w, _):
             assert coordinator.attached
             assert (await w.read()).tolist() == [1.0, 1.0]
             assert coordinator.partial_updates == 0

@@ -141,11 +141,11 @@ def test_serve_takes_the_same_options(tmp_path: Path, monkeypatch: pytest.Monkey
         return 0
 
     monkeypatch.setattr(tasks, "serve_forever", serve_forever)
-    assert main(["serve", *options_of(environ)]) == 0
+    assert main(["task", *options_of(environ)]) == 0
     assert found == environ
 
 
-@pytest.mark.parametrize("command", [["run", "x.py"], ["serve"]])
+@pytest.mark.parametrize("command", [["run", "x.py"], ["task"]])
 def test_files_that_cannot_be_used_are_one_error_before_anything_starts(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,7 +39,7 @@ def test_a_variable_named_like_the_version_option_does_nothing(
     [
         (["--help"], "psync run train.py --ps 2 --workers 2"),
         (["run", "--help"], "psync run train.py --ps 2 --workers 4 -- --epochs 10"),
-        (["serve", "-h"], "PSYNC_SECRET_FILE=~/cluster.secret psync serve"),
+        (["task", "-h"], "PSYNC_SECRET_FILE=~/cluster.secret psync task"),
     ],
 )
 def test_help_has_an_example(
@@ -91,7 +91,7 @@ def test_an_option_meant_for_the_script_is_told_apart(capsys: pytest.CaptureFixt
 def test_an_unknown_option_of_another_command_has_no_such_hint(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert not refused(capsys, "serve", "--epochs").endswith("after --.")
+    assert not refused(capsys, "task", "--epochs").endswith("after --.")
 
 
 def test_options_come_from_the_environment_too(

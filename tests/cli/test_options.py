@@ -8,7 +8,7 @@ from psync.cli.main import main
 
 
 @pytest.mark.parametrize(
-    "command", [["serve"], ["join", "127.0.0.1:1"], ["run", "train.py"]], ids=lambda each: each[0]
+    "command", [["task"], ["join", "127.0.0.1:1"], ["run", "train.py"]], ids=lambda each: each[0]
 )
 def test_a_level_that_is_none_is_one_line(
     command: list[str], capsys: pytest.CaptureFixture[str]

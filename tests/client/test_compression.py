@@ -17,7 +17,7 @@ from ps_cluster import CONFIG, OTHER, WORKER, PsCluster, heard, hold, pull, unti
 from psync.client.compression import ErrorFeedback, pull_compressed
 from psync.client.plans import Plan
 from psync.client.ps_client import PsClient
-from psync.errors import ClosedError, GradientError, RemoteProtocolError
+from psync.errors import ClosedError, RemoteProtocolError, ValueMismatchError
 from psync.net.peer import Handler
 from psync.numerics.compression import Compression, narrow_dtype
 from psync.numerics.scatter import IndexedSlices
@@ -162,7 +162,7 @@ class TestErrorFeedback:
             assert answer.outcome == "duplicate"
             rows = IndexedSlices(np.ones(1, np.float32), np.array([9]))
             w = await cluster.create("w", np.zeros(1, np.float32))
-            with pytest.raises(GradientError, match="row 9 does not exist"):
+            with pytest.raises(ValueMismatchError, match="row 9 does not exist"):
                 await worker.push((v, w), ([100], rows))
             await worker.push((v,), ([0],))
             assert await value_of(cluster, v) == [-1 - TINY]

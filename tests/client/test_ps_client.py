@@ -15,9 +15,9 @@ from psync.client.pulled_steps import PulledSteps
 from psync.errors import (
     ClosedError,
     ConfigurationError,
-    GradientError,
     RemoteProtocolError,
     UnknownVariableError,
+    ValueMismatchError,
 )
 from psync.net.peer import Handler, Reply
 from psync.numerics.update_rule import SGD
@@ -174,7 +174,9 @@ class TestPushes:
     async def test_a_push_that_does_not_fit_is_refused_by_the_ps(self) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.zeros(3, np.float32))
-            with pytest.raises(GradientError, match=r"expected shape \(3,\) float32 \(12 bytes\)"):
+            with pytest.raises(
+                ValueMismatchError, match=r"expected shape \(3,\) float32 \(12 bytes\)"
+            ):
                 await push(cluster.chief, (v,), (np.zeros(3, np.float16),))
             shard = ShardSpec("u", 7, 0, 0, (3,), "float32", 0)
             unknown = VariableSpec("u", 7, (3,), "float32", True, (shard,), "")

@@ -52,7 +52,7 @@ class TestLost:
                 "/job:ps/task:0 at ps0:1: no answer within 5 s)\n"
                 "hint: its shards are gone, with no checkpoint or complete copy to go back to: "
                 "restart the program; with a psync.CheckpointManager, or "
-                'ps_recovery="replica" and a backup that has had time to copy them, it goes on'
+                'ps_recovery="backup" and a backup that has had time to copy them, it goes on'
             )
             assert caught.value.task == "/job:ps/task:0"
             assert 15 <= loop.time() - began < 25

@@ -14,7 +14,7 @@ from psync.client import rows
 from psync.client.ps_client import PsClient
 from psync.client.pulled_steps import PulledSteps
 from psync.client.rows import _within
-from psync.errors import GradientError, RemoteProtocolError, UnknownVariableError
+from psync.errors import RemoteProtocolError, UnknownVariableError, ValueMismatchError
 from psync.net.peer import Handler, Reply
 from psync.numerics.scatter import SCATTER_OPS, IndexedSlices
 from psync.numerics.update_rule import SGD
@@ -152,9 +152,9 @@ class TestReading:
                     client.read_range(v, int(rows[0]), int(rows[1]) + 1),
                 ):
                     text = f'variable "v": row {row} does not exist, it has 10'
-                    with pytest.raises(GradientError, match=text):
+                    with pytest.raises(ValueMismatchError, match=text):
                         await refused
-            with pytest.raises(GradientError, match=r"a scalar has no rows"):
+            with pytest.raises(ValueMismatchError, match=r"a scalar has no rows"):
                 await cluster.chief.read_rows(s, rows_of(0))
             unknown = VariableSpec(
                 "u", 99, (3,), "float32", True, (ShardSpec("u", 99, 0, 0, (3,), "float32", 0),), ""

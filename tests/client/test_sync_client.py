@@ -17,9 +17,9 @@ from psync.client.ps_client import PsClient
 from psync.client.sync_client import SyncClient
 from psync.errors import (
     ConfigurationError,
-    GradientError,
     RemoteProtocolError,
     TrainingEnded,
+    ValueMismatchError,
 )
 from psync.net.peer import Handler, Reply
 from psync.numerics.update_rule import SGD
@@ -299,10 +299,10 @@ class TestWhatGoesWrong:
             contributed = heard(cluster.ps[0], Contribute)
 
             def refuse(*_: Any) -> Reply:
-                raise GradientError("no")
+                raise ValueMismatchError("no")
 
             handlers_of(cluster.ps[1])[StagePush] = Handler(refuse)
-            with pytest.raises(GradientError, match="no"):
+            with pytest.raises(ValueMismatchError, match="no"):
                 await cluster.push(worker, v)
             assert contributed == []
             assert ((await pull(cluster.chief, v))[0] == 0).all()

@@ -293,7 +293,7 @@ def raising(error: BaseException) -> Callable[[], object]:
 
 @pytest.mark.parametrize("backups", [0, 1])
 @pytest.mark.parametrize(
-    "error", [NameError("name 'typo' is not defined"), psync.GradientError("bad")]
+    "error", [NameError("name 'typo' is not defined"), psync.ValueMismatchError("bad")]
 )
 @pytest.mark.virtual_time
 async def test_an_error_by_which_a_worker_leaves_is_raised_by_the_chief_at_once(
@@ -489,8 +489,8 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
 def test_copies_of_ps_tasks_are_refused_as_no_session_makes_them() -> None:
     tasks = {"ps": ["localhost:1", "localhost:2"], "worker": ["localhost:3"]}
     resolver = psync.SimpleClusterResolver(psync.ClusterSpec(tasks), task_type="worker", task_id=0)
-    with pytest.raises(psync.ConfigurationError, match=r'^ps_recovery="replica": ') as caught:
-        MonitoredTrainingSession(Strategy(resolver, ps_recovery="replica"))
+    with pytest.raises(psync.ConfigurationError, match=r'^ps_recovery="backup": ') as caught:
+        MonitoredTrainingSession(Strategy(resolver, ps_recovery="backup"))
     assert "What a session survives" in str(caught.value.hint)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from psync.accumulators import Accumulator, Take
-from psync.errors import GradientError
+from psync.errors import ValueMismatchError
 from psync.numerics.sums import at_once
 from psync.store.dense_accumulators import ConditionalAccumulator
 
@@ -43,7 +43,7 @@ def cancel(held: Accumulator[Any, Any], take: Take[Any]) -> Take[Any] | None:
     return complete(held) if held.withdraw(take) else None
 
 
-def refusal(call, *args, error: type[Exception] = GradientError, **options) -> str:
+def refusal(call, *args, error: type[Exception] = ValueMismatchError, **options) -> str:
     """What the error says, which names the accumulator."""
     with pytest.raises(error) as info:
         call(*args, **options)

@@ -12,7 +12,7 @@ import pytest
 import psync
 from local_training import strategy_of
 from psync.errors import ConfigurationError
-from psync.integrations.keras import ServedModel
+from psync.integrations.keras import PSModel
 
 
 def points(seed: int, size: int = 32) -> Any:
@@ -40,9 +40,9 @@ def batches(context: psync.InputContext) -> Any:
         seed += context.num_input_pipelines
 
 
-def served_of(strategy: Any, build: Callable[[], Any] = net, **options: Any) -> ServedModel:
+def served_of(strategy: Any, build: Callable[[], Any] = net, **options: Any) -> PSModel:
     with strategy.scope():
-        return ServedModel(build, **options)
+        return PSModel(build, **options)
 
 
 def linear(optimizer: Any = "sgd", units: int = 2, **options: Any) -> Any:
@@ -53,7 +53,7 @@ def linear(optimizer: Any = "sgd", units: int = 2, **options: Any) -> Any:
 
 def refusal(build: Any) -> str:
     with strategy_of().scope(), pytest.raises(ConfigurationError) as caught:
-        ServedModel(build)
+        PSModel(build)
     return str(caught.value)
 
 

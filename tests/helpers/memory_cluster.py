@@ -140,7 +140,7 @@ class MemoryCluster:
         return psync.ParameterServerStrategy(resolver, partitioner, **options)
 
     def replica_strategy(self, partitioner: Any = TWO_SHARDS) -> psync.ParameterServerStrategy:
-        return self.strategy(partitioner, ps_recovery="replica")
+        return self.strategy(partitioner, ps_recovery="backup")
 
     # Programs that train without a coordinator.
 

@@ -204,7 +204,7 @@ async def traffic_of(name: str, case: Case) -> tuple[dict[Link, Traffic], dict[s
         strategy = psync.ParameterServerStrategy(
             cluster.resolver,
             psync.FixedShardsPartitioner(case.p) if is_table else None,
-            ps_recovery="replica" if case.backup else "checkpoint",
+            ps_recovery="backup" if case.backup else "checkpoint",
         )
         async with psync.ClusterCoordinator(strategy) as coordinator:
             if work is None:

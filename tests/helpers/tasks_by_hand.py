@@ -18,7 +18,7 @@ from typing import IO
 from ports import claimed_ports
 
 SCRIPTS = Path(__file__).parents[1] / "processes" / "scripts"
-SERVE = ("-m", "psync", "serve")
+SERVE = ("-m", "psync", "task")
 SECRET = "correct horse battery staple"
 
 

@@ -253,7 +253,7 @@ async def test_attaching_without_backups_is_refused_where_a_backup_serves() -> N
             async with life_of(cluster.strategy(), attach=True):
                 pass
         assert told.value.hint is not None
-        assert 'ps_recovery="replica"' in told.value.hint
+        assert 'ps_recovery="backup"' in told.value.hint
         async with life(cluster) as second:
             await check(declared(second), 3)
 

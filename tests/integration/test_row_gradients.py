@@ -11,7 +11,7 @@ import psync
 from local_training import in_step, strategy_of, training
 from psync import IndexedSlices, optimizers
 from psync.api.gradient_arguments import checked_pairs
-from psync.errors import GradientError
+from psync.errors import ValueMismatchError
 
 
 def thirds(shape: tuple[int, ...], dtype: object) -> list[int]:
@@ -86,14 +86,14 @@ def test_rows_that_do_not_fit_are_refused_before_the_push(
 ) -> None:
     with strategy_of().scope():
         v = psync.Variable(np.zeros((10, 2), np.float32), name="v")
-    with pytest.raises(GradientError, match=f'gradient for "v": {expected}'):
+    with pytest.raises(ValueMismatchError, match=f'gradient for "v": {expected}'):
         checked_pairs([(gradient, v)], "sgd")
 
 
 def test_a_scalar_has_no_rows() -> None:
     with strategy_of().scope():
         v = psync.Variable(np.float32(0), name="v")
-    with pytest.raises(GradientError, match='gradient for "v": a scalar has no rows'):
+    with pytest.raises(ValueMismatchError, match='gradient for "v": a scalar has no rows'):
         checked_pairs([(IndexedSlices([1.0], [0]), v)], None)
 
 

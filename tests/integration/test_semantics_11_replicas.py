@@ -10,7 +10,7 @@ import pytest
 import psync
 from memory_cluster import coordinating
 from psync import VariableAggregation, VariableSynchronization
-from psync.errors import GradientError, ReplicaValueError
+from psync.errors import ReplicaValueError, ValueMismatchError
 
 
 async def replica_id() -> int:
@@ -294,7 +294,7 @@ async def test_a_mean_of_rows_of_integers_is_an_error() -> None:
                 await getattr(v, method)((np.array([0]), np.array([2])))
 
             expected = f'{method} to "v", with aggregation MEAN: expected floating values'
-            with pytest.raises(GradientError, match=expected):
+            with pytest.raises(ValueMismatchError, match=expected):
                 await coordinator.strategy.run(fn, args=(method,))
 
 

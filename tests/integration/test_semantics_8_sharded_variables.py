@@ -16,11 +16,11 @@ import psync
 from local_training import in_step, strategy_of, training
 from memory_cluster import TWO_SHARDS, cluster_of
 from psync.errors import (
-    GradientError,
     IndexTypeError,
     IndexValueError,
     ParameterServerLost,
     UsageError,
+    ValueMismatchError,
     VariableIndexError,
 )
 from psync.numerics.casting import fitting
@@ -86,7 +86,7 @@ async def test_whole_values_are_cut_along_axis_0_and_return_the_variable() -> No
     ],
 )
 def test_a_value_of_another_shape_or_kind_is_an_error(value: Any, text: str) -> None:
-    with pytest.raises(GradientError, match=text):
+    with pytest.raises(ValueMismatchError, match=text):
         fitting(value, declared(TEN).spec, 'assign to "v"', casting="same_kind")
 
 

@@ -1,4 +1,4 @@
-"""ServedPytree: trees of jax arrays out, gradients and new state in; keys of steps."""
+"""PSPytree: trees of jax arrays out, gradients and new state in; keys of steps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 import psync
 from local_training import in_step, inside_a_step, shared, strategy_of, training
 from psync.client.context import ClosureContext, inside
-from psync.errors import ConfigurationError, GradientError, PartitionError, UsageError
+from psync.errors import ConfigurationError, PartitionError, UsageError, ValueMismatchError
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
 
-from psync.integrations.jax import ServedPytree, step_key  # noqa: E402  # needs jax
+from psync.integrations.jax import PSPytree, step_key  # noqa: E402  # needs jax
 
 PARAMS = {"w": np.arange(6, dtype=np.float32).reshape(3, 2), "b": np.zeros(2, np.float32)}
 STATS = {"bn": {"mean": np.zeros(4, np.float32), "count": np.array(0)}}
@@ -27,10 +27,10 @@ STATS = {"bn": {"mean": np.zeros(4, np.float32), "count": np.array(0)}}
 
 def served_of(
     strategy: psync.ParameterServerStrategy, params: Any = PARAMS, **options: Any
-) -> ServedPytree[Any]:
+) -> PSPytree[Any]:
     optimizer = options.pop("optimizer", None) or psync.optimizers.SGD(1.0)
     with strategy.scope():
-        return ServedPytree(params, optimizer, **options)
+        return PSPytree(params, optimizer, **options)
 
 
 def ones_like(tree: Any) -> Any:
@@ -169,7 +169,7 @@ async def test_gradients_of_any_float_are_cast(dtype: str) -> None:
         await served.push({"w": None, "b": np.array([1, 2], jnp.dtype(dtype))})
         assert (await served.state_dict())["b"].tolist() == [-1, -2]
         strict = served_of(strategy, cast_gradients=False, name="strict")
-        with pytest.raises(GradientError, match="expected dtype float32"):
+        with pytest.raises(ValueMismatchError, match="expected dtype float32"):
             await strict.push({"w": None, "b": np.array([1, 2], jnp.dtype(dtype))})
 
 
@@ -196,16 +196,18 @@ async def test_arrays_that_are_still_computed_are_waited_for() -> None:
 async def test_what_is_no_gradient_is_refused() -> None:
     async with training(1, 1) as (strategy, _):
         served = served_of(strategy, name="net")
-        message = "ServedPytree 'net': gradients: expected the same tree as params of ServedPytree"
-        with pytest.raises(GradientError, match=f"{message} 'net'; missing: 'b'"):
+        message = "PSPytree 'net': gradients: expected the same tree as params of PSPytree"
+        with pytest.raises(ValueMismatchError, match=f"{message} 'net'; missing: 'b'"):
             await served.push({"w": jnp.ones((3, 2))})
-        with pytest.raises(GradientError, match="ServedPytree 'net': no gradient to push"):
+        with pytest.raises(ValueMismatchError, match="PSPytree 'net': no gradient to push"):
             await served.push({"w": None, "b": None})
-        with pytest.raises(GradientError, match=r'gradient for "net/b": expected shape \(2,\)'):
+        with pytest.raises(
+            ValueMismatchError, match=r'gradient for "net/b": expected shape \(2,\)'
+        ):
             await served.push({"w": None, "b": jnp.ones(3)})
         gone = jnp.ones(2)
         gone.delete()
-        with pytest.raises(GradientError, match='gradient "b" was deleted'):
+        with pytest.raises(ValueMismatchError, match='gradient "b" was deleted'):
             await served.push({"w": None, "b": gone})
         with pytest.raises(UsageError, match="got a state, and was made without one"):
             await served.push(PARAMS, state=STATS)
@@ -214,7 +216,7 @@ async def test_what_is_no_gradient_is_refused() -> None:
 # --- state -------------------------------------------------------------------------------------
 
 
-async def push_state(served: ServedPytree[Any], mean: float, count: int) -> Any:
+async def push_state(served: PSPytree[Any], mean: float, count: int) -> Any:
     params, stats = await served.pull()
     new = {"bn": {"mean": stats["bn"]["mean"] * 0 + mean, "count": stats["bn"]["count"] + count}}
     await served.push(ones_like(params), state=new)
@@ -278,7 +280,7 @@ async def test_state_has_to_be_pulled_and_pushed() -> None:
             await in_step(coordinator, forgets)
         with pytest.raises(UsageError, match="push of state in a step that has not pulled"):
             await in_step(coordinator, pushes)
-        with pytest.raises(GradientError, match="state: expected the same tree as state of"):
+        with pytest.raises(ValueMismatchError, match="state: expected the same tree as state of"):
             await in_step(coordinator, another)
 
 
@@ -318,7 +320,7 @@ async def test_loading_asks_for_all_names() -> None:
 
 def test_what_it_is_made_with_is_checked() -> None:
     strategy = strategy_of()
-    with pytest.raises(ConfigurationError, match="ServedPytree: expected an optimizer of psync"):
+    with pytest.raises(ConfigurationError, match="PSPytree: expected an optimizer of psync"):
         served_of(strategy, optimizer="adam")
     with pytest.raises(ConfigurationError, match="expected trainable to be a function of a name"):
         served_of(strategy, trainable="w")
@@ -334,8 +336,8 @@ def test_what_it_is_made_with_is_checked() -> None:
         served_of(strategy, {**PARAMS, "act": lambda x: x})
     with pytest.raises(PartitionError, match=r'"z".* dtype .complex64. is not supported'):
         served_of(strategy, {**PARAMS, "z": jnp.ones(2, jnp.complex64)})
-    with pytest.raises(UsageError, match="making a ServedPytree outside a strategy's scope"):
-        ServedPytree(PARAMS, psync.optimizers.SGD())
+    with pytest.raises(UsageError, match="making a PSPytree outside a strategy's scope"):
+        PSPytree(PARAMS, psync.optimizers.SGD())
 
 
 async def test_numbers_of_64_bits_are_refused_where_jax_has_none() -> None:

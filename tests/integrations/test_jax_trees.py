@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from psync.errors import ConfigurationError, GradientError
+from psync.errors import ConfigurationError, ValueMismatchError
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 
@@ -118,7 +118,7 @@ def test_none_may_stand_for_a_leaf() -> None:
 )
 def test_another_tree_is_refused(tree: Any, difference: str) -> None:
     named = NamedTree({"a": ONE, "b": [ONE]}, "the params", "params")
-    with pytest.raises(GradientError) as refused:
+    with pytest.raises(ValueMismatchError) as refused:
         named.taken_apart(tree, "grads")
     told = str(refused.value).splitlines()[0]
     assert told == f"grads: expected the same tree as the params{difference}"
@@ -176,12 +176,12 @@ def test_gradients_of_integers_are_none() -> None:
 def test_arrays_without_values_are_refused_by_name() -> None:
     gone = jax.numpy.ones(2)
     gone.delete()
-    with pytest.raises(GradientError, match='gradient "w" was deleted, or donated'):
+    with pytest.raises(ValueMismatchError, match='gradient "w" was deleted, or donated'):
         check_present({"v": ONE, "w": gone}, "gradient")
 
     @jax.jit
     def traced(x: Any) -> Any:
-        with pytest.raises(GradientError, match='gradient "w" is traced: it has no value yet'):
+        with pytest.raises(ValueMismatchError, match='gradient "w" is traced: it has no value yet'):
             check_present({"w": x}, "gradient")
         return x
 

@@ -13,7 +13,7 @@ import pytest
 
 import psync
 from local_training import in_step, strategy_of, training
-from psync.errors import ConfigurationError, GradientError, UsageError
+from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.integrations.served import ServedVariables, check_same, digest_of, in_thread
 
 VALUES = {
@@ -93,7 +93,7 @@ async def test_values_are_read_into_given_memory() -> None:
 async def test_nothing_is_loaded_if_one_array_does_not_fit() -> None:
     async with training(1, 1) as (strategy, coordinator):
         served = served_of(strategy)
-        with pytest.raises(GradientError, match=r'value for "table": expected shape \(4, 2\)'):
+        with pytest.raises(ValueMismatchError, match=r'value for "table": expected shape \(4, 2\)'):
             await served.load_values({"a.bias": np.ones(2), "table": np.ones(3)})
         assert not (await served.read_values())["a.bias"].any()
 
@@ -121,20 +121,20 @@ async def test_a_gradient_that_does_not_survive_the_cast_is_refused_by_name() ->
         served = served_of(strategy)
         large = {"a.weight": np.ones((3, 2)), "a.bias": np.array([0, 1e300])}
         message = 'gradient for "net/a.bias": expected values that float32 can hold, got 1e.300'
-        with pytest.raises(GradientError, match=message):
+        with pytest.raises(ValueMismatchError, match=message):
             await served.push_values(large, {}, {})
         infinite = np.array([0, np.inf])  # is what it is
         await served.push_values({"a.bias": infinite}, {}, {})
         assert (await served.read_values())["a.bias"].tolist() == [0, -np.inf]
         strict = served_of(strategy, cast_gradients=False, name="strict")
-        with pytest.raises(GradientError, match="expected dtype float32, got float64"):
+        with pytest.raises(ValueMismatchError, match="expected dtype float32, got float64"):
             await strict.push_values({"a.bias": np.ones(2)}, {}, {})
 
 
 async def test_no_gradient_at_all_is_an_error() -> None:
     async with training(1, 1) as (strategy, _):
         served = served_of(strategy)
-        with pytest.raises(GradientError, match="Model 'net': no gradient to push"):
+        with pytest.raises(ValueMismatchError, match="Model 'net': no gradient to push"):
             await served.push_values({"a.bias": None}, {}, {})
 
 

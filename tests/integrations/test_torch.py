@@ -1,4 +1,4 @@
-"""ServedModule: pulls into a worker's own module, pushes of what backward() made."""
+"""PSModule: pulls into a worker's own module, pushes of what backward() made."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 
 import psync
 from local_training import in_step, shared, strategy_of, training
-from psync.errors import ConfigurationError, GradientError, UsageError
+from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from psync.integrations.torch import ServedModule  # noqa: E402  # needs torch
+from psync.integrations.torch import PSModule  # noqa: E402  # needs torch
 
 
 def linear() -> Any:
@@ -31,21 +31,19 @@ def served_of(
     build: Callable[[], Any] = linear,
     optimizer: Any = None,
     **options: Any,
-) -> ServedModule:
+) -> PSModule:
     with strategy.scope():
-        return ServedModule(build, optimizer or psync.optimizers.SGD(1.0), **options)
+        return PSModule(build, optimizer or psync.optimizers.SGD(1.0), **options)
 
 
-async def pushed_once(served: ServedModule, loss_of: Callable[[Any], Any], **options: Any) -> Any:
+async def pushed_once(served: PSModule, loss_of: Callable[[Any], Any], **options: Any) -> Any:
     """A step: pull, the gradient of a loss of the module, push."""
     module = await served.pull()
     loss_of(module).backward()
     return await served.push(**options)
 
 
-async def trained_once(
-    served: ServedModule, coordinator: Any, loss_of: Callable[[Any], Any]
-) -> Any:
+async def trained_once(served: PSModule, coordinator: Any, loss_of: Callable[[Any], Any]) -> Any:
     """Run such a step on a worker; return the state_dict() after it."""
 
     async def step() -> None:
@@ -87,7 +85,7 @@ async def test_each_worker_builds_a_module_once_and_gets_it_again() -> None:
             assert psync.wait(served.pull()) is module
             return id(module), at, module.bias.tolist()
 
-        async def another(given: ServedModule) -> Any:
+        async def another(given: PSModule) -> Any:
             module = await given.pull()
             return id(module), module.weight.data_ptr(), module.bias.tolist()
 
@@ -171,7 +169,9 @@ async def test_a_gradient_of_a_frozen_parameter_is_refused() -> None:
             module(torch.ones(1, 2)).sum().backward()
             await served.push()
 
-        with pytest.raises(GradientError, match='parameter "weight" has a gradient, and was froz'):
+        with pytest.raises(
+            ValueMismatchError, match='parameter "weight" has a gradient, and was froz'
+        ):
             await in_step(coordinator, step)
 
 
@@ -289,7 +289,7 @@ async def test_a_gradient_that_its_variable_cannot_hold_is_refused_by_name() -> 
             await pushed_once(served, lambda net: (net.float().bias * 1e6).sum())
 
         with pytest.raises(
-            GradientError, match='"net/bias": expected values that float16 can hold'
+            ValueMismatchError, match='"net/bias": expected values that float16 can hold'
         ):
             await in_step(coordinator, step)
 
@@ -326,7 +326,7 @@ async def test_without_a_gradient_or_a_pull_there_is_nothing_to_push() -> None:
             await served.push()
 
         with pytest.raises(
-            GradientError, match="ServedModule 'served_module': no gradient to push"
+            ValueMismatchError, match="PSModule 'served_module': no gradient to push"
         ):
             await in_step(coordinator, without_backward)
         with pytest.raises(UsageError, match="push in a step that has not pulled"):
@@ -375,7 +375,7 @@ async def test_load_state_dict_takes_what_torch_takes() -> None:
         assert not (await served.state_dict())["bias"].any()
         assert await served.load_state_dict(part, strict=False) == (["weight"], ["head"])
         assert (await served.state_dict())["bias"].all()
-        with pytest.raises(GradientError, match=r'"bias": expected shape \(3,\), got \(4,\)'):
+        with pytest.raises(ValueMismatchError, match=r'"bias": expected shape \(3,\), got \(4,\)'):
             await served.load_state_dict({"bias": torch.ones(4)}, strict=False)
 
 
@@ -408,8 +408,8 @@ def test_what_it_is_made_with_is_checked() -> None:
     check("expected a function that builds the module, got int", build=5)
     check("expected build_module to return a torch.nn.Module, got float", build=lambda: 1.0)
     check("one of 'mean', 'first', 'local', got 'sum'", buffers="sum")
-    with pytest.raises(UsageError, match="making a ServedModule outside a strategy's scope"):
-        ServedModule(linear, psync.optimizers.SGD())
+    with pytest.raises(UsageError, match="making a PSModule outside a strategy's scope"):
+        PSModule(linear, psync.optimizers.SGD())
     with pytest.raises(UsageError, match="expected a Python identifier, got 'a b'"):
         served_of(strategy_of(), name="a b")
 

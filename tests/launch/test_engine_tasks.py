@@ -145,7 +145,7 @@ async def test_tasks_train_where_the_engine_runs_them() -> None:
 async def test_a_ps_that_is_begun_elsewhere_is_found_there_and_counts_are_exact() -> None:
     async with (
         ThreadCluster(2, 2) as cluster,
-        counting(cluster, ps_recovery="replica") as (coordinator, v),
+        counting(cluster, ps_recovery="backup") as (coordinator, v),
     ):
         await count(coordinator, v, 10)
         before = cluster.resolver.cluster_spec().task_address("ps", 1)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import psync
-from psync.errors import CaptureError, ConfigurationError, UsageError
+from psync.errors import ConfigurationError, SerializationError, UsageError
 from psync.testing import MemoryNetwork
 
 BOTH_KINDS = pytest.mark.parametrize(
@@ -142,7 +142,9 @@ async def test_a_step_cannot_capture_it() -> None:
     async with psync.LocalCluster(1, 1, processes=False) as cluster:
         strategy = psync.ParameterServerStrategy(cluster.resolver)
         async with psync.ClusterCoordinator(strategy) as coordinator:
-            with pytest.raises(CaptureError, match="the cluster's processes belong to the chief"):
+            with pytest.raises(
+                SerializationError, match="the cluster's processes belong to the chief"
+            ):
                 coordinator.schedule(lambda: cluster)
 
 

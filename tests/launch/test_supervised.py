@@ -12,7 +12,7 @@ SUPERVISED = {"PSYNC_SUPERVISED": "1"}
 
 
 @pytest.mark.parametrize(("environ", "code"), [({}, 0), (SUPERVISED, 143)])
-@pytest.mark.parametrize("command", [("-m", "psync", "serve"), script("anywhere.py", "/nowhere")])
+@pytest.mark.parametrize("command", [("-m", "psync", "task"), script("anywhere.py", "/nowhere")])
 def test_a_worker_that_leaves_says_whether_it_is_needed_again(
     environ: dict[str, str], code: int, command: tuple[str, ...]
 ) -> None:

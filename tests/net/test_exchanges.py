@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from endpoints import connected
-from psync.errors import ConnectionLost, GradientError
+from psync.errors import ConnectionLost, ValueMismatchError
 from psync.net.peer import Handler, Peer
 from psync.net.serving import Later, Received, Reply
 from psync.testing import settle
@@ -76,10 +76,10 @@ def test_the_answer_comes_when_it_is_given_and_leaves_at_once(turns: Turns) -> N
     before = pair.back.connection.bytes_sent
     handler.waiters[1].give(Reply(Statistics({"n": 1})))
     assert pair.back.connection.bytes_sent > before
-    handler.waiters[0].give(GradientError("no"))
+    handler.waiters[0].give(ValueMismatchError("no"))
     turns.settle()
     assert got[0] == Received(Statistics({"n": 1}), [])
-    assert isinstance(got[1], GradientError)
+    assert isinstance(got[1], ValueMismatchError)
     assert handler.given_up == []
 
 
@@ -95,10 +95,10 @@ async def test_the_answer_of_a_handler_that_took_time_comes_when_it_is_given() -
         before = pair.back.connection.bytes_sent
         handler.waiters[1].give(Reply(Statistics({"n": 1})))
         assert pair.back.connection.bytes_sent > before
-        handler.waiters[0].give(GradientError("no"))
+        handler.waiters[0].give(ValueMismatchError("no"))
         await settle()
         assert got[0] == Received(Statistics({"n": 1}), [])
-        assert isinstance(got[1], GradientError)
+        assert isinstance(got[1], ValueMismatchError)
         assert handler.given_up == []
 
 

@@ -29,9 +29,9 @@ from endpoints import (
 from psync.errors import (
     ConnectionLost,
     DeadlineExceeded,
-    GradientError,
     LocalProtocolError,
     RemoteProtocolError,
+    ValueMismatchError,
 )
 from psync.net.peer import Handler, Into, Later, Peer, Reply
 from psync.testing import MemoryNetwork, settle
@@ -234,10 +234,10 @@ def test_an_error_in_placing_a_reply_fails_that_call_alone(turns: Turns) -> None
         return Reply(Pulled([]), [bytes(100 * KIB)])
 
     def broken(message: Message, lengths: tuple[int, ...], lent: object) -> Sequence[memoryview]:
-        raise GradientError("no room for this")
+        raise ValueMismatchError("no room for this")
 
     pair = peered(turns, {Pull: Handler(values)})
-    with pytest.raises(GradientError, match="no room for this"):
+    with pytest.raises(ValueMismatchError, match="no room for this"):
         pair.ask(pull(), into=broken)
     with pytest.raises(LocalProtocolError) as caught:
         pair.ask(pull(), into=views_of(np.zeros(99, np.uint8)))
@@ -328,11 +328,11 @@ async def test_the_peer_is_told_that_a_call_was_given_up(deadline_s: float | Non
 async def test_an_answer_that_comes_at_the_very_deadline_is_one_or_the_other(seed: int) -> None:
     async with connected(
         MemoryNetwork(seed, latency=(0.5, 0.5)),
-        {AskStatistics: Handler(done), Pull: raising(GradientError("no"))},
+        {AskStatistics: Handler(done), Pull: raising(ValueMismatchError("no"))},
     ) as pair:
         loop = asyncio.get_running_loop()
         for message in (AskStatistics(), pull()):
-            with contextlib.suppress(DeadlineExceeded, GradientError):
+            with contextlib.suppress(DeadlineExceeded, ValueMismatchError):
                 await pair.peer.call(message, deadline=loop.time() + 1.0)
             assert pair.peer.statistics()["calls"] == 0
         await pair.peer.ping()

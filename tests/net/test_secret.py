@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from psync.errors import CaptureError, ConfigurationError
+from psync.errors import ConfigurationError, SerializationError
 from psync.net.secret import (
     HOW_TO_MAKE_ONE,
     Secret,
@@ -42,12 +42,14 @@ def test_secret_shows_in_no_text() -> None:
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_secret_refuses_to_be_pickled(protocol: int) -> None:
-    with pytest.raises(CaptureError, match="the cluster's secret cannot be pickled or copied"):
+    with pytest.raises(
+        SerializationError, match="the cluster's secret cannot be pickled or copied"
+    ):
         pickle.dumps({"key": Secret(TEXT.encode())}, protocol)
 
 
 def test_secret_refuses_to_be_copied() -> None:
-    with pytest.raises(CaptureError, match="a step must not use it"):
+    with pytest.raises(SerializationError, match="a step must not use it"):
         copy.deepcopy(Secret(TEXT.encode()))
 
 

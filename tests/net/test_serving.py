@@ -11,10 +11,10 @@ import pytest
 from endpoints import PS, WORKER, Gate, Handlers, connected, done, pattern, push, raising
 from psync.errors import (
     FencedError,
-    GradientError,
     LocalProtocolError,
     PsyncError,
     RemoteError,
+    ValueMismatchError,
     WorkerLost,
 )
 from psync.net.peer import Handler, Later, Peer, Reply
@@ -37,7 +37,7 @@ MIB = 1 << 20
 @pytest.mark.parametrize(
     "error",
     [
-        GradientError("shape (2,) instead of (3,)", hint="transpose it"),
+        ValueMismatchError("shape (2,) instead of (3,)", hint="transpose it"),
         WorkerLost("/job:worker/task:7"),  # not the one that answers
     ],
     ids=lambda error: type(error).__name__,
@@ -128,7 +128,7 @@ def test_prepare_says_where_a_body_belongs(turns: Turns, size: int) -> None:
 @pytest.mark.parametrize("size", [0, 10, 300 * KIB])
 def test_a_body_that_prepare_refuses_is_thrown_away(turns: Turns, size: int) -> None:
     refusals: list[Exception] = [
-        GradientError("too large", hint="make it smaller"),
+        ValueMismatchError("too large", hint="make it smaller"),
         ZeroDivisionError("a mistake"),
     ]
 
@@ -139,7 +139,7 @@ def test_a_body_that_prepare_refuses_is_thrown_away(turns: Turns, size: int) -> 
         raise AssertionError("the message was refused")
 
     pair = peered(turns, {Push: Handler(run, prepare), AskStatistics: Handler(done)})
-    with pytest.raises(GradientError, match="too large\nhint: make it smaller"):
+    with pytest.raises(ValueMismatchError, match="too large\nhint: make it smaller"):
         pair.ask(push(0), [bytes(size)])
     with pytest.raises(RemoteError, match=r"ZeroDivisionError on .*: a mistake"):
         pair.ask(push(1), [bytes(size)])

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psync.errors import GradientError
+from psync.errors import ValueMismatchError
 from psync.numerics.casting import checked_target, fits, fitting
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 
@@ -58,14 +58,14 @@ def test_lists_and_other_dtypes_of_the_kind_are_cast(value: Any) -> None:
 
 def test_rows_have_the_shape_of_rows() -> None:
     assert fitted([[1, 2]], shape=(1, 2)).shape == (1, 2)
-    with pytest.raises(GradientError, match=r"assign: expected shape \(2, 2\), got \(3, 2\)"):
+    with pytest.raises(ValueMismatchError, match=r"assign: expected shape \(2, 2\), got \(3, 2\)"):
         fitted(np.zeros((3, 2), np.float32), shape=(2, 2))
 
 
 def test_python_integers_fit_unsigned_variables_if_they_are_in_range() -> None:
     unsigned = spec_of((2,), "uint8")
     assert fitted([1, 255], unsigned).tolist() == [1, 255]
-    with pytest.raises(GradientError, match="expected values that uint8 can hold, got 256"):
+    with pytest.raises(ValueMismatchError, match="expected values that uint8 can hold, got 256"):
         fitted([1, 256], unsigned)
 
 
@@ -92,7 +92,7 @@ def test_python_integers_fit_unsigned_variables_if_they_are_in_range() -> None:
 def test_an_operand_that_the_dtype_cannot_hold_is_refused(
     value: Any, dtype: str, came: str
 ) -> None:
-    with pytest.raises(GradientError) as caught:
+    with pytest.raises(ValueMismatchError) as caught:
         fitted(value, spec_of((2,), dtype))
     assert caught.value.message == f"assign: expected values that {dtype} can hold, got {came}"
 
@@ -105,7 +105,7 @@ def test_an_operand_that_the_dtype_cannot_hold_is_refused(
     ],
 )  # fmt: skip
 def test_a_single_number_that_the_dtype_cannot_hold_is_refused(value: Any, dtype: str) -> None:
-    with pytest.raises(GradientError, match=f"expected values that {dtype} can hold, got "):
+    with pytest.raises(ValueMismatchError, match=f"expected values that {dtype} can hold, got "):
         fitted(value, spec_of((), dtype))
 
 
@@ -153,12 +153,14 @@ def test_what_the_dtype_can_hold_is_cast(value: Any, dtype: str) -> None:
     ],
 )
 def test_a_lower_kind_is_refused_whatever_the_numbers_are(value: Any, dtype: str) -> None:
-    with pytest.raises(GradientError, match=f"assign: expected dtype {dtype}, got "):
+    with pytest.raises(ValueMismatchError, match=f"assign: expected dtype {dtype}, got "):
         fitted(value, spec_of((2,), dtype))
 
 
 def test_a_gradient_of_numbers_that_the_dtype_cannot_hold_is_refused() -> None:
-    with pytest.raises(GradientError, match=r"expected values that float32 can hold, got 1e\+300"):
+    with pytest.raises(
+        ValueMismatchError, match=r"expected values that float32 can hold, got 1e\+300"
+    ):
         fitted([1, 1e300], spec_of((2,)), casting="no")
 
 
@@ -172,7 +174,7 @@ def test_a_gradient_of_numbers_that_the_dtype_cannot_hold_is_refused() -> None:
     ],
 )
 def test_what_does_not_fit_is_named(value: Any, options: dict[str, Any], text: str) -> None:
-    with pytest.raises(GradientError, match=text):
+    with pytest.raises(ValueMismatchError, match=text):
         fitted(value, **options)
 
 
@@ -187,11 +189,11 @@ def test_a_target_is_taken_as_it_is_or_told_what_is_wrong_with_it() -> None:
         (np.zeros(3), r"got shape \(3,\) float64"),
         ([[0]], "got list"),
     ]:
-        with pytest.raises(GradientError, match=text):
+        with pytest.raises(ValueMismatchError, match=text):
             checked_target(wrong, SPEC)
 
 
 def test_a_masked_array_is_no_target() -> None:
     out = np.ma.masked_array(np.zeros((3, 2), np.float32), np.ones((3, 2), bool))
-    with pytest.raises(GradientError, match=r'out for "v": expected .*, got a masked array'):
+    with pytest.raises(ValueMismatchError, match=r'out for "v": expected .*, got a masked array'):
         checked_target(out, SPEC)

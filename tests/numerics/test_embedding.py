@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.errors import ConfigurationError, GradientError, PartitionError
+from psync.errors import ConfigurationError, PartitionError, ValueMismatchError
 from psync.numerics.embedding import (
     SparseIds,
     check_combiner,
@@ -104,7 +104,7 @@ def test_a_norm_that_is_none_is_an_error() -> None:
     for norm in (0, -1, float("nan"), float("inf"), "1"):
         with pytest.raises(ConfigurationError, match="lookup: expected a finite max_norm above 0"):
             with_max_norm(np.zeros((1, 1)), norm, "lookup")  # type: ignore[arg-type]
-    with pytest.raises(GradientError, match="lookup: expected a floating variable, got int64"):
+    with pytest.raises(ValueMismatchError, match="lookup: expected a floating variable, got int64"):
         with_max_norm(np.zeros((1, 1), np.int64), 1.0, "lookup")
 
 
@@ -174,7 +174,7 @@ def test_rows_may_have_any_shape_and_half_precision_is_summed_in_single() -> Non
     half = np.array([2048, 1, 1, 0], np.float16)
     many = sparse([0, 1, 2, 3], None, [[0, 0], [0, 1], [0, 2], [0, 3]])
     assert combined(many, "sum", half).tolist() == [2050, 0, 0]  # 2048 + 1 is 2048 in half
-    with pytest.raises(GradientError, match="expected a floating variable, got int64"):
+    with pytest.raises(ValueMismatchError, match="expected a floating variable, got int64"):
         combined(given, "sum", np.arange(4))
 
 
@@ -238,5 +238,5 @@ def test_objects_with_these_attributes_will_do() -> None:
     ],
 )
 def test_what_does_not_fit_is_named(ids: Any, weights: Any, text: str) -> None:
-    with pytest.raises(GradientError, match=f"lookup: .*{text}"):
+    with pytest.raises(ValueMismatchError, match=f"lookup: .*{text}"):
         SparseIds.of(ids, weights, "lookup")

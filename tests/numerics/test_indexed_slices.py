@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from psync.errors import GradientError
+from psync.errors import ValueMismatchError
 from psync.numerics.scatter import IndexedSlices
 
 
@@ -56,12 +56,12 @@ def test_a_list_without_rows_is_a_gradient_too() -> None:
     ],
 )
 def test_what_does_not_belong_together_is_refused(values: object, indices: object) -> None:
-    with pytest.raises(GradientError, match="IndexedSlices: expected"):
+    with pytest.raises(ValueMismatchError, match="IndexedSlices: expected"):
         IndexedSlices(values, indices)
 
 
 def test_integers_named_twice_are_refused_since_nobody_can_train_with_them() -> None:
-    with pytest.raises(GradientError, match="floating-point"):
+    with pytest.raises(ValueMismatchError, match="floating-point"):
         IndexedSlices(np.array([1, 2]), [0, 0]).merged()
 
 

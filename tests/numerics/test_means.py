@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from psync.errors import (
     BusyError,
-    GradientError,
     PartitionError,
     UnknownVariableError,
     UsageError,
+    ValueMismatchError,
 )
 from psync.numerics.blocks import BLOCK_ELEMENTS
 from psync.numerics.clipping import scaled, sum_of_squares
@@ -361,7 +361,7 @@ class TestAverage:
         with pytest.raises(PartitionError, match=r"expected shape \(3,\) int32"):
             store.average(KEY, (2, 0), 0.5)
         with pytest.raises(
-            GradientError,
+            ValueMismatchError,
             match='"w/part_0" on /job:ps/task:1: only floating-point variables have moving '
             "averages, got int32",
         ):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.errors import ConfigurationError, GradientError
+from psync.errors import ConfigurationError, ValueMismatchError
 from psync.numerics import metric_rules as rules
 
 
@@ -120,9 +120,9 @@ class TestAUC:
         )
 
     def test_predictions_outside_of_0_to_1_are_refused(self) -> None:
-        with pytest.raises(GradientError, match=r"from 0 to 1, got -1\.0 to 0\.5\n.*sigmoid"):
+        with pytest.raises(ValueMismatchError, match=r"from 0 to 1, got -1\.0 to 0\.5\n.*sigmoid"):
             rules.AUC().contribution([0, 1], [-1.0, 0.5])
-        with pytest.raises(GradientError, match="from 0 to 1"):
+        with pytest.raises(ValueMismatchError, match="from 0 to 1"):
             rules.AUC().contribution([0, 1], [float("nan"), 0.5])
 
     def test_weights_may_be_of_each_example(self) -> None:
@@ -174,7 +174,7 @@ def test_arguments_out_of_range_are_refused(make: Any, text: str) -> None:
 def test_what_does_not_fit_together_is_refused(
     rule: rules.MetricRule, batch: tuple[Any, ...], weights: Any, text: str
 ) -> None:
-    with pytest.raises(GradientError, match=text):
+    with pytest.raises(ValueMismatchError, match=text):
         rule.contribution(*batch, sample_weight=weights)
 
 

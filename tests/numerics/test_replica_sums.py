@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psync.errors import GradientError, ReplicaValueError
+from psync.errors import ReplicaValueError, ValueMismatchError
 from psync.numerics.replica_sums import (
     ReduceOp,
     as_axes,
@@ -181,7 +181,7 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         reduce_arrays(SUM, [rows([1]), IndexedSlices(np.zeros((1, 3)), [1])], None)
     with pytest.raises(ReplicaValueError, match="expected one dense_shape, got"):
         reduce_arrays(SUM, [rows([1], dense_shape=(n, 2)) for n in (8, 9)], None)
-    with pytest.raises(GradientError, match="only floating-point"):
+    with pytest.raises(ValueMismatchError, match="only floating-point"):
         reduce_arrays(SUM, [IndexedSlices(np.ones((1, 2), np.int64), [1])] * 2, None)
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.errors import GradientError, UsageError
+from psync.errors import UsageError, ValueMismatchError
 from psync.numerics.scatter import LONG_RUN, SCATTER_OPS, check_scatter, combine, merged
 from psync.specs import DTYPE_NAMES, dtype_of
 
@@ -93,7 +93,7 @@ def test_which_dtypes_an_operation_has(op: str, dtype: str) -> None:
     if not refused:
         check_scatter(op, dtype, '"v"')
         return
-    with pytest.raises(GradientError, match=r'"v": (bool|u?int\d+) values can'):
+    with pytest.raises(ValueMismatchError, match=r'"v": (bool|u?int\d+) values can'):
         check_scatter(op, dtype, '"v"')
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.errors import GradientError, UsageError
+from psync.errors import UsageError, ValueMismatchError
 from psync.numerics import sums
 from psync.numerics.sums import (
     DenseSum,
@@ -65,7 +65,7 @@ class TestDtype:
 
     @pytest.mark.parametrize("name", ["int32", "bool", "complex64"])
     def test_others_cannot_be_summed(self, name: str) -> None:
-        with pytest.raises(GradientError) as info:
+        with pytest.raises(ValueMismatchError) as info:
             sum_dtype(np.dtype(name))
         assert str(info.value) == f"only floating-point gradients can be summed, got {name}"
 
@@ -170,7 +170,7 @@ class TestWeights:
 
     @pytest.mark.parametrize("weight", [0, -1.0, math.nan, math.inf, 1e31, "1", None, [1.0]])
     def test_nothing_else_is_one(self, weight: object) -> None:
-        with pytest.raises(GradientError) as info:
+        with pytest.raises(ValueMismatchError) as info:
             check_weight(weight)
         assert str(info.value) == f"expected a weight from 1e-30 to 1e+30, got {weight!r}"
 
@@ -265,7 +265,7 @@ class TestDenseSum:
     ) -> None:
         total = DenseSum((2,), F32)
         add(total, np.ones(2, F32))
-        with pytest.raises(GradientError) as info:
+        with pytest.raises(ValueMismatchError) as info:
             add(total, values, weight)
         assert str(info.value) == message
         assert (total.count, total.weight, sum_of(total).tolist()) == (1, 1.0, [1.0, 1.0])
@@ -342,7 +342,7 @@ class TestSparseSum:
         self, indices: tuple[int, ...], shape: tuple[int, ...], weight: float, message: str
     ) -> None:
         total = SparseSum((3,), F32)
-        with pytest.raises(GradientError) as info:
+        with pytest.raises(ValueMismatchError) as info:
             add(total, np.zeros(indices, np.int64), np.zeros(shape, F32), weight)
         assert str(info.value) == message
         assert (total.weight, total.indices.size) == (0.0, 0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.errors import ConfigurationError, GradientError
+from psync.errors import ConfigurationError, ValueMismatchError
 from psync.numerics.moment_rules import Adam
 from psync.numerics.rule_options import RuleOptions
 from psync.numerics.update_rule import SGD, Scratch, slot_dtype
@@ -190,7 +190,7 @@ class TestDtypes:
     @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
     def test_integers_are_refused(self, dtype: str) -> None:
         with pytest.raises(
-            GradientError,
+            ValueMismatchError,
             match=f"^only floating-point variables can be optimized, got {dtype}\nhint: declare",
         ):
             slot_dtype(dtype_of(dtype))

@@ -30,7 +30,7 @@ def test_a_few_seconds_of_kills_and_losses_leave_everything_counted_once(tmp_pat
 
 def test_so_do_deaths_of_ps_tasks_whose_backups_serve(tmp_path: Path) -> None:
     ended = chaos(
-        tmp_path, "--seed", "3", "--minutes", "0.15", "--recovery", "replica", "--jobs", "ps=1",
+        tmp_path, "--seed", "3", "--minutes", "0.15", "--recovery", "backup", "--jobs", "ps=1",
         "--signals", "SIGKILL=1", "--failpoints", "none", "--pause", "2", "--at-least", "ps=1",
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -67,7 +67,7 @@ def test_it_finds_ps_tasks_that_backups_serve_since_others_were_killed(tmp_path:
     """In each life a ps is killed, and started again empty; then the chief is killed."""
     journal = tmp_path / "journal"
     with by_hand(2, 2) as cluster:
-        command = script("returning.py", str(journal), "960", "replica")
+        command = script("returning.py", str(journal), "960", "backup")
         ps = [cluster.start("ps", index, command) for index in (0, 1)]
         workers = [cluster.start("worker", index, command) for index in (0, 1)]
         for victim in (0, 1, 0):
@@ -139,7 +139,7 @@ def test_a_ps_that_was_started_again_meanwhile_is_told_to_the_program(tmp_path: 
         assert "go on from the last checkpoint" in last.err
 
 
-@pytest.mark.parametrize("recovery", ["checkpoint", "replica"])
+@pytest.mark.parametrize("recovery", ["checkpoint", "backup"])
 def test_pushes_under_way_when_it_is_killed_in_a_save_are_on_all_ps_tasks_or_counted(
     recovery: str, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ def test_pushes_and_pulls_of_several_processes() -> None:
     async def main() -> None:
         async with psync.LocalCluster(2, 1) as cluster:
             strategy = psync.ParameterServerStrategy(
-                cluster.resolver, psync.FixedShardsPartitioner(2), ps_recovery="replica"
+                cluster.resolver, psync.FixedShardsPartitioner(2), ps_recovery="backup"
             )
             async with psync.ClusterCoordinator(strategy) as coordinator:
                 with strategy.scope():

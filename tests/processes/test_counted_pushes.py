@@ -26,7 +26,7 @@ def test_each_push_to_a_variable_of_its_own_counts_once(
 
     async def main() -> None:
         async with psync.LocalCluster(3, 3, max_restarts=1000) as cluster:
-            strategy = psync.ParameterServerStrategy(cluster.resolver, ps_recovery="replica")
+            strategy = psync.ParameterServerStrategy(cluster.resolver, ps_recovery="backup")
             async with psync.ClusterCoordinator(
                 strategy, max_losses=100, max_flaps=None
             ) as coordinator:

@@ -217,7 +217,7 @@ def test_a_host_whose_connection_is_cut_comes_back(
 
 
 def _has_ps(session: int) -> bool:
-    return any(b"serve" in command_of(pid) for pid in descendants(session))
+    return any(b"task" in command_of(pid) for pid in descendants(session))
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

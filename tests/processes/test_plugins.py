@@ -33,7 +33,7 @@ def registry() -> Iterator[None]:
 
 def strategy_of(cluster: psync.LocalCluster) -> psync.ParameterServerStrategy:
     two = psync.FixedShardsPartitioner(2)
-    return psync.ParameterServerStrategy(cluster.resolver, two, ps_recovery="replica")
+    return psync.ParameterServerStrategy(cluster.resolver, two, ps_recovery="backup")
 
 
 @pytest.mark.smoke

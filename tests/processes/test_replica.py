@@ -24,7 +24,7 @@ async def test_kills_lose_no_update_and_double_none() -> None:
 
     async with psync.LocalCluster(2, 2, max_restarts=100) as cluster:
         strategy = psync.ParameterServerStrategy(
-            cluster.resolver, psync.FixedShardsPartitioner(2), ps_recovery="replica"
+            cluster.resolver, psync.FixedShardsPartitioner(2), ps_recovery="backup"
         )
         async with psync.ClusterCoordinator(strategy) as coordinator:
             with strategy.scope():

@@ -179,7 +179,7 @@ WORKER = r"/job:worker/task:1 is lost \(.*\); its closures run again"
     ("mode", "victim", "alarm", "news"),
     [
         ("checkpoint", "ps-1", f"WARNING {CHECKPOINT}", ("recovered in", "is reachable again")),
-        ("replica", "ps-1", f"WARNING {BACKUP}", ("nothing is undone", "is reachable again")),
+        ("backup", "ps-1", f"WARNING {BACKUP}", ("nothing is undone", "is reachable again")),
         ("nothing", "ps-1", f"ERROR {NO_WAY_BACK}", ()),
         ("nothing", "worker-1", f"WARNING {WORKER}", ("takes part again",)),
         ("checkpoint", "chief-0", "", ("restored",)),

@@ -133,7 +133,7 @@ async def test_a_ps_is_killed_and_its_memory_goes_with_it() -> None:
     async with psync.LocalCluster(2, 2, max_restarts=100) as cluster:
         addresses = addresses_of(cluster)
         strategy = psync.ParameterServerStrategy(
-            cluster.resolver, psync.FixedShardsPartitioner(2), ps_recovery="replica"
+            cluster.resolver, psync.FixedShardsPartitioner(2), ps_recovery="backup"
         )
         async with psync.ClusterCoordinator(strategy) as coordinator:
             with strategy.scope():

@@ -17,11 +17,11 @@ import pytest
 
 import psync
 from psync.errors import (
-    CaptureError,
     ClosureCancelled,
     ClosureInputError,
     DeadlineExceeded,
     PartitionError,
+    SerializationError,
     UsageError,
 )
 from shared_tasks import SharedTasks, on_each_worker, shared_tasks
@@ -124,7 +124,7 @@ def test_the_strategy_stays_with_the_coordinator(tasks: SharedTasks) -> None:
             inside = psync.get_strategy()
             return inside.num_replicas_in_sync, psync.has_strategy(), psync.get_worker_index()
 
-        with pytest.raises(CaptureError, match="the strategy lives on the coordinator"):
+        with pytest.raises(SerializationError, match="the strategy lives on the coordinator"):
             coordinator.schedule(captures)
         with strategy.scope():
             arrived = psync.Variable(0)

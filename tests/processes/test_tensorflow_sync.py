@@ -23,9 +23,9 @@ REFUSED = [  # all of them are ValueErrors, too
     "ConfigurationError",  # initial tokens before apply_gradients
     "ConfigurationError",  # -2 tokens
     "ConfigurationError",  # a step of no gradients
-    "GradientError",  # no gradients at all
+    "ValueMismatchError",  # no gradients at all
     "ConfigurationError",  # no global step
-    "GradientError",  # minimize: no variables
+    "ValueMismatchError",  # minimize: no variables
     "ConfigurationError",  # minimize: no gate
 ]
 

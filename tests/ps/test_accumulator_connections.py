@@ -16,9 +16,9 @@ from psync.client.accumulator_client import AccumulatorClient, Place
 from psync.client.ps_client import PsClient
 from psync.errors import (
     FencedError,
-    GradientError,
     PsyncError,
     UsageError,
+    ValueMismatchError,
 )
 from psync.net.peer import Received
 from psync.ps.takes import HostedAccumulator
@@ -271,7 +271,7 @@ async def test_a_large_gradient_that_is_refused_leaves_nothing(scene):
     await scene.define(forbids)
     large = np.ones(LARGE, np.float32)
     large[-1] = np.nan
-    with pytest.raises(GradientError, match="expected finite values, got 1 of"):
+    with pytest.raises(ValueMismatchError, match="expected finite values, got 1 of"):
         await scene.apply(scene.a, large, definition=forbids)
     large[-1] = 1
     assert (await scene.apply(scene.a, large, definition=forbids)).count == 1

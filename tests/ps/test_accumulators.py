@@ -13,10 +13,10 @@ from psync.errors import (
     ConfigurationError,
     ConnectionLost,
     FencedError,
-    GradientError,
     RemoteProtocolError,
     UnknownVariableError,
     UsageError,
+    ValueMismatchError,
 )
 from psync.net.peer import Reply
 from psync.ps.takes import HostedAccumulator
@@ -234,7 +234,7 @@ def test_a_gradient_of_a_closure_that_is_final_does_not_count():
 def test_a_gradient_that_does_not_fit_changes_nothing_and_may_be_tried_again():
     ps = ByHand()
     ps.apply(A, [1, 3])
-    with pytest.raises(GradientError, match=r"shape mismatch: expected \(2,\), got \(3,\)"):
+    with pytest.raises(ValueMismatchError, match=r"shape mismatch: expected \(2,\), got \(3,\)"):
         ps.apply(B, [1, 2, 3], closure=5)
     assert ps.apply(B, [3, 3], closure=5).count == 2
 
@@ -250,14 +250,14 @@ def test_a_gradient_that_does_not_fit_changes_nothing_and_may_be_tried_again():
 )
 def test_bytes_that_are_no_gradient_are_refused(shape, segments, text):
     ps = ByHand()
-    with pytest.raises(GradientError, match=text):
+    with pytest.raises(ValueMismatchError, match=text):
         ps.ask(A, ApplyGradient(1, 1, -1, 0, "g", shape, None, 0, 1.0), *segments)
     assert ps.held()[0] == 0
 
 
 def test_indices_that_are_no_integers_are_refused():
     message = ApplyGradient(1, 1, -1, 0, "s", [1, 1], None, 0, 1.0)
-    with pytest.raises(GradientError, match="7 bytes are no int64 indices"):
+    with pytest.raises(ValueMismatchError, match="7 bytes are no int64 indices"):
         ByHand(SPARSE).ask(A, message, bytes(7), bytes(4))
 
 

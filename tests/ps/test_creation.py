@@ -12,7 +12,7 @@ from inside import store_of
 from ps_by_hand import COORDINATOR, PsByHand
 from ps_cluster import PsCluster, pull, until
 from psync.client.ps_client import PsClient
-from psync.errors import GradientError, PartitionError, RemoteProtocolError
+from psync.errors import PartitionError, RemoteProtocolError, ValueMismatchError
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.ps_messages import CreateShards, Pull
@@ -45,9 +45,9 @@ class TestCreation:
         ps = PsByHand()
         body = bytes(12)
         for segments in ([body[:8]], [body, body]):
-            with pytest.raises(GradientError, match="do not have the shards' sizes"):
+            with pytest.raises(ValueMismatchError, match="do not have the shards' sizes"):
                 ps.ask(COORDINATOR, self.message([3]), *segments)
-        with pytest.raises(GradientError, match="no initial values for 1 shards"):
+        with pytest.raises(ValueMismatchError, match="no initial values for 1 shards"):
             ps.ask(COORDINATOR, self.message([3]))
         with pytest.raises(RemoteProtocolError, match=r"negative numbers .* 'v'"):
             ps.ask(COORDINATOR, self.message([-3]), body)
@@ -57,10 +57,10 @@ class TestCreation:
                 ps.ask(COORDINATOR, uneven, body)
         for dtype, element in (("float32", b"123"), ("bool", b"\2"), ("int8", b"")):
             constant = CreateShards([("v", 0, 0, 0, [3], dtype)], [element])
-            with pytest.raises(GradientError, match=f"expected an element of {dtype}, got b"):
+            with pytest.raises(ValueMismatchError, match=f"expected an element of {dtype}, got b"):
                 ps.ask(COORDINATOR, constant)
         copied = CreateShards(self.message([3]).shards, [(0, 1)])
-        with pytest.raises(GradientError, match="do not have the shards' sizes"):
+        with pytest.raises(ValueMismatchError, match="do not have the shards' sizes"):
             ps.ask(COORDINATOR, copied, body)
         wrong = CreateShards([("v", 0, 0, 0, [3], "complex64")], [None])
         with pytest.raises(PartitionError, match="dtype 'complex64' is not supported"):

@@ -10,7 +10,7 @@ import pytest
 from inside import store_of
 from ps_by_hand import A, PsByHand
 from ps_cluster import PsCluster, pull
-from psync.errors import GradientError, RemoteProtocolError, UsageError
+from psync.errors import RemoteProtocolError, UsageError, ValueMismatchError
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.update_rule import SGD
 from psync.wire.ps_messages import Measured, MeasurePush
@@ -47,13 +47,15 @@ async def test_the_sums_of_each_shard_come_back_and_nothing_has_changed(size: in
 def test_what_does_not_fit_is_refused() -> None:
     ps = PsByHand()
     members = [ps.create("v", np.zeros(2, np.float32))]
-    with pytest.raises(GradientError, match=r"expected shape \(2,\) float32 \(8 bytes\), got 4"):
+    with pytest.raises(
+        ValueMismatchError, match=r"expected shape \(2,\) float32 \(8 bytes\), got 4"
+    ):
         ps.ask(A, MeasurePush(900, members, 7, CONFIG, 0), bytes(4))
     with pytest.raises(UsageError, match=r"optimizer 8 \(sgd\) on .* has nothing to measure"):
         ps.ask(A, MeasurePush(900, members, 8, SGD().to_config(), 0), bytes(8))
     with pytest.raises(RemoteProtocolError, match="set 77 is not defined"):
         ps.ask(A, MeasurePush(77, None, 7, CONFIG, 0), bytes(8))
-    with pytest.raises(GradientError, match=r"\(2,\) float32 as f16 \(4 bytes\), got 8 bytes"):
+    with pytest.raises(ValueMismatchError, match=r"\(2,\) float32 as f16 \(4 bytes\), got 8 bytes"):
         ps.ask(A, MeasurePush(900, [(-1, 2), *members], 7, CONFIG, 0), bytes(8))
     with pytest.raises(RemoteProtocolError, match="compressed in an unknown way: 3"):
         ps.ask(A, MeasurePush(900, [(-1, 3), *members], 7, CONFIG, 0), bytes(4))

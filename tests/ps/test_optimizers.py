@@ -11,7 +11,7 @@ import pytest
 from inside import work_of
 from ps_by_hand import A, PsByHand
 from ps_cluster import PsCluster, hold, pull, until
-from psync.errors import GradientError, UnknownVariableError, UsageError
+from psync.errors import UnknownVariableError, UsageError, ValueMismatchError
 from psync.numerics.update_rule import SGD
 from psync.wire.codec import Message
 from psync.wire.ps_messages import SetOptimizer, SetSlots
@@ -27,7 +27,7 @@ async def send(cluster: PsCluster, message: Message, *segments: Any) -> None:
 def test_values_of_another_size_are_refused(segments: list[bytes]) -> None:
     ps = PsByHand()
     v = ps.create("v", np.zeros(2, np.float32))
-    with pytest.raises(GradientError, match="do not have the slots' sizes"):
+    with pytest.raises(ValueMismatchError, match="do not have the slots' sizes"):
         ps.ask(A, SetSlots(1, MOMENTUM, [(*v, "momentum")]), *segments)
 
 
@@ -48,7 +48,7 @@ def test_half_precision_has_slots_of_single_precision() -> None:
     ps = PsByHand()
     v = ps.create("v", np.zeros(2, np.float16))
     message = SetSlots(1, MOMENTUM, [(*v, "momentum")])
-    with pytest.raises(GradientError):
+    with pytest.raises(ValueMismatchError):
         ps.arrives(A, message, bytes(4))
     assert len(ps.arrives(A, message, bytes(8))) == 1
 

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from inside import store_of, work_of
 from ps_by_hand import A, PsByHand, joined
 from ps_cluster import WORKER, PsCluster, assign, hold, pull, until
-from psync.errors import GradientError, PsyncError, RemoteError, RemoteProtocolError, UsageError
+from psync.errors import (
+    PsyncError,
+    RemoteError,
+    RemoteProtocolError,
+    UsageError,
+    ValueMismatchError,
+)
 from psync.net.peer import Received
 from psync.ps_task import PsTask
 from psync.wire.limits import Limits
@@ -61,10 +67,14 @@ async def test_several_parts_are_answered_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("parts", "numbers", "expected"),
     [
-        ([(0, 0, 2, 0, 0, 0)], [[10, 0]], (GradientError, "row 10 of the shard does not exist")),
-        ([(0, 0, 1, 0, 0, 0)], [[-1]], (GradientError, "row -1 of the shard does not exist")),
-        ([(0, 0, 3, 8, 11, 1)], [], (GradientError, "row 10 of the shard does not exist")),
-        ([(0, 0, 2, 0, -2, -1)], [], (GradientError, "row -1 of the shard does not exist")),
+        (
+            [(0, 0, 2, 0, 0, 0)],
+            [[10, 0]],
+            (ValueMismatchError, "row 10 of the shard does not exist"),
+        ),
+        ([(0, 0, 1, 0, 0, 0)], [[-1]], (ValueMismatchError, "row -1 of the shard does not exist")),
+        ([(0, 0, 3, 8, 11, 1)], [], (ValueMismatchError, "row 10 of the shard does not exist")),
+        ([(0, 0, 2, 0, -2, -1)], [], (ValueMismatchError, "row -1 of the shard does not exist")),
         ([(0, 0, 3, 2, 6, 1)], [], (RemoteProtocolError, "4 rows named, 3 declared")),
         ([(0, 0, 2, 0, 0, 0)], [], (RemoteProtocolError, "0 rows named, 2 declared")),
         ([(0, 0, 2, 0, 0, 0)], [[1]], (RemoteProtocolError, r"segments of \(8,\) bytes")),

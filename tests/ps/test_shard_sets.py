@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psync.errors import GradientError, UnknownVariableError, UsageError
+from psync.errors import UnknownVariableError, UsageError, ValueMismatchError
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.compression import COMPRESSED
 from psync.numerics.update_rule import SGD
@@ -62,9 +62,9 @@ def test_a_body_may_be_pieces_of_whole_shards(store: ShardStore) -> None:
     assert gradients[0][0] == 9  # where it lies
     assert not known.fits([4, 16])
     assert not known.fits([13, 7])
-    with pytest.raises(GradientError, match="declared anew"):
+    with pytest.raises(ValueMismatchError, match="declared anew"):
         known.body_of([memoryview(bytes(4)), memoryview(bytes(16))], "ps")
-    with pytest.raises(GradientError, match="declared anew"):
+    with pytest.raises(ValueMismatchError, match="declared anew"):
         known.body_of([memoryview(bytes(12)), memoryview(bytes(12))], "ps")
 
 
@@ -127,7 +127,7 @@ class TestCompressedSets:
         self, known: ShardSet, lengths: tuple[int, ...], told: str
     ) -> None:
         known.check_lengths((4, 6, 16), "ps")
-        with pytest.raises(GradientError, match=told):
+        with pytest.raises(ValueMismatchError, match=told):
             known.check_lengths(lengths, "ps")
 
     def test_gradients_are_widened(self, store: ShardStore, known: ShardSet) -> None:
@@ -151,7 +151,7 @@ class TestCompressedSets:
             CLIENT, an_assign(), known, (memoryview(bytes(4)),), store, Ledger(), known.keys
         )
         with pytest.raises(
-            GradientError, match=r"expected shape \(2,\) float32 \(8 bytes\), got 4"
+            ValueMismatchError, match=r"expected shape \(2,\) float32 \(8 bytes\), got 4"
         ):
             made.begin(0)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psync.errors import BusyError, GradientError, UsageError
+from psync.errors import BusyError, UsageError, ValueMismatchError
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.update_rule import SGD
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
@@ -88,7 +88,7 @@ def test_nothing_has_begun_where_a_part_does_not_fit(store: ShardStore) -> None:
     store.create(ShardSpec("n", 3, 0, 0, (2,), "int32", 0))
     known = ShardSet(((0, 0), (3, 0))).look_up(store)
     made = Update(CLIENT, a_push(), known, (memoryview(bytes(16)),), store, Ledger(), known.keys)
-    with pytest.raises(GradientError, match="only floating-point variables can be optimized"):
+    with pytest.raises(ValueMismatchError, match="only floating-point variables can be optimized"):
         made.begin(0)
     assert store.begin_push(1, 0) == 0  # no step was drawn
     with pytest.raises(UsageError, match="unknown operation 'mul'"):
@@ -196,7 +196,9 @@ def test_piece_by_piece_the_number_is_raised_last(store: ShardStore) -> None:
 def test_only_one_number_is_raised_and_nothing_else_has_begun(store: ShardStore) -> None:
     push = update(store, a_push(raised=(2, 0)))
     push.judge()
-    with pytest.raises(GradientError, match=r"expected one number, to be raised by one, got shape"):
+    with pytest.raises(
+        ValueMismatchError, match=r"expected one number, to be raised by one, got shape"
+    ):
         push.begin(0)
     assert store.push_count(1).marked == 0
     assert values(store) == [[1, 1], [], [1, 1, 1]]

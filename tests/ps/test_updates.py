@@ -25,10 +25,10 @@ from ps_cluster import (
 )
 from psync.client.ps_client import PsClient
 from psync.errors import (
-    GradientError,
     PartitionError,
     UnknownVariableError,
     UsageError,
+    ValueMismatchError,
 )
 from psync.ps.updates import MAX_STALENESS, PushStaleness
 from psync.specs import VariableSpec
@@ -126,7 +126,7 @@ class TestCalls:
         ps = Ps()
         w = ps.create("w", np.array([True, False]))
         first, second = (Assign(1, 0, 5, 0, w[0], [w], "assign") for _ in range(2))
-        with pytest.raises(GradientError, match="bytes other than 0 and 1"):
+        with pytest.raises(ValueMismatchError, match="bytes other than 0 and 1"):
             ps.ask(A, first, b"\7\0")
         assert ps.ask(B, second, b"\0\1") == Pushed("accepted", 0)
         assert ps.value(w).tolist() == [False, True]
@@ -289,14 +289,14 @@ class TestAverages:
 
         with pytest.raises(PartitionError, match=r"expected shape \(4,\) float32, as "):
             refused([good, (s[0], wide[0], 0)], 0.5)
-        with pytest.raises(GradientError, match="only floating-point variables have moving"):
+        with pytest.raises(ValueMismatchError, match="only floating-point variables have moving"):
             refused([good, (count[0], count[0], 0)], 0.5)
         with pytest.raises(UnknownVariableError, match="holds no shard 0 of variable 99"):
             refused([good, (s[0], 99, 0)], 0.5)
         with pytest.raises(UnknownVariableError, match="holds no shard 0 of variable 99"):
             refused([good, (99, v[0], 0)], 0.5)
         for decay in (1.0, -0.5, float("nan")):
-            with pytest.raises(GradientError, match=r"expected decay in \[0, 1\), got"):
+            with pytest.raises(ValueMismatchError, match=r"expected decay in \[0, 1\), got"):
                 refused([good], decay)
         assert not ps.value(s).any()
         assert ps.ask(A, AverageShards(1, 0, -1, 0, [good], 0.5)) == Pushed("accepted", 0)

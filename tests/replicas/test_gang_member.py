@@ -11,10 +11,10 @@ import pytest
 from local_training import at_once
 from psync.client.context import ClosureContext
 from psync.errors import (
-    CaptureError,
     ConnectionLost,
     RemoteError,
     RemoteProtocolError,
+    SerializationError,
     UsageError,
     WorkerLost,
 )
@@ -105,9 +105,9 @@ async def test_errors_of_the_coordinator_and_the_network_come_through():
 def test_what_cannot_be_sent_is_refused_before_the_others_are_asked():
     coordinator = Coordinator()
     member = member_of(coordinator, Limits(segment_bytes=100_000, body_bytes=100_000))
-    with pytest.raises(CaptureError, match="what replica 1 brings to merge_call"):
+    with pytest.raises(SerializationError, match="what replica 1 brings to merge_call"):
         at_once(member.collective("merge_call", reduce, asyncio.Lock()))
-    with pytest.raises(CaptureError, match="too large"):
+    with pytest.raises(SerializationError, match="too large"):
         at_once(member.collective("merge_call", reduce, np.zeros(100_000)))
     member.closure.closed = True
     with pytest.raises(UsageError, match="all_reduce SUM after the step has returned"):

@@ -13,7 +13,6 @@ import memory_cluster
 import psync
 from memory_cluster import coordinating, event_of, note
 from psync.errors import (
-    CaptureError,
     ClosedError,
     ClosureCancelled,
     ClosureInputError,
@@ -23,6 +22,7 @@ from psync.errors import (
     PartitionError,
     RemoteError,
     ReplicaValueError,
+    SerializationError,
     UsageError,
     WorkerLost,
 )
@@ -172,34 +172,34 @@ async def test_an_input_without_a_value_is_an_error():
 
 async def test_what_cannot_be_sent_is_named_before_anything_runs():
     async with coordinating(num_workers=2) as (_, coordinator):
-        with pytest.raises(CaptureError, match="expected a function"):
+        with pytest.raises(SerializationError, match="expected a function"):
             await coordinator.strategy.run(5)
-        with pytest.raises(CaptureError, match="the strategy lives on the coordinator"):
+        with pytest.raises(SerializationError, match="the strategy lives on the coordinator"):
             await coordinator.strategy.run(reduced, (coordinator.strategy,))
-        with pytest.raises(CaptureError, match="args: expected a tuple"):
+        with pytest.raises(SerializationError, match="args: expected a tuple"):
             await coordinator.strategy.run(reduced, psync.PerReplica((1, 2)))
         limits = Limits(segment_bytes=1 << 20, body_bytes=1 << 20)
     async with coordinating(num_workers=2, limits=limits) as (_, coordinator):
-        with pytest.raises(CaptureError, match="too large"):
+        with pytest.raises(SerializationError, match="too large"):
             await coordinator.strategy.run(reduced, (np.zeros(1 << 20),))
 
         async def brings_much():
             return await reduced(np.zeros(1 << 20))
 
-        with pytest.raises(CaptureError, match="brings to all_reduce SUM: too large"):
+        with pytest.raises(SerializationError, match="brings to all_reduce SUM: too large"):
             await coordinator.strategy.run(brings_much)
 
         async def brings_a_lock():
             return await reduced(asyncio.Lock())
 
-        with pytest.raises(CaptureError, match="to the coordinator"):
+        with pytest.raises(SerializationError, match="to the coordinator"):
             await coordinator.strategy.run(brings_a_lock)
 
         async def gets_much():
             context = psync.get_replica_context()
             await context.merge_call(lambda strategy: np.zeros(1 << 20))
 
-        with pytest.raises(CaptureError, match="what the merge function returned: too large"):
+        with pytest.raises(SerializationError, match="what the merge function returned: too large"):
             await coordinator.strategy.run(gets_much)
 
         async def gets_too_many():

@@ -9,7 +9,7 @@ import pytest
 
 from local_training import at_once
 from psync.api.variables import VariableAggregation
-from psync.errors import GradientError, ReplicaValueError, UnsupportedError
+from psync.errors import ReplicaValueError, UnsupportedError, ValueMismatchError
 from psync.numerics.scatter import IndexedSlices
 from psync.replicas import gang_updates
 
@@ -126,5 +126,5 @@ def test_replicas_whose_gradients_do_not_fit_each_other_are_named(pairs, error):
         (Optimizer(), [(gradient, targets[name]) for gradient, name in each], None)
         for each in pairs
     ]
-    with pytest.raises(GradientError, match=error):
+    with pytest.raises(ValueMismatchError, match=error):
         at_once(gang_updates._push(None, calls))

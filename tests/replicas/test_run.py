@@ -7,7 +7,7 @@ import pytest
 import psync
 from local_training import at_once, strategy_of
 from psync.client.context import DatasetContext, inside
-from psync.errors import CaptureError, UsageError
+from psync.errors import SerializationError, UsageError
 from psync.replicas.run import LocalRunWarning
 
 
@@ -32,9 +32,9 @@ def test_in_a_training_session_the_program_is_the_replica():
 
 def test_what_is_no_call_is_refused():
     strategy = strategy_of()
-    with pytest.raises(CaptureError, match="args: expected a tuple, got int"):
+    with pytest.raises(SerializationError, match="args: expected a tuple, got int"):
         at_once(strategy.run(ids, 5))  # type: ignore[arg-type]
-    with pytest.raises(CaptureError, match="args: expected a tuple, got PerReplica"):
+    with pytest.raises(SerializationError, match="args: expected a tuple, got PerReplica"):
         at_once(strategy.run(ids, psync.PerReplica((1, 2))))  # type: ignore[arg-type]
     with inside(DatasetContext(0)), pytest.raises(UsageError, match="in dataset code"):
         at_once(strategy.run(ids, (5,)))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.errors import CaptureError
+from psync.errors import SerializationError
 from psync.serialization.functions import (
     FunctionTable,
     StaleCaptureWarning,
@@ -192,7 +192,7 @@ def test_coroutine_functions_are_told_from_plain_ones(
 
 
 def test_what_is_not_callable_is_refused(table: FunctionTable) -> None:
-    with pytest.raises(CaptureError, match=r"^expected a function, got int$"):
+    with pytest.raises(SerializationError, match=r"^expected a function, got int$"):
         table.register(5)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         table.register(None)  # type: ignore[arg-type]
@@ -200,7 +200,7 @@ def test_what_is_not_callable_is_refused(table: FunctionTable) -> None:
 
 def test_a_coroutine_is_refused_with_the_remedy(table: FunctionTable) -> None:
     coroutine = coroutine_step()
-    with pytest.raises(CaptureError) as caught:
+    with pytest.raises(SerializationError) as caught:
         table.register(coroutine)  # type: ignore[arg-type]
     coroutine.close()
     assert str(caught.value) == (
@@ -221,12 +221,12 @@ async def async_generator_step() -> AsyncIterator[int]:
     "fn", [generator_step, async_generator_step, functools.partial(generator_step)]
 )
 def test_generator_functions_are_refused(table: FunctionTable, fn: Any) -> None:
-    with pytest.raises(CaptureError, match=r'generator_step" is a generator function, whose'):
+    with pytest.raises(SerializationError, match=r'generator_step" is a generator function, whose'):
         table.register(fn)
 
 
 def test_a_capture_that_cannot_be_sent_is_named(table: FunctionTable) -> None:
-    with pytest.raises(CaptureError) as caught:
+    with pytest.raises(SerializationError) as caught:
         table.register(make_step(threading.Lock()))
     assert str(caught.value) == (
         'step "step" captures "value" (_thread.lock), which cannot be sent to a worker\n'
@@ -243,17 +243,17 @@ def test_objects_say_why_they_cannot_be_captured(table: FunctionTable) -> None:
             self.lock = threading.Lock()
 
     with pytest.raises(
-        CaptureError,
+        SerializationError,
         match=r'^step "step" captures "value" \(.*Coordinator\), which cannot be sent to a worker: '
         "it lives in the program, not on workers\n",
     ):
         table.register(make_step(Coordinator()))
-    with pytest.raises(CaptureError, match=r"belongs to the event loop of this process"):
+    with pytest.raises(SerializationError, match=r"belongs to the event loop of this process"):
         table.register(make_step(asyncio.Event()))
 
 
 def test_a_captured_remote_value_is_refused_with_the_remedy(table: FunctionTable) -> None:
-    with pytest.raises(CaptureError) as caught:
+    with pytest.raises(SerializationError) as caught:
         table.register(make_step({"fine": 1, "loss": RemoteValue()}))
     assert str(caught.value) == (
         'step "step" captures "value", which holds [\'loss\'] '
@@ -273,7 +273,9 @@ def test_a_remote_value_is_found_in_an_object_with_parts_that_do_not_travel(
         def __reduce__(self) -> Any:
             return list, ([self.loss],)
 
-    with pytest.raises(CaptureError, match=r'captures "value", which has "loss" \(.*RemoteValue\)'):
+    with pytest.raises(
+        SerializationError, match=r'captures "value", which has "loss" \(.*RemoteValue\)'
+    ):
         table.register(make_step(Holder()))
 
 
@@ -290,7 +292,9 @@ def test_dataset_functions_may_be_generators_and_capture_anew_each_time(
     assert table.lookup(first.key) is first
     size = 2
     assert list(load(table.register_dataset(dataset_fn))()) == [0, 1]
-    with pytest.raises(CaptureError, match=r'^dataset function "step" captures "value" \(_thread'):
+    with pytest.raises(
+        SerializationError, match=r'^dataset function "step" captures "value" \(_thread'
+    ):
         table.register_dataset(make_step(threading.Lock()))
 
 
@@ -335,7 +339,7 @@ def test_a_step_that_cannot_be_loaded_says_why(table: FunctionTable) -> None:
         function = table.register(module.step)
     finally:
         del sys.modules["only_on_the_coordinator"]
-    with pytest.raises(CaptureError) as caught:
+    with pytest.raises(SerializationError) as caught:
         load_function(function.payload.data, function.payload.buffers, name=function.name)
     assert str(caught.value) == (
         'step "step" cannot be loaded on this worker: ModuleNotFoundError: No module named '
@@ -346,5 +350,5 @@ def test_a_step_that_cannot_be_loaded_says_why(table: FunctionTable) -> None:
 
 
 def test_a_pickle_of_something_else_is_no_step() -> None:
-    with pytest.raises(CaptureError, match=r'^step "f": expected a callable, got NoneType$'):
+    with pytest.raises(SerializationError, match=r'^step "f": expected a callable, got NoneType$'):
         load_function(b"", name="f")

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psync.errors import CaptureError
+from psync.errors import SerializationError
 from psync.serialization.payloads import (
     EMPTY,
     INLINE_BYTES,
@@ -290,7 +290,7 @@ HINT = "\nhint: make it inside the step, or pass the data from which the step ca
 def test_an_argument_that_cannot_be_sent_is_named(
     args: tuple[Any, ...], kwargs: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(CaptureError) as caught:
+    with pytest.raises(SerializationError) as caught:
         pack_arguments("train", args, kwargs)
     assert str(caught.value) == message + HINT
 
@@ -311,7 +311,7 @@ async def number() -> int:
 )
 def test_what_was_not_awaited_or_not_listed_has_a_remedy_of_its_own(make: Any, text: str) -> None:
     value = make()
-    with pytest.raises(CaptureError) as caught:
+    with pytest.raises(SerializationError) as caught:
         pack(value, subject="the result", receiver="the coordinator")
     value.close()
     assert str(caught.value) == f"the result {text}"
@@ -321,15 +321,18 @@ def test_what_was_not_awaited_or_not_listed_has_a_remedy_of_its_own(make: Any, t
 
 def test_sockets_and_loops_are_refused() -> None:
     loop = asyncio.new_event_loop()
-    with socket.socket() as sock, pytest.raises(CaptureError, match=r"\(socket.socket\) cannot"):
+    with (
+        socket.socket() as sock,
+        pytest.raises(SerializationError, match=r"\(socket.socket\) cannot"),
+    ):
         pack_arguments("train", (sock,), {})
-    with pytest.raises(CaptureError, match=r"belongs to the event loop of this process"):
+    with pytest.raises(SerializationError, match=r"belongs to the event loop of this process"):
         pack_arguments("train", (loop,), {})
     loop.close()
 
 
 def test_a_result_that_cannot_be_sent_is_named() -> None:
-    with pytest.raises(CaptureError) as caught:
+    with pytest.raises(SerializationError) as caught:
         pack({"a": threading.Lock()}, subject='the result of step "f"', receiver="the coordinator")
     assert str(caught.value).startswith(
         "the result of step \"f\" holds ['a'] (_thread.lock), which cannot be sent to the "
@@ -342,7 +345,9 @@ def test_an_error_of_the_objects_own_pickling_is_told() -> None:
         def __reduce__(self) -> Any:
             raise RuntimeError("not today")
 
-    with pytest.raises(CaptureError, match=r"Stubborn\), .* to a worker: not today") as caught:
+    with pytest.raises(
+        SerializationError, match=r"Stubborn\), .* to a worker: not today"
+    ) as caught:
         pack([Stubborn()])
     assert isinstance(caught.value.__cause__, RuntimeError)
     frames = traceback.extract_tb(caught.value.__cause__.__traceback__)
@@ -386,7 +391,7 @@ MAKE_IT = "make it inside the step, or pass the data from which the step can mak
 def test_of_each_kind_one_thing_is_said_to_do(make: Callable[[], Any], hint: str) -> None:
     value = make()
     try:
-        with pytest.raises(CaptureError) as caught:
+        with pytest.raises(SerializationError) as caught:
             pack_arguments("train", (value,), {})
         assert caught.value.hint == hint
         assert "hint" not in caught.value.message
@@ -405,7 +410,7 @@ def test_arguments_that_fail_only_together_are_told_as_a_whole() -> None:
                 raise RuntimeError("only now")
             return int, ()
 
-    with pytest.raises(CaptureError) as caught:
+    with pytest.raises(SerializationError) as caught:
         pack_arguments("train", (Once(),), {})
     assert str(caught.value).startswith(
         'the arguments of step "train" (tuple) cannot be sent to a worker: only now\n'
@@ -529,7 +534,7 @@ def test_a_handle_with_parts_beside_its_pickle_arrives_with_them() -> None:
 
 
 def test_what_a_handle_cannot_take_along_is_named() -> None:
-    with pytest.raises(CaptureError, match="lives in the program"):
+    with pytest.raises(SerializationError, match="lives in the program"):
         pack_arguments("train", (Handle(Coordinator()),), {})
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from accumulator_tools import accumulator, array, refusal, take_grad
-from psync.errors import GradientError
+from psync.errors import ValueMismatchError
 from psync.store.dense_accumulators import ConditionalAccumulator, fits
 
 
@@ -149,7 +149,7 @@ class TestShapes:
 def test_a_gradient_is_checked_ahead_of_those_that_are_held() -> None:
     accumulator = ConditionalAccumulator(np.float32, (2, None), name="a")
     assert accumulator.as_gradient([[1, 2, 3], [4, 5, 6]]).shape == (2, 3)
-    with pytest.raises(GradientError, match="shape mismatch"):
+    with pytest.raises(ValueMismatchError, match="shape mismatch"):
         accumulator.as_gradient(np.zeros((3, 2), np.float32))
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psync.errors import GradientError, UnknownVariableError, UsageError
+from psync.errors import UnknownVariableError, UsageError, ValueMismatchError
 from psync.numerics.blocks import BLOCK_BYTES
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.rule_options import RuleOptions
@@ -37,24 +37,24 @@ def rows_of(*numbers: int) -> np.ndarray:
     ],
 )
 def test_rows_that_do_not_fit_are_refused_and_named(rows: list[int], expected: str) -> None:
-    with pytest.raises(GradientError, match=f'"w/part_0" on {TASK}: .*{expected}'):
+    with pytest.raises(ValueMismatchError, match=f'"w/part_0" on {TASK}: .*{expected}'):
         made().check_rows(KEY, rows_of(*rows), np.zeros((2, 3), np.float32))
 
 
 def test_bool_values_are_0_or_1() -> None:
-    with pytest.raises(GradientError, match="bytes other than 0 and 1"):
+    with pytest.raises(ValueMismatchError, match="bytes other than 0 and 1"):
         made((4, 1), "bool").check_rows(KEY, rows_of(1), b"\2")
 
 
 def test_a_scalar_has_no_rows() -> None:
-    with pytest.raises(GradientError, match="a scalar has no rows"):
+    with pytest.raises(ValueMismatchError, match="a scalar has no rows"):
         made(()).check_row_numbers(KEY, rows_of(0))
 
 
 def test_slots_of_half_precision_are_in_float32() -> None:
     assert made(dtype="float16").row_bytes(KEY) == 6
     assert made(dtype="float16").row_bytes(KEY, OPTIMIZER) == 12
-    with pytest.raises(GradientError, match="only floating-point"):
+    with pytest.raises(ValueMismatchError, match="only floating-point"):
         made(dtype="int8").row_bytes(KEY, OPTIMIZER)
 
 
@@ -63,7 +63,9 @@ def test_who_needs_the_whole_gradient_refuses_some_rows() -> None:
     for rule, why in ((Lamb(0.1), "norm over the whole"), (accumulating, "accumulates")):
         store = made()
         store.define_optimizer(OPTIMIZER, rule.to_config())
-        with pytest.raises(GradientError, match=f'"w/part_0" on {TASK}: .*{why}.*\nhint: push'):
+        with pytest.raises(
+            ValueMismatchError, match=f'"w/part_0" on {TASK}: .*{why}.*\nhint: push'
+        ):
             store.check_apply_rows(OPTIMIZER, KEY)
 
 
@@ -72,7 +74,7 @@ def test_what_has_no_gradient_or_is_not_there_is_refused() -> None:
     with pytest.raises(UsageError, match="optimizer 4 is not defined"):
         store.check_apply_rows(OPTIMIZER, KEY)
     store.define_optimizer(OPTIMIZER, SGD(0.5).to_config())
-    with pytest.raises(GradientError, match=r"only floating-point variables"):
+    with pytest.raises(ValueMismatchError, match=r"only floating-point variables"):
         store.check_apply_rows(OPTIMIZER, KEY)
     with pytest.raises(UnknownVariableError):
         store.check_apply_rows(OPTIMIZER, (9, 9))
@@ -104,5 +106,5 @@ def test_rows_to_read_come_in_any_order_and_as_often_as_one_likes(rows: tuple[in
 
 @pytest.mark.parametrize(("rows", "wrong"), [((3, -1, 2), "row -1"), ((20, 3), "row 20")])
 def test_rows_to_read_that_do_not_exist_are_named(rows: tuple[int, ...], wrong: str) -> None:
-    with pytest.raises(GradientError, match=f"{wrong} of the shard does not exist, it has 20"):
+    with pytest.raises(ValueMismatchError, match=f"{wrong} of the shard does not exist, it has 20"):
         made().check_row_numbers(KEY, rows_of(*rows))

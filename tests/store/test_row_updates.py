@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from inside import store_of, work_of
 from ps_cluster import CONFIG, WORKER, PsCluster, hold, pull, until
 from psync.client.ps_client import PsClient
-from psync.errors import FencedError, GradientError, PsyncError, RemoteError, UsageError
+from psync.errors import FencedError, PsyncError, RemoteError, UsageError, ValueMismatchError
 from psync.specs import VariableSpec
 from psync.wire.ps_messages import Assign, Fence, Push
 from psync.wire.sync_messages import StagePush
@@ -100,7 +100,7 @@ class TestIdentity:
         async with PsCluster() as cluster:
             v = await cluster.create("v", VALUE)
             client = cluster.client(WORKER)
-            with pytest.raises(GradientError):
+            with pytest.raises(ValueMismatchError):
                 await send(client, assign([1]), body([10]))
             assert (await send(client, assign([1]), body([1]))).outcome == "accepted"
             assert (await value_of(cluster, v) - VALUE)[:, 0].tolist() == [0, 1, *[0] * 8]
@@ -131,7 +131,7 @@ async def test_a_wrong_update_changes_nothing_at_all(
         v = await cluster.create("v", VALUE)
         await cluster.create("s", np.float32(1))
         i = await cluster.create("i", np.ones((4, 3), np.int32))
-        with pytest.raises((GradientError, UsageError), match=expected):
+        with pytest.raises((ValueMismatchError, UsageError), match=expected):
             await send(cluster.client(WORKER), message, *segments)
         store = store_of(cluster.ps[0])
         assert [store.version(spec.shards[0].key) for spec in (v, i)] == [0, 0]

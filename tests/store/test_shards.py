@@ -8,10 +8,10 @@ import pytest
 from psync.errors import (
     BusyError,
     ConfigurationError,
-    GradientError,
     PartitionError,
     UnknownVariableError,
     UsageError,
+    ValueMismatchError,
 )
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.blocks import BLOCK_ELEMENTS
@@ -123,7 +123,9 @@ class TestOptimizers:
             [np.frombuffer(view, np.float32) for view in table.read_slot(KEY, 1, "momentum")]
         )
         np.testing.assert_array_equal(read, value)
-        with pytest.raises(GradientError, match="expected 3145728 bytes for slot 'momentum', got"):
+        with pytest.raises(
+            ValueMismatchError, match="expected 3145728 bytes for slot 'momentum', got"
+        ):
             table.load_slot(KEY, 1, "momentum", value[1:])
 
     def test_a_sum_of_gradients_begins_anew(self, table: ShardTable) -> None:

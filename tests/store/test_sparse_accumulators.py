@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from accumulator_tools import cancel, take_grad
 from psync.accumulators import Applied, TakeState
-from psync.errors import ConfigurationError, GradientError
+from psync.errors import ConfigurationError, ValueMismatchError
 from psync.specs import Outcome
 from psync.store.sparse_accumulators import SparseConditionalAccumulator, SparseGradient
 
@@ -30,7 +30,7 @@ def zeros(*shape: int) -> np.ndarray:
     return np.zeros(shape, np.float32)
 
 
-def refusal(call, *args, error: type[Exception] = GradientError, **options) -> str:
+def refusal(call, *args, error: type[Exception] = ValueMismatchError, **options) -> str:
     """What the error says, which names the accumulator."""
     with pytest.raises(error) as info:
         call(*args, **options)
@@ -383,7 +383,7 @@ def test_a_gradient_is_checked_ahead_of_those_that_are_held() -> None:
     accumulator = SparseConditionalAccumulator(np.float32, (4, 2), name="a")
     rows = np.ones((2, 2), np.float32)
     assert accumulator.as_gradient([3, 0], rows)[0].tolist() == [3, 0]
-    with pytest.raises(GradientError, match="below 4, got 4 at position 0"):
+    with pytest.raises(ValueMismatchError, match="below 4, got 4 at position 0"):
         accumulator.as_gradient([4, 0], rows)
 
 

@@ -10,10 +10,10 @@ from inside import pool_of
 from psync.errors import (
     BusyError,
     ConfigurationError,
-    GradientError,
     PartitionError,
     UnknownVariableError,
     UsageError,
+    ValueMismatchError,
 )
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.blocks import BLOCK_BYTES, BLOCK_ELEMENTS
@@ -99,7 +99,7 @@ class TestCreate:
     def test_value_that_does_not_fit(self, data: object, got: str) -> None:
         store = ShardStore(TASK)
         with pytest.raises(
-            GradientError,
+            ValueMismatchError,
             match=r'^"w/part_0" on /job:ps/task:1: expected shape \(64, 10\) float32 '
             rf"\(2560 bytes\), got {got}$",
         ):
@@ -271,9 +271,11 @@ class TestAssign:
         assert value(store).tolist() == [False, True]
         run(store.assign((0, 0), "max", b"\x01\x00"))
         assert value(store).tolist() == [True, True]
-        with pytest.raises(GradientError, match="bool values cannot be added: not 'add'"):
+        with pytest.raises(ValueMismatchError, match="bool values cannot be added: not 'add'"):
             store.assign((0, 0), "add", b"\x00\x01")
-        with pytest.raises(GradientError, match=r"bool \(2 bytes\), got bytes other than 0 and 1"):
+        with pytest.raises(
+            ValueMismatchError, match=r"bool \(2 bytes\), got bytes other than 0 and 1"
+        ):
             store.assign((0, 0), "assign", b"\x00\x02")
 
     def test_data_may_lie_at_any_address(self, store: ShardStore) -> None:
@@ -332,14 +334,14 @@ class TestApply:
             lambda: store.read_slot((0, 0), 0, "m"),
         ):
             with pytest.raises(
-                GradientError,
+                ValueMismatchError,
                 match='"w/part_0" on /job:ps/task:1: only floating-point variables can be '
                 f"optimized, got {dtype}\nhint: declare",
             ):
                 call()
 
     def test_wrong_size_is_refused_before_anything_changes(self, store: ShardStore) -> None:
-        with pytest.raises(GradientError) as caught:
+        with pytest.raises(ValueMismatchError) as caught:
             store.apply(0, (0, 0), bytes(1280), 0)
         assert str(caught.value) == (
             '"w/part_0" on /job:ps/task:1: '
@@ -349,7 +351,7 @@ class TestApply:
         assert (value(store) == 1).all()
 
     def test_check_apply_tells_the_same_and_changes_nothing(self, store: ShardStore) -> None:
-        with pytest.raises(GradientError, match="got 1280 bytes"):
+        with pytest.raises(ValueMismatchError, match="got 1280 bytes"):
             store.check_apply(0, (0, 0), bytes(1280))
         store.check_apply(0, (0, 0), bytes(2560))
         assert not store.busy((0, 0))

@@ -14,12 +14,12 @@ from ps_by_hand import PS_0 as CLOSER
 from ps_by_hand import A, PsByHand, group_config
 from ps_cluster import RATE, heard, pull
 from psync.errors import (
-    GradientError,
     ParameterServerLost,
     PsyncError,
     RemoteProtocolError,
     UnknownVariableError,
     UsageError,
+    ValueMismatchError,
 )
 from psync.numerics.block_pool import BlockPool
 from psync.specs import ShardSpec, VariableSpec
@@ -69,7 +69,7 @@ class TestSets:
         known.check_share(share, [6], PS_0)
         plain = WholeSet([(0, 0, 0), (2, 7, 0)], numbers())
         assert plain.shares[0].members != share.members
-        with pytest.raises(GradientError, match=r"float32 as bf16 \(4 bytes\), got 8 bytes"):
+        with pytest.raises(ValueMismatchError, match=r"float32 as bf16 \(4 bytes\), got 8 bytes"):
             WholeSet(members, numbers()).fit(store_of(2, 1), (6, 8, 4), PS_0)
         with pytest.raises(RemoteProtocolError, match="compressed in an unknown way: 9"):
             WholeSet([(2, -1, 9), (2, 7, 0)], numbers())
@@ -102,10 +102,10 @@ class TestSets:
     def test_sizes_are_those_of_the_shards_here_and_of_the_first_push(self) -> None:
         known, store = WholeSet([(0, 0, 0), (1, 1, 0)], numbers()), store_of(2)
         for lengths in ((4, 4), (8,), (8, 4, 4)):
-            with pytest.raises(GradientError):
+            with pytest.raises(ValueMismatchError):
                 known.fit(store, lengths, PS_0)
         known.fit(store, (8, 4), PS_0)
-        with pytest.raises(GradientError, match=r"of \(8, 4\) bytes"):
+        with pytest.raises(ValueMismatchError, match=r"of \(8, 4\) bytes"):
             known.fit(store, (8, 12), PS_0)
         known.fit(store, (8, 4), PS_0)
 
@@ -115,7 +115,9 @@ class TestSets:
         known, store = WholeSet([(0, 0, 0), (1, 1, 0)], numbers()), store_of(2)
         known.fit(store, (8, 4), PS_0)
         known.check_share(known.shares[0], [4], PS_0)
-        with pytest.raises(GradientError, match=r"shards of ps 1: expected \(12,\) bytes, got"):
+        with pytest.raises(
+            ValueMismatchError, match=r"shards of ps 1: expected \(12,\) bytes, got"
+        ):
             known.check_share(known.shares[0], [12], PS_0)
         known.fit(store, (8, 12), PS_0)
 
@@ -196,17 +198,17 @@ class TestWholePushes:
             c = await cluster.create("c", np.ones(2, bool))
             assert [v.shards[0].ps for v in (w, b, c)] == [1, 0, 1]
             cluster.configure(1)
-            with pytest.raises(GradientError, match=r"expected \(12,\) bytes, got \(8,\)"):
+            with pytest.raises(ValueMismatchError, match=r"expected \(12,\) bytes, got \(8,\)"):
                 await send(cluster.replica(0), [member(w)], np.ones(2, np.float32))
             with pytest.raises(UnknownVariableError):
                 await send(cluster.replica(1), [(1, 99, 0)], np.ones(2, np.float32))
-            with pytest.raises(GradientError):
+            with pytest.raises(ValueMismatchError):
                 await send(cluster.replica(2), [member(c)], np.ones(2, bool))
             with pytest.raises(RemoteProtocolError, match="there are 2 ps tasks"):
                 await send(cluster.replica(3), [(2, 0, 0)], np.ones(2, np.float32))
             with pytest.raises(RemoteProtocolError, match="not defined"):
                 await send(cluster.replica(4), None, np.ones(3, np.float32))
-            with pytest.raises(GradientError, match="no arrays come"):
+            with pytest.raises(ValueMismatchError, match="no arrays come"):
                 await send(cluster.replica(5), [member(w)])
             assert cluster.group()["counted"] == 0
             answer = await cluster.replica(6).push((w,), (1.0,))

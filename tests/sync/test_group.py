@@ -140,7 +140,7 @@ def test_an_older_incarnation_is_refused_and_waits_no_more() -> None:
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_weight_is_a_positive_number(weight: float) -> None:
-    assert refusals(Steps(1).push(0, 0, weight=weight)) == [(0, "GradientError")]
+    assert refusals(Steps(1).push(0, 0, weight=weight)) == [(0, "ValueMismatchError")]
 
 
 def test_deterministic_sums_are_in_the_order_of_the_replicas() -> None:

@@ -15,11 +15,11 @@ from psync.client.ps_client import PsClient
 from psync.errors import (
     ConfigurationError,
     FencedError,
-    GradientError,
     PsyncError,
     RemoteProtocolError,
     UnknownVariableError,
     UsageError,
+    ValueMismatchError,
 )
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.blocks import Block, BlockArray
@@ -165,20 +165,20 @@ class TestStaging:
 
     def test_what_does_not_fit_is_refused_before_memory_is_taken(self) -> None:
         ps = Group()
-        with pytest.raises(GradientError, match=r"expected shape \(3,\) float32"):
+        with pytest.raises(ValueMismatchError, match=r"expected shape \(3,\) float32"):
             ps.stage(A, {ps.w: np.zeros(2, np.float32)})
         unknown = StagePush(GROUP, ps.config, 1, -1, 1, [(99, 0)])
         with pytest.raises(UnknownVariableError):
             ps.ask(A, unknown, bytes(12))
         nothing = StagePush(GROUP, ps.config, 1, -1, 1, [ps.w])
-        with pytest.raises(GradientError, match="0 arrays for 1 shards"):
+        with pytest.raises(ValueMismatchError, match="0 arrays for 1 shards"):
             ps.ask(A, nothing)
         assert ps.sync.statistics()["peak_bytes"] == 0
 
     def test_gradients_of_integers_are_refused(self) -> None:
         ps = Group()
         step = ps.create("step", np.array(0))
-        with pytest.raises(GradientError, match="int64"):
+        with pytest.raises(ValueMismatchError, match="int64"):
             ps.stage(A, {step: 1})
 
     def test_a_replaced_incarnation_may_not_stage(self) -> None:
@@ -356,7 +356,7 @@ class TestClosing:
     def test_a_weight_that_is_none_is_refused_before_anything_changes(self, weight: float) -> None:
         ps = Group()
         ps.stage(A, {ps.w: 1.0})
-        with pytest.raises(GradientError, match="weight"):
+        with pytest.raises(ValueMismatchError, match="weight"):
             ps.close(0, (A, 1, weight))
         assert not ps.stopped
         assert ps.close(0, (A, 1)) == Done()

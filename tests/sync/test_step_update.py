@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from psync.errors import ConfigurationError, GradientError, RemoteProtocolError
+from psync.errors import ConfigurationError, RemoteProtocolError, ValueMismatchError
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.rule_options import RuleOptions
 from psync.numerics.update_rule import SGD, UpdateRule
@@ -92,7 +92,7 @@ def test_an_average_has_the_shape_and_dtype_of_its_variable_and_its_place() -> N
         averages_of(store, config(1, averages=((0, 1),)), TASK)
     with pytest.raises(ConfigurationError, match="must be on the same ps tasks"):
         averages_of(store, config(1, averages=((0, 9),)), TASK)
-    with pytest.raises(GradientError, match="int32"):
+    with pytest.raises(ValueMismatchError, match="int32"):
         averages_of(store, config(1, averages=((2, 3),)), TASK)
 
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from accumulator_tools import accumulator, array, cancel, refusal, take_grad
 from psync.accumulators import Accumulator, Applied, Take, TakeState
-from psync.errors import ConfigurationError, GradientError, UsageError
+from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.numerics.sums import Pieces, at_once
 from psync.specs import Outcome
 from psync.store.dense_accumulators import ConditionalAccumulator
@@ -448,7 +448,7 @@ class AgainstAModel(RuleBasedStateMachine):
 
     @rule(value=st.sampled_from([np.ones(2), np.ones(1, np.float32), "text"]))
     def apply_nonsense(self, value: object) -> None:
-        with pytest.raises(GradientError):
+        with pytest.raises(ValueMismatchError):
             self.held.apply_grad(value, self.step)
 
     @rule(number=st.integers(1, 4))

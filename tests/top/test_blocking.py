@@ -15,7 +15,7 @@ import pytest
 
 import psync
 from psync import blocking
-from psync.errors import CaptureError, ClosureCancelled, UnsupportedError, UsageError
+from psync.errors import ClosureCancelled, SerializationError, UnsupportedError, UsageError
 from trace_events import TraceFile
 
 
@@ -77,7 +77,7 @@ def test_an_error_of_a_step_is_raised_with_its_own_type(
 def test_a_step_cannot_take_the_coordinator_along(
     coordinator: blocking.ClusterCoordinator,
 ) -> None:
-    with pytest.raises(CaptureError, match="the coordinator lives on the chief"):
+    with pytest.raises(SerializationError, match="the coordinator lives on the chief"):
         coordinator.schedule(lambda: coordinator.join())
 
 

@@ -15,7 +15,7 @@ import pytest
 import psync
 from local_training import in_step, training
 from psync import gradients, optimizers
-from psync.errors import ConfigurationError, GradientError
+from psync.errors import ConfigurationError, ValueMismatchError
 
 
 def linear(w: Any, b: Any, x: Any, y: Any) -> Any:
@@ -285,7 +285,7 @@ def test_torch_takes_any_floating_dtype_and_memory_layout(torch: Any) -> None:
     ("loss", "got"), [(lambda w: w, r"shape \(2,\)"), (lambda w: 3.0, "float")]
 )
 def test_a_torch_loss_is_a_scalar_tensor(torch: Any, loss: Any, got: str) -> None:
-    with pytest.raises(GradientError, match=f"expected a scalar tensor as loss, got {got}"):
+    with pytest.raises(ValueMismatchError, match=f"expected a scalar tensor as loss, got {got}"):
         gradients.from_torch(loss)(np.ones(2, np.float32))
 
 

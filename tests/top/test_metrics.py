@@ -9,7 +9,7 @@ import pytest
 
 import psync
 from local_training import in_step, strategy_of, training
-from psync.errors import GradientError, UsageError
+from psync.errors import UsageError, ValueMismatchError
 
 
 def test_a_metric_is_declared_in_a_scope() -> None:
@@ -77,7 +77,7 @@ async def test_a_batch_that_does_not_fit_is_not_counted() -> None:
             error = psync.metrics.MeanSquaredError()
 
         async def step() -> str:
-            with pytest.raises(GradientError, match="of one shape") as caught:
+            with pytest.raises(ValueMismatchError, match="of one shape") as caught:
                 await error.update_state(np.zeros(3), np.zeros(4))
             return str(caught.value)
 

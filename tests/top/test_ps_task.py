@@ -29,12 +29,12 @@ from psync.errors import (
     ConfigurationError,
     ConnectFailed,
     FencedError,
-    GradientError,
     PsyncError,
     RemoteError,
     RemoteProtocolError,
     UnknownVariableError,
     UsageError,
+    ValueMismatchError,
 )
 from psync.net.endpoint import Endpoint
 from psync.numerics.moment_rules import Adam
@@ -283,20 +283,20 @@ class TestBadInput:
                     a_push(92, members=[(0, 4)]), [floats],
                 ),
                 (
-                    GradientError, '"v/part_0" on /job:ps/task:0: expected shape (3,) float32 '
+                    ValueMismatchError, '"v/part_0" on /job:ps/task:0: expected shape (3,) float32 '
                     "(12 bytes), got 8 bytes", a_push(), [floats[:8]],
                 ),
                 (
-                    GradientError, "/job:ps/task:0: 2 arrays for 1 shards", a_push(),
+                    ValueMismatchError, "/job:ps/task:0: 2 arrays for 1 shards", a_push(),
                     [floats, floats],
                 ),
-                (GradientError, "/job:ps/task:0: 0 arrays for 1 shards", a_push(), []),
+                (ValueMismatchError, "/job:ps/task:0: 0 arrays for 1 shards", a_push(), []),
                 (
                     UsageError, "optimizer 3 is not defined on /job:ps/task:0",
                     a_push(optimizer=3, config=None), [floats],
                 ),
                 (
-                    GradientError, "only floating-point variables can be optimized, got int32",
+                    ValueMismatchError, "only floating-point variables can be optimized, got int32",
                     a_push(93, members=[(n.variable_id, 0)]), [floats],
                 ),
                 (
@@ -333,7 +333,7 @@ class TestBadInput:
                 monkeypatch.setattr(pool, way, lambda n, had=had: (taken.append(n), had(n))[1])
             body = to_bytes_view(np.zeros(4 * MiB, np.uint8))
             message = Push(1, 1, -1, 0, 5, [(v.variable_id, 0)], 1, CONFIG, 0)
-            with pytest.raises(GradientError, match="got 4194304 bytes"):
+            with pytest.raises(ValueMismatchError, match="got 4194304 bytes"):
                 await ask(cluster.chief, message, [body])
             assert not taken
             assert outcomes(await push(cluster.chief, (v,), (1.0,))) == ["accepted"]
@@ -423,7 +423,9 @@ class TestCoordinators:
             await ask(newer, short, [to_bytes_view(np.zeros(3, np.float32))])
             for link in cluster.network.links("slow"):
                 link.to_server.flow()
-            with pytest.raises(GradientError, match="the variables were declared anew meanwhile"):
+            with pytest.raises(
+                ValueMismatchError, match="the variables were declared anew meanwhile"
+            ):
                 await pushing
 
     @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ class TestMistakes:
         async def step() -> None:
             await checkpoint.save(tmp_path)
 
-        with pytest.raises(psync.CaptureError, match="saved by the program"):
+        with pytest.raises(psync.SerializationError, match="saved by the program"):
             FunctionTable().register(step)
 
     def test_values_of_saved_states_have_names(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import psync
 from local_training import strategy_of
-from psync.errors import ConfigurationError, GradientError
+from psync.errors import ConfigurationError, ValueMismatchError
 from psync.training.evaluation import Counts, batch_size_of, shards_of
 
 X = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
@@ -77,5 +77,5 @@ def test_losses_of_larger_batches_weigh_more() -> None:
 def test_metrics_need_labels() -> None:
     with strategy_of().scope():
         loss, mae = psync.metrics.Mean("loss"), psync.metrics.MeanAbsoluteError("mae")
-    with pytest.raises(GradientError, match=r"expected \(x, y\) or \(x, y, sample_weight\)"):
+    with pytest.raises(ValueMismatchError, match=r"expected \(x, y\) or \(x, y, sample_weight\)"):
         Counts({"loss": loss, "mae": mae}).note(X, 1.0, (Y,))

@@ -16,7 +16,7 @@ import psync
 from local_training import at_once, shared, strategy_of, training
 from memory_cluster import coordinating, event_of, note
 from psync.checkpoints.files import is_last
-from psync.errors import ClosedError, ConfigurationError, GradientError
+from psync.errors import ClosedError, ConfigurationError, ValueMismatchError
 
 TRUE = np.array([[2.0], [-1.0]], np.float32)
 X = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
@@ -521,10 +521,10 @@ class TestMistakes:
     ) -> None:
         async with training() as (strategy, _):
             trainer = make(strategy, compute=lambda values, batch: made)
-            with pytest.raises(GradientError, match=text):
+            with pytest.raises(ValueMismatchError, match=text):
                 await trainer.fit(batches, steps_per_epoch=1, verbose=False)
             if evaluates:
-                with pytest.raises(GradientError, match=text):
+                with pytest.raises(ValueMismatchError, match=text):
                     await trainer.evaluate((X[:8], Y[:8]), num_shards=1)
 
     async def test_data_without_a_batch_are_no_training(self) -> None:

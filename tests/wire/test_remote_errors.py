@@ -9,10 +9,10 @@ import pytest
 from psync import errors
 from psync.errors import (
     ConnectFailed,
-    GradientError,
     ParameterServerLost,
     PsyncError,
     RemoteError,
+    ValueMismatchError,
     WorkerLost,
 )
 from psync.wire.codec import decode, encode
@@ -52,7 +52,7 @@ def test_every_exception_of_psync_arrives_as_itself(kind: type[PsyncError]) -> N
 
 
 def test_the_hint_stays_on_a_line_of_its_own() -> None:
-    got = travel(GradientError("shape (2,) instead of (3,)", hint="transpose it"))
+    got = travel(ValueMismatchError("shape (2,) instead of (3,)", hint="transpose it"))
     assert str(got) == "shape (2,) instead of (3,)\nhint: transpose it"
     assert isinstance(got, ValueError)
 
@@ -112,7 +112,7 @@ def test_texts_of_any_size_fit_into_a_header() -> None:
     text = "ü" * 2_000_000
     for sent in (
         ValueError(text),
-        GradientError(text, hint=text),
+        ValueMismatchError(text, hint=text),
         WorkerLost("/job:worker/task:0", text),
     ):
         assert len(travel(sent).message) <= MAX_TEXT_CHARS + 100

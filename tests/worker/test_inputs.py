@@ -12,7 +12,7 @@ from local_training import strategy_of
 from psync.api.cluster_coordinator import ClusterCoordinator
 from psync.api.datasets import DistributedDataset, PerWorkerDataset
 from psync.closures.closure import Closure
-from psync.errors import CaptureError, ClosureInputError, RemoteProtocolError
+from psync.errors import ClosureInputError, RemoteProtocolError, SerializationError
 from psync.net.peer import Received
 from psync.replicas.closure_messages import (
     ScheduledCall,
@@ -165,7 +165,7 @@ async def test_a_function_that_cannot_be_loaded_is_named_and_asked_for_again():
     unloadable = Unloadable()
     closure = world.held(lambda: unloadable)
     for _ in range(2):
-        with pytest.raises(CaptureError, match="cannot be loaded on this worker: ValueError"):
+        with pytest.raises(SerializationError, match="cannot be loaded on this worker: ValueError"):
             await world.of(closure)
     assert world.asked == {"FetchFunction": 2}
 

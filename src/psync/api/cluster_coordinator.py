@@ -40,10 +40,10 @@ from psync.closures.queue import MAX_LOSSES
 from psync.cluster import parse_task_name
 from psync.coordinator import Coordinator, CoordinatorOptions
 from psync.errors import (
-    CaptureError,
     ClosedError,
     ConfigurationError,
     ParameterServerLost,
+    SerializationError,
     UsageError,
     other_loop,
 )
@@ -263,7 +263,7 @@ class ClusterCoordinator(Scheduling):
             program=optimizers.process,
             main_by_name=script_is_shared.get(),
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
-            has_backups=self.strategy.ps_recovery == "replica",
+            has_backups=self.strategy.ps_recovery == "backup",
         )
         seen = SeenRun(coordinator, platform, self.strategy, **self._shown)
         optimizers.begin_cluster()
@@ -389,7 +389,7 @@ class ClusterCoordinator(Scheduling):
         Raises:
             UsageError: It is none of these; says what to give instead.
             ConfigurationError: It makes a variable; or ``end`` is another word.
-            CaptureError: It captures or holds something that cannot be sent.
+            SerializationError: It captures or holds something that cannot be sent.
             ClosedError: The coordinator is not running.
 
         Source: ``ClusterCoordinator.create_per_worker_dataset``.
@@ -402,7 +402,9 @@ class ClusterCoordinator(Scheduling):
             )
         try:
             captured, function = capture_dataset(dataset_fn, coordinator.functions)
-        except CaptureError as error:  # it is about the program, and begins where that has called
+        except (
+            SerializationError
+        ) as error:  # it is about the program, and begins where that has called
             raise error.with_traceback(None) from error.__cause__
         num_workers = len(coordinator.links.workers.names())
         if isinstance(dataset_fn, DistributedDataset):
@@ -432,13 +434,13 @@ class ClusterCoordinator(Scheduling):
         Raises:
             UsageError: The shards are no list, or none are given.
             ConfigurationError: A number is out of range, or the state is of other shards.
-            CaptureError: A shard cannot be sent to a worker.
+            SerializationError: A shard cannot be sent to a worker.
             ClosedError: The coordinator is not running.
         """
         self._running("distribute_once")
         try:
             return Visits(self._schedule_shard, self.join, shards, num_epochs, shuffle_seed, state)
-        except CaptureError as error:
+        except SerializationError as error:
             raise error.with_traceback(None) from error.__cause__
 
     status = status
@@ -460,7 +462,7 @@ class ClusterCoordinator(Scheduling):
         return self._running("statistics").statistics()
 
     async def backed_up(self) -> None:
-        """Wait until every ps has a complete backup; at once without ``ps_recovery="replica"``.
+        """Wait until every ps has a complete backup; at once without ``ps_recovery="backup"``.
 
         It is so when ``start`` returns, and again some time after a ps was lost, if that is started
         again or another process has room for its share. With ``attach=True`` backups are made when

@@ -87,7 +87,7 @@ class ConditionalAccumulator(AccumulatorHandle):
                 gradients that a take waits for does not know weights.
 
         Raises:
-            GradientError: The dtype does not fit, or cannot hold a number; the shape does not fit,
+            ValueMismatchError: The dtype does not fit, or cannot hold a number; the shape does not fit,
                 which is found out here where the accumulator was declared with one; the step is no
                 integer, the weight not within ``sums.WEIGHTS``; or it is not stale and holds
                 infinities or NaN where these are forbidden. Nothing was added.

@@ -119,7 +119,7 @@ class Visits:
             of this epoch is running, or all epochs are done.
 
         Raises:
-            CaptureError, ClosedError: As ``ClusterCoordinator.schedule``; what was scheduled before
+            SerializationError, ClosedError: As ``ClusterCoordinator.schedule``; what was scheduled before
                 goes on.
         """
         self._look()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from psync.api.variables import Variable
 from psync.client.context import DatasetContext, current_closure, inside
 from psync.closures.closure import NO_DATA, Needs
-from psync.errors import CaptureError, ConfigurationError, ContextError
+from psync.errors import ConfigurationError, ContextError, SerializationError
 from psync.net.platform import random_hex
 from psync.serialization.captures import name_of, refers_to, type_name
 from psync.serialization.functions import Function, FunctionTable
@@ -362,7 +362,7 @@ def capture_dataset(source: Any, functions: FunctionTable) -> tuple[Callable[...
     Raises:
         ConfigurationError: It is no dataset, or one that a worker cannot read by itself,
             or a function that makes a variable.
-        CaptureError: It holds something that cannot be sent; names it.
+        SerializationError: It holds something that cannot be sent; names it.
     """
     if isinstance(source, PerWorkerDataset | IteratorHandle):
         raise ConfigurationError(
@@ -374,7 +374,7 @@ def capture_dataset(source: Any, functions: FunctionTable) -> tuple[Callable[...
         refuse_variables(fn)
     try:
         return fn, functions.register_dataset(fn)
-    except CaptureError:
+    except SerializationError:
         if isinstance(fn, IterableDataset):  # which the user never sees
             pack(fn.iterable, subject="the dataset")
         raise

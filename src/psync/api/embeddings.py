@@ -12,7 +12,7 @@ import numpy as np
 from psync.api.reads import runtime_of
 from psync.api.variables import Handle, OnReadVariable
 from psync.client.calls import all_of
-from psync.errors import GradientError, IndexTypeError, PartitionError, UsageError
+from psync.errors import IndexTypeError, PartitionError, UsageError, ValueMismatchError
 from psync.numerics.embedding import (
     SparseIds,
     check_combiner,
@@ -86,7 +86,7 @@ async def embedding_lookup_sparse(
         Shape (``dense_shape[0]``,) + the shape of a row.
 
     Raises:
-        GradientError: Indices, values and weights do not fit each other, or a row has no id.
+        ValueMismatchError: Indices, values and weights do not fit each other, or a row has no id.
         UsageError, VariableIndexError, ParameterServerLost: As ``embedding_lookup``; or an
             unknown combiner.
 
@@ -99,7 +99,7 @@ async def embedding_lookup_sparse(
     sparse = SparseIds.of(sp_ids, sp_weights, table.what)
     empty = sparse.empty_rows()
     if len(empty):
-        raise GradientError(
+        raise ValueMismatchError(
             f"{table.what}: row {empty[0]} of sp_ids has no id, expected one at least in each of "
             f"the {sparse.num_rows} rows",
             hint="safe_embedding_lookup_sparse gives zeros for such rows",
@@ -131,7 +131,7 @@ async def safe_embedding_lookup_sparse(
         Shape (``dense_shape[0]``,) + the shape of a row.
 
     Raises:
-        GradientError, UsageError, VariableIndexError, ParameterServerLost: As
+        ValueMismatchError, UsageError, VariableIndexError, ParameterServerLost: As
             ``embedding_lookup_sparse``.
 
     Cancellation: Safe.

@@ -15,7 +15,7 @@ from psync.api.reads import scope_of
 from psync.api.variables import Handle, OnReadVariable, ShardedVariable, Variable
 from psync.client.runtime import current_runtime
 from psync.client.scopes import running_scopes, runtime_here
-from psync.errors import GradientError, UsageError
+from psync.errors import UsageError, ValueMismatchError
 from psync.numerics.casting import fits, fitting
 from psync.numerics.scatter import IndexedSlices
 from psync.numerics.update_rule import slot_dtype
@@ -38,7 +38,7 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
         finite: Name of an optimizer that forbids NaN and infinity; None: they are gradients.
 
     Raises:
-        GradientError: No gradient at all, no pairs, a variable twice, one that is not floating, a
+        ValueMismatchError: No gradient at all, no pairs, a variable twice, one that is not floating, a
             wrong shape or dtype, a row that the variable does not have, or what the optimizer
             forbids.
     """
@@ -57,7 +57,7 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
             without.append(variable.name)
             continue
         if isinstance(variable, OnReadVariable):
-            raise GradientError(
+            raise ValueMismatchError(
                 f'apply_gradients: variable "{variable.name}" is synchronized on read: each worker '
                 "has another value, which no optimizer trains"
             )
@@ -70,10 +70,10 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
         elif others.isdisjoint(shards):
             others.update(shards)
         else:
-            raise GradientError(f'apply_gradients: variable "{spec.name}" occurs twice')
+            raise ValueMismatchError(f'apply_gradients: variable "{spec.name}" occurs twice')
         pairs.append((_checked(gradient, spec, finite), variable))
     if not pairs:
-        raise GradientError(
+        raise ValueMismatchError(
             f"apply_gradients: all gradients are None ({', '.join(without)})"
             if without
             else "apply_gradients: no gradients given"
@@ -88,9 +88,9 @@ def _checked(gradient: Any, spec: VariableSpec, finite: str | None) -> Gradient:
     if "float" not in spec.dtype:  # here, before the ps tasks of other variables have theirs
         try:
             slot_dtype(dtype_of(spec.dtype))
-        except GradientError as exc:
+        except ValueMismatchError as exc:
             message = f'gradient for "{spec.name}": {exc.message}'
-            raise GradientError(message, hint=exc.hint) from None
+            raise ValueMismatchError(message, hint=exc.hint) from None
     if _has_rows(gradient):
         checked = _checked_rows(gradient, spec)
         array = checked.values
@@ -99,7 +99,7 @@ def _checked(gradient: Any, spec: VariableSpec, finite: str | None) -> Gradient:
     if finite is not None:
         bad = array.size - int(np.count_nonzero(np.isfinite(array)))
         if bad:
-            raise GradientError(
+            raise ValueMismatchError(
                 f'gradient for "{spec.name}": {bad} of {array.size} elements are NaN or infinite',
                 hint=f"{finite} was made with forbid_nonfinite=True",
             )
@@ -117,15 +117,15 @@ def _has_rows(gradient: Any) -> bool:
 def _checked_rows(gradient: Any, spec: VariableSpec) -> IndexedSlices:
     what = f'gradient for "{spec.name}"'
     if not spec.shape:
-        raise GradientError(f"{what}: a scalar has no rows, got IndexedSlices")
+        raise ValueMismatchError(f"{what}: a scalar has no rows, got IndexedSlices")
     try:
         slices = IndexedSlices(
             gradient.values, gradient.indices, getattr(gradient, "dense_shape", None)
         )
-    except GradientError as exc:
-        raise GradientError(f"{what}: {exc.message}", hint=exc.hint) from None
+    except ValueMismatchError as exc:
+        raise ValueMismatchError(f"{what}: {exc.message}", hint=exc.hint) from None
     if slices.dense_shape is not None and slices.dense_shape != spec.shape:
-        raise GradientError(
+        raise ValueMismatchError(
             f"{what}: expected rows of an array of shape {spec.shape}, got dense_shape "
             f"{slices.dense_shape}"
         )
@@ -133,7 +133,7 @@ def _checked_rows(gradient: Any, spec: VariableSpec) -> IndexedSlices:
     if len(indices):
         lowest, highest = int(indices.min()), int(indices.max())  # uint64 may not fit into int64
         if lowest < 0 or highest >= count:
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{what}: row {lowest if lowest < 0 else highest} does not exist, the variable "
                 f"has {count}"
             )
@@ -149,15 +149,15 @@ def _pair(pair: Any) -> tuple[Any, AnyVariable]:
     except (TypeError, ValueError):
         raise _no_pairs(pair) from None
     if not isinstance(variable, (Variable, ShardedVariable)):  # a union is made at each call
-        raise GradientError(
+        raise ValueMismatchError(
             "apply_gradients: expected (gradient, variable) pairs, got "
             f"{type(variable).__name__} for the variable"
         )
     return gradient, variable
 
 
-def _no_pairs(given: object) -> GradientError:
-    return GradientError(
+def _no_pairs(given: object) -> ValueMismatchError:
+    return ValueMismatchError(
         f"apply_gradients: expected (gradient, variable) pairs, got {type(given).__name__}",
         hint="apply_gradients(zip(gradients, variables))",
     )
@@ -170,7 +170,7 @@ def listed(var_list: Any) -> Any:
         var_list: One variable, several, or a nesting as ``pull`` takes it.
 
     Raises:
-        GradientError: Something else is among them, or there is none in a nesting.
+        ValueMismatchError: Something else is among them, or there is none in a nesting.
     """
     if isinstance(var_list, dict):
         variables: Any = var_list
@@ -180,11 +180,11 @@ def listed(var_list: Any) -> Any:
         variables = var_list if isinstance(var_list, list | tuple) else list(var_list)
         for item in variables:
             if not isinstance(item, Handle | dict | list | tuple):
-                raise GradientError(f"var_list: expected variables, got {type(item).__name__}")
+                raise ValueMismatchError(f"var_list: expected variables, got {type(item).__name__}")
     if is_flat(variables):
         return list(variables)
     if not leaves(variables):
-        raise GradientError("var_list: expected variables, got none")
+        raise ValueMismatchError("var_list: expected variables, got none")
     return variables
 
 
@@ -235,7 +235,7 @@ async def value_and_gradients(
         variables: As ``listed`` returns them.
 
     Raises:
-        GradientError: The function returns something else, another number of gradients, or
+        ValueMismatchError: The function returns something else, another number of gradients, or
             gradients that are nested otherwise.
         PsyncError: As ``pull``.
 
@@ -249,12 +249,12 @@ async def value_and_gradients(
         if len(predictions) > 1:
             raise ValueError("too many values")
     except (TypeError, ValueError):
-        raise GradientError(
+        raise ValueMismatchError(
             f"value_and_grad: expected it to return (loss, gradients), got {type(answer).__name__}",
             hint="return loss, [gradient_of_w, gradient_of_b]",
         ) from None
     if flat and len(grads) != len(variables):
-        raise GradientError(
+        raise ValueMismatchError(
             f"value_and_grad: expected {len(variables)} gradients, got {len(grads)}"
         )
     return loss, [

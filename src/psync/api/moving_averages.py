@@ -25,7 +25,7 @@ from psync.api.variables import (
 )
 from psync.client.context import forbid_in_step
 from psync.client.scopes import Scope, current_scope, place_of
-from psync.errors import ConfigurationError, GradientError, UsageError
+from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.numerics.means import growing_decay
 from psync.specs import checked_kind
 
@@ -119,7 +119,7 @@ class ExponentialMovingAverage:
                 strategy whose scope is open.
 
         Raises:
-            GradientError: A variable is of another dtype. Nothing was declared.
+            ValueMismatchError: A variable is of another dtype. Nothing was declared.
             UsageError: Inside a step; no variable, or one shard of one; no ``var_list`` outside
                 a scope.
             ClosedError: The strategy's coordinator was closed.
@@ -279,7 +279,7 @@ def _checked_scope(variable: Any) -> Scope:
             "value"
         )
     if "float" not in spec.dtype:
-        raise GradientError(
+        raise ValueMismatchError(
             f'moving average of "{spec.name}": expected a float variable, got {spec.dtype}'
         )
     whole = spec.shards[0].variable

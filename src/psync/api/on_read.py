@@ -31,10 +31,10 @@ from psync.client.context import current_closure
 from psync.client.runtime import Runtime
 from psync.client.scopes import Scope
 from psync.errors import (
-    GradientError,
     ReplicaValueError,
     UnsupportedError,
     UsageError,
+    ValueMismatchError,
 )
 from psync.numerics.casting import checked_target, fitting
 from psync.numerics.replica_sums import ReduceOp, reducing_arrays
@@ -142,7 +142,7 @@ class CopyAccess(ValueAccess):
 
         Raises:
             ReplicaValueError: Not in a step, and the aggregation is NONE.
-            GradientError: ``out`` does not fit.
+            ValueMismatchError: ``out`` does not fit.
             UsageError: Neither in a step nor within a running coordinator.
             ParameterServerLost: A ps is gone.
             ClosureCancelled: In a step that was cancelled.
@@ -163,7 +163,7 @@ class CopyAccess(ValueAccess):
             value.setflags(write=copy)
             return value
         if value.dtype != target.dtype:
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{operation}: the mean of {target.dtype} is {value.dtype}",
                 hint="read it without out",
             )
@@ -208,7 +208,7 @@ class CopyAccess(ValueAccess):
         """Set all copies so that ``checkpoint_value`` is ``value``, whatever the number of workers.
 
         Raises:
-            GradientError: Shape or dtype do not fit.
+            ValueMismatchError: Shape or dtype do not fit.
             UsageError, ParameterServerLost: As ``read``.
 
         Cancellation: Once begun, it ends in the background.

@@ -10,7 +10,7 @@ import numpy as np
 
 from psync.api.reads import runtime_of, values_of
 from psync.api.variables import Handle, OnReadVariable
-from psync.errors import GradientError
+from psync.errors import ValueMismatchError
 from psync.numerics.casting import checked_target
 from psync.numerics.compression import Compression, checked_compression
 
@@ -124,7 +124,7 @@ async def pull(
             strategies.
         ClosedError: The coordinator was closed.
         ConfigurationError: No such compression.
-        GradientError: An array in ``out`` does not fit, stands for two variables, or for one that
+        ValueMismatchError: An array in ``out`` does not fit, stands for two variables, or for one that
             has another array already.
         ParameterServerLost: A ps is gone.
         LockLost: ``consistent``, and connections were lost again and again, or this task's loop
@@ -207,11 +207,11 @@ def _targets(tree: Any, out: Any) -> dict[Handle, np.ndarray]:
     targets: dict[Handle, np.ndarray] = {}
     for variable, array in pairs(tree, out, "out"):
         if targets.setdefault(variable, checked_target(array, variable.value_spec)) is not array:
-            raise GradientError(f'out has two arrays for variable "{variable.name}"')
+            raise ValueMismatchError(f'out has two arrays for variable "{variable.name}"')
     owners: dict[int, Handle] = {}
     for variable, array in targets.items():
         if (other := owners.setdefault(id(array), variable)) is not variable:
-            raise GradientError(
+            raise ValueMismatchError(
                 f'out has one array for variables "{other.name}" and "{variable.name}"'
             )
     return targets
@@ -226,18 +226,18 @@ def pairs(tree: Any, other: Any, what: str) -> Iterator[tuple[Any, Any]]:
         what: It is, for messages.
 
     Raises:
-        GradientError: They are not nested alike.
+        ValueMismatchError: They are not nested alike.
     """
     if isinstance(tree, Handle):
         yield tree, other
     elif isinstance(tree, dict):
         if not isinstance(other, dict) or other.keys() != tree.keys():
-            raise GradientError(f"{what}: expected a dict with the keys of the variables")
+            raise ValueMismatchError(f"{what}: expected a dict with the keys of the variables")
         for key, item in tree.items():
             yield from pairs(item, other[key], what)
     elif isinstance(tree, list | tuple):
         if not isinstance(other, list | tuple) or len(other) != len(tree):
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{what}: expected {len(tree)} items in a list or tuple, as the variables"
             )
         for item, part in zip(tree, other, strict=True):

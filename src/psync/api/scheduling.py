@@ -19,7 +19,7 @@ from psync.api.pulls import NamedFields
 from psync.chief.events import RollbackEvent
 from psync.closures.identities import Identity
 from psync.coordinator import Coordinator
-from psync.errors import CaptureError, other_loop
+from psync.errors import SerializationError, other_loop
 from psync.serialization.remote_value import RemoteValue, fetch_all
 from psync.specs import checked_kind
 
@@ -220,7 +220,7 @@ class Scheduling:
             The handle to its result.
 
         Raises:
-            CaptureError: ``step`` is not callable, or something cannot be sent to a worker; names
+            SerializationError: ``step`` is not callable, or something cannot be sent to a worker; names
                 it.
             ClosedError: The coordinator is not running.
 
@@ -235,7 +235,9 @@ class Scheduling:
         """
         try:
             return self._running("submit").schedule(step, args, kwargs)
-        except CaptureError as error:  # it is about the program, and begins where that has called
+        except (
+            SerializationError
+        ) as error:  # it is about the program, and begins where that has called
             raise error.with_traceback(None) from error.__cause__
 
     @overload
@@ -313,14 +315,14 @@ class Scheduling:
             The handle to its result.
 
         Raises:
-            CaptureError: ``fn`` is not callable, or something cannot be sent to a worker; names it.
+            SerializationError: ``fn`` is not callable, or something cannot be sent to a worker; names it.
             ClosedError: The coordinator is not running.
         """
         if type(args) is not tuple or kwargs is not None:
             args, kwargs = _checked(args, kwargs)
         try:
             return self._running("schedule").schedule(fn, args, kwargs or {})
-        except CaptureError as error:
+        except SerializationError as error:
             raise error.with_traceback(None) from error.__cause__
 
     def _schedule_shard(
@@ -334,7 +336,7 @@ class Scheduling:
         checked = _checked(args, kwargs)
         try:
             return self._running("schedule").schedule(fn, *checked, identity)
-        except CaptureError as error:
+        except SerializationError as error:
             raise error.with_traceback(None) from error.__cause__
 
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
@@ -439,12 +441,12 @@ class Scheduling:
 
 
 def _checked(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a step. Raises CaptureError unless they are a tuple and a dict."""
+    """Return the arguments of a step. Raises SerializationError unless they are a tuple and a dict."""
     if isinstance(args, RemoteValue) or not isinstance(args, tuple | list):
-        raise CaptureError(
+        raise SerializationError(
             f"args: expected a tuple, got {type(args).__name__}",
             hint="schedule(step, args=(value,))",
         )
     if kwargs is not None:
-        checked_kind("kwargs: expected a dict", kwargs, dict, error=CaptureError)
+        checked_kind("kwargs: expected a dict", kwargs, dict, error=SerializationError)
     return tuple(args), dict(kwargs or {})

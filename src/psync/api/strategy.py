@@ -67,7 +67,7 @@ class ParameterServerStrategy(ReplicaRuns):
         placement: Which ps gets the next shard: "round_robin"; "least_bytes", the one with the
             fewest bytes of variables so far; or an object with ``place(nbytes) -> ps index``.
         ps_recovery: What happens when a ps dies. "checkpoint": all ps tasks roll back to the newest
-            one that a ``CheckpointManager`` has saved. "replica": every ps has a backup in the
+            one that a ``CheckpointManager`` has saved. "backup": every ps has a backup ps in the
             process of another one, which serves within a second, and nothing that was
             answered is lost; it needs two ps tasks or more, twice the memory, and asynchronous
             training.
@@ -115,13 +115,15 @@ class ParameterServerStrategy(ReplicaRuns):
                     "declare variables for, got none",
                     hint="name the whole training cluster here, too",
                 )
-        if ps_recovery not in ("checkpoint", "replica"):
+        if ps_recovery == "replica":  # its name until 0.2
+            ps_recovery = "backup"
+        if ps_recovery not in ("checkpoint", "backup"):
             raise ConfigurationError(
-                f'ps_recovery: expected "checkpoint" or "replica", got {ps_recovery!r}'
+                f'ps_recovery: expected "checkpoint" or "backup", got {ps_recovery!r}'
             )
-        if ps_recovery == "replica" and spec.num_tasks("ps") < 2:
+        if ps_recovery == "backup" and spec.num_tasks("ps") < 2:
             raise ConfigurationError(
-                'ps_recovery="replica" needs at least two ps tasks, got '
+                'ps_recovery="backup" needs at least two ps tasks, got '
                 f"{spec.num_tasks('ps')}: each is kept in the process of another one, too",
             )
         self.ps_recovery = ps_recovery

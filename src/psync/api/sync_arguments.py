@@ -13,7 +13,7 @@ from psync.api.gradient_arguments import AnyVariable
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.optimizers.handles import Optimizer
 from psync.api.variables import Handle, OnReadVariable, Variable
-from psync.errors import ConfigurationError, GradientError
+from psync.errors import ConfigurationError, ValueMismatchError
 from psync.numerics.sums import check_weight
 from psync.specs import as_number, checked_kind
 from psync.store.sync_config import SyncConfig
@@ -48,14 +48,14 @@ def check_wrapped(name: object, opt: object) -> None:
 
 
 def checked_weight(weight: object) -> float:
-    """Return the weight of a push. Raises ConfigurationError or GradientError if it is none."""
+    """Return the weight of a push. Raises ConfigurationError or ValueMismatchError if it is none."""
     if weight == 1.0 and type(weight) is float:
         return weight
     number = as_number("apply_gradients: weight", weight)
     try:
         return check_weight(number)
-    except GradientError as exc:
-        raise GradientError(f"apply_gradients: {exc.message}") from None
+    except ValueMismatchError as exc:
+        raise ValueMismatchError(f"apply_gradients: {exc.message}") from None
 
 
 def checked_step(operation: str, variable: object) -> Variable:
@@ -120,7 +120,7 @@ class GroupConfig:
             ConfigurationError: There are variables and no averages, these are none, or the
                 variables are of several strategies.
             UsageError: The variables are one variable.
-            GradientError: One of them is of no float dtype.
+            ValueMismatchError: One of them is of no float dtype.
         """
         name = self.sync.name
         if averages is None:

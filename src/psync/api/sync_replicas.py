@@ -95,7 +95,7 @@ class SyncReplicasOptimizer(Optimizer):
     Raises:
         ConfigurationError: An argument is wrong, or two contradict each other; also ValueError.
         UsageError: Inside a step.
-        GradientError: A variable to average is of no float dtype.
+        ValueMismatchError: A variable to average is of no float dtype.
 
     Source: ``tf.compat.v1.train.SyncReplicasOptimizer``; Chen et al. 2016 for backup replicas.
         There a gradient is judged for each variable alone, nobody is told that it was dropped,
@@ -229,7 +229,7 @@ class SyncReplicasOptimizer(Optimizer):
             since the values were pulled. ``partial``, ``count``: of the step that it counts in.
 
         Raises:
-            GradientError: As for every optimizer, or a weight that is none. Also a ValueError.
+            ValueMismatchError: As for every optimizer, or a weight that is none. Also a ValueError.
             ConfigurationError: No global step, or another one than before. Also a ValueError.
             UsageError: Outside a step and outside a training session.
             NotEnoughReplicas: Fewer than ``min_replicas`` workers have lived for ``patience_s``.

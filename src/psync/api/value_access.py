@@ -16,7 +16,7 @@ import numpy as np
 from psync.api.reads import runtime_of, values_of
 from psync.client.scopes import Scope
 from psync.client.shard_locks import assign_at_once
-from psync.errors import GradientError, IndexValueError, UsageError
+from psync.errors import IndexValueError, UsageError, ValueMismatchError
 from psync.numerics.casting import checked_target, fitting
 from psync.numerics.indexing import Selection, index_array, row_numbers, select
 from psync.replicas import gang_updates
@@ -94,7 +94,7 @@ class ValueAccess(AwaitFirst):
             The variable.
 
         Raises:
-            GradientError: If shape or dtype do not fit, or the dtype cannot hold a number.
+            ValueMismatchError: If shape or dtype do not fit, or the dtype cannot hold a number.
             ReplicaValueError: In a replica of ``strategy.run``: the variable has no aggregation.
             UsageError: Neither in a step nor within a running coordinator.
             ParameterServerLost: If a ps is gone.
@@ -257,7 +257,7 @@ class ValueAccess(AwaitFirst):
         Raises:
             VariableIndexError: A row is out of range.
             IndexTypeError, IndexValueError: The indices are no integers, or not of shape (n,).
-            GradientError: Shape or dtype of the values do not fit, or the dtype cannot hold one.
+            ValueMismatchError: Shape or dtype of the values do not fit, or the dtype cannot hold one.
             UsageError: Neither in a step nor within a running coordinator.
             ParameterServerLost: If a ps is gone.
             ClosureCancelled: In a step that was cancelled.
@@ -329,7 +329,7 @@ class ValueAccess(AwaitFirst):
         elif isinstance(delta, tuple | list) and len(delta) == 2:
             indices, values = delta
         else:
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{operation}: expected IndexedSlices or a pair (indices, values), got "
                 f"{type(delta).__name__}"
             )

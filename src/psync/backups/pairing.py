@@ -73,5 +73,5 @@ def check_deterministic(primary: str, host: str, groups: Sequence[str]) -> None:
             f"{', '.join(groups)}: deterministic=True, but {primary} and its backup in the process "
             f"of {host} do not compute the same bits: their CPU, numpy or C library differ",
             hint="run all ps tasks on machines of one kind and from one image, or leave out "
-            'deterministic=True or ps_recovery="replica"',
+            'deterministic=True or ps_recovery="backup"',
         )

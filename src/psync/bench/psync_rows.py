@@ -131,7 +131,7 @@ class Measured:
 
     async def asynchronous_with_backup(self, steps: int, mib: float) -> Outcome:
         """Train so while each ps has a copy in the process of the other."""
-        return await self._trained(steps, mib, synchronous=False, ps_recovery="replica")
+        return await self._trained(steps, mib, synchronous=False, ps_recovery="backup")
 
     async def synchronous_closures(self, steps: int, mib: float) -> Outcome:
         """Train in step, one scheduled closure for each gradient."""
@@ -140,7 +140,7 @@ class Measured:
     async def synchronous_closures_with_backup(self, steps: int, mib: float) -> Outcome:
         """Train so while each ps has a copy in the process of the other."""
         return await self._trained(
-            steps, mib, synchronous=True, scheduled=True, ps_recovery="replica"
+            steps, mib, synchronous=True, scheduled=True, ps_recovery="backup"
         )
 
     async def _trained(

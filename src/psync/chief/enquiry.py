@@ -164,7 +164,7 @@ class ServedSearch:
             if not self.may_move:
                 raise AttachError(
                     f"{task} has been replaced by its backup, in the process of {where}",
-                    hint='go on with ParameterServerStrategy(..., ps_recovery="replica"); or '
+                    hint='go on with ParameterServerStrategy(..., ps_recovery="backup"); or '
                     f"{BACK}",
                 )
             logger.info("%s is served in the process of %s, at %s", task, where, place.address)

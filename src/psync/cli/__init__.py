@@ -1,4 +1,4 @@
-"""The command line: ``psync run``, ``serve``, ``certs``, ``checkpoint``, ``bench``.
+"""The command line: ``psync run``, ``task``, ``certs``, ``checkpoint``, ``bench``.
 
 Knows everything. ``main`` has the parsers; each command is imported when it is asked for.
 """

@@ -22,7 +22,7 @@ PROBE = "/job:probe/task:0"
 def health(timeout: float) -> int:
     """Ask the ps or worker of this environment whether it answers.
 
-    It finds the task as psync serve does (TF_CONFIG, SLURM, Kubernetes), and connects to it with
+    It finds the task as psync task does (TF_CONFIG, SLURM, Kubernetes), and connects to it with
     the cluster's secret and TLS. An answer shows that its event loop turns; a step that computes on
     the loop holds it up, so ask a worker only whether it is ready, not whether it lives.
 
@@ -30,7 +30,7 @@ def health(timeout: float) -> int:
     Exit codes:
         0  it answers
         1  it does not: it has not begun to listen, is busy, or hangs
-        2  wrong set-up, as that of psync serve; or the task is a chief or evaluator, which
+        2  wrong set-up, as that of psync task; or the task is a chief or evaluator, which
            this cannot ask
     """
     from psync.errors import AuthenticationError, ConfigurationError, PsyncError, VersionMismatch

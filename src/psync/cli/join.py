@@ -72,7 +72,7 @@ def join(
         os.execv(sys.executable, command)
     from psync.launch.tasks import SETUP_ERRORS, join_forever
 
-    if plugins:  # what lies here, as for `psync serve`
+    if plugins:  # what lies here, as for `psync task`
         sys.path.insert(0, "")
     try:
         return join_forever(chief, listen, chief_timeout=chief_timeout)

@@ -1,4 +1,4 @@
-"""The command line: ``psync run``, ``scale``, ``join``, ``top``, ``serve`` and others.
+"""The command line: ``psync run``, ``scale``, ``join``, ``top``, ``task`` and others.
 
 Every option also reads an environment variable, ``PSYNC_<COMMAND>_<OPTION>``. Wrong usage is one
 line on stderr and exit code 2. Imports are late: the launcher has its tasks running before it could
@@ -8,6 +8,7 @@ have imported what they need, and ``--help`` needs none of it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import os
 import sys
@@ -415,7 +416,7 @@ def peers(
 @plugin_option
 @tls_options
 @log_level_option
-def serve(
+def task(
     insecure: bool,
     chief_timeout: str | None,
     metrics: str | None,
@@ -433,7 +434,7 @@ def serve(
     The first ps of a cluster of two machines:
         export TF_CONFIG='{"cluster": {"chief": ["a:2222"], "ps": ["b:2222"],
             "worker": ["a:2223"]}, "task": {"type": "ps", "index": 0}}'
-        PSYNC_SECRET_FILE=~/cluster.secret psync serve
+        PSYNC_SECRET_FILE=~/cluster.secret psync task
     """
     from psync.launch import tasks
     from psync.launch.plugins import plugins_environ
@@ -441,7 +442,7 @@ def serve(
     os.environ.update({**tls_environ(**tls), **plugins_environ(plugins, {})})
     if metrics:
         os.environ["PSYNC_TASK_METRICS"] = metrics
-    if plugins:  # what lies here, as for `python -m psync serve`
+    if plugins:  # what lies here, as for `python -m psync task`
         sys.path.insert(0, "")
     configure_logging(log_level)
     try:
@@ -450,6 +451,9 @@ def serve(
         return _fail(str(error), FAILED)
 
 
+serve = copy.copy(task)  # its name until 0.2
+serve.hidden = True
+psync.add_command(serve, "serve")
 psync.add_command(top)
 psync.add_command(trace)
 psync.add_command(scale)

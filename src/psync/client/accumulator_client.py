@@ -92,7 +92,7 @@ class AccumulatorClient:
             ordinal: Of the call within the closure.
 
         Raises:
-            GradientError: It does not fit.
+            ValueMismatchError: It does not fit.
 
         Cancellation: Once begun, it ends in the background.
         """

@@ -250,7 +250,7 @@ class Lanes:
         error = self.lost = ParameterServerLost(
             self.task, message,
             hint="its shards are gone, with no checkpoint or complete copy to go back to: restart "
-            'the program; with a psync.CheckpointManager, or ps_recovery="replica" and a backup '
+            'the program; with a psync.CheckpointManager, or ps_recovery="backup" and a backup '
             "that has had time to copy them, it goes on",
         )  # fmt: skip
         for peer in self._peers.values():

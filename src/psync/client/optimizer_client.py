@@ -75,7 +75,7 @@ def check_plugins(links: Sequence[PsLink], name: str, rule: UpdateRule) -> None:
             raise ConfigurationError(
                 f"optimizer {name!r}: the {what} is not known to {', '.join(lacking)}",
                 hint="start all tasks with the plugin that registers it: psync run --plugin MODULE,"
-                " psync serve --plugin MODULE, LocalCluster(…, plugins=[MODULE])",
+                " psync task --plugin MODULE, LocalCluster(…, plugins=[MODULE])",
             )
         for task, known in there.items():
             if known[kind, needed] != version:

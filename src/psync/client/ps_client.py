@@ -314,7 +314,7 @@ class PsClient(PsRows):
             ordinal: Of the call within the closure.
 
         Raises:
-            GradientError: The operation is none for the variable's dtype.
+            ValueMismatchError: The operation is none for the variable's dtype.
             ParameterServerLost: A ps is gone.
 
         Cancellation: As ``push``.

@@ -17,7 +17,7 @@ import numpy as np
 from psync.client.ps_link import Body, Call, PsLink, always, copied_to, together
 from psync.client.pulled_steps import PulledSteps
 from psync.client.work_meter import WorkMeter
-from psync.errors import GradientError
+from psync.errors import ValueMismatchError
 from psync.numerics.block_pool import BlockPool, roomy
 from psync.numerics.scatter import IndexedSlices, distinct, merged
 from psync.numerics.update_rule import slot_dtype
@@ -102,7 +102,7 @@ class PsRows:
             Shape (number of rows asked for, *shape of a row); writable, the caller's own.
 
         Raises:
-            GradientError: There is no such row.
+            ValueMismatchError: There is no such row.
             ParameterServerLost: A ps is gone.
 
         Cancellation: Safe; ``out`` then holds anything.
@@ -138,7 +138,7 @@ class PsRows:
             seen: As for ``read_rows``.
 
         Raises:
-            GradientError: There is no such row.
+            ValueMismatchError: There is no such row.
             ParameterServerLost: A ps is gone.
 
         Cancellation: Safe.
@@ -178,14 +178,14 @@ def check_exist(spec: VariableSpec, rows: np.ndarray) -> None:
     """Check that a variable has these rows.
 
     Raises:
-        GradientError: It has not.
+        ValueMismatchError: It has not.
     """
     if not len(rows):
         return
     count = spec.shape[0] if spec.shape else 0
     lowest, highest = int(rows.min()), int(rows.max())
     if lowest < 0 or highest >= count:
-        raise GradientError(
+        raise ValueMismatchError(
             f'variable "{spec.name}": row {lowest if lowest < 0 else highest} does not exist, '
             + (f"it has {count}" if spec.shape else "a scalar has no rows")
         )

@@ -97,7 +97,7 @@ class MonitoredTrainingSession:
 
     Raises:
         ConfigurationError: If an option is out of range, or the strategy has
-            ``ps_recovery="replica"``, which a session cannot use.
+            ``ps_recovery="backup"``, which a session cannot use.
         RemoteError: On the chief, when it leaves: a worker has left by an exception.
         ParameterServerLost: When a task leaves: a ps was lost.
         TrainingEnded: When a worker leaves: training has failed elsewhere; says where.
@@ -132,9 +132,9 @@ class MonitoredTrainingSession:
             raise ConfigurationError(
                 f"strategy: expected a ParameterServerStrategy, got {type(strategy).__name__}"
             )
-        if strategy.ps_recovery == "replica":
+        if strategy.ps_recovery == "backup":
             raise ConfigurationError(
-                'ps_recovery="replica": a training session makes no copies of ps tasks',
+                'ps_recovery="backup": a training session makes no copies of ps tasks',
                 hint="leave it out, and let the chief restore the newest checkpoint when it is "
                 'started again: docs/howto/tensorflow.md, "What a session survives"; or train '
                 "with a psync.ClusterCoordinator, which keeps copies",

@@ -1,9 +1,9 @@
 """Pytrees of jax on ps tasks: each step gets the present values as arrays of jax.
 
-    from psync.integrations.jax import ServedPytree, step_key
+    from psync.integrations.jax import PSPytree, step_key
 
     with strategy.scope():
-        served = ServedPytree(params, psync.optimizers.Adam(1e-3), name="net")
+        served = PSPytree(params, psync.optimizers.Adam(1e-3), name="net")
     value_and_grad = jax.jit(jax.value_and_grad(loss_of))
 
     def step(batches):  # a plain function runs in a thread, where it may compute
@@ -77,7 +77,7 @@ class _Live:
         self.state: dict[str, np.ndarray] = {}
 
 
-class ServedPytree(ServedVariables, Generic[T]):
+class PSPytree(ServedVariables, Generic[T]):
     """A pytree of arrays, such as a model's parameters, whose leaves are variables on the ps tasks.
 
     Made in ``strategy.scope()``, and captured by steps. Variables are called by the paths of their
@@ -115,7 +115,7 @@ class ServedPytree(ServedVariables, Generic[T]):
 
     Example:
         with strategy.scope():
-            served = ServedPytree(params, psync.optimizers.Adam(1e-3), name="net", state=stats)
+            served = PSPytree(params, psync.optimizers.Adam(1e-3), name="net", state=stats)
 
         def step(batches):
             params, stats = psync.wait(served.pull())
@@ -125,14 +125,14 @@ class ServedPytree(ServedVariables, Generic[T]):
 
     @overload
     def __init__(
-        self: ServedPytree[P], params: P, optimizer: Optimizer, *, name: str | None = None,
+        self: PSPytree[P], params: P, optimizer: Optimizer, *, name: str | None = None,
         state: None = None, merge: str = "mean", trainable: Callable[[str], bool] | None = None,
         cast_gradients: bool = True,
     ) -> None: ...  # fmt: skip
 
     @overload
     def __init__(
-        self: ServedPytree[tuple[P, S]], params: P, optimizer: Optimizer, *,
+        self: PSPytree[tuple[P, S]], params: P, optimizer: Optimizer, *,
         name: str | None = None, state: S, merge: str = "mean",
         trainable: Callable[[str], bool] | None = None, cast_gradients: bool = True,
     ) -> None: ...  # fmt: skip
@@ -148,7 +148,7 @@ class ServedPytree(ServedVariables, Generic[T]):
         trainable: Callable[[str], bool] | None = None,
         cast_gradients: bool = True,
     ) -> None:
-        what = "ServedPytree"
+        what = "PSPytree"
         checked_scope(what, optimizer)
         if trainable is not None and not callable(trainable):
             raise ConfigurationError(
@@ -243,7 +243,7 @@ class ServedPytree(ServedVariables, Generic[T]):
             optimizer may say STALE: they were too old, and are gone.
 
         Raises:
-            GradientError: Another structure, no gradient at all, one that does not fit its
+            ValueMismatchError: Another structure, no gradient at all, one that does not fit its
                 variable, that was donated or is traced. Nothing was pushed.
             UsageError: State is missing or was not asked for, or this step has not pulled it.
             PsyncError: As ``apply_gradients``.
@@ -308,7 +308,7 @@ class ServedPytree(ServedVariables, Generic[T]):
         Raises:
             UsageError: Names differ, and ``strict``; inside a step, or outside of a running
                 coordinator. Nothing was changed.
-            GradientError: A shape differs, or a dtype cannot hold the numbers. Nothing was changed.
+            ValueMismatchError: A shape differs, or a dtype cannot hold the numbers. Nothing was changed.
             ParameterServerLost: A ps is gone.
 
         Cancellation: Once begun, it ends in the background.
@@ -325,7 +325,7 @@ class ServedPytree(ServedVariables, Generic[T]):
                 else f"{what}: got a state, and was made without one",
                 hint="await served.push(grads, state=new_state); the state that was pulled, if it "
                 "has not changed" if self._has_state
-                else "ServedPytree(params, optimizer, state=state)",
+                else "PSPytree(params, optimizer, state=state)",
             )  # fmt: skip
         leaves = self._stats.taken_apart(state, f"{what}: state")
         now = {key: leaf for key, leaf in leaves.items() if leaf is not None}
@@ -397,3 +397,6 @@ def step_key(seed: Any) -> jax.Array:
     key = jax.random.key(seed) if is_number else seed
     high, low = divmod(first_of(closure.number_on_ps), 1 << 32)  # fold_in takes 32 bits
     return jax.random.fold_in(jax.random.fold_in(key, high) if high else key, low)
+
+
+ServedPytree = PSPytree  # its name until 0.2

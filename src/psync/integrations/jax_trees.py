@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import tree_util
 
-from psync.errors import ConfigurationError, GradientError
+from psync.errors import ConfigurationError, ValueMismatchError
 from psync.integrations.served import SHOWN
 
 ALIGNMENT = 64
@@ -71,12 +71,12 @@ class NamedTree:
             what: It is, for messages.
 
         Raises:
-            GradientError: It has another structure.
+            ValueMismatchError: It has another structure.
         """
         try:
             leaves = self._structure.flatten_up_to(tree)
         except (ValueError, TypeError) as exc:
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{what}: expected the same tree as {self.what}{self._difference(tree)}",
                 hint="what jax.grad returns for the values that were pulled fits; None may stand "
                 "for a leaf",
@@ -164,7 +164,7 @@ def check_present(leaves: Mapping[str, Any], what: str) -> None:
     """Check that arrays have values that can be sent.
 
     Raises:
-        GradientError: One was donated, or is traced.
+        ValueMismatchError: One was donated, or is traced.
     """
     for name, leaf in leaves.items():
         problem = hint = ""
@@ -175,7 +175,7 @@ def check_present(leaves: Mapping[str, Any], what: str) -> None:
             problem = "was deleted, or donated to a jitted function"
             hint = "push it before, or do not donate it"
         if problem:
-            raise GradientError(f'{what} "{name}" {problem}', hint=hint)
+            raise ValueMismatchError(f'{what} "{name}" {problem}', hint=hint)
 
 
 def are_here(leaves: Sequence[Any]) -> bool:

@@ -107,7 +107,7 @@ class StateMerge:
             now: What they are after the step. Copied.
 
         Raises:
-            GradientError: An array does not fit its variable.
+            ValueMismatchError: An array does not fit its variable.
             PsyncError: As ``Variable.assign``.
 
         Cancellation: What was begun ends in the background.

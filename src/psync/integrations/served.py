@@ -30,7 +30,7 @@ from psync.client.calls import all_of
 from psync.client.context import current_closure, forbid_in_step
 from psync.client.runtime import Runtime
 from psync.client.scopes import Scope, scope_for
-from psync.errors import ConfigurationError, GradientError, UsageError
+from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.integrations.merging import AnyVariable, StateMerge
 from psync.net.process_state import PerProcess
 from psync.numerics.casting import fitting
@@ -67,7 +67,7 @@ class ServedVariables(Module):
     Steps capture it: it travels as handles, without values.
 
     Args:
-        what: How messages call it: "ServedModule".
+        what: How messages call it: "PSModule".
         values: The first values of all arrays, by name, in order.
         trained: Names of those that the optimizer trains.
         state: Names of those that the model changes itself.
@@ -245,7 +245,7 @@ class ServedVariables(Module):
             values: By name; cast within a kind to the variables' dtypes.
 
         Raises:
-            GradientError: One does not fit: nothing was changed.
+            ValueMismatchError: One does not fit: nothing was changed.
             UsageError: Inside a step, outside of a running coordinator, or an unknown name.
             ParameterServerLost: A ps is gone.
 
@@ -281,7 +281,7 @@ class ServedVariables(Module):
             What the optimizer's ``apply_gradients`` does.
 
         Raises:
-            GradientError: No gradient at all, one that does not fit, or a number that does not
+            ValueMismatchError: No gradient at all, one that does not fit, or a number that does not
                 survive the cast: nothing was pushed.
             PsyncError: As ``apply_gradients`` of the optimizer.
 
@@ -289,7 +289,7 @@ class ServedVariables(Module):
         """
         pairs = [(self._cast_to(key, each), self.variable(key)) for key, each in gradients.items()]
         if all(gradient is None for gradient, _ in pairs):
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{self._what} {self.name!r}: no gradient to push",
                 hint="compute them in this step, of a loss that depends on the model it has pulled",
             )

@@ -1,9 +1,9 @@
 """torch modules on ps tasks: each worker has its own ``nn.Module``, whose values are served.
 
-    from psync.integrations.torch import ServedModule
+    from psync.integrations.torch import PSModule
 
     with strategy.scope():
-        served = ServedModule(lambda: Net(hidden=64), psync.optimizers.Adam(1e-3), name="net")
+        served = PSModule(lambda: Net(hidden=64), psync.optimizers.Adam(1e-3), name="net")
 
     def step(batches):  # a plain function runs in a thread, where it may compute
         images, labels = next(batches)
@@ -28,7 +28,7 @@ import numpy as np
 
 from psync.api.optimizers.handles import Optimizer
 from psync.api.optimizers.state import PushResult
-from psync.errors import ConfigurationError, GradientError, UsageError
+from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 from psync.integrations.served import (
     LoadedKeys,
     ServedVariables,
@@ -69,7 +69,7 @@ class _Live:
         self.puller: object = None
 
 
-class ServedModule(ServedVariables, Generic[M]):
+class PSModule(ServedVariables, Generic[M]):
     """A ``torch.nn.Module`` whose parameters and buffers are variables on the ps tasks.
 
     Made in ``strategy.scope()``, and captured by steps. The variables are called as in the
@@ -108,7 +108,7 @@ class ServedModule(ServedVariables, Generic[M]):
 
     Example:
         with strategy.scope():
-            served = ServedModule(lambda: Net(), psync.optimizers.Adam(1e-3), name="net")
+            served = PSModule(lambda: Net(), psync.optimizers.Adam(1e-3), name="net")
 
         def step(batches):
             net = psync.wait(served.pull())
@@ -125,12 +125,12 @@ class ServedModule(ServedVariables, Generic[M]):
         buffers: str = "mean",
         cast_gradients: bool = True,
     ) -> None:
-        checked_scope("ServedModule", optimizer)
+        checked_scope("PSModule", optimizer)
         if not callable(build_module):
             raise ConfigurationError(
-                f"ServedModule: expected a function that builds the module, got "
+                f"PSModule: expected a function that builds the module, got "
                 f"{type(build_module).__name__}",
-                hint="ServedModule(lambda: Net(…), optimizer): every worker builds its own",
+                hint="PSModule(lambda: Net(…), optimizer): every worker builds its own",
             )
         self._build_module = build_module
         tensors = self._build()
@@ -139,7 +139,7 @@ class ServedModule(ServedVariables, Generic[M]):
         self._frozen = frozenset(tensors.parameters) - frozenset(tensors.trained)
         values = {each: tensors.array(each) for each in self._kinds}
         super().__init__(
-            "ServedModule", values, tensors.trained, tensors.buffers, optimizer,
+            "PSModule", values, tensors.trained, tensors.buffers, optimizer,
             name=name, merge=buffers, cast_gradients=cast_gradients,
         )  # fmt: skip
         self._built: ModuleTensors | None = tensors  # the program's own; does not travel
@@ -179,7 +179,7 @@ class ServedModule(ServedVariables, Generic[M]):
         if live.puller is not puller:
             live.puller = puller
             tensors.drop_gradients()
-        tensors.check_unchanged(f"ServedModule {self.name!r}")
+        tensors.check_unchanged(f"PSModule {self.name!r}")
         written = tensors.begin_writing()
         _, version = await self.pull_values(live.version, written.target)
         if written.is_costly:
@@ -206,7 +206,7 @@ class ServedModule(ServedVariables, Generic[M]):
             may say STALE: the gradients were too old, and are gone.
 
         Raises:
-            GradientError: There is no gradient, or one that the variable's dtype cannot hold, or
+            ValueMismatchError: There is no gradient, or one that the variable's dtype cannot hold, or
                 one of a frozen parameter. Nothing was pushed; the gradients are gone.
             UsageError: This step has not pulled.
             ConfigurationError: The module has other tensors than it was built with, or one of
@@ -218,11 +218,11 @@ class ServedModule(ServedVariables, Generic[M]):
         live = await self._live()
         if live.puller is not current_run():
             raise UsageError(
-                f"ServedModule {self.name!r}: push in a step that has not pulled",
+                f"PSModule {self.name!r}: push in a step that has not pulled",
                 hint="module = await served.pull(), then loss.backward(), then await served.push()",
             )
         tensors = live.tensors
-        tensors.check_unchanged(f"ServedModule {self.name!r}")
+        tensors.check_unchanged(f"PSModule {self.name!r}")
         if tensors.on_cpu():
             gradients = tensors.gradients(copy=keep_grad)
         else:
@@ -231,8 +231,8 @@ class ServedModule(ServedVariables, Generic[M]):
             tensors.drop_gradients()
         for key in self._frozen:
             if gradients.pop(key) is not None:
-                raise GradientError(
-                    f'ServedModule {self.name!r}: parameter "{key}" has a gradient, and was frozen '
+                raise ValueMismatchError(
+                    f'PSModule {self.name!r}: parameter "{key}" has a gradient, and was frozen '
                     "when the model was declared",
                     hint="build the module with requires_grad=True for what is to be trained, also "
                     "from a later step on; requires_grad_(False) in a step freezes it for now",
@@ -274,7 +274,7 @@ class ServedModule(ServedVariables, Generic[M]):
         Raises:
             UsageError: Names differ, and ``strict``; inside a step, or outside of a running
                 coordinator. Nothing was changed.
-            GradientError: A shape differs, or a dtype cannot hold the numbers. Nothing was changed.
+            ValueMismatchError: A shape differs, or a dtype cannot hold the numbers. Nothing was changed.
             ParameterServerLost: A ps is gone.
 
         Cancellation: Once begun, it ends in the background.
@@ -296,7 +296,7 @@ class ServedModule(ServedVariables, Generic[M]):
             if self._built is not None:
                 return _Live(self._built)
             tensors = self._build()
-            check_same(f"ServedModule {self.name!r}", self._kinds, tensors.kinds())
+            check_same(f"PSModule {self.name!r}", self._kinds, tensors.kinds())
             return _Live(tensors)
 
         return await self.kept_here(begin)
@@ -305,7 +305,10 @@ class ServedModule(ServedVariables, Generic[M]):
         module = self._build_module()
         if not isinstance(module, torch.nn.Module):
             raise ConfigurationError(
-                "ServedModule: expected build_module to return a torch.nn.Module, got "
+                "PSModule: expected build_module to return a torch.nn.Module, got "
                 f"{type(module).__name__}"
             )
         return ModuleTensors(module)
+
+
+ServedModule = PSModule  # its name until 0.2

@@ -70,13 +70,13 @@ class ModuleTensors:
         }  # fmt: skip
         if listed != self.names.keys():
             raise ConfigurationError(
-                "ServedModule: state_dict() of the module names other tensors than it has: "
+                "PSModule: state_dict() of the module names other tensors than it has: "
                 f"{', '.join(sorted(listed ^ self.names.keys())[:5])}",
                 hint="serve the module without the hooks that rename its state",
             )
         if not self.trained:
             raise ConfigurationError(
-                "ServedModule: the module has no parameter that needs a gradient",
+                "PSModule: the module has no parameter that needs a gradient",
                 hint="requires_grad=True for what is to be trained",
             )
 
@@ -235,7 +235,7 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         problem = f"variables cannot be {_dtype_name(tensor)}"
         hint = "register_buffer(…, persistent=False) keeps it out of state_dict()"
     if problem:
-        raise ConfigurationError(f'ServedModule: tensor "{name}": {problem}', hint=hint)
+        raise ConfigurationError(f'PSModule: tensor "{name}": {problem}', hint=hint)
 
 
 def _check_apart(parameters: Mapping[str, torch.Tensor]) -> None:
@@ -255,7 +255,7 @@ def _check_apart(parameters: Mapping[str, torch.Tensor]) -> None:
     for (device, _, end, one), (its, start, _, other) in itertools.pairwise(sorted(extents)):
         if device == its and start < end:
             raise ConfigurationError(
-                f'ServedModule: parameters "{one}" and "{other}" are two tensors in the same '
+                f'PSModule: parameters "{one}" and "{other}" are two tensors in the same '
                 "memory, which as two variables would overwrite each other",
                 hint="to tie them let both be one nn.Parameter, `self.out.weight = "
                 "self.table.weight`, without `.data`; otherwise clone() one of them",

@@ -40,7 +40,7 @@ from psync.net.shared.door_names import door_beside, may_share
 
 BACKLOG = 1024  # all peers connect at once, and to tasks that are not up yet
 
-SERVE_COMMAND = (sys.executable, "-m", "psync", "serve")
+SERVE_COMMAND = (sys.executable, "-m", "psync", "task")
 
 # The processes share the cores, so each computes in one thread. Must be set before numpy is
 # imported. A user's own setting wins.

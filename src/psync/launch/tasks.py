@@ -135,7 +135,7 @@ def run(
             if on_workers:
                 raise ConfigurationError(
                     "psync.run(main, on_workers=True): on Ray and Dask only the chief runs main",
-                    hint="psync run without --on, or psync serve by hand, for programs of sessions",
+                    hint="psync run without --on, or psync task by hand, for programs of sessions",
                 )
             return run_loop(lambda: _run_on_engine(main, settings, began))
         own = own_task(resolver)
@@ -264,7 +264,7 @@ async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = Fal
 
 
 def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -> int:
-    """Do ``serve`` in this process until a message or SIGTERM says stop; for ``psync serve``.
+    """Do ``serve`` in this process until a message or SIGTERM says stop; for ``psync task``.
 
     Returns:
         The exit code.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from psync.cluster import is_loopback
-from psync.errors import CaptureError, ConfigurationError
+from psync.errors import ConfigurationError, SerializationError
 
 MIN_SECRET_BYTES = 16
 """128 bits, if they are random: not to be guessed, not even from a recorded handshake."""
@@ -61,7 +61,7 @@ class Secret:
     __hash__ = None  # type: ignore[assignment]  # equality takes constant time, a hash table not
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise CaptureError(
+        raise SerializationError(
             "the cluster's secret cannot be pickled or copied",
             hint="a step must not use it; tasks read PSYNC_SECRET or PSYNC_SECRET_FILE themselves",
         )

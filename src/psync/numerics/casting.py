@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from psync.errors import GradientError
+from psync.errors import ValueMismatchError
 from psync.specs import VariableSpec, check_not_masked, dtype_of, plain_array
 
 
@@ -47,7 +47,7 @@ def fitting(
         shape: That is expected; None: the variable's.
 
     Raises:
-        GradientError: If it does not fit.
+        ValueMismatchError: If it does not fit.
     """
     dtype = dtype_of(spec.dtype)
     shape = spec.shape if shape is None else shape
@@ -58,16 +58,16 @@ def fitting(
     try:
         array = plain_array(value)
     except (TypeError, ValueError) as exc:
-        raise GradientError(f"{operation}: the value is not an array: {exc}") from exc
+        raise ValueMismatchError(f"{operation}: the value is not an array: {exc}") from exc
     if array.shape != shape:
-        raise GradientError(f"{operation}: expected shape {shape}, got {array.shape}")
+        raise ValueMismatchError(f"{operation}: expected shape {shape}, got {array.shape}")
     typed, kind = hasattr(value, "dtype"), array.dtype.kind
     if typed and casting == "no":
         fits = np.can_cast(array.dtype, dtype, casting)
     else:
         fits = _is_same_kind(array.dtype, dtype) or (not typed and (kind, dtype.kind) == ("i", "u"))
     if not fits:
-        raise GradientError(
+        raise ValueMismatchError(
             f"{operation}: expected dtype {spec.dtype}, got {array.dtype}",
             hint=f"convert it: np.asarray(value, {spec.dtype!r})",
         )
@@ -77,7 +77,7 @@ def fitting(
             made = np.asarray(array, dtype, order="C")
         beyond = overflow(array, made)
     if beyond is not None:
-        raise GradientError(
+        raise ValueMismatchError(
             f"{operation}: expected values that {spec.dtype} can hold, got {beyond}",
             hint="clip them, or declare the variable with a wider dtype",
         )
@@ -130,18 +130,18 @@ def checked_target(array: Any, spec: VariableSpec) -> np.ndarray:
     """Return ``array`` if the value of a variable can be read into it.
 
     Raises:
-        GradientError: If it cannot.
+        ValueMismatchError: If it cannot.
     """
     expected = f"expected a writable C-contiguous array of shape {spec.shape} {spec.dtype}"
     if not isinstance(array, np.ndarray):
-        raise GradientError(f'out for "{spec.name}": {expected}, got {type(array).__name__}')
+        raise ValueMismatchError(f'out for "{spec.name}": {expected}, got {type(array).__name__}')
     try:
         check_not_masked(array)
     except TypeError as exc:
-        raise GradientError(f'out for "{spec.name}": {expected}, got {exc}') from None
+        raise ValueMismatchError(f'out for "{spec.name}": {expected}, got {exc}') from None
     flaws = "" if array.flags.c_contiguous else ", not C-contiguous"
     flaws += "" if array.flags.writeable else ", read-only"
     if flaws or array.shape != spec.shape or array.dtype != dtype_of(spec.dtype):
         got = f"shape {array.shape} {array.dtype}{flaws}"
-        raise GradientError(f'out for "{spec.name}": {expected}, got {got}')
+        raise ValueMismatchError(f'out for "{spec.name}": {expected}, got {got}')
     return array

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from psync.errors import ConfigurationError, GradientError, PartitionError
+from psync.errors import ConfigurationError, PartitionError, ValueMismatchError
 from psync.numerics.sums import sum_dtype
 from psync.specs import plain_array
 
@@ -89,7 +89,7 @@ def with_max_norm(rows: np.ndarray, max_norm: float, what: str) -> np.ndarray:
 
     Raises:
         ConfigurationError: The norm is no finite number above 0.
-        GradientError: The rows are not floating.
+        ValueMismatchError: The rows are not floating.
     """
     if not isinstance(max_norm, Real) or not 0 < max_norm < math.inf:
         raise ConfigurationError(f"{what}: expected a finite max_norm above 0, got {max_norm!r}")
@@ -116,21 +116,23 @@ class SparseIds:
         """Read what a user gives: triples (indices, values, dense_shape), or such objects.
 
         Raises:
-            GradientError: They are none, or do not fit each other.
+            ValueMismatchError: They are none, or do not fit each other.
         """
         indices, ids, shape = _triple(sp_ids, f"{what}: sp_ids")
         if ids.dtype.kind not in "iu":
-            raise GradientError(f"{what}: sp_ids: expected integers as values, got {ids.dtype}")
+            raise ValueMismatchError(
+                f"{what}: sp_ids: expected integers as values, got {ids.dtype}"
+            )
         weights = None
         if sp_weights is not None:
             at, weights, weights_shape = _triple(sp_weights, f"{what}: sp_weights")
             if weights_shape != shape or not np.array_equal(at, indices):
-                raise GradientError(
+                raise ValueMismatchError(
                     f"{what}: expected sp_weights at the indices of sp_ids, in a matrix of shape "
                     f"{shape}, got {len(weights)} at other indices or in shape {weights_shape}"
                 )
             if weights.dtype.kind not in "fiu":
-                raise GradientError(
+                raise ValueMismatchError(
                     f"{what}: sp_weights: expected numbers as values, got {weights.dtype}"
                 )
         return SparseIds(indices[:, 0], ids, weights, shape[0])
@@ -176,7 +178,7 @@ class SparseIds:
             what: For messages.
 
         Raises:
-            GradientError: The rows are not floating.
+            ValueMismatchError: The rows are not floating.
         """
         work = _work_dtype(rows.dtype, what)
         order = np.argsort(self.rows, kind="stable")
@@ -213,7 +215,7 @@ def _triple(given: Any, what: str) -> tuple[np.ndarray, np.ndarray, tuple[int, i
     if all(hasattr(given, name) for name in ("indices", "values", "dense_shape")):
         given = (given.indices, given.values, given.dense_shape)
     if not isinstance(given, tuple | list) or len(given) != 3:
-        raise GradientError(
+        raise ValueMismatchError(
             f"{what}: expected a triple (indices, values, dense_shape) or an object with these "
             f"attributes, got {type(given).__name__}"
         )
@@ -221,7 +223,7 @@ def _triple(given: Any, what: str) -> tuple[np.ndarray, np.ndarray, tuple[int, i
         indices, values = plain_array(given[0]), plain_array(given[1])
         shape = tuple(map(operator.index, np.asarray(given[2]).reshape(-1).tolist()))
     except (TypeError, ValueError) as exc:
-        raise GradientError(
+        raise ValueMismatchError(
             f"{what}: expected arrays of integers as indices and dense_shape, and an array of "
             f"values: {exc}"
         ) from exc
@@ -229,15 +231,17 @@ def _triple(given: Any, what: str) -> tuple[np.ndarray, np.ndarray, tuple[int, i
         indices = np.empty((0, 2), np.int64)
         values = values.astype(np.int64) if values.dtype.kind == "f" else values
     if len(shape) != 2 or min(shape) < 0:
-        raise GradientError(f"{what}: expected a dense_shape of two numbers from 0, got {shape}")
+        raise ValueMismatchError(
+            f"{what}: expected a dense_shape of two numbers from 0, got {shape}"
+        )
     if indices.shape != (values.size, 2) or values.ndim != 1 or indices.dtype.kind not in "iu":
-        raise GradientError(
+        raise ValueMismatchError(
             f"{what}: expected indices of shape (n, 2), integers, and n values, got "
             f"{indices.shape} {indices.dtype} and {values.shape}"
         )
     outside = ((indices < 0) | (indices >= np.array(shape))).any(axis=1)
     if outside.any():
-        raise GradientError(
+        raise ValueMismatchError(
             f"{what}: index {tuple(indices[outside][0].tolist())} is out of bounds for dense_shape "
             f"{shape}"
         )
@@ -247,8 +251,8 @@ def _triple(given: Any, what: str) -> tuple[np.ndarray, np.ndarray, tuple[int, i
 def _work_dtype(dtype: np.dtype, what: str) -> np.dtype:
     try:
         return sum_dtype(dtype)
-    except GradientError as exc:
-        raise GradientError(f"{what}: expected a floating variable, got {dtype}") from exc
+    except ValueMismatchError as exc:
+        raise ValueMismatchError(f"{what}: expected a floating variable, got {dtype}") from exc
 
 
 def _along(numbers: np.ndarray, ndim: int) -> np.ndarray:

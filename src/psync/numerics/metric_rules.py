@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from psync.errors import ConfigurationError, GradientError
+from psync.errors import ConfigurationError, ValueMismatchError
 from psync.specs import DTYPE_NAMES, HiddenValues, checked_integer, plain_array
 
 EDGE = 1e-7
@@ -37,10 +37,10 @@ class MetricRule(ABC):
             sample_weight: Of each example, or of each value; None: 1.
 
         Raises:
-            GradientError: They are not these, no numbers, or do not fit together.
+            ValueMismatchError: They are not these, no numbers, or do not fit together.
         """
         if len(batch) != len(self.takes):
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{self.name}: expected ({', '.join(self.takes)}), got {len(batch)} arguments"
             )
         parts = [as_floats(self.name, part) for part in batch]
@@ -152,11 +152,13 @@ class SparseCategoricalAccuracy(Averaged):
         y_true, y_pred = batch
         if not y_pred.ndim or not y_pred.shape[-1]:
             got = y_pred.shape if y_pred.ndim else "a scalar"
-            raise GradientError(f"{self.name}: expected y_pred of shape (…, classes), got {got}")
+            raise ValueMismatchError(
+                f"{self.name}: expected y_pred of shape (…, classes), got {got}"
+            )
         if y_true.ndim == y_pred.ndim and y_true.shape[-1] == 1:
             y_true = y_true[..., 0]
         if y_true.shape != y_pred.shape[:-1]:
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{self.name}: expected y_true of shape {y_pred.shape[:-1]} for y_pred of shape "
                 f"{y_pred.shape}, got {y_true.shape}"
             )
@@ -241,7 +243,7 @@ class AUC(MetricRule):
         if self.from_logits:
             y_pred = 1 / (1 + np.exp(-y_pred))
         if y_pred.size and not (y_pred.min() >= 0 and y_pred.max() <= 1):
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{self.name}: expected predictions from 0 to 1, got {y_pred.min()} to "
                 f"{y_pred.max()}",
                 hint="AUC(from_logits=True) puts them through a sigmoid",
@@ -309,16 +311,16 @@ def as_floats(name: str, value: Any) -> np.ndarray:
     """Return ``value`` as a float64 array.
 
     Raises:
-        GradientError: It is none.
+        ValueMismatchError: It is none.
     """
     try:
         array = plain_array(value)
     except (TypeError, ValueError) as exc:
         got = exc if isinstance(exc, HiddenValues) else type(value).__name__
-        raise GradientError(f"{name}: expected numbers, got {got}") from exc
+        raise ValueMismatchError(f"{name}: expected numbers, got {got}") from exc
     if array.dtype.kind not in "biuf" and array.dtype.name not in DTYPE_NAMES:
         got = type(value).__name__ if array.dtype.kind in "OUS" else array.dtype.name
-        raise GradientError(f"{name}: expected numbers, got {got}")
+        raise ValueMismatchError(f"{name}: expected numbers, got {got}")
     return array.astype(np.float64)
 
 
@@ -326,14 +328,14 @@ def alike(name: str, y_true: np.ndarray, y_pred: np.ndarray) -> tuple[np.ndarray
     """Return both in one shape; a last axis of 1 that only one has is dropped.
 
     Raises:
-        GradientError: The shapes differ otherwise.
+        ValueMismatchError: The shapes differ otherwise.
     """
     if y_pred.ndim == y_true.ndim + 1 and y_pred.shape[-1] == 1:
         y_pred = y_pred[..., 0]
     elif y_true.ndim == y_pred.ndim + 1 and y_true.shape[-1] == 1:
         y_true = y_true[..., 0]
     if y_true.shape != y_pred.shape:
-        raise GradientError(
+        raise ValueMismatchError(
             f"{name}: expected y_true and y_pred of one shape, got {y_true.shape} and "
             f"{y_pred.shape}"
         )
@@ -353,18 +355,18 @@ def per_sample(
             axes but the first.
 
     Raises:
-        GradientError: The weights do not fit; or there are examples, and no values of them.
+        ValueMismatchError: The weights do not fit; or there are examples, and no values of them.
     """
     if not values.size and reduce is np.mean:  # of nothing there is no mean
         if values.shape[0]:
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{name}: expected values of each example, got shape {values.shape}"
             )
         return np.zeros(0), None
     if weights is not None:
         weights = squeezed(weights, values)
         if weights.ndim > values.ndim:
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{name}: expected sample_weight of at most {values.ndim} axes, as the values "
                 f"have, got {weights.ndim}"
             )
@@ -389,11 +391,11 @@ def broadcast(name: str, weights: np.ndarray, shape: tuple[int, ...]) -> np.ndar
     """Return the weights in a shape.
 
     Raises:
-        GradientError: They do not fit.
+        ValueMismatchError: They do not fit.
     """
     try:
         return np.broadcast_to(weights, shape)
     except ValueError:
-        raise GradientError(
+        raise ValueMismatchError(
             f"{name}: expected sample_weight of shape {shape}, got {weights.shape}"
         ) from None

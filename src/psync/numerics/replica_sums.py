@@ -74,7 +74,7 @@ def reducing_arrays(
 
     Raises:
         ReplicaValueError: They do not fit each other, or there is no such axis.
-        GradientError: ``IndexedSlices`` of integers.
+        ValueMismatchError: ``IndexedSlices`` of integers.
     """
     if any(_is_slices(value) for value in values):
         return _reduce_slices(op, values, axes)

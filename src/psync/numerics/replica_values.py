@@ -200,7 +200,7 @@ def reducing_values(op: ReduceOp | str, values: Sequence[Any], axis: Any = None)
     Raises:
         ReplicaValueError: Shapes or structures differ, something is no number, or there is no such
             axis.
-        GradientError: ``IndexedSlices`` of integers.
+        ValueMismatchError: ``IndexedSlices`` of integers.
 
     Source: ``tf.distribute.Strategy.reduce``.
     """
@@ -223,7 +223,7 @@ def reduce_distributed(op: ReduceOp | str, value: Any, num_replicas: int, axis: 
 
     Raises:
         ReplicaValueError: As by ``reducing_values``, and for the sum of an ordinary value.
-        GradientError: ``IndexedSlices`` of integers.
+        ValueMismatchError: ``IndexedSlices`` of integers.
     """
     return at_once(reducing_distributed(op, value, num_replicas, axis))
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from psync.errors import GradientError, UsageError
+from psync.errors import UsageError, ValueMismatchError
 from psync.numerics.sums import firsts, sum_dtype
 from psync.specs import plain_array
 
@@ -93,16 +93,16 @@ def check_scatter(op: str, dtype: str, what: str) -> None:
 
     Raises:
         UsageError: There is no such operation.
-        GradientError: There is none for the dtype.
+        ValueMismatchError: There is none for the dtype.
     """
     if op not in SCATTER_OPS:
         raise UsageError(
             f"{what}: unknown operation {op[:100]!r}", hint=f"use one of {', '.join(SCATTER_OPS)}"
         )
     if dtype == "bool" and op != "assign":
-        raise GradientError(f"{what}: bool values can only be assigned, not {op!r}")
+        raise ValueMismatchError(f"{what}: bool values can only be assigned, not {op!r}")
     if op == "div" and "int" in dtype:
-        raise GradientError(
+        raise ValueMismatchError(
             f"{what}: {dtype} values cannot be divided: the quotient is no integer",
             hint="declare the variable with a floating dtype, or read, divide and assign",
         )
@@ -195,7 +195,7 @@ class IndexedSlices:
         dense_shape: Of the whole array, if it is known.
 
     Raises:
-        GradientError: Values or indices are no arrays; the indices are no integers, or not as many
+        ValueMismatchError: Values or indices are no arrays; the indices are no integers, or not as many
             as there are rows.
 
     Source: ``tf.IndexedSlices``.
@@ -209,19 +209,19 @@ class IndexedSlices:
             indices = plain_array(indices)
             shape = None if dense_shape is None else tuple(map(int, dense_shape))
         except (TypeError, ValueError) as exc:
-            raise GradientError(
+            raise ValueMismatchError(
                 "IndexedSlices: expected values and indices that are arrays, and integers as "
                 f"dense_shape: {exc}"
             ) from exc
         if indices.size == 0 and indices.dtype.kind == "f":
             indices = indices.astype(np.int64)  # what numpy makes of an empty list
         if indices.ndim != 1 or indices.dtype.kind not in "iu":
-            raise GradientError(
+            raise ValueMismatchError(
                 f"IndexedSlices: expected indices of shape (n,), integers, got {indices.shape} "
                 f"{indices.dtype}"
             )
         if self.values.ndim < 1 or len(self.values) != len(indices):
-            raise GradientError(
+            raise ValueMismatchError(
                 f"IndexedSlices: expected values for {len(indices)} indices, shape "
                 f"({len(indices)}, …), got {self.values.shape}"
             )
@@ -241,7 +241,7 @@ class IndexedSlices:
         is, so the result may share memory with this object.
 
         Raises:
-            GradientError: There are duplicates, and the values are not floating.
+            ValueMismatchError: There are duplicates, and the values are not floating.
         """
         indices, values = merged(self.indices.astype(np.int64, copy=False), self.values, "add")
         if len(indices) < len(self.indices):

@@ -21,7 +21,7 @@ from typing import Literal, TypeVar, cast
 
 import numpy as np
 
-from psync.errors import GradientError, UsageError
+from psync.errors import UsageError, ValueMismatchError
 
 T = TypeVar("T")
 
@@ -61,14 +61,14 @@ def sum_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which gradients of ``dtype`` are summed.
 
     Raises:
-        GradientError: If ``dtype`` is not a floating one.
+        ValueMismatchError: If ``dtype`` is not a floating one.
     """
     name = dtype.name
     if name in ("float16", "bfloat16"):  # by name: bfloat16 is numpy's only with ml_dtypes
         return np.dtype(np.float32)
     if name in ("float32", "float64"):
         return np.dtype(name)
-    raise GradientError(f"only floating-point gradients can be summed, got {name}")
+    raise ValueMismatchError(f"only floating-point gradients can be summed, got {name}")
 
 
 def sum_into(
@@ -150,14 +150,14 @@ def check_weight(weight: object) -> float:
     """Return the weight of a gradient as a float.
 
     Raises:
-        GradientError: If it is not a number within ``WEIGHTS``.
+        ValueMismatchError: If it is not a number within ``WEIGHTS``.
     """
     if weight == 1.0 and type(weight) is float:  # by far the most
         return weight
     low, high = WEIGHTS
     number = float(weight) if isinstance(weight, numbers.Real) else math.nan
     if not low <= number <= high:
-        raise GradientError(f"expected a weight from {low:g} to {high:g}, got {weight!r}")
+        raise ValueMismatchError(f"expected a weight from {low:g} to {high:g}, got {weight!r}")
     return number
 
 
@@ -198,11 +198,11 @@ class DenseSum:
         """Add ``weight * values``. They are not kept.
 
         Raises:
-            GradientError: If shape or weight does not fit; the sum is as before.
+            ValueMismatchError: If shape or weight does not fit; the sum is as before.
         """
         weight = check_weight(weight)
         if values.shape != self.shape:
-            raise GradientError(f"shape mismatch: expected {self.shape}, got {values.shape}")
+            raise ValueMismatchError(f"shape mismatch: expected {self.shape}, got {values.shape}")
         operation = accumulate if self.count else begin
         totals, terms = self._total.reshape(-1), values.reshape(-1)
         for part in cuts(totals.size, totals.itemsize):
@@ -269,14 +269,14 @@ class SparseSum:
             weight: As of ``check_weight``.
 
         Raises:
-            GradientError: If a shape or the weight does not fit; the sum is as before.
+            ValueMismatchError: If a shape or the weight does not fit; the sum is as before.
         """
         weight = check_weight(weight)
         if indices.ndim != 1:
-            raise GradientError(f"expected a vector of indices, got shape {indices.shape}")
+            raise ValueMismatchError(f"expected a vector of indices, got shape {indices.shape}")
         expected = (indices.size, *self.row_shape)
         if values.shape != expected:
-            raise GradientError(f"shape mismatch: expected {expected}, got {values.shape}")
+            raise ValueMismatchError(f"shape mismatch: expected {expected}, got {values.shape}")
         order = np.argsort(indices, kind="stable")  # quick for those that are in order
         yield
         ordered = indices[order]

@@ -38,7 +38,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from psync.errors import GradientError
+from psync.errors import ValueMismatchError
 from psync.numerics.rule_options import RuleOptions, flag, number
 from psync.numerics.sums import sum_dtype
 from psync.schedules import Config, Schedule, as_schedule
@@ -57,12 +57,12 @@ def slot_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which a parameter of ``dtype`` is computed and its slots are kept.
 
     Raises:
-        GradientError: If ``dtype`` is not a floating one.
+        ValueMismatchError: If ``dtype`` is not a floating one.
     """
     try:
         return sum_dtype(dtype)
-    except GradientError:
-        raise GradientError(
+    except ValueMismatchError:
+        raise ValueMismatchError(
             f"only floating-point variables can be optimized, got {dtype.name}",
             hint="declare the variable with trainable=False and use assign_add, or make it float32",
         ) from None
@@ -178,15 +178,15 @@ class UpdateRule(ABC):
             what: The variable, for messages.
 
         Raises:
-            GradientError: It needs the gradient of all rows.
+            ValueMismatchError: It needs the gradient of all rows.
         """
         if self.options.gradient_accumulation_steps is not None:
             raise self._needs_all_rows(
                 what, "accumulates gradients, and rows that it updates later may be others"
             )
 
-    def _needs_all_rows(self, what: str, why: str) -> GradientError:
-        return GradientError(
+    def _needs_all_rows(self, what: str, why: str) -> ValueMismatchError:
+        return ValueMismatchError(
             f"{what}: {self.name} {why}, so gradients of some rows cannot be applied",
             hint="push a dense gradient, or use another optimizer for this variable",
         )

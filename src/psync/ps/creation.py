@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
-from psync.errors import GradientError, RemoteProtocolError
+from psync.errors import RemoteProtocolError, ValueMismatchError
 from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.block_pool import BlockPool
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
@@ -64,7 +64,7 @@ class ShardCreation:
         self._check_coordinator(peer)
         shards = self._to_create(message)
         if lengths != tuple(spec.nbytes for spec, source in shards if source is None):
-            raise GradientError(f"{self._task}: initial values do not have the shards' sizes")
+            raise ValueMismatchError(f"{self._task}: initial values do not have the shards' sizes")
         return memory_for(self._pool, sum(lengths))
 
     def _create(
@@ -73,7 +73,7 @@ class ShardCreation:
         self._check_coordinator(peer)
         shards = self._to_create(message)
         if not body and None in message.sources:
-            raise GradientError(f"{self._task}: no initial values for {len(shards)} shards")
+            raise ValueMismatchError(f"{self._task}: no initial values for {len(shards)} shards")
         return self._work.to_the_end(self._fill(shards, *body))
 
     async def _fill(
@@ -128,7 +128,7 @@ class ShardCreation:
     def _element(self, spec: ShardSpec, data: bytes) -> np.ndarray:
         """Return what all elements of a shard begin as."""
         if len(data) != dtype_of(spec.dtype).itemsize or (spec.dtype == "bool" and data[0] > 1):
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{spec} on {self._task}: expected an element of {spec.dtype}, got {data[:16]!r}"
             )
         return array_from_bytes(data, (), spec.dtype)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
-from psync.errors import GradientError
+from psync.errors import ValueMismatchError
 from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.layerwise_rules import Sums
@@ -79,7 +79,7 @@ class SlotService:
     ) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
         if lengths != self._lengths(message):
-            raise GradientError(f"{self._task}: values of slots do not have the slots' sizes")
+            raise ValueMismatchError(f"{self._task}: values of slots do not have the slots' sizes")
         return memory_for(self._pool, sum(lengths))
 
     def _lengths(self, message: SetSlots) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ class SlotService:
         lengths = self._lengths(message)
         whole = body[0] if body else memoryview(b"")
         if len(whole) != sum(lengths):
-            raise GradientError(f"{self._task}: values of slots do not have the slots' sizes")
+            raise ValueMismatchError(f"{self._task}: values of slots do not have the slots' sizes")
         return self._work.to_the_end(self._load(message, lengths, whole))
 
     async def _load(self, message: SetSlots, lengths: Sequence[int], body: memoryview) -> Reply:

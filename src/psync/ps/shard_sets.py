@@ -9,7 +9,7 @@ from typing import cast
 
 import numpy as np
 
-from psync.errors import GradientError, RemoteProtocolError, UsageError
+from psync.errors import RemoteProtocolError, UsageError, ValueMismatchError
 from psync.net.peer import Peer
 from psync.numerics.block_pool import BlockPool, roomy
 from psync.numerics.blocks import bytes_of
@@ -129,7 +129,7 @@ class ShardSet:
             rows: As for ``lengths_with``, or None where all shards are whole.
 
         Raises:
-            GradientError: They are not those of the shards, or rows.
+            ValueMismatchError: They are not those of the shards, or rows.
         """
         if rows is not None:
             self._check_row_lengths(lengths, task, rows)
@@ -139,11 +139,11 @@ class ShardSet:
         for spec, expected, length in zip(self.specs, self.lengths, lengths, strict=False):
             if expected != length:
                 how = f" as {self.compression}" if self.is_narrow(spec) else ""
-                raise GradientError(
+                raise ValueMismatchError(
                     f"{spec} on {task}: expected shape {spec.shape} {spec.dtype}{how} "
                     f"({expected} bytes), got {length} bytes"
                 )
-        raise GradientError(f"{task}: {len(lengths)} arrays for {len(self.specs)} shards")
+        raise ValueMismatchError(f"{task}: {len(lengths)} arrays for {len(self.specs)} shards")
 
     def _check_row_lengths(self, lengths: Sequence[int], task: str, rows: Sequence[int]) -> None:
         expected = self.lengths_with(rows)
@@ -152,10 +152,10 @@ class ShardSet:
         for spec, count, right, length in zip(self.specs, rows, expected, lengths, strict=False):
             if right != length:
                 what = f"{count} rows" if count >= 0 else f"shape {spec.shape} {spec.dtype}"
-                raise GradientError(
+                raise ValueMismatchError(
                     f"{spec} on {task}: expected {what} ({right} bytes), got {length} bytes"
                 )
-        raise GradientError(f"{task}: {len(lengths)} arrays for {len(self.specs)} shards")
+        raise ValueMismatchError(f"{task}: {len(lengths)} arrays for {len(self.specs)} shards")
 
     def lengths_with(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Return the sizes of the segments of a body that has only some rows of some shards.
@@ -164,12 +164,12 @@ class ShardSet:
             rows: For each shard their number, or -1 for the whole shard.
 
         Raises:
-            GradientError: They are not of these shards.
+            ValueMismatchError: They are not of these shards.
         """
         store = self.store
         assert store is not None, "looked up before sizes are asked for"
         if len(rows) != len(self.keys):
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{store.task}: {len(rows)} numbers of rows for {len(self.keys)} shards"
             )
         return tuple(
@@ -181,14 +181,14 @@ class ShardSet:
         """Return a body that has come in.
 
         Raises:
-            GradientError: It is not that of these shards, or rows.
+            ValueMismatchError: It is not that of these shards, or rows.
         """
         nbytes = self.nbytes if rows is None else sum(self.lengths_with(rows))
         if not body:  # no segments came, so nobody was asked where to put them
             self.check_lengths((), task)
         elif sum(map(len, body)) == nbytes and self.fits(list(map(len, body))):
             return body if nbytes else ()
-        raise GradientError(f"{task}: the variables were declared anew meanwhile")
+        raise ValueMismatchError(f"{task}: the variables were declared anew meanwhile")
 
     def fits(self, pieces: Sequence[int]) -> bool:
         """Return whether each shard lies in one of pieces of these sizes, of all shards."""

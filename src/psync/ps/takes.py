@@ -28,9 +28,9 @@ from psync.errors import (
     ConfigurationError,
     ConnectionLost,
     FencedError,
-    GradientError,
     RemoteProtocolError,
     UsageError,
+    ValueMismatchError,
 )
 from psync.net.peer import Peer, Reply
 from psync.numerics.blocks import bytes_of
@@ -168,10 +168,10 @@ def gradient_of(
     sparse = isinstance(rule, SparseConditionalAccumulator)
     segments = list(body) or [NO_BYTES] * (1 + sparse)  # of a gradient without rows
     if len(segments) != 1 + sparse:
-        raise GradientError(f"{rule}: expected {1 + sparse} arrays, got {len(segments)}")
+        raise ValueMismatchError(f"{rule}: expected {1 + sparse} arrays, got {len(segments)}")
     expected = math.prod(message.shape) * rule.dtype.itemsize
     if min(message.shape, default=0) < 0 or len(segments[-1]) != expected:
-        raise GradientError(
+        raise ValueMismatchError(
             f"{rule}: expected {expected} bytes for shape {tuple(message.shape)} {rule.dtype}, "
             f"got {len(segments[-1])}"
         )
@@ -180,11 +180,11 @@ def gradient_of(
         if not values.size:  # then numpy bounds the shape by the size of an element
             np.empty(values.shape, sum_dtype(rule.dtype))
     except (ValueError, OverflowError) as exc:
-        raise GradientError(f"{rule}: no array has the shape {message.shape!r:.80}") from exc
+        raise ValueMismatchError(f"{rule}: no array has the shape {message.shape!r:.80}") from exc
     if not sparse:
         return values
     if len(segments[0]) % 8:
-        raise GradientError(f"{rule}: {len(segments[0])} bytes are no int64 indices")
+        raise ValueMismatchError(f"{rule}: {len(segments[0])} bytes are no int64 indices")
     indices = bytes_of(segments[0]).view(dtype_of("int64"))
     return indices, values, message.dense_shape
 

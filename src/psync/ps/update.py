@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 
-from psync.errors import GradientError, UsageError
+from psync.errors import UsageError, ValueMismatchError
 from psync.numerics.common_blocks import Adjacent
 from psync.ps.cooperative_work import SHARD_BYTES
 from psync.ps.shard_sets import Body, ShardSet
@@ -103,7 +103,7 @@ class Update:
                     self.runs, self.costs = known.runs, known.run_costs
         elif isinstance(message, AverageShards):
             if not 0 <= message.decay < 1:
-                raise GradientError(
+                raise ValueMismatchError(
                     f"moving average: expected decay in [0, 1), got {message.decay}"
                 )
             self.followed = [(variable, index) for _, variable, index in message.shards]
@@ -131,7 +131,7 @@ class Update:
         """Check that one can be added to a shard."""
         spec = self.store.spec(raised)
         if spec.size != 1:
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{spec} on {self.store.task}: expected one number, to be raised by one, got shape "
                 f"{spec.shape}"
             )

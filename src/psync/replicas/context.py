@@ -86,7 +86,7 @@ class ReplicaContext:
 
         Raises:
             ContextError: Not in replica context; or the replicas do not all come to the same.
-            CaptureError: Something cannot be sent to the coordinator.
+            SerializationError: Something cannot be sent to the coordinator.
             WorkerLost: The worker of another replica was lost; names it.
             ClosureCancelled: Another replica failed, or the gang was cancelled.
             Exception: What ``merge_fn`` raised; every replica gets it.

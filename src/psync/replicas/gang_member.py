@@ -43,7 +43,7 @@ class GangMember:
 
         Raises:
             UsageError: The replicas came to different ones, or not all of them come.
-            CaptureError: The value cannot be sent to the coordinator.
+            SerializationError: The value cannot be sent to the coordinator.
             ConnectionLost: The coordinator is gone; so is the gang.
             WorkerLost: The worker of another replica was lost.
             ClosureCancelled: Another replica failed, or the gang was cancelled.

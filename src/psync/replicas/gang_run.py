@@ -144,7 +144,7 @@ def _replies(result: Any, count: int, limits: Limits, main_by_name: bool) -> lis
 
     Raises:
         ReplicaValueError: It has parts for another number of replicas.
-        CaptureError: It cannot be sent.
+        SerializationError: It cannot be sent.
     """
     parts = local_results(result)
     if len(parts) not in (1, count):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from psync.errors import GradientError, ReplicaValueError, UnsupportedError
+from psync.errors import ReplicaValueError, UnsupportedError, ValueMismatchError
 from psync.numerics.replica_sums import ReduceOp
 from psync.numerics.replica_values import reducing_values
 from psync.numerics.scatter import IndexedSlices
@@ -65,7 +65,7 @@ async def scatter(
     Raises:
         ReplicaValueError: The variable has no aggregation.
         UnsupportedError: It has SUM or MEAN, and the method is no arithmetic.
-        GradientError: MEAN of a variable of integers.
+        ValueMismatchError: MEAN of a variable of integers.
         PsyncError: As ``ReplicaContext.merge_call``.
 
     Cancellation: As ``ReplicaContext.merge_call``.
@@ -81,7 +81,7 @@ async def scatter(
             "MEAN; or do it in a merge_call",
         )
     if variable.aggregation.name == "MEAN" and "float" not in values.dtype.name:
-        raise GradientError(
+        raise ValueMismatchError(
             f'{method} to "{variable.name}", with aggregation MEAN: expected floating values, got '
             f"{values.dtype}",
             hint="declare it with a floating dtype",
@@ -135,7 +135,7 @@ async def apply_gradients(
         global_step: As of ``Optimizer.apply_gradients``.
 
     Raises:
-        GradientError: The replicas have gradients for different variables.
+        ValueMismatchError: The replicas have gradients for different variables.
         PsyncError: As ``ReplicaContext.merge_call``, and as ``Optimizer.apply_gradients``.
 
     Cancellation: As ``ReplicaContext.merge_call``.
@@ -151,7 +151,7 @@ async def _push(strategy: Any, calls: Sequence[tuple[Any, list[tuple[Any, Any]],
     variables = [variable for _, variable in pairs]
     for replica, (_, others, _) in enumerate(calls):
         if [variable for _, variable in others] != variables:
-            raise GradientError(
+            raise ValueMismatchError(
                 f"apply_gradients: replica 0 has gradients for {_names(variables)}, replica "
                 f"{replica} for {_names([variable for _, variable in others])}",
                 hint="give zeros where a replica has none",
@@ -162,7 +162,7 @@ async def _push(strategy: Any, calls: Sequence[tuple[Any, list[tuple[Any, Any]],
         try:
             sums.append(await in_turns(reducing_values(ReduceOp.SUM, gradients)))
         except ReplicaValueError as exc:
-            raise GradientError(f'gradients for "{variable.name}": {exc.message}') from exc
+            raise ValueMismatchError(f'gradients for "{variable.name}": {exc.message}') from exc
     return await optimizer.apply_gradients(zip(sums, variables, strict=True), global_step)
 
 

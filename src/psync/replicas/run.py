@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from psync.client.context import forbid_in_dataset, forbid_in_step
 from psync.client.runtime import Runtime
-from psync.errors import CaptureError, ClosedError, other_loop
+from psync.errors import ClosedError, SerializationError, other_loop
 from psync.numerics.replica_sums import ReduceOp
 from psync.numerics.replica_values import (
     DistributedValues,
@@ -77,7 +77,7 @@ class ReplicaRuns:
                 merge function.
             ReplicaValueError: There are arguments for another number of replicas than workers; or
                 the replicas returned structures that do not match.
-            CaptureError: Something cannot be sent to a worker.
+            SerializationError: Something cannot be sent to a worker.
             ClosureCancelled: An error that ``join`` is to raise has ended everything.
             ParameterServerLost: A ps is gone.
             ClosedError: The coordinator was closed.
@@ -90,7 +90,7 @@ class ReplicaRuns:
         forbid_in_step("strategy.run", instead="in a step: await psync.get_strategy().run(…)")
         forbid_in_dataset("strategy.run")
         if isinstance(args, RemoteValue | DistributedValues) or not isinstance(args, tuple | list):
-            raise CaptureError(
+            raise SerializationError(
                 f"args: expected a tuple, got {type(args).__name__}", hint="run(fn, args=(value,))"
             )
         args, kwargs = tuple(args), dict(kwargs or {})
@@ -100,7 +100,9 @@ class ReplicaRuns:
                 raise other_loop("strategy.run")
             try:
                 return await self.gangs.run(self, fn, args, kwargs)
-            except CaptureError as error:  # about the program, and begins where that has called
+            except (
+                SerializationError
+            ) as error:  # about the program, and begins where that has called
                 raise error.with_traceback(None) from error.__cause__
         if self.runtime is None:
             if self.created:

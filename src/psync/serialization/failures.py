@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import NamedTuple, TypeGuard
 
 from psync.errors import (
-    CaptureError,
     ClosureInputError,
     RemoteError,
+    SerializationError,
     TaskLost,
     TransportError,
 )
@@ -41,7 +41,7 @@ class Described(NamedTuple):
 
 def describe_exception(exc: BaseException, *, main_by_name: bool = True) -> Described:
     """Return what is told to another task about an exception of user code. Never raises."""
-    frames = _from_user_code(exc.__traceback__, psync=not isinstance(exc, CaptureError))
+    frames = _from_user_code(exc.__traceback__, psync=not isinstance(exc, SerializationError))
     # How psync found that a task is lost or the network failed is no news to the user.
     chain = not isinstance(exc, (TaskLost, TransportError))
     lines = format_exception(type(exc), exc, frames, chain=chain)
@@ -101,7 +101,7 @@ def _pickled(exc: BaseException, main_by_name: bool) -> Payload | None:
     for pair in ((exc, cause), (exc, None)):
         try:
             payload = pack(pair, main_by_name=main_by_name)
-        except (CaptureError, MemoryError):
+        except (SerializationError, MemoryError):
             continue
         if payload.nbytes <= MAX_EXCEPTION_BYTES and not payload.remote_values:
             return payload

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, TypeVar
 
-from psync.errors import CaptureError
+from psync.errors import SerializationError
 from psync.serialization.captures import (
     CaptureWatch,
     StaleCaptureWarning,
@@ -74,7 +74,7 @@ class FunctionTable:
             The same object for the same function, and for callables of equal content.
 
         Raises:
-            CaptureError: If it is not callable, is a generator function, or captures something
+            SerializationError: If it is not callable, is a generator function, or captures something
                 that cannot be sent to a worker.
 
         Warns:
@@ -98,7 +98,7 @@ class FunctionTable:
         It is pickled each time: every dataset that is created captures anew.
 
         Raises:
-            CaptureError: If it captures something that cannot be sent to a worker.
+            SerializationError: If it captures something that cannot be sent to a worker.
         """
         return self._pickled(dataset_fn, "dataset function")
 
@@ -123,16 +123,16 @@ class FunctionTable:
             self._by_key[key] = function
         return function
 
-    def _captured_remote_value(self, subject: str, fn: Step) -> CaptureError:
+    def _captured_remote_value(self, subject: str, fn: Step) -> SerializationError:
         def fails(part: object) -> Exception | None:
             try:
                 found = pack(part, main_by_name=self._main_by_name).remote_values
-            except CaptureError:
+            except SerializationError:
                 return None
-            return CaptureError() if found else None
+            return SerializationError() if found else None
 
         sentence, _, _ = blame(subject, fn, fails)
-        return CaptureError(
+        return SerializationError(
             f"{sentence} to a worker with it: it may have no value yet",
             hint="pass it as an argument: schedule(step, args=(value,))",
         )
@@ -141,15 +141,15 @@ class FunctionTable:
 def _check_step(fn: object) -> None:
     """Refuse what cannot be a step."""
     if inspect.iscoroutine(fn):
-        raise CaptureError(
+        raise SerializationError(
             f"expected a function, got the coroutine {fn.__qualname__}()",
             hint="schedule the function itself: schedule(step, args=(…)) and not schedule(step(…))",
         )
     if not callable(fn):
-        raise CaptureError(f"expected a function, got {type_name(fn)}")
+        raise SerializationError(f"expected a function, got {type_name(fn)}")
     code = _code_of(fn)
     if inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code):
-        raise CaptureError(
+        raise SerializationError(
             f'step "{name_of(fn)}" is a generator function, whose values have nowhere to go',
             hint="return a list",
         )
@@ -187,15 +187,15 @@ def load_function(
     """Return the callable that a coordinator pickled.
 
     Raises:
-        CaptureError: If it cannot be built here; ``__cause__`` says why.
+        SerializationError: If it cannot be built here; ``__cause__`` says why.
     """
     try:
         fn = unpack(data, buffers)
     except Exception as exc:  # it runs the constructors of whatever was captured
-        raise CaptureError(
+        raise SerializationError(
             f'step "{name}" cannot be loaded on this worker: {type(exc).__name__}: {exc}',
             hint="what it imports must be installed here, and its script be the same",
         ) from exc
     if not callable(fn):
-        raise CaptureError(f'step "{name}": expected a callable, got {type_name(fn)}')
+        raise SerializationError(f'step "{name}": expected a callable, got {type_name(fn)}')
     return fn  # type: ignore[no-any-return]

@@ -34,7 +34,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from psync.errors import CaptureError
+from psync.errors import SerializationError
 from psync.net.process_state import PerProcess
 from psync.serialization.captures import Refusal, blame, importable_from, resolves_by_name
 from psync.wire.limits import DEFAULT_LIMITS, Limits
@@ -251,7 +251,7 @@ def pack(
         The payload; `EMPTY` for None.
 
     Raises:
-        CaptureError: If something in it cannot be pickled, or says that it must not leave this
+        SerializationError: If something in it cannot be pickled, or says that it must not leave this
             process (a class attribute ``__psync_capture_error__`` that gives the reason).
     """
     if obj is None:
@@ -275,7 +275,7 @@ def pack_arguments(
     """Pickle the arguments of a step as `pack` does; `EMPTY` if there are none.
 
     Raises:
-        CaptureError: If one of them cannot be sent; it names the step and the argument.
+        SerializationError: If one of them cannot be sent; it names the step and the argument.
     """
     if not args and not kwargs:
         return EMPTY
@@ -302,7 +302,7 @@ def check_size(payload: Payload, subject: str, limits: Limits = DEFAULT_LIMITS) 
     """Refuse what the other side would refuse, where the user can still be told.
 
     Raises:
-        CaptureError: If one array, or all of it, is larger than a message may carry.
+        SerializationError: If one array, or all of it, is larger than a message may carry.
     """
     largest = max(map(len, payload.segments), default=0)
     for size, limit, what in (
@@ -310,7 +310,7 @@ def check_size(payload: Payload, subject: str, limits: Limits = DEFAULT_LIMITS) 
         (payload.nbytes, limits.body_bytes, "all of it"),
     ):
         if size > limit:
-            raise CaptureError(
+            raise SerializationError(
                 f"{subject}: too large: {what} takes {size} bytes, expected at most {limit}",
                 hint="split it, or keep it in variables or in files",
             )
@@ -327,12 +327,12 @@ def _fails(obj: object, main_by_name: bool) -> Exception | None:
 
 def _capture_error(
     subject: str, obj: object, error: Exception, receiver: str, main_by_name: bool
-) -> CaptureError:
+) -> SerializationError:
     sentence, cause, path = blame(subject, obj, lambda part: _fails(part, main_by_name))
     reason = str(cause or error)
     # pickle's own words only repeat what the sentence says.
     reason = "" if reason.startswith("cannot pickle '") else f": {reason}"
-    return CaptureError(
+    return SerializationError(
         f"{sentence} to {receiver}{reason}",
         hint=_remedy(path, receiver),
     )

@@ -37,7 +37,7 @@ class ConditionalAccumulator(ArrayAccumulator[np.ndarray, np.ndarray]):
                 gradients that a take waits for does not know weights.
 
         Raises:
-            GradientError: If the step is no integer, the weight not within ``sums.WEIGHTS``, the
+            ValueMismatchError: If the step is no integer, the weight not within ``sums.WEIGHTS``, the
                 dtype another; or if it is not stale and its shape does not fit, or it holds
                 infinities or NaN and these are forbidden. Nothing has changed.
         """
@@ -49,7 +49,7 @@ class ConditionalAccumulator(ArrayAccumulator[np.ndarray, np.ndarray]):
         """Return a gradient as an array, checked as far as it can be without those held.
 
         Raises:
-            GradientError: Its dtype is another, or its shape does not fit the accumulator's.
+            ValueMismatchError: Its dtype is another, or its shape does not fit the accumulator's.
         """
         gradient = self._as_array(given)
         self._check_shape(gradient, self.shape)

@@ -102,7 +102,7 @@ class GradientTable(BundleTable):
         Raises:
             UsageError: If the optimizer is not defined.
             UnknownVariableError: If the shard is not here.
-            GradientError: If the gradient does not fit the shard.
+            ValueMismatchError: If the gradient does not fit the shard.
             BusyError: If another update of the shard is under way.
         """
         return self.apply_checked(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from psync.errors import GradientError
+from psync.errors import ValueMismatchError
 from psync.numerics.blocks import BLOCK_BYTES, bytes_of
 from psync.numerics.row_blocks import RowBlocks
 from psync.numerics.scatter import ascending, check_scatter
@@ -27,7 +27,7 @@ class RowChecks(ShardTable):
 
         Raises:
             UnknownVariableError: If the shard is not here.
-            GradientError: If it is a scalar, which has no rows; or has no slots.
+            ValueMismatchError: If it is a scalar, which has no rows; or has no slots.
         """
         shard = self._shard(key)
         dtype = shard.values.dtype
@@ -46,7 +46,7 @@ class RowChecks(ShardTable):
 
         Raises:
             UnknownVariableError: If the shard is not here.
-            GradientError: If one of them is not a row of the shard, or they do not ascend.
+            ValueMismatchError: If one of them is not a row of the shard, or they do not ascend.
         """
         shard = self._shard(key)
         self._row_size(shard)
@@ -55,7 +55,7 @@ class RowChecks(ShardTable):
         count = shard.spec.shape[0]
         if each_once and not ascending(rows):
             at = int(np.flatnonzero(rows[1:] <= rows[:-1])[0])
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{shard.spec} on {self._task}: expected each row once and in ascending order, "
                 f"got row {rows[at + 1]} after row {rows[at]}"
             )
@@ -65,7 +65,7 @@ class RowChecks(ShardTable):
             exist = rows.view(np.uint64).max() < count
         if not exist:
             lowest, highest = rows.min(), rows.max()
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{shard.spec} on {self._task}: row {lowest if lowest < 0 else highest} of the "
                 f"shard does not exist, it has {count}"
             )
@@ -82,18 +82,18 @@ class RowChecks(ShardTable):
 
         Raises:
             UnknownVariableError: If the shard is not here.
-            GradientError: If rows or values do not fit the shard.
+            ValueMismatchError: If rows or values do not fit the shard.
         """
         self.check_row_numbers(key, rows, each_once=True)
         shard = self._shard(key)
         data, row_bytes = bytes_of(values), self.row_bytes(key)
         if data.size != len(rows) * row_bytes:
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{shard.spec} on {self._task}: expected {len(rows)} rows of {row_bytes} bytes, "
                 f"got {data.size} bytes"
             )
         if shard.spec.dtype == "bool" and data.size and data.max() > 1:
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{shard.spec} on {self._task}: expected bool values, got bytes other than 0 and 1"
             )
         return data.view(shard.values.dtype).reshape(len(rows), self._row_size(shard))
@@ -104,7 +104,7 @@ class RowChecks(ShardTable):
         Raises:
             UsageError: If the optimizer is not defined.
             UnknownVariableError: If the shard is not here.
-            GradientError: If it needs the gradient of all rows, or the shard has no gradient.
+            ValueMismatchError: If it needs the gradient of all rows, or the shard has no gradient.
         """
         rule = self._optimizer(optimizer_id).rule
         shard = self._shard(key)
@@ -117,7 +117,7 @@ class RowChecks(ShardTable):
         Raises:
             UnknownVariableError: If the shard is not here.
             UsageError: If there is no such operation.
-            GradientError: If there is none for the shard's dtype.
+            ValueMismatchError: If there is none for the shard's dtype.
         """
         spec = self._shard(key).spec
         check_scatter(op, spec.dtype, f"{spec} on {self._task}")
@@ -140,5 +140,5 @@ class RowChecks(ShardTable):
     def _row_size(self, shard: Shard) -> int:
         shape = shard.spec.shape
         if not shape:
-            raise GradientError(f"{shard.spec} on {self._task}: a scalar has no rows")
+            raise ValueMismatchError(f"{shard.spec} on {self._task}: a scalar has no rows")
         return shard.spec.size // shape[0] if shape[0] else 0

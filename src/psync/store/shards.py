@@ -17,12 +17,12 @@ from psync import schedules
 from psync.errors import (
     BusyError,
     ConfigurationError,
-    GradientError,
     PartitionError,
     PsyncError,
     RuleError,
     UnknownVariableError,
     UsageError,
+    ValueMismatchError,
 )
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.blocks import BlockArray, bytes_of
@@ -85,7 +85,7 @@ class ShardTable:
 
         Raises:
             PartitionError: If there is another shard under the key.
-            GradientError: If the value does not fit the spec.
+            ValueMismatchError: If the value does not fit the spec.
         """
         known = self._shards.get(spec.key)
         if known is not None:
@@ -219,7 +219,7 @@ class ShardTable:
         Raises:
             UnknownVariableError: If the shard is not here.
             UsageError: If the optimizer is not defined or has no such slot.
-            GradientError: If the shard's dtype cannot be optimized.
+            ValueMismatchError: If the shard's dtype cannot be optimized.
             BusyError: If an update of the shard is under way.
         """
         return self._slot(key, optimizer_id, slot).export()
@@ -338,13 +338,13 @@ class ShardTable:
         Raises:
             UnknownVariableError: If the shard is not here.
             UsageError: If the optimizer is not defined or has no such slot.
-            GradientError: If the data do not fit.
+            ValueMismatchError: If the data do not fit.
             BusyError: If an update of the shard is under way.
         """
         target = self._slot(key, optimizer_id, slot)
         raw = bytes_of(data)
         if raw.nbytes != target.nbytes:
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{self.spec(key)} on {self._task}: expected {target.nbytes} bytes for slot "
                 f"{slot!r}, got {raw.nbytes}"
             )
@@ -416,8 +416,8 @@ class ShardTable:
     def _check_optimizable(self, shard: Shard) -> None:
         try:
             slot_dtype(shard.values.dtype)
-        except GradientError as exc:
-            raise GradientError(
+        except ValueMismatchError as exc:
+            raise ValueMismatchError(
                 f"{shard.spec} on {self._task}: {exc.message}", hint=exc.hint
             ) from None
 
@@ -434,7 +434,7 @@ class ShardTable:
         return data_bytes.view(dtype)
 
     def _misfit(self, spec: ShardSpec, got: str) -> PsyncError:
-        return GradientError(
+        return ValueMismatchError(
             f"{spec} on {self._task}: expected {described(spec)} ({spec.nbytes} bytes), got {got}"
         )
 

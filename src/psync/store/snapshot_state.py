@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from psync import schedules
-from psync.errors import ConfigurationError, GradientError, PartitionError
+from psync.errors import ConfigurationError, PartitionError, ValueMismatchError
 from psync.numerics.rule_configs import rule_from_config, unknown_in
 from psync.numerics.update_rule import UpdateRule, slot_dtype
 from psync.schedules import OR_OWN, Config
@@ -354,7 +354,7 @@ class _Checks:
                 raise self._wrong(f"a slot of {spec}", "one that its optimizer has", entry)
             try:
                 dtype = dtype_name(slot_dtype(dtype_of(spec.dtype)))
-            except GradientError as exc:
+            except ValueMismatchError as exc:
                 raise self._wrong(f"a slot of {spec}", f"none: {exc.message}", entry) from exc
             items.append(SnapshotItem(key, number, slot, spec.shape, dtype, fill))
         self._once(items, {(item.optimizer, item.slot) for item in items}, "a slot of", spec)

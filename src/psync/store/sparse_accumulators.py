@@ -104,7 +104,7 @@ class SparseConditionalAccumulator(ArrayAccumulator[GivenSlices, SparseGradient]
             weight: Likewise.
 
         Raises:
-            GradientError: As there. Nothing has changed.
+            ValueMismatchError: As there. Nothing has changed.
         """
         applied = self.offer((indices, values, dense_shape), local_step, weight)
         at_once(applied.work())
@@ -122,7 +122,7 @@ class SparseConditionalAccumulator(ArrayAccumulator[GivenSlices, SparseGradient]
         """Return a gradient as arrays, checked as far as it can be without those held.
 
         Raises:
-            GradientError: A dtype is another, the shapes do not fit each other or the
+            ValueMismatchError: A dtype is another, the shapes do not fit each other or the
                 accumulator's, or an index is out of range.
         """
         gradient = self._convert((indices, values, dense_shape))

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from psync.errors import GradientError, PartitionError, UsageError
+from psync.errors import PartitionError, UsageError, ValueMismatchError
 from psync.numerics.block_pool import BlockPool, PoolStatistics
 from psync.numerics.blocks import Block, BlockArray, bytes_of
 from psync.numerics.means import move_average
@@ -87,7 +87,9 @@ class ShardStore(GradientTable):
         if op not in _ASSIGN_OPS:
             raise UsageError(f"{spec} on {self._task}: unknown operation {op!r}")
         if spec.dtype == "bool" and op in ("add", "sub"):
-            raise GradientError(f"{spec} on {self._task}: bool values cannot be added: not {op!r}")
+            raise ValueMismatchError(
+                f"{spec} on {self._task}: bool values cannot be added: not {op!r}"
+            )
         return self._typed(shard, data)
 
     def assign(self, key: Key, op: AssignOp, data: object) -> Work:
@@ -105,7 +107,7 @@ class ShardStore(GradientTable):
         Raises:
             UnknownVariableError: If the shard is not here.
             UsageError: If there is no such operation.
-            GradientError: If the data do not fit the shard.
+            ValueMismatchError: If the data do not fit the shard.
             BusyError: If another update of the shard is under way.
         """
         return self.assign_checked(key, op, self.check_assign(key, op, data))
@@ -155,8 +157,8 @@ class ShardStore(GradientTable):
             )
         try:
             sum_dtype(shard.values.dtype)
-        except GradientError:
-            raise GradientError(
+        except ValueMismatchError:
+            raise ValueMismatchError(
                 f"{shard.spec} on {self._task}: only floating-point variables have moving "
                 f"averages, got {shard.spec.dtype}"
             ) from None
@@ -179,7 +181,7 @@ class ShardStore(GradientTable):
         Raises:
             UnknownVariableError: If one of them is not here.
             PartitionError: If shapes or dtypes differ.
-            GradientError: If they are not floating.
+            ValueMismatchError: If they are not floating.
             BusyError: If an update of one of them is under way.
         """
         self.check_average(average_key, key)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from psync.errors import GradientError, RemoteProtocolError, UsageError
+from psync.errors import RemoteProtocolError, UsageError, ValueMismatchError
 from psync.net.peer import Peer
 from psync.ps.shard_sets import MAX_SETS, NO_BYTES, Body, ShardSet
 from psync.store.store import Key, ShardStore
@@ -147,7 +147,7 @@ class WholeSet:
             rows: As in the message: then all of it is ps 0's.
 
         Raises:
-            GradientError: They are not those of the shards.
+            ValueMismatchError: They are not those of the shards.
             UnknownVariableError: A shard is not there.
             RemoteProtocolError: It is too much to be handed on.
         """
@@ -161,7 +161,7 @@ class WholeSet:
             return
         if len(lengths) != self.size or (self.lengths and lengths != self.lengths):
             expected = f" of {self.lengths} bytes" if self.lengths else ""
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{task}: {len(lengths)} arrays of {lengths} bytes for {self.size} shards{expected}"
             )
         own.check_lengths(lengths[self._own_at], task)
@@ -179,12 +179,12 @@ class WholeSet:
         """Compare what has come with what another ps says of its share.
 
         Raises:
-            GradientError: It does not fit. The next push of the set is looked at anew.
+            ValueMismatchError: It does not fit. The next push of the set is looked at anew.
         """
         came = self.lengths[share.first : share.end]
         if came and came != tuple(sizes):
             self.lengths = ()
-            raise GradientError(
+            raise ValueMismatchError(
                 f"{task}: shards of ps {share.ps}: expected {tuple(sizes)} bytes, got {came}"
             )
 

@@ -104,7 +104,7 @@ class Group:
         Raises:
             UsageError: Another run of its closure pushed other variables, or its replica makes
                 more pushes at once than it may contribute to a step.
-            GradientError: The weight is out of range.
+            ValueMismatchError: The weight is out of range.
         """
         check_weight(contribution.weight)
         replica = contribution.replica

@@ -107,7 +107,7 @@ class AllPs:
             config: Of the group.
 
         Raises:
-            GradientError: It does not fit.
+            ValueMismatchError: It does not fit.
             PsyncError: What a ps has against it.
             ParameterServerLost: A ps is gone.
 

@@ -189,7 +189,7 @@ class PsSync(GroupTable):
         return self.executor.submit(replica, entry, body_of(part), keep)
 
     def _part_with(self, message: StagePush | HoldPush, known: ShardSet, body: Body) -> Part:
-        """Return the part of a push that belongs to this ps; GradientError: it does not fit."""
+        """Return the part of a push that belongs to this ps; ValueMismatchError: it does not fit."""
         group, rows = message.group, message.rows
         if rows is None:
             return Part(known, known.gradients(self.store, group, body), body)
@@ -210,7 +210,7 @@ class PsSync(GroupTable):
         """Return what a push that has come whole brings, or ps 0's part that came along.
 
         Raises:
-            GradientError: It does not fit.
+            ValueMismatchError: It does not fit.
         """
         own = known.own.look_up(self.store)
         group, rows = message.group, message.rows

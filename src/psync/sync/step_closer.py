@@ -27,7 +27,7 @@ from typing import Any
 import msgpack
 
 from psync.cluster import task_name
-from psync.errors import ClosedError, FencedError, GradientError, PsyncError
+from psync.errors import ClosedError, FencedError, PsyncError, ValueMismatchError
 from psync.net.peer import Handler, Later, Peer, Reply
 from psync.net.platform import Platform
 from psync.net.shielding import shielded
@@ -227,7 +227,9 @@ class StepCloser:
         brought = wanted = None
         if message.set_id >= 0:
             if not body:
-                raise GradientError(f"{CLOSER}: no arrays come with a push that should bring them")
+                raise ValueMismatchError(
+                    f"{CLOSER}: no arrays come with a push that should bring them"
+                )
             brought = whole_set_of(peer, message.set_id, None, self._sync.shares, CLOSER)
         if message.ahead >= 0:
             members = message.ahead_members

@@ -106,7 +106,7 @@ class StepUpdate:
         """Take the parts of the step's pushes, in the order in which they are summed.
 
         Raises:
-            GradientError: A weight is none, or the global step is no integer.
+            ValueMismatchError: A weight is none, or the global step is no integer.
             UnknownVariableError: The global step is not here.
             RemoteProtocolError: Some factors of a shard are known, and others are not.
             RuleError: A schedule of a user's raised.
@@ -289,7 +289,7 @@ def averages_of(store: ShardStore, config: SyncConfig, task: str) -> list[Averag
 
     Raises:
         ConfigurationError: One is not beside its variable, or of another shape or dtype.
-        GradientError: One has a dtype of which there is no mean.
+        ValueMismatchError: One has a dtype of which there is no mean.
     """
     if not config.averages:
         return []

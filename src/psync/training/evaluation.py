@@ -20,7 +20,7 @@ import numpy as np
 
 from psync.api.cluster_coordinator import ClusterCoordinator
 from psync.api.pulls import pull
-from psync.errors import ConfigurationError, GradientError
+from psync.errors import ConfigurationError, ValueMismatchError
 from psync.metrics import Metric
 from psync.specs import plain_array
 from psync.worker.data_sources import ArrayDataset
@@ -107,11 +107,11 @@ def parts_of(made: Any) -> Sequence[Any]:
     """Return (loss, …) of what a function of the user has made of a batch.
 
     Raises:
-        GradientError: It is none.
+        ValueMismatchError: It is none.
     """
     if not isinstance(made, tuple | list) or len(made) not in (2, 3):
         got = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
-        raise GradientError(
+        raise ValueMismatchError(
             "value_and_grad: expected (loss, gradients) or (loss, gradients, predictions), "
             f"got {got}",
             hint="for evaluation alone, loss_and_predictions returns (loss, predictions)",
@@ -157,11 +157,11 @@ class Counts:
             predictions: Empty, or (predictions,).
 
         Raises:
-            GradientError: The loss is no number; there are metrics and no predictions, or they do
+            ValueMismatchError: The loss is no number; there are metrics and no predictions, or they do
                 not fit.
         """
         if math.prod(np.shape(loss)) != 1:
-            raise GradientError(
+            raise ValueMismatchError(
                 f"loss: expected a number, got shape {np.shape(loss)}", hint="the mean of the batch"
             )
         self.batches += 1
@@ -171,12 +171,12 @@ class Counts:
         if not self._metrics:
             return
         if not predictions:
-            raise GradientError(
+            raise ValueMismatchError(
                 f"metrics {', '.join(self._metrics)} need predictions",
                 hint="let value_and_grad return (loss, gradients, predictions)",
             )
         if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
-            raise GradientError(
+            raise ValueMismatchError(
                 "a batch for metrics: expected (x, y) or (x, y, sample_weight), got "
                 f"{type(batch).__name__}"
             )

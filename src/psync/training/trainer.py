@@ -180,7 +180,7 @@ class Trainer:
         Raises:
             ConfigurationError: A number is out of range; validation data are none; the dataset has
                 no batch.
-            GradientError: ``value_and_grad`` returned something else than it should.
+            ValueMismatchError: ``value_and_grad`` returned something else than it should.
             ClosedError: The strategy's coordinator was closed before, and its variables are gone.
             Exception: What a step or a callback raised, or what starting a coordinator does. What
                 callbacks raise in ``on_train_end`` after it is added to it as notes.

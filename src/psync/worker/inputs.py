@@ -13,7 +13,7 @@ from typing import Any
 
 from psync.client.context import ClosureContext
 from psync.client.prefetch import NEVER
-from psync.errors import CaptureError, ClosureInputError, RemoteProtocolError
+from psync.errors import ClosureInputError, RemoteProtocolError, SerializationError
 from psync.net.peer import Received
 from psync.serialization.functions import is_coroutine_step, load_function
 from psync.serialization.payloads import Payload, unpack_arguments
@@ -78,7 +78,7 @@ class ClosureInputs:
         """Fetch the step function of that key, which is not among ``steps``.
 
         Raises:
-            CaptureError: It cannot be loaded here.
+            SerializationError: It cannot be loaded here.
 
         Cancellation: Safe.
         """
@@ -147,7 +147,7 @@ class ClosureInputs:
         if iterator is None:
             try:
                 dataset_fn, _ = await self._load(handle.key, [])
-            except CaptureError as exc:
+            except SerializationError as exc:
                 error = ClosureInputError(f"a dataset could not be built: {exc.message}")
                 raise error from exc
             # A worker that was added after the dataset was made reads the share of another one.

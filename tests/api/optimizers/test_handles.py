@@ -15,7 +15,7 @@ import psync
 from local_training import at_once, in_step, inside_a_step, strategy_of, training
 from psync import optimizers, schedules
 from psync.api.gradient_arguments import trainable_here
-from psync.errors import ConfigurationError, GradientError, UsageError
+from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 
 
 def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
@@ -169,7 +169,7 @@ def test_gradients_that_do_not_fit_are_refused_before_the_push(name: str) -> Non
     with strategy_of().scope():
         v = psync.Variable(np.zeros(2, np.float32), name="v")
         w = psync.Variable(np.zeros(2, np.float32), name="w")
-    with pytest.raises(GradientError) as caught:
+    with pytest.raises(ValueMismatchError) as caught:
         at_once(optimizers.SGD(0.1).apply_gradients(make(v, w)))
     assert str(caught.value) == text
 
@@ -231,7 +231,7 @@ def test_what_one_ps_would_refuse_changes_nothing_on_the_others(
         v = psync.Variable(np.ones((2, 2), np.float32), name="v")
         w = psync.Variable(np.ones((2, 2), dtype), name="w", trainable=False)
     assert v.device != w.device
-    with pytest.raises(GradientError, match=f'^gradient for "w": {text}'):
+    with pytest.raises(ValueMismatchError, match=f'^gradient for "w": {text}'):
         at_once(optimizer.apply_gradients([(np.ones((2, 2), np.float32), v), (gradient, w)]))
 
 
@@ -239,7 +239,7 @@ def test_a_whole_variable_and_one_of_its_shards_are_the_same_twice() -> None:
     with strategy_of(2, halves).scope():
         v = psync.Variable(np.zeros(4, np.float32), name="v")
     pairs = [(np.zeros(4, np.float32), v), (np.zeros(2, np.float32), v.variables[0])]
-    with pytest.raises(GradientError, match='variable "v/part_0" occurs twice'):
+    with pytest.raises(ValueMismatchError, match='variable "v/part_0" occurs twice'):
         at_once(optimizers.SGD(0.1).apply_gradients(pairs))
 
 
@@ -247,7 +247,7 @@ def test_gradients_that_are_not_finite_are_refused_where_that_is_asked_for() -> 
     bad = np.array([1, np.nan, -np.inf], np.float32)
     with strategy_of().scope():
         v = psync.Variable(np.zeros(3, np.float32), name="v")
-    with pytest.raises(GradientError) as caught:
+    with pytest.raises(ValueMismatchError) as caught:
         at_once(optimizers.SGD(1.0, forbid_nonfinite=True).apply_gradients([(bad, v)]))
     assert str(caught.value) == (
         'gradient for "v": 2 of 3 elements are NaN or infinite\n'
@@ -422,7 +422,7 @@ async def test_with_two_strategies_a_program_says_which_variables() -> None:
 def test_only_variables_can_be_optimized() -> None:
     with strategy_of().scope():
         v = psync.Variable(np.float32(3))
-    with pytest.raises(GradientError, match="var_list: expected variables, got str"):
+    with pytest.raises(ValueMismatchError, match="var_list: expected variables, got str"):
         at_once(optimizers.SGD(0.1).compute_gradients(lambda a: (0, [a]), [v, "w"]))  # type: ignore[list-item]
 
 

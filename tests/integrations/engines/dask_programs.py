@@ -38,7 +38,7 @@ def a_worker_is_killed() -> None:
 async def _a_worker_is_killed(client: distributed.Client) -> None:
     async with DaskCluster(client, 2, 2) as cluster:
         before, pinned = places_of(cluster), tasks_of(client)
-        async with counting(ps_recovery="replica") as (coordinator, v):
+        async with counting(ps_recovery="backup") as (coordinator, v):
             schedule(coordinator, v, 100)
             # Work of Dask's own, more than there are threads: nothing of ours is in its way.
             others = client.map(lambda x: x + 1, range(100), pure=False)

@@ -21,7 +21,7 @@ from psync.integrations.ray import RayCluster, dataset
 async def a_node_is_removed() -> None:
     async with RayCluster(2, 2) as cluster:
         before = places_of(cluster)
-        async with counting(ps_recovery="replica") as (coordinator, v):
+        async with counting(ps_recovery="backup") as (coordinator, v):
             schedule(coordinator, v, 300)
             say(remove=before["ps-1"].partition(":")[0])
             schedule(coordinator, v, 300)

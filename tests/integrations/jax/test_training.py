@@ -15,7 +15,7 @@ from memory_cluster import coordinating
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
 
-from psync.integrations.jax import ServedPytree, step_key  # noqa: E402  # needs jax
+from psync.integrations.jax import PSPytree, step_key  # noqa: E402  # needs jax
 
 
 def first_params() -> Any:
@@ -63,7 +63,7 @@ def accuracy_of(params: Any, stats: Any, train: bool) -> float:
     return float((forward(params, stats, x, train)[0].argmax(1) == y).mean())
 
 
-async def train(coordinator: Any, served: ServedPytree[Any], steps: int) -> None:
+async def train(coordinator: Any, served: PSPytree[Any], steps: int) -> None:
     def step(seed: int) -> None:
         params, stats = psync.wait(served.pull())
         (_, stats), grads = value_and_grad(params, stats, *batch_of(seed))
@@ -81,7 +81,7 @@ async def test_one_worker_computes_what_a_single_process_does_state_too() -> Non
         params = jax.tree.map(lambda p, g: p - np.float32(0.1) * g, params, grads)
     async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, coordinator):
         with strategy.scope():
-            served = ServedPytree(first_params(), psync.optimizers.SGD(0.1), state=first_stats())
+            served = PSPytree(first_params(), psync.optimizers.SGD(0.1), state=first_stats())
         await train(coordinator, served, 20)
         served_params, served_stats = await served.pull()
     assert served_stats["seen"] == 20
@@ -98,7 +98,7 @@ async def test_evaluation_is_as_good_as_training(synchronous: bool) -> None:
         optimizer = psync.SyncReplicasOptimizer(optimizer, 2)
     async with training(2, 2) as (strategy, coordinator):
         with strategy.scope():
-            served = ServedPytree(first_params(), optimizer, name="net", state=first_stats())
+            served = PSPytree(first_params(), optimizer, name="net", state=first_stats())
         await train(coordinator, served, 160)
         params, stats = await served.pull()
     as_in_training = accuracy_of(params, stats, True)
@@ -134,7 +134,7 @@ async def trained_once(params: Any, state: Any, loss: Any) -> Any:
     """Serve a tree for one step on a worker; return names, and the values before and after."""
     async with training(1, 1) as (strategy, coordinator):
         with strategy.scope():
-            served = ServedPytree(params, psync.optimizers.SGD(0.1), state=state)
+            served = PSPytree(params, psync.optimizers.SGD(0.1), state=state)
         before = await served.state_dict()
 
         def step() -> None:
@@ -220,7 +220,7 @@ async def test_workers_in_processes_of_their_own() -> None:
         strategy = psync.ParameterServerStrategy(cluster.resolver)
         async with psync.ClusterCoordinator(strategy) as coordinator:
             with strategy.scope():
-                served = ServedPytree(
+                served = PSPytree(
                     first_params(), psync.optimizers.Adam(0.02), name="net", state=first_stats()
                 )
             await train(coordinator, served, 100)

@@ -238,7 +238,7 @@ async def test_arguments_of_keras_that_it_does_not_have_are_refused_with_what_th
             ({"sample_weight": np.ones(3)}, r"yield batches \(x, y, sample_weight\)"),
             ({"validation_split": 0.1}, r"validation_data=\(x, y\)"),
             ({"batch_size": 3}, "from_arrays"),
-            ({"epoch": 3}, "docstring of ServedModel.fit"),
+            ({"epoch": 3}, "docstring of PSModel.fit"),
         ):
             message = f"fit: got the argument {next(iter(others))}, .*\nhint: .*{hint}"
             with pytest.raises(ConfigurationError, match=message):

@@ -1,4 +1,4 @@
-"""Models that ServedModel refuses, and names of variables."""
+"""Models that PSModel refuses, and names of variables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from psync.errors import ConfigurationError
 keras: Any = pytest.importorskip("keras")
 
 from keras_nets import linear, refusal  # noqa: E402
-from psync.integrations.keras import ServedModel  # noqa: E402
+from psync.integrations.keras import PSModel  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:keras")
 
@@ -77,7 +77,7 @@ async def test_another_model_on_a_worker_is_an_error_that_names_the_difference()
 
     async with training(1, 1) as (strategy, _):
         with strategy.scope():
-            model = ServedModel(build, name="net")
+            model = PSModel(build, name="net")
         rows = [(np.zeros((1, 3), np.float32), np.zeros((1, 2), np.float32))]
         with pytest.raises(ConfigurationError, match=r"dense/kernel.*\(3, 2\).*here.*3\)"):
             await model.fit(lambda: rows, 1, 1, verbose=False)
@@ -86,4 +86,4 @@ async def test_another_model_on_a_worker_is_an_error_that_names_the_difference()
 async def test_models_are_called_alike_however_many_were_built_before() -> None:
     linear()
     with strategy_of().scope():
-        assert ServedModel(linear, name="net").variable("dense/bias").name == "net/dense/bias"
+        assert PSModel(linear, name="net").variable("dense/bias").name == "net/dense/bias"

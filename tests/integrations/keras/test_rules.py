@@ -15,7 +15,7 @@ from psync.errors import ConfigurationError
 keras: Any = pytest.importorskip("keras")
 
 from keras_nets import linear, refusal  # noqa: E402
-from psync.integrations.keras import ServedModel  # noqa: E402
+from psync.integrations.keras import PSModel  # noqa: E402
 from psync.integrations.keras.rules import RULES, optimizer_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:keras")
@@ -112,7 +112,7 @@ async def test_weight_decay_passes_over_what_keras_excludes() -> None:
 
     async with training(1, 1) as (strategy, _):
         with strategy.scope():
-            model = ServedModel(build)
+            model = PSModel(build)
         zeros = {key: np.zeros(model.variable(key).shape, np.float32) for key in model._trained}
         await model.push_values(zeros, {}, {})
         kernel, bias = await model.get_weights()

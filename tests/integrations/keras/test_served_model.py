@@ -15,7 +15,7 @@ from psync.errors import UsageError
 keras: Any = pytest.importorskip("keras")
 
 from keras_nets import batches, linear, net, points, served_of  # noqa: E402
-from psync.integrations.keras import ServedModel  # noqa: E402
+from psync.integrations.keras import PSModel  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:keras")
 
@@ -173,7 +173,7 @@ async def test_frozen_layers_stay_as_they_are() -> None:
 
 def test_it_is_made_in_a_scope() -> None:
     with pytest.raises(UsageError, match="outside a strategy's scope"):
-        ServedModel(linear)
+        PSModel(linear)
 
 
 @pytest.mark.processes

@@ -11,7 +11,7 @@ from local_training import training
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from psync.integrations.torch import ServedModule  # noqa: E402  # needs torch
+from psync.integrations.torch import PSModule  # noqa: E402  # needs torch
 
 
 def small_net() -> Any:
@@ -40,7 +40,7 @@ def accuracy_of(net: Any) -> float:
         return float((net(x).argmax(1) == y).float().mean())
 
 
-async def train(coordinator: Any, served: ServedModule, steps: int) -> None:
+async def train(coordinator: Any, served: PSModule, steps: int) -> None:
     def step(seed: int) -> None:
         net = psync.wait(served.pull())
         net.train()
@@ -72,7 +72,7 @@ async def test_one_worker_computes_what_a_single_process_does_buffers_too(ours: 
         of_torch.step()
     async with training(2, 1) as (strategy, coordinator):
         with strategy.scope():
-            served = ServedModule(build, optimizer)
+            served = PSModule(build, optimizer)
         await train(coordinator, served, 20)
         state = await served.state_dict()
     assert state["1.num_batches_tracked"] == 20
@@ -87,7 +87,7 @@ async def test_evaluation_is_as_good_as_training(synchronous: bool) -> None:
         if synchronous:
             optimizer = psync.SyncReplicasOptimizer(optimizer, 2)
         with strategy.scope():
-            served = ServedModule(small_net, optimizer, name="net")
+            served = PSModule(small_net, optimizer, name="net")
         await train(coordinator, served, 160)
         net = await served.pull()
         as_in_training = accuracy_of(net.train())
@@ -106,7 +106,7 @@ async def test_a_data_loader_is_a_dataset() -> None:
 
     async with training(1, 2) as (strategy, coordinator):
         with strategy.scope():
-            served = ServedModule(small_net, psync.optimizers.SGD(0.1))
+            served = PSModule(small_net, psync.optimizers.SGD(0.1))
         data = iter(coordinator.create_per_worker_dataset(batches))
 
         def step(data: Any) -> Any:
@@ -123,7 +123,7 @@ async def test_a_data_loader_is_a_dataset() -> None:
 async def test_autocast_on_a_worker() -> None:
     async with training(1, 1) as (strategy, coordinator):
         with strategy.scope():
-            served = ServedModule(small_net, psync.optimizers.SGD(0.1))
+            served = PSModule(small_net, psync.optimizers.SGD(0.1))
 
         def step(seed: int) -> Any:
             net = psync.wait(served.pull())
@@ -146,7 +146,7 @@ async def test_a_compiled_module_is_served_under_the_names_of_the_one_in_it() ->
 
     async with training(1, 1) as (strategy, coordinator):
         with strategy.scope():
-            served = ServedModule(build, psync.optimizers.SGD(0.1))
+            served = PSModule(build, psync.optimizers.SGD(0.1))
         await train(coordinator, served, 3)
         state = await served.state_dict()
         assert state["1.num_batches_tracked"] == 3
@@ -160,7 +160,7 @@ async def test_workers_in_processes_of_their_own() -> None:
         strategy = psync.ParameterServerStrategy(cluster.resolver)
         async with psync.ClusterCoordinator(strategy) as coordinator:
             with strategy.scope():
-                served = ServedModule(small_net, psync.optimizers.Adam(0.02), name="net")
+                served = PSModule(small_net, psync.optimizers.Adam(0.02), name="net")
             await train(coordinator, served, 150)
             assert accuracy_of((await served.pull()).eval()) > 0.9
 
@@ -171,7 +171,7 @@ async def test_what_torch_is_handed_may_be_written_though_tasks_share_memory() -
         strategy = psync.ParameterServerStrategy(cluster.resolver)
         async with psync.ClusterCoordinator(strategy) as coordinator:
             with strategy.scope():
-                served = ServedModule(
+                served = PSModule(
                     lambda: torch.nn.Linear(512, 512), psync.optimizers.SGD(1.0), name="net"
                 )
                 w = psync.Variable(torch.zeros(512, 512), name="w")  # more than 64 KiB: is lent

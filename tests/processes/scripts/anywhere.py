@@ -18,7 +18,7 @@ A_ROUND = 20
 
 async def main():
     directory = Path(sys.argv[1])
-    strategy = psync.ParameterServerStrategy(ps_recovery="replica")
+    strategy = psync.ParameterServerStrategy(ps_recovery="backup")
     async with psync.ClusterCoordinator(strategy) as coordinator:
         with strategy.scope():
             one, other = psync.Variable(0.0), psync.Variable(np.zeros(3, np.float32))

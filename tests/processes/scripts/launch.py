@@ -1,4 +1,4 @@
-"""Call the launcher as `psync run` does, with task.py in place of `psync serve` as well.
+"""Call the launcher as `psync run` does, with task.py in place of `psync task` as well.
 
 Arguments: options of `launch` as JSON, then those of the script.
 """

@@ -1,6 +1,6 @@
 """Trains until a task was lost and is there again, or for ever: losses.py MODE DIRECTORY.
 
-MODE: "checkpoint", "replica", or "nothing": what a lost ps comes back from. Only the first life of
+MODE: "checkpoint", "backup", or "nothing": what a lost ps comes back from. Only the first life of
 a chief waits for a loss.
 """
 
@@ -25,7 +25,7 @@ def is_over(kinds):
 async def main():
     strategy = psync.ParameterServerStrategy(
         psync.TFConfigClusterResolver(), psync.FixedShardsPartitioner(2),
-        ps_recovery="replica" if MODE == "replica" else "checkpoint",
+        ps_recovery="backup" if MODE == "backup" else "checkpoint",
     )  # fmt: skip
     with strategy.scope():
         w = psync.Variable(np.zeros(100, np.float32), name="w")

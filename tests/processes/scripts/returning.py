@@ -1,7 +1,7 @@
 """A chief that is killed and started again: `returning.py JOURNAL COUNT [RECOVERY]`.
 
 Each closure marks two places of its own, one on each ps. What the chief knows to be done it writes
-into its journal, a line each. RECOVERY is that of the strategy; with "replica" it begins when every
+into its journal, a line each. RECOVERY is that of the strategy; with "backup" it begins when every
 ps has a backup.
 """
 

@@ -1,4 +1,4 @@
-"""Stands in for a training script, and for `psync serve`: every task says that it is ready.
+"""Stands in for a training script, and for `psync task`: every task says that it is ready.
 
 The chief reads commands from stdin, one a line: ``exit N``, ``abort``. A ps or worker sleeps until
 it is stopped; with the argument ``workers-exit N`` workers exit at once. All end with the launcher.

@@ -233,7 +233,7 @@ class Optimizer(PushPull):
             UsageError: The optimizer is in use already: it was pushed through, or a step has
                 captured it.
             ConfigurationError: A word is none, or one instead of several; also a ValueError.
-            GradientError: Something in ``var_list`` is no variable.
+            ValueMismatchError: Something in ``var_list`` is no variable.
 
         Source: ``keras.optimizers.Optimizer.exclude_from_weight_decay``.
         """
@@ -309,7 +309,7 @@ class Optimizer(PushPull):
             The outcome, the optimizer's step, and the staleness.
 
         Raises:
-            GradientError: No gradient at all, a variable twice, one that is not floating, a wrong
+            ValueMismatchError: No gradient at all, a variable twice, one that is not floating, a wrong
                 shape or dtype, a row that the variable does not have, rows where this optimizer
                 needs all of them, or NaN or infinity where it forbids them. Nothing was pushed.
             UsageError: Outside a step without a running coordinator, or after the step ended; or
@@ -388,7 +388,7 @@ class Optimizer(PushPull):
                 scheduled.
 
         Raises:
-            GradientError: If the function returns something else, another number of gradients, or
+            ValueMismatchError: If the function returns something else, another number of gradients, or
                 nested otherwise; or something in ``var_list`` is no variable.
             UsageError: Without ``var_list``: there is no trainable variable; or, outside a step,
                 two strategies are running.

@@ -85,7 +85,7 @@ class Slot:
 
         Raises:
             UsageError: Neither in a step nor within a running coordinator.
-            GradientError: The variable's dtype cannot be optimized.
+            ValueMismatchError: The variable's dtype cannot be optimized.
             ParameterServerLost: A ps is gone.
 
         Cancellation: Safe.
@@ -107,7 +107,7 @@ class Slot:
 
         Raises:
             UsageError: Neither in a step nor within a running coordinator.
-            GradientError: Shape or dtype do not fit.
+            ValueMismatchError: Shape or dtype do not fit.
             ParameterServerLost: A ps is gone.
 
         Cancellation: Some shards are set, others are not.

@@ -142,7 +142,7 @@ def pod_template(launch: Launch, job: str) -> dict[str, Any]:
     return {"metadata": {"labels": launch.labels(job)}, "spec": spec}
 
 
-_SERVE = ("psync", "serve")
+_SERVE = ("psync", "task")
 
 
 def _literal(word: str) -> str:

@@ -29,7 +29,7 @@ from psync.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from psync.api.strategy import ParameterServerStrategy
-    from psync.integrations.keras.served_model import ServedModel
+    from psync.integrations.keras.served_model import PSModel
 
 NO_SUMS = np.zeros(0)
 
@@ -89,7 +89,7 @@ class KerasTrainer(Trainer):
     def __init__(
         self,
         strategy: ParameterServerStrategy,
-        served: ServedModel,
+        served: PSModel,
         checkpoint_directory: str | os.PathLike[str] | None,
     ) -> None:
         self._served = served
@@ -167,7 +167,7 @@ class KerasTrainer(Trainer):
         return logs
 
     async def predict(self, x: Any, *, batch_size: int) -> Any:
-        """Return the outputs for x; see ``ServedModel.predict``."""
+        """Return the outputs for x; see ``PSModel.predict``."""
         checked_integer("predict: expected batch_size above 0", batch_size, 1)
         lengths = {len(array) for array in keras.tree.flatten(x)}
         if len(lengths) != 1 or 0 in lengths:
@@ -214,7 +214,7 @@ class KerasCallbacks(psync.callbacks.Callback):
 
     def __init__(
         self,
-        served: ServedModel,
+        served: PSModel,
         callbacks: Sequence[keras.callbacks.Callback],
         params: Mapping[str, Any],
     ) -> None:
@@ -223,7 +223,7 @@ class KerasCallbacks(psync.callbacks.Callback):
                 raise ConfigurationError(
                     "fit: BackupAndRestore would save the program's model without what the "
                     "optimizer keeps on the ps tasks",
-                    hint="ServedModel(…, checkpoint_directory=…) saves and resumes all of it",
+                    hint="PSModel(…, checkpoint_directory=…) saves and resumes all of it",
                 )
         self._has_batches = any(_has_batches(callback) for callback in callbacks)
         self._served = served
@@ -318,7 +318,7 @@ def check_arguments(others: Mapping[str, object]) -> None:
     for name in others:
         raise ConfigurationError(
             f"fit: got the argument {name}, which it does not have here",
-            hint=_NOT_HERE.get(name, "its arguments are in the docstring of ServedModel.fit"),
+            hint=_NOT_HERE.get(name, "its arguments are in the docstring of PSModel.fit"),
         )
 
 

@@ -45,7 +45,7 @@ class KerasSettings:
         """
         if (backend := checked_backend()) != self._backend:
             raise ConfigurationError(
-                f"ServedModel: declared with the Keras backend {self._backend}, and this task has "
+                f"PSModel: declared with the Keras backend {self._backend}, and this task has "
                 f"{backend}",
                 hint="set the environment variable KERAS_BACKEND for all tasks alike",
             )
@@ -108,7 +108,7 @@ class BuiltModel:
         self.state = [name for name in self.others if id(self.variables[name]) not in frozen]
         if not self.trained:
             raise ConfigurationError(
-                f"ServedModel: the model {model.name!r} has no variable to train",
+                f"PSModel: the model {model.name!r} has no variable to train",
                 hint="let build_model return a built model, by keras.Input or by calling it on a "
                 "batch, in which something is trainable",
             )
@@ -129,10 +129,10 @@ class BuiltModel:
         again = model.optimizer is not optimizer or model.loss is not loss
         if again or trained != {id(self.variables[name]) for name in self.trained}:
             raise ConfigurationError(
-                f"ServedModel: the program's model {model.name!r} "
+                f"PSModel: the program's model {model.name!r} "
                 + ("was compiled again" if again else "has other trainable layers than before")
                 + " since it was declared, which workers and ps tasks do not see",
-                hint="declare another ServedModel, whose build_model returns the model as it is to "
+                hint="declare another PSModel, whose build_model returns the model as it is to "
                 "be trained from here on, and give it await old.get_weights() by set_weights",
             )
 
@@ -155,7 +155,7 @@ def checked_backend() -> str:
     backend = str(keras.config.backend())
     if backend not in BACKENDS:
         raise ConfigurationError(
-            f"ServedModel: expected one of the Keras backends {', '.join(BACKENDS)}, got {backend}",
+            f"PSModel: expected one of the Keras backends {', '.join(BACKENDS)}, got {backend}",
             hint="set the environment variable KERAS_BACKEND before Keras is imported",
         )
     return backend
@@ -189,23 +189,23 @@ def weights_of(kinds: Mapping[str, Kind], weights: Any) -> dict[str, np.ndarray]
 def _check_model(model: Any) -> None:
     if not isinstance(model, keras.Model):
         raise ConfigurationError(
-            f"ServedModel: expected build_model to return a keras.Model, got {type(model).__name__}"
+            f"PSModel: expected build_model to return a keras.Model, got {type(model).__name__}"
         )
     if not model.compiled or model.optimizer is None:
         raise ConfigurationError(
-            f"ServedModel: the model {model.name!r} is not compiled",
+            f"PSModel: the model {model.name!r} is not compiled",
             hint="let build_model call model.compile(optimizer, loss, metrics): the optimizer "
             "becomes the rule on the ps tasks",
         )
     if not model.built:
         raise ConfigurationError(
-            f"ServedModel: the model {model.name!r} is not built, its variables have no shapes yet",
+            f"PSModel: the model {model.name!r} is not built, its variables have no shapes yet",
             hint="let build_model give it a keras.Input, or call it on a batch",
         )
     for name in _OWN_STEPS:
         if not getattr(type(model), name).__module__.startswith("keras."):
             raise ConfigurationError(
-                f"ServedModel: {type(model).__name__} has a {name} of its own, which would not be "
+                f"PSModel: {type(model).__name__} has a {name} of its own, which would not be "
                 "called: pulls and pushes are part of the step here",
                 hint="what differs from Keras's step fits into compute_loss or compute_metrics; "
                 "other steps are written with psync.coordinator and psync.gradients",
@@ -224,7 +224,7 @@ def _check_variable(name: str, variable: Any) -> None:
         problem = "its gradient would replace it, which no rule on the ps does"
         hint = "train without quantization, and quantize the trained model"
     if problem:
-        raise ConfigurationError(f'ServedModel: variable "{name}": {problem}', hint=hint)
+        raise ConfigurationError(f'PSModel: variable "{name}": {problem}', hint=hint)
 
 
 def _unique(name: str, taken: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ def optimizer_of(optimizer: Any) -> Optimizer:
     if name not in RULES:
         scaled = name == "LossScaleOptimizer"
         raise ConfigurationError(
-            f"ServedModel: no rule on the ps for the Keras optimizer {name}",
+            f"PSModel: no rule on the ps for the Keras optimizer {name}",
             hint="of mixed_float16; use the policy mixed_bfloat16, or compile(auto_scale_loss="
             "False)" if scaled else f"those with one: {', '.join(RULES)}",
         )  # fmt: skip
@@ -60,7 +60,7 @@ def optimizer_of(optimizer: Any) -> Optimizer:
     for option, instead in _ELSEWHERE.items():
         if config.get(option):
             raise ConfigurationError(
-                f"ServedModel: no rule on the ps has {option}, which the Keras optimizer {name} "
+                f"PSModel: no rule on the ps has {option}, which the Keras optimizer {name} "
                 f"was made with ({option}={config[option]})",
                 hint=instead,
             )
@@ -89,7 +89,7 @@ def _rate_of(name: str, rate: Any) -> float | schedules.Schedule:
     kind, own = rate.get("class_name"), rate.get("registered_name") is None
     if kind not in SCHEDULES or not own:
         raise ConfigurationError(
-            f"ServedModel: no rule on the ps for the learning rate {kind} of the Keras optimizer "
+            f"PSModel: no rule on the ps for the learning rate {kind} of the Keras optimizer "
             f"{name}",
             hint=f"a number, or one of {', '.join(SCHEDULES)} of keras.optimizers.schedules",
         )

@@ -1,6 +1,6 @@
 """A served Keras model: ``fit``, ``evaluate`` and ``predict`` with its variables on the ps tasks.
 
-    from psync.integrations.keras import ServedModel
+    from psync.integrations.keras import PSModel
 
     def build_model():
         model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)])
@@ -8,7 +8,7 @@
         return model
 
     with strategy.scope():
-        model = ServedModel(build_model, name="net")
+        model = PSModel(build_model, name="net")
     history = await model.fit(batches, 5, 200, validation_data=(x, y))
 
 What Keras 3 has dropped: parameter-server training. On the backends jax and torch.
@@ -59,7 +59,7 @@ class _Live:
         self.version: int | None = None
 
 
-class ServedModel(ServedVariables):
+class PSModel(ServedVariables):
     """A compiled Keras model whose variables are on the ps tasks, and whose workers train it.
 
     Made in ``strategy.scope()``; used while a ``ClusterCoordinator`` runs. The model is built here
@@ -99,7 +99,7 @@ class ServedModel(ServedVariables):
 
     Example:
         with strategy.scope():
-            model = ServedModel(build_model)
+            model = PSModel(build_model)
         await model.fit(batches, epochs=5, steps_per_epoch=200)
         print(await model.evaluate((x, y)))
         (await model.pull()).save("model.keras")
@@ -119,29 +119,29 @@ class ServedModel(ServedVariables):
         checkpoint_directory: str | os.PathLike[str] | None = None,
     ) -> None:
         strategy = scope_for(
-            "making a ServedModel",
+            "making a PSModel",
             instead="make it in `with strategy.scope():` on the coordinator",
             hint="make it in `with strategy.scope():`",
         )
         if not callable(build_model) or isinstance(build_model, keras.Model):
             raise ConfigurationError(
-                f"ServedModel: expected a function that builds the model, got "
+                f"PSModel: expected a function that builds the model, got "
                 f"{type(build_model).__name__}",
-                hint="ServedModel(build_model): every worker builds its own",
+                hint="PSModel(build_model): every worker builds its own",
             )
         self._build_model, self._settings = build_model, KerasSettings()
         built = BuiltModel(build_model, self._settings)
         optimizer = optimizer_of(built.model.optimizer)
         if synchronous is not None:
             optimizer = checked_kind(
-                "ServedModel: expected synchronous to return an optimizer of psync",
+                "PSModel: expected synchronous to return an optimizer of psync",
                 synchronous(optimizer), Optimizer,
             )  # fmt: skip
         self._kinds = dict(built.kinds())
         self._weights = built.weights
         self._compiled_steps: int = built.model.steps_per_execution
         super().__init__(
-            "ServedModel", built.values(), built.trained, built.state, optimizer,
+            "PSModel", built.values(), built.trained, built.state, optimizer,
             name=name, merge=state, cast_gradients=cast_gradients,
         )  # fmt: skip
         trained = {key: built.variables[key] for key in built.trained}
@@ -206,7 +206,7 @@ class ServedModel(ServedVariables):
                 cannot work here, a metric's values cannot be added up, a worker builds another
                 model than was declared, or the program's was compiled again, or has other layers
                 that are trainable.
-            GradientError: A gradient is none that its variable can take.
+            ValueMismatchError: A gradient is none that its variable can take.
             ClosedError: The strategy's coordinator was closed before, and its variables are gone.
             Exception: What a step or a callback raised.
 
@@ -299,7 +299,7 @@ class ServedModel(ServedVariables):
         Raises:
             UsageError: Their number or a shape differs; inside a step, or outside of a running
                 coordinator. Nothing was changed.
-            GradientError: A dtype cannot hold the numbers. Nothing was changed.
+            ValueMismatchError: A dtype cannot hold the numbers. Nothing was changed.
             ParameterServerLost: A ps is gone.
 
         Cancellation: Once begun, it ends in the background.
@@ -371,7 +371,7 @@ class ServedModel(ServedVariables):
     def _begin(self) -> _Live:
         closure = current_closure()
         built = BuiltModel(self._build_model, self._settings)
-        check_same(f"ServedModel {self.name!r}", self._kinds, built.kinds())
+        check_same(f"PSModel {self.name!r}", self._kinds, built.kinds())
         return _Live(steps_of(built, 0 if closure is None else closure.worker_index))
 
     def _of_program(self, what: str) -> tuple[BuiltModel, KerasTrainer]:
@@ -382,8 +382,11 @@ class ServedModel(ServedVariables):
         """
         if self._built is None or self._trainer is None:
             raise UsageError(
-                f"ServedModel {self.name!r}: {what} inside a step",
+                f"PSModel {self.name!r}: {what} inside a step",
                 hint="a step is what fit, evaluate and predict run on workers: call them in the "
                 "program",
             )
         return self._built, self._trainer
+
+
+ServedModel = PSModel  # its name until 0.2

@@ -125,7 +125,7 @@ class Steps(ABC):
         twice = self._test_after(batch, once)
         if not np.allclose(twice, 2 * once, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise ConfigurationError(
-                f"ServedModel: metrics {', '.join(own)}: their variables are no sums over batches, "
+                f"PSModel: metrics {', '.join(own)}: their variables are no sums over batches, "
                 "so that workers' values cannot be merged",
                 hint="a metric that is to be merged adds to its variables in update_state, and "
                 "computes from them in result, as keras.metrics.Mean does",

@@ -39,8 +39,8 @@ DRAWN, NONE = "drawn", "none"
 @click.option("--minutes", type=float, default=1.0, help="For so long, in all, plugs are pulled.")
 @click.option("--mode", type=click.Choice(["async", "sync", "both"]), default="async")
 @click.option(
-    "--recovery", type=click.Choice(["checkpoint", "replica", "none"]), default="checkpoint",
-    help="replica: each ps has a backup; none: no checkpoints are kept, only workers are killed.",
+    "--recovery", type=click.Choice(["checkpoint", "backup", "none"]), default="checkpoint",
+    help="backup: each ps has a backup; none: no checkpoints are kept, only workers are killed.",
 )  # fmt: skip
 @click.option(
     "--attach", is_flag=True, help="A chief that is started again goes on with what is on the ps."
@@ -87,8 +87,8 @@ def main(
     modes = ["async", "sync"] if mode == "both" else [mode]
     if scene and (attach or recovery != "checkpoint" or modes != ["async"]):
         raise click.UsageError("--scene: it brings a mode and a way of recovery of its own")
-    if recovery == "replica" and attach:
-        raise click.UsageError("--recovery replica: without --attach")
+    if recovery == "backup" and attach:
+        raise click.UsageError("--recovery backup: without --attach")
     kills = KillPlan()
     shares = _shares(jobs) or dict(kills.jobs)
     if recovery == "none":

@@ -54,7 +54,7 @@ class Settings:
     batch: int = 60  # closures that are scheduled at once
     checkpoint_every: int = 3  # batches; 0: none is saved
     rows: int = 1 << 16  # for each ps; closures that are as many apart share one
-    recovery: str = "checkpoint"  # or "replica", or "none"
+    recovery: str = "checkpoint"  # or "backup", or "none"
     attach: bool = False  # whether a life goes on with what the ps tasks hold, where they live
 
     @classmethod
@@ -297,7 +297,7 @@ async def _live(settings: Settings, journal: Journal, *, attach: bool) -> None:
     strategy = psync.ParameterServerStrategy(
         psync.TFConfigClusterResolver(),
         psync.FixedShardsPartitioner(settings.num_ps),
-        ps_recovery="replica" if settings.recovery == "replica" else "checkpoint",
+        ps_recovery="backup" if settings.recovery == "backup" else "checkpoint",
     )
     async with psync.ClusterCoordinator(
         strategy, max_losses=1 << 20, max_flaps=None, min_workers=1, attach=attach

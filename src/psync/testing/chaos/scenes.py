@@ -265,7 +265,7 @@ SCENES: Mapping[str, Scene] = {
     ),
     "alone": Scene(
         _alone,
-        {"num_ps": 2, "num_workers": NUM_WORKERS, "recovery": "replica"},
+        {"num_ps": 2, "num_workers": NUM_WORKERS, "recovery": "backup"},
         losses={"LogEntries": {"request": 1.0}},
         loses_always=False,
     ),

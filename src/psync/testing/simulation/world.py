@@ -358,7 +358,7 @@ class World:
         return psync.ParameterServerStrategy(
             resolver,
             psync.FixedShardsPartitioner(self.num_shards),
-            ps_recovery="replica" if plan.recovery == "replica" else "checkpoint",
+            ps_recovery="backup" if plan.recovery == "replica" else "checkpoint",
         )
 
     # Faults.
