@@ -1,0 +1,136 @@
+"""What users read is plain English: pages, help texts, docstrings of public names."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+import psync
+from pages import ROOT, all_pages
+from psync.cli.main import psync as command
+
+PHRASES = re.compile(
+    r"\b(anew|by (it|them)sel(f|ves)|who(m|se)?ever|likewise|in the mean|without a word|in turns|"
+    r"of (its|their|your|his|one's) own|that which|of which|nobody waits|taken in again)\b",
+    re.IGNORECASE,
+)
+# A clause stands where the noun should: "What is larger than 64 KiB does not go ...".
+NO_NOUN = re.compile(r"^(What|Who|Whom|Whose) (?!.*\?$)")
+PREPOSITIONS = re.compile(
+    r"^(As|At|Behind|Beside|Between|By|During|For|From|In|Into|Of|On|Over|Through|To|Under|With|"
+    r"Within|Without)\b"
+)
+MAX_WORDS = 40
+FIRST_SCREEN = 40
+
+# Pages on mechanism; below their first screens they are rewritten with what they describe.
+MECHANISM = {"design.md", "performance.md", "recovery.md", "testing.md"}
+EXCEPTIONS: set[str] = set()
+"""Texts that are right as they are."""
+
+PAGES = [*all_pages(), *(ROOT / name for name in ("GUARANTEES.md", "SECURITY.md", "CHANGELOG.md"))]
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of Markdown or a docstring, without code, tables, links and lists."""
+    text = re.sub(r"<!--.*?-->|^```.*?^```|^:::.*?^:::", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"``?[^`]+``?", "code", text)
+    paragraphs: list[str] = [""]
+    in_list = False
+    for line in text.splitlines():
+        if re.match(r"\s*([-*+]|\d+\.) ", line):
+            in_list = True
+        elif not line.strip() or not line.startswith((" ", "\t")):
+            in_list = False
+        if in_list or not line.strip() or line.lstrip().startswith(("|", "#", ">>>", ".. ")):
+            paragraphs.append("")
+        else:
+            paragraphs[-1] += " " + line.strip()
+    for paragraph in paragraphs:
+        yield from filter(None, re.split(r"(?<=[.!?])[\"')]?\s+", paragraph.strip("* ")))
+
+
+def faults(text: str) -> list[str]:
+    """Return what is wrong with a text, by sentence; forbidden phrases also in tables and lists."""
+    found = [f'"{match[0]}": …{text[max(0, match.start() - 40) : match.end() + 30]!r}'
+             for match in PHRASES.finditer(text)]  # fmt: skip
+    for sentence in sentences(text):
+        if NO_NOUN.match(sentence):
+            found.append(f"a clause for a noun: {sentence}")
+        if len(words := sentence.split()) > MAX_WORDS:
+            found.append(f"{len(words)} words: {sentence}")
+    return [each for each in found if not any(one in each for one in EXCEPTIONS)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_plain(page: Path) -> None:
+    text = page.read_text()
+    if page.name in MECHANISM:
+        text = "\n".join(text.splitlines()[:FIRST_SCREEN])
+    assert not faults(text)
+
+
+def helps(group: click.Command, name: str) -> Iterator[tuple[str, str]]:
+    yield name, group.help or ""
+    for param in group.params:
+        if isinstance(param, click.Option) and param.help:
+            yield f"{name} {param.opts[0]}", param.help
+    if isinstance(group, click.Group):
+        for sub, each in group.commands.items():
+            if not each.hidden:
+                yield from helps(each, f"{name} {sub}")
+
+
+HELPS = dict(helps(command, "psync"))
+
+
+@pytest.mark.parametrize("name", HELPS)
+def test_a_help_text_is_plain(name: str) -> None:
+    assert not faults(HELPS[name].replace("\b\n", "\n\n"))
+
+
+def documented() -> Iterator[tuple[str, str]]:
+    """Yield the docstrings of all that is public: names, their methods, what modules hold."""
+    seen: set[int] = set()
+    waiting = [(f"psync.{name}", getattr(psync, name)) for name in psync.__all__]
+    while waiting:
+        name, value = waiting.pop()
+        value = value.fget if isinstance(value, property) else value
+        own = getattr(value, "__module__", getattr(value, "__name__", "")) or ""
+        if id(value) in seen or not own.startswith("psync") or not hasattr(value, "__doc__"):
+            continue
+        seen.add(id(value))
+        doc = value.__doc__ if not inspect.isclass(value) else vars(value).get("__doc__")
+        if doc:
+            yield name, inspect.cleandoc(doc)
+        if inspect.isclass(value):
+            members = vars(value)
+        elif inspect.ismodule(value):
+            members = {each: getattr(value, each) for each in getattr(value, "__all__", dir(value))}
+        else:
+            continue
+        for each, member in members.items():
+            if not each.startswith("_"):
+                waiting.append((f"{name}.{each}", getattr(member, "__func__", member)))
+
+
+DOCSTRINGS = dict(documented())
+
+
+@pytest.mark.parametrize("name", DOCSTRINGS)
+def test_a_public_docstring_is_plain(name: str) -> None:
+    doc = DOCSTRINGS[name]
+    first, *rest = re.split(r"^(?:Args|Attributes|Returns|Raises|Example|Source|Yields):", doc,
+                            flags=re.MULTILINE)  # fmt: skip
+    assert not PREPOSITIONS.match(first), "the first line begins with a preposition"
+    assert not faults(re.sub(r"^    .*$", "", first, flags=re.MULTILINE))
+    for argument, text in re.findall(r"^    (\*{0,2}\w+): (.*)$", "\n".join(rest), re.MULTILINE):
+        assert not PREPOSITIONS.match(text), f"{argument} begins with a preposition"
+    assert not PHRASES.search(doc)
