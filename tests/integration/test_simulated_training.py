@@ -68,3 +68,10 @@ def test_a_ps_that_waits_for_a_dead_backup_gets_its_variables_in_a_fresh_start()
     report = simulate(Plan.from_json((PLANS / "fresh_start_waits.json").read_text()))
     assert not report.violation
     assert "ps tasks start afresh before variables are created" in report.marks
+
+
+def test_a_request_that_waits_for_a_connection_fails_when_a_fresh_start_does() -> None:
+    """It was made while the ps task was awaited for as long as it takes."""
+    report = simulate(Plan.from_json((PLANS / "end_while_connecting.json").read_text()))
+    assert not report.violation
+    assert "a program ends because a ps is gone for good" in report.marks
