@@ -57,6 +57,7 @@ async def unlock(client: PsClient, ps: int) -> None:
 # --- one instant ------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("reads.atomic-assign")
 @virtual
 @pytest.mark.parametrize("seed", range(5))
 async def test_an_atomic_assign_is_seen_whole_by_consistent_reads_only(seed: int) -> None:

@@ -253,6 +253,7 @@ async def on_another_loop(call: Callable[[], Any]) -> Exception | None:
     return await asyncio.to_thread(run)
 
 
+@pytest.mark.promise("schedule.wrong-loop-fails")
 async def test_it_is_said_at_once_whatever_is_awaited(tmp_path: Path) -> None:
     async with psync.LocalCluster(1, 1, processes=False) as cluster:
         strategy = psync.ParameterServerStrategy(cluster.resolver)
@@ -273,6 +274,7 @@ async def test_it_is_said_at_once_whatever_is_awaited(tmp_path: Path) -> None:
             assert await coordinator.fetch(coordinator.schedule(abs, (-2,))) == 2
 
 
+@pytest.mark.promise("schedule.wrong-loop-fails")
 async def test_a_step_that_awaits_on_a_loop_of_its_own_fails_and_harms_no_later_one() -> None:
     async with psync.LocalCluster(1, 1, processes=False) as cluster:
         strategy = psync.ParameterServerStrategy(cluster.resolver)

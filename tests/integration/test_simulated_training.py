@@ -17,6 +17,7 @@ from psync.testing.simulation.run import simulate
 PLANS = Path(__file__).parents[1] / "testing" / "plans"
 
 
+@pytest.mark.promise("steps.push-whole-or-not")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_every_push_counts_once_and_whole(seed: int) -> None:

@@ -75,6 +75,7 @@ async def test_the_mean_lies_between_what_workers_send() -> None:
         assert set(await read(served)) <= {first / 4 + second / 2, second / 4 + first / 2}
 
 
+@pytest.mark.promise("updates.model-state-in-range")
 async def test_late_values_never_overshoot() -> None:
     """Differences to an old value, added up, would make this variance negative."""
     async with training(1, 2) as (strategy, _):
@@ -161,6 +162,7 @@ def test_another_way_is_refused() -> None:
         StateMerge("sum", {}, 1, "Model")
 
 
+@pytest.mark.promise("updates.model-state-merged-once")
 @pytest.mark.parametrize("first", [0, 1])
 async def test_a_closure_that_runs_again_merges_nothing_a_second_time(first: float) -> None:
     """Also where the first run has changed no float: the calls of both have the same numbers."""

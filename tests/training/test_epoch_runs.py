@@ -98,6 +98,7 @@ async def world(num_workers: int = 2) -> AsyncIterator[World]:
         yield World(cluster, coordinator)
 
 
+@pytest.mark.promise("fit.makes-all-steps")
 @pytest.mark.parametrize("per_execution", [1, 3])
 async def test_steps_that_a_rollback_undoes_in_an_epoch_are_trained_again_in_it(
     per_execution: int, tmp_path: Path, capsys: Any, caplog: pytest.LogCaptureFixture
