@@ -119,8 +119,8 @@ class Visits:
             of this epoch is running, or all epochs are done.
 
         Raises:
-            SerializationError, ClosedError: As ``ClusterCoordinator.schedule``; what was scheduled before
-                goes on.
+            SerializationError, ClosedError: As ``ClusterCoordinator.schedule``; what was scheduled
+                before goes on.
         """
         self._look()
         values = []

@@ -38,9 +38,9 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
         finite: Name of an optimizer that forbids NaN and infinity; None: they are gradients.
 
     Raises:
-        ValueMismatchError: No gradient at all, no pairs, a variable twice, one that is not floating, a
-            wrong shape or dtype, a row that the variable does not have, or what the optimizer
-            forbids.
+        ValueMismatchError: No gradient at all, no pairs, a variable twice, one that is not
+            floating, a wrong shape or dtype, a row that the variable does not have, or what the
+            optimizer forbids.
     """
     pairs: Pairs = []
     without: list[str] = []  # names of variables whose gradient is None

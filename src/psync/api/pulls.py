@@ -124,8 +124,8 @@ async def pull(
             strategies.
         ClosedError: The coordinator was closed.
         ConfigurationError: No such compression.
-        ValueMismatchError: An array in ``out`` does not fit, stands for two variables, or for one that
-            has another array already.
+        ValueMismatchError: An array in ``out`` does not fit, stands for two variables, or for one
+            that has another array already.
         ParameterServerLost: A ps is gone.
         LockLost: ``consistent``, and connections were lost again and again, or this task's loop
             was blocked for longer than 10 s.

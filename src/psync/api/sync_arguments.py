@@ -48,7 +48,11 @@ def check_wrapped(name: object, opt: object) -> None:
 
 
 def checked_weight(weight: object) -> float:
-    """Return the weight of a push. Raises ConfigurationError or ValueMismatchError if it is none."""
+    """Return the weight of a push.
+
+    Raises:
+        ConfigurationError, ValueMismatchError: It is not a valid weight.
+    """
     if weight == 1.0 and type(weight) is float:
         return weight
     number = as_number("apply_gradients: weight", weight)

@@ -257,7 +257,8 @@ class ValueAccess(AwaitFirst):
         Raises:
             VariableIndexError: A row is out of range.
             IndexTypeError, IndexValueError: The indices are no integers, or not of shape (n,).
-            ValueMismatchError: Shape or dtype of the values do not fit, or the dtype cannot hold one.
+            ValueMismatchError: Shape or dtype of the values do not fit, or the dtype cannot hold
+                one.
             UsageError: Neither in a step nor within a running coordinator.
             ParameterServerLost: If a ps is gone.
             ClosureCancelled: In a step that was cancelled.

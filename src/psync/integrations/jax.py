@@ -308,7 +308,8 @@ class PSPytree(ServedVariables, Generic[T]):
         Raises:
             UsageError: Names differ, and ``strict``; inside a step, or outside of a running
                 coordinator. Nothing was changed.
-            ValueMismatchError: A shape differs, or a dtype cannot hold the numbers. Nothing was changed.
+            ValueMismatchError: A shape differs, or a dtype cannot hold the numbers. Nothing was
+                changed.
             ParameterServerLost: A ps is gone.
 
         Cancellation: Once begun, it ends in the background.

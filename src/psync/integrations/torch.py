@@ -206,8 +206,8 @@ class PSModule(ServedVariables, Generic[M]):
             may say STALE: the gradients were too old, and are gone.
 
         Raises:
-            ValueMismatchError: There is no gradient, or one that the variable's dtype cannot hold, or
-                one of a frozen parameter. Nothing was pushed; the gradients are gone.
+            ValueMismatchError: There is no gradient, or one that the variable's dtype cannot hold,
+                or one of a frozen parameter. Nothing was pushed; the gradients are gone.
             UsageError: This step has not pulled.
             ConfigurationError: The module has other tensors than it was built with, or one of
                 another shape; names them. Nothing was pushed.
@@ -274,7 +274,8 @@ class PSModule(ServedVariables, Generic[M]):
         Raises:
             UsageError: Names differ, and ``strict``; inside a step, or outside of a running
                 coordinator. Nothing was changed.
-            ValueMismatchError: A shape differs, or a dtype cannot hold the numbers. Nothing was changed.
+            ValueMismatchError: A shape differs, or a dtype cannot hold the numbers. Nothing was
+                changed.
             ParameterServerLost: A ps is gone.
 
         Cancellation: Once begun, it ends in the background.

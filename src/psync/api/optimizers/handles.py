@@ -309,9 +309,10 @@ class Optimizer(PushPull):
             The outcome, the optimizer's step, and the staleness.
 
         Raises:
-            ValueMismatchError: No gradient at all, a variable twice, one that is not floating, a wrong
-                shape or dtype, a row that the variable does not have, rows where this optimizer
-                needs all of them, or NaN or infinity where it forbids them. Nothing was pushed.
+            ValueMismatchError: No gradient at all, a variable twice, one that is not floating, a
+                wrong shape or dtype, a row that the variable does not have, rows where this
+                optimizer needs all of them, or NaN or infinity where it forbids them. Nothing was
+                pushed.
             UsageError: Outside a step without a running coordinator, or after the step ended; or
                 the ``global_step`` is of another strategy, no integer scalar, or one for each task.
             ClosureCancelled: In a step that was cancelled.
@@ -388,8 +389,8 @@ class Optimizer(PushPull):
                 scheduled.
 
         Raises:
-            ValueMismatchError: If the function returns something else, another number of gradients, or
-                nested otherwise; or something in ``var_list`` is no variable.
+            ValueMismatchError: If the function returns something else, another number of gradients,
+                or nested otherwise; or something in ``var_list`` is no variable.
             UsageError: Without ``var_list``: there is no trainable variable; or, outside a step,
                 two strategies are running.
 
