@@ -42,7 +42,7 @@ class ValueAccess(AwaitFirst):
         """Shape of the whole variable."""
         return self.value_spec.shape
 
-    def what_it_is(self) -> tuple[str, str]:
+    def _what_it_is(self) -> tuple[str, str]:
         """Return how messages call it, and what is to be awaited instead."""
         return (
             f'variable "{self.spec.name}"',
@@ -365,7 +365,7 @@ class PartRead(AwaitFirst):
     def __await__(self) -> Generator[Any, None, Any]:
         return self._read().__await__()
 
-    def what_it_is(self) -> tuple[str, str]:
+    def _what_it_is(self) -> tuple[str, str]:
         """Return how messages call it, and what is to be awaited instead."""
         return f'part of variable "{self._variable.spec.name}"', "`part = await v[…]`"
 

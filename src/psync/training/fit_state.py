@@ -204,9 +204,9 @@ class OwedSteps:
         """
         found = 0
         for value, count in zip(closures, counts, strict=True):
-            state, lacks = value.closure.state, count
+            state, lacks = value._closure.state, count
             if state is State.FINISHED:
-                result = value.result()
+                result = value.get_nowait()
                 lacks = 0 if result is None else result[0]
             if lacks and value.closure_id in self._steps:  # or it was undone: all of it is owed
                 self._steps[value.closure_id] -= lacks
