@@ -221,14 +221,14 @@ def declared(
         hint="declare it in `with strategy.scope():`",
     )
     names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1)))
-    free = (each for each in names if each not in scope.accumulators)
+    free = (each for each in names if each not in scope._accumulators)
     definition = definition_of(rule_named(name=shared_name or next(free)))
-    known: H | None = scope.accumulators.get(definition.name)
+    known: H | None = scope._accumulators.get(definition.name)
     if known is not None:
         if known.place.definition != definition:
             raise other_parameters(known.place.definition, definition)
         return known
-    place = Place(definition, scope.accumulator_placement.place(0))
-    handle = scope.accumulators[definition.name] = intern(cls, scope.origin, place)
+    place = Place(definition, scope._accumulator_placement.place(0))
+    handle = scope._accumulators[definition.name] = intern(cls, scope._origin, place)
     handle._scope = weakref.ref(scope)
     return handle

@@ -301,7 +301,7 @@ class PerWorkerIterator(IteratorHandle[T]):
         self._function = function  # workers may ask for it as long as this lives
         self._coordinator = coordinator
 
-    def needs(self, epoch: int = 0) -> Needs:
+    def _needs(self, epoch: int = 0) -> Needs:
         """Return what a closure needs that takes batches by ``next``, or by ``next_in(epoch)``."""
         return frozenset({(self.uid, epoch)}) if self.end == "all" else NO_DATA
 

@@ -206,7 +206,7 @@ def _targets(tree: Any, out: Any) -> dict[Handle, np.ndarray]:
     """Return the array in ``out`` for each variable."""
     targets: dict[Handle, np.ndarray] = {}
     for variable, array in pairs(tree, out, "out"):
-        if targets.setdefault(variable, checked_target(array, variable.value_spec)) is not array:
+        if targets.setdefault(variable, checked_target(array, variable._value_spec)) is not array:
             raise ValueMismatchError(f'out has two arrays for variable "{variable.name}"')
     owners: dict[int, Handle] = {}
     for variable, array in targets.items():

@@ -127,10 +127,10 @@ class ParameterServerStrategy(ReplicaRuns):
                 f"{spec.num_tasks('ps')}: each is kept in the process of another one, too",
             )
         self.ps_recovery = ps_recovery
-        self.origin = random_hex(8)
-        self.runtime: Runtime | None = None  # the coordinator's; None while none runs
-        self.created = False  # a coordinator has run: variables may exist on ps tasks
-        self.declared: list[Declaration] = []  # not created yet
+        self._origin = random_hex(8)
+        self._runtime: Runtime | None = None  # the coordinator's; None while none runs
+        self._created = False  # a coordinator has run: variables may exist on ps tasks
+        self._uncreated: list[Declaration] = []  # not created yet
         self.cluster_resolver = cluster_resolver
         self.cluster = spec
         self.task = (task_type, task_id)
@@ -140,8 +140,8 @@ class ParameterServerStrategy(ReplicaRuns):
         self._workers = len(workers), self.worker_index
         self._partitioner = variable_partitioner
         self._placer = Placer(spec.num_tasks("ps"), placement)
-        self.accumulators: dict[str, Any] = {}
-        self.accumulator_placement: Placement = RoundRobin(spec.num_tasks("ps"))
+        self._accumulators: dict[str, Any] = {}
+        self._accumulator_placement: Placement = RoundRobin(spec.num_tasks("ps"))
         self._names: dict[str, int] = {}  # those taken, and how often each was asked for
         self._variables: list[Variable | ShardedVariable] = []
         self._next_id = 0
@@ -305,7 +305,7 @@ class ParameterServerStrategy(ReplicaRuns):
             "colocate_vars_with: expected a variable", colocate_with_variable, Handle,
             hint="to name a ps: with strategy.pinned(index): …", error=UsageError,
         )  # fmt: skip
-        if variable.origin != self.origin:
+        if variable.origin != self._origin:
             raise UsageError(
                 f'colocate_vars_with: variable "{variable.name}" belongs to another strategy'
             )
@@ -321,7 +321,7 @@ class ParameterServerStrategy(ReplicaRuns):
 
     # scopes.Scope.
 
-    def declare(
+    def _declare(
         self,
         initial_value: Any,
         name: str,
@@ -355,14 +355,14 @@ class ParameterServerStrategy(ReplicaRuns):
         self._declared(name, Declaration(spec, initial))
         return spec
 
-    def declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
+    def _declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
         """Place a new variable beside another one, with whose value it begins."""
         self._check_open(name)
         spec = self._beside(original, name, original.shape, original.dtype, False, where)
         self._declared(name, Declaration(spec, None, original))
         return spec
 
-    def add(self, variable: Any) -> None:
+    def _add(self, variable: Any) -> None:
         """Note the handle of a variable that was declared."""
         self._variables.append(variable)
 
@@ -392,7 +392,7 @@ class ParameterServerStrategy(ReplicaRuns):
         return spec
 
     def _check_open(self, name: str) -> None:
-        if self.created and self.runtime is None:
+        if self._created and self._runtime is None:
             raise ClosedError(
                 f'variable "{name}": the coordinator of this strategy was closed',
                 hint="make a new strategy, and declare it there",
@@ -411,4 +411,4 @@ class ParameterServerStrategy(ReplicaRuns):
         self._names[name] = self._names.get(name, 0) + 1
         self._names.setdefault(declaration.spec.name, 1)
         self._next_id += 1
-        self.declared.append(declaration)
+        self._uncreated.append(declaration)

@@ -34,7 +34,7 @@ def check_wrapped(name: object, opt: object) -> None:
     if not isinstance(name, str) or not name:
         raise ConfigurationError(f"a synchronous optimizer: expected a name, got {name!r}")
     opt = checked_kind(f"{name}: expected one of psync.optimizers as opt", opt, Optimizer)
-    if opt.synchronous:
+    if opt._synchronous:
         raise ConfigurationError(
             f"{name}: opt {opt.get_name()!r} is synchronous already",
             hint="wrap one of psync.optimizers",
@@ -149,7 +149,7 @@ class GroupConfig:
             self.sync,
             decay=averages.decay,
             num_updates=follows is not False,
-            averages=averages.pairs(chosen),
+            averages=averages._pairs(chosen),
         )
 
     def of_step(self, global_step: Variable) -> dict[str, Any]:

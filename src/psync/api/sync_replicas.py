@@ -113,8 +113,8 @@ class SyncReplicasOptimizer(Optimizer):
             return result.outcome
     """
 
-    synchronous = True
-    push_options = frozenset({"name", "weight"})
+    _synchronous = True
+    _push_options = frozenset({"name", "weight"})
     GATE_NONE, GATE_OP, GATE_GRAPH = 0, 1, 2
 
     def __init__(
@@ -188,7 +188,7 @@ class SyncReplicasOptimizer(Optimizer):
         runtime, global_step = current_runtime(), self._group.global_step
         if runtime is None and global_step is not None:
             scope = scope_of(global_step)
-            runtime = None if scope is None else scope.runtime
+            runtime = None if scope is None else scope._runtime
         return None if runtime is None else runtime.sync.token(self.number)
 
     # Training.

@@ -33,14 +33,14 @@ class ValueAccess(AwaitFirst):
     _scope: weakref.ref[Scope] | None  # its strategy's; None where that is not, on workers
 
     @property
-    def value_spec(self) -> VariableSpec:
+    def _value_spec(self) -> VariableSpec:
         """Describes what users read and write: the variable itself, unless it has copies."""
         return self.spec
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole variable."""
-        return self.value_spec.shape
+        return self._value_spec.shape
 
     def _what_it_is(self) -> tuple[str, str]:
         """Return how messages call it, and what is to be awaited instead."""

@@ -181,7 +181,7 @@ class PSModule(ServedVariables, Generic[M]):
             tensors.drop_gradients()
         tensors.check_unchanged(f"PSModule {self.name!r}")
         written = tensors.begin_writing()
-        _, version = await self.pull_values(live.version, written.target)
+        _, version = await self._pull_values(live.version, written.target)
         if written.is_costly:
             await in_thread(written.finish)
         else:
@@ -238,7 +238,7 @@ class PSModule(ServedVariables, Generic[M]):
                     "from a later step on; requires_grad_(False) in a step freezes it for now",
                 )
         state = {key: tensors.array(key) for key in self._state.names}
-        return await self.push_values(gradients, live.state, state)
+        return await self._push_values(gradients, live.state, state)
 
     async def state_dict(self) -> OrderedDict[str, torch.Tensor]:
         """Return the present values as the module's own ``state_dict`` has them, on the CPU.
@@ -252,7 +252,7 @@ class PSModule(ServedVariables, Generic[M]):
 
         Cancellation: Safe.
         """
-        values = await self.read_values()
+        values = await self._read_values()
         made = {key: ModuleTensors.tensor_of(value) for key, value in values.items()}
         return OrderedDict((key, made[own]) for key, own in self._names.items())
 
@@ -281,13 +281,13 @@ class PSModule(ServedVariables, Generic[M]):
         Cancellation: Once begun, it ends in the background.
         """
         given = {key.removeprefix("_orig_mod."): each for key, each in state_dict.items()}
-        found = self.compare_keys(self._names, given, strict=strict)
+        found = self._compare_keys(self._names, given, strict=strict)
         arrays = {
             own: ModuleTensors.array_of(given[key])
             for key, own in self._names.items()
             if key in given
         }
-        await self.load_values(arrays)
+        await self._load_values(arrays)
         return found
 
     async def _live(self) -> _Live:
@@ -300,7 +300,7 @@ class PSModule(ServedVariables, Generic[M]):
             check_same(f"PSModule {self.name!r}", self._kinds, tensors.kinds())
             return _Live(tensors)
 
-        return await self.kept_here(begin)
+        return await self._kept_here(begin)
 
     def _build(self) -> ModuleTensors:
         module = self._build_module()

@@ -48,7 +48,7 @@ class ScheduledCall:
     def needs(self) -> Needs:
         """Return the per-worker data that it takes."""
         kept = (*self.arguments.kept, *self.function.payload.kept)
-        return NO_DATA.union(*(iterator.needs() for iterator in kept))
+        return NO_DATA.union(*(iterator._needs() for iterator in kept))
 
     def parts(self) -> list[tuple[Hashable, int]]:
         """Return the memory that keeping this call holds: (key of what may be shared, bytes).

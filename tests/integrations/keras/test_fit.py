@@ -177,7 +177,7 @@ async def test_a_resumed_fit_goes_on_with_the_learning_rate_that_callbacks_had_s
             callbacks = [
                 keras.callbacks.LambdaCallback(
                     on_train_begin=lambda logs, model=model: seen.append(
-                        float(model.chief_model().optimizer.learning_rate)
+                        float(model._chief_model().optimizer.learning_rate)
                     )
                 ),
                 keras.callbacks.LearningRateScheduler(lambda epoch: rates[epoch]),
