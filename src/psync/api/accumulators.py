@@ -32,11 +32,17 @@ from psync.wire.tensors import to_bytes_view
 
 @dataclass(frozen=True, slots=True)
 class GradientResult:
-    """What became of a gradient."""
+    """What became of a gradient.
 
-    outcome: Outcome  # STALE: not added. DUPLICATE: another run of the closure has added it
-    count: int  # gradients that the accumulator holds now: 0 if this one completed a take
-    step: int  # of the accumulator now
+    Attributes:
+        outcome: ``STALE``: it was not added. ``DUPLICATE``: another run of the closure added it.
+        count: Number of gradients in the accumulator; 0 if this one completed a take.
+        step: Present step of the accumulator.
+    """
+
+    outcome: Outcome
+    count: int
+    step: int
 
 
 class AccumulatorHandle:

@@ -115,7 +115,12 @@ class SyncReplicasOptimizer(Optimizer):
 
     _synchronous = True
     _push_options = frozenset({"name", "weight"})
-    GATE_NONE, GATE_OP, GATE_GRAPH = 0, 1, 2
+    GATE_NONE = 0
+    """Value of ``minimize(gate_gradients=…)``, without effect."""
+    GATE_OP = 1
+    """Value of ``minimize(gate_gradients=…)``, without effect."""
+    GATE_GRAPH = 2
+    """Value of ``minimize(gate_gradients=…)``, without effect."""
 
     def __init__(
         self,

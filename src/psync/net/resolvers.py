@@ -35,7 +35,8 @@ class ClusterResolver(ABC):
     user's array library does, so resolvers look for no accelerators.
     """
 
-    source: ClassVar[str] = "cluster resolver"  # where the answers come from, for messages
+    source: ClassVar[str] = "cluster resolver"
+    """Where the answers come from, for messages."""
 
     # Given to the constructor or assigned; None: as the source says.
     _task_type: str | None = None

@@ -23,13 +23,18 @@ from psync.serialization.captures import name_of, type_name
 class InputContext:
     """What a dataset function is told about the worker that it runs on.
 
+    Attributes:
+        num_input_pipelines: Number of workers that read this dataset.
+        input_pipeline_id: Index of this worker among them, from 0.
+        num_replicas_in_sync: Number of replicas whose gradients are aggregated in one step.
+
     Source: ``tf.distribute.InputContext``. There every worker is pipeline 0 of 1 unless the
     dataset is distributed; here each worker is told its own, so that it can take its shard.
     """
 
-    num_input_pipelines: int = 1  # workers that read this dataset
-    input_pipeline_id: int = 0  # this one, from 0
-    num_replicas_in_sync: int = 1  # whose gradients are aggregated in one step
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:
         _check_id("input_pipeline_id", self.input_pipeline_id, self.num_input_pipelines)
@@ -66,10 +71,14 @@ class InputContext:
 class ValueContext:
     """What a value function is told about the replica that its value is for.
 
+    Attributes:
+        replica_id_in_sync_group: Index of the replica, from 0.
+        num_replicas_in_sync: Number of replicas.
+
     Source: ``tf.distribute.experimental.ValueContext``.
     """
 
-    replica_id_in_sync_group: int = 0  # of the replica, from 0
+    replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:
