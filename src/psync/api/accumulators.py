@@ -32,7 +32,7 @@ from psync.wire.tensors import to_bytes_view
 
 @dataclass(frozen=True, slots=True)
 class GradientResult:
-    """What became of a gradient.
+    """The outcome of applying a gradient to an accumulator.
 
     Attributes:
         outcome: ``STALE``: it was not added. ``DUPLICATE``: another run of the closure added it.

@@ -462,14 +462,15 @@ class ClusterCoordinator(Scheduling):
         return self._running("statistics").statistics()
 
     async def backed_up(self) -> None:
-        """Wait until every ps has a complete backup; at once without ``ps_recovery="backup"``.
+        """Wait until every ps has a complete backup ps; return at once without such backups.
 
-        It is so when ``start`` returns, and again some time after a ps was lost, if that is started
-        again or another process has room for its share. With ``attach=True`` backups are made when
-        the program has declared all that it goes on with: at the latest now.
+        Every ps has one when ``start`` returns. After the loss of a ps, a new backup ps is made
+        when the lost task restarts, or when another process has room for its share. With
+        ``attach=True``, backup ps tasks are made once the program has declared all of its
+        variables: when this is called at the latest.
 
         Raises:
-            AttachError: As for ``start``.
+            AttachError: The errors of ``start``.
             ClosedError: The coordinator is not running.
 
         Cancellation: Safe.
@@ -481,7 +482,7 @@ class ClusterCoordinator(Scheduling):
 
         Yields:
             ``RollbackEvent``, when a ps was lost and all went back to a checkpoint;
-            ``FailoverEvent``, when backups took over. It ends when the coordinator is closed.
+            ``FailoverEvent``, when a backup ps took over. It ends when the coordinator is closed.
 
         Raises:
             ClosedError: The coordinator is not running.

@@ -76,6 +76,7 @@ class ParameterServerStrategy(ReplicaRuns):
         cluster_resolver: As given, or found.
         cluster: The training cluster: without evaluators, checked.
         task: Job and index of this process; None where it is none of the cluster's tasks.
+        ps_recovery: As given.
         worker_index: The index of this process among the workers; None: it is not a worker.
 
     Raises:

@@ -297,7 +297,7 @@ def sync_async(
 ) -> int:
     """Compare synchronous with asynchronous training.
 
-    Asynchronous, of bounded staleness, synchronous, and with backup replicas: gradients per
+    Asynchronous, of bounded staleness, synchronous, and with backup workers: gradients per
     second, staleness, drops, and the time until a network reads digits. In worker processes,
     with and without a slow one; and with 100 workers in virtual time.
 

@@ -40,7 +40,7 @@ class Mark(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EpochAccount:
-    """What became of the shards of one epoch. Shards are named by their index.
+    """The outcome of the shards of one epoch. Shards are named by their index.
 
     Attributes:
         epoch: Number of the epoch, from 0.

@@ -102,11 +102,11 @@ class RemoteValue(Generic[T_co]):
         """Wait for the closure to end and return its value; the same object every time.
 
         Raises:
-            Exception: What the step raised, with its own type where that can be imported here.
+            Exception: The exception of the step, with its own type if that can be imported here.
             ClosureCancelled: The closure was cancelled, perhaps because another one failed.
-            ClosureInputError: An input of it had failed.
-            EndOfData: It met the end of its worker's data.
-            UsageError: On another event loop than the coordinator's, while that is open.
+            ClosureInputError: An input of the closure failed.
+            EndOfData: The closure reached the end of its worker's data.
+            UsageError: The call runs on another event loop than the coordinator's, which is open.
 
         Cancellation: Safe; the closure goes on.
         """
@@ -126,7 +126,7 @@ class RemoteValue(Generic[T_co]):
 
         Raises:
             UsageError: The closure has not ended.
-            Exception: As ``fetch``.
+            Exception: The errors of ``fetch``.
         """
         if self._error is not None:
             raise self._error.with_traceback(None)  # each time it is raised adds to it

@@ -21,7 +21,7 @@ from psync.serialization.captures import name_of, type_name
 
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """What a dataset function is told about the worker that it runs on.
+    """The worker on which a dataset function runs, as it is told to the function.
 
     Attributes:
         num_input_pipelines: Number of workers that read this dataset.
@@ -69,7 +69,7 @@ class InputContext:
 
 @dataclass(frozen=True, slots=True)
 class ValueContext:
-    """What a value function is told about the replica that its value is for.
+    """The replica for which a value function returns a value.
 
     Attributes:
         replica_id_in_sync_group: Index of the replica, from 0.

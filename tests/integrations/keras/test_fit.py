@@ -268,7 +268,7 @@ async def test_a_model_that_the_program_has_changed_meanwhile_is_refused() -> No
         of_keras.layers[0].trainable = False
         await model.fit(batches, 1, 1, verbose=False)
         of_keras.compile("sgd", "mse")
-        with pytest.raises(ConfigurationError, match=r"compiled again.*\nhint: .*another Served"):
+        with pytest.raises(ConfigurationError, match=r"compiled again.*\nhint: .*another PSModel"):
             await model.fit(batches, 1, 1, verbose=False)
 
 
