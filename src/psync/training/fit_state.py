@@ -29,7 +29,7 @@ from psync.store.untrusted_json import read_json, to_json, wrong
 
 @dataclass(slots=True)
 class History:
-    """What ``fit`` returns.
+    """The result of ``fit``.
 
     Attributes:
         epoch: Numbers of the epochs that ran, from 0, those before a resume included.
