@@ -39,18 +39,18 @@ class Callback:
         return type(self).on_train_batch_end is not Callback.on_train_batch_end
 
     def on_train_begin(self) -> Any:
-        """Called before the first epoch, after saved state has been restored."""
+        """Run before the first epoch, after saved state has been restored."""
 
     def on_epoch_begin(self, epoch: int) -> Any:
-        """Called before an epoch; epochs are numbered from 0."""
+        """Run before an epoch; epochs are numbered from 0."""
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> Any:
-        """Called after each closure of an epoch, in order; it trained ``steps_per_execution`` batches.
+        """Run after each closure of an epoch, that is, every ``steps_per_execution`` batches.
 
-        Workers send back metrics of batches only if some callback ``wants_batches``. A closure whose
-        worker is lost is reported once, and a closure that met the end of its data is not reported.
-        When this method sets ``trainer.stop_training = True`` or raises, closures that are still
-        running are cancelled.
+        Calls come in the order of batches. Workers send back metrics of batches only if some
+        callback ``wants_batches``. A closure whose worker is lost is reported once, and a closure
+        that met the end of its data is not reported. When this method sets ``trainer.stop_training
+        = True`` or raises, closures that have not ended are cancelled.
 
         Args:
             batch: Number of the last batch, from 0 in each epoch. Steps that are trained again
@@ -59,15 +59,16 @@ class Callback:
         """
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> Any:
-        """Called after an epoch and its validation.
+        """Run after an epoch and its validation.
 
         Args:
             epoch: Number of the epoch, from 0.
-            logs: "loss" and the metrics by name; those of the validation have the prefix ``"val_"``.
+            logs: "loss" and the metrics by name; values of the validation have the prefix
+                ``"val_"``.
         """
 
     def on_train_end(self, logs: Logs) -> Any:
-        """Called after the last epoch, including when an error or a cancellation ended training.
+        """Run after the last epoch, including when an error or a cancellation ended training.
 
         A callback that changes variables here sets ``trainer.unsaved = True``. ``fit`` then repeats
         its last save, unless training or a callback has failed.
@@ -218,8 +219,8 @@ class LearningRateScheduler(Callback):
     evaluate it.
 
     Args:
-        schedule: (epoch, current rate) → rate. The first current rate is the optimizer's argument, or
-            the rate in the checkpoint from which ``fit`` resumes.
+        schedule: (epoch, current rate) → rate. The first current rate is the optimizer's argument,
+            or the rate in the checkpoint from which ``fit`` resumes.
     """
 
     def __init__(self, schedule: Callable[[int, float], float]) -> None:

@@ -95,7 +95,7 @@ class Metric:
         return self._rule.contribution(*batch, sample_weight=sample_weight)
 
     async def add(self, contribution: np.ndarray) -> None:
-        """Add a result of ``contribution``, or a sum of several, to the metric; see ``update_state``."""
+        """Add a result of ``contribution``, or a sum of several; see ``update_state``."""
         await self._sums.assign_add(contribution)
 
     def value_of(self, sums: np.ndarray) -> float:
@@ -157,7 +157,9 @@ class Sum(Metric):
 
 
 class Accuracy(Metric):
-    """Fraction of predictions that equal their labels: ``update_state(y_true, y_pred)``, of one shape.
+    """Fraction of predictions that equal their labels: ``update_state(y_true, y_pred)``.
+
+    Labels and predictions have one shape.
 
     Args:
         name: Name of the metric.

@@ -401,9 +401,9 @@ class Lamb(Optimizer):
     """Adam with updates scaled to the norm of each variable, times the learning rate.
 
     The scale is the norm of the whole variable divided by the norm of its update. For a variable of
-    several shards, a push takes two rounds, and the first only measures. The scale may therefore miss
-    one update of other workers. Gradients of some rows are refused, because their norm is not that of
-    the variable.
+    several shards, a push takes two rounds, and the first only measures. The scale may therefore
+    miss one update of other workers. Gradients of some rows are refused, because their norm is not
+    that of the variable.
 
     Args:
         learning_rate: A number or a schedule.

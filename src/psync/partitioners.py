@@ -1,11 +1,11 @@
 """Partitioners: the number of shards of a variable, the rows of each, and their placement.
 
 A partitioner is any callable ``(shape, dtype) -> list[int]`` that returns the number of partitions
-per axis. As in TensorFlow only axis 0 may be cut; the three classes here are TensorFlow's.
-``div_split`` is the one layout that psync has, called "div": shards of consecutive rows whose
-numbers differ by at most one, the larger ones first.
+per axis. As in TensorFlow, only axis 0 may be split. The three classes here are TensorFlow's.
+``div_split`` is psync's only layout, called "div": shards hold consecutive rows, their row counts
+differ by at most one, and the larger shards come first.
 
-The placement at the end of the module chooses a ps for each shard: in turns, or by bytes.
+The placement classes at the end of the module choose a ps for each shard: alternately or by bytes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner",
 
 
 class Partitioner(ABC):
-    """Base of rules for the number of shards; a rule of your own defines ``__call__``.
+    """Base class of partitioners; a subclass defines ``__call__``.
 
-    Source: ``tf.distribute.experimental.partitioners.Partitioner``; there, ``__call__`` has a third
+    Source: ``tf.distribute.experimental.partitioners.Partitioner``, whose ``__call__`` has a third
     parameter ``axis``, which is always 0.
     """
 
     @abstractmethod
     def __call__(self, shape: Sequence[int], dtype: Any) -> Sequence[int]:
-        """Return the number of partitions per axis: all 1 but the first.
+        """Return the number of partitions per axis: all 1 except the first.
 
         Args:
-            shape: Of the variable, at least one axis.
+            shape: Shape of the variable, with at least one axis.
             dtype: A numpy dtype.
         """
 
@@ -71,10 +71,10 @@ class FixedShardsPartitioner(_ByRows):
     """The same number of shards for every variable, or one per row if it has fewer rows.
 
     Args:
-        num_shards: At least 1.
+        num_shards: Number of shards, at least 1.
 
     Raises:
-        ConfigurationError: If it is less.
+        ConfigurationError: ``num_shards`` is less than 1.
 
     Source: ``tf.distribute.experimental.partitioners.FixedShardsPartitioner``.
     """
@@ -87,18 +87,18 @@ class FixedShardsPartitioner(_ByRows):
 
 
 class MinSizePartitioner(_ByRows):
-    """As many shards as ``min_shard_bytes`` goes into the variable, rounded up.
+    """The size of the variable divided by ``min_shard_bytes``, rounded up, as the number of shards.
 
-    Rounding up is TensorFlow's: a shard may be smaller than the "minimum", but not by more than
-    half: 300 KiB with a minimum of 256 KiB become two shards of 150 KiB.
+    Because the number is rounded up, as in TensorFlow, a shard may be up to half smaller than the
+    "minimum": 300 KiB with a minimum of 256 KiB become two shards of 150 KiB.
 
     Args:
-        min_shard_bytes: At least 1.
-        max_shards: Most shards of a variable, at least 1.
-        bytes_per_string: Size counted for an element of a string dtype.
+        min_shard_bytes: Wanted size of a shard, at least 1 byte.
+        max_shards: Largest number of shards of a variable, at least 1.
+        bytes_per_string: Bytes counted for an element of a string dtype.
 
     Raises:
-        ConfigurationError: If an argument is less than 1.
+        ConfigurationError: An argument is less than 1.
 
     Source: ``tf.distribute.experimental.partitioners.MinSizePartitioner``.
     """
@@ -116,19 +116,19 @@ class MinSizePartitioner(_ByRows):
 
 
 class MaxSizePartitioner(_ByRows):
-    """As few shards as possible of at most ``max_shard_bytes`` each.
+    """The smallest number of shards of at most ``max_shard_bytes`` each.
 
-    A row is never cut, so a shard of one row may be larger; nor may there be more than
-    ``max_shards``, which then are larger too.
+    A shard may be larger in two cases: when it is a single row, because rows are never split, and
+    when ``max_shards`` limits the number of shards.
 
     Args:
-        max_shard_bytes: At least 1.
-        max_shards: Most shards of a variable, at least 1; None: no limit. (TensorFlow takes 0
-            for no limit; here it is an error.)
-        bytes_per_string: Size counted for an element of a string dtype.
+        max_shard_bytes: Largest size of a shard, at least 1 byte.
+        max_shards: Largest number of shards of a variable, at least 1; None: no limit. (TensorFlow
+            uses 0 for no limit, which is an error here.)
+        bytes_per_string: Bytes counted for an element of a string dtype.
 
     Raises:
-        ConfigurationError: If an argument is less than 1.
+        ConfigurationError: An argument is less than 1.
 
     Source: ``tf.distribute.experimental.partitioners.MaxSizePartitioner``.
     """

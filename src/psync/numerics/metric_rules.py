@@ -37,8 +37,8 @@ class MetricRule(ABC):
             sample_weight: Weight of each example, or of each value; None: 1.
 
         Raises:
-            ValueMismatchError: The number of arrays is wrong, they are not numeric, or they do not fit
-                together.
+            ValueMismatchError: The number of arrays is wrong, they are not numeric, or they do not
+                fit together.
         """
         if len(batch) != len(self.takes):
             raise ValueMismatchError(
