@@ -87,13 +87,13 @@ class FixedShardsPartitioner(_ByRows):
 
 
 class MinSizePartitioner(_ByRows):
-    """The size of the variable divided by ``min_shard_bytes``, rounded up, as the number of shards.
+    """One shard per ``min_shard_bytes`` of the variable, rounded up.
 
     Because the number is rounded up, as in TensorFlow, a shard may be up to half smaller than the
     "minimum": 300 KiB with a minimum of 256 KiB become two shards of 150 KiB.
 
     Args:
-        min_shard_bytes: Wanted size of a shard, at least 1 byte.
+        min_shard_bytes: Number of at least 1.
         max_shards: Largest number of shards of a variable, at least 1.
         bytes_per_string: Bytes counted for an element of a string dtype.
 

@@ -53,7 +53,7 @@ PROBED = tuple(np.dtype(name) for name in ("float32", "float64"))
 PROBE_SIZE = 97
 PROBE_STEPS = 3
 TOLERANCE = 1e-4
-"""Relative tolerance between one call and two calls for the halves: libraries may round the end of an
+"""Relative tolerance between one call and calls for two pieces: libraries may round the end of an
 array differently. A rule that depends on other elements differs by far more.
 """
 

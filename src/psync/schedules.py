@@ -69,7 +69,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def rate(self, step: float) -> float:
-        """Return the rate of the update that follows ``step`` updates, as a function of ``step`` alone."""
+        """Return the rate of the update that follows ``step``; depends on ``step`` alone."""
 
     def to_config(self) -> Config:
         """Return a dict of msgpack types from which ``from_config`` rebuilds an equal schedule."""
