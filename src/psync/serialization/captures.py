@@ -39,7 +39,7 @@ class Refusal(Exception):
 
 
 class StaleCaptureWarning(UserWarning):
-    """A name was rebound after a step captured it, which happens when the step is first scheduled."""
+    """A name was rebound after a step had captured it, when the step was first scheduled."""
 
 
 def name_of(fn: object) -> str:
