@@ -333,7 +333,7 @@ class Visits(AsyncVisits):
         args: tuple[Any, ...] | list[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[AsyncRemoteValue[Any]]:
-        """Schedule ``fn(shard, *args, **kwargs)`` for each pending shard; return blocking handles."""
+        """Schedule ``fn(shard, *args, **kwargs)`` for each pending shard; the handles block."""
         return _on_loop(super().schedule, fn, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -352,7 +352,7 @@ class Traced:
 
     @property
     def summary(self) -> Summary | None:
-        """Summary of the file: seconds, events, tasks, dropped events. None until the trace ends."""
+        """Seconds, events, tasks and dropped events of the file. None until the trace ends."""
         return self._trace.summary
 
 
@@ -432,7 +432,10 @@ class ClusterCoordinator(_Blocking):
         return wait(self.coordinator.fetch(structure))
 
     def events(self) -> Iterator[Event]:
-        """Yield events as they occur; see ``psync.ClusterCoordinator.events``. Use a separate thread."""
+        """Yield events as they occur; see ``psync.ClusterCoordinator.events``.
+
+        The iterator blocks, so run it in a separate thread.
+        """
         stream = _on_loop(self.coordinator.events)
         with contextlib.suppress(StopAsyncIteration):
             while True:

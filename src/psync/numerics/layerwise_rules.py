@@ -99,7 +99,7 @@ class LayerwiseRule(UpdateRule):
         raise self._needs_all_rows(what, "scales updates by a norm over the whole variable")
 
     def measurement(self, step: int, scratch: Scratch) -> Measurement:
-        """Return an object that measures an update without applying it; see ``apply`` for arguments.
+        """Return an object that measures an update without applying it; see ``apply``.
 
         Others may use the scratch memory between its calls.
         """
@@ -138,7 +138,7 @@ class LayerwiseRule(UpdateRule):
     def apply_all(
         self, parts: Iterable[Part], step: int, scratch: Scratch, ratio: float | None = None
     ) -> None:
-        """Apply many parts; see ``UpdateRule.apply_all``. Without a ratio, each is a whole variable."""
+        """Call ``apply`` for many parts; without a ratio, each part is a whole variable."""
         for part in parts:
             param, grad, slots, *_ = part
             of_part = ratio
