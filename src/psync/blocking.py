@@ -215,7 +215,7 @@ def _start_loop() -> Callable[[], None]:
 
 
 class _Blocking:
-    """A context manager whose asynchronous one runs on the loop."""
+    """A blocking context manager whose asynchronous counterpart runs on the loop."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -239,7 +239,7 @@ class _Blocking:
                 wait(self._inner.__aexit__(kind, error, traceback))
 
     def start(self) -> None:
-        """Do what entering the context manager does; ``close`` is the other end."""
+        """Start without a ``with`` block; ``close`` ends it."""
         if self._opened is not None:
             raise UsageError(f"{self._inner!r} was started before")
         with contextlib.ExitStack() as stack:
@@ -248,7 +248,7 @@ class _Blocking:
             self._opened = stack.pop_all()
 
     def close(self) -> None:
-        """Do what leaving the context manager does. Again: nothing."""
+        """End, as leaving the ``with`` block does. Calling it again has no effect."""
         self.__exit__(None, None, None)
 
 

@@ -120,7 +120,7 @@ def shortened(value: object) -> str:
 
 
 class HiddenValues(TypeError):
-    """A masked array, some of whose values are hidden."""
+    """A masked array has hidden values."""
 
 
 def plain_array(value: Any) -> np.ndarray:

@@ -74,7 +74,7 @@ class Measurement:
 
 
 class LayerwiseRule(UpdateRule):
-    """Base of rules whose learning rate is multiplied by a trust ratio of each variable."""
+    """Base of rules that multiply the learning rate by a trust ratio of each variable."""
 
     takes_norms = True
 

@@ -137,7 +137,7 @@ class Direction:
         self.wake()
 
     def end(self, error: OSError | None) -> None:
-        """End the receiver's stream: in order (None), or with a reset, which overtakes the bytes."""
+        """End the receiver's stream: in order (None), or with a reset that overtakes the bytes."""
         if error is not None:
             self.drop_all()
         if self._end is None:
@@ -393,6 +393,6 @@ class Link:
         self.to_client.wake()
 
     def side_lost(self) -> None:
-        """Remove the link from the live links when both sides are gone; called by the transports."""
+        """Remove the link from the live links when both sides are gone; transports call it."""
         if not self.is_live:
             self.fabric.links.pop(self.number, None)

@@ -1,4 +1,4 @@
-"""The parts of an event loop without a clock, and the operations that virtual time does not offer."""
+"""The parts of an event loop without a clock, and operations that virtual time does not offer."""
 
 from __future__ import annotations
 

@@ -333,11 +333,11 @@ class Checkpoint:
             slots: Whether to read the slots of optimizers as well.
 
         Returns:
-            The saved values, nested as the objects of this ``Checkpoint``: a whole numpy array for
-            each variable; dicts, lists and tuples unchanged; a dict of attributes for a module, and
-            of values for ``SavedState``; the value of a metric; moving averages by the names of
-            their variables; {"step": …} for an optimizer, with ``slots`` also {slot: {name of the
-            variable: array}}.
+            The saved values, nested as the objects of this ``Checkpoint``. A variable is one whole
+            numpy array. Dicts, lists and tuples are unchanged. A module is a dict of its
+            attributes, and a ``SavedState`` a dict of its values. A metric is its value. Moving
+            averages have the names of their variables. An optimizer is {"step": …}, with ``slots``
+            also {slot: {name of the variable: array}}.
 
         Raises:
             CheckpointNotFound: There is no such checkpoint.

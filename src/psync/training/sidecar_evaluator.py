@@ -186,9 +186,9 @@ class SidecarEvaluator:
             return [evaluation async for evaluation in found]
 
     async def __aiter__(self) -> AsyncGenerator[Evaluation]:
-        """Yield what was found of each checkpoint, until the last; raises as ``run``.
+        """Yield the evaluation of each checkpoint until the last; raises the errors of ``run``.
 
-        A loop that is left with ``break`` may be followed by another one, which goes on.
+        After a ``break``, another loop continues with the next checkpoint.
         """
         thread, logs = StepThread(), dict[str, float]()
         self.stop_training = False

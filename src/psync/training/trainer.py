@@ -154,14 +154,14 @@ class Trainer:
         continue, call it within ``async with psync.ClusterCoordinator(strategy):``.
 
         When a ps is lost and the cluster rolls back to a checkpoint, the undone steps are trained
-        again with the next batches, before the current epoch ends, or after its save.
+        again with the next batches. This happens before the current epoch ends, or after its save.
 
         Args:
             dataset: Argument or result of ``ClusterCoordinator.create_per_worker_dataset``. Each
-                epoch continues where the previous one stopped. A worker whose data end restarts its
-                data from the beginning, at most once in an epoch; after that, the other workers
-                train the rest. The data also start from the beginning for each ``fit``, including
-                one that resumes, and for each worker after a rollback.
+                epoch continues where the previous one stopped. When the data of a worker end, it
+                starts them again. If it has already started them in the same epoch, the other
+                workers train the rest. The data also start again for each ``fit``, including one
+                that resumes, and for each worker after a rollback.
             epochs: Number of the last epoch, plus 1.
             steps_per_epoch: Steps of all workers together.
             steps_per_execution: Steps of one closure. Larger closures have less overhead, but all

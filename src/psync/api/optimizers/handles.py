@@ -1,9 +1,9 @@
 """The optimizer handle: configuration, pushes and their outcomes, slots.
 
-An optimizer is a handle: a number and a configuration. A ps gets the configuration with the
-first push on a connection, keeps the slots beside their shards, and applies each push at
-once (asynchronous training). The classes that users make are in ``psync.optimizers``; the averaged,
-synchronous form is ``SyncReplicasOptimizer``.
+An optimizer is a handle: a number and a configuration. A ps gets the configuration with the first
+push on a connection, keeps the slots beside their shards, and applies each push immediately
+(asynchronous training). The public classes are in ``psync.optimizers``. ``SyncReplicasOptimizer``
+is the averaged, synchronous form.
 """
 
 from __future__ import annotations
