@@ -49,8 +49,8 @@ class Callback:
 
         Calls come in the order of batches. Workers send back metrics of batches only if some
         callback ``wants_batches``. A closure whose worker is lost is reported once, and a closure
-        that met the end of its data is not reported. When this method sets ``trainer.stop_training
-        = True`` or raises, closures that have not ended are cancelled.
+        that met the end of its data is not reported. When this method raises or sets
+        ``trainer.stop_training = True``, closures that have not ended are cancelled.
 
         Args:
             batch: Number of the last batch, from 0 in each epoch. Steps that are trained again

@@ -136,7 +136,7 @@ class UnknownVariableError(UsageError, LookupError):
 
 
 class VariableIndexError(UsageError, IndexError):
-    """An index or row number is out of range for its variable."""
+    """The variable does not have the given index or row number."""
 
 
 class IndexTypeError(VariableIndexError, TypeError):
@@ -302,7 +302,7 @@ class CutLost(PsyncError):
 
 
 class NotEnoughReplicas(PsyncError):
-    """Fewer than ``min_replicas`` workers lived for too long; the message names those missing."""
+    """Too few workers: below ``min_replicas`` for too long; the message names the missing ones."""
 
 
 class AttachError(PsyncError):

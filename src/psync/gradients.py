@@ -45,8 +45,8 @@ def from_torch(loss_fn: Loss) -> GradientFunction:
         A function for ``minimize`` and ``Trainer``; see ``GradientFunction``. Its tensors share
         memory with the pulled values, and torch refuses to change them in place. A gradient is None
         if the loss does not depend on the variable or the variable is not floating. It is an
-        IndexedSlices if torch returns a sparse gradient, as ``torch.nn.functional.embedding(…,
-        sparse=True)`` does.
+        IndexedSlices if torch returns a sparse gradient, as
+        ``torch.nn.functional.embedding(…, sparse=True)`` does.
 
     Raises:
         ConfigurationError: torch is not installed; raised when the function is called.

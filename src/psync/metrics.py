@@ -73,7 +73,7 @@ class Metric:
 
         Raises:
             ValueMismatchError: The arguments do not fit together. Nothing was counted.
-            UsageError: There is neither a step nor a running coordinator.
+            UsageError: The call is outside a step, and no coordinator is running.
             ParameterServerLost: A ps is lost.
             ClosureCancelled: The step was cancelled.
 
@@ -106,7 +106,7 @@ class Metric:
         """Return the value: over all workers in the program, of this worker in a step.
 
         Raises:
-            UsageError: There is neither a step nor a running coordinator.
+            UsageError: The call is outside a step, and no coordinator is running.
             ParameterServerLost: A ps is lost.
 
         Cancellation: Safe.
@@ -119,7 +119,7 @@ class Metric:
         Call ``join`` first: updates of concurrent steps may be counted before or after the reset.
 
         Raises:
-            UsageError: There is neither a step nor a running coordinator.
+            UsageError: The call is outside a step, and no coordinator is running.
             ParameterServerLost: A ps is lost.
             ClosureCancelled: The step was cancelled.
 

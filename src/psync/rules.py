@@ -74,8 +74,8 @@ class Step:
 class UpdateRule(_AnyRule):
     """Base of user-defined update rules; decorate the subclass with ``@register``.
 
-    Annotated fields are arguments: numbers or bools with defaults. ``within(default, minimum,
-    maximum)`` gives a number its range. The first argument is always ``learning_rate``, a number
+    Annotated fields are arguments: numbers or bools with defaults. A number gets its range from
+    ``within(default, minimum, maximum)``. The first argument is always ``learning_rate``, a number
     or a schedule. psync applies all options of ``psync.optimizers.Optimizer`` (weight decay,
     clipping, accumulation) around ``update``.
 

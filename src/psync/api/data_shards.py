@@ -38,8 +38,8 @@ _Key = tuple[int, int]
 class Visits:
     """The shards of one list, and the progress of each epoch over them.
 
-    ``ClusterCoordinator.distribute_once`` returns it. Run all epochs with ``await
-    visits.run(step)``, or go epoch by epoch:
+    ``ClusterCoordinator.distribute_once`` returns it. Run all epochs with
+    ``await visits.run(step)``, or go epoch by epoch:
 
         for epoch in visits:
             values = visits.schedule(step, args=(…))   # step(shard, …), for each shard

@@ -212,9 +212,10 @@ class RMSprop(UpdateRule):
 class Ftrl(UpdateRule):
     """Follow the regularized leader, for sparse models: elements with small gradients stay 0.
 
-    With ``p = -learning_rate_power``, and the strengths as ``l1``, ``l2`` and ``shrinkage``: ``new
-    = accumulator + g * g``, ``linear += g + 2 * shrinkage * w - (new ** p - accumulator ** p) / lr
-    * w``, ``w = (clip(linear, -l1, l1) - linear) / (new ** p / lr + 2 * l2 + beta / lr)``, and
+    With ``p = -learning_rate_power``, and the strengths as ``l1``, ``l2`` and ``shrinkage``:
+    ``new = accumulator + g * g``,
+    ``linear += g + 2 * shrinkage * w - (new ** p - accumulator ** p) / lr * w``,
+    ``w = (clip(linear, -l1, l1) - linear) / (new ** p / lr + 2 * l2 + beta / lr)``, and
     ``accumulator = new``. At a learning rate of 0 nothing changes. Elements that never had a
     gradient are 0.
 

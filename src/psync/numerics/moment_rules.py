@@ -57,9 +57,10 @@ class MomentRule(UpdateRule):
 class Adam(MomentRule):
     """Adaptive moment estimation.
 
-    ``m += (g - m) * (1 - beta_1)``, ``v += (g * g - v) * (1 - beta_2)``, with ``amsgrad`` ``vhat =
-    max(vhat, v)``, otherwise ``vhat = v``; then ``w -= alpha * m / (sqrt(vhat) + epsilon)`` where
-    ``alpha = lr * sqrt(1 - beta_2 ** t) / (1 - beta_1 ** t)``.
+    ``m += (g - m) * (1 - beta_1)``, ``v += (g * g - v) * (1 - beta_2)``, with ``amsgrad``
+    ``vhat = max(vhat, v)``, otherwise ``vhat = v``; then
+    ``w -= alpha * m / (sqrt(vhat) + epsilon)``
+    where ``alpha = lr * sqrt(1 - beta_2 ** t) / (1 - beta_1 ** t)``.
 
     Args:
         learning_rate: A number or a schedule.
@@ -150,8 +151,9 @@ class Nadam(MomentRule):
     """Adam with Nesterov's momentum.
 
     Moments ``m`` and ``v`` are Adam's. ``mu_t = beta_1 * (1 - 0.5 * 0.96 ** t)``, and ``P_t`` is
-    the product of ``mu_1`` to ``mu_t``. Then ``m_hat = mu_{t+1} * m / (1 - P_{t+1}) + (1 - mu_t) *
-    g / (1 - P_t)`` and ``w -= lr * m_hat / (sqrt(v / (1 - beta_2 ** t)) + epsilon)``.
+    the product of ``mu_1`` to ``mu_t``. Then
+    ``m_hat = mu_{t+1} * m / (1 - P_{t+1}) + (1 - mu_t) * g / (1 - P_t)`` and
+    ``w -= lr * m_hat / (sqrt(v / (1 - beta_2 ** t)) + epsilon)``.
 
     Args and Raises: See ``MomentRule``.
 

@@ -175,8 +175,7 @@ class MemoryNetwork:
             ConnectionResetError: The connection was cut before it was established.
 
         Cancellation: Safe; no connection stays open. A connection through a partition waits until
-        the
-            partition heals.
+            the partition heals.
         """
         return await self._connect("", address, factory)
 

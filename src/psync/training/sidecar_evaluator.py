@@ -115,8 +115,7 @@ class SidecarEvaluator:
         psync.run(main, evaluator=evaluate)
 
     Source: ``tf.keras.utils.SidecarEvaluator``, where checkpoints need an optimizer's
-    ``iterations``
-        as the step. Here a checkpoint has a number, so it may hold any objects.
+        ``iterations`` as the step. Here a checkpoint has a number, so it may hold any objects.
     """
 
     __psync_capture_error__ = "an evaluator reads files of its own machine, steps have no use of it"

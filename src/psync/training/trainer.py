@@ -64,9 +64,9 @@ class Trainer:
             in ``minimize``, followed by the items of the batch, and returns (loss, predictions) if
             there are metrics.
         optimizer: An optimizer of ``psync.optimizers``, or a ``SyncReplicasOptimizer``.
-        metrics: Metrics of predictions, each with ``update_state(y, predictions,
-            sample_weight=…)``, where a batch is (x, y) or (x, y, sample_weight). Logs show them by
-            name.
+        metrics: Metrics of predictions, shown in logs by name. A batch is then (x, y) or
+            (x, y, sample_weight), and each metric gets
+            ``update_state(y, predictions, sample_weight=…)``.
         loss_and_predictions: (values, batch) → (loss, predictions), for evaluation. Default:
             ``value_and_grad``, whose gradients are ignored.
         checkpoint_directory: Directory where the state is saved after each epoch, and from which
@@ -188,8 +188,7 @@ class Trainer:
                 of callbacks in ``on_train_end`` are added as notes.
 
         Cancellation: ``on_train_end`` is called. Scheduled steps are cancelled; some of their
-        pushes
-            may have been applied.
+            pushes may have been applied.
 
         Example:
             trainer = psync.Trainer(strategy, {"w": w}, value_and_grad, psync.optimizers.Adam())

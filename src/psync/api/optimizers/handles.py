@@ -188,8 +188,7 @@ class Optimizer(PushPull):
         have no slots unless this process has pushed gradients for them.
 
         Source: ``tf.compat.v1.train.Optimizer.get_slot``, where the first gradients create the
-        slot,
-            for any variable.
+            slot, for any variable.
         """
         if name not in self._rule.slot_names() or not self._trains(var):
             return None
@@ -314,9 +313,9 @@ class Optimizer(PushPull):
                 shape or dtype is wrong; the variable does not have a row; some rows are given but
                 this optimizer needs all; or there is NaN or infinity although the optimizer forbids
                 it. Nothing was pushed.
-            UsageError: There is neither a step nor a running coordinator, or the step has ended; or
-                ``global_step`` belongs to another strategy, is not an integer scalar, or has a
-                value for each task.
+            UsageError: The call is outside a step, and no coordinator is running; or the step has
+                ended; or ``global_step`` belongs to another strategy, is not an integer scalar, or
+                has a value for each task.
             ClosureCancelled: The step was cancelled.
             ParameterServerLost: A ps is lost.
 

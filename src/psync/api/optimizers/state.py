@@ -83,7 +83,7 @@ class Slot:
         """Return the slot's value, which has the variable's shape.
 
         Raises:
-            UsageError: There is neither a step nor a running coordinator.
+            UsageError: The call is outside a step, and no coordinator is running.
             ValueMismatchError: The variable's dtype cannot be optimized.
             ParameterServerLost: A ps is lost.
 
@@ -105,7 +105,7 @@ class Slot:
             value: Array of the variable's shape, or a value that numpy converts to one. Not copied.
 
         Raises:
-            UsageError: There is neither a step nor a running coordinator.
+            UsageError: The call is outside a step, and no coordinator is running.
             ValueMismatchError: Shape or dtype do not fit.
             ParameterServerLost: A ps is lost.
 
@@ -148,7 +148,8 @@ class Iterations:
         """Return the number.
 
         Raises:
-            UsageError: There is neither a step nor a running coordinator, or there is no variable.
+            UsageError: The call is outside a step, and no coordinator is running; or there
+                is no variable.
             ParameterServerLost: A ps is lost.
 
         Cancellation: Safe.
