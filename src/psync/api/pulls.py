@@ -164,7 +164,7 @@ _NESTINGS, _SEQUENCES = (dict, list, tuple), (list, tuple)  # a union is made at
 
 
 def leaves(tree: Any, kind: Any = Handle) -> list[Any]:
-    """Return each variable, or thing of another kind, in ``tree``, as often as it stands there."""
+    """Return each variable, or object of another kind, in ``tree``, once per occurrence."""
     if isinstance(tree, kind):
         return [tree]
     items = tree.values() if isinstance(tree, dict) else tree
@@ -177,9 +177,9 @@ def mapped(tree: Any, value_of: Callable[[Any], Any], kind: Any = Handle) -> Any
     """Return ``tree`` with its variables replaced; containers keep their type.
 
     Args:
-        tree: As ``pull`` takes it.
-        value_of: A variable → what stands in its place.
-        kind: Of what is replaced, if it is no variables.
+        tree: A nesting; see ``pull``.
+        value_of: Function from a variable to its replacement.
+        kind: Type of the objects to replace, if not variables.
     """
     if isinstance(tree, kind):
         return value_of(tree)
@@ -195,9 +195,9 @@ def mapped(tree: Any, value_of: Callable[[Any], Any], kind: Any = Handle) -> Any
 
 
 def is_flat(tree: Any, kind: Any = Handle) -> bool:
-    """Return whether ``tree`` is a list or tuple of variables, or things of a kind, and no more.
+    """Return whether ``tree`` is a list or tuple that holds only variables, or objects of one kind.
 
-    A function of such values gets an argument for each; of any other nesting, the nesting.
+    A function of such values gets one argument for each; otherwise it gets the nesting.
     """
     return isinstance(tree, _SEQUENCES) and all(isinstance(item, kind) for item in tree)
 

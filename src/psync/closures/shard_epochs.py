@@ -40,7 +40,7 @@ class Mark(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EpochAccount:
-    """The outcome of the shards of one epoch. Shards are named by their index.
+    """The state of the shards of one epoch, by shard index.
 
     Attributes:
         epoch: Number of the epoch, from 0.
@@ -56,7 +56,7 @@ class EpochAccount:
 
     @property
     def num_done(self) -> int:
-        """Shards that are done."""
+        """Number of completed shards."""
         return self.num_shards - len(self.undone)
 
     @property
@@ -66,7 +66,7 @@ class EpochAccount:
 
     @property
     def restarted(self) -> dict[int, int]:
-        """Shards that are done and took more than one run: how many."""
+        """Number of runs by shard, for completed shards that took more than one run."""
         return {shard: runs for shard, runs in self.runs.items() if shard not in self.undone}
 
     def __str__(self) -> str:
