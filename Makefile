@@ -21,7 +21,7 @@ DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
 printing = $(BIN)/psync run examples/$(2) > out/examples/printed.txt; code=$$?; cat out/examples/printed.txt; \
 	test $$code = 0 && grep -q $(1) out/examples/printed.txt
 
-.PHONY: help docs docs-here pages pages-here pictures models models-here engines engines-here package package-here pythons gallery demo demo-short examples test test-first test-second test-more more-processes more-processes-too more-others test-full test-all full \
+.PHONY: help docs docs-here pages pages-here pictures models models-here engines engines-here package package-here pythons gallery demo demo-short examples test test-first test-second test-more more-processes more-processes-too more-others test-full test-all full promises \
 	chaos chaos-short sim sim-mutants coverage lint fuzz bench bench-peers bench-scaling clean
 .DELETE_ON_ERROR:
 
@@ -31,6 +31,7 @@ help:
 	@echo "make examples     the other examples"
 	@echo "make test         the test suite: every test that is not slow, once; four minutes"
 	@echo "make test-more    the rest of it: slow tests, real processes, the stock loop; test-full: what takes minutes; test-all: all"
+	@echo "make promises     each promise of GUARANTEES.md, and its tests"
 	@echo "make docs         the site, in out/site; a warning is an error, and internal links are checked"
 	@echo "make pages        every code block of README and site runs, and prints what the page says; pictures: draws theirs"
 	@echo "make models       models of torch, JAX and Keras, notebooks: tests and examples, in an environment of their own"
@@ -102,6 +103,9 @@ test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -m full
 
 test-all: test test-more test-full
+
+promises: | $(VENV)/.created
+	@$(BIN)/python tests/helpers/promises.py
 
 # Libraries of models are large: an environment of their own has all of them. They compute in one thread here.
 models:

@@ -295,7 +295,7 @@ class RemoteValue(AsyncRemoteValue[T_co]):
 
     def fetch(self) -> T_co:  # type: ignore[override]
         """Wait for the closure to end and return its value, see ``psync.RemoteValue.fetch``."""
-        return self.result() if self.done() else wait(super().fetch())
+        return self.get_nowait() if self.done() else wait(super().fetch())
 
     get = fetch  # type: ignore[assignment]
 
@@ -357,11 +357,11 @@ class Traced:
 
 def _blocking(value: AsyncRemoteValue[T]) -> RemoteValue[T]:
     """Return a handle that blocks, in place of one that was made in this turn of the loop."""
-    made: RemoteValue[T] = RemoteValue(value.closure, value._cancel)
+    made: RemoteValue[T] = RemoteValue(value._closure, value._cancel)
     if value._error is not None:  # it ended at once
-        made.set_error(value._error)
+        made._set_error(value._error)
     else:
-        value.closure.payload.value = weakref.ref(made)
+        value._closure.payload.value = weakref.ref(made)
     return made
 
 

@@ -89,9 +89,10 @@ async def test_values_are_fetched_in_the_nesting_in_which_they_stand():
         await coordinator.join()
         found = await coordinator.fetch({"x": [one, (two, "text")], "y": None})
         assert found == {"x": [2, (4, "text")], "y": None}
-        assert one.result() == 2
+        assert one.get_nowait() == 2
 
 
+@pytest.mark.promise("schedule.never-blocks")
 async def test_schedule_never_blocks_and_nothing_runs_before_the_program_awaits():
     async with coordinating(num_workers=1) as (_, coordinator):
 
@@ -224,6 +225,7 @@ async def test_a_remote_value_of_another_coordinator_is_refused():
 # --- errors ----------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("errors.original-exception")
 async def test_join_raises_the_users_own_exception_with_the_remote_traceback_as_cause():
     async with coordinating() as (_, coordinator):
 
@@ -244,6 +246,7 @@ async def test_join_raises_the_users_own_exception_with_the_remote_traceback_as_
         assert await coordinator.schedule(lambda: 1) == 1
 
 
+@pytest.mark.promise("errors.none-lost")
 async def test_further_errors_are_notes():
     async with coordinating(num_workers=2) as (_, coordinator):
 
@@ -441,6 +444,7 @@ async def test_a_join_that_times_out_says_what_runs_where():
         await coordinator.join()
 
 
+@pytest.mark.promise("schedule.join-reports-waiting")
 @pytest.mark.virtual_time
 async def test_a_join_without_news_says_on_whom_it_waits(caplog):
     async with coordinating(num_workers=1) as (_, coordinator):
@@ -456,6 +460,7 @@ async def test_a_join_without_news_says_on_whom_it_waits(caplog):
         assert "slow) on /job:worker/task:0" in lines[0]
 
 
+@pytest.mark.promise("errors.uncancellable-step-named")
 @pytest.mark.virtual_time
 async def test_a_step_that_swallows_cancellation_is_waited_for_and_named(caplog):
     async with coordinating(num_workers=2) as (_, coordinator):

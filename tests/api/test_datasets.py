@@ -164,6 +164,7 @@ def applying(strategy, size, synchronous):
     return trained, apply
 
 
+@pytest.mark.promise("data.all-batches")
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("captured", [False, True])

@@ -153,6 +153,7 @@ async def test_each_push_is_told_its_step_and_the_mean_of_each_step_is_applied(
         assert await m.global_step() == global_step
 
 
+@pytest.mark.promise("steps.applied-at-join")
 async def test_join_has_applied_what_was_accepted_though_nobody_waited_for_it() -> None:
     async with model(1) as m:
         optimizer = SyncReplicasOptimizer(sgd(), 3, 1)
@@ -163,6 +164,7 @@ async def test_join_has_applied_what_was_accepted_though_nobody_waited_for_it() 
         assert await m.global_step() == 3
 
 
+@pytest.mark.promise("steps.stale-dropped")
 async def test_a_backup_worker_that_is_late_is_told_that_its_gradient_was_dropped() -> None:
     async with model(3) as m:
         optimizer = SyncReplicasOptimizer(sgd(), 2, 3)

@@ -179,6 +179,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.promise("answers.accumulators-after-failover")
 @pytest.mark.parametrize("definition", KINDS, ids=lambda d: f"{d.dtype}-{d.reduction}{d.divisor}")
 @pytest.mark.parametrize("when", ["before", "after", "anew"])
 async def test_a_backup_holds_and_gives_the_same_bits(

@@ -85,6 +85,7 @@ def test_it_is_that_of_every_other_process_and_of_narrower_registers_and_other_b
     assert found.pop()[0] == fingerprint()
 
 
+@pytest.mark.promise("backups.other-arithmetic-reported")
 def test_where_it_is_equal_the_results_are() -> None:
     """Another libm, which rounds some schedules another way: not every C library has the switch."""
     mark, results = computed(GLIBC_TUNABLES="glibc.cpu.hwcaps=-AVX2,-FMA,-FMA4")

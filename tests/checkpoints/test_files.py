@@ -83,6 +83,7 @@ def test_a_tensor_without_elements_is_one_too(tmp_path: Path) -> None:
 
 
 class TestCompleteOrAbsent:
+    @pytest.mark.promise("checkpoints.complete-or-absent")
     def test_until_commit_there_is_none(self, tmp_path: Path) -> None:
         writer = Writer(tmp_path, "ckpt-00000002", 1)
         writer.data_file("data", [Planned("w", (10, 2), "float32", 0)]).write(W)
@@ -125,6 +126,7 @@ class TestDamage:
         data[at] ^= 1
         path.write_bytes(data)
 
+    @pytest.mark.promise("checkpoints.damage-detected")
     def test_a_flipped_bit_in_the_data_is_found(self, saved: Path) -> None:
         self.flip(saved / "data-1.safetensors", -1)
         reader = Reader(saved)
@@ -133,6 +135,7 @@ class TestDamage:
         with pytest.raises(CheckpointCorrupt, match=r"'w' from row 4: expected checksum"):
             reader.read(tensor, 3, 5)
 
+    @pytest.mark.promise("checkpoints.damage-detected")
     def test_a_flipped_bit_in_the_manifest_is_found(self, saved: Path) -> None:
         self.flip(saved / "manifest.json", 30)
         with pytest.raises(CheckpointCorrupt, match="not the one that was committed"):
@@ -199,6 +202,7 @@ def fill_disk(of: DataFile) -> None:
     os.close(full)
 
 
+@pytest.mark.promise("checkpoints.complete-or-absent")
 def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
@@ -251,6 +255,7 @@ def put(kind: str, path: Path) -> None:
         path.symlink_to({"device": "/dev/zero", "loop": path.name, "nothing": "x"}[kind])
 
 
+@pytest.mark.promise("input.not-a-file")
 @pytest.mark.parametrize("name", ["manifest.json", "COMMIT", "data-0.safetensors"])
 @pytest.mark.parametrize("kind", ["pipe", "directory", "device", "loop", "nothing"])
 def test_something_else_in_the_place_of_a_file_is_an_error_at_once(

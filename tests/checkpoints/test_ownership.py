@@ -21,6 +21,8 @@ import pytest
 from psync.checkpoints.ownership import Owner, own
 from psync.errors import ConfigurationError
 
+pytestmark = pytest.mark.promise("checkpoints.one-program-per-directory")
+
 OWNS = """
 import os, sys
 from pathlib import Path

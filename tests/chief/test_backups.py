@@ -21,6 +21,7 @@ from snapshot_store import keep_snapshots
 pytestmark = pytest.mark.virtual_time
 
 
+@pytest.mark.promise("failures.ps-with-backup")
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
 async def test_a_ps_dies_and_what_was_answered_is_there(lost: str) -> None:
     async with replicated() as (cluster, coordinator):
@@ -36,6 +37,7 @@ async def test_a_ps_dies_and_what_was_answered_is_there(lost: str) -> None:
         await check(variables, 9)
 
 
+@pytest.mark.promise("answers.after-failover")
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("place", ["ps.backup.sending", "ps.backup.taken", "ps.assign.applied"])
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
@@ -80,6 +82,7 @@ async def test_without_a_backup_and_a_checkpoint_a_second_death_is_the_end() -> 
             await run(coordinator, 1, *variables)
 
 
+@pytest.mark.promise("failures.ps-with-incomplete-backup")
 async def test_without_a_backup_all_go_back_to_a_checkpoint(tmp_path: Path) -> None:
     async with replicated() as (cluster, coordinator):
         variables = declared(coordinator)
@@ -105,6 +108,7 @@ async def push(v: Any, optimizer: Any, scale: float) -> None:
     await optimizer.apply_gradients([(gradient, v)])
 
 
+@pytest.mark.promise("answers.after-failover")
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
 async def test_values_slots_and_steps_are_those_of_an_undisturbed_run(name: str) -> None:
     async def train(victims: tuple[str, ...]) -> list[np.ndarray]:

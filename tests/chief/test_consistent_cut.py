@@ -35,6 +35,7 @@ def cuts_of(coordinator: psync.ClusterCoordinator) -> Cuts:
     return chief_of(coordinator).cuts
 
 
+@pytest.mark.promise("checkpoints.one-instant")
 async def test_each_update_is_wholly_in_a_cut_or_wholly_out() -> None:
     async with cluster_of(2, 1) as cluster:
         async with psync.ClusterCoordinator(cluster.strategy(TWO_SHARDS)) as coordinator:

@@ -40,6 +40,7 @@ class World:
         self.joins.settle()
 
 
+@pytest.mark.promise("schedule.join-waits-for-all")
 @pytest.mark.usefixtures("turns")
 def test_a_join_ends_when_all_below_its_cutoff_are_final():
     world = World()

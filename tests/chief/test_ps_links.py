@@ -47,6 +47,7 @@ async def test_a_ps_that_stays_away_is_lost(links, owner, cluster):
         await links.ps_statistics()
 
 
+@pytest.mark.promise("failures.connection")
 async def test_a_connection_to_a_ps_that_breaks_is_made_again(links, owner, cluster, caplog):
     await links.start(2, 60)
     with caplog.at_level(logging.INFO):

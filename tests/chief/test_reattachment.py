@@ -26,7 +26,7 @@ from psync.wire.ps_messages import AttachPs, Push, TellCounts
 from psync.wire.recovery_messages import AdoptShards, Gate, LogEntries
 from snapshot_store import keep_snapshots
 
-pytestmark = pytest.mark.virtual_time
+pytestmark = [pytest.mark.virtual_time, pytest.mark.promise("failures.chief-attach")]
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +98,7 @@ async def test_values_slots_steps_and_learning_rates_go_on() -> None:
             assert await adam.iterations.read() == 8
 
 
+@pytest.mark.promise("failures.chief-attach")
 async def test_two_lives_are_what_one_would_have_been() -> None:
     async with cluster_of(2, 1) as cluster:
         async with life(cluster) as (strategy, coordinator):
@@ -377,6 +378,7 @@ async def test_ps_tasks_that_went_back_to_a_cut_are_attached_to(tmp_path: Path) 
             assert await counters[1].read() == 6
 
 
+@pytest.mark.promise("failures.chief-unfinished-rollback")
 async def test_ps_tasks_that_went_back_and_no_program_was_told_are_not_attached_to(
     tmp_path: Path,
 ) -> None:
@@ -402,6 +404,7 @@ async def test_ps_tasks_that_went_back_and_no_program_was_told_are_not_attached_
                 pass
 
 
+@pytest.mark.promise("failures.chief-torn-step")
 async def test_a_step_that_was_not_applied_everywhere_is_not_attached_to() -> None:
     async with cluster_of(2, 1) as cluster:
         async with life(cluster, ps_timeout=3.0) as (strategy, coordinator):
@@ -472,6 +475,7 @@ async def one_push(
         silence(cluster, coordinator)
 
 
+@pytest.mark.promise("failures.chief-updates-in-progress")
 @pytest.mark.parametrize("recovery", ["checkpoint", "backup"])
 async def test_a_part_of_a_push_that_waits_for_the_end_of_a_save_does_not_die_with_the_chief(
     recovery: str, tmp_path: Path
@@ -504,6 +508,7 @@ async def test_a_part_of_a_push_that_waits_for_the_end_of_a_save_does_not_die_wi
             assert coordinator.partial_updates == 0
 
 
+@pytest.mark.promise("updates.received-is-applied")
 async def test_a_part_of_a_push_that_waits_for_the_backup_does_not_die_with_the_chief() -> None:
     async with cluster_of(2, 1) as cluster:
         async with one_push(cluster, "backup") as (coordinator, w, step):
@@ -520,6 +525,7 @@ async def test_a_part_of_a_push_that_waits_for_the_backup_does_not_die_with_the_
             assert coordinator.partial_updates == 0
 
 
+@pytest.mark.promise("failures.chief-updates-in-progress")
 async def test_a_push_of_which_a_ps_has_not_received_its_part_is_counted_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -574,6 +580,7 @@ async def test_pushes_of_which_no_other_ps_has_heard_are_told_after_the_attach()
                     silence(cluster, coordinator)
 
 
+@pytest.mark.promise("failures.chief-updates-in-progress")
 async def test_a_push_of_a_data_shard_that_may_come_again_is_counted_too() -> None:
     """Another closure raises, so the shard's run is final, and its calls are kept."""
     async with cluster_of(2, 2) as cluster:

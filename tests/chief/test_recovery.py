@@ -153,6 +153,7 @@ def are_initial(values: dict[str, np.ndarray]) -> bool:
     return all((values[name] == first[name]).all() for name in first)
 
 
+@pytest.mark.promise("failures.ps-before-work")
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
 @pytest.mark.parametrize("attach", [False, True])
@@ -174,6 +175,7 @@ async def test_a_ps_may_die_while_the_coordinator_starts(lost: str, attach: bool
         await coordinator.close()
 
 
+@pytest.mark.promise("failures.ps-before-work-repeatedly")
 @pytest.mark.virtual_time
 async def test_a_ps_that_dies_whenever_a_coordinator_starts_is_an_error() -> None:
     async with cluster_of(1, 2) as cluster:
@@ -203,6 +205,7 @@ async def test_a_ps_may_die_before_anything_was_created_on_it(
     assert "nothing was computed yet: it starts afresh" in caplog.text
 
 
+@pytest.mark.promise("failures.ps-before-work")
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -246,6 +249,7 @@ async def everything(checkpoint: psync.Checkpoint) -> Any:
     return [*await psync.pull(variables), *slots, int(await adam.iterations.read())]
 
 
+@pytest.mark.promise("failures.ps-before-work")
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -277,6 +281,7 @@ async def test_a_ps_may_die_while_a_checkpoint_is_restored(
             assert await checkpoint._objects["adam"].iterations.read() == 4
 
 
+@pytest.mark.promise("failures.replaced-chief")
 async def test_a_coordinator_that_was_replaced_says_so_in_every_join_and_does_not_hang(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -245,6 +245,15 @@ def test_a_loss_in_a_fresh_start_begins_it_again(done: int) -> None:
     assert [cluster.done() for _ in range(3)][-1] == [RESUME]
 
 
+def test_what_is_served_in_the_same_process_gets_its_variables_again_too() -> None:
+    cluster = Cluster(1, None, saved=False, fresh=True)
+    cluster.lose(0)
+    while cluster.rule.state is State.FAILOVER:
+        cluster.done()
+    assert cluster.lose(1)[-3:] == [GoHome(0), GoHome(1), ATTACH]
+    assert sorted(cluster.rule.lost_ps) == [0, 1]
+
+
 def test_a_ps_that_dies_whenever_it_is_started_afresh_is_the_end_with_the_first_error() -> None:
     cluster = Cluster(None, saved=False, fresh=True)
     for _ in range(2):

@@ -48,6 +48,7 @@ async def lose(cluster: Any, name: str) -> None:
     await cluster.start(name)
 
 
+@pytest.mark.promise("answers.after-rollback")
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
 async def test_all_go_back_to_the_snapshot_and_training_goes_on(lost: str, tmp_path: Path) -> None:
     async with coordinating(2, 2) as (cluster, coordinator):
@@ -66,6 +67,7 @@ async def test_all_go_back_to_the_snapshot_and_training_goes_on(lost: str, tmp_p
         assert np.array_equal(await variables[0].read(), np.full((2, 3), 9))
 
 
+@pytest.mark.promise("answers.cancelled-calls")
 async def test_a_closure_in_flight_runs_again_and_what_the_snapshot_has_of_it_is_not_doubled(
     tmp_path: Path,
 ) -> None:
@@ -223,6 +225,7 @@ async def test_variables_that_the_snapshot_does_not_have_cannot_be_brought_back(
             await run(coordinator, 1, *variables)
 
 
+@pytest.mark.promise("failures.ps-in-recovery")
 async def test_a_ps_that_dies_while_it_is_recovered_is_recovered(tmp_path: Path) -> None:
     async with coordinating(2, 2) as (cluster, coordinator):
         variables = declared(coordinator)

@@ -55,6 +55,7 @@ async def works(coordinator: psync.ClusterCoordinator) -> None:
     assert await value == 7
 
 
+@pytest.mark.promise("coordinators.newest-wins")
 async def test_the_clock_of_the_chief_does_not_matter() -> None:
     async with cluster_of(2, 2) as cluster:
         async with coordinator_of(cluster, clock=1 << 60) as first:
@@ -65,6 +66,7 @@ async def test_the_clock_of_the_chief_does_not_matter() -> None:
                     await works(first)
 
 
+@pytest.mark.promise("coordinators.newest-wins")
 @pytest.mark.parametrize("again", [("ps-0",), ("ps-0", "ps-1")], ids=["ps 0", "every ps"])
 async def test_ps_tasks_that_were_started_again_with_a_clock_that_is_behind(
     again: tuple[str, ...],

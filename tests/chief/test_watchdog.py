@@ -115,6 +115,7 @@ async def test_a_step_that_hangs_is_named_with_its_worker_and_what_waits(caplog)
         assert behind.done()
 
 
+@pytest.mark.promise("tasks.watchdog-reports")
 async def test_an_idle_coordinator_is_silent(caplog):
     async with coordinating(num_workers=1, watchdog_timeout=30) as (_, coordinator):
         assert await coordinator.schedule(lambda: 1) == 1
@@ -300,6 +301,7 @@ async def test_a_closure_that_hangs_runs_again_elsewhere_and_the_log_says_why(ca
         assert "took longer than 30 s" in caplog.text
 
 
+@pytest.mark.promise("closures.timeout-excludes-waiting")
 async def test_time_that_a_step_waits_for_another_worker_does_not_count(caplog):
     """Worker 1 stands still for a while; worker 0 waits for its gradient in a synchronous step."""
     async with coordinating(num_workers=2, closure_timeout=30) as (_, coordinator):
@@ -323,6 +325,7 @@ async def test_time_that_a_step_waits_for_another_worker_does_not_count(caplog):
         assert (await v.read() == -2).all()  # in two partial steps
 
 
+@pytest.mark.promise("closures.timeout-excludes-waiting")
 async def test_steps_that_wait_for_each_other_alternately_count_only_what_they_compute(caplog):
     """Each of both is busy for 26 s, and waits for the other one for 18 s."""
     async with coordinating(num_workers=2, closure_timeout=30) as (_, coordinator):

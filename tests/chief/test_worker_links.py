@@ -83,6 +83,7 @@ async def test_a_worker_that_flaps_is_set_aside_and_comes_back_when_its_time_is_
     assert links.membership.alive_workers() == ["/job:worker/task:0", W1]
 
 
+@pytest.mark.promise("failures.all-workers")
 async def test_the_last_worker_is_never_set_aside_though_all_die_again_and_again(
     links, cluster, caplog
 ):

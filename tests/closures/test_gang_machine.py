@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
@@ -144,4 +145,4 @@ class GangsMachine(ClosureQueueMachine):
 
 
 GangsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
-TestGangs = GangsMachine.TestCase
+TestGangs = pytest.mark.promise("gangs.all-or-none")(GangsMachine.TestCase)

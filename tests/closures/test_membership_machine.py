@@ -6,6 +6,7 @@ while it is set aside, nobody is set aside for ever, and the last one is not at 
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -179,4 +180,4 @@ class MembershipMachine(RuleBasedStateMachine):
 MembershipMachine.TestCase.settings = settings(
     max_examples=150, stateful_step_count=50, deadline=None
 )
-TestMembership = MembershipMachine.TestCase
+TestMembership = pytest.mark.promise("failures.all-workers")(MembershipMachine.TestCase)

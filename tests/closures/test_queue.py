@@ -188,6 +188,7 @@ def test_closures_of_a_lost_worker_run_elsewhere_before_the_others() -> None:
     assert bench.queue.statistics().put_back == 2
 
 
+@pytest.mark.promise("closures.killer-fails")
 def test_closure_that_was_lost_with_three_workers_fails_and_names_them() -> None:
     bench = Bench("a")
     bench.run(0)
@@ -249,6 +250,7 @@ def test_a_step_that_crashes_in_each_call_is_found_at_once() -> None:
     assert "was lost with its worker 3 times" in str(error)
 
 
+@pytest.mark.promise("closures.killer-found", "closures.not-blamed")
 @given(st.lists(st.sampled_from(["killer", "idle", "another"])), st.booleans())
 def test_a_killer_is_found_within_fifteen_losses_whatever_else_dies(
     events: list[str], others_end: bool
@@ -343,6 +345,7 @@ def test_first_error_cancels_what_is_queued_and_asks_for_the_rest_to_be_stopped(
     assert not bench.queue.ready_to_raise
 
 
+@pytest.mark.promise("errors.first-raised-once")
 def test_error_is_raised_when_nothing_runs_any_more_and_only_once() -> None:
     bench = Bench("a", "b")
     bench.run(0, 1, 2, 3, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 
 from queue_machine import ClosureQueueMachine
@@ -9,4 +10,4 @@ from queue_machine import ClosureQueueMachine
 ClosureQueueMachine.TestCase.settings = settings(
     max_examples=200, stateful_step_count=60, deadline=None
 )
-TestClosureQueue = ClosureQueueMachine.TestCase
+TestClosureQueue = pytest.mark.promise("schedule.join-waits-for-all")(ClosureQueueMachine.TestCase)

@@ -291,6 +291,7 @@ def raising(error: BaseException) -> Callable[[], object]:
     return act
 
 
+@pytest.mark.promise("failures.session-worker-raises")
 @pytest.mark.parametrize("backups", [0, 1])
 @pytest.mark.parametrize(
     "error", [NameError("name 'typo' is not defined"), psync.ValueMismatchError("bad")]

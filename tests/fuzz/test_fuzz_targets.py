@@ -65,6 +65,7 @@ def test_every_seed_is_a_good_input(name: str) -> None:
         one_input(seed)
 
 
+@pytest.mark.promise("input.documented-errors")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_mutated_seeds_end_in_documented_errors_within_bounded_memory(name: str) -> None:
@@ -86,6 +87,7 @@ def test_mutated_seeds_end_in_documented_errors_within_bounded_memory(name: str)
     assert peak < MEMORY_BYTES * (4 if name in FEW else 1)
 
 
+@pytest.mark.promise("input.documented-errors")
 @pytest.mark.parametrize("name", TARGETS)
 def test_any_bytes_end_in_documented_errors(name: str) -> None:
     one_input, _ = target(name)

@@ -38,6 +38,7 @@ def switch_off(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(memory_cluster.MemoryCluster, "platform", platform)
 
 
+@pytest.mark.promise("updates.tests-notice")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dedup", "staleness", "staged_commit"])
 def test_the_simulation_notices_that_a_safeguard_is_missing(name: str) -> None:

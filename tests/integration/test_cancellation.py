@@ -96,6 +96,7 @@ async def test_coordinator_and_variables_survive_a_cancelled_call():
                 await at_each_turn(as_coroutine(make), check)
 
 
+@pytest.mark.promise("updates.started-is-finished")
 async def test_an_assign_that_was_cancelled_is_wholly_done_or_not_at_all():
     async with cluster_of(2, 1) as cluster:
         strategy = cluster.strategy()
@@ -111,6 +112,7 @@ async def test_an_assign_that_was_cancelled_is_wholly_done_or_not_at_all():
                 assert (after - before).tolist() in ([0.0] * 6, [1.0] * 6)
 
 
+@pytest.mark.promise("answers.cancelled-calls")
 async def test_a_step_cancelled_at_any_turn_leaves_its_worker_in_order():
     async with cluster_of(1, 1) as cluster:
         strategy = cluster.strategy()

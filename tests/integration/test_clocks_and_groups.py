@@ -144,6 +144,7 @@ async def test_a_wait_that_is_given_up_with_its_very_request_is_none():
         assert (cluster.group()["counted"], cluster.group()["waiting"]) == (1, 0)
 
 
+@pytest.mark.promise("steps.never-stuck")
 async def test_workers_at_a_clock_and_in_two_groups_go_on():
     counters = await train(3, [synchronous(3), bounded(), synchronous(3)], [0, 1, 2] * 5)
     accepted = [

@@ -126,6 +126,7 @@ def backup_of_whom(host: str) -> str:
     return {"ps-0": "ps-1", "ps-1": "ps-0"}[host]
 
 
+@pytest.mark.promise("rules.same-error-again")
 async def test_a_push_that_is_sent_again_gets_the_same_error() -> None:
     cluster = MemoryCluster(1, losses={"Push": {"min_each": 2}})
     async with running(cluster), psync.ClusterCoordinator(cluster.strategy()) as coordinator:
@@ -138,6 +139,7 @@ async def test_a_push_that_is_sent_again_gets_the_same_error() -> None:
         assert cluster.ps("ps-0").statistics()["ledger"]["duplicate"] >= 2
 
 
+@pytest.mark.promise("rules.same-error-again")
 async def test_a_promoted_backup_answers_with_the_same_error() -> None:
     of_ps_0 = np.zeros(SHAPE, np.float32)
     of_ps_0[0] = 2 * own_rules.TOO_LARGE
@@ -167,6 +169,7 @@ async def push_and_hang(w: Any, optimizer: Any) -> str:
     return told
 
 
+@pytest.mark.promise("rules.same-error-again")
 async def test_another_run_of_the_closure_gets_the_same_error() -> None:
     async with replicated() as (cluster, coordinator):
         w, optimizer = declared(coordinator.strategy.scope())
@@ -203,6 +206,7 @@ async def step_of(w: Any, optimizer: Any, gradient: np.ndarray, global_step: Any
     await optimizer.apply_gradients([(gradient, w)], global_step)
 
 
+@pytest.mark.promise("steps.rule-error-ends-group")
 @pytest.mark.parametrize("lost", [None, "ps-0", "ps-1"])
 async def test_a_synchronous_step_that_raises_ends_the_training_of_its_optimizer(
     lost: str | None,
@@ -251,7 +255,7 @@ async def test_a_schedule_that_raises_refuses_the_push() -> None:
 
 async def test_a_ps_that_lacks_a_rule_is_named_when_the_optimizer_is_made() -> None:
     async with coordinating(2) as (_, coordinator):
-        for link in coordinator.strategy.runtime.ps.links[1:]:
+        for link in coordinator.strategy._runtime.ps.links[1:]:
             assert link.plugins == [["rule", "tests.momentum", 1], ["schedule", "Halving", 1]]
             link.plugins = [("rule", "tests.momentum", 2)]
         expected = "optimizer 'mine': /job:ps/task:1 has version 2 .*, this process has version 1"

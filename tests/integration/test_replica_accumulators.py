@@ -97,6 +97,7 @@ async def test_without_a_death_all_that_is_given_is_taken(size: int, sparse: boo
         assert same[0]["accumulators"] == 1
 
 
+@pytest.mark.promise("answers.accumulators-after-failover", "answers.accumulators-in-steps")
 @pytest.mark.slow
 @each_kind
 @pytest.mark.parametrize("count", [1, 3, 5, 10])

@@ -24,7 +24,7 @@ from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import AskServed, Promote
 from replica_training import add, check, declared, run
 
-pytestmark = pytest.mark.virtual_time
+pytestmark = [pytest.mark.virtual_time, pytest.mark.promise("failures.chief-after-failover")]
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +69,7 @@ async def test_the_next_chief_goes_on_with_what_backups_serve(lost: str, backed_
 # Who dies when.
 
 
+@pytest.mark.promise("failures.chief-during-failover")
 async def test_the_chief_dies_before_it_has_told_a_backup_to_serve() -> None:
     async with backing_one_another_up() as cluster:
         async with life(cluster) as first:
@@ -91,6 +92,7 @@ async def test_the_chief_dies_before_it_has_told_a_backup_to_serve() -> None:
             await check(declared(third), 2)
 
 
+@pytest.mark.promise("failures.chief-during-failover")
 async def test_the_chief_dies_when_a_backup_serves_and_it_has_not_heard_of_it() -> None:
     async with backing_one_another_up() as cluster:
         async with life(cluster) as first:
@@ -142,6 +144,7 @@ async def test_one_that_is_about_to_serve_is_waited_for(monkeypatch: pytest.Monk
         await attaching
 
 
+@pytest.mark.promise("failures.chief-and-ps")
 async def test_the_chief_dies_and_the_process_in_which_a_backup_serves() -> None:
     async with backing_one_another_up(3) as cluster:
         async with life(cluster) as first:
@@ -204,6 +207,7 @@ async def cut_off_from_the_chief(cluster: MemoryCluster, name: str, other: str) 
     assert isinstance(await anext(cluster.chief.events()), FailoverEvent)
 
 
+@pytest.mark.promise("failures.chief-and-ps")
 async def test_one_that_was_replaced_does_not_stand_in_for_a_newer_one_that_is_lost() -> None:
     """ps 0 serves in process 1, and what was ps 0 knows only that it waits for its backup."""
     async with backing_one_another_up(3) as cluster:
@@ -277,6 +281,7 @@ async def test_a_program_without_backups_goes_on_where_nothing_has_moved() -> No
 # A program that begins anew.
 
 
+@pytest.mark.promise("failures.chief-without-attach")
 async def test_without_attaching_a_checkpoint_is_restored_wherever_ps_tasks_were_served(
     tmp_path: Path,
 ) -> None:
@@ -351,6 +356,7 @@ async def noticed(coordinator: psync.ClusterCoordinator, victim: str) -> None:
         await asyncio.sleep(2)  # it had backups only
 
 
+@pytest.mark.promise("failures.any-order")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 async def test_whoever_dies_in_whatever_order_each_answered_update_is_there_once(seed: int) -> None:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.virtual_time
 ABOUT_BACKUPS = ("BackUp", "BeginBackup", "FillBackup", "LogEntries", "Promote", "AttachPs")
 
 
+@pytest.mark.promise("failures.ps-with-backup")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ABOUT_BACKUPS)
 async def test_whichever_message_is_lost_a_death_undoes_nothing(kind: str) -> None:

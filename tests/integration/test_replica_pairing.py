@@ -53,6 +53,7 @@ class OtherNumerics(Computation):
     numerics = "0123456789abcdef"
 
 
+@pytest.mark.promise("backups.other-version-refused")
 async def test_another_version_of_psync_ends_the_program_with_an_error_that_says_what_to_do() -> (
     None
 ):
@@ -67,6 +68,7 @@ async def test_another_version_of_psync_ends_the_program_with_an_error_that_says
         assert "save a checkpoint" in str(caught.value.hint)
 
 
+@pytest.mark.promise("backups.other-arithmetic-reported")
 async def test_what_rounds_another_way_is_paired_counted_and_logged_once(caplog: Any) -> None:
     async with running(MixedCluster(2, "ps-1", OtherNumerics)) as cluster:
         async with psync.ClusterCoordinator(cluster.replica_strategy()) as coordinator:
@@ -89,6 +91,7 @@ async def test_alike_ones_count_nothing() -> None:
             assert not any("last bits" in line for line in cluster.ps("ps-0").describe())
 
 
+@pytest.mark.promise("backups.other-arithmetic-refused")
 @pytest.mark.parametrize("num_ps", [2, 3])
 async def test_a_deterministic_group_is_refused_where_backups_round_another_way(
     num_ps: int,

@@ -85,6 +85,7 @@ PLACES = [
 ]  # fmt: skip
 
 
+@pytest.mark.promise("answers.steps-after-failover")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "size"),

@@ -37,6 +37,7 @@ PLACES = [
 ]  # fmt: skip
 
 
+@pytest.mark.promise("answers.steps-after-failover")
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "step_ps"), [(1, 0), (1, 1), (4, 1)])
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -112,6 +113,7 @@ async def test_join_ends_where_a_step_waits_for_the_log() -> None:
         await training.check()
 
 
+@pytest.mark.promise("answers.steps-after-failover")
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_values_of_before_a_step_that_a_backup_closes_again_are_stale(size: int) -> None:
     """It is the first one: ps 1, which has closed none yet, names none with the values.

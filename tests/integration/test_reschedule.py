@@ -73,6 +73,7 @@ async def test_each_closure_is_there_once_and_values_come_in_order(tmp_path: Pat
         assert await loop.optimizer.iterations.read() == 20
 
 
+@pytest.mark.promise("closures.reschedule")
 async def test_a_program_that_listens_loses_nothing_whenever_a_ps_dies(tmp_path: Path) -> None:
     async with coordinating(1, 2) as (cluster, coordinator):
         loop = Loop(coordinator, tmp_path)

@@ -52,6 +52,7 @@ async def counts(seen: Any) -> set[int]:
     return set((await seen.read()).ravel().tolist())
 
 
+@pytest.mark.promise("data.shard-updates-once")
 @pytest.mark.parametrize("num_ps", [1, 2])
 async def test_what_shards_had_done_when_one_raised_is_not_done_again(num_ps: int) -> None:
     async with counting(num_ps) as (_, coordinator, seen):
@@ -101,6 +102,7 @@ async def test_a_worker_that_dies_between_two_runs_changes_nothing() -> None:
         assert await counts(seen) == {2}
 
 
+@pytest.mark.promise("data.shard-updates-once")
 @pytest.mark.parametrize("strict", [False, True])
 async def test_a_push_counts_once_in_a_synchronous_step(strict: bool) -> None:
     async with coordinating(num_workers=2) as (_, coordinator):
@@ -190,6 +192,7 @@ async def lose(cluster: Any, coordinator: Any) -> psync.RollbackEvent:
     return event
 
 
+@pytest.mark.promise("data.shard-rollback")
 async def test_what_a_rollback_undoes_is_done_again_whichever_epoch_it_is_of(
     tmp_path: Path,
 ) -> None:
@@ -221,6 +224,7 @@ async def test_what_a_rollback_undoes_is_done_again_whichever_epoch_it_is_of(
         assert third.restarted == {}
 
 
+@pytest.mark.promise("data.shard-rollback")
 async def test_what_a_checkpoint_has_of_a_shard_that_was_cancelled_is_not_done_again(
     tmp_path: Path,
 ) -> None:

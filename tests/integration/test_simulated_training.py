@@ -17,6 +17,7 @@ from psync.testing.simulation.run import simulate
 PLANS = Path(__file__).parents[1] / "testing" / "plans"
 
 
+@pytest.mark.promise("steps.push-whole-or-not")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_every_push_counts_once_and_whole(seed: int) -> None:
@@ -68,3 +69,10 @@ def test_a_ps_that_waits_for_a_dead_backup_gets_its_variables_in_a_fresh_start()
     report = simulate(Plan.from_json((PLANS / "fresh_start_waits.json").read_text()))
     assert not report.violation
     assert "ps tasks start afresh before variables are created" in report.marks
+
+
+def test_a_request_that_waits_for_a_connection_fails_when_a_fresh_start_does() -> None:
+    """It was made while the ps task was awaited for as long as it takes."""
+    report = simulate(Plan.from_json((PLANS / "end_while_connecting.json").read_text()))
+    assert not report.violation
+    assert "a program ends because a ps is gone for good" in report.marks

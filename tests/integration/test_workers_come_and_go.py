@@ -110,6 +110,7 @@ async def train(seed: int) -> None:
             assert counts.put_back > 0
 
 
+@pytest.mark.promise("updates.at-most-once")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_every_update_counts_once_whatever_is_lost(seed: int) -> None:

@@ -267,6 +267,7 @@ async def test_a_coordinator_takes_in_who_came_after_its_strategy_was_made() -> 
             assert await workers_of(coordinator) == names(0, 1, 2)
 
 
+@pytest.mark.promise("workers.scale-any-time")
 @pytest.mark.parametrize("sizes", [[1], [5], [1, 4], [4, 2, 3]], ids=str)
 async def test_it_is_scaled_at_any_moment_of_a_program(sizes: list[int]) -> None:
     for turns in (0, 3, 10, 20, 30, 40, 50, 60, 80, 100, 150, 250):

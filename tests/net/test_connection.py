@@ -543,6 +543,7 @@ async def test_unix_sockets_get_room(tmp_path: Path) -> None:
         assert pair.back.connection.peername == "a Unix socket"
 
 
+@pytest.mark.promise("input.peers-bounded")
 @pytest.mark.parametrize("place", ["tcp", "unix"])
 async def test_a_real_slow_reader_costs_a_bounded_write_buffer(place: str, tmp_path: Path) -> None:
     asked = asyncio.Semaphore(0)

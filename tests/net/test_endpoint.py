@@ -534,6 +534,7 @@ async def test_garbage_costs_one_clear_line_and_nothing_else(
     assert "\n" not in line
 
 
+@pytest.mark.promise("input.connections-bounded")
 @pytest.mark.virtual_time
 async def test_only_so_many_strangers_at_once_and_the_oldest_makes_room(
     caplog: pytest.LogCaptureFixture,
@@ -649,6 +650,7 @@ async def fail(network: FromElsewhere, count: int, words: bytes = b"x" * 32) -> 
     return heard
 
 
+@pytest.mark.promise("input.connections-bounded")
 @pytest.mark.virtual_time
 async def test_an_address_from_which_too_many_fail_is_not_heard_for_a_while(
     caplog: pytest.LogCaptureFixture,
@@ -742,6 +744,7 @@ async def test_peers_that_are_refused_for_another_reason_do_not_count(why: str) 
     await ps.close()
 
 
+@pytest.mark.promise("input.connections-bounded")
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("hosts", [2, 6, 40], ids=lambda hosts: f"{hosts} addresses")
 async def test_the_silent_keep_nobody_out_from_however_many_addresses(hosts: int) -> None:

@@ -265,6 +265,7 @@ async def test_a_request_given_up_before_its_handler_began_leaves_nothing() -> N
 # --- back-pressure ---------------------------------------------------------------------------
 
 
+@pytest.mark.promise("input.peers-bounded")
 @pytest.mark.virtual_time
 async def test_requests_are_read_only_while_the_handlers_bodies_fit_the_limit() -> None:
     gate = Gate()

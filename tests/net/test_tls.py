@@ -154,6 +154,7 @@ def below_of(transport: Any) -> Any:
     return transport._below
 
 
+@pytest.mark.promise("security.tls")
 def test_nothing_of_it_can_be_read_on_the_way(tls: Tls, turns: Turns) -> None:
     ends = joined(turns, tls, words=b"a secret word")
     seen = b""
@@ -298,6 +299,7 @@ def test_close_before_tls_is_up_says_nothing(tls: Tls, turns: Turns) -> None:
     assert client.told == ["made", None]
 
 
+@pytest.mark.promise("security.tls")
 @pytest.mark.parametrize("at", [0, 5, 20, 100, -1])
 def test_bytes_that_somebody_changes_end_the_connection(at: int, tls: Tls, turns: Turns) -> None:
     ends = joined(turns, tls)

@@ -295,6 +295,7 @@ async def relay(tls: Tls, to: str) -> AsyncIterator[str]:
         server.close()
 
 
+@pytest.mark.promise("security.tls")
 async def test_whoever_relays_the_handshake_with_another_good_certificate_is_found_out(
     signer: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

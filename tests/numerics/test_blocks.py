@@ -26,6 +26,7 @@ def test_blocks_hold_whole_elements_and_cache_lines(name: str) -> None:
     assert BLOCK_BYTES % 64 == 0
 
 
+@pytest.mark.promise("reads.stable")
 class TestHeld:
     def test_new_block_is_not_held(self) -> None:
         block = Block(np.empty(64, np.uint8), F32)

@@ -118,6 +118,7 @@ def test_without_a_cluster_a_script_says_how_to_start_one() -> None:
 # --- psync run, and tasks that are killed ------------------------------------------------------
 
 
+@pytest.mark.promise("failures.worker")
 @pytest.mark.parametrize(
     "point", ["worker.push.begun", "worker.push.between_ps", "worker.push.answered"]
 )
@@ -127,6 +128,7 @@ def test_workers_that_die_in_a_push_leave_exact_counts(point: str) -> None:
     assert "was killed by SIGKILL and is started again" in run.err
 
 
+@pytest.mark.promise("failures.ps-without-checkpoint")
 def test_a_killed_ps_ends_the_program_with_an_error_soon() -> None:
     run = steps("endless")
     wait_for_line(run, "running", "stdout")
@@ -147,6 +149,7 @@ def test_a_killed_ps_ends_the_program_with_an_error_soon() -> None:
     )
 
 
+@pytest.mark.promise("failures.launcher")
 @pytest.mark.parametrize(
     ("victim", "code"), [("chief-0", 128 + signal.SIGKILL), ("launcher", -signal.SIGKILL)]
 )

@@ -20,6 +20,7 @@ def chaos(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=160)
 
 
+@pytest.mark.promise("updates.at-most-once")
 def test_a_few_seconds_of_kills_and_losses_leave_everything_counted_once(tmp_path: Path) -> None:
     ended = chaos(tmp_path, "--seed", "5", "--minutes", "0.08", "--pause", "0.5")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -38,6 +39,7 @@ def test_so_do_deaths_of_ps_tasks_whose_backups_serve(tmp_path: Path) -> None:
     assert re.search(r"LogEntries( +[1-9]\d*){3}", ended.stdout), ended.stdout
 
 
+@pytest.mark.promise("updates.tests-notice")
 @pytest.mark.full
 def test_without_dedup_updates_are_counted_twice_and_the_run_says_how_to_repeat_it(
     tmp_path: Path,
@@ -52,6 +54,7 @@ def test_without_dedup_updates_are_counted_twice_and_the_run_says_how_to_repeat_
     assert "again: " in ended.stdout
 
 
+@pytest.mark.promise("updates.tests-notice")
 def test_without_another_safeguard_the_oracle_says_what_that_is_for(tmp_path: Path) -> None:
     ended = chaos(
         tmp_path, "--minutes", "0.04", "--recovery", "none", "--no-losses", "--mode", "sync",
@@ -62,6 +65,7 @@ def test_without_another_safeguard_the_oracle_says_what_that_is_for(tmp_path: Pa
     assert re.search(fault, ended.stdout), ended.stdout
 
 
+@pytest.mark.promise("updates.tests-notice", "updates.none-from-before-rollback")
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("scene", "without", "seen", "fault"),

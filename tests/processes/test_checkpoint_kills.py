@@ -64,6 +64,7 @@ class Program:
         return int(count)
 
 
+@pytest.mark.promise("checkpoints.any-cluster-size")
 @pytest.mark.parametrize("stream", ["0", "1"])
 def test_what_is_saved_while_workers_train_goes_on_in_any_other_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str
@@ -177,6 +178,7 @@ def test_before_its_first_save_a_program_goes_back_to_what_it_has_restored(tmp_p
     run(lambda: program("ps-1"))
 
 
+@pytest.mark.promise("checkpoints.complete-or-absent")
 @pytest.mark.parametrize("place", ["checkpoint.before_commit", "checkpoint.before_rename"])
 def test_a_program_that_is_killed_while_it_saves_goes_on_from_the_one_before(
     tmp_path: Path, place: str
@@ -219,6 +221,7 @@ def line_of(process: subprocess.Popen[str], asked: str = "") -> str:
     return process.stdout.readline().strip()
 
 
+@pytest.mark.promise("checkpoints.one-program-per-directory")
 def test_of_two_programs_in_one_directory_the_second_is_told_of_the_first_at_once(
     tmp_path: Path,
 ) -> None:

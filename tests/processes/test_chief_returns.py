@@ -34,6 +34,7 @@ def wait_for_lines(journal: Path, count: int, chief: subprocess.Popen[str]) -> N
         time.sleep(0.001)
 
 
+@pytest.mark.promise("failures.chief-attach")
 @pytest.mark.parametrize("kills", [1, 3])
 def test_each_update_that_was_acknowledged_is_there_and_none_twice(
     kills: int, tmp_path: Path
@@ -63,6 +64,7 @@ def test_each_update_that_was_acknowledged_is_there_and_none_twice(
         assert [ended(task).code for task in tasks] == [0, 0, 0, 0]
 
 
+@pytest.mark.promise("failures.chief-after-failover")
 def test_it_finds_ps_tasks_that_backups_serve_since_others_were_killed(tmp_path: Path) -> None:
     """In each life a ps is killed, and started again empty; then the chief is killed."""
     journal = tmp_path / "journal"
@@ -94,6 +96,7 @@ def test_it_finds_ps_tasks_that_backups_serve_since_others_were_killed(tmp_path:
         assert [ended(task).code for task in (*ps, *workers)] == [0, 0, 0, 0]
 
 
+@pytest.mark.promise("failures.chief-restarts")
 def test_psync_run_starts_it_again_and_it_goes_on(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     run = subprocess.Popen(
@@ -121,6 +124,7 @@ def test_psync_run_starts_it_again_and_it_goes_on(tmp_path: Path) -> None:
     assert min(at_last[1]) >= len(acknowledged) + 960
 
 
+@pytest.mark.promise("failures.chief-and-ps")
 def test_a_ps_that_was_started_again_meanwhile_is_told_to_the_program(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     with by_hand(2, 1) as cluster:
@@ -139,6 +143,7 @@ def test_a_ps_that_was_started_again_meanwhile_is_told_to_the_program(tmp_path: 
         assert "go on from the last checkpoint" in last.err
 
 
+@pytest.mark.promise("failures.chief-updates-in-progress")
 @pytest.mark.parametrize("recovery", ["checkpoint", "backup"])
 def test_pushes_under_way_when_it_is_killed_in_a_save_are_on_all_ps_tasks_or_counted(
     recovery: str, tmp_path: Path

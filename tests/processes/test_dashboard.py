@@ -162,6 +162,7 @@ def test_two_programs_do_not_write_one_log(tmp_path: Path) -> None:
     assert sorted(tmp_path.glob("run*")) == [log]
 
 
+@pytest.mark.promise("input.http-bounded")
 @pytest.mark.timeout(180)
 def test_saves_go_on_in_a_flood_of_connections(tmp_path: Path) -> None:
     """The chief has 256 descriptors; strangers open more, and are silent."""

@@ -70,6 +70,7 @@ def running(name: str, *args: str) -> Iterator[Run]:
             popen.kill()
 
 
+@pytest.mark.promise("failures.evaluator")
 def test_it_evaluates_what_training_saves_and_may_be_killed_at_any_time(tmp_path: Path) -> None:
     with running("evaluated.py", str(tmp_path)) as run:
         pid = int(run.wait_for("[evaluator-0] evaluator "))

@@ -87,6 +87,7 @@ def test_the_table_names_every_process() -> None:
     assert list(table()) == list(STARTS)
 
 
+@pytest.mark.promise("failures.exit-codes")
 @pytest.mark.parametrize("signum", SIGNALS, ids=lambda signum: signum.name)
 @pytest.mark.parametrize("name", STARTS)
 def test_a_signal_ends_it_with_the_code_of_the_table(name: str, signum: signal.Signals) -> None:

@@ -15,6 +15,7 @@ from tasks_by_hand import by_hand, ended, plain_environ, script, wait_for_line
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
+@pytest.mark.promise("forks.end-when-terminated")
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 def test_terminate_ends_what_was_forked_wherever_that_was(loop: str) -> None:
     run = subprocess.run(
@@ -30,6 +31,7 @@ def test_terminate_ends_what_was_forked_wherever_that_was(loop: str) -> None:
     ]
 
 
+@pytest.mark.promise("forks.hold-nothing")
 def test_a_child_that_outlives_its_worker_keeps_neither_its_address_nor_its_connections() -> None:
     command = script("forks.py")
     with by_hand() as cluster:

@@ -23,6 +23,7 @@ async def appeared(path: Path, variable: psync.Variable) -> str:
     return path.read_text()
 
 
+@pytest.mark.promise("gangs.all-or-none")
 @pytest.mark.parametrize("max_restarts", [0, 10])
 def test_a_worker_killed_in_a_collective_is_named_and_training_goes_on(
     max_restarts: int, tmp_path: Path

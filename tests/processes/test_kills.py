@@ -43,6 +43,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.promise("updates.at-most-once")
 @pytest.mark.parametrize("point", POINTS)
 def test_each_update_is_there_once_although_workers_die_all_the_time(
     point: str, monkeypatch: pytest.MonkeyPatch
@@ -78,6 +79,7 @@ def test_each_update_is_there_once_although_workers_die_all_the_time(
     run(main)
 
 
+@pytest.mark.promise("updates.assign-at-most-once")
 @pytest.mark.parametrize("point", ["worker.push.begun", "worker.push.answered"])
 def test_each_assign_is_there_once_although_workers_die_all_the_time(
     point: str, monkeypatch: pytest.MonkeyPatch
@@ -106,6 +108,7 @@ def test_each_assign_is_there_once_although_workers_die_all_the_time(
     run(main)
 
 
+@pytest.mark.promise("errors.updates-stop")
 def test_after_an_error_updates_of_a_step_that_has_not_heard_of_it_are_refused(
     tmp_path: Path,
 ) -> None:
@@ -144,6 +147,7 @@ def test_after_an_error_updates_of_a_step_that_has_not_heard_of_it_are_refused(
     run(main)
 
 
+@pytest.mark.promise("closures.at-least-once")
 @pytest.mark.smoke
 def test_closures_of_a_killed_worker_run_elsewhere_and_it_takes_part_again(
     caplog: pytest.LogCaptureFixture,
@@ -223,6 +227,7 @@ def test_join_ends_when_the_last_worker_is_given_up_and_says_so() -> None:
     run(main)
 
 
+@pytest.mark.promise("closures.not-blamed")
 def test_training_goes_on_while_every_worker_is_killed_and_no_step_is_blamed() -> None:
     rounds, per_round = 6, 1.0
 
@@ -274,6 +279,7 @@ def test_a_step_that_kills_its_worker_with_a_signal_is_run_again() -> None:
 # --- a ps --------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("failures.ps-without-checkpoint")
 @pytest.mark.parametrize(
     ("point", "max_restarts"),
     [("", 0), ("", 3), ("ps.push.received", 0), ("ps.push.applied", 3)],

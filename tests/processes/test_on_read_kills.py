@@ -48,6 +48,7 @@ def test_the_sum_holds_what_a_worker_added_before_it_was_killed() -> None:
     run(main)
 
 
+@pytest.mark.promise("updates.on-read-at-most-once")
 @pytest.mark.parametrize("point", ["worker.push.begun", "worker.push.answered"])
 def test_each_step_counts_once_although_workers_die_all_the_time(
     point: str, monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.promise("failures.output")
 def test_training_ends_well_while_the_output_of_tasks_meets_a_full_disk() -> None:
     ended = shell(f"{RUN} -- quiet > /dev/full")
     assert ended.returncode == 0
@@ -54,6 +55,7 @@ def test_a_chief_whose_own_output_cannot_be_written_fails_as_any_program() -> No
     assert "OSError: [Errno 28] No space left on device" in ended.stderr
 
 
+@pytest.mark.promise("failures.output")
 def test_a_reader_that_leaves_after_one_line_stops_nobody() -> None:
     ended = shell(f"{RUN} -- quiet | head -1")
     assert ended.returncode == 0

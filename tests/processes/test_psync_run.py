@@ -381,6 +381,7 @@ def test_a_hangup_that_is_ignored_stays_ignored() -> None:
         assert run.errors == ""
 
 
+@pytest.mark.promise("failures.launcher")
 @pytest.mark.parametrize("kind", [(), ("stubborn",)])
 def test_a_launcher_that_is_killed_leaves_no_task_behind(kind: tuple[str, ...]) -> None:
     with launched(*kind) as run:

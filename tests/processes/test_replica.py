@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 KILLS = 4
 
 
+@pytest.mark.promise("answers.after-failover")
 @pytest.mark.smoke
 async def test_kills_lose_no_update_and_double_none() -> None:
     async def add(counter: Any) -> None:

@@ -83,6 +83,7 @@ def assert_sixty_steps(out: str) -> None:
 # --- psync run ---------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("failures.ps-before-work")
 @pytest.mark.smoke
 @pytest.mark.parametrize("victim", ["ps-0", "ps-1"])
 def test_a_ps_that_is_killed_before_anything_was_computed_costs_nothing(
@@ -108,6 +109,7 @@ def test_a_ps_that_is_killed_before_anything_was_computed_costs_nothing(
     assert "Traceback" not in end.err
 
 
+@pytest.mark.promise("failures.chief-restarts")
 def test_a_chief_that_is_killed_goes_on_from_its_checkpoint_with_the_tasks_that_it_had(
     tmp_path: Path,
 ) -> None:
@@ -130,6 +132,7 @@ def test_a_chief_that_is_killed_goes_on_from_its_checkpoint_with_the_tasks_that_
     wait_until_gone({**before, **after})
 
 
+@pytest.mark.promise("failures.ps-with-checkpoint")
 @pytest.mark.smoke
 @pytest.mark.parametrize("victim", ["ps-0", "ps-1"])
 def test_with_a_ps_that_is_killed_the_run_goes_on_from_the_checkpoint(
@@ -146,6 +149,7 @@ def test_with_a_ps_that_is_killed_the_run_goes_on_from_the_checkpoint(
     wait_until_gone(before)
 
 
+@pytest.mark.promise("failures.worker")
 def test_a_worker_that_is_killed_costs_no_step(tmp_path: Path) -> None:
     run = counting(tmp_path, "--chief-restarts", "1")
     before = children_of(run.pid)
@@ -298,6 +302,7 @@ def test_the_option_wins_over_the_variable() -> None:
     assert "chief timeout: expected seconds above 0, or none, got 'soon'" in wrong.err
 
 
+@pytest.mark.promise("failures.chief-absent")
 def test_tasks_whose_chief_was_killed_wait_for_another_one_and_then_end() -> None:
     with by_hand() as cluster:
         command = (*SERVE, "--chief-timeout", "3")
@@ -312,6 +317,7 @@ def test_tasks_whose_chief_was_killed_wait_for_another_one_and_then_end() -> Non
             assert "no chief has connected within 3 s since the last one went" in end.err
 
 
+@pytest.mark.promise("failures.replaced-chief")
 def test_a_chief_that_was_replaced_does_not_end_the_tasks_of_its_successor() -> None:
     with by_hand() as cluster:
         tasks = cluster.serve_all()

@@ -36,6 +36,7 @@ def minus_one(values: Any, batch: Any) -> Any:
     return 1.0, -np.ones(1)
 
 
+@pytest.mark.promise("fit.makes-all-steps")
 @pytest.mark.smoke
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_a_fit_has_all_its_steps_although_a_ps_is_killed_in_an_epoch_and_another_in_a_save(
@@ -92,6 +93,7 @@ def test_a_fit_has_all_its_steps_although_a_ps_is_killed_in_an_epoch_and_another
     assert "lost: back to step" in caplog.text or "lost: from step" in caplog.text
 
 
+@pytest.mark.promise("closures.reschedule")
 def test_a_loop_over_closures_that_reschedules_has_each_of_them_once(tmp_path: Path) -> None:
     count = 400
 

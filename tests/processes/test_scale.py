@@ -94,6 +94,7 @@ def test_a_chief_that_is_started_again_knows_the_workers_of_now(environ: dict[st
             run.terminate()
 
 
+@pytest.mark.promise("workers.scale-any-time")
 @pytest.mark.parametrize("sizes", [("1",), ("1", "3"), ("4",)], ids=str)
 def test_a_run_is_scaled_before_its_coordinator_starts(
     environ: dict[str, str], sizes: tuple[str, ...]

@@ -100,6 +100,7 @@ def test_a_variable_that_makes_no_sense_is_named(
 # --- secrets -----------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("security.no-secret-no-start")
 @pytest.mark.parametrize("job", ["ps", "worker", "chief"])
 def test_without_a_secret_no_task_starts(job: str) -> None:
     with by_hand() as cluster:
@@ -135,6 +136,7 @@ def test_a_whole_cluster_runs_without_a_secret_if_that_is_asked_for() -> None:
         assert [ended(task).code for task in tasks] == [0, 0]
 
 
+@pytest.mark.promise("security.open-address-needs-secret")
 @pytest.mark.smoke
 @pytest.mark.parametrize("secret", ["another secret, and a long one", None])
 def test_a_chief_with_another_secret_or_none_is_turned_away(secret: str | None) -> None:

@@ -72,6 +72,7 @@ CASES: list[tuple[optimizers.Optimizer, Callable[[np.ndarray], Apply], int]] = [
 ]
 
 
+@pytest.mark.promise("steps.deterministic")
 def test_workers_compute_what_one_process_does_that_sums_in_their_order() -> None:
     async def main() -> None:
         async with psync.LocalCluster(2, WORKERS) as cluster:

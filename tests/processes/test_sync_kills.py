@@ -80,6 +80,7 @@ class Program:
 # --- workers -----------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("steps.push-whole-or-not")
 @pytest.mark.parametrize(
     ("point", "num_ps", "pull_ahead"),
     [

@@ -91,6 +91,7 @@ async def rounds(
         return np.subtract(between, before), np.subtract(after, start), found_late
 
 
+@pytest.mark.promise("steps.stale-dropped")
 def test_a_late_push_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PSYNC_SHARED_MEMORY", "0")  # of what is lent nothing travels: nobody asks
 

@@ -90,6 +90,7 @@ def test_a_worker_that_is_killed_is_started_again_and_takes_part_again() -> None
     assert_gone(first, second)
 
 
+@pytest.mark.promise("failures.session-worker-raises")
 @pytest.mark.parametrize(
     ("how", "error"),
     [
@@ -207,6 +208,7 @@ def test_a_worker_whose_ps_tasks_are_killed_ends_with_an_error() -> None:
         assert "ParameterServerLost: /job:ps/task:0" in end.err
 
 
+@pytest.mark.promise("failures.session-ps")
 def test_a_chief_that_does_not_train_ends_with_an_error_when_a_ps_is_killed() -> None:
     with by_hand(num_ps=2, num_workers=1) as cluster:
         programs = begun(cluster, 100_000)

@@ -70,6 +70,7 @@ def test_a_step_that_waits_is_shown_by_every_task() -> None:
         assert "[ps-0] /job:ps/task:0: serves coordinator " in run.text
 
 
+@pytest.mark.promise("tasks.report-on-request")
 def test_a_step_that_computes_on_the_loop_is_shown_all_the_same() -> None:
     with stuck("computes_on_the_loop") as run:
         run.popen.send_signal(signal.SIGUSR1)

@@ -69,6 +69,7 @@ def test_the_ported_replica_program_trains_and_saves(tmp_path: Path) -> None:
         ]
 
 
+@pytest.mark.promise("failures.session-ps")
 def test_the_ported_replica_program_goes_on_from_its_checkpoint_when_a_ps_is_killed(
     tmp_path: Path,
 ) -> None:

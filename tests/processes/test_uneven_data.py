@@ -23,6 +23,7 @@ BATCHES = (5, 40)  # of each worker
 FATAL = 20  # worker 1 kills itself with this one, once
 
 
+@pytest.mark.promise("data.all-batches", "data.lost-worker-restarts")
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("killed", [False, True])
 def test_all_batches_are_trained_on_though_a_worker_is_killed(

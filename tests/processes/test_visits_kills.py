@@ -24,6 +24,7 @@ BATCHES = 4
 FATAL = 3  # the shard that takes a worker with it
 
 
+@pytest.mark.promise("data.shard-once")
 def test_every_shard_is_done_once_and_the_one_of_the_killed_worker_is_named(
     tmp_path: Path,
 ) -> None:
@@ -68,6 +69,7 @@ def test_every_shard_is_done_once_and_the_one_of_the_killed_worker_is_named(
     uvloop.run(main())
 
 
+@pytest.mark.promise("data.shard-once", "data.shard-updates-once")
 def test_what_shards_had_done_when_one_raised_counts_once_though_a_worker_dies_then(
     tmp_path: Path,
 ) -> None:

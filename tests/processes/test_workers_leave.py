@@ -34,6 +34,7 @@ async def who_writes(pipe: Path) -> int:
     return pid
 
 
+@pytest.mark.promise("workers.finish-on-sigterm")
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 def test_a_worker_that_gets_sigterm_finishes_its_closure_and_exits_with_code_0(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, loop: str

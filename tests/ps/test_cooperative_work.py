@@ -47,6 +47,7 @@ def broken() -> Generator[None, None, None]:
     raise MemoryError
 
 
+@pytest.mark.promise("updates.started-is-finished")
 async def test_work_goes_on_when_its_request_is_cancelled() -> None:
     ps = Ps()
     gate = asyncio.Event()
@@ -131,6 +132,7 @@ async def test_who_waits_when_an_update_fails_half_way_is_told_that_the_task_end
     assert ps.ended == ["torn"]
 
 
+@pytest.mark.promise("updates.never-half-served")
 async def test_work_that_fails_between_two_turns_ends_the_task() -> None:
     ps = Ps()
     with pytest.raises(MemoryError):

@@ -122,6 +122,7 @@ async def test_a_part_whose_client_is_replaced_or_that_was_refused_is_not_waited
         await missing
 
 
+@pytest.mark.promise("checkpoints.save-delays-little")
 @pytest.mark.virtual_time
 async def test_the_gate_opens_with_the_connection_over_which_it_was_shut() -> None:
     async with PsCluster() as cluster:
@@ -136,6 +137,7 @@ async def test_the_gate_opens_with_the_connection_over_which_it_was_shut() -> No
         await waiting
 
 
+@pytest.mark.promise("checkpoints.save-delays-little")
 async def test_the_gate_opens_after_a_while_by_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,6 +179,7 @@ async def test_a_gate_that_was_opened_is_not_shut_by_what_comes_late() -> None:
 # What has arrived is applied: another ps may have its part of it.
 
 
+@pytest.mark.promise("updates.received-is-applied")
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("waits_for", ["the gate", "a lock", "both"])
 async def test_an_update_that_waits_is_applied_although_its_request_is_given_up(
@@ -200,6 +203,7 @@ async def test_an_update_that_waits_is_applied_although_its_request_is_given_up(
         assert await values(cluster.chief, v) == [-0.5]
 
 
+@pytest.mark.promise("updates.received-is-applied")
 @pytest.mark.virtual_time
 async def test_an_update_that_waits_is_applied_although_its_worker_is_replaced() -> None:
     """A cut that admits it waits for it; the second run of its closure changes nothing more."""
@@ -237,6 +241,7 @@ async def test_an_update_of_no_closure_is_refused_when_its_client_is_replaced_me
             await waiting
 
 
+@pytest.mark.promise("updates.received-is-applied")
 @pytest.mark.virtual_time
 async def test_a_write_under_a_lock_that_waits_is_done_although_its_holder_dies() -> None:
     async with PsCluster() as cluster:

@@ -84,6 +84,7 @@ def test_an_assign_outside_of_closures(store: ShardStore) -> None:
     assert values(store) == [[3, 3], [], [3, 3, 3]]
 
 
+@pytest.mark.promise("updates.misfit-refused")
 def test_nothing_has_begun_where_a_part_does_not_fit(store: ShardStore) -> None:
     store.create(ShardSpec("n", 3, 0, 0, (2,), "int32", 0))
     known = ShardSet(((0, 0), (3, 0))).look_up(store)

@@ -154,6 +154,7 @@ async def test_one_who_does_not_read_is_hung_up_on(
         await server.close()
 
 
+@pytest.mark.promise("input.http-bounded")
 async def test_so_many_are_connected_and_the_oldest_makes_room(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -40,6 +40,7 @@ def ledger() -> Ledger:
 
 
 class TestMessages:
+    @pytest.mark.promise("updates.same-answer")
     def test_retry_gets_the_first_answer(self, ledger: Ledger) -> None:
         answer = ledger.record(fresh(push(ledger)), "accepted")
         assert answer == "accepted"
@@ -77,6 +78,7 @@ class TestMessages:
         fresh(push(ledger, W0, 0, closure=5))
         fresh(push(ledger, W1, 0, closure=6))
 
+    @pytest.mark.promise("updates.remembered")
     def test_acknowledged_answers_are_forgotten(self, ledger: Ledger) -> None:
         for sequence in range(3):
             ledger.record(fresh(push(ledger, sequence=sequence, closure=sequence)), "accepted")
@@ -101,6 +103,7 @@ class TestMessages:
 
 
 class TestCalls:
+    @pytest.mark.promise("updates.same-answer")
     def test_second_run_is_not_applied(self, ledger: Ledger) -> None:
         ledger.record(fresh(push(ledger, W0)), "accepted")
         verdict = push(ledger, W1, 9)
@@ -177,6 +180,7 @@ class TestCalls:
         assert ledger.statistics().calls == 0
         assert isinstance(push(ledger, W1, 3, closure=again, ordinal=8), AlreadyApplied)
 
+    @pytest.mark.promise("updates.remembered")
     def test_final_closures_are_forgotten_and_never_applied_again(self, ledger: Ledger) -> None:
         for sequence, closure in enumerate((3, 4, 5)):
             ledger.record(fresh(push(ledger, W0, sequence, closure=closure)), "accepted")
@@ -208,6 +212,7 @@ class TestArrivals:
         ledger.final_below(6)
         assert isinstance(self.judge(ledger, 5), AlreadyApplied)
 
+    @pytest.mark.promise("updates.outside-closures")
     def test_one_of_no_closure_is_refused(self, ledger: Ledger) -> None:
         ledger.fence(W0[0], 2)
         with pytest.raises(FencedError):
@@ -223,6 +228,7 @@ class TestArrivals:
 
 
 class TestFences:
+    @pytest.mark.promise("updates.lost-worker-refused")
     def test_old_incarnation_is_refused(self, ledger: Ledger) -> None:
         ledger.fence(W0[0], 3)
         with pytest.raises(

@@ -93,6 +93,7 @@ def test_blocks_that_are_swapped_in_hold_what_the_rule_gives_at_once(
     assert store.version(KEY) == 3
 
 
+@pytest.mark.promise("rules.error-changes-nothing")
 @pytest.mark.parametrize("last", [False, True])
 def test_a_shard_is_as_it_was_when_the_rule_raises(last: bool) -> None:
     store = store_with(own_rules.Momentum(0.1))

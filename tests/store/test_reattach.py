@@ -147,6 +147,7 @@ def test_nothing_anywhere_is_no_error_whoever_began_when() -> None:
     assert Adoption(holdings(lives=(9, 7))).is_empty
 
 
+@pytest.mark.promise("failures.chief-and-ps")
 @pytest.mark.parametrize("life", [0, 6])
 def test_a_ps_that_was_started_again_is_named(life: int) -> None:
     whole = holdings(variable("w"), lives=(5, life))

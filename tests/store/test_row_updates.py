@@ -51,6 +51,7 @@ async def value_of(cluster: PsCluster, v: VariableSpec) -> np.ndarray:
     return (await pull(cluster.chief, v))[0]
 
 
+@pytest.mark.promise("updates.rows-at-most-once", "updates.misfit-refused")
 @pytest.mark.asyncio
 class TestIdentity:
     async def test_the_same_message_again_gets_the_first_answer(self) -> None:

@@ -506,6 +506,7 @@ class TestWork:
         assert not np.frombuffer(snapshot[0], np.float32).any()
 
 
+@pytest.mark.promise("reads.never-torn", "reads.stable")
 class TestSnapshots:
     def test_reads_do_not_copy(self, store: ShardStore) -> None:
         first, second = store.read((0, 0)), store.read((0, 0))

@@ -263,6 +263,7 @@ class TestFence:
         assert arrive(staging, B, 1)
 
 
+@pytest.mark.promise("input.peers-bounded")
 class TestBudget:
     def test_is_set_by_the_variable_that_the_hints_name(self) -> None:
         limits = {f"PSYNC_LIMIT_{field.name.upper()}" for field in dataclasses.fields(Limits)}

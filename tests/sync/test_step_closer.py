@@ -44,6 +44,7 @@ async def waits(*tasks: asyncio.Task[Any]) -> bool:
     return not any(task.done() for task in tasks)
 
 
+@pytest.mark.promise("answers.synchronous", "answers.partial-step-tokens")
 class TestSteps:
     async def test_replicas_train_one_model_bit_for_bit_over_two_ps(self) -> None:
         random = np.random.default_rng(5)

@@ -159,6 +159,7 @@ def test_values_of_before_the_first_step_are_those_of_where_the_group_began() ->
 # Who lives.
 
 
+@pytest.mark.promise("steps.target-follows-workers")
 def test_the_target_shrinks_at_once_and_grows_with_the_next_step() -> None:
     steps = Steps(3)
     steps.live(0, 1, 2)
@@ -237,6 +238,7 @@ def test_fencing_who_is_not_here_changes_nothing() -> None:
     assert refusals(steps.push(0, 0, incarnation=5)) == [(0, "FencedError")]
 
 
+@pytest.mark.promise("steps.never-stuck")
 def test_where_all_wait_the_step_is_closed_as_a_partial_one() -> None:
     steps = Steps(3, 2)
     steps.live(0, 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -285,7 +286,7 @@ class SyncMachine(RuleBasedStateMachine):
             assert list(pushes) == sorted(pushes)
 
 
-TestSyncMachine = SyncMachine.TestCase
+TestSyncMachine = pytest.mark.promise("steps.never-stuck")(SyncMachine.TestCase)
 TestSyncMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 
 

@@ -241,6 +241,7 @@ def test_on_another_loop_than_its_own_it_says_so(coordinator: blocking.ClusterCo
     assert psync.wait(w.read()).tolist() == [0.0] * 3
 
 
+@pytest.mark.promise("forks.never-wait")
 def test_a_forked_process_does_not_wait_for_a_loop_that_it_does_not_have(
     coordinator: blocking.ClusterCoordinator,
 ) -> None:

@@ -200,6 +200,7 @@ async def test_a_variable_that_cannot_be_created_fails_what_is_scheduled():
 # --- workers that are lost -------------------------------------------------------------------
 
 
+@pytest.mark.promise("closures.at-least-once")
 @pytest.mark.virtual_time
 async def test_closures_of_a_lost_worker_run_elsewhere_and_first():
     async with coordinating(num_workers=2) as (cluster, coordinator):
@@ -313,6 +314,7 @@ async def test_a_closure_is_not_blamed_for_workers_that_die_while_others_do():
         assert coordinator.statistics()["closures"].put_back == 4
 
 
+@pytest.mark.promise("schedule.join-reports-waiting")
 async def test_without_any_worker_join_says_for_whom_it_waits(caplog):
     async with coordinating(num_workers=2) as (cluster, coordinator):
         await cluster.stop("worker-0")
@@ -370,6 +372,7 @@ async def test_a_result_leaves_although_the_next_step_waits_for_something_else()
 # --- a ps that is away -----------------------------------------------------------------------
 
 
+@pytest.mark.promise("failures.connection")
 @pytest.mark.virtual_time
 async def test_a_ps_that_is_away_for_a_moment_is_waited_for(caplog):
     caplog.set_level("INFO")

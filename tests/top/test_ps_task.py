@@ -69,6 +69,7 @@ def outcomes(answers: list[Any]) -> list[str]:
     return [answer.outcome for answer in answers]
 
 
+@pytest.mark.promise("answers.asynchronous")
 class TestRoundTrips:
     async def test_what_is_pushed_and_assigned_is_what_is_pulled(self) -> None:
         async with PsCluster(2) as cluster:
@@ -136,6 +137,7 @@ class TestRoundTrips:
             assert got["network"]["connections"] == 2
 
 
+@pytest.mark.promise("reads.never-torn")
 class TestNobodySeesHalfAnUpdate:
     async def read_while_pushing(self, cluster: PsCluster) -> set[float]:
         v = await cluster.create("v", np.zeros(LARGE, np.float32))
@@ -254,6 +256,7 @@ class TestNobodySeesHalfAnUpdate:
                 await reading
 
 
+@pytest.mark.promise("updates.never-half-served")
 class TestBadInput:
     async def test_texts_and_the_connection_stays_usable(self) -> None:
         async with PsCluster() as cluster:
@@ -373,6 +376,7 @@ class TestBadInput:
         assert "an update failed half-way, the task ends" in caplog.text
 
 
+@pytest.mark.promise("updates.lost-worker-refused")
 class TestCoordinators:
     async def test_a_new_one_empties_the_ps_and_fences_the_older(self) -> None:
         async with PsCluster() as cluster:

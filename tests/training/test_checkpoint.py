@@ -55,6 +55,7 @@ async def train(coordinator: Any, model: Model, optimizer: Any) -> None:
     await coordinator.join()
 
 
+@pytest.mark.promise("checkpoints.any-cluster-size")
 @pytest.mark.parametrize(("num_ps", "num_shards"), [(3, 5), (1, 1), (2, 3)])
 async def test_it_is_restored_into_any_number_of_ps_tasks_and_shards(
     tmp_path: Path, num_ps: int, num_shards: int
@@ -131,6 +132,7 @@ async def test_half_precision_has_slots_in_single(tmp_path: Path) -> None:
 
 
 class TestMismatch:
+    @pytest.mark.promise("checkpoints.mismatch-named")
     async def test_everything_that_does_not_fit_is_named_and_nothing_is_restored(
         self, tmp_path: Path
     ) -> None:
@@ -276,6 +278,6 @@ def test_after_the_end_nothing_can_be_saved(tmp_path: Path) -> None:
     strategy = strategy_of()
     with strategy.scope():
         w = psync.Variable(np.zeros(1), name="w")
-    strategy.created = True  # as a coordinator leaves it
+    strategy._created = True  # as a coordinator leaves it
     with pytest.raises(ClosedError):
         at_once(psync.Checkpoint(w=w).save(tmp_path))

@@ -125,6 +125,7 @@ async def test_training_goes_on_with_the_same_next_value_of_everything(
         assert_same(await program.contents(), after, exactly="norms" not in name)
 
 
+@pytest.mark.promise("checkpoints.damage-changes-nothing")
 @pytest.mark.parametrize("saved", ["adam"], indirect=True)
 async def test_of_a_damaged_checkpoint_nothing_is_restored(saved: tuple[Path, Any, Any]) -> None:
     path, _, _ = saved
@@ -217,6 +218,7 @@ def deep(depth: int) -> Any:
     return state
 
 
+@pytest.mark.promise("checkpoints.bad-state-named")
 @pytest.mark.parametrize(
     ("name", "state", "message"),
     [

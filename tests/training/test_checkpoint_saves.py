@@ -79,6 +79,7 @@ async def saved_while_training(tmp_path: Path, saves: int) -> list[dict[str, Any
         return [await checkpoint.read(path, slots=True) for path in paths]
 
 
+@pytest.mark.promise("checkpoints.one-instant")
 async def test_a_push_is_in_it_wholly_or_not_at_all(tmp_path: Path) -> None:
     for values in await saved_while_training(tmp_path, 4):
         slots = values["momentum"]
@@ -255,7 +256,7 @@ class TestFailure:
             with strategy.scope():
                 w = psync.Variable(np.ones(4), name="w")
             checkpoint = psync.Checkpoint(w=w)
-            coordinator = psync.training.checkpoint.coordinator_of(strategy.origin)
+            coordinator = psync.training.checkpoint.coordinator_of(strategy._origin)
             assert coordinator is not None
 
             failpoints = failpoints_of(strategy.cluster_resolver.platform)
@@ -296,6 +297,7 @@ class TestFailure:
             assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.promise("checkpoints.complete-or-absent")
 @pytest.mark.parametrize("stream", ["0", "1"])
 async def test_who_is_cancelled_at_any_moment_leaves_all_or_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str

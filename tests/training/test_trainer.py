@@ -167,6 +167,7 @@ class TestEnds:
         assert shared["seen"] == [*range(10), *range(10), *range(10), *range(10)][:trained]
         assert len(history.epoch) == (1 if steps > 10 else 4)
 
+    @pytest.mark.promise("data.all-batches")
     @pytest.mark.virtual_time
     @pytest.mark.parametrize("per_execution", [1, 4])
     @pytest.mark.parametrize("synchronous", [False, True])

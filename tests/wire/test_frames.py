@@ -547,6 +547,7 @@ def test_one_wrong_byte_does_no_harm(position: int, value: int) -> None:
             pour(FrameDecoder(SMALL, Anywhere()), data, sizes)
 
 
+@pytest.mark.promise("input.no-memory-for-claims")
 def test_what_is_only_declared_costs_no_memory() -> None:
     largest = prefix(header=1 << 20, count=65_536, body=4 << 30)
     decoder = FrameDecoder(DEFAULT_LIMITS, refuse)

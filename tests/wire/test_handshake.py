@@ -81,6 +81,7 @@ def test_golden_proofs(binding: bytes) -> None:
     assert client.answer(challenge).mac == mac(b"client")
 
 
+@pytest.mark.promise("security.secret-stays")
 def test_the_secret_shows_in_nothing_that_is_sent() -> None:
     client, server = client_with(), server_with()
     challenge = challenge_of(server, client.hello)
@@ -153,6 +154,7 @@ def test_a_proof_made_for_another_certificate_is_refused() -> None:
     assert server.verify(proof) == Refused("authentication", "the proof does not match")
 
 
+@pytest.mark.promise("security.proofs")
 def test_a_proof_cannot_be_replayed() -> None:
     client, server = client_with(), server_with()
     proof = client.answer(challenge_of(server, client.hello))
@@ -167,6 +169,7 @@ def test_a_challenge_cannot_be_replayed() -> None:
         client_with(nonce=bytes(32)).answer(recorded)
 
 
+@pytest.mark.promise("security.proofs")
 def test_a_proof_cannot_be_reflected() -> None:
     client, server = client_with(), server_with()
     challenge = challenge_of(server, client.hello)
@@ -230,6 +233,7 @@ def test_no_field_of_the_challenge_can_be_changed_on_the_way(data: st.DataObject
         client.answer(dataclasses.replace(challenge, **{name: changed}))
 
 
+@pytest.mark.promise("security.no-pickle-from-strangers")
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=64))
 def test_only_the_right_proof_passes(mac: bytes) -> None:

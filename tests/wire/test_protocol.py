@@ -408,6 +408,7 @@ def test_a_client_says_nothing_to_a_stranger() -> None:
     assert client.data_to_send() == []
 
 
+@pytest.mark.promise("input.no-memory-for-claims")
 @pytest.mark.parametrize("state", SERVER_STATES + CLIENT_STATES)
 def test_a_stranger_cannot_make_us_take_memory(state: State) -> None:
     protocol = brought_to(state)
@@ -419,6 +420,7 @@ def test_a_stranger_cannot_make_us_take_memory(state: State) -> None:
         greet(protocol, PREFIX.pack(b"PSYN", 1, Kind.HELLO, 0, 0, 4097, 0, 0))
 
 
+@pytest.mark.promise("security.no-pickle-from-strangers")
 @settings(max_examples=200, deadline=None)
 @given(
     state=st.sampled_from([*SERVER_STATES, *CLIENT_STATES]),

@@ -32,11 +32,17 @@ from psync.wire.tensors import to_bytes_view
 
 @dataclass(frozen=True, slots=True)
 class GradientResult:
-    """What became of a gradient."""
+    """The outcome of applying a gradient to an accumulator.
 
-    outcome: Outcome  # STALE: not added. DUPLICATE: another run of the closure has added it
-    count: int  # gradients that the accumulator holds now: 0 if this one completed a take
-    step: int  # of the accumulator now
+    Attributes:
+        outcome: ``STALE``: it was not added. ``DUPLICATE``: another run of the closure added it.
+        count: Number of gradients in the accumulator; 0 if this one completed a take.
+        step: Present step of the accumulator.
+    """
+
+    outcome: Outcome
+    count: int
+    step: int
 
 
 class AccumulatorHandle:
@@ -221,14 +227,14 @@ def declared(
         hint="declare it in `with strategy.scope():`",
     )
     names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1)))
-    free = (each for each in names if each not in scope.accumulators)
+    free = (each for each in names if each not in scope._accumulators)
     definition = definition_of(rule_named(name=shared_name or next(free)))
-    known: H | None = scope.accumulators.get(definition.name)
+    known: H | None = scope._accumulators.get(definition.name)
     if known is not None:
         if known.place.definition != definition:
             raise other_parameters(known.place.definition, definition)
         return known
-    place = Place(definition, scope.accumulator_placement.place(0))
-    handle = scope.accumulators[definition.name] = intern(cls, scope.origin, place)
+    place = Place(definition, scope._accumulator_placement.place(0))
+    handle = scope._accumulators[definition.name] = intern(cls, scope._origin, place)
     handle._scope = weakref.ref(scope)
     return handle

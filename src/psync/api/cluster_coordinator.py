@@ -122,11 +122,11 @@ class ClusterCoordinator(Scheduling):
     def __new__(cls, strategy: ParameterServerStrategy, **options: Any) -> Self:
         expected = "strategy: expected a ParameterServerStrategy"
         checked_kind(expected, strategy, ParameterServerStrategy)
-        known = _of_origin().get(strategy.origin)
+        known = _of_origin().get(strategy._origin)
         if known is not None:
             return known  # type: ignore[return-value]  # a subclass would be made first
         made = super().__new__(cls)
-        _of_origin()[strategy.origin] = made
+        _of_origin()[strategy._origin] = made
         return made
 
     def __init__(
@@ -224,7 +224,7 @@ class ClusterCoordinator(Scheduling):
         """
         if self._starting or self._coordinator is not None:
             raise UsageError("the coordinator of this strategy is running already")
-        if self.strategy.created:
+        if self.strategy._created:
             raise ClosedError(
                 "the coordinator of this strategy was closed, its variables are gone",
                 hint="make a new strategy",
@@ -233,7 +233,7 @@ class ClusterCoordinator(Scheduling):
             self.strategy.cluster_resolver, self._own_address(), insecure=self._options.insecure
         )
         self._starting = True
-        declared, here = self.strategy.declared, list(self.strategy.declared)
+        declared, here = self.strategy._uncreated, list(self.strategy._uncreated)
         try:
             for tries_left in reversed(range(MAX_STARTS)):
                 try:
@@ -249,7 +249,7 @@ class ClusterCoordinator(Scheduling):
         finally:
             self._starting = False
         note_training_began()
-        self.strategy.created = True
+        self.strategy._created = True
 
     async def _start_on(self, platform: Platform) -> None:
         """Start a coordinator; as ``start``. Nothing is left of one that did not."""
@@ -257,9 +257,9 @@ class ClusterCoordinator(Scheduling):
         coordinator = platform.parts.of(Coordinator)(
             platform,
             platform.workforce.present(self.strategy.cluster),
-            self.strategy.declared,
+            self.strategy._uncreated,
             self._options,
-            origin=self.strategy.origin,
+            origin=self.strategy._origin,
             program=optimizers.process,
             main_by_name=script_is_shared.get(),
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
@@ -280,8 +280,8 @@ class ClusterCoordinator(Scheduling):
             raise
         self._coordinator, self._seen, self._unfollow = coordinator, seen, unfollow
         self._undescribe = add_description(coordinator.describe)
-        self.strategy.runtime = coordinator.runtime
-        self.strategy.gangs = coordinator.gangs
+        self.strategy._runtime = coordinator.runtime
+        self.strategy._gangs = coordinator.gangs
 
     @property
     def attached(self) -> bool:
@@ -309,7 +309,7 @@ class ClusterCoordinator(Scheduling):
         coordinator, self._coordinator = self._coordinator, None
         self._undescribe()
         self._unfollow()
-        self.strategy.runtime = self.strategy.gangs = None
+        self.strategy._runtime = self.strategy._gangs = None
         if coordinator is not None:
             try:
                 await self._seen.close()
@@ -462,14 +462,15 @@ class ClusterCoordinator(Scheduling):
         return self._running("statistics").statistics()
 
     async def backed_up(self) -> None:
-        """Wait until every ps has a complete backup; at once without ``ps_recovery="backup"``.
+        """Wait until every ps has a complete backup ps; return at once without such backups.
 
-        It is so when ``start`` returns, and again some time after a ps was lost, if that is started
-        again or another process has room for its share. With ``attach=True`` backups are made when
-        the program has declared all that it goes on with: at the latest now.
+        Every ps has one when ``start`` returns. After the loss of a ps, a new backup ps is made
+        when the lost task restarts, or when another process has room for its share. With
+        ``attach=True``, backup ps tasks are made once the program has declared all of its
+        variables: when this is called at the latest.
 
         Raises:
-            AttachError: As for ``start``.
+            AttachError: The errors of ``start``.
             ClosedError: The coordinator is not running.
 
         Cancellation: Safe.
@@ -481,7 +482,7 @@ class ClusterCoordinator(Scheduling):
 
         Yields:
             ``RollbackEvent``, when a ps was lost and all went back to a checkpoint;
-            ``FailoverEvent``, when backups took over. It ends when the coordinator is closed.
+            ``FailoverEvent``, when a backup ps took over. It ends when the coordinator is closed.
 
         Raises:
             ClosedError: The coordinator is not running.

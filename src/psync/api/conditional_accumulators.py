@@ -87,9 +87,9 @@ class ConditionalAccumulator(AccumulatorHandle):
                 gradients that a take waits for does not know weights.
 
         Raises:
-            ValueMismatchError: The dtype does not fit, or cannot hold a number; the shape does not fit,
-                which is found out here where the accumulator was declared with one; the step is no
-                integer, the weight not within ``sums.WEIGHTS``; or it is not stale and holds
+            ValueMismatchError: The dtype does not fit, or cannot hold a number; the shape does not
+                fit, which is found out here where the accumulator was declared with one; the step
+                is no integer, the weight not within ``sums.WEIGHTS``; or it is not stale and holds
                 infinities or NaN where these are forbidden. Nothing was added.
             UsageError: Neither in a step nor within a running coordinator.
             ClosureCancelled: In a step that was cancelled.

@@ -119,8 +119,8 @@ class Visits:
             of this epoch is running, or all epochs are done.
 
         Raises:
-            SerializationError, ClosedError: As ``ClusterCoordinator.schedule``; what was scheduled before
-                goes on.
+            SerializationError, ClosedError: As ``ClusterCoordinator.schedule``; what was scheduled
+                before goes on.
         """
         self._look()
         values = []
@@ -246,7 +246,7 @@ class Visits:
     def _look(self) -> None:
         """Note what became of the shards that are running, and what was undone."""
         for key, value in list(self._running.items()):
-            (epoch, shard), closure = key, value.closure
+            (epoch, shard), closure = key, value._closure
             for _ in range(closure.times_back - self._losses.get(key, 0)):
                 self._visitation.lose(shard, epoch)
             self._losses[key] = closure.times_back

@@ -51,10 +51,10 @@ DatasetFunction: TypeAlias = Callable[[InputContext], Iterable[T]] | Callable[[]
 class InputOptions:
     """How a dataset is distributed.
 
-    ``shard_policy`` says what a worker's share is: "file": every n-th file, where there is one
-    at least for each of n workers; "data": every n-th element, of which each worker loads all
-    and throws away the others'; "off": everything; "auto": "file" where that is possible, else
-    "data".
+    Attributes:
+        shard_policy: The share of each of n workers. "file": every n-th file; needs n files or
+            more. "data": every n-th element; each worker loads all elements and drops the others.
+            "off": everything. "auto": "file" where that is possible, otherwise "data".
 
     Source: ``tf.distribute.InputOptions`` and ``tf.data.experimental.AutoShardPolicy``.
     """
@@ -301,7 +301,7 @@ class PerWorkerIterator(IteratorHandle[T]):
         self._function = function  # workers may ask for it as long as this lives
         self._coordinator = coordinator
 
-    def needs(self, epoch: int = 0) -> Needs:
+    def _needs(self, epoch: int = 0) -> Needs:
         """Return what a closure needs that takes batches by ``next``, or by ``next_in(epoch)``."""
         return frozenset({(self.uid, epoch)}) if self.end == "all" else NO_DATA
 

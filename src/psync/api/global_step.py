@@ -38,7 +38,7 @@ def get_or_create_global_step() -> Variable:
     if known is not None:
         return known
     where = place_of(sys._getframe(1))
-    spec = scope.declare(
+    spec = scope._declare(
         np.zeros((), np.int64), NAME, None, None, False, where, placement=Pinned(0)
     )  # fmt: skip
     step: Variable = declared_in(scope, spec)

@@ -38,9 +38,9 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
         finite: Name of an optimizer that forbids NaN and infinity; None: they are gradients.
 
     Raises:
-        ValueMismatchError: No gradient at all, no pairs, a variable twice, one that is not floating, a
-            wrong shape or dtype, a row that the variable does not have, or what the optimizer
-            forbids.
+        ValueMismatchError: No gradient at all, no pairs, a variable twice, one that is not
+            floating, a wrong shape or dtype, a row that the variable does not have, or what the
+            optimizer forbids.
     """
     pairs: Pairs = []
     without: list[str] = []  # names of variables whose gradient is None
@@ -200,7 +200,7 @@ def trainable_here(operation: str, arrived: Sequence[AnyVariable]) -> list[AnyVa
     """
     runtime, scopes = current_runtime(), running_scopes()
     if runtime is not None:
-        scopes = [scope for scope in scopes if scope.origin == runtime.origin]
+        scopes = [scope for scope in scopes if scope._origin == runtime.origin]
     elif len(scopes) > 1:
         raise UsageError(
             f"{operation}: {len(scopes)} strategies are running", hint="say which variables"
@@ -312,6 +312,6 @@ def empty_like(tree: Any) -> Any:
     for variable in leaves(tree):
         if variable not in arrays:
             runtime = runtime_here("empty_like", scope_of(variable))
-            spec = variable.value_spec
+            spec = variable._value_spec
             arrays[variable] = runtime.ps.memory.empty(spec.shape, dtype_of(spec.dtype))
     return mapped(tree, arrays.__getitem__)

@@ -70,7 +70,7 @@ class Module:
         """Those of ``variables`` that were declared trainable."""
         return tuple(variable for variable in self.variables if variable.trainable)
 
-    def checkpoint_items(self) -> Mapping[str, Any]:
+    def _checkpoint_items(self) -> Mapping[str, Any]:
         """Return what a checkpoint of this module may hold, by name: its attributes.
 
         Settings and functions among them are not saved.

@@ -103,7 +103,7 @@ class ExponentialMovingAverage:
         step = self._step_variable()
         return vars(self) if step is None else {**vars(self), "num_updates": step}
 
-    def decay_at(self, step: int) -> float:
+    def _decay_at(self, step: int) -> float:
         """Return the decay at a step: of the update after which the global step is ``step``."""
         follows = self.num_updates is not False
         return growing_decay(self.decay, step) if follows else self.decay
@@ -139,7 +139,7 @@ class ExponentialMovingAverage:
         where = place_of(sys._getframe(1))
         for variable, scope in scopes.items():
             if variable not in self._shadows:
-                spec = scope.declare_copy(variable.spec, f"{variable.name}/{self.name}", where)
+                spec = scope._declare_copy(variable.spec, f"{variable.name}/{self.name}", where)
                 self._shadows[variable] = declared_in(scope, spec)
 
     async def update(self) -> None:
@@ -176,9 +176,9 @@ class ExponentialMovingAverage:
         ps, decay = runtime.ps, self.decay
         if step is not None:
             (count,) = await ps.pull(ps.plan((step.spec,)))
-            decay = self.decay_at(int(count))
+            decay = self._decay_at(int(count))
         closure, ordinal = runtime.begin_update(operation)
-        originals = {shadow: original for original, shadow in self.pairs()}
+        originals = {shadow: original for original, shadow in self._pairs()}
         plan = ps.plan(tuple(shadow.spec for shadow in shadows))
         await ps.average(plan, originals, decay=decay, closure=closure, ordinal=ordinal)
 
@@ -234,7 +234,7 @@ class ExponentialMovingAverage:
                 names.setdefault(variable.name, variable)
         return names
 
-    def pairs(self, variables: Iterable[AnyVariable] | None = None) -> tuple[tuple[int, int], ...]:
+    def _pairs(self, variables: Iterable[AnyVariable] | None = None) -> tuple[tuple[int, int], ...]:
         """Return (variable id, id of its average) of variables; default: of all averaged ones.
 
         Raises:

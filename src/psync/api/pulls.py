@@ -124,8 +124,8 @@ async def pull(
             strategies.
         ClosedError: The coordinator was closed.
         ConfigurationError: No such compression.
-        ValueMismatchError: An array in ``out`` does not fit, stands for two variables, or for one that
-            has another array already.
+        ValueMismatchError: An array in ``out`` does not fit, stands for two variables, or for one
+            that has another array already.
         ParameterServerLost: A ps is gone.
         LockLost: ``consistent``, and connections were lost again and again, or this task's loop
             was blocked for longer than 10 s.
@@ -206,7 +206,7 @@ def _targets(tree: Any, out: Any) -> dict[Handle, np.ndarray]:
     """Return the array in ``out`` for each variable."""
     targets: dict[Handle, np.ndarray] = {}
     for variable, array in pairs(tree, out, "out"):
-        if targets.setdefault(variable, checked_target(array, variable.value_spec)) is not array:
+        if targets.setdefault(variable, checked_target(array, variable._value_spec)) is not array:
             raise ValueMismatchError(f'out has two arrays for variable "{variable.name}"')
     owners: dict[int, Handle] = {}
     for variable, array in targets.items():

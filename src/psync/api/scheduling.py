@@ -220,8 +220,8 @@ class Scheduling:
             The handle to its result.
 
         Raises:
-            SerializationError: ``step`` is not callable, or something cannot be sent to a worker; names
-                it.
+            SerializationError: ``step`` is not callable, or something cannot be sent to a worker;
+                names it.
             ClosedError: The coordinator is not running.
 
         Example:
@@ -315,7 +315,8 @@ class Scheduling:
             The handle to its result.
 
         Raises:
-            SerializationError: ``fn`` is not callable, or something cannot be sent to a worker; names it.
+            SerializationError: ``fn`` is not callable, or something cannot be sent to a worker;
+                names it.
             ClosedError: The coordinator is not running.
         """
         if type(args) is not tuple or kwargs is not None:
@@ -441,7 +442,11 @@ class Scheduling:
 
 
 def _checked(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a step. Raises SerializationError unless they are a tuple and a dict."""
+    """Return the arguments of a step.
+
+    Raises:
+        SerializationError: They are not a tuple and a dict.
+    """
     if isinstance(args, RemoteValue) or not isinstance(args, tuple | list):
         raise SerializationError(
             f"args: expected a tuple, got {type(args).__name__}",

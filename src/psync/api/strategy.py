@@ -76,6 +76,7 @@ class ParameterServerStrategy(ReplicaRuns):
         cluster_resolver: As given, or found.
         cluster: The training cluster: without evaluators, checked.
         task: Job and index of this process; None where it is none of the cluster's tasks.
+        ps_recovery: As given.
         worker_index: The index of this process among the workers; None: it is not a worker.
 
     Raises:
@@ -127,10 +128,10 @@ class ParameterServerStrategy(ReplicaRuns):
                 f"{spec.num_tasks('ps')}: each is kept in the process of another one, too",
             )
         self.ps_recovery = ps_recovery
-        self.origin = random_hex(8)
-        self.runtime: Runtime | None = None  # the coordinator's; None while none runs
-        self.created = False  # a coordinator has run: variables may exist on ps tasks
-        self.declared: list[Declaration] = []  # not created yet
+        self._origin = random_hex(8)
+        self._runtime: Runtime | None = None  # the coordinator's; None while none runs
+        self._created = False  # a coordinator has run: variables may exist on ps tasks
+        self._uncreated: list[Declaration] = []  # not created yet
         self.cluster_resolver = cluster_resolver
         self.cluster = spec
         self.task = (task_type, task_id)
@@ -140,8 +141,8 @@ class ParameterServerStrategy(ReplicaRuns):
         self._workers = len(workers), self.worker_index
         self._partitioner = variable_partitioner
         self._placer = Placer(spec.num_tasks("ps"), placement)
-        self.accumulators: dict[str, Any] = {}
-        self.accumulator_placement: Placement = RoundRobin(spec.num_tasks("ps"))
+        self._accumulators: dict[str, Any] = {}
+        self._accumulator_placement: Placement = RoundRobin(spec.num_tasks("ps"))
         self._names: dict[str, int] = {}  # those taken, and how often each was asked for
         self._variables: list[Variable | ShardedVariable] = []
         self._next_id = 0
@@ -305,7 +306,7 @@ class ParameterServerStrategy(ReplicaRuns):
             "colocate_vars_with: expected a variable", colocate_with_variable, Handle,
             hint="to name a ps: with strategy.pinned(index): …", error=UsageError,
         )  # fmt: skip
-        if variable.origin != self.origin:
+        if variable.origin != self._origin:
             raise UsageError(
                 f'colocate_vars_with: variable "{variable.name}" belongs to another strategy'
             )
@@ -321,7 +322,7 @@ class ParameterServerStrategy(ReplicaRuns):
 
     # scopes.Scope.
 
-    def declare(
+    def _declare(
         self,
         initial_value: Any,
         name: str,
@@ -355,14 +356,14 @@ class ParameterServerStrategy(ReplicaRuns):
         self._declared(name, Declaration(spec, initial))
         return spec
 
-    def declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
+    def _declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
         """Place a new variable beside another one, with whose value it begins."""
         self._check_open(name)
         spec = self._beside(original, name, original.shape, original.dtype, False, where)
         self._declared(name, Declaration(spec, None, original))
         return spec
 
-    def add(self, variable: Any) -> None:
+    def _add(self, variable: Any) -> None:
         """Note the handle of a variable that was declared."""
         self._variables.append(variable)
 
@@ -392,7 +393,7 @@ class ParameterServerStrategy(ReplicaRuns):
         return spec
 
     def _check_open(self, name: str) -> None:
-        if self.created and self.runtime is None:
+        if self._created and self._runtime is None:
             raise ClosedError(
                 f'variable "{name}": the coordinator of this strategy was closed',
                 hint="make a new strategy, and declare it there",
@@ -411,4 +412,4 @@ class ParameterServerStrategy(ReplicaRuns):
         self._names[name] = self._names.get(name, 0) + 1
         self._names.setdefault(declaration.spec.name, 1)
         self._next_id += 1
-        self.declared.append(declaration)
+        self._uncreated.append(declaration)

@@ -43,8 +43,8 @@ class SyncReplicasOptimizer(Optimizer):
     """Averages the gradients of several replicas and applies the mean in one step.
 
     A replica is a worker. Each step takes the pushes of ``replicas_to_aggregate`` (R) of the
-    ``total_num_replicas`` (N) replicas. R < N: the others are backup replicas, and whoever is
-    late is not waited for. R > N: a replica contributes more than once to a step. A push is
+    ``total_num_replicas`` (N) replicas. If R < N, the others are backup workers: a step does not
+    wait for the slowest ones. R > N: a replica contributes more than once to a step. A push is
     counted whole or not at all, over all variables and ps tasks; one whose gradients were
     computed from values of an earlier step is *stale*: it is dropped, and its result says so.
 
@@ -97,7 +97,7 @@ class SyncReplicasOptimizer(Optimizer):
         UsageError: Inside a step.
         ValueMismatchError: A variable to average is of no float dtype.
 
-    Source: ``tf.compat.v1.train.SyncReplicasOptimizer``; Chen et al. 2016 for backup replicas.
+    Source: ``tf.compat.v1.train.SyncReplicasOptimizer``; Chen et al. 2016 for backup workers.
         There a gradient is judged for each variable alone, nobody is told that it was dropped,
         and every replica's second step is wasted.
 
@@ -113,9 +113,14 @@ class SyncReplicasOptimizer(Optimizer):
             return result.outcome
     """
 
-    synchronous = True
-    push_options = frozenset({"name", "weight"})
-    GATE_NONE, GATE_OP, GATE_GRAPH = 0, 1, 2
+    _synchronous = True
+    _push_options = frozenset({"name", "weight"})
+    GATE_NONE = 0
+    """Value of ``minimize(gate_gradients=…)``, without effect."""
+    GATE_OP = 1
+    """Value of ``minimize(gate_gradients=…)``, without effect."""
+    GATE_GRAPH = 2
+    """Value of ``minimize(gate_gradients=…)``, without effect."""
 
     def __init__(
         self,
@@ -188,7 +193,7 @@ class SyncReplicasOptimizer(Optimizer):
         runtime, global_step = current_runtime(), self._group.global_step
         if runtime is None and global_step is not None:
             scope = scope_of(global_step)
-            runtime = None if scope is None else scope.runtime
+            runtime = None if scope is None else scope._runtime
         return None if runtime is None else runtime.sync.token(self.number)
 
     # Training.

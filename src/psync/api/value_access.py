@@ -33,16 +33,16 @@ class ValueAccess(AwaitFirst):
     _scope: weakref.ref[Scope] | None  # its strategy's; None where that is not, on workers
 
     @property
-    def value_spec(self) -> VariableSpec:
+    def _value_spec(self) -> VariableSpec:
         """Describes what users read and write: the variable itself, unless it has copies."""
         return self.spec
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole variable."""
-        return self.value_spec.shape
+        return self._value_spec.shape
 
-    def what_it_is(self) -> tuple[str, str]:
+    def _what_it_is(self) -> tuple[str, str]:
         """Return how messages call it, and what is to be awaited instead."""
         return (
             f'variable "{self.spec.name}"',
@@ -257,7 +257,8 @@ class ValueAccess(AwaitFirst):
         Raises:
             VariableIndexError: A row is out of range.
             IndexTypeError, IndexValueError: The indices are no integers, or not of shape (n,).
-            ValueMismatchError: Shape or dtype of the values do not fit, or the dtype cannot hold one.
+            ValueMismatchError: Shape or dtype of the values do not fit, or the dtype cannot hold
+                one.
             UsageError: Neither in a step nor within a running coordinator.
             ParameterServerLost: If a ps is gone.
             ClosureCancelled: In a step that was cancelled.
@@ -364,7 +365,7 @@ class PartRead(AwaitFirst):
     def __await__(self) -> Generator[Any, None, Any]:
         return self._read().__await__()
 
-    def what_it_is(self) -> tuple[str, str]:
+    def _what_it_is(self) -> tuple[str, str]:
         """Return how messages call it, and what is to be awaited instead."""
         return f'part of variable "{self._variable.spec.name}"', "`part = await v[…]`"
 

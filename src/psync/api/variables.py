@@ -287,7 +287,7 @@ def _declare(
             scope, initial_value, name, dtype, extents, trainable, where, aggregation
         )
     else:
-        spec = scope.declare(initial_value, name, dtype, extents, trainable, where)
+        spec = scope._declare(initial_value, name, dtype, extents, trainable, where)
     return declared_in(scope, spec, synchronization, aggregation)
 
 
@@ -321,9 +321,9 @@ def declared_in(
     aggregation: VariableAggregation = VariableAggregation.NONE,
 ) -> Any:
     """Return the handle of a variable that ``scope`` has just declared, which takes note of it."""
-    handle = _intern(scope.origin, spec, synchronization, aggregation)
+    handle = _intern(scope._origin, spec, synchronization, aggregation)
     handle._scope = weakref.ref(scope)
-    scope.add(handle)
+    scope._add(handle)
     return handle
 
 

@@ -387,7 +387,7 @@ class ClusterRecovery:
     def _end(self, error: Exception, *, all_lost: bool, why: str) -> None:
         for link in self.links.ps.links:
             if all_lost and isinstance(error, ParameterServerLost):
-                link.lost = link.lost or error
+                link.fail(error)
             link.release()
         if self.rule.state is State.CLOSED:
             return

@@ -250,6 +250,8 @@ class Rollback:
         moved = [other for other, home in enumerate(rule.homes) if home == dead]
         for other in moved:
             rule.homes[other] = other
+            why = f"was in the process of {task_name('ps', ps)}"
+            rule.lost_ps.setdefault(other, ParameterServerLost(task_name("ps", other), why))
         return [GoHome(other) for other in moved]
 
     def next(self) -> list[Action]:

@@ -223,6 +223,11 @@ class Lanes:
         self._declare_lost(message)
         self._end_attempts()
 
+    def fail(self, error: ParameterServerLost) -> None:
+        """Let all requests fail with this error, including those that wait for a connection."""
+        self.lost = self.lost or error
+        self._end_attempts()
+
     def _end_attempts(self) -> None:
         for attempt in self._attempts.values():
             if not attempt.expired():  # it ends already

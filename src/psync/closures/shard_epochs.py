@@ -40,12 +40,19 @@ class Mark(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EpochAccount:
-    """What became of the shards of one epoch. Shards are named by their index."""
+    """The outcome of the shards of one epoch. Shards are named by their index.
 
-    epoch: int  # from 0
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        num_shards: Number of shards.
+        undone: Shards without a finished run; all others are done, each exactly once.
+        runs: Number of runs at most, for each shard with a run that did not finish.
+    """
+
+    epoch: int
     num_shards: int
-    undone: tuple[int, ...]  # no run has finished; all others are done, each exactly once
-    runs: dict[int, int]  # of shards with a run that did not finish: runs so far, at most
+    undone: tuple[int, ...]
+    runs: dict[int, int]
 
     @property
     def num_done(self) -> int:

@@ -196,9 +196,9 @@ class MonitoredTrainingSession:
 
         Cancellation: Everything is closed again.
         """
-        if self._links is not None or self.strategy.runtime is not None:
+        if self._links is not None or self.strategy._runtime is not None:
             raise UsageError("a session or a coordinator of this strategy is running already")
-        if self.strategy.created:
+        if self.strategy._created:
             raise ClosedError(
                 "the session of this strategy has ended, its variables are gone",
                 hint="make a new strategy",
@@ -218,8 +218,8 @@ class MonitoredTrainingSession:
             platform,
             task_name(self._job, self._index),
             [cluster.task_address("ps", index) for index in cluster.task_indices("ps")],
-            self.strategy.declared,
-            origin=self.strategy.origin,
+            self.strategy._uncreated,
+            origin=self.strategy._origin,
             connect_timeout_s=self._connect_timeout_s,
             ps_timeout_s=self._ps_timeout_s,
         )
@@ -249,8 +249,8 @@ class MonitoredTrainingSession:
             await self._wait_stopping(self._startup_delay_s)
 
     async def _use(self, runtime: Runtime) -> None:
-        self.strategy.runtime = runtime
-        self.strategy.created = True
+        self.strategy._runtime = runtime
+        self.strategy._created = True
         if runtime.ensure_created is not None:
             await runtime.ensure_created()
         for hook in self._hooks:
@@ -416,7 +416,7 @@ class MonitoredTrainingSession:
         self._stopping.set()
         if (last_words := training_over.get()) is not None:
             last_words.set()
-        training = self.strategy.runtime is not None
+        training = self.strategy._runtime is not None
         try:
             if training and self._failure is None:
                 await self._say_goodbye(links, error)
@@ -424,7 +424,7 @@ class MonitoredTrainingSession:
             for watcher in self._watchers:
                 watcher.cancel()
             await asyncio.gather(*self._watchers, return_exceptions=True)
-            self.strategy.runtime = None
+            self.strategy._runtime = None
             if self._seen is not None:
                 await self._seen.close()
             await links.close()

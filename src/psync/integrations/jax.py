@@ -211,7 +211,7 @@ class PSPytree(ServedVariables, Generic[T]):
         live = await self._live()
         donated = any(array.is_deleted() for array in live.kept.values())
         seen = None if donated else live.version
-        values, version = await self.pull_values(seen, self._target)
+        values, version = await self._pull_values(seen, self._target)
         for array in values.values():
             array.flags.writeable = False
         given = {**live.kept, **values}
@@ -273,7 +273,7 @@ class PSPytree(ServedVariables, Generic[T]):
         pushed = {key: arrays[key] if key in found else None for key in gradients}
         merged = {key: arrays.get(key, live.state[key]) for key in self._state.names}
         own = {key: self._fitting(key, arrays[key]) for key in now if key not in merged}
-        result = await self.push_values(pushed, live.state, merged)
+        result = await self._push_values(pushed, live.state, merged)
         live.kept |= by_name(own, jax.device_put)
         return result
 
@@ -288,7 +288,7 @@ class PSPytree(ServedVariables, Generic[T]):
 
         Cancellation: Safe.
         """
-        return await self.read_values()
+        return await self._read_values()
 
     async def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True
@@ -308,13 +308,16 @@ class PSPytree(ServedVariables, Generic[T]):
         Raises:
             UsageError: Names differ, and ``strict``; inside a step, or outside of a running
                 coordinator. Nothing was changed.
-            ValueMismatchError: A shape differs, or a dtype cannot hold the numbers. Nothing was changed.
+            ValueMismatchError: A shape differs, or a dtype cannot hold the numbers. Nothing was
+                changed.
             ParameterServerLost: A ps is gone.
 
         Cancellation: Once begun, it ends in the background.
         """
-        found = self.compare_keys(self._by_name, state_dict, strict=strict)
-        await self.load_values({key: state_dict[key] for key in self._by_name if key in state_dict})
+        found = self._compare_keys(self._by_name, state_dict, strict=strict)
+        await self._load_values(
+            {key: state_dict[key] for key in self._by_name if key in state_dict}
+        )
         return found
 
     def _checked_state(self, state: Any, what: str) -> dict[str, Any]:
@@ -347,7 +350,7 @@ class PSPytree(ServedVariables, Generic[T]):
             self._check_64_bit()
             return _Live()
 
-        return await self.kept_here(begin)
+        return await self._kept_here(begin)
 
     def _check_64_bit(self) -> None:
         """Check that jax keeps the dtypes of all leaves on this task."""

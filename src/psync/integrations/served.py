@@ -124,7 +124,7 @@ class ServedVariables(Module):
         if self._seldom:
             first = digest_of({key: values[key] for key in self._seldom})
             self._version = Variable(first, name=prefix + VERSION, dtype=np.int64, trainable=False)
-        self._global_step = get_or_create_global_step() if optimizer.synchronous else None
+        self._global_step = get_or_create_global_step() if optimizer._synchronous else None
 
     def __repr__(self) -> str:
         others = len(self._by_name) - len(self._trained)
@@ -148,12 +148,12 @@ class ServedVariables(Module):
             )
         return self._by_name[key]
 
-    def checkpoint_items(self) -> Mapping[str, Any]:
+    def _checkpoint_items(self) -> Mapping[str, Any]:
         """Return what a checkpoint holds: "model/weight" is the array "weight" of "model"."""
         version = {} if self._version is None else {VERSION: self._version}
         return {**self._by_name, **version}
 
-    async def kept_here(self, begin: Callable[[], L]) -> L:
+    async def _kept_here(self, begin: Callable[[], L]) -> L:
         """Return what this task keeps of the model, for as long as it serves this coordinator.
 
         Args:
@@ -173,7 +173,7 @@ class ServedVariables(Module):
         kept: L = models[key]
         return kept
 
-    def compare_keys(
+    def _compare_keys(
         self, names: Collection[str], given: Collection[str], *, strict: bool
     ) -> LoadedKeys:
         """Return which names are missing or unknown in what is to be loaded.
@@ -198,7 +198,7 @@ class ServedVariables(Module):
 
     # Values.
 
-    async def pull_values(
+    async def _pull_values(
         self, seen: int | None, target_of: Callable[[str], np.ndarray] | None = None
     ) -> tuple[dict[str, np.ndarray], int | None]:
         """Return all values that may be others than before, and the version of the frozen ones.
@@ -227,7 +227,7 @@ class ServedVariables(Module):
         values |= zip(self._seldom, await pull(rest, out=out), strict=True)
         return values, int(arrays[-1])
 
-    async def read_values(self) -> dict[str, np.ndarray]:
+    async def _read_values(self) -> dict[str, np.ndarray]:
         """Return the values of all arrays, which the caller may change.
 
         Raises:
@@ -238,7 +238,7 @@ class ServedVariables(Module):
         read: dict[str, np.ndarray] = await pull(self._by_name, copy=True)
         return read
 
-    async def load_values(self, values: Mapping[str, Any]) -> None:
+    async def _load_values(self, values: Mapping[str, Any]) -> None:
         """Set arrays; what optimizers keep beside them stays.
 
         Args:
@@ -264,7 +264,7 @@ class ServedVariables(Module):
 
     # Pushes.
 
-    async def push_values(
+    async def _push_values(
         self,
         gradients: Mapping[str, Any],
         before: Mapping[str, np.ndarray],

@@ -181,7 +181,7 @@ class PSModule(ServedVariables, Generic[M]):
             tensors.drop_gradients()
         tensors.check_unchanged(f"PSModule {self.name!r}")
         written = tensors.begin_writing()
-        _, version = await self.pull_values(live.version, written.target)
+        _, version = await self._pull_values(live.version, written.target)
         if written.is_costly:
             await in_thread(written.finish)
         else:
@@ -206,8 +206,8 @@ class PSModule(ServedVariables, Generic[M]):
             may say STALE: the gradients were too old, and are gone.
 
         Raises:
-            ValueMismatchError: There is no gradient, or one that the variable's dtype cannot hold, or
-                one of a frozen parameter. Nothing was pushed; the gradients are gone.
+            ValueMismatchError: There is no gradient, or one that the variable's dtype cannot hold,
+                or one of a frozen parameter. Nothing was pushed; the gradients are gone.
             UsageError: This step has not pulled.
             ConfigurationError: The module has other tensors than it was built with, or one of
                 another shape; names them. Nothing was pushed.
@@ -238,7 +238,7 @@ class PSModule(ServedVariables, Generic[M]):
                     "from a later step on; requires_grad_(False) in a step freezes it for now",
                 )
         state = {key: tensors.array(key) for key in self._state.names}
-        return await self.push_values(gradients, live.state, state)
+        return await self._push_values(gradients, live.state, state)
 
     async def state_dict(self) -> OrderedDict[str, torch.Tensor]:
         """Return the present values as the module's own ``state_dict`` has them, on the CPU.
@@ -252,7 +252,7 @@ class PSModule(ServedVariables, Generic[M]):
 
         Cancellation: Safe.
         """
-        values = await self.read_values()
+        values = await self._read_values()
         made = {key: ModuleTensors.tensor_of(value) for key, value in values.items()}
         return OrderedDict((key, made[own]) for key, own in self._names.items())
 
@@ -274,19 +274,20 @@ class PSModule(ServedVariables, Generic[M]):
         Raises:
             UsageError: Names differ, and ``strict``; inside a step, or outside of a running
                 coordinator. Nothing was changed.
-            ValueMismatchError: A shape differs, or a dtype cannot hold the numbers. Nothing was changed.
+            ValueMismatchError: A shape differs, or a dtype cannot hold the numbers. Nothing was
+                changed.
             ParameterServerLost: A ps is gone.
 
         Cancellation: Once begun, it ends in the background.
         """
         given = {key.removeprefix("_orig_mod."): each for key, each in state_dict.items()}
-        found = self.compare_keys(self._names, given, strict=strict)
+        found = self._compare_keys(self._names, given, strict=strict)
         arrays = {
             own: ModuleTensors.array_of(given[key])
             for key, own in self._names.items()
             if key in given
         }
-        await self.load_values(arrays)
+        await self._load_values(arrays)
         return found
 
     async def _live(self) -> _Live:
@@ -299,7 +300,7 @@ class PSModule(ServedVariables, Generic[M]):
             check_same(f"PSModule {self.name!r}", self._kinds, tensors.kinds())
             return _Live(tensors)
 
-        return await self.kept_here(begin)
+        return await self._kept_here(begin)
 
     def _build(self) -> ModuleTensors:
         module = self._build_module()

@@ -1,4 +1,4 @@
-"""Running a process as its task: ``run`` for scripts, ``serve`` for ps and workers."""
+"""Running a process as its task: ``run`` for scripts, ``run_task`` for ps and workers."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def _evaluate(
     return evaluate
 
 
-async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = False) -> None:
+async def run_task(resolver: ClusterResolver | None = None, *, insecure: bool = False) -> None:
     """Serve as the ps or worker that the cluster says this process is, until told to stop.
 
     Args:
@@ -264,17 +264,17 @@ async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = Fal
 
 
 def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -> int:
-    """Do ``serve`` in this process until a message or SIGTERM says stop; for ``psync task``.
+    """Do ``run_task`` in this process until a message or SIGTERM says stop; for ``psync task``.
 
     Returns:
         The exit code.
 
     Args:
-        insecure: As ``serve``.
+        insecure: As ``run_task``.
         chief_timeout: In place of ``PSYNC_CHIEF_TIMEOUT``.
 
     Raises:
-        ConfigurationError, TrainingEnded: As ``serve``.
+        ConfigurationError, TrainingEnded: As ``run_task``.
     """
     own = own_task(None)
     watch_launcher()
@@ -322,19 +322,19 @@ async def serve_as(
     chief_timeout: str | None = None,
     awaited: str = "",
 ) -> int:
-    """Do ``serve`` as a task that is known already; return the exit code.
+    """Do ``run_task`` as a task that is known already; return the exit code.
 
     Args:
         own: The task.
-        insecure: As ``serve``.
+        insecure: As ``run_task``.
         shared: Whether this process runs the program's script.
         chief_timeout: In place of ``PSYNC_CHIEF_TIMEOUT``.
         awaited: What to say every ten seconds while there is no chief.
 
     Raises:
-        ConfigurationError, TrainingEnded: As ``serve``.
+        ConfigurationError, TrainingEnded: As ``run_task``.
 
-    Cancellation: As ``serve``.
+    Cancellation: As ``run_task``.
     """
     if own.job not in ("ps", "worker"):
         raise ConfigurationError(

@@ -1,7 +1,7 @@
 """Cluster resolvers: the cluster's tasks and this process's own, from TF_CONFIG or arguments.
 
 A resolver has TensorFlow's interface, so that programs keep theirs. What it says is checked by
-``training_cluster``, which the strategy and ``serve`` call before anything is connected: a wrong
+``training_cluster``, which the strategy and ``run_task`` call before anything is connected: a wrong
 ``TF_CONFIG`` is one line that names the field, not a job that waits.
 """
 
@@ -35,7 +35,8 @@ class ClusterResolver(ABC):
     user's array library does, so resolvers look for no accelerators.
     """
 
-    source: ClassVar[str] = "cluster resolver"  # where the answers come from, for messages
+    source: ClassVar[str] = "cluster resolver"
+    """Where the answers come from, for messages."""
 
     # Given to the constructor or assigned; None: as the source says.
     _task_type: str | None = None

@@ -34,6 +34,9 @@ class DistributedValues:
     Args:
         values: At least one.
 
+    Attributes:
+        values: The values as a tuple.
+
     Raises:
         ReplicaValueError: There is none.
 

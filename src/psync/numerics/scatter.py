@@ -195,8 +195,8 @@ class IndexedSlices:
         dense_shape: Of the whole array, if it is known.
 
     Raises:
-        ValueMismatchError: Values or indices are no arrays; the indices are no integers, or not as many
-            as there are rows.
+        ValueMismatchError: Values or indices are no arrays; the indices are no integers, or not as
+            many as there are rows.
 
     Source: ``tf.IndexedSlices``.
     """

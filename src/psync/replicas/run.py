@@ -34,9 +34,9 @@ class LocalRunWarning(UserWarning):
 class ReplicaRuns:
     """The part of a strategy that runs replicas, and makes one value of theirs."""
 
-    gangs: GangRunner | None = None  # the coordinator's; None while none runs
-    runtime: Runtime | None
-    created: bool
+    _gangs: GangRunner | None = None  # the coordinator's; None while none runs
+    _runtime: Runtime | None
+    _created: bool
 
     async def run(
         self,
@@ -94,18 +94,18 @@ class ReplicaRuns:
                 f"args: expected a tuple, got {type(args).__name__}", hint="run(fn, args=(value,))"
             )
         args, kwargs = tuple(args), dict(kwargs or {})
-        if self.gangs is not None:
-            assert self.runtime is not None, "both are a coordinator's"
-            if asyncio._get_running_loop() is not self.runtime.ps.loop:
+        if self._gangs is not None:
+            assert self._runtime is not None, "both are a coordinator's"
+            if asyncio._get_running_loop() is not self._runtime.ps.loop:
                 raise other_loop("strategy.run")
             try:
-                return await self.gangs.run(self, fn, args, kwargs)
+                return await self._gangs.run(self, fn, args, kwargs)
             except (
                 SerializationError
             ) as error:  # about the program, and begins where that has called
                 raise error.with_traceback(None) from error.__cause__
-        if self.runtime is None:
-            if self.created:
+        if self._runtime is None:
+            if self._created:
                 raise ClosedError(
                     "strategy.run: the coordinator of this strategy was closed",
                     hint="run inside `async with ClusterCoordinator(strategy):`",

@@ -211,26 +211,44 @@ class Status:
     "running", "recovering" (closures are held back until a ps is there again), "failed" (an error
     is about to be raised), "ended".
 
+    Attributes:
+        time: Seconds since 1970.
+        pid: Process of the coordinator.
+        program: Name of the program.
+        uptime_s: Seconds since the coordinator began to connect.
+        window_s: Seconds over which the rates are taken.
+        state: State of the coordinator.
+        waits_for: What a ``join`` waits for, in words; "nothing".
+        queue: The closure queue.
+        steps: Progress of training.
+        workers: The workers, by index.
+        ps: The ps tasks, by index.
+        reported: Values that the program reports: loss, epoch, ….
+        notes: Remarks on recovery, backups and workers that are set aside.
+        events: The latest events, newest first.
+        placement: Shards of all variables, in order of declaration.
+        schema: Version of the JSON form.
+
     Example:
         status = await coordinator.status()
         print(status.queue.closures_per_s, [w.task for w in status.workers if w.state == "lost"])
     """
 
-    time: float  # seconds since 1970
-    pid: int  # of the coordinator's process
-    program: str  # what it runs
-    uptime_s: float  # since the coordinator began to connect
-    window_s: float  # of the rates
+    time: float
+    pid: int
+    program: str
+    uptime_s: float
+    window_s: float
     state: str
-    waits_for: str  # what a join waits for, in words; "nothing"
+    waits_for: str
     queue: QueueStatus = field(default_factory=QueueStatus)
     steps: StepsStatus = field(default_factory=StepsStatus)
-    workers: tuple[WorkerStatus, ...] = ()  # by index
-    ps: tuple[PsStatus, ...] = ()  # by index
-    reported: Mapping[str, float] = field(default_factory=dict)  # by the program: loss, epoch, …
-    notes: tuple[str, ...] = ()  # on recovery, backups and who is set aside
-    events: tuple[EventStatus, ...] = ()  # the newest, newest first
-    placement: tuple[ShardStatus, ...] = ()  # of all variables, in order of declaration
+    workers: tuple[WorkerStatus, ...] = ()
+    ps: tuple[PsStatus, ...] = ()
+    reported: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    events: tuple[EventStatus, ...] = ()
+    placement: tuple[ShardStatus, ...] = ()
     schema: int = SCHEMA
 
     def to_json(self) -> str:

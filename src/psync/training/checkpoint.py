@@ -413,7 +413,7 @@ async def coordinator_for(contents: Contents) -> Coordinator | None:
     if len(running) != 1:
         return None
     runtime_here("saving a checkpoint", running[0])
-    return coordinator_of(running[0].origin)
+    return coordinator_of(running[0]._origin)
 
 
 async def _written(

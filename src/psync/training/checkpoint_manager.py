@@ -272,5 +272,5 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
 
 def _coordinators() -> list[Coordinator]:
     """Return the coordinators that run in this process."""
-    found = [coordinator_of(scope.origin) for scope in running_scopes()]
+    found = [coordinator_of(scope._origin) for scope in running_scopes()]
     return [coordinator for coordinator in found if coordinator is not None]

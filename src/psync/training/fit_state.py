@@ -29,7 +29,7 @@ from psync.store.untrusted_json import read_json, to_json, wrong
 
 @dataclass(slots=True)
 class History:
-    """What ``fit`` returns.
+    """The result of ``fit``.
 
     Attributes:
         epoch: Numbers of the epochs that ran, from 0, those before a resume included.
@@ -45,23 +45,23 @@ class History:
     repeated: list[int] = field(default_factory=list)
     stop_reason: str | None = None
 
-    def add(self, epoch: int, logs: Mapping[str, float], repeated: int = 0) -> None:
+    def _add(self, epoch: int, logs: Mapping[str, float], repeated: int = 0) -> None:
         """Note an epoch."""
         self.epoch.append(epoch)
         self.repeated.append(repeated)
         for name, value in logs.items():
             self.history.setdefault(name, []).append(value)
 
-    def add_repeated(self, steps: int) -> None:
+    def _add_repeated(self, steps: int) -> None:
         """Note steps that were trained again after the last epoch."""
         if self.repeated:
             self.repeated[-1] += steps
 
-    def clear(self) -> None:
+    def _clear(self) -> None:
         """Forget all epochs."""
         self.epoch, self.history, self.repeated, self.stop_reason = [], {}, [], None
 
-    def copy(self) -> History:
+    def _copy(self) -> History:
         """Return a history of its own."""
         return copy.deepcopy(self)
 
@@ -114,7 +114,7 @@ class FitState:
 
     def clear(self) -> None:
         """Forget all epochs, and the steps that are owed."""
-        self.history.clear()
+        self.history._clear()
         self.before = 0
 
     def checkpoint_state(self) -> dict[str, Any]:
@@ -204,9 +204,9 @@ class OwedSteps:
         """
         found = 0
         for value, count in zip(closures, counts, strict=True):
-            state, lacks = value.closure.state, count
+            state, lacks = value._closure.state, count
             if state is State.FINISHED:
-                result = value.result()
+                result = value.get_nowait()
                 lacks = 0 if result is None else result[0]
             if lacks and value.closure_id in self._steps:  # or it was undone: all of it is owed
                 self._steps[value.closure_id] -= lacks
@@ -236,7 +236,7 @@ class OwedSteps:
                 (batches, self._pass, count),
                 {},
                 may_repeat=False,
-                needs=batches.needs(self._pass),
+                needs=batches._needs(self._pass),
             )
             for count in counts
         ]

@@ -316,7 +316,7 @@ class Contents:
     def _add_optimizer(self, path: str, optimizer: Optimizer) -> ValueOf:
         self._check_new(f"{path}/step")
         self._check_new(f"{path}/learning_rate")
-        self.optimizers[path] = optimizer.holder
+        self.optimizers[path] = optimizer._holder
         self.by_variable += [f"{path}/{slot}" for slot in optimizer.get_slot_names()]
         for slot in optimizer.variables() if self.slots else ():
             self._add_array(f"{path}/{slot.name}/{slot.variable.name}", slot)
@@ -368,7 +368,7 @@ def _optimizer_values(
 
 def _held(module: Module) -> list[tuple[str, Any]]:
     """Return what of a module is saved."""
-    return [each for each in module.checkpoint_items().items() if _holds_something(each[1])]
+    return [each for each in module._checkpoint_items().items() if _holds_something(each[1])]
 
 
 def _holds_something(value: Any) -> bool:

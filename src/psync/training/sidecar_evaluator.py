@@ -117,8 +117,10 @@ class SidecarEvaluator:
     __psync_capture_error__ = "an evaluator reads files of its own machine, steps have no use of it"
     __psync_capture_hint__ = "call it in the program, outside of steps"
 
-    validation_skipped = False  # a callback's question to its trainer
-    stop_training = False  # set by a callback: there will be no other evaluation
+    validation_skipped = False
+    """Always False; callbacks ask their trainer."""
+    stop_training = False
+    """Set by a callback: there is no further evaluation."""
 
     def __init__(
         self,

@@ -118,7 +118,7 @@ class Trainer:
         self._evaluated = _of_batch(loss_and_predictions or value_and_grad)
         with strategy.scope():
             self._counted = self._counters()
-            self._global_step = get_or_create_global_step() if optimizer.synchronous else None
+            self._global_step = get_or_create_global_step() if optimizer._synchronous else None
         self.history = History()
         self.fit_state = FitState(self.history)
         self.checkpoint = Checkpoint(
@@ -245,7 +245,7 @@ class Trainer:
                             steps_per_epoch, validate if validates else None
                         )
                         show.end(time.perf_counter() - began, logs, again)
-                        history.add(epoch, logs, again)
+                        history._add(epoch, logs, again)
                         coordinator.report({"epoch": epoch, **logs})
                         await call_back(self, callbacks, "on_epoch_end", epoch, logs)
                         ended |= await runs.settle()
@@ -262,7 +262,7 @@ class Trainer:
                 await runs.settle(saved=not self.unsaved)
                 if self.manager is not None:
                     await self.manager.finish()
-                return history.copy()
+                return history._copy()
 
     def request_stop(self, reason: str) -> None:
         """Let ``fit`` end with its epoch, from a callback; steps use ``psync.request_stop``.
@@ -313,12 +313,12 @@ class Trainer:
         """Return what counts on the ps tasks, by name; called in the strategy's scope."""
         return {"loss": Mean("loss"), **self.metrics}
 
-    async def logs_of(self, sums: Any) -> dict[str, float]:
+    async def _logs_of(self, sums: Any) -> dict[str, float]:
         """Return the values of what a step function has counted."""
         counted = zip(self._counted.items(), sums, strict=True)
         return {name: metric.value_of(total) for (name, metric), total in counted}
 
-    async def values_of(
+    async def _values_of(
         self, closures: Sequence[RemoteValue[Any]], ended: bool
     ) -> tuple[dict[str, float], bool]:
         """Return the values of an epoch, and whether data ended, as a step function has raised.

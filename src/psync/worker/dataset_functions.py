@@ -21,15 +21,20 @@ from psync.serialization.captures import name_of, type_name
 
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """What a dataset function is told about the worker that it runs on.
+    """The worker on which a dataset function runs, as it is told to the function.
+
+    Attributes:
+        num_input_pipelines: Number of workers that read this dataset.
+        input_pipeline_id: Index of this worker among them, from 0.
+        num_replicas_in_sync: Number of replicas whose gradients are aggregated in one step.
 
     Source: ``tf.distribute.InputContext``. There every worker is pipeline 0 of 1 unless the
     dataset is distributed; here each worker is told its own, so that it can take its shard.
     """
 
-    num_input_pipelines: int = 1  # workers that read this dataset
-    input_pipeline_id: int = 0  # this one, from 0
-    num_replicas_in_sync: int = 1  # whose gradients are aggregated in one step
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:
         _check_id("input_pipeline_id", self.input_pipeline_id, self.num_input_pipelines)
@@ -64,12 +69,16 @@ class InputContext:
 
 @dataclass(frozen=True, slots=True)
 class ValueContext:
-    """What a value function is told about the replica that its value is for.
+    """The replica for which a value function returns a value.
+
+    Attributes:
+        replica_id_in_sync_group: Index of the replica, from 0.
+        num_replicas_in_sync: Number of replicas.
 
     Source: ``tf.distribute.experimental.ValueContext``.
     """
 
-    replica_id_in_sync_group: int = 0  # of the replica, from 0
+    replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:

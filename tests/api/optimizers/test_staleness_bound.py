@@ -85,6 +85,7 @@ async def test_without_a_bound_the_fast_worker_runs_away():
         assert running.cluster.tasks["ps-0"].statistics()["clocks"] == {}
 
 
+@pytest.mark.promise("staleness.bound-holds")
 @pytest.mark.virtual_time
 @pytest.mark.parametrize(
     ("bound", "closures", "rounds"),
@@ -145,6 +146,7 @@ async def test_a_worker_whose_next_closure_needs_this_one_is_not_waited_for():
         assert await second in (0, 1)
 
 
+@pytest.mark.promise("staleness.dead-do-not-block")
 @pytest.mark.virtual_time
 async def test_a_worker_that_dies_is_not_waited_for():
     async with race(psync.StalenessBound(0)) as running:

@@ -821,6 +821,7 @@ class Walk:
             assert self.sides[who].num_lent == 0
 
 
+@pytest.mark.promise("memory.stable-while-read")
 @pytest.mark.parametrize("seed", range(12))
 def test_memory_is_never_written_while_it_is_read_and_free_at_last(
     seed: int, turns: Turns, monkeypatch: pytest.MonkeyPatch

@@ -204,6 +204,7 @@ async def test_another_users_is_passed_by(
     assert await through_door([accepted.name], Sharer) is None
 
 
+@pytest.mark.promise("memory.same-user-only")
 async def test_another_user_is_not_let_in(
     accepted: Accepted, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def attempts(fd: int) -> Iterator[Callable[[], object]]:
     yield lambda: os.posix_fallocate(fd, MIB, MIB)
 
 
+@pytest.mark.promise("memory.one-writer")
 @pytest.mark.parametrize("number", range(6))
 def test_nobody_else_can_write_to_it_or_change_its_size(number: int) -> None:
     region = make_region(1, MIB)

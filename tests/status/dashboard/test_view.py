@@ -194,6 +194,7 @@ def places(data: Any, *place: Any) -> Iterator[tuple[Any, ...]]:
         yield from places(value, *place, key)
 
 
+@pytest.mark.promise("input.status-refused-or-shown")
 @pytest.mark.parametrize(
     "value",
     [None, True, -1, 1.5, "x", "", [], {}, [1], [None], {"a": 1}, {"": None}, 10**30, 10**18 - 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from psync.checkpoints.files import DataFile, Reader, checkpoints_in
 from psync.checkpoints.manifest import Place, Planned
@@ -76,6 +77,7 @@ def test_one_that_is_given_up_is_gone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.promise("checkpoints.complete-or-absent")
 def test_with_the_marker_there_is_none_until_the_end(tmp_path: Path) -> None:
     writer = begun(tmp_path, frozenset())
     assert not isinstance(writer, EarlyWriter)

@@ -26,6 +26,7 @@ def begin(
     return verdict
 
 
+@pytest.mark.promise("updates.tests-notice")
 def test_without_dedup_repetitions_and_second_runs_are_applied_again() -> None:
     whole, weak = ledger_without(), ledger_without("dedup")
     for ledger, again in ((whole, Duplicate), (weak, Fresh)):
@@ -49,6 +50,7 @@ def test_without_fencing_whoever_was_replaced_is_served_on() -> None:
     assert isinstance(begin(weak, 2, 2, acked=2), Duplicate), "messages are still known"
 
 
+@pytest.mark.promise("updates.none-from-before-rollback")
 def test_without_the_timeline_only_a_roll_back_fences_nobody() -> None:
     whole, weak = ledger_without(), ledger_without("timeline")
     for ledger in (whole, weak):

@@ -64,8 +64,6 @@ OF_THE_PROCESS = frozenset(
 class Optimizer(PushPull):
     """Base of all optimizers.
 
-    ``synchronous``: whether its pushes are counted in steps, which several replicas complete.
-
     Args:
         rule: What is applied to each shard: one of your own, see ``psync.rules``.
         name: For messages; default: the class's name, or of ``Optimizer`` itself the rule's.
@@ -94,7 +92,7 @@ class Optimizer(PushPull):
         norms of accumulated gradients are clipped after the mean.
     """
 
-    synchronous: ClassVar[bool] = False
+    _synchronous: ClassVar[bool] = False
     number: int  # with ``origin``, what it is known by
     origin: str  # the process that made it
 
@@ -133,8 +131,8 @@ class Optimizer(PushPull):
         if registered_in(rule):
             rule_from_config(self._config)  # it is registered here, and bears its probe
             for scope in running_scopes():
-                if scope.runtime is not None:
-                    check_plugins(scope.runtime.ps.links, self._name, rule)
+                if scope._runtime is not None:
+                    check_plugins(scope._runtime.ps.links, self._name, rule)
         self._forbid_nonfinite = forbid_nonfinite
         self._compression = checked_compression(self._name, compression)
         self._staleness_bound = staleness_bound
@@ -160,7 +158,7 @@ class Optimizer(PushPull):
         return restored, (type(self), self.origin, self.number, state, arrived)
 
     @property
-    def holder(self) -> Optimizer:
+    def _holder(self) -> Optimizer:
         """Whose state on ps tasks is meant: of an optimizer that is wrapped, its wrapper's."""
         wrapper = None if self._wrapper is None else self._wrapper()
         return wrapper or self
@@ -192,7 +190,7 @@ class Optimizer(PushPull):
         """
         if name not in self._rule.slot_names() or not self._trains(var):
             return None
-        return Slot(var, self.holder, name)
+        return Slot(var, self._holder, name)
 
     def _trains(self, variable: AnyVariable) -> bool:
         spec = variable.spec
@@ -212,7 +210,7 @@ class Optimizer(PushPull):
         names = self._rule.slot_names()
         variables = trainable_here("variables", self._arrived) if names else ()
         trained = filter(self._trains, variables)
-        return [Slot(variable, self.holder, name) for variable in trained for name in names]
+        return [Slot(variable, self._holder, name) for variable in trained for name in names]
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration as plain data."""
@@ -253,7 +251,7 @@ class Optimizer(PushPull):
     @property
     def learning_rate(self) -> float | Schedule:
         """The learning rate: a number, or the schedule that the ps tasks evaluate."""
-        rate = self.holder._rule.learning_rate
+        rate = self._holder._rule.learning_rate
         return rate.value if isinstance(rate, Constant) else rate
 
     async def set_learning_rate(self, learning_rate: float | Schedule) -> None:
@@ -274,7 +272,7 @@ class Optimizer(PushPull):
         forbid_in_step("set_learning_rate", instead="call it in main(), or use a schedule")
         rate = as_schedule(learning_rate)
         runtime = await self._runtime("set_learning_rate")
-        holder = self.holder
+        holder = self._holder
         await set_optimizer(runtime.ps, holder.number, self._config, learning_rate=rate.to_config())
         holder._rule.learning_rate = rate
 
@@ -284,7 +282,7 @@ class Optimizer(PushPull):
 
         Source: ``keras.optimizers.Optimizer.iterations``.
         """
-        return Iterations(self.holder)
+        return Iterations(self._holder)
 
     async def apply_gradients(
         self, grads_and_vars: GradsAndVars, global_step: AnyVariable | None = None
@@ -309,9 +307,10 @@ class Optimizer(PushPull):
             The outcome, the optimizer's step, and the staleness.
 
         Raises:
-            ValueMismatchError: No gradient at all, a variable twice, one that is not floating, a wrong
-                shape or dtype, a row that the variable does not have, rows where this optimizer
-                needs all of them, or NaN or infinity where it forbids them. Nothing was pushed.
+            ValueMismatchError: No gradient at all, a variable twice, one that is not floating, a
+                wrong shape or dtype, a row that the variable does not have, rows where this
+                optimizer needs all of them, or NaN or infinity where it forbids them. Nothing was
+                pushed.
             UsageError: Outside a step without a running coordinator, or after the step ended; or
                 the ``global_step`` is of another strategy, no integer scalar, or one for each task.
             ClosureCancelled: In a step that was cancelled.
@@ -388,8 +387,8 @@ class Optimizer(PushPull):
                 scheduled.
 
         Raises:
-            ValueMismatchError: If the function returns something else, another number of gradients, or
-                nested otherwise; or something in ``var_list`` is no variable.
+            ValueMismatchError: If the function returns something else, another number of gradients,
+                or nested otherwise; or something in ``var_list`` is no variable.
             UsageError: Without ``var_list``: there is no trainable variable; or, outside a step,
                 two strategies are running.
 

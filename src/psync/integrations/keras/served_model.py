@@ -216,7 +216,7 @@ class PSModel(ServedVariables):
         check_arguments(unknown)
         what = "fit: expected class_weight to be a dict, such as {0: 1.0, 1: 5.0}"
         trainer.class_weight = checked_kind(what, class_weight or {}, dict)
-        self.check_unchanged()
+        self._check_unchanged()
         callbacks = callbacks or ()
         others = [each for each in callbacks if not isinstance(each, keras.callbacks.Callback)]
         of_keras = [each for each in callbacks if isinstance(each, keras.callbacks.Callback)]
@@ -290,7 +290,7 @@ class PSModel(ServedVariables):
 
         Cancellation: Safe.
         """
-        values = await self.read_values()
+        values = await self._read_values()
         return [values[name] for name in self._weights]
 
     async def set_weights(self, weights: Sequence[Any]) -> None:
@@ -305,7 +305,7 @@ class PSModel(ServedVariables):
         Cancellation: Once begun, it ends in the background.
         """
         kinds = {name: self._kinds[name] for name in self._weights}
-        await self.load_values(weights_of(kinds, weights))
+        await self._load_values(weights_of(kinds, weights))
 
     async def pull(self) -> keras.Model:
         """Return the program's own Keras model with the present values: to save, to export.
@@ -319,26 +319,26 @@ class PSModel(ServedVariables):
         Cancellation: Safe.
         """
         built, _ = self._of_program("pull")
-        values = await self.read_values()
+        values = await self._read_values()
         await asyncio.to_thread(built.assign, values)
         return built.model
 
     # For ``fit``.
 
-    def chief_model(self) -> keras.Model:
+    def _chief_model(self) -> keras.Model:
         """Return the program's own model as it is."""
         return self._of_program("its own model")[0].model
 
-    def chief_values(self) -> dict[str, np.ndarray]:
+    def _chief_values(self) -> dict[str, np.ndarray]:
         """Return the values of the program's own model; copies."""
         values = self._of_program("its own model")[0].values()
         return {name: np.array(value) for name, value in values.items()}
 
-    def check_unchanged(self) -> None:
+    def _check_unchanged(self) -> None:
         """Check that the program's own model is trained as it was when it was declared."""
         self._of_program("its own model")[0].check_unchanged()
 
-    def loaded(self) -> Steps:
+    def _steps(self) -> Steps:
         """Return what computes with this task's model, which has the present values; in a step.
 
         Raises:
@@ -347,13 +347,13 @@ class PSModel(ServedVariables):
         """
         return self._loaded()[0]
 
-    def train_batch(self, batch: Any) -> np.ndarray:
+    def _train_batch(self, batch: Any) -> np.ndarray:
         """Pull, compute, push, in a plain step; return what the batch adds to metrics."""
         steps, values = self._loaded()
         gradients, sums = steps.train(batch)
         merged = self._state.names
         before = {name: values[name] for name in merged}
-        wait(self.push_values(gradients, before, steps.state(merged)))
+        wait(self._push_values(gradients, before, steps.state(merged)))
         return sums
 
     def _loaded(self) -> tuple[Steps, dict[str, np.ndarray]]:
@@ -365,8 +365,8 @@ class PSModel(ServedVariables):
 
     async def _pulled(self) -> tuple[_Live, dict[str, np.ndarray], int | None]:
         """Return this task's model, which is built if it has none yet, and values to load."""
-        live = await self.kept_here(self._begin)
-        return live, *(await self.pull_values(live.version))
+        live = await self._kept_here(self._begin)
+        return live, *(await self._pull_values(live.version))
 
     def _begin(self) -> _Live:
         closure = current_closure()

@@ -31,8 +31,8 @@ class Moved(Dense):
     has a part on every ps with a shard, so that holds for each shard by itself.
 
     But a push of a closure that was cancelled may have reached some ps tasks only. A life that
-    restores into another number of ps tasks then goes on with one step for all shards, as if each
-    had had that push.
+    restores into another number of ps tasks then goes on with one step for all shards: the number
+    of pushes that their home has counted, which is more than some had, and fewer than others.
     """
 
     _rule: UpdateRule
@@ -57,10 +57,10 @@ class Moved(Dense):
         self, handles: Handles, values: Mapping[str, np.ndarray], noted: Any
     ) -> Iterator[Fault]:
         pushes = (self._rows_of(values[""]) != 0).sum(axis=1)
+        counts = range(pushes.min(), pushes.max() + 1)  # one of them is what the home has counted
         for shard, had in enumerate(pushes.tolist()):
-            if had < pushes.max():
-                jumps = self._jumps.setdefault(shard, set())
-                jumps.update((had, by + 1) for by in range(pushes.max() - had))
+            jumps = self._jumps.setdefault(shard, set())
+            jumps.update((had, count - had) for count in counts if count != had)
         return super().begin(handles, values, noted)
 
     def check(self, look: Look) -> Iterator[Fault]:
