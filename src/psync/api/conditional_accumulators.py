@@ -203,7 +203,7 @@ class SparseConditionalAccumulator(AccumulatorHandle):
     async def apply_indexed_slices_grad(
         self, grad: Slices, local_step: int = 0, weight: float = 1.0
     ) -> GradientResult:
-        """Call ``apply_grad`` with an object that has ``indices``, ``values`` and ``dense_shape``."""
+        """Do ``apply_grad`` with an object's ``indices``, ``values`` and ``dense_shape``."""
         return await self.apply_grad(
             grad.indices, grad.values, grad.dense_shape, local_step, weight
         )

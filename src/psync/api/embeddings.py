@@ -116,7 +116,7 @@ async def safe_embedding_lookup_sparse(
     max_norm: float | None = None,
     partition_strategy: str = "div",
 ) -> np.ndarray:
-    """Combine rows like ``embedding_lookup_sparse``, but allow rows without ids, or with invalid ones.
+    """Combine rows like ``embedding_lookup_sparse``, where rows may have no ids or invalid ones.
 
     Ids below 0 are left out, as are ids whose weight is not above 0. A row with no ids left becomes
     zeros, or the row of ``default_id``.
