@@ -159,7 +159,7 @@ class ParameterServerStrategy(ReplicaRuns):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas in one step: 1, since workers compute separately; in a gang, its replicas."""
+        """Number of replicas in one step: 1, since workers compute separately; a gang's in a gang."""
         return replicas_in_sync()
 
     @property
@@ -337,7 +337,7 @@ class ParameterServerStrategy(ReplicaRuns):
     ) -> VariableSpec:
         """Place a new variable; it is created before it is first needed.
 
-        A variable with a placement is not partitioned, and does not advance the strategy's.
+        A variable with its own placement is not partitioned, and does not advance the strategy's.
         """
         self._check_open(name)
         initial, full_shape, dtype_name = describe(initial_value, name, dtype, shape, where)
