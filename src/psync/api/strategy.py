@@ -159,7 +159,7 @@ class ParameterServerStrategy(ReplicaRuns):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas in one step: 1, since workers compute separately; a gang's in a gang."""
+        """Number of replicas in one step: 1, since workers compute separately; more in a gang."""
         return replicas_in_sync()
 
     @property

@@ -26,7 +26,7 @@ from psync.specs import VariableSpec
 
 
 class ValueAccess(AwaitFirst):
-    """Access to the value and rows of a variable: a base of ``Variable`` and ``ShardedVariable``."""
+    """Access to a variable's value and rows: a base of ``Variable`` and ``ShardedVariable``."""
 
     spec: VariableSpec
     origin: str

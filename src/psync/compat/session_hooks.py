@@ -35,11 +35,12 @@ class SessionHook:
 
 
 class SyncReplicasHook(SessionHook):
-    """Hook that prepares synchronous steps, made by ``SyncReplicasOptimizer.make_session_run_hook``.
+    """Hook that prepares synchronous steps.
 
-    The chief puts the initial tokens, once each time it attaches the ps tasks. A chief that
-    restarts begins with empty ps tasks, so it does not add tokens to others. There is no local step
-    to set: a replica's first pull tells it the step at which it begins.
+    Made by ``SyncReplicasOptimizer.make_session_run_hook``. The chief puts the initial tokens, once
+    each time it attaches the ps tasks. A chief that restarts begins with empty ps tasks, so it does
+    not add tokens to existing ones. There is no local step to set: a replica's first pull tells it
+    the step at which it begins.
 
     Args:
         put_tokens: Function that puts the initial tokens; idempotent.

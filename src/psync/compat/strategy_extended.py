@@ -68,7 +68,7 @@ class StrategyExtended(Extended):
 
     @property
     def experimental_should_init(self) -> bool:
-        """Whether this process sets initial values of variables; the same as ``should_checkpoint``."""
+        """Whether this process initializes variables; the same as ``should_checkpoint``."""
         return self.should_checkpoint
 
     @property

@@ -298,7 +298,7 @@ class MonitoredTrainingSession:
         return self._stopping.is_set()
 
     def request_stop(self) -> None:
-        """Make ``should_stop`` return True in this process. When the chief leaves, training ends."""
+        """Make ``should_stop`` True in this process. When the chief leaves, training ends."""
         self._stopping.set()
 
     async def run(

@@ -29,7 +29,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class RemoteValueStatus(enum.Enum):
-    """Where a RemoteValue stands."""
+    """The status of a RemoteValue."""
 
     NOT_READY = "not ready"
     READY = "ready"
@@ -39,11 +39,11 @@ class RemoteValueStatus(enum.Enum):
 class RemoteValue(Generic[T_co]):
     """The result of a closure: await it, fetch it, or pass it to a later closure.
 
-    To type checkers it is a ``RemoteValue[T]`` of what the step returns.
+    Type checkers see a ``RemoteValue[T]`` of the step's return type.
 
     Args:
-        closure: Whose result it is.
-        cancel: Cancels the closure.
+        closure: The closure that returns the value.
+        cancel: Function that cancels the closure.
 
     Source: ``tf.distribute.experimental.coordinator.RemoteValue``; there, ``fetch`` blocks.
     """
@@ -73,20 +73,20 @@ class RemoteValue(Generic[T_co]):
 
     @property
     def closure_id(self) -> int:
-        """Number of the closure whose result it is, as a ``RollbackEvent`` calls it."""
+        """Number of the closure, as in ``RollbackEvent.closures``."""
         return self.closure.id
 
     @property
     def owner(self) -> object:
-        """The coordinator that it belongs to."""
+        """The coordinator of the closure."""
         return getattr(self._cancel, "__self__", None)
 
     def done(self) -> bool:
-        """Return whether the closure has ended, with a value or without."""
+        """Return whether the closure has ended, with or without a value."""
         return self.status is not RemoteValueStatus.NOT_READY
 
     def cancel(self) -> None:
-        """Cancel the closure: one that has not begun never will; a running step is stopped.
+        """Cancel the closure: it does not begin, or its running step is stopped.
 
         A plain step cannot be stopped, but its pushes are refused from now on.
         """
@@ -97,13 +97,13 @@ class RemoteValue(Generic[T_co]):
         """Wait for the closure to end and return its value; the same object every time.
 
         Raises:
-            Exception: What the step raised, with its own type where that can be imported here.
+            Exception: The error of the step, with its own type if that can be imported here.
             ClosureCancelled: The closure was cancelled, perhaps because another one failed.
-            ClosureInputError: An input of it had failed.
-            EndOfData: It met the end of its worker's data.
+            ClosureInputError: An input of the closure had failed.
+            EndOfData: The closure met the end of its worker's data.
             UsageError: On another event loop than the coordinator's, while that is open.
 
-        Cancellation: Safe; the closure goes on.
+        Cancellation: Safe; the closure continues.
         """
         loop = self._loop
         if loop is not None and asyncio._get_running_loop() is not loop and not loop.is_closed():
@@ -120,8 +120,8 @@ class RemoteValue(Generic[T_co]):
         """Return the value of a closure that has ended.
 
         Raises:
-            UsageError: It has not ended.
-            Exception: As ``fetch``.
+            UsageError: The closure has not ended.
+            Exception: See ``fetch``.
         """
         if self._error is not None:
             raise self._error.with_traceback(None)  # each time it is raised adds to it
@@ -144,17 +144,17 @@ class RemoteValue(Generic[T_co]):
 
     @property
     def payload(self) -> Payload | None:
-        """The pickled value, or None where there is none (yet)."""
+        """The pickled value, or None if there is none yet."""
         return self._payload
 
     def set_payload(self, payload: Payload) -> None:
-        """The closure ended with a value."""
+        """Note that the closure has ended with a value."""
         self._payload = payload
         self.status = RemoteValueStatus.READY
         self._wake()
 
     def set_error(self, error: BaseException) -> None:
-        """The closure ended without one."""
+        """Note that the closure has ended without a value."""
         self._error = error
         cancelled = isinstance(error, ClosureCancelled)
         self.status = RemoteValueStatus.ABORTED if cancelled else RemoteValueStatus.READY

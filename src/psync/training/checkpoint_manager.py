@@ -261,8 +261,10 @@ def _positive(name: str, value: object) -> int | None:
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete checkpoint in a directory, or None.
 
+    A missing directory counts as empty.
+
     Raises:
-        CheckpointError: The directory cannot be read. If it is not there it is empty.
+        CheckpointError: The directory cannot be read.
 
     Source: ``tf.train.latest_checkpoint``.
     """
