@@ -90,8 +90,8 @@ class ClusterCoordinator(Scheduling):
         max_losses: Number of times a closure may be lost with its worker. Then the closure is
             reported as the likely cause instead of killing further workers (Dask's number). If
             workers also die without it, it is reported later: at the latest after twelve times as
-            many losses. A worker that leaves in order, or whose session the coordinator ends, is no
-            loss.
+            many losses. A worker is not lost if it leaves in order, or if the coordinator ends its
+            session.
         max_flaps: Number of losses within a minute that a worker may have. Above it the worker is
             not reconnected for 30 s, then for twice as long each time, up to 5 minutes, as long as
             another worker takes part. None: always reconnect.
@@ -214,7 +214,7 @@ class ClusterCoordinator(Scheduling):
         A ps that dies meanwhile and restarts is connected to again.
 
         Raises:
-            AttachError: With ``attach=True``: a restarted ps has lost its part of the variables, or
+            AttachError: ``attach=True``, and a restarted ps has lost its part of the variables, or
                 the variables differ from those declared so far. Variables that are declared later
                 are compared when they are first needed.
             ConnectFailed: Tasks are missing after ``connect_timeout``; names the tasks and

@@ -31,7 +31,7 @@ class ConditionalAccumulator(AccumulatorHandle):
     Args:
         dtype: Dtype of gradients and results: float16, bfloat16, float32 or float64.
         shape: Shape of the gradients; None for an unknown dimension, or for an unknown shape. The
-            first gradient of each step fixes what is unknown, for that step.
+            first gradient of each step fixes unknown dimensions for that step.
         shared_name: Name under which several declarations stand for one accumulator.
         name: Name if there is no ``shared_name``; made unique with a suffix.
         reduction_type: "MEAN" or "SUM".
@@ -84,8 +84,8 @@ class ConditionalAccumulator(AccumulatorHandle):
                 copied: do not change it before this returns.
             local_step: Step that the gradient was computed against. A step ahead of the
                 accumulator's counts.
-            weight: Weight in the mean; the gradient is multiplied by it. A take counts gradients
-                without their weights.
+            weight: Weight of the gradient, which is multiplied by it, in a mean. A take counts
+                gradients without their weights.
 
         Raises:
             ValueMismatchError: The gradient was not added. Its dtype does not match, or cannot hold

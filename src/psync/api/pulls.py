@@ -127,8 +127,8 @@ async def pull(
         ValueMismatchError: An array in ``out`` does not match, stands for two variables, or for one
             that already has another array.
         ParameterServerLost: A ps is lost.
-        LockLost: With ``consistent``: connections were lost repeatedly, or this task's loop was
-            blocked for longer than 10 s.
+        LockLost: ``consistent`` is True, and connections were lost repeatedly, or this task's loop
+            was blocked for longer than 10 s.
         ClosureCancelled: The step was cancelled.
 
     Cancellation: Safe; the contents of arrays in ``out`` are then undefined.

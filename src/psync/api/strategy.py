@@ -199,7 +199,7 @@ class ParameterServerStrategy(ReplicaRuns):
     def experimental_distribute_dataset(
         self, dataset: Iterable[T], options: InputOptions | None = None
     ) -> DistributedDataset[T]:
-        """Return a dataset of which each worker reads a share: some files, or some elements.
+        """Return a dataset split into one share per worker: some files, or some elements.
 
         Batches stay as they are: with one replica per worker, a global batch is that replica's
         batch. A worker whose share has ended before the others' meets ``EndOfData``.

@@ -222,8 +222,7 @@ class SyncReplicasOptimizer(Optimizer):
             global_step: An int64 scalar, incremented in each step of the optimizer, once all its
                 variables are updated. Always the same variable.
             name: No effect.
-            weight: Weight of these gradients in the mean, such as the number of examples; from
-                1e-30 to 1e30.
+            weight: Weight of these gradients, such as the number of examples; from 1e-30 to 1e30.
 
         Returns:
             ``outcome``: ACCEPTED, counted in a step; STALE, dropped; DUPLICATE, another run of the

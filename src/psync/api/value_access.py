@@ -95,11 +95,11 @@ class ValueAccess(AwaitFirst):
 
         Raises:
             ValueMismatchError: Shape or dtype do not match, or the dtype cannot hold a number.
-            ReplicaValueError: In a replica of ``strategy.run``: the variable has no aggregation.
+            ReplicaValueError: The variable has no aggregation, in a replica of ``strategy.run``.
             UsageError: Neither in a step nor within a running coordinator.
             ParameterServerLost: A ps is lost.
-            LockLost: With ``atomic``: before all shards had the value, a connection was lost, or
-                this task's loop was blocked for longer than 10 s. Assign the value again.
+            LockLost: ``atomic`` is True, and before all shards had the value, a connection was
+                lost, or this task's loop was blocked for longer than 10 s. Assign the value again.
             ClosureCancelled: The step was cancelled.
 
         Cancellation: Once begun, it ends in the background.
@@ -271,9 +271,9 @@ class ValueAccess(AwaitFirst):
     async def batch_scatter_update(self, sparse_delta: Any) -> Self:
         """Set rows; the same as ``scatter_update``.
 
-        TensorFlow's method takes indices with several axes, all but the last of which stand for
-        leading axes of the variable. Here indices have one axis, as in TensorFlow's
-        ``ShardedVariable``; for these the two methods are the same.
+        TensorFlow's method takes indices with several axes. All axes but the last stand for leading
+        axes of the variable. Here indices have one axis, as in TensorFlow's ``ShardedVariable``;
+        for these the two methods are the same.
 
         Source: ``tf.Variable.batch_scatter_update``.
         """

@@ -303,8 +303,8 @@ def wait(awaitable: Awaitable[T]) -> T:
         The result of the awaitable; its exception is raised here.
 
     Raises:
-        UsageError: On an event loop, which it would block for ever (use ``await``); outside a step;
-            or in dataset code. Operations of psync raise it after the step has returned.
+        UsageError: Called on an event loop, which it would block for ever (use ``await``); outside
+            a step; or in dataset code. Operations of psync raise it after the step has returned.
         ClosureCancelled: The closure is cancelled, before or meanwhile.
 
     Example:

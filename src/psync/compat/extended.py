@@ -50,7 +50,7 @@ class Extended:
         """The device of each worker, known to the program.
 
         Raises:
-            ContextError: In a step, and outside of every scope.
+            ContextError: Called in a step, or outside of every scope.
         """
         raise self._unknown("worker_devices")
 
@@ -59,7 +59,7 @@ class Extended:
         """The device of each ps, known to the program.
 
         Raises:
-            ContextError: In a step, and outside of every scope.
+            ContextError: Called in a step, or outside of every scope.
         """
         raise self._unknown("parameter_devices")
 
@@ -88,7 +88,7 @@ class Extended:
         Raises:
             ReplicaValueError: The operation is unknown; values do not match each other; or there is
                 no destination, or a list of them.
-            ContextError: In replica context.
+            ContextError: Called in replica context.
 
         Cancellation: Safe.
 
@@ -100,11 +100,11 @@ class Extended:
     async def batch_reduce_to(
         self, reduce_op: ReduceOp | str, value_destination_pairs: Iterable[tuple[Any, Any]]
     ) -> list[Any]:
-        """Return the result of ``reduce_to`` for each pair (value, destinations), in the same order.
+        """Return the result of ``reduce_to`` for each pair (value, destinations), in order.
 
         Raises:
             ReplicaValueError: See ``reduce_to``; or an element is not a pair.
-            ContextError: In replica context.
+            ContextError: Called in replica context.
 
         Cancellation: Safe.
 
@@ -141,7 +141,7 @@ class Extended:
         Raises:
             ReplicaValueError: ``tensor`` has a value for each replica; or there is no destination,
                 or a list of them.
-            ContextError: In replica context.
+            ContextError: Called in replica context.
 
         Cancellation: Safe.
 

@@ -153,8 +153,8 @@ class StrategyExtended(Extended):
             The context, with the outputs that the steps have set.
 
         Raises:
-            UsageError: In a replica; ``iterations`` is not a whole number; or ``iterator`` is not
-                an iterator.
+            UsageError: Called in a replica; ``iterations`` is not a whole number; or ``iterator``
+                is not an iterator.
             EndOfData: The iterator has too few elements.
             Exception: An exception of ``fn``.
 
@@ -212,7 +212,7 @@ class MultiStepContext:
 
         Raises:
             ReplicaValueError: The output cannot be reduced.
-            UsageError: In a replica.
+            UsageError: Called in a replica.
         """
         self._check(name, "set_last_step_output")
         if reduce_op is not None:
@@ -228,7 +228,7 @@ class MultiStepContext:
             output: Any value.
 
         Raises:
-            UsageError: In a replica.
+            UsageError: Called in a replica.
         """
         self._check(name, "set_non_tensor_output")
         results = local_results(output)

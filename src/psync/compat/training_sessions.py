@@ -90,8 +90,8 @@ class MonitoredTrainingSession:
         stop_at_step: Global step at which training ends; checked after each ``run``.
         trains: Whether this task computes gradients. Set it to False on a chief that only starts
             and ends training: steps then do not wait for its gradients.
-        min_workers: On the chief, number of other workers that must come before training begins;
-            the remaining ones may come later. Default: all of the cluster.
+        min_workers: Number of other workers for which the chief waits before training begins; the
+            remaining ones may come later. Default: all of the cluster.
         connect_timeout: Seconds to wait for the ps tasks, the chief, and the workers.
         ps_timeout: Seconds after which an unreachable ps is lost.
         insecure: Whether to allow running without a secret.
@@ -99,9 +99,9 @@ class MonitoredTrainingSession:
     Raises:
         ConfigurationError: An option is out of range, or the strategy has ``ps_recovery="backup"``,
             which a session cannot use.
-        RemoteError: On the chief, when it leaves: a worker has left by an exception.
-        ParameterServerLost: When a task leaves: a ps was lost.
-        TrainingEnded: When a worker leaves: training has failed elsewhere; names the task.
+        RemoteError: A worker has left by an exception. Raised on the chief, when it leaves.
+        ParameterServerLost: A ps was lost. Raised when a task leaves.
+        TrainingEnded: Training has failed elsewhere; names the task. Raised when a worker leaves.
 
     Example:
         async with psync.MonitoredTrainingSession(strategy, hooks=[hook]) as session:

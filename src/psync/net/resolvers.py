@@ -73,7 +73,7 @@ class ClusterResolver(ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """Prefix of the addresses that ``master`` returns, as in ``grpc://host:port``. May be assigned."""
+        """Prefix of the addresses of ``master``, as in ``grpc://host:port``. May be assigned."""
         return self._said("rpc_layer") if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
@@ -123,7 +123,7 @@ class ClusterResolver(ABC):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Return the number of accelerators by kind: empty, unless the resolver was given numbers."""
+        """Return the number of accelerators by kind: empty, unless they were given."""
         return dict(self._num_accelerators)
 
 

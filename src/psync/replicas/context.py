@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaContext:
-    """One replica of a function that runs once per replica: its id, and operations over all replicas.
+    """One replica of a function: its number, and operations over all replicas.
 
     Made by psync; ``psync.get_replica_context()`` returns the one of the calling code.
 
@@ -72,7 +72,7 @@ class ReplicaContext:
     async def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Wait until every replica has called this; return this replica's part of ``merge_fn``'s result.
+        """Wait until every replica has called this; return this replica's part of the result.
 
         ``merge_fn(strategy, *args, **kwargs)`` runs once, in cross-replica context. In a gang, it
         runs on the coordinator's event loop, with the arguments of all replicas regrouped

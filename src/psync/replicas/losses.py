@@ -31,7 +31,7 @@ def compute_average_loss(
 
     Raises:
         ReplicaValueError: The losses are a scalar, a weight does not match, or the size is invalid.
-        ContextError: In cross-replica context without a size.
+        ContextError: Called in cross-replica context without a size.
 
     Source: ``tf.nn.compute_average_loss``.
     """
@@ -58,7 +58,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
         regularization_loss: A number or an array of any library.
 
     Raises:
-        ContextError: In cross-replica context.
+        ContextError: Called in cross-replica context.
 
     Source: ``tf.nn.scale_regularization_loss``.
     """

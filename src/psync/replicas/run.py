@@ -139,7 +139,7 @@ class ReplicaRuns:
 
         Raises:
             ReplicaValueError: The values do not match each other, the operation, or the axis.
-            UsageError: In a replica.
+            UsageError: Called in a replica.
 
         Cancellation: Safe.
 
@@ -158,7 +158,7 @@ class ReplicaRuns:
         Raises:
             ReplicaValueError: Shapes differ on another axis, there is no such axis, or the value is
                 an ``IndexedSlices``.
-            UsageError: In a replica.
+            UsageError: Called in a replica.
 
         Cancellation: Safe.
 

@@ -101,7 +101,7 @@ class RemoteValue(Generic[T_co]):
             ClosureCancelled: The closure was cancelled, perhaps because another one failed.
             ClosureInputError: An input of the closure had failed.
             EndOfData: The closure met the end of its worker's data.
-            UsageError: On another event loop than the coordinator's, while that is open.
+            UsageError: Called on another event loop than the coordinator's, while that is open.
 
         Cancellation: Safe; the closure continues.
         """

@@ -341,7 +341,7 @@ NOWHERE: Mapping[int, int] = {}
 
 
 class IteratorHandle(Generic[T]):
-    """A per-worker iterator as steps see it: on each worker it stands for that worker's own iterator.
+    """A per-worker iterator as steps see it; it stands for the iterator of the step's worker.
 
     Args:
         uid: Unique id in the cluster.
