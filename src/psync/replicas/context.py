@@ -313,10 +313,10 @@ async def run_alone(
 
 
 class OneReplica:
-    """What stands for the strategy where there is one replica: in a step, and outside of scopes.
+    """A stand-in for the strategy with one replica: in a step, and outside of scopes.
 
     Args:
-        name: For messages.
+        name: Name in messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -327,17 +327,17 @@ class OneReplica:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """1; in a replica of a gang their number."""
+        """Number of replicas: 1; in a replica of a gang, the gang's."""
         return replicas_in_sync()
 
     async def run(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Call ``fn`` here, once, as the only replica; await what it returns if it can be awaited.
+        """Call ``fn`` here once, as the only replica, and await its result if it is awaitable.
 
         Raises:
-            ContextError: In a replica of a gang.
-            Exception: What ``fn`` raises.
+            ContextError: Called in a replica of a gang.
+            Exception: An exception of ``fn``.
         """
         return await run_alone(self, fn, tuple(args), dict(kwargs or {}))
 
@@ -345,16 +345,16 @@ class OneReplica:
 
     @property
     def extended(self) -> Extended:
-        """What merge functions use to reduce values, and to update variables with them."""
+        """Operations of merge functions: reducing values, and updating variables with them."""
         made: Extended = import_module("psync.compat.extended").Extended(self)
         return made
 
     async def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
-        """Return the sum or mean over the replicas of a value.
+        """Return the sum or mean of a value over the replicas.
 
         Raises:
-            ContextError: In a replica of a gang, which has its own value only.
-            ReplicaValueError: It cannot be reduced.
+            ContextError: Called in a replica of a gang, which has only its own value.
+            ReplicaValueError: The value cannot be reduced.
         """
         if current_gang() is not None:
             raise ContextError(
@@ -364,7 +364,7 @@ class OneReplica:
         return await in_turns(reducing_distributed(reduce_op, value, replicas_in_sync(), axis))
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the value of each replica, in the order of their ids."""
+        """Return the value of each replica, in the order of replica ids."""
         return local_results(value)
 
 

@@ -171,7 +171,7 @@ class AwaitFirst:
     __slots__ = ("__weakref__",)
 
     def what_it_is(self) -> tuple[str, str]:
-        """Return how messages call it, and what is to be awaited instead."""
+        """Return the name for messages, and the expression to await instead."""
         raise NotImplementedError
 
     def _refuse(self, used: str) -> NoReturn:

@@ -51,10 +51,10 @@ class ExecutableLocation(enum.Enum):
 
 
 class PodLister(Protocol):
-    """What is used of ``kubernetes.client.CoreV1Api``."""
+    """The part of ``kubernetes.client.CoreV1Api`` that psync uses."""
 
     def list_namespaced_pod(self, namespace: str, *, label_selector: str) -> Any:
-        """Return an object whose ``items`` are the pods of a namespace that have these labels."""
+        """Return an object whose ``items`` are the pods of a namespace with these labels."""
 
 
 class KubernetesClusterResolver(ClusterResolver):
