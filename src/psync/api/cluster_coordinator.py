@@ -88,10 +88,10 @@ class ClusterCoordinator(Scheduling):
             count: at a synchronous step or staleness bound, in a collective, for a lock or an
             accumulator. None: no limit.
         max_losses: Number of times a closure may be lost with its worker. Then the closure is
-            reported as the likely cause instead of killing further workers (Dask's number). If
-            workers also die without it, it is reported later: at the latest after twelve times as
-            many losses. A worker is not lost if it leaves in order, or if the coordinator ends its
-            session.
+            reported as the likely cause, so that it kills no further workers. The default is
+            Dask's. If workers also die without it, it is reported later: at the latest after twelve
+            times as many losses. A worker is not lost if it leaves in order, or if the coordinator
+            ends its session.
         max_flaps: Number of losses within a minute that a worker may have. Above it the worker is
             not reconnected for 30 s, then for twice as long each time, up to 5 minutes, as long as
             another worker takes part. None: always reconnect.

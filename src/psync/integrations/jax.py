@@ -365,21 +365,20 @@ class PSPytree(ServedVariables, Generic[T]):
 def step_key(seed: Any) -> jax.Array:
     """Return a key for the random numbers of this step, such as those of dropout.
 
-    Each closure has its own, so each step of each worker does. A closure that runs again, because
-    its worker was lost, or for a data shard that is not done, gets the same key as before, on
-    whatever worker; and so does the n-th
-    closure of a program when the program runs again with the same seed. Call it in the step, not
-    in a jitted function, and ``jax.random.split`` what it returns; within a step it is always the
-    same.
+    Each closure has its own key, so each step of each worker does. A closure that runs again,
+    because its worker was lost or for a data shard that is not done, gets the same key as before,
+    on any worker. The n-th closure of a program gets the same key when the program runs again with
+    the same seed. Call it in the step, not in a jitted function, and ``jax.random.split`` the
+    result; all calls in one step return the same key.
 
-    A coordinator counts its closures from 0: a program that goes on from a checkpoint takes another
-    seed, such as the global step at which it begins.
+    A coordinator counts its closures from 0. A program that continues from a checkpoint should use
+    another seed, such as the global step at which it begins.
 
     Args:
         seed: An integer, or a key of ``jax.random.key``.
 
     Raises:
-        UsageError: Outside of a step; the hint says what there is instead.
+        UsageError: Outside of a step; the hint names the alternative.
 
     Example:
         def step(batches):

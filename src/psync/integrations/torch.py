@@ -79,9 +79,9 @@ class PSModule(ServedVariables, Generic[M]):
 
     - Shared ("tied") parameters are one variable, under the first of their names.
     - Parameters that need no gradient are frozen. A worker pulls them the first time, and when
-      ``load_state_dict`` or a restored checkpoint has changed them. Freeze parameters in
-      ``build_module``; later changes have no effect. Workers that have pulled a frozen variable do
-      not notice a direct ``assign`` to it.
+      ``load_state_dict`` or a restored checkpoint has changed them. The module built here decides
+      which are frozen: freeze them in ``build_module``. Workers that have pulled a frozen variable
+      do not notice a direct ``assign`` to it.
     - Non-persistent buffers, modes (``train()``, ``eval()``), hooks, and everything that is not a
       tensor belong to each worker.
     - For a module returned by ``torch.compile``, the original module is served. Values are written
