@@ -89,9 +89,8 @@ class ClusterCoordinator(Scheduling):
             accumulator. None: no limit.
         max_losses: Number of times a closure may be lost with its worker. Then the closure is
             reported as the likely cause, so that it kills no further workers. The default is
-            Dask's. If workers also die without it, it is reported later: at the latest after twelve
-            times as many losses. A worker is not lost if it leaves in order, or if the coordinator
-            ends its session.
+            Dask's. If workers also die without it, the limit is higher, by twelve at most. A worker
+            is not lost if it leaves in order, or if the coordinator ends its session.
         max_flaps: Number of losses within a minute that a worker may have. Above it the worker is
             not reconnected for 30 s, then for twice as long each time, up to 5 minutes, as long as
             another worker takes part. None: always reconnect.
@@ -489,8 +488,9 @@ class ClusterCoordinator(Scheduling):
         """Return the events of this coordinator as they happen, beginning with the first.
 
         Yields:
-            ``RollbackEvent``: a ps was lost and all ps tasks returned to a checkpoint.
-            ``FailoverEvent``: backups took over. The iterator ends when the coordinator is closed.
+            ``RollbackEvent`` when a ps was lost and all ps tasks returned to a checkpoint;
+            ``FailoverEvent`` when backups took over. The iterator ends when the coordinator is
+            closed.
 
         Raises:
             ClosedError: The coordinator is not running.

@@ -115,7 +115,7 @@ class ConditionalAccumulator(AccumulatorHandle):
             num_required: Minimum number of gradients; a take gets all that are there.
 
         Returns:
-            Their weighted mean, or their sum: a new array.
+            A new array with their weighted mean, or their sum.
 
         Raises:
             ConfigurationError: ``num_required`` is not an integer above 0.

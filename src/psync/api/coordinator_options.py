@@ -198,7 +198,7 @@ async def trace(
         path: Path of the file; an existing file is replaced.
 
     Yields:
-        An object with a ``summary`` afterwards: seconds, events, tasks, and dropped events.
+        An object whose ``summary`` has, afterwards, seconds, events, tasks, and dropped events.
 
     Raises:
         ConfigurationError: The file cannot be written.

@@ -40,8 +40,8 @@ async def embedding_lookup(
         max_norm: Rows with a larger Euclidean norm are scaled down to it.
 
     Returns:
-        A new array of shape ``ids.shape`` + the shape of a row. To push a gradient for these rows:
-        ``IndexedSlices(gradient.reshape(ids.size, …), ids.reshape(-1), v.shape)``.
+        A new array of shape ``ids.shape`` + the shape of a row. To push a gradient for these rows,
+        use ``IndexedSlices(gradient.reshape(ids.size, …), ids.reshape(-1), v.shape)``.
 
     Raises:
         VariableIndexError: An id is out of range, or not a row of its variable.

@@ -443,7 +443,11 @@ class Scheduling:
 
 
 def _checked(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a step. Raises SerializationError unless they are a tuple and a dict."""
+    """Return the arguments of a step, checked.
+
+    Raises:
+        SerializationError: They are not a tuple and a dict.
+    """
     if isinstance(args, RemoteValue) or not isinstance(args, tuple | list):
         raise SerializationError(
             f"args: expected a tuple, got {type(args).__name__}",

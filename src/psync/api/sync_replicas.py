@@ -225,9 +225,10 @@ class SyncReplicasOptimizer(Optimizer):
             weight: Weight of these gradients, such as the number of examples; from 1e-30 to 1e30.
 
         Returns:
-            ``outcome``: ACCEPTED, counted in a step; STALE, dropped; DUPLICATE, another run of the
-            closure was counted. ``step``: the token. ``staleness``: number of steps closed since
-            the values were pulled. ``partial``, ``count``: of the step in which the push counts.
+            A ``PushResult``. ``outcome`` is ACCEPTED, counted in a step; STALE, dropped; or
+            DUPLICATE, another run of the closure was counted. ``step`` is the token. ``staleness``
+            is the number of steps closed since the values were pulled. ``partial`` and ``count``
+            describe the step in which the push counts.
 
         Raises:
             ValueMismatchError: See ``apply_gradients`` of other optimizers; or the weight is

@@ -90,6 +90,17 @@ def run(
     - On an evaluator: run ``evaluator()`` to its end, then exit with code 0. It takes no part in
       training, and needs no secret.
 
+    Exit codes other than 0, with the reason instead of a traceback on stderr for 1 and 2:
+
+    - 2: the set-up is wrong. The cluster's description or an option is invalid, there is no secret
+      or a different one, an address is taken, a plugin cannot be imported, or a task is missing or
+      is another one. This applies until a coordinator or session has started; the other tasks then
+      keep waiting for a chief.
+    - 1: on a task that serves, no chief comes (``PSYNC_CHIEF_TIMEOUT``); on an evaluator, no task
+      trains; where ``main`` runs on workers, training has ended early, for example because the
+      chief was lost.
+    - 130 after Ctrl-C and 143 after SIGTERM, which cancel ``main``.
+
     Args:
         main: Coroutine function without arguments: the training program.
         resolver: Resolver that describes the cluster and this process's task. Default: the result
@@ -104,18 +115,7 @@ def run(
         The result of ``main``.
 
     Raises:
-        SystemExit: The code is
-
-            - 0 on a task that serves.
-            - 2, with the reason instead of a traceback on stderr, if the set-up is wrong: the
-              cluster's description or an option is invalid, there is no secret or a different one,
-              an address is taken, a plugin cannot be imported, or a task is missing or is another
-              one. This applies until a coordinator or session has started; the other tasks then
-              keep waiting for a chief.
-            - 1, also without a traceback, on a task that serves if no chief comes, on an evaluator
-              if no task trains (``PSYNC_CHIEF_TIMEOUT``), and where ``main`` runs on workers if
-              training has ended early, for example because the chief was lost.
-            - 130 after Ctrl-C and 143 after SIGTERM, which cancel ``main``.
+        SystemExit: The process exits with one of the codes above.
         Exception: Other errors of ``main``, and all its errors once a coordinator or session has
             started. The other tasks are told to exit.
 

@@ -65,9 +65,9 @@ class ReplicaRuns:
             kwargs: Keyword arguments, treated the same way.
 
         Returns:
-            The results of the replicas, regrouped: structures item by item, a variable as itself,
-            anything else as a ``PerReplica`` in the order of replica ids. With one replica, its
-            result.
+            The results of the replicas, regrouped. Structures are regrouped item by item, a
+            variable stays itself, and other values become a ``PerReplica`` in the order of replica
+            ids. With one replica, its result.
 
         Raises:
             Exception: The error of the first replica that failed, with a RemoteError as its cause.
