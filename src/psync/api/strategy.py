@@ -358,7 +358,7 @@ class ParameterServerStrategy(ReplicaRuns):
         return spec
 
     def declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
-        """Place a new variable next to another one, with the same initial value."""
+        """Place a new variable next to another one, whose value it begins with."""
         self._check_open(name)
         spec = self._beside(original, name, original.shape, original.dtype, False, where)
         self._declared(name, Declaration(spec, None, original))

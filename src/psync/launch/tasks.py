@@ -96,9 +96,9 @@ def run(
       or a different one, an address is taken, a plugin cannot be imported, or a task is missing or
       is another one. This applies until a coordinator or session has started; the other tasks then
       keep waiting for a chief.
-    - 1: on a task that serves, no chief comes (``PSYNC_CHIEF_TIMEOUT``); on an evaluator, no task
-      trains; where ``main`` runs on workers, training has ended early, for example because the
-      chief was lost.
+    - 1: no chief comes, on a task that serves; no task trains, on an evaluator (both:
+      ``PSYNC_CHIEF_TIMEOUT``); or training has ended early, for example because the chief was lost,
+      where ``main`` runs on workers.
     - 130 after Ctrl-C and 143 after SIGTERM, which cancel ``main``.
 
     Args:
