@@ -183,9 +183,9 @@ def request_stop(reason: str) -> None:
     """Ask for the end of training from within a step, when its loss is NaN or good enough.
 
     When the step has ended, closures that no worker has started are cancelled, and so are closures
-    scheduled before ``join``; running closures continue to their ends. Then ``join`` returns,
-    ``coordinator.stop_reason`` is ``reason``, and new closures run again. ``Trainer.fit`` ends with
-    the current epoch. Of several reasons the first one counts.
+    scheduled before ``join`` returns; running closures continue to their ends. Then ``join``
+    returns, ``coordinator.stop_reason`` is ``reason``, and new closures run again. ``Trainer.fit``
+    ends with the current epoch. Of several reasons the first one counts.
 
     Args:
         reason: Text for the log, ``coordinator.stop_reason`` and the history of ``fit``; at most

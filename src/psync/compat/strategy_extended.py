@@ -57,7 +57,7 @@ class StrategyExtended(Extended):
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process saves: the chief, or a program that is not a task; else worker 0."""
+        """Whether this process saves: the chief, or a program that is not a task; otherwise worker 0."""
         job, index = self._strategy.task
         return job is None or is_chief(self._strategy.cluster, job, index)
 

@@ -191,11 +191,11 @@ class PSModel(ServedVariables):
             validation_batch_size: Batch size of validation data that are arrays.
             validation_freq: Number of epochs between validations.
             initial_epoch: Number of the first epoch, from 0. Default: that of the last checkpoint,
-                else 0.
+                otherwise 0.
             class_weight: Mapping class → weight of its examples in the loss and in weighted
                 metrics; 1 for missing classes. For batches (x, y) with one array y: class numbers,
                 or one-hot. For weights of single examples, use batches (x, y, sample_weight).
-            verbose: False, "lines", "bar"; "auto" or True: a bar on a terminal, else lines.
+            verbose: False, "lines", "bar"; "auto" or True: a bar on a terminal, otherwise lines.
             unknown: Other arguments of Keras; they are refused, with the alternative.
 
         Returns:
