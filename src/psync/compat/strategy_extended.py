@@ -57,7 +57,10 @@ class StrategyExtended(Extended):
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process saves: the chief, or a program that is not a task; otherwise worker 0."""
+        """Whether this process saves: the chief, or a program that is not a task.
+
+        In a cluster without a chief, worker 0 saves.
+        """
         job, index = self._strategy.task
         return job is None or is_chief(self._strategy.cluster, job, index)
 
