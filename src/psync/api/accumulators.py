@@ -46,7 +46,7 @@ class GradientResult:
 
 
 class AccumulatorHandle:
-    """What both kinds share."""
+    """The members that both kinds of accumulators share."""
 
     origin: str
     place: Place
@@ -77,7 +77,7 @@ class AccumulatorHandle:
 
     @property
     def shape(self) -> tuple[int | None, ...] | None:
-        """As it was declared: None where a dimension, or all of it, is not known."""
+        """The declared shape; None for an unknown dimension, or for an unknown shape."""
         shape = self.place.definition.shape
         return None if shape is None else tuple(shape)
 
@@ -91,7 +91,7 @@ class AccumulatorHandle:
 
         Raises:
             UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: Its ps is gone.
+            ParameterServerLost: The ps is lost.
 
         Cancellation: Safe.
         """
@@ -99,22 +99,22 @@ class AccumulatorHandle:
         return (await runtime.accumulators.state(self.place)).count
 
     async def step(self) -> int:
-        """Return the step: the takes so far, unless ``set_global_step`` said otherwise.
+        """Return the step: the number of takes so far, unless ``set_global_step`` has set another.
 
-        Raises and cancellation as ``num_accumulated``.
+        Errors and cancellation: see ``num_accumulated``.
         """
         runtime = await self._runtime("step")
         return (await runtime.accumulators.state(self.place)).step
 
     async def set_global_step(self, new_global_step: int) -> None:
-        """Set the step, to a smaller one too; gradients held and takes that wait stay.
+        """Set the step, which may become smaller; held gradients and waiting takes stay.
 
         Args:
-            new_global_step: Gradients of earlier local steps are stale from now on.
+            new_global_step: Step before which gradients are stale from now on.
 
         Raises:
-            ConfigurationError: It is no integer.
-            UsageError, ParameterServerLost: As ``num_accumulated``.
+            ConfigurationError: It is not an integer.
+            UsageError, ParameterServerLost: See ``num_accumulated``.
 
         Cancellation: Once begun, it ends in the background.
 

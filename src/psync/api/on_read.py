@@ -129,23 +129,23 @@ class CopyAccess(ValueAccess):
     async def read(
         self, *, copy: bool = False, out: np.ndarray | None = None, consistent: bool = False
     ) -> np.ndarray:
-        """Return the value: in a step the worker's own copy, else the aggregate of all.
+        """Return the worker's own copy in a step; otherwise the aggregate of all copies.
 
-        SUM adds the copies of all workers, and what the program has added; MEAN is that of the
-        workers' copies, in float64 for integers; ONLY_FIRST_REPLICA is that of the first worker.
+        SUM adds the copies of all workers and the program's contribution. MEAN is the mean of the
+        workers' copies, in float64 for integers. ONLY_FIRST_REPLICA is the first worker's copy.
 
         Args:
             copy: Whether the caller may change the array.
-            out: A writable C-contiguous array of the variable's shape and dtype, which is filled
-                and returned.
-            consistent: Changes nothing: all copies are of one instant anyway.
+            out: A writable C-contiguous array with the variable's shape and dtype; it is filled and
+                returned.
+            consistent: No effect: all copies are always from one instant.
 
         Raises:
-            ReplicaValueError: Not in a step, and the aggregation is NONE.
-            ValueMismatchError: ``out`` does not fit.
+            ReplicaValueError: Outside a step: the aggregation is NONE.
+            ValueMismatchError: ``out`` does not match.
             UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: A ps is gone.
-            ClosureCancelled: In a step that was cancelled.
+            ParameterServerLost: A ps is lost.
+            ClosureCancelled: The step was cancelled.
 
         Cancellation: Safe.
         """

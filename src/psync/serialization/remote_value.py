@@ -29,7 +29,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class RemoteValueStatus(enum.Enum):
-    """Where a RemoteValue stands."""
+    """The status of a RemoteValue."""
 
     NOT_READY = "not ready"
     READY = "ready"
@@ -87,11 +87,11 @@ class RemoteValue(Generic[T_co]):
         return getattr(self._cancel, "__self__", None)
 
     def done(self) -> bool:
-        """Return whether the closure has ended, with a value or without."""
+        """Return whether the closure has ended, with or without a value."""
         return self.status is not RemoteValueStatus.NOT_READY
 
     def cancel(self) -> None:
-        """Cancel the closure: one that has not begun never will; a running step is stopped.
+        """Cancel the closure: it does not begin, or its running step is stopped.
 
         A plain step cannot be stopped, but its pushes are refused from now on.
         """
@@ -108,7 +108,7 @@ class RemoteValue(Generic[T_co]):
             EndOfData: The closure reached the end of its worker's data.
             UsageError: The call runs on another event loop than the coordinator's, which is open.
 
-        Cancellation: Safe; the closure goes on.
+        Cancellation: Safe; the closure continues.
         """
         loop = self._loop
         if loop is not None and asyncio._get_running_loop() is not loop and not loop.is_closed():

@@ -264,8 +264,10 @@ def _positive(name: str, value: object) -> int | None:
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete checkpoint in a directory, or None.
 
+    A missing directory counts as empty.
+
     Raises:
-        CheckpointError: The directory cannot be read. A missing directory counts as empty.
+        CheckpointError: The directory cannot be read.
 
     Source: ``tf.train.latest_checkpoint``.
     """

@@ -51,10 +51,10 @@ class Checked(Protocol):
 
 
 class SavedState:
-    """Values of the program itself that a checkpoint is to hold: attributes, as many as you like.
+    """The program's own values that a checkpoint should hold, as attributes.
 
     Args:
-        values: What they begin as: numbers, texts, None, lists and dicts of them.
+        values: Initial values by name: numbers, texts, None, lists and dicts of them.
 
     Example:
         progress = psync.SavedState(epoch=0)
@@ -81,11 +81,11 @@ class SavedState:
         return dict(vars(self))
 
     def restore_checkpoint_state(self, state: Any) -> None:
-        """Take the values of a checkpoint; those that it does not have stay."""
+        """Take the values of a checkpoint; values that are missing in it stay."""
         self.__dict__.update(state)
 
     def check_checkpoint_state(self, state: Any) -> None:
-        """Raise ConfigurationError unless these are values."""
+        """Raise ConfigurationError unless the state is values by name."""
         _check_values(state)
 
 

@@ -21,15 +21,10 @@ from psync.serialization.captures import name_of, type_name
 
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """The worker on which a dataset function runs, as it is told to the function.
+    """Information for a dataset function about the worker that it runs on.
 
-    Attributes:
-        num_input_pipelines: Number of workers that read this dataset.
-        input_pipeline_id: Index of this worker among them, from 0.
-        num_replicas_in_sync: Number of replicas whose gradients are aggregated in one step.
-
-    Source: ``tf.distribute.InputContext``. There every worker is pipeline 0 of 1 unless the
-    dataset is distributed; here each worker is told its own, so that it can take its shard.
+    Source: ``tf.distribute.InputContext``. There every worker is pipeline 0 of 1 unless the dataset
+        is distributed; here each worker gets its own index, so that it can take its share.
     """
 
     num_input_pipelines: int = 1
@@ -41,10 +36,10 @@ class InputContext:
         _check_replicas(self.num_replicas_in_sync)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return how many examples of a global batch each replica gets.
+        """Return the number of examples of a global batch for each replica.
 
         Raises:
-            ConfigurationError: (a ValueError) If they cannot be divided evenly.
+            ConfigurationError: The batch cannot be divided evenly; also a ValueError.
         """
         if isinstance(global_batch_size, bool) or not (
             isinstance(global_batch_size, Integral) and global_batch_size >= 1
@@ -69,11 +64,7 @@ class InputContext:
 
 @dataclass(frozen=True, slots=True)
 class ValueContext:
-    """The replica for which a value function returns a value.
-
-    Attributes:
-        replica_id_in_sync_group: Index of the replica, from 0.
-        num_replicas_in_sync: Number of replicas.
+    """Information for a value function about the replica that its value is for.
 
     Source: ``tf.distribute.experimental.ValueContext``.
     """
