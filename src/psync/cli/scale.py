@@ -116,11 +116,12 @@ def _directory(environ: Mapping[str, str] = os.environ) -> Path:
 @click.argument("workers", type=click.IntRange(min=1))
 @choosing_run
 def scale(workers: int, run: str | None) -> int:
-    """Let a program that psync run has started have WORKERS workers from now on.
+    """Change the number of workers of a program that psync run started to WORKERS.
 
-    Further ones are started, and its coordinator takes them in; those with the highest indices
-    end the closure that they run, and leave. RUN is the id, process or name of a psync run of yours
-    on this machine, or the path of its file. If several run and none is chosen, they are listed.
+    New workers are started and join the coordinator. If there are too many, the workers with the
+    highest indices finish their closure and leave. RUN is the id, process id or name of one of your
+    psync runs on this machine, or the path of its file. If several are running and you name none,
+    they are listed.
 
     \b
     Eight workers for the program in the other terminal:
