@@ -146,7 +146,7 @@ def _launched(named: str | None) -> Run:
         except ConfigurationError:
             raise none from None
         raise ConfigurationError(
-            f"nothing runs that psync run has started: {other} was started without it",
+            f"no program started by psync run is running: {other} was started without it",
             hint="psync scale asks psync run for workers; a program that opens a cluster itself "
             "calls its scale(workers=8)",
         ) from none
@@ -159,5 +159,5 @@ async def _ask(run: Run, workers: int) -> dict[str, Any]:
             writer.write(json.dumps({"token": run.token, "workers": workers}).encode() + b"\n")
             answer: dict[str, Any] = json.loads(await reader.readline())
     except (OSError, ValueError) as exc:
-        raise ConfigurationError(f"{run} has ended, or cannot be reached: {exc}") from exc
+        raise ConfigurationError(f"{run} has ended, or is unreachable: {exc}") from exc
     return answer

@@ -48,7 +48,7 @@ def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
     from psync.errors import ConfigurationError, DeadlineExceeded, ProtocolError
 
     if as_json and not once:
-        raise click.UsageError("--json prints one status: give --once with it")
+        raise click.UsageError("--json prints one status: it needs --once")
     try:
         return asyncio.run(_show(run, once or not sys.stdout.isatty(), as_json, interval))
     except (ProtocolError, DeadlineExceeded) as exc:

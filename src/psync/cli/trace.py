@@ -47,7 +47,7 @@ def trace(out: Path, run: str | None, seconds: float) -> int:
 
     if run is not None and _is_run_log(run):
         raise ConfigurationError(
-            f"{run}: a run that has ended cannot be traced, and this is its log",
+            f"{run} is the log of a run that has ended; only running programs can be traced",
             hint=f"psync dashboard {run} shows it",
         )
     try:

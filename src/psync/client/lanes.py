@@ -249,9 +249,9 @@ class Lanes:
             return self.lost
         error = self.lost = ParameterServerLost(
             self.task, message,
-            hint="its shards are gone, with no checkpoint or complete copy to go back to: restart "
-            'the program; with a psync.CheckpointManager, or ps_recovery="backup" and a backup '
-            "that has had time to copy them, it goes on",
+            hint="its shards are lost, and there is no checkpoint or complete backup: restart the "
+            'program; with a psync.CheckpointManager, or with ps_recovery="backup" and a complete '
+            "backup, training would continue",
         )  # fmt: skip
         for peer in self._peers.values():
             peer.abort(ConnectionLost(error.message))

@@ -237,4 +237,4 @@ class HostedTask:
         finally:
             for each in refused:
                 each.close()
-        raise ConfigurationError(f"no port on {self._host} is free that is no task's name")
+        raise ConfigurationError(f"every free port on {self._host} is the address of another task")

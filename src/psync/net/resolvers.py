@@ -163,8 +163,8 @@ def cluster_of_context() -> ClusterResolver | None:
         return known
     if len(set(_open_in_process)) > 1:
         raise ConfigurationError(
-            "several clusters are open in this process, and none of them in this context",
-            hint="say which one: psync.ParameterServerStrategy(cluster.resolver)",
+            "several clusters are open in this process, but none in this context",
+            hint="name one: psync.ParameterServerStrategy(cluster.resolver)",
         )
     return _open_in_process[0]
 
@@ -187,7 +187,7 @@ def training_cluster(resolver: ClusterResolver) -> tuple[ClusterSpec, str | None
     if spec and task_type is None and isinstance(resolver, TFConfigClusterResolver):
         raise ConfigurationError(
             "TF_CONFIG: task.type is missing",
-            hint='say which task this process is: "task": {"type": "worker", "index": 0}',
+            hint='name the task of this process: "task": {"type": "worker", "index": 0}',
         )
     return validate_for_training(spec, task_type, task_id, source=resolver.source)
 

@@ -105,7 +105,7 @@ def kubernetes(
     from psync.cli.launch.yaml import dump
 
     if shared_volume and volume == "none":
-        raise ConfigurationError("--shared-volume: there is no volume", hint="--volume 10Gi")
+        raise ConfigurationError("--shared-volume needs a volume", hint="--volume 10Gi")
     asked = Launch(
         name=_checked_name(name or _name_of(command[0]), "--name"),
         image=image,
@@ -200,8 +200,8 @@ def _name_of(script: str) -> str:
 def _checked_name(name: str, option: str) -> str:
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME_CHARS:
         raise ConfigurationError(
-            f"{option}: expected at most {MAX_NAME_CHARS} small letters, digits and dashes, the "
-            f"first one a letter, got {name!r}"
+            f"{option}: expected at most {MAX_NAME_CHARS} lower-case letters, digits and dashes, "
+            f"starting with a letter, got {name!r}"
         )
     return name
 
