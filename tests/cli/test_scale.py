@@ -119,6 +119,6 @@ def test_a_run_without_a_launcher_is_named(
         listening.listen()
         assert main(["scale", "3"]) == 2
     assert (
-        "nothing runs that psync run has started: spot.py (process 7) was started without it"
+        "no program started by psync run is running: spot.py (process 7) was started without it"
         in capsys.readouterr().err
     )

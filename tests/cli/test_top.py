@@ -86,7 +86,7 @@ def test_json_is_that_of_the_status(
 
 def test_json_again_and_again_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--json"]) == 2
-    assert "--json prints one status: give --once with it" in capsys.readouterr().err
+    assert "--json prints one status: it needs --once" in capsys.readouterr().err
 
 
 def test_a_run_that_has_ended_is_one_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,8 +154,8 @@ class TestArrays:
 @pytest.mark.parametrize(
     ("kind", "answer", "text"),
     [
-        (Pull, Reply(Pulled([]), [bytes(8)]), "sent other sizes than .*: expected 12 bytes, got 8"),
-        (Pull, Reply(Pulled([]), []), "sent other sizes than .*: expected 12 bytes, got 0"),
+        (Pull, Reply(Pulled([]), [bytes(8)]), "sent wrong sizes for .*: expected 12 bytes, got 8"),
+        (Pull, Reply(Pulled([]), []), "sent wrong sizes for .*: expected 12 bytes, got 0"),
         (Pull, Reply(Done(), [bytes(12)]), "answered a pull with Done"),
         (Push, Reply(Done()), "answered an update with Done"),
     ],

@@ -230,7 +230,7 @@ def test_a_capture_that_cannot_be_sent_is_named(table: FunctionTable) -> None:
         table.register(make_step(threading.Lock()))
     assert str(caught.value) == (
         'step "step" captures "value" (_thread.lock), which cannot be sent to a worker\n'
-        "hint: make it inside the step, or pass the data from which the step can make it"
+        "hint: create it inside the step, or pass the data to create it from"
     )
     assert len(table) == 0
 
@@ -344,7 +344,7 @@ def test_a_step_that_cannot_be_loaded_says_why(table: FunctionTable) -> None:
     assert str(caught.value) == (
         'step "step" cannot be loaded on this worker: ModuleNotFoundError: No module named '
         "'only_on_the_coordinator'\n"
-        "hint: what it imports must be installed here, and its script be the same"
+        "hint: install its imports on this worker, and use the same script"
     )
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 

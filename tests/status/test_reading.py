@@ -54,7 +54,7 @@ async def test_a_run_that_does_not_answer_is_named(
             with pytest.raises(DeadlineExceeded, match=r"\(process \d+\) has not answered"):
                 await reader.read()
             source.answer = ValueError("a bug")
-            with pytest.raises(RemoteProtocolError, match=r"cannot say its status: .*a bug"):
+            with pytest.raises(RemoteProtocolError, match=r"cannot report its status: .*a bug"):
                 await reader.read()
 
 

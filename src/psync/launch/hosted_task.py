@@ -216,7 +216,7 @@ class HostedTask:
         finally:
             await task.close()
         if getattr(task, "is_torn", False):  # a ps
-            raise PsyncError(f"{name} ended: an update failed half-way, see the log")
+            raise PsyncError(f"{name} ended: an update failed partway; see the log")
 
     def _bind(self) -> tuple[socket.socket, str]:
         """Return a listening socket and its address, which is the name of no task."""

@@ -369,7 +369,7 @@ async def serve_as(
     finally:
         await task.close()
     if getattr(task, "is_torn", False):  # a ps
-        raise PsyncError(f"{task.task} ended: an update failed half-way, see the log")
+        raise PsyncError(f"{task.task} ended: an update failed partway; see the log")
     return _terminated_code(own) if leaving else 0
 
 

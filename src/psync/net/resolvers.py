@@ -291,7 +291,13 @@ class TFConfigClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the cluster of ``TF_CONFIG``, evaluators included; empty if it has none."""
-        cluster = _in(self._config(), "cluster", dict, "an object") or {}
+        config = self._config()
+        cluster = _in(config, "cluster", dict, "an object") or {}
+        if not cluster and "sparseCluster" in config:
+            raise ConfigurationError(
+                "TF_CONFIG: sparseCluster is not supported, expected cluster",
+                hint='list all tasks as "cluster"; in a TFJob leave out enableDynamicWorker',
+            )
         try:
             return with_chief(ClusterSpec(cluster))
         except ConfigurationError as exc:

@@ -252,7 +252,7 @@ class TlsChannel(asyncio.Transport, asyncio.BufferedProtocol):
         )
         words = b""
         if self._accepts:  # to be understood, not encrypted
-            refused = Refused("tls", "it uses TLS, this task does not")
+            refused = Refused("tls", "it uses TLS, but this task does not")
             words = b"".join(encode_frame(Kind.REFUSED, 0, encode(refused)))
         self._fail(error, words)
 

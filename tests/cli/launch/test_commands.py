@@ -65,7 +65,7 @@ def test_the_batch_script_names_the_job_and_quotes(capsys: pytest.CaptureFixture
         ([*KUBERNETES[1:], "--resources", "ps:cpu", "--", "train.py"], "--resources: expected"),
         (
             [*KUBERNETES[1:], "--volume", "none", "--shared-volume", "--", "train.py"],
-            "--shared-volume: there is no volume",
+            "--shared-volume needs a volume",
         ),
         (["slurm", "--sbatch", "gpu", "--", "train.py"], "--sbatch: expected an option of sbatch"),
         (["slurm", "--setup", "a\nb", "--", "train.py"], "expected one line"),
