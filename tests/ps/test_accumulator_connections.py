@@ -292,7 +292,7 @@ async def test_a_sum_torn_half_way_ends_the_task(scene, caplog):
     (ps,) = scene.cluster.ps
     assert ps.is_torn
     assert ps.stopped.is_set()
-    assert "failed half-way" in caplog.text
+    assert "failed partway" in caplog.text
 
 
 # --- takes -----------------------------------------------------------------------------------

@@ -306,4 +306,4 @@ class LongWork(Changing):
     def check_whole(self) -> None:
         """Raise PsyncError if the task is about to end."""
         if self.is_torn:
-            raise PsyncError(f"{self._task} ends: an update failed half-way")
+            raise PsyncError(f"{self._task} ends: an update failed partway")

@@ -330,7 +330,7 @@ class _Watch:
             self.mark("a ps goes on without its backup")
         elif "saving a checkpoint starts again" in text:
             self.mark("a save begins anew")
-        elif "is retried: " in text:
+        elif "cut " in text and "is retried: " in text:
             self.mark("a cut is taken anew")
         elif "has left (" in text:
             self.mark("a worker leaves")
