@@ -156,7 +156,7 @@ class Lanes:
             except TimeoutError as exc:
                 if loop.time() - began > 2 * self.away_for_s:
                     continue  # our own loop stood still: the answer may be unread
-                raise ConnectFailed(f"nobody answers within {self.away_for_s:g} s") from exc
+                raise ConnectFailed(f"no answer within {self.away_for_s:g} s") from exc
         patience_s = self.lost_after_s
         if self.refused_for_s < patience_s < math.inf:
             try:
