@@ -104,7 +104,7 @@ def test_where_nothing_runs_that_is_said(
     environ: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["scale", "3"]) == 2
-    assert "no program of this user runs" in capsys.readouterr().err
+    assert "no program of this user is running" in capsys.readouterr().err
     assert main(["scale", "0"]) == 2
 
 

@@ -211,7 +211,11 @@ def test_wait_on_the_loop_says_to_await(turns: Turns) -> None:
 
 
 def test_wait_outside_a_step_is_an_error() -> None:
-    with pytest.raises(UsageError, match=r"^wait outside a step\nhint: it serves plain functions"):
+    with pytest.raises(
+        UsageError,
+        match=r"^wait outside a step\nhint: call it in a plain step "
+        "function",
+    ):
         wait(asyncio.sleep(0))
 
 

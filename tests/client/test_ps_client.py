@@ -189,7 +189,7 @@ class TestPushes:
             await push(cluster.client(OTHER), (v,), (1.0,))
             client = cluster.client()
             for _ in range(2):  # and not silently taken for the other one the second time
-                with pytest.raises(ConfigurationError, match=r"optimizer 1 .* is defined already"):
+                with pytest.raises(ConfigurationError, match=r"optimizer 1 .* is already defined"):
                     await push(client, (v,), (1.0,), config=SGD(0.1).to_config())
             await push(client, (v,), (1.0,))
             assert (await pull(client, v))[0].tolist() == [-1, -1, -1]

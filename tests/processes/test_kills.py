@@ -310,7 +310,7 @@ def test_a_killed_ps_ends_the_run_with_a_clear_error_soon(
                 assert time.monotonic() - began < 15
                 assert caught.value.task == "/job:ps/task:0"
                 assert f"/job:ps/task:0 at {address} {what}" in caught.value.message
-                assert "no checkpoint or complete copy to go back to: restart" in caught.value.hint
+                assert "no checkpoint or complete backup: restart" in caught.value.hint
                 assert coordinator.done()
                 assert all(value.done() for value in values)
                 with pytest.raises(ParameterServerLost):

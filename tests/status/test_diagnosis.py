@@ -43,7 +43,8 @@ def test_where_all_is_well_it_says_what_workers_do() -> None:
     ]
     seen = status(worker(work=shares(0.9)), worker(1, work=shares(0.8)), queue=QUEUED)
     assert texts(seen) == [
-        "good: The cluster is not the bottleneck: workers compute, or read data, for 85% of the time."
+        "good: The cluster is not the bottleneck: workers compute, or read data, for 85% of the "
+        "time."
     ]
     assert texts(status(state="ended")) == ["good: The run has ended."]
 
@@ -137,16 +138,16 @@ def test_a_program_that_schedules_too_little() -> None:
     ]
     seen = status(worker(0, "idle"), worker(1), queue=QueueStatus(waiting=3))
     assert texts(seen) == [
-        "warn: 1 of 2 workers have nothing to do: closures that are left wait for the value of "
-        "another one."
+        "warn: 1 of 2 workers have nothing to do: the remaining closures wait for the value of "
+        "another closure."
     ]
 
 
 def test_how_long_a_full_queue_takes() -> None:
     full = QueueStatus(queued=200_000, closures_per_s=65.0)
     assert texts(status(worker(), queue=full)) == [
-        "good: The cluster is not the bottleneck: 1 of 1 workers are busy. The 200,000 closures "
-        "that are queued take 51:16 min more; more workers would reduce that."
+        "good: The cluster is not the bottleneck: 1 of 1 workers are busy. The 200,000 queued "
+        "closures take another 51:16 min; more workers would reduce that."
     ]
 
 
@@ -171,7 +172,7 @@ def test_a_closure_that_does_not_end() -> None:
     answers = worker(1, mean_s=2.0, work=shares(0.9))
     assert texts(status(stuck, answers, queue=QUEUED)) == [
         "warn: Worker 0 has run train_step for 80 s; its closures take 2 s; it does not answer: it "
-        "computes on its loop, or is stopped."
+        "computes on its event loop, or is stopped."
     ]
     new = worker(0, closure=RunningClosure(7, "train_step", 80.0))
     assert texts(status(new, queue=QUEUED)) == ["warn: Worker 0 has run train_step for 80 s."]
@@ -187,7 +188,10 @@ def test_a_closure_that_does_not_end() -> None:
             "for ps tasks 40% of the time (10% for values, 30% until pushes have arrived), and "
             "compute for 60%: send fewer bytes",
         ),
-        (shares(0.5, wait=0.4), "for other workers 40% of the time, and compute for 50%: backup"),
+        (
+            shares(0.5, wait=0.4),
+            "for other workers 40% of the time, and compute for 50%: use backup",
+        ),
     ],
 )
 def test_what_workers_spend_their_time_on(work: Any, text: str) -> None:
@@ -228,8 +232,8 @@ def test_work_that_is_lost() -> None:
     seen = status(worker(), worker(1, accepted=1, dropped=30), queue=QUEUED, steps=late)
     assert texts(seen) == ["warn: Worker 1: more than half of the gradients are stale and dropped."]
     assert texts(status(worker(), queue=QUEUED, steps=late)) == [
-        "warn: 40% of the gradients for sync were stale and dropped: that much computing "
-        "is for nothing."
+        "warn: 40% of the gradients for sync were stale and dropped: that share of the computation "
+        "is wasted."
     ]
 
 
@@ -238,8 +242,8 @@ def test_closures_that_run_again_are_told_of_for_a_minute() -> None:
     lost = EventStatus("lost", "/job:worker/task:3 is lost (it closed the connection)", 12.0)
     events = (EventStatus("joined", "x", 1.0), lost, lost)
     assert texts(status(worker(), queue=again, events=events)) == [
-        "warn: Within a minute: worker 3 is lost (it closed the connection). Closures that ran "
-        "again because of such losses: 2."
+        "warn: Within a minute: worker 3 is lost (it closed the connection). Closures run again "
+        "because of lost workers: 2."
     ]
     old = (dataclasses.replace(lost, seconds=70.0),)
     assert texts(status(worker(), queue=again, events=old))[0].startswith("good")

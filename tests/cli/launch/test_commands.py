@@ -56,7 +56,7 @@ def test_the_batch_script_names_the_job_and_quotes(capsys: pytest.CaptureFixture
         (["kubernetes", "--", "train.py"], "Missing option '--image'"),
         ([*KUBERNETES[1:], "--"], "Missing argument"),
         ([*KUBERNETES[1:], "--name", "Train", "--", "train.py"], "--name: expected at most 40"),
-        ([*KUBERNETES[1:], "--", "1.py"], "--name: expected at most 40 small letters"),
+        ([*KUBERNETES[1:], "--", "1.py"], "--name: expected at most 40 lower-case letters"),
         ([*KUBERNETES[1:], "--namespace", "a_b", "--", "train.py"], "--namespace: expected"),
         (
             [*KUBERNETES[1:], "--resources", "server:cpu=1", "--", "train.py"],
