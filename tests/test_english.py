@@ -11,14 +11,10 @@ import click
 import pytest
 
 import psync
+from english import PHRASES
 from pages import ROOT, all_pages
 from psync.cli.main import psync as command
 
-PHRASES = re.compile(
-    r"\b(anew|by (it|them)sel(f|ves)|who(m|se)?ever|likewise|in the mean|without a word|in turns|"
-    r"of (its|their|your|his|one's) own|that which|of which|nobody waits|taken in again)\b",
-    re.IGNORECASE,
-)
 # A clause stands where the noun should: "What is larger than 64 KiB does not go ...".
 NO_NOUN = re.compile(r"^(What|Who|Whom|Whose) (?!.*\?$)")
 PREPOSITIONS = re.compile(

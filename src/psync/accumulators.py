@@ -171,7 +171,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         if take.state is not TakeState.WAITING:
             return False
         if take not in self._takes:
-            raise UsageError(f"{self}: expected one of its own takes")
+            raise UsageError(f"{self}: expected a take of this accumulator")
         del self._takes[take]
         take.state = TakeState.CANCELLED
         return True

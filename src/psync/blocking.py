@@ -99,14 +99,14 @@ class _Waits:
         """
         if self.is_here:
             raise UsageError(
-                "wait on the event loop of psync.blocking, which it would block for ever",
-                hint="in a coroutine write `await …` instead of `psync.wait(…)`; of a RemoteValue, "
-                "`await value` instead of `value.fetch()`",
+                "wait on the event loop of psync.blocking would block that loop forever",
+                hint="in a coroutine use `await …` instead of `psync.wait(…)`, and `await value` "
+                "instead of `value.fetch()` for a RemoteValue",
             )
         if not inspect.isawaitable(awaitable):
             raise UsageError(
                 f"wait expected an awaitable, got {type(awaitable).__name__}",
-                hint="what psync.blocking returns needs no wait: its methods return values",
+                hint="psync.blocking needs no wait: its methods return values",
             )
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         begin = functools.partial(self._begin, awaitable, contextvars.copy_context(), outcome)
@@ -241,7 +241,7 @@ class _Blocking:
     def start(self) -> None:
         """Start without a ``with`` block; ``close`` ends it."""
         if self._opened is not None:
-            raise UsageError(f"{self._inner!r} was started before")
+            raise UsageError(f"{self._inner!r} was already started")
         with contextlib.ExitStack() as stack:
             stack.enter_context(_loop_thread().used())
             wait(self._inner.start())

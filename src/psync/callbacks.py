@@ -113,8 +113,8 @@ class _Monitor:
         value = logs.get(self.monitor)
         if value is None:
             raise ConfigurationError(
-                f"callback: no {self.monitor!r} to monitor, there are {', '.join(logs)}",
-                hint="values of the validation begin with val_, and need validation_data",
+                f"callback: no {self.monitor!r} to monitor, expected one of {', '.join(logs)}",
+                hint="validation values start with val_ and need validation_data",
             )
         if self._sign * (self.best - value) > self._min_delta:
             self.best = value
@@ -227,7 +227,7 @@ class LearningRateScheduler(Callback):
         if not callable(schedule):
             raise ConfigurationError(
                 f"learning rate scheduler: expected a function (epoch, rate), got {schedule!r}",
-                hint="a rate that is the same for all epochs is the optimizer's learning_rate",
+                hint="for a constant rate set the optimizer's learning_rate",
             )
         self._schedule = schedule
         self._rate: float | None = None
@@ -239,8 +239,9 @@ class LearningRateScheduler(Callback):
             present = optimizer.learning_rate
             if isinstance(present, Schedule):
                 raise ConfigurationError(
-                    f"learning rate scheduler: {optimizer.get_name()} has a schedule already",
-                    hint="give the optimizer a number as learning_rate, or leave this callback out",
+                    f"learning rate scheduler: {optimizer.get_name()} already has a schedule",
+                    hint="use a number as the optimizer's learning_rate, or leave this callback "
+                    "out",
                 )
             self._rate = float(present)
         self._rate = float(self._schedule(epoch, self._rate))

@@ -79,8 +79,8 @@ def split_address(address: str) -> tuple[str, int | None]:
         host.encode("idna")  # as getaddrinfo does, whose UnicodeError nobody expects
     except UnicodeError:
         raise ConfigurationError(
-            f"address {address!r}: {host!r} is no host name",
-            hint="between its dots are 1 to 63 letters, digits and hyphens",
+            f"address {address!r}: {host!r} is not a host name",
+            hint="between dots, a host name has 1 to 63 letters, digits and hyphens",
         ) from None
     return host, int(port)
 
@@ -181,7 +181,7 @@ class ClusterSpec:
                 if other != name:
                     raise ConfigurationError(
                         f"{other} and {name} have the same address {address!r}",
-                        hint="every task listens on an address of its own",
+                        hint="give every task its own address",
                     )
 
     @property
@@ -311,8 +311,8 @@ def _checked_address(name: str, address: object) -> str:
         raise ConfigurationError(f"{name}: {exc.message}", hint=exc.hint) from None
     if not host or port == 0:
         raise ConfigurationError(
-            f"{name}: address {address!r} names no {'port' if host else 'host'} that the other "
-            f"tasks could connect to",
+            f"{name}: address {address!r} has no {'port' if host else 'host'} that the other tasks "
+            "could connect to",
             hint=_ADDRESS_HINT,
         )
     return address

@@ -24,7 +24,9 @@ def with_chief(spec: ClusterSpec) -> ClusterSpec:
     if "master" not in jobs:
         return spec
     if "chief" in jobs:
-        raise ConfigurationError("the cluster has a 'chief' and a 'master', which mean the same")
+        raise ConfigurationError(
+            "the cluster has both a 'chief' and a 'master', which are the same job"
+        )
     return ClusterSpec({"chief" if job == "master" else job: jobs[job] for job in jobs})
 
 

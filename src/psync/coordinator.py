@@ -191,7 +191,7 @@ class Coordinator:
             await self._creation.ensure()  # what does not fit is told here, as far as it is known
         await self.recovery.first_backups(options.connect_timeout_s, attached=self.left is not None)
         self.recovery.started()
-        self._begin(self._reporter.run(), "the schedule is not reported any more")
+        self._begin(self._reporter.run(), "the schedule is no longer reported")
         if options.closure_timeout_s is not None:
             limit_s = options.closure_timeout_s
             watch = watchdog.watch_closures(self._queue, limit_s, self.workers.waits, self._give_up)

@@ -94,9 +94,9 @@ class UsageError(PsyncError):
 def other_loop(operation: str) -> UsageError:
     """Return the error for an await on an event loop that would never see the result."""
     return UsageError(
-        f"{operation} on another event loop than the one that its cluster runs on",
-        hint="in a plain step, and with psync.blocking, write psync.wait(…) instead of "
-        "asyncio.run(…); in another thread of a program, asyncio.run_coroutine_threadsafe(…, loop)",
+        f"{operation} on a different event loop than the cluster's",
+        hint="in a plain step or with psync.blocking, use psync.wait(…) instead of asyncio.run(…); "
+        "in another thread of the program, use asyncio.run_coroutine_threadsafe(…, loop)",
     )
 
 

@@ -190,7 +190,7 @@ def div_split(dim0: int, num_shards: int) -> list[tuple[int, int]]:
     """
     if not 1 <= num_shards <= max(1, dim0):
         raise PartitionError(
-            f"{dim0} rows cannot be cut into {num_shards} shards: expected 1 to {max(1, dim0)}"
+            f"{dim0} rows cannot be split into {num_shards} shards: expected 1 to {max(1, dim0)}"
         )
     base, extra = divmod(dim0, num_shards)
     return [(i * base + min(i, extra), base + 1 if i < extra else base) for i in range(num_shards)]
@@ -199,9 +199,9 @@ def div_split(dim0: int, num_shards: int) -> list[tuple[int, int]]:
 def _checked_shape(what: str, shape: Sequence[int]) -> tuple[int, ...]:
     axes = tuple(shape)
     if not all(isinstance(n, Integral) and not isinstance(n, bool) and n >= 0 for n in axes):
-        raise PartitionError(f"{what}: expected a shape that is wholly known, got {axes}")
+        raise PartitionError(f"{what}: expected a fully known shape, got {axes}")
     if not axes:
-        raise PartitionError(f"{what}: a scalar has no axis 0 to cut")
+        raise PartitionError(f"{what}: a scalar has no axis 0 to split")
     return tuple(int(n) for n in axes)
 
 

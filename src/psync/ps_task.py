@@ -293,7 +293,7 @@ class PsTask:
 
     def _shutdown(self, peer: Peer, message: Shutdown, _: list[memoryview]) -> Reply:
         check_newest(peer, self.task, self.newest)
-        logger.info("%s: %s asks to stop: %s", self.task, peer.task, message.reason)
+        logger.info("%s: %s asks it to stop: %s", self.task, peer.task, message.reason)
         self.stopped.set()
         return Reply(Done())
 
@@ -322,7 +322,9 @@ class PsTask:
 
     def _depose(self) -> None:
         """Its backup serves in its place: the coordinator says that to everybody, this hangs up."""
-        logger.warning("%s: has been replaced by its backup, and serves nobody any more", self.task)
+        logger.warning(
+            "%s: has been replaced by its backup, and serves no more requests", self.task
+        )
         self.life = self.life.after(LifeEvent.DEPOSE, self.task)
         self._adoption.lost()
         for peer in self._endpoint.peers:

@@ -193,18 +193,19 @@ class UpdateRule(_AnyRule):
             first, again = (self._probed(dtype, [slice(None)]) for _ in range(2))
             if any(_bits(a) != _bits(b) for a, b in zip(first, again, strict=True)):
                 raise ConfigurationError(
-                    f"{self.name}: update gave other bits when it was called again with the same "
-                    "arguments",
-                    hint="a ps and its backup both call it: no randomness, no clock, no state",
+                    f"{self.name}: update returned a different result when called again with the "
+                    "same arguments",
+                    hint="a ps and its backup both call it: use no randomness, no clock and no "
+                    "state",
                 )
             in_pieces = self._probed(dtype, [slice(0, 41), slice(41, PROBE_SIZE)])
             for whole, cut in zip(first, in_pieces, strict=True):
                 if not np.allclose(whole, cut, rtol=TOLERANCE, atol=0, equal_nan=True):
                     raise ConfigurationError(
-                        f"{self.name}: update gives an element another value if it does not see "
-                        "the others",
-                        hint="a variable is cut into shards, and these into pieces: a rule has to "
-                        "be elementwise. Norms can be limited by clipnorm and global_clipnorm",
+                        f"{self.name}: update gives an element a different value depending on the "
+                        "other elements",
+                        hint="variables are split into shards, and shards into blocks, so a rule "
+                        "must be elementwise. To limit norms use clipnorm and global_clipnorm",
                     )
             results += first
         return results

@@ -359,9 +359,9 @@ def register(made: type[_S]) -> type[_S]:
     known = _SCHEDULES.get(name)
     if known is not None and (name in _OWN or known.__module__ != made.__module__):
         raise ConfigurationError(
-            f"schedule {name!r} of {made.__module__}: there is one of this name already, of "
+            f"schedule {name!r} of {made.__module__}: the name is already used by "
             f"{known.__module__}",
-            hint="give the class a name that nobody else has",
+            hint="give the class a unique name",
         )
     cls = made if "__dataclass_fields__" in vars(made) else dataclass(frozen=True)(made)
     _SCHEDULES[name] = cls
@@ -402,14 +402,14 @@ def as_schedule(value: object) -> Schedule:
     if callable(value):
         raise ConfigurationError(
             f"expected a number or a schedule as learning rate, got the callable {value!r}",
-            hint="a ps evaluates the learning rate and runs no user code but plugins; use one of "
-            f"{', '.join(sorted(_SCHEDULES))} of psync.schedules, or register your own",
+            hint="a ps evaluates the learning rate and runs no user code except plugins; use one "
+            f"of {', '.join(sorted(_SCHEDULES))} of psync.schedules, or register your own",
         )
     rate = as_number("learning rate", value)
     if rate < 0:
         raise ConfigurationError(
             f"learning rate: expected a number from 0, got {rate}",
-            hint="to climb instead of to descend, push the negative gradient",
+            hint="to maximize, push the negative gradient",
         )
     return Constant(rate)
 

@@ -136,7 +136,7 @@ class WorkerTask:
             if session is not None:
                 await session.leave(reason, hint=hint)
         except PsyncError as exc:
-            logger.info("%s leaves, and its coordinator may not know: %s", self.task, exc)
+            logger.info("%s leaves, but could not tell its coordinator: %s", self.task, exc)
         finally:
             self.stopped.set()
 
@@ -237,7 +237,7 @@ class WorkerTask:
         self._end_session()
         if session is not None and session.control is not peer:
             # Or an earlier coordinator would wait for ever for what it has sent here.
-            session.control.abort(FencedError(f"{peer.task} has attached {self.task} anew"))
+            session.control.abort(FencedError(f"{peer.task} has attached {self.task} again"))
             session.bulk.abort()
         clients = Endpoint(self._platform, self.task, message.incarnation, {}, self._pool)
         parts = self._platform.parts
@@ -274,7 +274,7 @@ class WorkerTask:
         session = self._session  # without one any chief may stop it
         if session is not None and peer.incarnation < session.attach.coordinator:
             raise self._fenced(peer, session.attach.coordinator)
-        logger.info("%s: %s asks to stop: %s", self.task, peer.task, message.reason)
+        logger.info("%s: %s asks it to stop: %s", self.task, peer.task, message.reason)
         self.stopped.set()
         return Reply(Done())
 

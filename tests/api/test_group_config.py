@@ -93,7 +93,7 @@ def test_averages_are_of_one_strategy_and_the_global_step_too() -> None:
         v = psync.Variable(np.zeros(2, np.float32), name="v")
     with other.scope():
         w = psync.Variable(np.zeros(2, np.float32), name="w")
-    with pytest.raises(ConfigurationError, match='averages of "v", and variable "w"'):
+    with pytest.raises(ConfigurationError, match='averages of "v" and variable "w"'):
         config().add_averages(psync.ExponentialMovingAverage(0.75), [v, w])
     group = config()
     group.add_averages(psync.ExponentialMovingAverage(0.75), [v])

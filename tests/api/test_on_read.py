@@ -102,7 +102,7 @@ def test_it_is_not_trainable() -> None:
     assert not v.trainable
     assert strategy.trainable_variables == ()
     assert not declare(strategy, 0.0, trainable=False).trainable
-    with pytest.raises(UsageError, match="synchronized on read it cannot be trainable"):
+    with pytest.raises(UsageError, match="cannot be trainable when synchronized on read"):
         declare(strategy, 0.0, trainable=True)
     with pytest.raises(ValueMismatchError, match="which no optimizer trains"):
         at_once(psync.optimizers.SGD(0.1).apply_gradients([(np.float32(0), v)]))

@@ -187,7 +187,7 @@ def test_an_index_that_is_none_is_an_error_at_once(index: Any, kind: type[Except
 def test_a_variable_or_a_part_of_one_cannot_be_an_index() -> None:
     v, other = declared(), declared(1, 3, "i")
     for index in (other, v[2:], slice(other, None), [0, other]):
-        with pytest.raises(IndexTypeError, match="is not allowed, its value is not here"):
+        with pytest.raises(IndexTypeError, match="is not allowed, because its value is remote"):
             v[index]
 
 

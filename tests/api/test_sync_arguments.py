@@ -83,7 +83,7 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
         ({"reduction": []}, 'sync: expected reduction "mean" or "sum", got []'),
         (
             {"strict": True, "tensorflow_compat": True},
-            "sync: tensorflow_compat=True has free tokens, as TensorFlow has",
+            "sync: tensorflow_compat=True uses unbound tokens, as TensorFlow does",
         ),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",

@@ -510,7 +510,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"total_num_replicas": 3, "deterministic": True},
         "sync: deterministic=True needs every replica in every step, got "
         "replicas_to_aggregate=2 of total_num_replicas=3\n"
-        "hint: give both the same value: there are no backup replicas then",
+        "hint: set both to the same value, without backup workers",
     ),
 }
 
@@ -567,7 +567,7 @@ def test_what_a_wrapped_optimizer_excludes_is_settled() -> None:
     inner = optimizers.SGD(0.1, weight_decay=0.1)
     wrapped = SyncReplicasOptimizer(inner, 2)
     for optimizer in (inner, wrapped):
-        with pytest.raises(UsageError, match="is in use already"):
+        with pytest.raises(UsageError, match="is already in use"):
             optimizer.exclude_from_weight_decay(var_names=["bias"])
 
 

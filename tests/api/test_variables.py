@@ -285,11 +285,11 @@ async def test_variables_of_every_dtype_are_assigned_what_is_of_the_kind(
         ("int32", 1.5, "expected dtype int32, got float64"),
         ("int32", np.float32(1), "expected dtype int32, got float32"),
         ("uint8", np.int64(1), "expected dtype uint8, got int64"),
-        ("uint8", -1, "expected values that uint8 can hold, got -1"),
-        ("uint8", 256, "expected values that uint8 can hold, got 256"),
-        ("int8", np.int64(300), "expected values that int8 can hold, got 300"),
-        ("float32", np.float64(1e300), "expected values that float32 can hold, got 1e+300"),
-        ("bfloat16", 1e300, "expected values that bfloat16 can hold, got 1e+300"),
+        ("uint8", -1, "expected values in the range of uint8, got -1"),
+        ("uint8", 256, "expected values in the range of uint8, got 256"),
+        ("int8", np.int64(300), "expected values in the range of int8, got 300"),
+        ("float32", np.float64(1e300), "expected values in the range of float32, got 1e+300"),
+        ("bfloat16", 1e300, "expected values in the range of bfloat16, got 1e+300"),
         ("bool", 1, "expected dtype bool, got int64"),
     ],
 )
@@ -372,7 +372,7 @@ def test_a_handle_is_not_an_array() -> None:
     with pytest.raises(UsageError) as caught:
         np.ones(2) @ v
     assert str(caught.value) == (
-        'numpy.matmul: variable "v" is not an array here: its value lives on ps tasks\n'
+        'numpy.matmul: variable "v" is not an array: its value is stored on ps tasks\n'
         "hint: await its value first: `value = await v.read()`, or `await psync.pull((v, w))`"
     )
     with pytest.raises(UsageError, match='truth: variable "v" is not an array here'):
@@ -393,7 +393,7 @@ async def test_after_the_coordinator_was_closed_the_variables_are_gone() -> None
         with strategy.scope():
             v = psync.Variable(0.0, name="v")
         await v.read()
-    text = "the coordinator or session was closed, its variables are gone"
+    text = "the coordinator or session was closed, and its variables with it"
     with pytest.raises(ClosedError, match=f'read of "v": {text}'):
         await v.read()
     with pytest.raises(ClosedError, match=f'assign to "v": {text}'):

@@ -112,7 +112,7 @@ class TestDtypes:
             declared(value, dtype)
         name = np.dtype(dtype or np.float32).name  # type: ignore[call-overload]
         assert caught.value.message == (
-            f"{SUBJECT}: expected values that {name} can hold, got {came}"
+            f"{SUBJECT}: expected values in the range of {name}, got {came}"
         )
 
     def test_what_is_infinite_already_stays_so(self) -> None:

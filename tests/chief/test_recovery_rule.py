@@ -271,7 +271,7 @@ def test_a_ps_that_dies_whenever_it_is_started_afresh_is_the_end_with_the_first_
 def test_one_that_is_not_started_again_is_the_end_with_the_first_error() -> None:
     cluster = Cluster(None, None, saved=False, fresh=True)
     cluster.lose(1)
-    (end,) = cluster.fail(CheckpointError("not there within 60 s"))
+    (end,) = cluster.fail(CheckpointError("not reachable within 60 s"))
     assert isinstance(end, End)
     assert end.error.args == away(1).args
 

@@ -152,6 +152,6 @@ def test_files_that_cannot_be_used_are_one_error_before_anything_starts(
     environ = variables_of(tmp_path / "certs", authority())
     os.chmod(environ["PSYNC_TLS_KEY_FILE"], 0o644)
     told = refused(capsys, *command, *options_of(environ))
-    assert "others than its owner can read or change it (mode 0644)" in told
+    assert "users other than its owner can read or change it (mode 0644)" in told
     del environ["PSYNC_TLS_CA_FILE"]
     assert "PSYNC_TLS_CA_FILE is not" in refused(capsys, *command, *options_of(environ))

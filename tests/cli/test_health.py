@@ -27,7 +27,7 @@ def test_a_task_that_serves_answers_to_who_has_the_secret(
             assert capsys.readouterr().out == f"/job:{job}/task:0 answers\n"
         monkeypatch.setenv("PSYNC_SECRET", "another one, of the same kind")
         assert main(["health"]) == 2
-        assert "does not hold" in capsys.readouterr().err
+        assert "does not have the same secret" in capsys.readouterr().err
 
 
 def test_a_task_that_is_not_there_does_not(

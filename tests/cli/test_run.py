@@ -42,7 +42,7 @@ def test_a_plugin_that_is_not_there_is_an_error_before_anything_starts(tmp_path:
     script.touch()
     with pytest.raises(ConfigurationError, match="no module or package 'psync_nothing'") as caught:
         launch(str(script), plugins=["psync_nothing.rules"])
-    assert str(caught.value.hint).startswith(f"it was looked for in '{tmp_path}', '{Path.cwd()}'")
+    assert str(caught.value.hint).startswith(f"searched in '{tmp_path}', '{Path.cwd()}'")
     with pytest.raises(ConfigurationError, match="expected names of modules"):
         launch(str(script), plugins=["rules.py!"])
 

@@ -104,7 +104,7 @@ def test_where_nothing_runs_that_is_said(
     environ: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["scale", "3"]) == 2
-    assert "no program of this user runs" in capsys.readouterr().err
+    assert "no program of this user is running" in capsys.readouterr().err
     assert main(["scale", "0"]) == 2
 
 
@@ -119,6 +119,6 @@ def test_a_run_without_a_launcher_is_named(
         listening.listen()
         assert main(["scale", "3"]) == 2
     assert (
-        "nothing runs that psync run has started: spot.py (process 7) was started without it"
+        "no program started by psync run is running: spot.py (process 7) was started without it"
         in capsys.readouterr().err
     )

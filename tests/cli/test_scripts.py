@@ -66,7 +66,7 @@ def test_a_module_runs_as_python_does_it_and_is_not_imported_before(name: str) -
         ("research/train.py", "there is no 'research/train' in this directory"),
         ("", "there is no '' in this directory"),
         ("research..train", "there is no 'research.' in this directory"),
-        ("research.train.py", "'research.train' is no package"),
+        ("research.train.py", "'research.train' is not a package"),
         ("research", "'research' is a package without a __main__.py"),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_run_log_cannot_be_traced(capsys: pytest.CaptureFixture[str], tmp_path
     log.chmod(0o600)
     assert main(["trace", str(tmp_path / "out.json"), str(log)]) == 2
     error = capsys.readouterr().err
-    assert "a run that has ended cannot be traced" in error
+    assert "only running programs can be traced" in error
     assert f"psync dashboard {log}" in error
 
 

@@ -74,8 +74,8 @@ def test_worker_index_outside_a_step_is_an_error() -> None:
     with pytest.raises(RuntimeError) as caught:
         get_worker_index()
     assert str(caught.value) == (
-        "get_worker_index outside a step: no worker is running this\n"
-        "hint: call it in a function given to schedule, or in a dataset function"
+        "get_worker_index outside a step: this code does not run on a worker\n"
+        "hint: call it in a step function, or in a dataset function"
     )
 
 
@@ -84,7 +84,7 @@ def test_psync_in_dataset_code_is_an_error_that_names_the_operation() -> None:
         forbid_in_dataset("pull")
     assert str(caught.value) == (
         "pull in dataset code, which must not call psync\n"
-        "hint: do it in the step that gets the batch"
+        "hint: do this in the step that receives the batch"
     )
 
 
@@ -205,13 +205,17 @@ def test_wait_on_the_loop_says_to_await(turns: Turns) -> None:
         with pytest.raises(UsageError) as caught:
             wait(asyncio.sleep(0))
     assert str(caught.value) == (
-        "wait on an event loop, which it would block for ever\n"
-        "hint: in a coroutine write `await …` instead of `psync.wait(…)`"
+        "wait on an event loop would block the loop forever\n"
+        "hint: in a coroutine use `await …` instead of `psync.wait(…)`"
     )
 
 
 def test_wait_outside_a_step_is_an_error() -> None:
-    with pytest.raises(UsageError, match=r"^wait outside a step\nhint: it serves plain functions"):
+    with pytest.raises(
+        UsageError,
+        match=r"^wait outside a step\nhint: call it in a plain step "
+        "function",
+    ):
         wait(asyncio.sleep(0))
 
 

@@ -154,8 +154,8 @@ class TestArrays:
 @pytest.mark.parametrize(
     ("kind", "answer", "text"),
     [
-        (Pull, Reply(Pulled([]), [bytes(8)]), "sent other sizes than .*: expected 12 bytes, got 8"),
-        (Pull, Reply(Pulled([]), []), "sent other sizes than .*: expected 12 bytes, got 0"),
+        (Pull, Reply(Pulled([]), [bytes(8)]), "sent wrong sizes for .*: expected 12 bytes, got 8"),
+        (Pull, Reply(Pulled([]), []), "sent wrong sizes for .*: expected 12 bytes, got 0"),
         (Pull, Reply(Done(), [bytes(12)]), "answered a pull with Done"),
         (Push, Reply(Done()), "answered an update with Done"),
     ],
@@ -189,7 +189,7 @@ class TestPushes:
             await push(cluster.client(OTHER), (v,), (1.0,))
             client = cluster.client()
             for _ in range(2):  # and not silently taken for the other one the second time
-                with pytest.raises(ConfigurationError, match=r"optimizer 1 .* is defined already"):
+                with pytest.raises(ConfigurationError, match=r"optimizer 1 .* is already defined"):
                     await push(client, (v,), (1.0,), config=SGD(0.1).to_config())
             await push(client, (v,), (1.0,))
             assert (await pull(client, v))[0].tolist() == [-1, -1, -1]

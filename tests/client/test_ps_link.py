@@ -49,10 +49,10 @@ class TestLost:
                     await pull(client, v)
             assert str(caught.value) == (
                 "/job:ps/task:0 at ps0:1 cannot be reached (no connection within 15 s: "
-                "/job:ps/task:0 at ps0:1: no answer within 5 s)\n"
-                "hint: its shards are gone, with no checkpoint or complete copy to go back to: "
-                "restart the program; with a psync.CheckpointManager, or "
-                'ps_recovery="backup" and a backup that has had time to copy them, it goes on'
+                "/job:ps/task:0 at ps0:1: no answer within 5 s)\nhint: its shards are lost, and "
+                "there is no checkpoint or complete backup: restart the program; with a "
+                'psync.CheckpointManager, or with ps_recovery="backup" and a complete backup, '
+                "training would continue"
             )
             assert caught.value.task == "/job:ps/task:0"
             assert 15 <= loop.time() - began < 25

@@ -166,7 +166,7 @@ class TestReading:
         ("answer", "expected"),
         [
             (Reply(Done()), "answered a pull of rows with Done"),
-            (Reply(RowsPulled([]), [b"123"]), "other sizes than the rows have: expected 12 bytes"),
+            (Reply(RowsPulled([]), [b"123"]), "wrong sizes for the rows: expected 12 bytes"),
         ],
     )
     async def test_an_answer_that_does_not_fit_is_refused(

@@ -238,7 +238,9 @@ class TestConfiguration:
             await cluster.push(cluster.worker(), v)
             worker = cluster.worker(OTHER)
             for _ in range(2):
-                with pytest.raises(ConfigurationError, match="another configuration than at first"):
+                with pytest.raises(
+                    ConfigurationError, match="a different configuration than at first"
+                ):
                     await cluster.push(worker, v, raw={**cluster.raw, "strict": True})
             await cluster.push(worker, v, local_step=1)
 

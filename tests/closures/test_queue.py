@@ -200,12 +200,11 @@ def test_closure_that_was_lost_with_three_workers_fails_and_names_them() -> None
     error = bench.error(0)
     assert type(error) is ClosureError
     assert str(error) == (
-        "closure 0 (step) was lost with its worker 3 times: a, b, a\n"
-        "hint: it seems to kill its process, or to block its event loop. The log names the signal "
-        "that killed a worker. SIGSEGV or SIGBUS: usually a write, through another library such as "
-        "torch.from_numpy, to values that were pulled, which are read-only: pull with copy=True. "
-        "SIGKILL: look for lack of memory. A step that computes for long is a plain function, or "
-        "does it in a thread"
+        "closure 0 (step) was lost with its worker 3 times: a, b, a\nhint: it probably kills its "
+        "process, or blocks its event loop. The log names the signal that killed a worker. SIGSEGV "
+        "or SIGBUS: usually a write, through another library such as torch.from_numpy, to values "
+        "that were pulled, which are read-only: pull with copy=True. SIGKILL: look for lack of "
+        "memory. Long computations belong in a plain step function, or in a thread"
     )
     assert type(error.__cause__) is WorkerLost
     assert str(error.__cause__) == "a was lost while it held closure 0 (step)"

@@ -187,11 +187,14 @@ GOOD = Visitation(3).state()
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ([], r"^state: expected what state\(\) returned, of version 1, got list of version None$"),
+        ([], r"^state: expected a result of state\(\), version 1, got list of version None$"),
         ({**GOOD, "version": 2}, "got dict of version 2$"),
-        ({**GOOD, "num_shards": 4}, "^state: expected one of 3 shards, .* got one of 4\nhint: gi"),
-        ({**GOOD, "done": None}, r"^state: expected what state\(\) returned, got {'version'"),
-        ({"version": 1, "num_shards": 3}, r"^state: expected what state\(\) returned, got {'ver"),
+        (
+            {**GOOD, "num_shards": 4},
+            "^state: expected a state of 3 shards, .* got one of 4\nhint: pa",
+        ),
+        ({**GOOD, "done": None}, r"^state: expected a result of state\(\), got {'version'"),
+        ({"version": 1, "num_shards": 3}, r"^state: expected a result of state\(\), got {'ver"),
         ({**GOOD, "done": [3]}, r"^state: expected shards 0 to 2, got \[3\]$"),
         ({**GOOD, "unfinished": [[-1, 2]]}, r"^state: expected shards 0 to 2, got \[-1\]$"),
         ({**GOOD, "unfinished": [[1, -2]]}, "^state: expected numbers of runs from 0, got -2$"),

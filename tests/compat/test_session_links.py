@@ -83,7 +83,7 @@ async def test_a_chief_whose_workers_do_not_come_says_who_has() -> None:
             await chief.declare(2, trains=True)
         assert str(caught.value) == (
             f"2 workers were to take part in training, and within 5 s there came {WORKER}\n"
-            "hint: does each of them run this program? psync.run(main, on_workers=True)"
+            "hint: check that each of them runs this program: psync.run(main, on_workers=True)"
         )
         await chief.end_training("the chief failed: no luck", failed=True)
         with pytest.raises(TrainingEnded, match="the chief failed: no luck"):

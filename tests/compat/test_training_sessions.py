@@ -468,12 +468,12 @@ async def test_outside_its_session_a_strategy_serves_no_more() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"startup_delay_s": -1}, "startup_delay_s: expected seconds from 0 on, got -1"),
+        ({"startup_delay_s": -1}, "startup_delay_s: expected seconds, 0 or above, got -1"),
         ({"stop_at_step": 0}, "stop_at_step: expected at least 1, got 0"),
         ({"min_workers": 2}, "min_workers: expected 0 to 1, got 2"),
         ({"min_workers": 0, "trains": False}, "min_workers: expected 1 to 1, got 0"),
-        ({"is_chief": False, "trains": False}, "trains: only the chief may do without it"),
-        ({"trains": False}, "trains: the cluster has nobody else who would"),
+        ({"is_chief": False, "trains": False}, "trains: only the chief may set trains=False"),
+        ({"trains": False}, "trains: the cluster has no other task that would train"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:

@@ -261,5 +261,5 @@ async def test_a_ps_that_lacks_a_rule_is_named_when_the_optimizer_is_made() -> N
         expected = "optimizer 'mine': /job:ps/task:1 has version 2 .*, this process has version 1"
         with pytest.raises(ConfigurationError, match=expected):
             psync.optimizers.Optimizer(rule(), name="mine")
-        with pytest.raises(ConfigurationError, match="'Halving' is not known to /job:ps/task:1\n"):
+        with pytest.raises(ConfigurationError, match="'Halving' is unknown to /job:ps/task:1\n"):
             psync.optimizers.SGD(own_rules.Halving(0.5)).get_config()

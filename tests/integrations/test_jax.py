@@ -278,7 +278,7 @@ async def test_state_has_to_be_pulled_and_pushed() -> None:
 
         with pytest.raises(UsageError, match="expected the new state beside the gradients"):
             await in_step(coordinator, forgets)
-        with pytest.raises(UsageError, match="push of state in a step that has not pulled"):
+        with pytest.raises(UsageError, match="state pushed in a step that has not pulled"):
             await in_step(coordinator, pushes)
         with pytest.raises(ValueMismatchError, match="state: expected the same tree as state of"):
             await in_step(coordinator, another)

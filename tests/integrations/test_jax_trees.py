@@ -136,7 +136,9 @@ def test_first_values_have_the_dtypes_of_jax(value: Any) -> None:
     "leaf", ["text", np.tanh, jax.random.key(0), jax.ShapeDtypeStruct((2,), np.float32)]
 )
 def test_what_is_no_array_is_refused_by_name(leaf: Any) -> None:
-    message = f'Served: leaf "dense/act" is {type(leaf).__name__}, of which jax makes no array'
+    message = (
+        f'Served: leaf "dense/act" is {type(leaf).__name__}, which jax cannot convert to an array'
+    )
     with pytest.raises(ConfigurationError, match=message):
         first_value("dense/act", leaf, "Served")
 

@@ -116,7 +116,7 @@ async def test_another_python_is_refused_with_both_versions() -> None:
         peer = await scene.knock()
         with pytest.raises(ConfigurationError) as caught:
             await peer.call(JoinCluster("b:1", -1, "2.7"))
-        assert f"the chief runs Python {PYTHON}, and the worker at b:1 2.7" in str(caught.value)
+        assert f"the chief runs Python {PYTHON}, but the worker at b:1 2.7" in str(caught.value)
         with pytest.raises(ConfigurationError, match="address 'b'"):
             await peer.call(JoinCluster("b", -1, PYTHON))
         assert scene.heard == []

@@ -44,7 +44,7 @@ def test_what_names_no_hosts_is_an_error(text: str, error: str) -> None:
     [
         ("", "ssh: expected a command, got ''"),
         (" ", "ssh: expected a command, got ' '"),
-        ("ssh 'x", 'ssh: "ssh \'x" is no command: No closing quotation'),
+        ("ssh 'x", 'ssh: "ssh \'x" is not a command: No closing quotation'),
     ],
 )
 def test_an_ssh_that_is_no_command_is_an_error(ssh: str, error: str) -> None:

@@ -129,11 +129,11 @@ async def test_it_is_started_once_and_has_a_resolver_only_while_it_runs() -> Non
     async with cluster:
         assert cluster.resolver
         assert repr(cluster) == "<LocalCluster, 1 ps, 1 workers, running>"
-        with pytest.raises(UsageError, match="the cluster was started before"):
+        with pytest.raises(UsageError, match="the cluster was already started"):
             await cluster.start()
     with pytest.raises(UsageError, match="the cluster is not running"):
         _ = cluster.resolver
-    with pytest.raises(UsageError, match="the cluster was started before"):
+    with pytest.raises(UsageError, match="the cluster was already started"):
         await cluster.start()
     await cluster.stop()  # again: nothing happens
 

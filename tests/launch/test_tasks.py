@@ -270,7 +270,7 @@ def test_an_evaluator_without_a_program_is_said_to_have_none(
         run(nothing, resolver("evaluator"))
     assert caught.value.code == 2
     text = capsys.readouterr().err
-    assert "this process is the evaluator, and the program has none" in text
+    assert "this process is the evaluator, but the program has no evaluate function" in text
     assert "hint: psync.run(main, evaluator=evaluate)" in text
 
 
@@ -330,7 +330,9 @@ def test_a_worker_that_is_told_to_exit_after_its_training_may_say_its_last_words
 
 
 async def test_serve_refuses_to_be_the_chief() -> None:
-    with pytest.raises(ConfigurationError, match="only ps and worker tasks serve, this process is"):
+    with pytest.raises(
+        ConfigurationError, match="only ps and worker tasks serve, but this process is"
+    ):
         await run_task(resolver(), insecure=True)
     with pytest.raises(ConfigurationError, match="this process is /job:evaluator/task:0"):
         await run_task(resolver("evaluator"), insecure=True)

@@ -185,7 +185,7 @@ async def test_the_name_at_which_a_task_listens_is_waited_for(
     assert listener.address == "train-ps-0.train:8470"
     assert 20 <= asyncio.get_running_loop().time() - now <= 25
     assert texts(caplog) == [
-        f"{PS} cannot listen on train-ps-0.train:8470 yet, and tries again for 60 s: the name "
+        f"{PS} cannot listen on train-ps-0.train:8470 yet, and retries for 60 s: the name "
         "cannot be resolved (Name or service not known)"
     ]
     await ps.close()
@@ -270,7 +270,7 @@ async def test_somebody_who_is_not_psync(place: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs", "told"),
     [
-        (SECRET, OTHER_SECRET, f"{PS} does not hold the same secret as this task"),
+        (SECRET, OTHER_SECRET, f"{PS} does not have the same secret as this task"),
         (SECRET, None, f"this task has a secret, {PS} has none"),
         (None, SECRET, f"the peer refused the connection: {PS} has a secret, the peer has none"),
     ],
@@ -599,7 +599,7 @@ async def test_lines_about_strangers_are_limited_and_the_rest_is_counted(
     assert len(texts(caplog)) == 20
     await asyncio.sleep(60)
     assert texts(caplog)[20:] == [
-        f"{PS}: 80 more lines about strangers in the last minute were left out"
+        f"{PS}: 80 more messages about unknown peers in the last minute were suppressed"
     ]
     for _ in range(30):
         stranger = Stranger(b"x" * 32)
@@ -608,7 +608,7 @@ async def test_lines_about_strangers_are_limited_and_the_rest_is_counted(
     assert len(texts(caplog)) == 41
     await ps.close()
     assert texts(caplog)[41:] == [
-        f"{PS}: 10 more lines about strangers in the last minute were left out"
+        f"{PS}: 10 more messages about unknown peers in the last minute were suppressed"
     ], "what is left out shows at the end, too"
 
 
@@ -876,7 +876,7 @@ async def test_a_closed_endpoint_does_nothing_more() -> None:
     ):
         with pytest.raises(ClosedError) as caught:
             await attempt  # type: ignore[misc]
-        assert caught.value.message == f"{PS} has closed its connections and makes no new ones"
+        assert caught.value.message == f"{PS} has closed its connections and opens no new ones"
 
 
 @pytest.mark.virtual_time

@@ -115,7 +115,7 @@ def test_file_that_others_can_read_or_change_is_refused(tmp_path: Path, mode: in
     with pytest.raises(ConfigurationError) as caught:
         load_secret({"PSYNC_SECRET_FILE": str(path)})
     assert caught.value.message == (
-        f"PSYNC_SECRET_FILE ({path}): others than its owner can read or change it (mode {mode:04o})"
+        f"PSYNC_SECRET_FILE ({path}): users other than its owner can read or change it (mode {mode:04o})"
     )
     assert caught.value.hint == f"chmod 600 {path}"
 

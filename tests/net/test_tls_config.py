@@ -72,7 +72,7 @@ def test_without_mutual_tls_a_task_that_connects_needs_no_certificate(
         ([KEY], f"{KEY} is set, and {CA} is not"),
         ([CA, CERT], f"{CERT} is set, and {KEY} is not"),
         ([CA, KEY], f"{KEY} is set, and {CERT} is not"),
-        ([CA], f"{CA} is set, and {CERT} is not: both sides of a connection show a certificate"),
+        ([CA], f"{CA} is set, and {CERT} is not: both sides of a connection present a certificate"),
     ],
 )
 def test_what_is_missing_is_named(names: list[str], told: str, environ: dict[str, str]) -> None:
@@ -98,7 +98,7 @@ def test_a_key_that_others_can_read_or_change_is_refused(
     os.chmod(environ[KEY], mode)
     error = refused(environ)
     assert error.message == (
-        f"{KEY} ({environ[KEY]}): others than its owner can read or change it (mode {mode:04o})"
+        f"{KEY} ({environ[KEY]}): users other than its owner can read or change it (mode {mode:04o})"
     )
     assert error.hint == f"chmod 600 {environ[KEY]}"
 
@@ -129,7 +129,7 @@ def test_nobody_is_asked_for_a_password(environ: dict[str, str]) -> None:
         )
     )
     assert refused(environ).message == (
-        f"{KEY}: the key has a password, and nobody is there to type it"
+        f"{KEY}: the key has a password, which psync cannot ask for"
     )
 
 
@@ -139,9 +139,9 @@ def test_nobody_is_asked_for_a_password(environ: dict[str, str]) -> None:
         ("TLSV1_ALERT_UNKNOWN_CA", "b:1 refuses the certificate of this task: unknown ca"),
         (
             "TLSV13_ALERT_CERTIFICATE_REQUIRED",
-            "b:1 demands a certificate, and this task has none",
+            "b:1 requires a certificate, but this task has none",
         ),
-        ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "b:1 shows no certificate"),
+        ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "b:1 presents no certificate"),
         ("NO_SHARED_CIPHER", "TLS with b:1 failed: no shared cipher"),
     ],
 )

@@ -167,9 +167,9 @@ def signed_between(first: float, last: float) -> Tasks:
         ),
         pytest.param(
             lambda *args: without_any(*args)[::-1],
-            r".* demands a certificate, and this task has none$",
+            r".* requires a certificate, but this task has none$",
             "",
-            r"the peer shows no certificate \(set PSYNC_TLS_CA_FILE, ",
+            r"the peer presents no certificate \(set PSYNC_TLS_CA_FILE, ",
             id="a client without a certificate",
         ),
         pytest.param(
@@ -184,16 +184,16 @@ def signed_between(first: float, last: float) -> Tasks:
         ),
         pytest.param(
             lambda *args: (tls_of(*args), None),
-            r"the peer refused the connection: it uses TLS, this task does not$",
+            r"the peer refused the connection: it uses TLS, but this task does not$",
             "^set PSYNC_TLS_CA_FILE, ",
-            r"the peer does not use TLS, this task does \(set PSYNC_TLS_CA_FILE, ",
+            r"the peer does not use TLS, but this task does \(set PSYNC_TLS_CA_FILE, ",
             id="a client without TLS",
         ),
         pytest.param(
             lambda *args: (None, tls_of(*args)),
-            r"\S+ does not use TLS, this task does$",
+            r"\S+ does not use TLS, but this task does$",
             "",
-            r"the peer uses TLS, this task does not \(set PSYNC_TLS_CA_FILE, ",
+            r"the peer uses TLS, but this task does not \(set PSYNC_TLS_CA_FILE, ",
             id="a server without TLS",
         ),
     ],
@@ -315,7 +315,7 @@ async def test_whoever_relays_the_handshake_with_another_good_certificate_is_fou
     await ps.close()
     assert isinstance(error, AuthenticationError)
     assert error.message == (
-        f"{PS} does not hold the same secret as this task, or somebody between the two ends its TLS"
+        f"{PS} does not have the same secret as this task, or somebody between the two ends its TLS"
     )
 
 

@@ -190,7 +190,7 @@ def test_one_element_is_a_number_of_numpys() -> None:
         ((0, 3), IndexError, 'index 3 is out of bounds for axis 1 of "v", which has size 3'),
         ([1, 12], IndexError, 'index 12 is out of bounds for axis 0 of "v", which has size 10'),
         (10**30, IndexError, f'index {10**30} is out of bounds for axis 0 of "v", which has '),
-        ((0, 0, 0), IndexError, "too many indices: it has 2 axes, the index is about 3"),
+        ((0, 0, 0), IndexError, "too many indices: it has 2 axes, the index covers 3"),
         ((..., ...), IndexError, "only one ... can stand in an index"),
         (np.ones(3, bool), IndexError, r"expected a mask of shape (10,), got (3,)"),
         (np.ones((10, 2), bool), IndexError, r"expected a mask of shape (10, 3), got (10, 2)"),
@@ -203,9 +203,13 @@ def test_one_element_is_a_number_of_numpys() -> None:
         ([[1], [2, 3]], ValueError, "the list is not an array"),
         (np.ma.masked_array([1, 2], [True, False]), TypeError, "a masked array, whose mask hides"),
         (slice(0, 2.5), TypeError, "as bounds of a slice, got float"),
-        (Elsewhere(), TypeError, "Elsewhere is not allowed, its value is not here"),
-        ([0, [Elsewhere()]], TypeError, "Elsewhere is not allowed, its value is not here"),
-        (slice(Elsewhere(), None), TypeError, "Elsewhere is not allowed, its value is not here"),
+        (Elsewhere(), TypeError, "Elsewhere is not allowed, because its value is remote"),
+        ([0, [Elsewhere()]], TypeError, "Elsewhere is not allowed, because its value is remote"),
+        (
+            slice(Elsewhere(), None),
+            TypeError,
+            "Elsewhere is not allowed, because its value is remote",
+        ),
     ],
 )
 def test_what_is_no_index_is_an_error_that_names_the_variable(

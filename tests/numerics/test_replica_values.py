@@ -48,12 +48,14 @@ def test_a_value_for_each_replica_is_found_by_its_id() -> None:
     )  # fmt: skip
     assert repr(value) == "PerReplica(0: 'a', 1: 'b')"
     for replica_id in (2, -1):
-        with pytest.raises(ReplicaValueError, match=f"replica {replica_id}: there are values of 2"):
+        with pytest.raises(ReplicaValueError, match=f"replica {replica_id}: only values of 2"):
             value[replica_id]
 
 
 def test_there_is_one_value_at_least() -> None:
-    with pytest.raises(ReplicaValueError, match="PerReplica: expected a value at least, got none"):
+    with pytest.raises(
+        ReplicaValueError, match="PerReplica: expected at least one value, got none"
+    ):
         PerReplica([])
 
 
@@ -147,7 +149,7 @@ def test_each_replica_gets_its_own_back() -> None:
     structure = {"x": PerReplica([1, 2]), "y": [Mirrored([3, 3]), Mirrored([4])], "z": "all"}
     assert select(0, structure) == {"x": 1, "y": [3, 4], "z": "all"}
     assert select(1, structure) == {"x": 2, "y": [3, 4], "z": "all"}
-    with pytest.raises(ReplicaValueError, match="replica 2: there are values of 2 replicas"):
+    with pytest.raises(ReplicaValueError, match="replica 2: only values of 2 replicas"):
         select(2, structure)
 
 

@@ -125,7 +125,7 @@ def test_without_a_cluster_a_script_says_how_to_start_one() -> None:
 def test_workers_that_die_in_a_push_leave_exact_counts(point: str) -> None:
     run = ended(steps("counts", "--max-restarts", "1000", PSYNC_FAILPOINTS=f"{point}=kill@9"))
     assert (run.code, run.out) == (0, "40.0 [40.0, 40.0, 40.0]\n"), run.err
-    assert "was killed by SIGKILL and is started again" in run.err
+    assert "was killed by SIGKILL and restarts" in run.err
 
 
 @pytest.mark.promise("failures.ps-without-checkpoint")
@@ -138,15 +138,12 @@ def test_a_killed_ps_ends_the_program_with_an_error_soon() -> None:
     assert time.monotonic() - began < 20  # two seconds, and the end of all tasks
     # The variable is on ps 0, but the coordinator watches over all of them.
     assert lost.code == 1
-    assert "psync: ps-1 was killed by SIGKILL and is started again" in lost.err
+    assert "psync: ps-1 was killed by SIGKILL and restarts" in lost.err
     assert re.search(
         r"psync\.errors\.ParameterServerLost: /job:ps/task:1 at \S+ was restarted and has lost",
         lost.err,
     )
-    assert (
-        "its shards are gone, with no checkpoint or complete copy to go back to: restart"
-        in lost.err
-    )
+    assert "no checkpoint or complete backup: restart" in lost.err
 
 
 @pytest.mark.promise("failures.launcher")
@@ -198,7 +195,7 @@ def test_tasks_start_in_any_order_and_end_by_themselves(seed: int) -> None:
         for task in tasks.values():
             run = ended(task)
             assert run.code == 0, run.err
-            assert "/job:chief/task:0 asks to stop: the chief has ended" in run.err
+            assert "/job:chief/task:0 asks it to stop: the chief has ended" in run.err
 
 
 def test_tasks_end_also_if_the_program_fails() -> None:

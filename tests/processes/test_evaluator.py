@@ -77,7 +77,7 @@ def test_it_evaluates_what_training_saves_and_may_be_killed_at_any_time(tmp_path
         saved = run.save(1)
         assert run.wait_for("[evaluator-0] found ckpt-00000001 ") == f"{saved} at step 5"
         os.kill(pid, signal.SIGKILL)
-        run.wait_for_error("evaluator-0 was killed by SIGKILL and is started again")
+        run.wait_for_error("evaluator-0 was killed by SIGKILL and restarts")
         again = int(run.wait_for("[evaluator-0] evaluator "))
         assert run.wait_for("[evaluator-0] found ckpt-00000001 ") == f"{saved} at step 5"
         run.save(2)
@@ -99,7 +99,9 @@ def test_the_last_checkpoint_is_evaluated_when_the_run_has_ended(tmp_path: Path)
 
 def test_without_a_program_it_says_so_and_training_goes_on() -> None:
     with running("example.py") as run:
-        run.wait_for_error("this process is the evaluator, and the program has none")
+        run.wait_for_error(
+            "this process is the evaluator, but the program has no evaluate function"
+        )
         run.wait_for_error("evaluator-0 exited with code 2 and is not started again; training goes")
         run.wait_for("9 ")  # the last epoch
         assert run.popen.wait() == 0

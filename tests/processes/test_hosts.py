@@ -119,7 +119,7 @@ def test_a_worker_that_is_killed_is_started_again_there(
         assert run.ask("add 400") == "begun"
         killed = min(before)
         os.kill(killed, signal.SIGKILL)
-        assert "was killed by SIGKILL and is started again" in run.wait_for_error("SIGKILL")
+        assert "was killed by SIGKILL and restarts" in run.wait_for_error("SIGKILL")
         assert run.line() == "total 400"
         assert before - run.there(4) == {killed}
         assert run.end() == 0
@@ -256,7 +256,9 @@ def test_a_run_that_cannot_begin_says_why_in_one_line(
         '#!/bin/sh\necho welcome\necho \'PSYNC-HOST {"psync": "0.0.1", "python": "2.7"}\'\ncat\n'
     )
     older.chmod(0o755)
-    assert "psync 0.0.1 with Python 2.7 is there, and psync" in said("--remote-python", str(older))
+    assert "psync 0.0.1 with Python 2.7, this machine has psync" in said(
+        "--remote-python", str(older)
+    )
     assert "a is named twice" in said(named="a:1,a:1")
     assert "expected a number of workers" in said(named="a:many")
     assert "expected names with numbers of workers" in said(named="-oProxyCommand=x")

@@ -77,7 +77,7 @@ async def test_ps_tasks_that_lack_a_rule_are_named() -> None:
         strategy = psync.ParameterServerStrategy(cluster.resolver)
         optimizer = psync.optimizers.Optimizer(own_rules.rule(), name="mine")
         expected = (
-            "optimizer 'mine': the rule 'tests.momentum' is not known to /job:ps/task:0, "
+            "optimizer 'mine': the rule 'tests.momentum' is unknown to /job:ps/task:0, "
             "/job:ps/task:1"
         )
         with pytest.raises(ConfigurationError, match=expected) as caught:
@@ -89,7 +89,7 @@ async def test_ps_tasks_that_lack_a_rule_are_named() -> None:
         async with psync.ClusterCoordinator(strategy):
             with pytest.raises(ConfigurationError, match=expected):
                 psync.optimizers.Optimizer(own_rules.rule(), name="mine")
-            with pytest.raises(ConfigurationError, match="the schedule 'Halving' is not known to"):
+            with pytest.raises(ConfigurationError, match="the schedule 'Halving' is unknown to"):
                 psync.optimizers.SGD(own_rules.Halving(0.5))
 
 

@@ -66,7 +66,7 @@ def test_a_mistake_in_tf_config_is_named(
 def test_the_chief_does_not_serve() -> None:
     with by_hand() as cluster:
         run = cluster.run("chief", 0)
-    assert reason_of(run) == "only ps and worker tasks serve, this process is /job:chief/task:0"
+    assert reason_of(run) == "only ps and worker tasks serve, but this process is /job:chief/task:0"
 
 
 def test_two_tasks_with_one_address_are_found_in_the_description() -> None:

@@ -210,7 +210,7 @@ def test_a_killed_ps_ends_synchronous_training_with_a_clear_error_soon(
                     pass
                 cluster.tasks["ps-1"].kill()
             began = time.monotonic()
-            with pytest.raises(ParameterServerLost, match="with no checkpoint or complete copy"):
+            with pytest.raises(ParameterServerLost, match="no checkpoint or complete backup"):
                 await coordinator.join()
             assert time.monotonic() - began < 15  # two seconds, on a machine that does nothing else
             assert all(value.done() for value in values)

@@ -88,7 +88,7 @@ def test_tasks_started_by_hand_train_and_a_chief_without_tls_is_told(certs: Cert
         plain = cluster.run("chief", 0, script("idle.py"))
         assert plain.code == 2
         assert "Traceback" not in plain.err
-        assert "psync: error: the peer refused the connection: it uses TLS, this task does not" in (
+        assert "psync: error: the peer refused the connection: it uses TLS, but this task does not" in (
             plain.err
         )
         assert "hint: set PSYNC_TLS_CA_FILE, PSYNC_TLS_CERT_FILE and " in plain.err
@@ -97,7 +97,7 @@ def test_tasks_started_by_hand_train_and_a_chief_without_tls_is_told(certs: Cert
         texts = [ended(task) for task in serving]
         assert [text.code for text in texts] == [0, 0]
         said = "".join(text.err for text in texts)
-        assert "the peer does not use TLS, this task does" in said
+        assert "the peer does not use TLS, but this task does" in said
         assert "Traceback" not in said
 
 
@@ -108,10 +108,10 @@ def test_tasks_without_tls_and_a_chief_with_it_are_told(certs: Certs) -> None:
         assert chief.code == 2
         assert "Traceback" not in chief.err
         assert re.search(
-            r"psync: error: 127\.0\.0\.1:\d+ does not use TLS, this task does", chief.err
+            r"psync: error: 127\.0\.0\.1:\d+ does not use TLS, but this task does", chief.err
         )
         said = "".join(interrupt(task).err for task in serving)
-        assert "the peer uses TLS, this task does not" in said
+        assert "the peer uses TLS, but this task does not" in said
         assert "Traceback" not in said
 
 
@@ -198,7 +198,7 @@ def test_a_key_that_others_can_read_is_one_error(certs: Certs, tmp_path: Path) -
         for job in ("ps", "chief"):
             task = cluster.run(job, 0, script("idle.py"), environ=environ)
             assert task.code == 2
-            assert "others than its owner can read or change it (mode 0640)" in task.err
+            assert "users other than its owner can read or change it (mode 0640)" in task.err
             assert "Traceback" not in task.err
 
 

@@ -257,7 +257,7 @@ def test_bytes_that_are_no_gradient_are_refused(shape, segments, text):
 
 def test_indices_that_are_no_integers_are_refused():
     message = ApplyGradient(1, 1, -1, 0, "s", [1, 1], None, 0, 1.0)
-    with pytest.raises(ValueMismatchError, match="7 bytes are no int64 indices"):
+    with pytest.raises(ValueMismatchError, match="7 bytes are not int64 indices"):
         ByHand(SPARSE).ask(A, message, bytes(7), bytes(4))
 
 
@@ -290,7 +290,7 @@ def test_a_value_is_kept_until_its_client_says_that_it_has_it():
     assert ps.counters()["kept"] == 1
     ps.tell(COORDINATOR, ForgetTakes("g", 2))
     assert ps.counters()["kept"] == 0
-    with pytest.raises(UsageError, match="does not want take 1 any more"):
+    with pytest.raises(UsageError, match="has cancelled take 1 any more"):
         ps.taken(COORDINATOR)
 
 

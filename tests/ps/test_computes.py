@@ -189,7 +189,7 @@ def test_one_that_fails_ends_the_task_and_its_sender_hears_of_it() -> None:
     bench.pieces(2)
     assert bench.failed == {1: error}
     assert bench.work.stopped
-    with pytest.raises(PsyncError, match="an update failed half-way"):
+    with pytest.raises(PsyncError, match="an update failed partway"):
         bench.work.next_turn().send(None)
 
 

@@ -124,9 +124,9 @@ async def test_who_waits_when_an_update_fails_half_way_is_told_that_the_task_end
     await asyncio.sleep(0)
     with pytest.raises(MemoryError):
         ps.work.finish_now(broken())
-    with pytest.raises(PsyncError, match="failed half-way"):
+    with pytest.raises(PsyncError, match="failed partway"):
         await waiting
-    with pytest.raises(PsyncError, match="failed half-way"):
+    with pytest.raises(PsyncError, match="failed partway"):
         await ps.work.next_turn()
     assert ps.work.is_torn
     assert ps.ended == ["torn"]

@@ -38,7 +38,7 @@ class TestCreation:
                 assert await ask(cluster.chief, self.message([3]), [value]) == Done()
             received = await cluster.chief.links[0].call(lambda peer: Pull(1, [(0, 0)], -1, ""))
             assert bytes(received.segments[0]) == bytes(ones)
-            with pytest.raises(PartitionError, match=r"exists already as .*shape \(3,\)"):
+            with pytest.raises(PartitionError, match=r"already exists as .*shape \(3,\)"):
                 await ask(cluster.chief, self.message([2]), [nines[:8]])
 
     def test_what_does_not_fit_is_refused(self) -> None:

@@ -191,7 +191,7 @@ class TestGoingBack:
             assert (got == 1).all()
             assert (held(cluster)["taken"], held(cluster)["timeline"]) == (1, 1)
             assert held(cluster)["held"] == 0  # a cut of what was served before
-            with pytest.raises(UsageError, match="load 1 has been given up"):
+            with pytest.raises(UsageError, match="load 1 was cancelled"):
                 await prepare(cluster, state, tmp_path / "a", places)
 
     async def test_a_newer_load_gives_up_the_one_before(self, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ class TestGoingBack:
                 await fill(cluster, 0, bytes(12))
             with pytest.raises(UsageError, match="snapshot 1 is not being prepared"):
                 await take(cluster)
-            with pytest.raises(UsageError, match="load 1 has been given up"):
+            with pytest.raises(UsageError, match="load 1 was cancelled"):
                 await prepare(cluster, state)
             await take(cluster, load=2)
             (got,) = await pull(cluster.chief, v)

@@ -236,7 +236,7 @@ def test_the_missing_replica_context_of_others_is_named(name):
         with pytest.raises(RuntimeError) as caught, enter():
             getattr(get_replica_context(), name)
         assert str(caught.value) == (
-            f"{name} in {kind} context, where there is no replica to wait for\n"
+            f"{name} in {kind} context, which has no replicas to wait for\n"
             "hint: call it in the function given to strategy.run, not in a merge function"
         )
         assert isinstance(caught.value.__cause__, AttributeError)  # it has the line

@@ -61,7 +61,7 @@ def test_its_use_as_an_array_says_to_await_it(use: Callable[[], Any], used: str)
     with pytest.raises(UsageError) as caught:
         use()
     assert str(caught.value) == (
-        f"{used}: a part is not an array here: its value lives on ps tasks\n"
+        f"{used}: a part is not an array: its value is stored on ps tasks\n"
         "hint: await its value first: `await part`"
     )
 

@@ -221,7 +221,7 @@ async def async_generator_step() -> AsyncIterator[int]:
     "fn", [generator_step, async_generator_step, functools.partial(generator_step)]
 )
 def test_generator_functions_are_refused(table: FunctionTable, fn: Any) -> None:
-    with pytest.raises(SerializationError, match=r'generator_step" is a generator function, whose'):
+    with pytest.raises(SerializationError, match=r'generator_step" is a generator function'):
         table.register(fn)
 
 
@@ -230,7 +230,7 @@ def test_a_capture_that_cannot_be_sent_is_named(table: FunctionTable) -> None:
         table.register(make_step(threading.Lock()))
     assert str(caught.value) == (
         'step "step" captures "value" (_thread.lock), which cannot be sent to a worker\n'
-        "hint: make it inside the step, or pass the data from which the step can make it"
+        "hint: create it inside the step, or pass the data to create it from"
     )
     assert len(table) == 0
 
@@ -256,9 +256,9 @@ def test_a_captured_remote_value_is_refused_with_the_remedy(table: FunctionTable
     with pytest.raises(SerializationError) as caught:
         table.register(make_step({"fine": 1, "loss": RemoteValue()}))
     assert str(caught.value) == (
-        'step "step" captures "value", which holds [\'loss\'] '
-        f"({__name__}.RemoteValue), which cannot be sent to a worker with it: it may have no "
-        "value yet\nhint: pass it as an argument: schedule(step, args=(value,))"
+        f'step "step" captures "value", which holds [\'loss\'] ({__name__}.RemoteValue), which '
+        "cannot be sent to a worker with it, because it may have no value yet\nhint: pass it as an "
+        "argument: schedule(step, args=(value,))"
     )
     assert len(table) == 0
 
@@ -317,9 +317,9 @@ def test_a_rebound_capture_earns_one_warning_at_the_line_that_schedules(
     with pytest.warns(StaleCaptureWarning) as caught:
         assert schedule() is first
     assert [str(each.message) for each in caught] == [
-        'step "step" captured "rate" when it was first scheduled; "rate" was bound to something '
-        "else since, but workers go on with what was captured; pass it as an argument, or define "
-        "the step anew"
+        'step "step" captured "rate" when it was first scheduled; "rate" has been rebound since, '
+        "but workers keep using the captured value; pass it as an argument, or define the step "
+        "again"
     ]
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -344,7 +344,7 @@ def test_a_step_that_cannot_be_loaded_says_why(table: FunctionTable) -> None:
     assert str(caught.value) == (
         'step "step" cannot be loaded on this worker: ModuleNotFoundError: No module named '
         "'only_on_the_coordinator'\n"
-        "hint: what it imports must be installed here, and its script be the same"
+        "hint: install its imports on this worker, and use the same script"
     )
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 

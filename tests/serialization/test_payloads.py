@@ -256,7 +256,7 @@ def test_each_unpacking_gets_a_value_of_its_own() -> None:
 
 # --- refusals ---------------------------------------------------------------------------------
 
-HINT = "\nhint: make it inside the step, or pass the data from which the step can make it"
+HINT = "\nhint: create it inside the step, or pass the data to create it from"
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ async def number() -> int:
         (number, "(coroutine) cannot be sent to the coordinator\nhint: await it first"),
         (
             lambda: (n for n in ()),
-            "(generator) cannot be sent to the coordinator\nhint: make a list of it: list(…)",
+            "(generator) cannot be sent to the coordinator\nhint: convert it to a list: list(…)",
         ),
     ],
 )
@@ -367,7 +367,7 @@ class Local:
 
 OF_THIS_MODULE = Local()
 IMPORT_IT = "import it inside the step: from {} import OF_THIS_MODULE; each worker then has its own"
-MAKE_IT = "make it inside the step, or pass the data from which the step can make it"
+MAKE_IT = "create it inside the step, or pass the data to create it from"
 
 
 @pytest.mark.parametrize(
@@ -380,12 +380,12 @@ MAKE_IT = "make it inside the step, or pass the data from which the step can mak
         (asyncio.Lock, MAKE_IT),
         (asyncio.Event, MAKE_IT),
         (asyncio.new_event_loop,
-         "asyncio.get_running_loop() in an `async def` step is the loop of its worker"),
+         "call asyncio.get_running_loop() in an `async def` step to get its worker's loop"),
         (number, "await it first"),
-        (lambda: (i for i in range(3)), "make a list of it: list(…)"),
-        (elements, "make a list of it: [each async for each in …]"),
-        (lambda: open(os.devnull, "w"), "open it inside the step, and pass its path"),
-        (lambda: open(os.devnull, "rb"), "open it inside the step, and pass its path"),
+        (lambda: (i for i in range(3)), "convert it to a list: list(…)"),
+        (elements, "convert it to a list: [each async for each in …]"),
+        (lambda: open(os.devnull, "w"), "pass its path, and open it inside the step"),
+        (lambda: open(os.devnull, "rb"), "pass its path, and open it inside the step"),
     ],
 )  # fmt: skip
 def test_of_each_kind_one_thing_is_said_to_do(make: Callable[[], Any], hint: str) -> None:

@@ -39,11 +39,12 @@ def group(**changes: Any) -> StepsStatus:
 
 def test_where_all_is_well_it_says_what_workers_do() -> None:
     assert texts(status(worker(), queue=QUEUED)) == [
-        "good: The cluster does not hold it up: 1 of 1 workers are busy."
+        "good: The cluster is not the bottleneck: 1 of 1 workers are busy."
     ]
     seen = status(worker(work=shares(0.9)), worker(1, work=shares(0.8)), queue=QUEUED)
     assert texts(seen) == [
-        "good: The cluster does not hold it up: workers compute, or read data, for 85% of the time."
+        "good: The cluster is not the bottleneck: workers compute, or read data, for 85% of the "
+        "time."
     ]
     assert texts(status(state="ended")) == ["good: The run has ended."]
 
@@ -51,9 +52,9 @@ def test_where_all_is_well_it_says_what_workers_do() -> None:
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ("starting", "warn: The cluster is starting. It waits for: worker 1."),
-        ("recovering", "bad: A ps was lost: closures are held back until its contents are back."),
-        ("failed", "bad: A step has raised: nothing new is started until a join raises it."),
+        ("starting", "warn: The cluster is starting and waits for: worker 1."),
+        ("recovering", "bad: A ps was lost: closures wait until its variables are restored."),
+        ("failed", "bad: A step has failed: no closure starts until join raises its error."),
     ],
 )
 def test_the_state_of_the_coordinator(state: str, text: str) -> None:
@@ -71,15 +72,15 @@ def test_workers_that_are_gone() -> None:
         worker(4), queue=QUEUED,
     )  # fmt: skip
     assert texts(seen) == [
-        "bad: Worker 0, worker 1 are gone; they rejoin once reached.",
-        "bad: Worker 2 was lost too often, and is left alone for a while.",
-        "bad: Worker 3 is gone for good: its process could not be kept alive.",
+        "bad: Worker 0, worker 1 are lost; they rejoin when they are reachable.",
+        "bad: Worker 2 was lost too often and is set aside for a while.",
+        "bad: Worker 3 was removed: its process died too often.",
     ]
 
 
 def test_no_worker_at_all() -> None:
     assert texts(status(worker(0, "connecting"), waits_for="/job:worker/task:0")) == [
-        "bad: No worker is here. It waits for: worker 0."
+        "bad: There are no workers. The program waits for: worker 0."
     ]
 
 
@@ -88,7 +89,7 @@ def test_ps_tasks_that_are_gone_or_silent() -> None:
     assert texts(seen) == [
         "bad: Ps 0 is broken: steps wait for it.",
         "bad: Ps 2 is lost: steps wait for it.",
-        "warn: Ps 1 has not answered for a second: it computes, swaps, or is stopped.",
+        "warn: Ps 1 has not answered for a second: it is busy, swapping, or stopped.",
     ]
 
 
@@ -118,10 +119,10 @@ def test_for_whom_a_bound_waits() -> None:
     slow = worker(1, closure=RunningClosure(7, "train_step", 2.0))
     bounds = (BoundStatus(3, 10, 14, (W[0],), (W[1],)), BoundStatus(3, 1, 2, (), ()))
     seen = status(worker(0, "waiting"), slow, queue=QUEUED, steps=StepsStatus(bounds=bounds))
-    assert texts(seen) == ["warn: Worker 0 may be at most 3 rounds ahead, and waits for worker 1."]
+    assert texts(seen) == ["warn: Worker 0 may be at most 3 rounds ahead and waits for worker 1."]
     bound = BoundStatus(3, 10, 14, (W[0], W[2]), (W[1],))
     (text,) = texts(status(slow, queue=QUEUED, steps=StepsStatus(bounds=(bound,))))
-    assert text.startswith("warn: Worker 0, worker 2 may be at most 3 rounds ahead, and wait for")
+    assert text.startswith("warn: Worker 0, worker 2 may be at most 3 rounds ahead and wait for")
     (text,) = texts(status(worker(1), queue=QUEUED, steps=StepsStatus(bounds=(bound,))))
     assert text.startswith("good")
 
@@ -132,21 +133,21 @@ def test_a_program_that_schedules_too_little() -> None:
     ]
     seen = status(worker(0, "idle"), worker(1))
     assert texts(seen) == [
-        "warn: 1 of 2 workers have nothing to do: the queue is empty, and what is left runs on "
+        "warn: 1 of 2 workers have nothing to do: the queue is empty, and the last closures run on "
         "worker 1. Schedule further ahead, or join less often."
     ]
     seen = status(worker(0, "idle"), worker(1), queue=QueueStatus(waiting=3))
     assert texts(seen) == [
-        "warn: 1 of 2 workers have nothing to do: closures that are left wait for the value of "
-        "another one."
+        "warn: 1 of 2 workers have nothing to do: the remaining closures wait for the value of "
+        "another closure."
     ]
 
 
 def test_how_long_a_full_queue_takes() -> None:
     full = QueueStatus(queued=200_000, closures_per_s=65.0)
     assert texts(status(worker(), queue=full)) == [
-        "good: The cluster does not hold it up: 1 of 1 workers are busy. The 200,000 closures "
-        "that are queued take 51:16 min more; more workers would make that less."
+        "good: The cluster is not the bottleneck: 1 of 1 workers are busy. The 200,000 queued "
+        "closures take another 51:16 min; more workers would reduce that."
     ]
 
 
@@ -171,7 +172,7 @@ def test_a_closure_that_does_not_end() -> None:
     answers = worker(1, mean_s=2.0, work=shares(0.9))
     assert texts(status(stuck, answers, queue=QUEUED)) == [
         "warn: Worker 0 has run train_step for 80 s; its closures take 2 s; it does not answer: it "
-        "computes on its loop, or is stopped."
+        "computes on its event loop, or is stopped."
     ]
     new = worker(0, closure=RunningClosure(7, "train_step", 80.0))
     assert texts(status(new, queue=QUEUED)) == ["warn: Worker 0 has run train_step for 80 s."]
@@ -187,7 +188,10 @@ def test_a_closure_that_does_not_end() -> None:
             "for ps tasks 40% of the time (10% for values, 30% until pushes have arrived), and "
             "compute for 60%: send fewer bytes",
         ),
-        (shares(0.5, wait=0.4), "for other workers 40% of the time, and compute for 50%: backup"),
+        (
+            shares(0.5, wait=0.4),
+            "for other workers 40% of the time, and compute for 50%: use backup",
+        ),
     ],
 )
 def test_what_workers_spend_their_time_on(work: Any, text: str) -> None:
@@ -199,8 +203,8 @@ def test_ps_tasks_that_cannot_keep_up() -> None:
     late = BackupStatus("paired", 5000)
     seen = status(worker(), ps(0, queue=33), ps(1, queue=90, backup=late), queue=QUEUED)
     assert texts(seen) == [
-        "warn: Ps 1 has 90 updates waiting: the ps tasks are what everybody waits for.",
-        "warn: The backup of ps 1 is far behind its log; updates wait for it.",
+        "warn: Ps 1 has 90 updates waiting: the ps tasks are the bottleneck.",
+        "warn: The backup of ps 1 is far behind; updates wait for it.",
     ]
 
 
@@ -226,12 +230,10 @@ def test_load_that_is_uneven() -> None:
 def test_work_that_is_lost() -> None:
     late = group(accepted=60, dropped=40)
     seen = status(worker(), worker(1, accepted=1, dropped=30), queue=QUEUED, steps=late)
-    assert texts(seen) == [
-        "warn: Worker 1: more than half of the gradients come too late, and are dropped."
-    ]
+    assert texts(seen) == ["warn: Worker 1: more than half of the gradients are stale and dropped."]
     assert texts(status(worker(), queue=QUEUED, steps=late)) == [
-        "warn: 40% of the gradients for sync came too late, and were dropped: that much computing "
-        "is for nothing."
+        "warn: 40% of the gradients for sync were stale and dropped: that share of the computation "
+        "is wasted."
     ]
 
 
@@ -240,8 +242,8 @@ def test_closures_that_run_again_are_told_of_for_a_minute() -> None:
     lost = EventStatus("lost", "/job:worker/task:3 is lost (it closed the connection)", 12.0)
     events = (EventStatus("joined", "x", 1.0), lost, lost)
     assert texts(status(worker(), queue=again, events=events)) == [
-        "warn: Within a minute: worker 3 is lost (it closed the connection). Closures that ran "
-        "again because of such losses: 2."
+        "warn: Within a minute: worker 3 is lost (it closed the connection). Closures run again "
+        "because of lost workers: 2."
     ]
     old = (dataclasses.replace(lost, seconds=70.0),)
     assert texts(status(worker(), queue=again, events=old))[0].startswith("good")

@@ -180,7 +180,7 @@ async def test_what_strangers_send_costs_so_many_lines_and_no_traceback(
             assert (await world.get("/status", "\xff"))[0] == 403
         lines = caplog.text.splitlines()
         assert len(lines) == LINES_PER_MINUTE
-        assert all("127.0.0.1 has sent something that is no HTTP request" in line for line in lines)
+        assert all("127.0.0.1 has sent an invalid HTTP request" in line for line in lines)
 
 
 async def test_one_who_is_connected_does_not_keep_it_from_ending(

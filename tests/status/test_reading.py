@@ -30,7 +30,11 @@ async def test_a_reader_hears_that_the_run_has_ended(runtime: Path) -> None:
             await status.close()
             with pytest.raises(ConfigurationError, match=r"train.py \(process \d+\) has ended"):
                 await reader.read()
-        with pytest.raises(ConfigurationError, match=r"\(process \d+\) has ended, or cannot be"):
+        with pytest.raises(
+            ConfigurationError,
+            match=r"\(process \d+\) has ended, or is "
+            "unreachable",
+        ):
             async with reading_status(run):
                 pass
 
@@ -38,7 +42,7 @@ async def test_a_reader_hears_that_the_run_has_ended(runtime: Path) -> None:
 async def test_who_has_another_token_gets_nothing(runtime: Path) -> None:
     async with serving_of():
         run = dataclasses.replace(chosen_run(), token="0" * 64)
-        with pytest.raises(ConfigurationError, match="cannot be reached"):
+        with pytest.raises(ConfigurationError, match="is unreachable"):
             async with reading_status(run):
                 pass
 
@@ -54,7 +58,7 @@ async def test_a_run_that_does_not_answer_is_named(
             with pytest.raises(DeadlineExceeded, match=r"\(process \d+\) has not answered"):
                 await reader.read()
             source.answer = ValueError("a bug")
-            with pytest.raises(RemoteProtocolError, match=r"cannot say its status: .*a bug"):
+            with pytest.raises(RemoteProtocolError, match=r"cannot report its status: .*a bug"):
                 await reader.read()
 
 

@@ -78,7 +78,7 @@ def test_nobody_else_can_enter_it(directory: Path) -> None:
 def test_one_that_others_can_enter_is_refused(directory: Path) -> None:
     (directory / "psync").mkdir()
     (directory / "psync").chmod(0o755)
-    with pytest.raises(PermissionError, match="of this user's own, of mode 0700"):
+    with pytest.raises(PermissionError, match="owned by this user, with mode 0700"):
         make_directory(directory / "psync")
 
 
@@ -127,7 +127,7 @@ def test_a_file_that_is_not_there_says_so(directory: Path) -> None:
 
 
 def test_a_file_that_others_can_read_is_refused(directory: Path) -> None:
-    with pytest.raises(ConfigurationError, match="others than its owner can read"):
+    with pytest.raises(ConfigurationError, match="users other than its owner can read"):
         read_run(written(directory / "7.json", "{}", 0o644))
 
 
@@ -213,15 +213,19 @@ def test_where_only_ended_ones_are_left_the_newest_is_named(directory: Path) -> 
 
 
 def test_where_there_is_none_the_place_is_named(directory: Path) -> None:
-    with pytest.raises(ConfigurationError, match=f"no program of this user runs .*{directory}"):
+    with pytest.raises(
+        ConfigurationError, match=f"no program of this user is running .*{directory}"
+    ):
         chosen_run(directory=directory)
-    with pytest.raises(ConfigurationError, match="no program of this user runs"):
+    with pytest.raises(ConfigurationError, match="no program of this user is running"):
         chosen_run(directory=directory / "nowhere")
 
 
 def test_a_directory_that_others_can_enter_is_not_looked_into(directory: Path) -> None:
     directory.chmod(0o755)
-    with pytest.raises(ConfigurationError, match=f"{directory}: expected a directory of this user"):
+    with pytest.raises(
+        ConfigurationError, match=f"{directory}: expected a directory owned by this user"
+    ):
         chosen_run(directory=directory)
 
 

@@ -72,7 +72,7 @@ async def test_where_the_file_cannot_be_written_the_log_says_so_and_that_is_all(
         long.mkdir()
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
     async with serving_of():
-        assert "nobody can ask for the status of this run: " in caplog.text
+        assert "the status of this run is not available: " in caplog.text
 
 
 async def test_what_a_killed_run_has_left_is_taken_away(runtime: Path) -> None:

@@ -117,7 +117,7 @@ def test_moves_that_are_not_in_the_table_are_refused() -> None:
     log.begin_copy()
     with pytest.raises(LocalProtocolError):
         log.begin_copy()
-    with pytest.raises(LocalProtocolError, match="has entry 1, and there are 0"):
+    with pytest.raises(LocalProtocolError, match="has entry 1, but there are only 0"):
         log.note_taken(1)
 
 

@@ -44,7 +44,7 @@ class TestTable:
     def test_a_shard_that_is_worked_on_is_not_read(self, table: ShardTable) -> None:
         work = BlockWork(table.shards()[KEY], lambda i: None, lambda: None)
         with pytest.raises(
-            BusyError, match=r'"w/part_0" on /job:ps/task:1: an update is under way'
+            BusyError, match=r'"w/part_0" on /job:ps/task:1: an update is in progress'
         ):
             table.read(KEY)
         work.close()

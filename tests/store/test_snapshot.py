@@ -269,7 +269,7 @@ class TestFrozen:
 
     def test_a_busy_shard_is_to_be_waited_for(self, store: ShardStore) -> None:
         work = store.assign(V.key, "add", np.ones(LARGE, np.float32))
-        with pytest.raises(BusyError, match='"v/part_0": an update is under way'):
+        with pytest.raises(BusyError, match='"v/part_0": an update is in progress'):
             frozen(store)
         for _ in work:
             pass
@@ -323,7 +323,7 @@ class TestFrozen:
         reading = snapshot.letting_go(1)
         next(reading)
         snapshot.drop()
-        with pytest.raises(CheckpointError, match="its snapshot is not held any more"):
+        with pytest.raises(CheckpointError, match="its snapshot is no longer held"):
             next(reading)
         with pytest.raises(CheckpointError, match="not held any more"):
             snapshot.views(0)

@@ -82,7 +82,7 @@ class TestCreate:
         with pytest.raises(PartitionError) as caught:
             store.create(spec_of((64, 11), name="v"))
         assert str(caught.value) == (
-            '"v/part_0" on /job:ps/task:1: exists already as "w/part_0" of shape (64, 10) float32 '
+            '"v/part_0" on /job:ps/task:1: already exists as "w/part_0" of shape (64, 10) float32 '
             'at row 0 on ps 1, got "v/part_0" of shape (64, 11) float32 at row 0 on ps 1'
         )
 
@@ -421,7 +421,7 @@ class TestOptimizers:
 
     def test_another_config_is_an_error(self, store: ShardStore) -> None:
         with pytest.raises(
-            ConfigurationError, match="optimizer 0 on /job:ps/task:1 is defined already as"
+            ConfigurationError, match="optimizer 0 on /job:ps/task:1 is already defined as"
         ):
             store.define_optimizer(0, SGD(0.25).to_config())
         with pytest.raises(ConfigurationError, match="expected the config of an optimizer"):

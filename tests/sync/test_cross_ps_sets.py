@@ -92,7 +92,7 @@ class TestSets:
 
     @pytest.mark.parametrize("ps", [-1, 3])
     def test_there_must_be_such_a_ps(self, ps: int) -> None:
-        with pytest.raises(RemoteProtocolError, match=f"on ps {ps}, and there are 3 ps tasks"):
+        with pytest.raises(RemoteProtocolError, match=f"on ps {ps}, but there are only 3 ps tasks"):
             WholeSet([(ps, 0, 0)], numbers())
 
     def test_the_shards_of_a_ps_lie_together(self) -> None:

@@ -403,7 +403,7 @@ class TestClosing:
                 await two.close(0, (two.a, 1))
             assert task.is_torn
             assert task.stopped.is_set()
-            with pytest.raises(PsyncError, match="failed half-way"):
+            with pytest.raises(PsyncError, match="failed partway"):
                 await two.close(0, (two.a, 1))  # nobody hears that it was applied
 
     def test_schedules_follow_the_steps_of_the_group(self) -> None:

@@ -195,7 +195,7 @@ class TestFirstStep:
             with pytest.raises(ConfigurationError, match="expected one element of int64"):
                 await cluster.replica().push((v,), (1.0,))
             cluster.configure(1, global_step=(4, 0, 0))
-            with pytest.raises(ConfigurationError, match="on ps 4, and there are 1 ps tasks"):
+            with pytest.raises(ConfigurationError, match="on ps 4, but there are only 1 ps tasks"):
                 await ask(cluster.chief, InitTokens(GROUP + 1, cluster.config, -1))
 
 

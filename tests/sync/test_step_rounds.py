@@ -254,7 +254,7 @@ class TestRounds:
         ones = np.ones(3, np.float32)
         assert ps.ask(A, StagePush(GROUP, config, 1, -1, 1, [w]), ones.tobytes()) == Staged(False)
         message = CloseStep(GROUP, None, 0, [(*A, 1, 1.0)], scales=[(99, 1.0)])
-        with pytest.raises(RemoteProtocolError, match="of which no norms were measured"):
+        with pytest.raises(RemoteProtocolError, match="whose norms were not measured"):
             ps.ask(PS_0, message)
         assert (ps.value(w) == 1).all()
 

@@ -274,5 +274,5 @@ def test_the_norm_of_rows_is_that_of_the_rows_of_the_mean() -> None:
 def test_a_shard_whose_norm_was_not_measured_is_refused_before_anything_changes() -> None:
     store = with_rule(CLIPPING)
     update = StepUpdate(store, GROUP, config(1), 0, (), StepNorms(CLIPPING, {0: 1.0}))
-    with pytest.raises(RemoteProtocolError, match="of which no norms were measured"):
+    with pytest.raises(RemoteProtocolError, match="whose norms were not measured"):
         update.gather([part_of_all(store, 1, 1, 1)], [1.0])

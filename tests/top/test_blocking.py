@@ -127,7 +127,7 @@ def test_the_loop_ends_with_the_last_context_manager() -> None:
     for _ in range(2):
         with blocking.LocalCluster(1, 1, processes=False) as cluster:
             assert "psync.blocking" in {thread.name for thread in threading.enumerate()}
-            with pytest.raises(UsageError, match="was started before"):
+            with pytest.raises(UsageError, match="was already started"):
                 cluster.start()
         cluster.close()
         assert "psync.blocking" not in {thread.name for thread in threading.enumerate()}
@@ -264,7 +264,7 @@ def test_a_forked_process_does_not_wait_for_a_loop_that_it_does_not_have(
         assert message in (
             "wait outside a step",
             "empty_like: no connection to the ps tasks here",
-            "done on another event loop than the one that its cluster runs on",
+            "done on a different event loop than the cluster's",
         )
     assert psync.wait(w.read()).tolist() == [0.0] * 3
 

@@ -76,13 +76,13 @@ def test_address_is_split(address: str, parts: tuple[str, int | None]) -> None:
         ("my host:1", "address 'my host:1': 'my host' is no host"),
         ("[::g]:1", "address '[::g]:1': Only hex digits permitted in 'g' in '::g'"),
         ("[::1]", "address '[::1]': '[:' is no host"),
-        ("a..b:1", "address 'a..b:1': 'a..b' is no host name"),
-        (".:1", "address '.:1': '.' is no host name"),
-        ("\udcff:1", "address '\\udcff:1': '\\udcff' is no host name"),
-        (f"{'x' * 64}.de:1", f"address '{'x' * 64}.de:1': '{'x' * 64}.de' is no host name"),
+        ("a..b:1", "address 'a..b:1': 'a..b' is not a host name"),
+        (".:1", "address '.:1': '.' is not a host name"),
+        ("\udcff:1", "address '\\udcff:1': '\\udcff' is not a host name"),
+        (f"{'x' * 64}.de:1", f"address '{'x' * 64}.de:1': '{'x' * 64}.de' is not a host name"),
         (
             f"[fe80::1%{'x' * 64}]:1",
-            f"address '[fe80::1%{'x' * 64}]:1': 'fe80::1%{'x' * 64}' is no host name",
+            f"address '[fe80::1%{'x' * 64}]:1': 'fe80::1%{'x' * 64}' is not a host name",
         ),
         ("unix:run/ps", "address 'unix:run/ps': expected an absolute path after 'unix:'"),
         ("unix:/a\0b", "address 'unix:/a\\x00b': expected an absolute path after 'unix:'"),
@@ -264,7 +264,7 @@ def test_two_tasks_with_one_address_are_both_named(first: str, second: str) -> N
     assert caught.value.message == (
         f"/job:ps/task:1 and /job:worker/task:7 have the same address {second!r}"
     )
-    assert caught.value.hint == "every task listens on an address of its own"
+    assert caught.value.hint == "give every task its own address"
 
 
 def test_same_host_with_other_port_is_another_address() -> None:

@@ -87,7 +87,7 @@ def test_evaluator_need_not_be_listed() -> None:
             {**FULL, "master": ["m:1"]},
             "chief",
             0,
-            "cluster: the cluster has a 'chief' and a 'master', which mean the same",
+            "cluster: the cluster has both a 'chief' and a 'master', which are the same job",
         ),
         (
             {**FULL, "chief": ["c:1", "d:1"]},

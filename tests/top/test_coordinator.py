@@ -139,7 +139,7 @@ async def test_a_worker_whose_step_computes_has_little_unread():
     [
         (watchdog, "watch_closures", "the closure timeout is off"),
         (watchdog, "watch", "the watchdog is off"),
-        (ScheduleReporter, "run", "the schedule is not reported any more"),
+        (ScheduleReporter, "run", "the schedule is no longer reported"),
     ],
 )
 async def test_a_watch_that_fails_is_logged_at_once(where, name, ended, monkeypatch, caplog):

@@ -200,7 +200,7 @@ async def test_excluded_variables_do_not_decay() -> None:
         sgd.exclude_from_weight_decay(var_list=variables[0], var_names=(n for n in ["bias"]))
         await sgd.apply_gradients([(np.zeros(2, np.float32), v) for v in variables])
         assert [(await v.read())[0] for v in variables] == [1, 0.75, 1]
-        with pytest.raises(UsageError, match="exclude_from_weight_decay: SGD is in use already"):
+        with pytest.raises(UsageError, match="exclude_from_weight_decay: SGD is already in use"):
             sgd.exclude_from_weight_decay(var_names=["w"])
 
 

@@ -125,7 +125,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("shape", [(None, 3), (-1,), (2.0,), (True,)])
     def test_shape_that_is_not_known(self, shape: tuple[int, ...]) -> None:
-        with pytest.raises(PartitionError, match="expected a shape that is wholly known, got"):
+        with pytest.raises(PartitionError, match="expected a fully known shape, got"):
             FixedShardsPartitioner(2)(shape, F32)
 
     def test_scalar(self) -> None:
@@ -187,7 +187,9 @@ class TestDiv:
 
     @pytest.mark.parametrize(("dim0", "num_shards"), [(3, 4), (3, 0), (0, 2), (3, -1)])
     def test_empty_shards_are_refused(self, dim0: int, num_shards: int) -> None:
-        text = f"^{dim0} rows cannot be cut into {num_shards} shards: expected 1 to {max(1, dim0)}$"
+        text = (
+            f"^{dim0} rows cannot be split into {num_shards} shards: expected 1 to {max(1, dim0)}$"
+        )
         with pytest.raises(PartitionError, match=text):
             div_split(dim0, num_shards)
 

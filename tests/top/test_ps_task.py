@@ -373,7 +373,7 @@ class TestBadInput:
                 with pytest.raises(PsyncError, match="/job:ps/task:0 ends: an update failed"):
                     await pull(cluster.chief, v)
                 monkeypatch.undo()
-        assert "an update failed half-way, the task ends" in caplog.text
+        assert "an update failed partway; the task ends" in caplog.text
 
 
 @pytest.mark.promise("updates.lost-worker-refused")
@@ -428,7 +428,7 @@ class TestCoordinators:
             for link in cluster.network.links("slow"):
                 link.to_server.flow()
             with pytest.raises(
-                ValueMismatchError, match="the variables were declared anew meanwhile"
+                ValueMismatchError, match="the variables were declared again in the meantime"
             ):
                 await pushing
 

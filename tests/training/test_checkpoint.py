@@ -171,7 +171,7 @@ class TestMismatch:
 
 class TestMistakes:
     def test_what_cannot_be_saved_is_named(self) -> None:
-        with pytest.raises(UsageError, match="'lr' is float, which it cannot hold"):
+        with pytest.raises(UsageError, match="'lr' is float, which cannot be saved"):
             psync.Checkpoint(lr=0.1)
         with pytest.raises(UsageError, match="'model/1' is int"):
             psync.Checkpoint(model=[psync.SavedState(), 3])

@@ -225,7 +225,7 @@ def deep(depth: int) -> Any:
         *(("progress", each, "expected values by name, got") for each in ([1], 5, None, "abc", [])),
         ("progress", {"checkpoint_state": 5}, "expected names of values, got 'checkpoint_state'"),
         ("progress", {"__class__": "x"}, "expected names of values, got '__class__'"),
-        ("progress", {"x": deep(100)}, "would not come back as it is"),
+        ("progress", {"x": deep(100)}, "would be restored differently"),
         ("fit", {"epoch": 3, "history": {}}, "epoch: expected a list, got 3"),
         ("fit", {"epoch": [0], "history": {"a": ["x"]}}, r"history\.a\[0\]: expected a number"),
         ("fit", {"epoch": [0], "history": {}, "repeated": [1, 2]}, "expected one for each epoch"),

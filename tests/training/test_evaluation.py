@@ -25,7 +25,7 @@ Y = X.sum(axis=1)
         ((X, Y[:5]), "arrays of one length"),
         ((np.float32(1), np.float32(1)), "arrays of one length"),
         (({"a": X, "b": X[:5]}, Y), "arrays of one length"),
-        ([X, Y], r"got a list of arrays, which is no list of shards\nhint: .*\(x, y\)"),
+        ([X, Y], r"got a list of arrays, which is not a list of shards\nhint: .*\(x, y\)"),
     ],
 )
 def test_what_is_no_validation_data_is_refused(data: Any, text: str) -> None:

@@ -67,7 +67,9 @@ def test_a_metric_is_held_as_its_aggregate() -> None:
 
 
 def test_a_saved_value_cannot_take_the_name_of_a_method() -> None:
-    message = "expected names of values, got 'checkpoint_state', which SavedState has itself"
+    message = (
+        "expected names of values, got 'checkpoint_state', which is an attribute of SavedState"
+    )
     with pytest.raises(ConfigurationError, match=message):
         psync.SavedState(checkpoint_state=1)
     progress = psync.SavedState(epoch=1)

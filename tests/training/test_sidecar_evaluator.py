@@ -205,7 +205,7 @@ class TestTrouble:
             await save(2, last=True)
             assert brief(await running) == [(2, 2.0)]
         (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-        assert warning.startswith("ckpt-00000001 is passed over: ")
+        assert warning.startswith("ckpt-00000001 is skipped: ")
         assert "the manifest is not the one that was committed" in warning
 
     async def test_damage_to_the_last_one_is_no_reason_to_wait(self, tmp_path: Path) -> None:
@@ -477,7 +477,7 @@ async def test_a_fit_that_has_ended_has_marked_its_last_checkpoint(tmp_path: Pat
         (
             (None, value_of, "d"),
             {"callbacks": [psync.callbacks.EarlyStopping()]},
-            "EarlyStopping acts on a trainer, and here is none",
+            "EarlyStopping needs a trainer, which an evaluator does not have",
         ),
     ],
 )

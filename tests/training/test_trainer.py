@@ -735,7 +735,9 @@ class TestCallbacks:
             await self.fit(psync.callbacks.LearningRateScheduler(lambda epoch, rate: -rate))
 
     async def test_a_value_that_there_is_not_is_named(self) -> None:
-        with pytest.raises(ConfigurationError, match="no 'val_loss' to monitor, there are loss"):
+        with pytest.raises(
+            ConfigurationError, match="no 'val_loss' to monitor, expected one of loss"
+        ):
             await self.fit(psync.callbacks.EarlyStopping())
 
     async def test_epochs_without_validation_are_passed_over(self, tmp_path: Path) -> None:

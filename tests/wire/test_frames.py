@@ -376,7 +376,7 @@ def test_memory_of_another_size_than_the_body_is_an_error_here(nbytes: int) -> N
         (
             bytes.fromhex("1603010200010001fc0303") + bytes(32),
             RemoteProtocolError,
-            "the peer uses TLS, this task does not",
+            "the peer uses TLS, but this task does not",
         ),
         (
             prefix(version=2),

@@ -93,7 +93,7 @@ def test_a_client_does_not_prove_itself_to_a_server_with_another_secret() -> Non
     client = client_with()
     with pytest.raises(AuthenticationError) as caught:
         client.answer(challenge_of(server_with(OTHER), client.hello))
-    assert caught.value.message == f"{PS} does not hold the same secret as this task"
+    assert caught.value.message == f"{PS} does not have the same secret as this task"
     assert caught.value.hint == "give all tasks of the cluster the same PSYNC_SECRET"
 
 
@@ -138,7 +138,7 @@ def test_who_sees_another_certificate_than_the_servers_is_not_proved_to(seen: by
     client.binding, server.binding = seen, hashlib.sha256(b"a certificate").digest()
     with pytest.raises(AuthenticationError) as caught:
         client.answer(challenge_of(server, client.hello))
-    assert caught.value.message == f"{PS} does not hold the same secret as this task" + (
+    assert caught.value.message == f"{PS} does not have the same secret as this task" + (
         ", or somebody between the two ends its TLS" if seen else ""
     )
 

@@ -242,7 +242,7 @@ def test_a_wrong_secret_is_found_by_the_client_first() -> None:
     client, server = new_client(b"another secret, just as long"), new_server()
     error = refused_by(server, client)
     assert isinstance(error, AuthenticationError)
-    assert error.message == f"{PS} does not hold the same secret as this task"
+    assert error.message == f"{PS} does not have the same secret as this task"
     assert client.data_to_send() == [], "nothing is proved to a stranger"
     assert server.state is State.AWAIT_PROOF
 

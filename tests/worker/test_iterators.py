@@ -496,7 +496,7 @@ class TestIteratorHandle:
         with in_step(IteratorTable()), pytest.raises(UsageError) as caught:
             next(IteratorHandle("it", b"key", 2))
         assert str(caught.value) == (
-            "a per-worker iterator reached the step in a way that psync cannot see\n"
+            "a per-worker iterator was passed to the step in an unsupported way\n"
             "hint: pass it as an argument of the step, or let the step capture it"
         )
 

@@ -162,10 +162,10 @@ class ClusterCoordinator(Scheduling):
         if strategy.task[0] in ("ps", "worker"):  # it would be a second chief
             exit_if_misplaced()
             raise ConfigurationError(
-                f"this process is a {strategy.task[0]}, which serves the coordinator of the chief "
-                "and opens none",
+                f"this process is a {strategy.task[0]}, which serves the chief's coordinator and "
+                "cannot open its own",
                 hint="psync.run(main), instead of asyncio.run(main()), runs main on the chief and "
-                "serves on all others",
+                "serves on all other tasks",
             )
         num_workers = strategy.cluster.num_tasks("worker")
         self._options = CoordinatorOptions(
@@ -231,8 +231,8 @@ class ClusterCoordinator(Scheduling):
             raise UsageError("the coordinator of this strategy is running already")
         if self.strategy._created:
             raise ClosedError(
-                "the coordinator of this strategy was closed, its variables are gone",
-                hint="make a new strategy",
+                "the coordinator of this strategy was closed, and its variables with it",
+                hint="create a new strategy",
             )
         platform = platform_of(
             self.strategy.cluster_resolver, self._own_address(), insecure=self._options.insecure
@@ -248,7 +248,7 @@ class ClusterCoordinator(Scheduling):
                     at = self.strategy.cluster.task_address(*parse_task_name(exc.task))
                     if not tries_left or platform.given_up.reason(at) is not None:
                         raise
-                    logger.warning("%s; nothing was computed yet: starting again", exc.message)
+                    logger.warning("%s; nothing has been computed yet: starting again", exc.message)
                     left = set(map(id, declared))
                     declared[:0] = [each for each in here if id(each) not in left]
         finally:
@@ -402,7 +402,7 @@ class ClusterCoordinator(Scheduling):
         if end not in ("all", "first"):
             raise ConfigurationError(
                 f'create_per_worker_dataset: end: expected "all" or "first", got {end!r}',
-                hint='"all" trains on every batch; "first" ends where one worker has none left',
+                hint='"all" trains on every batch; "first" ends when one worker has no data left',
             )
         try:
             captured, function = capture_dataset(dataset_fn, coordinator.functions)

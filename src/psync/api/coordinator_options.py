@@ -149,7 +149,8 @@ async def remove_worker(self: ClusterCoordinator, task: str, timeout: float | No
     except TimeoutError as exc:
         raise DeadlineExceeded(
             f"{task} has not left within {timeout:g} s: what it runs has not ended",
-            hint="it leaves when that has; wait again, or give it up by stopping its process",
+            hint="it leaves once the closure ends; wait again, or stop its process to remove it "
+            "now",
         ) from exc
     coordinator.recovery.fail_if_gone()
     added = added_workers.get()

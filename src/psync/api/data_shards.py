@@ -224,8 +224,8 @@ class Visits:
         self._look()
         if self._running:
             raise UsageError(
-                f"visits: {len(self._running)} shards are running, and would be done again",
-                hint="await coordinator.join() before a checkpoint is restored",
+                f"visits: {len(self._running)} shards are running and would be done twice",
+                hint="await coordinator.join() before you restore a checkpoint",
             )
         self._begin(state)
 
@@ -236,8 +236,8 @@ class Visits:
         )
         if state is not None and state.get("digest") not in (None, self._digest):
             raise ConfigurationError(
-                "state: it is of other shards than are given now, or of another order",
-                hint="give the same shards in the same order as before, or begin without the state",
+                "state: saved for other shards, or for another order",
+                hint="pass the same shards in the same order as before, or start without the state",
             )
         self._visitation, self._known_epoch = visitation, visitation.epoch
         self._identities: dict[_Key, Identity] = {}  # of shards that may come again
@@ -285,8 +285,8 @@ def _checked(shards: Any) -> tuple[Any, ...]:
         raise UsageError("shards: expected at least one, got an empty list")
     if len(shards) > MAX_SHARDS:
         raise UsageError(
-            f"shards: expected at most {MAX_SHARDS}, got {len(shards)}: each is a closure",
-            hint="let each name more data: a range of rows instead of a row",
+            f"shards: expected at most {MAX_SHARDS}, got {len(shards)}: each shard is a closure",
+            hint="make shards larger: a range of rows instead of one row",
         )
     checked = tuple(shards)
     pack(checked, subject="the list of shards")

@@ -102,7 +102,8 @@ class DistributedDataset(Generic[T]):
         index = closure.worker_index if closure is not None else self._worker_index
         if index is None:
             raise ContextError(
-                "iter() on a distributed dataset on the coordinator: its elements are for workers",
+                "iter() on a distributed dataset on the coordinator: only workers read its "
+                "elements",
                 hint="pass iter(coordinator.create_per_worker_dataset(dataset)) to steps",
             )
         # A worker that was added later reads the share of another one.
@@ -149,13 +150,13 @@ def distribute_dataset(
     ``ParameterServerStrategy.experimental_distribute_dataset``."""
     policy = _options("experimental_distribute_dataset", options).shard_policy
     if isinstance(dataset, DistributedDataset):
-        raise ConfigurationError("dataset: expected a dataset, got one that is distributed already")
+        raise ConfigurationError("dataset: expected a dataset, got one that is already distributed")
     if not isinstance(dataset, Dataset) and (
         inspect.isroutine(dataset) or isinstance(dataset, type)
     ):
         raise ConfigurationError(
             f"dataset: expected an iterable of batches, got a {type_name(dataset)}",
-            hint="distribute_datasets_from_function takes a function, which is told its shard",
+            hint="for a function use distribute_datasets_from_function, which passes it its shard",
         )
     whole = iterable_of(dataset)
     sharded = Sharded(whole, policy_for(whole, policy, num_workers))
@@ -171,7 +172,7 @@ def distribute_function(
     if policy not in ("auto", "off"):
         raise ConfigurationError(
             f'shard_policy: expected "auto" or "off" for a dataset function, got "{policy}"',
-            hint="the function cuts its shard itself: context.input_pipeline_id says which",
+            hint="let the function select its shard by context.input_pipeline_id",
         )
     takes_context(dataset_fn)
     refuse_variables(dataset_fn)
@@ -186,8 +187,8 @@ def refuse_variables(dataset_fn: Any) -> None:
     """
     if refers_to(dataset_fn, Variable):
         raise ConfigurationError(
-            f"dataset_fn {name_of(dataset_fn)} names psync.Variable: dataset code cannot make a "
-            "variable, it runs on each worker, ahead of the steps",
+            f"dataset_fn {name_of(dataset_fn)} names psync.Variable: dataset code cannot create "
+            "variables, because it runs on each worker, ahead of the steps",
             hint="declare it in `with strategy.scope():`, and use it in the step that gets the "
             "batch",
         )
@@ -350,7 +351,7 @@ def _checked(position: Any, num_workers: int) -> dict[int, int]:
         if worker not in range(num_workers):
             raise ConfigurationError(
                 f"position: expected workers 0 to {num_workers - 1}, got {key!r}",
-                hint="shards of data depend on the number of workers; begin without a position",
+                hint="shards of data depend on the number of workers; start without a position",
             )
         position = checked_integer("position: expected a number of batches of at least 0", count, 0)
         if position:
@@ -368,8 +369,8 @@ def capture_dataset(source: Any, functions: FunctionTable) -> tuple[Callable[...
     """
     if isinstance(source, PerWorkerDataset | IteratorHandle):
         raise ConfigurationError(
-            f"dataset: expected a dataset function or an iterable of batches, got a "
-            f"{type_name(source)}, which is per worker already"
+            "dataset: expected a dataset function or an iterable of batches, got a "
+            f"{type_name(source)}, which is already per worker"
         )
     fn = source.dataset_fn if isinstance(source, DistributedDataset) else dataset_of(source)
     if not isinstance(fn, Dataset | Sharded):

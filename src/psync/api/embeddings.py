@@ -100,9 +100,9 @@ async def embedding_lookup_sparse(
     empty = sparse.empty_rows()
     if len(empty):
         raise ValueMismatchError(
-            f"{table.what}: row {empty[0]} of sp_ids has no id, expected one at least in each of "
+            f"{table.what}: row {empty[0]} of sp_ids has no id, expected at least one in each of "
             f"the {sparse.num_rows} rows",
-            hint="safe_embedding_lookup_sparse gives zeros for such rows",
+            hint="safe_embedding_lookup_sparse returns zeros for such rows",
         )
     return await _combined(table, sparse, combiner, max_norm)
 
@@ -171,7 +171,7 @@ class _Table:
             if isinstance(variable, OnReadVariable):
                 raise UsageError(
                     f'{what}: variable "{variable.name}" is synchronized on read',
-                    hint="await variable.sparse_read(ids) returns rows of a copy",
+                    hint="await variable.sparse_read(ids) returns rows of this worker's value",
                 )
         if not variables:
             raise PartitionError(f"{what}: params is an empty list")
@@ -183,7 +183,7 @@ class _Table:
         first = variables[0]
         for variable in variables:
             if not variable.shape:
-                raise PartitionError(f'{self.what}: "{variable.name}" is a scalar, it has no rows')
+                raise PartitionError(f'{self.what}: "{variable.name}" is a scalar and has no rows')
             if (variable.shape[1:], variable.dtype) != (first.shape[1:], first.dtype):
                 raise PartitionError(
                     f"{self.what}: expected rows of shape {first.shape[1:]} {first.dtype}, as "

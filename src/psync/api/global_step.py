@@ -79,14 +79,14 @@ def check_step(variable: object, purpose: str) -> None:
     variable = checked_kind(f"{purpose}: expected a variable", variable, Variable, error=UsageError)
     if isinstance(variable, OnReadVariable):
         raise UsageError(
-            f'{purpose}: variable "{variable.name}" is synchronized on read: each worker has '
-            "another value"
+            f'{purpose}: variable "{variable.name}" is synchronized on read: each worker has a '
+            "different value"
         )
     if variable.shape != () or variable.dtype.kind not in "iu":
         raise UsageError(
             f'{purpose}: expected an integer scalar, variable "{variable.name}" declared at '
             f"{variable.spec.declared_at} has shape {variable.shape} {variable.spec.dtype}",
-            hint="psync.get_or_create_global_step() makes one",
+            hint="psync.get_or_create_global_step() creates one",
         )
 
 

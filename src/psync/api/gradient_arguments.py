@@ -59,7 +59,7 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
         if isinstance(variable, OnReadVariable):
             raise ValueMismatchError(
                 f'apply_gradients: variable "{variable.name}" is synchronized on read: each worker '
-                "has another value, which no optimizer trains"
+                "has a different value, and optimizers do not train it"
             )
         spec = variable.spec
         shards = [shard.index for shard in spec.shards]
@@ -70,7 +70,7 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
         elif others.isdisjoint(shards):
             others.update(shards)
         else:
-            raise ValueMismatchError(f'apply_gradients: variable "{spec.name}" occurs twice')
+            raise ValueMismatchError(f'apply_gradients: variable "{spec.name}" appears twice')
         pairs.append((_checked(gradient, spec, finite), variable))
     if not pairs:
         raise ValueMismatchError(
@@ -212,7 +212,7 @@ def trainable_here(operation: str, arrived: Sequence[AnyVariable]) -> list[AnyVa
         variables = [variable for variable in arrived if variable.origin == origin]
     if not variables:
         raise UsageError(
-            f"{operation}: no trainable variable is known here",
+            f"{operation}: no trainable variable is declared here",
             hint="declare variables before the step that captures this optimizer is first "
             "scheduled, or say which variables",
         )

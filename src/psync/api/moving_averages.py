@@ -86,7 +86,7 @@ class ExponentialMovingAverage:
             raise ConfigurationError(
                 "moving average: expected num_updates to be True or the global step, got "
                 f"{num_updates!r}",
-                hint="a number n that stays the same is the decay min(decay, (1 + n) / (10 + n))",
+                hint="a constant number n means the decay min(decay, (1 + n) / (10 + n))",
             )
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"moving average: expected a name, got {name!r}")
@@ -163,15 +163,15 @@ class ExponentialMovingAverage:
         operation = "update of moving averages"
         if not self._shadows:
             raise UsageError(
-                f"{operation}: nothing is averaged",
-                hint="ema.apply([w, b]) on the coordinator, before the step is scheduled",
+                f"{operation}: no variable is averaged",
+                hint="call ema.apply([w, b]) on the coordinator, before the step is scheduled",
             )
         shadows, step = self._shadows.values(), self._step_variable()
         if step is None and self.num_updates is not False:
             raise UsageError(
                 f"{operation}: num_updates=True, but there is no global step",
-                hint="psync.get_or_create_global_step() in the strategy's scope, before the step "
-                "is scheduled; something has to raise it: apply_gradients(…, global_step=step)",
+                hint="call psync.get_or_create_global_step() in the strategy's scope before the "
+                "step is scheduled, and increment it: apply_gradients(…, global_step=step)",
             )
         runtime = await runtime_of(operation, *shadows, *([] if step is None else [step]))
         ps, decay = runtime.ps, self.decay
@@ -252,7 +252,7 @@ class ExponentialMovingAverage:
         if shadow is None:
             raise UsageError(
                 f'variable "{variable.name}" has no moving average',
-                hint="ema.apply([variable]) on the coordinator, before the step is scheduled",
+                hint="call ema.apply([variable]) on the coordinator, before the step is scheduled",
             )
         return shadow
 
@@ -276,8 +276,8 @@ def _checked_scope(variable: Any) -> Scope:
     spec = variable.spec
     if isinstance(variable, OnReadVariable):
         raise UsageError(
-            f'moving average of "{spec.name}": it is synchronized on read: each worker has another '
-            "value"
+            f'moving average of "{spec.name}": it is synchronized on read: each worker has a '
+            "different value"
         )
     if "float" not in spec.dtype:
         raise ValueMismatchError(
@@ -292,7 +292,7 @@ def _checked_scope(variable: Any) -> Scope:
     scope = scope_of(variable)
     if scope is None:
         raise UsageError(
-            f'moving average of "{spec.name}": its strategy is not here',
+            f'moving average of "{spec.name}": its strategy is not in this process',
             hint="declare averages in the program that declares the variables",
         )
     return scope

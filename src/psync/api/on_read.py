@@ -104,8 +104,8 @@ def aggregating(
     """
     if aggregation is NONE:
         raise ReplicaValueError(
-            f"{what}: each worker has a copy of its own, and there is no aggregation to make one "
-            "value of them",
+            f"{what}: each worker has its own value, and no aggregation is declared to combine "
+            "them",
             hint="declare it with aggregation=psync.VariableAggregation.SUM (or MEAN, "
             "ONLY_FIRST_REPLICA), or read it in a step",
         )
@@ -223,8 +223,8 @@ class CopyAccess(ValueAccess):
 
     async def _scatter(self, method: str, op: str, sparse_delta: Any) -> NoReturn:
         raise UnsupportedError(
-            f'{method} to "{self.spec.name}": rows of a variable that is synchronized on read '
-            "cannot be scattered to",
+            f'{method} to "{self.spec.name}": a variable that is synchronized on read does not '
+            "support scatter updates",
             hint="in a step: read it, change the rows, assign it; or declare it with "
             "synchronization=psync.VariableSynchronization.ON_WRITE",
         )
@@ -237,10 +237,10 @@ class CopyAccess(ValueAccess):
         if row is None and op != "assign" and self.aggregation is SUM:
             if in_cross_replica_context():
                 raise ReplicaValueError(
-                    f"{operation} in cross-replica context: it is the sum of a copy of each "
-                    "worker, and which of them is meant is not clear",
-                    hint="add in a step; or outside of `with strategy.scope():`, to what the "
-                    "program has added; or assign the sum",
+                    f"{operation} in cross-replica context: the variable is the sum of one value "
+                    "per worker, so it is unclear which to change",
+                    hint="add in a step; or outside `with strategy.scope():`, to the program's own "
+                    "part; or assign the sum",
                 )
             row = self._num_workers
         if row is None:

@@ -232,13 +232,13 @@ def pairs(tree: Any, other: Any, what: str) -> Iterator[tuple[Any, Any]]:
         yield tree, other
     elif isinstance(tree, dict):
         if not isinstance(other, dict) or other.keys() != tree.keys():
-            raise ValueMismatchError(f"{what}: expected a dict with the keys of the variables")
+            raise ValueMismatchError(f"{what}: expected a dict with the same keys as the variables")
         for key, item in tree.items():
             yield from pairs(item, other[key], what)
     elif isinstance(tree, list | tuple):
         if not isinstance(other, list | tuple) or len(other) != len(tree):
             raise ValueMismatchError(
-                f"{what}: expected {len(tree)} items in a list or tuple, as the variables"
+                f"{what}: expected {len(tree)} items in a list or tuple, one for each variable"
             )
         for item, part in zip(tree, other, strict=True):
             yield from pairs(item, part, what)

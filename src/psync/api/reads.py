@@ -48,7 +48,7 @@ async def runtime_of(operation: str, *variables: ValueAccess) -> Runtime:
                 "strategy",
                 hint=OTHER_STRATEGY_HINT
                 if current_closure() is not None
-                else "make a call for the variables of each strategy",
+                else "make a separate call for the variables of each strategy",
             )
     if runtime.ensure_created is not None:
         await runtime.ensure_created()
@@ -93,7 +93,7 @@ def cache_variable_reads() -> Generator[None, None, None]:
     if _kept_here() is not None:
         raise ContextError(
             "cache_variable_reads: scopes cannot be nested",
-            hint="one is open here: what is read in it is kept already",
+            hint="a scope is already open here and caches these reads",
         )
     token = _open.set(_Kept(current_closure()))
     try:

@@ -68,7 +68,7 @@ class report:
         from psync.status.dashboard.report_page import ReportLog, check_path
 
         if self._log is not None:
-            raise UsageError("report: it was entered before", hint="make another one")
+            raise UsageError("report: it can be entered only once", hint="create a new one")
         self._loop = asyncio.get_running_loop()
         here = [run for run in _running if run.loop is self._loop]
         if _running and not here:
@@ -110,9 +110,9 @@ class report:
                 await self._end_run(run)
             written = await asyncio.to_thread(log.write_report, path)
             if written != path:
-                logger.warning("report %s cannot be written: see %s", path, written)
+                logger.warning("report %s cannot be written; it is in %s instead", path, written)
         except (PsyncError, OSError) as exc:  # never worth the result of a run
-            logger.warning("there is no report: %s", exc)
+            logger.warning("no report was written: %s", exc)
         finally:
             log.remove()
 

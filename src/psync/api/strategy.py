@@ -88,8 +88,7 @@ class ParameterServerStrategy(ReplicaRuns):
 
     __psync_capture_error__ = "the strategy lives on the coordinator"
     __psync_capture_hint__ = (
-        "use psync.get_strategy() in the step, which stands for it there; a dataset function gets "
-        "an input_context"
+        "call psync.get_strategy() in the step instead; a dataset function gets an input_context"
     )
 
     def __init__(
@@ -105,7 +104,7 @@ class ParameterServerStrategy(ReplicaRuns):
             raise ConfigurationError(
                 "variable_partitioner: expected a callable (shape, dtype) -> partitions per axis, "
                 f"got {variable_partitioner!r}",
-                hint="psync.partitioners has some: psync.FixedShardsPartitioner(2)",
+                hint="see psync.partitioners, such as psync.FixedShardsPartitioner(2)",
             )
         cluster_resolver = cluster_resolver or resolve_cluster()
         spec, task_type, task_id = training_cluster(cluster_resolver)
@@ -114,7 +113,7 @@ class ParameterServerStrategy(ReplicaRuns):
                 raise ConfigurationError(
                     f"{cluster_resolver.source}: cluster.{job}: expected at least one {job} to "
                     "declare variables for, got none",
-                    hint="name the whole training cluster here, too",
+                    hint="describe the whole training cluster here as well",
                 )
         if ps_recovery == "replica":  # its name until 0.2
             ps_recovery = "backup"
@@ -125,7 +124,7 @@ class ParameterServerStrategy(ReplicaRuns):
         if ps_recovery == "backup" and spec.num_tasks("ps") < 2:
             raise ConfigurationError(
                 'ps_recovery="backup" needs at least two ps tasks, got '
-                f"{spec.num_tasks('ps')}: each is kept in the process of another one, too",
+                f"{spec.num_tasks('ps')}: the backup of each ps runs in the process of another ps",
             )
         self.ps_recovery = ps_recovery
         self._origin = random_hex(8)
@@ -184,8 +183,8 @@ class ParameterServerStrategy(ReplicaRuns):
         outer = open_scope.get()
         if outer is not None and outer is not self:
             raise ContextError(
-                "mixing different strategies: another one's scope is open here",
-                hint="leave that scope first",
+                "mixing different strategies: the scope of another strategy is open here",
+                hint="exit that scope first",
             )
         token = open_scope.set(self)
         try:
@@ -381,9 +380,10 @@ class ParameterServerStrategy(ReplicaRuns):
         if shape != original.shape:
             raise PartitionError(
                 f'variable "{name}" declared at {where}: expected shape {original.shape}, as '
-                f'"{original.name}" has, beside whose {len(original.shards)} shards it is to lie, '
+                f'"{original.name}" has, with whose {len(original.shards)} shards it is colocated, '
                 f"got {shape}",
-                hint=f"beside one of the shards: colocate_vars_with({original.name}.variables[0])",
+                hint="to place it with one of the shards: "
+                f"colocate_vars_with({original.name}.variables[0])",
             )
         spec = beside(
             original, self._unique(name), self._next_id, trainable=trainable, where=where,
@@ -397,7 +397,7 @@ class ParameterServerStrategy(ReplicaRuns):
         if self._created and self._runtime is None:
             raise ClosedError(
                 f'variable "{name}": the coordinator of this strategy was closed',
-                hint="make a new strategy, and declare it there",
+                hint="create a new strategy, and declare the variable there",
             )
 
     def _unique(self, name: str) -> str:

@@ -36,12 +36,12 @@ def check_wrapped(name: object, opt: object) -> None:
     opt = checked_kind(f"{name}: expected one of psync.optimizers as opt", opt, Optimizer)
     if opt._synchronous:
         raise ConfigurationError(
-            f"{name}: opt {opt.get_name()!r} is synchronous already",
+            f"{name}: opt {opt.get_name()!r} is already synchronous",
             hint="wrap one of psync.optimizers",
         )
     if opt._staleness_bound is not None:
         raise ConfigurationError(
-            f"{name}: opt {opt.get_name()!r} has a staleness bound, which is of no use here: "
+            f"{name}: opt {opt.get_name()!r} has a staleness bound, which has no effect here: "
             "gradients of an earlier step are never applied",
             hint="leave out staleness_bound",
         )
@@ -71,8 +71,7 @@ def checked_step(operation: str, variable: object) -> Variable:
     hint = "global_step=psync.get_or_create_global_step(), made in `with strategy.scope():`"
     if variable is None:
         raise ConfigurationError(
-            f"{operation}: global_step is None, and without it nobody knows which gradients are "
-            "stale",
+            f"{operation}: global_step is None, and stale gradients are detected by it",
             hint=hint,
         )
     expected = f"{operation}: expected a variable as global_step"
@@ -80,7 +79,7 @@ def checked_step(operation: str, variable: object) -> Variable:
     if isinstance(variable, OnReadVariable):
         raise ConfigurationError(
             f'{operation}: global_step "{variable.name}" is synchronized on read: each worker has '
-            "another value",
+            "a different value",
             hint=hint,
         )
     if variable.shape != () or variable.spec.dtype != STEP_DTYPE:
@@ -164,15 +163,15 @@ class GroupConfig:
         name, before = self.sync.name, self.global_step
         if before is not None and before.origin == global_step.origin:
             raise ConfigurationError(
-                f'{name}: expected the global step "{before.name}", as before, got '
+                f'{name}: expected the same global step "{before.name}" as before, got '
                 f'"{global_step.name}"'
             )
         self._check_averaged(global_step)
         follows = self.averaged_by
         if follows is not None and follows is not global_step:
             raise ConfigurationError(
-                f'{name}: the decay of its moving averages follows "{follows.name}", and not '
-                f'the global step "{global_step.name}"',
+                f'{name}: the decay of its moving averages depends on "{follows.name}", not on the '
+                f'global step "{global_step.name}"',
                 hint="ExponentialMovingAverage(…, num_updates=True)",
             )
         (shard,) = global_step.spec.shards
@@ -183,7 +182,7 @@ class GroupConfig:
     def _check_averaged(self, other: AnyVariable) -> None:
         if self.averaged is not None and self.averaged.origin != other.origin:
             raise ConfigurationError(
-                f'{self.sync.name}: averages of "{self.averaged.name}", and variable '
-                f'"{other.name}", which belongs to another program or strategy',
-                hint="make an optimizer, and an ExponentialMovingAverage, for each strategy",
+                f'{self.sync.name}: averages of "{self.averaged.name}" and variable "{other.name}" '
+                "belong to different programs or strategies",
+                hint="create an optimizer and an ExponentialMovingAverage for each strategy",
             )

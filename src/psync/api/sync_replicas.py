@@ -273,9 +273,9 @@ class SyncReplicasOptimizer(Optimizer):
         run = current_closure()
         if run is None and not runtime.in_session:
             raise UsageError(
-                "apply_gradients of a synchronous optimizer outside a step: the program is no "
-                "replica, and would wait for others",
-                hint="do it in a function given to schedule, or in a training session",
+                "apply_gradients of a synchronous optimizer outside a step: the program is not a "
+                "replica and would wait forever",
+                hint="call it in a scheduled step function, or in a training session",
             )
         config = self._group.of_step(step)
         closure, ordinal = runtime.begin_update("push")

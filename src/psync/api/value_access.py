@@ -128,7 +128,7 @@ class ValueAccess(AwaitFirst):
         if member is not None:
             if at_once:
                 raise UsageError(
-                    f"{operation}: an atomic one is not possible in one of several replicas",
+                    f"{operation}: an atomic update is not possible in one of several replicas",
                     hint="write it in a merge_call",
                 )
             await gang_updates.assign(member, self, method, array)
@@ -170,7 +170,8 @@ class ValueAccess(AwaitFirst):
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
         raise UsageError(
             f'item assignment to variable "{self.spec.name}": its value lives on ps tasks',
-            hint="await v.scatter_update((rows, values)) for rows, v.assign(value) for all",
+            hint="await v.scatter_update((rows, values)) changes rows, await v.assign(value) the "
+            "whole variable",
         )
 
     async def sparse_read(self, indices: Any) -> np.ndarray:
@@ -339,7 +340,7 @@ class ValueAccess(AwaitFirst):
 
     def _row_numbers(self, indices: Any, operation: str) -> np.ndarray:
         if not self.shape:
-            raise IndexValueError(f"{operation}: the variable is a scalar, it has no rows")
+            raise IndexValueError(f"{operation}: the variable is a scalar and has no rows")
         return row_numbers(indices, self.shape[0], operation, ndim=1)
 
 

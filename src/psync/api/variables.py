@@ -230,9 +230,9 @@ class ShardedVariable(Handle):
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         raise UsageError(
-            "ShardedVariable: made by psync.Variable(…), not of variables that exist",
-            hint="psync.ParameterServerStrategy(…, psync.FixedShardsPartitioner(2)), or "
-            "another of psync.partitioners, says how many shards a variable has",
+            "ShardedVariable: created only by psync.Variable(…), not from existing variables",
+            hint="to shard variables: psync.ParameterServerStrategy(…, "
+            "psync.FixedShardsPartitioner(2)), or another of psync.partitioners",
         )
 
     @property
@@ -304,13 +304,13 @@ def _check_kind(
             )
     if synchronization is VariableSynchronization.NONE:
         raise ConfigurationError(
-            f'variable "{name}": synchronization NONE is not possible',
+            f'variable "{name}": synchronization NONE is not supported',
             hint="use AUTO, ON_WRITE or ON_READ",
         )
     if trained_on_read:
         raise ConfigurationError(
-            f'variable "{name}": synchronized on read it cannot be trainable: each worker has '
-            "another value",
+            f'variable "{name}": cannot be trainable when synchronized on read: each worker has a '
+            "different value",
             hint="trainable=False, or synchronization=psync.VariableSynchronization.ON_WRITE",
         )
 

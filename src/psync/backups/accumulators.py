@@ -169,7 +169,7 @@ async def _fill(arrays: Iterable[np.ndarray], body: Sequence[memoryview]) -> Non
     """Write to arrays what ``_copies`` has returned for others of the same shapes."""
     pieces = list(_pieces(arrays))
     if list(map(len, pieces)) != list(map(len, body)):
-        raise RemoteProtocolError("what an accumulator holds is not what was announced")
+        raise RemoteProtocolError("an accumulator's contents differ from the announced ones")
     for piece, data in zip(pieces, body, strict=True):
         piece[:] = bytes_of(data)
         await asyncio.sleep(0)

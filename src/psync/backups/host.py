@@ -158,7 +158,7 @@ class _Backup:
         if loaded is None:
             return
         if wanted := loaded.wanted():
-            raise UsageError(f"a snapshot is not complete: {loaded.state.items[wanted[0]]}")
+            raise UsageError(f"a snapshot is incomplete: {loaded.state.items[wanted[0]]}")
         self.loaded = None
         order = self.order
         attach = AttachPs(
@@ -217,7 +217,9 @@ class _Backup:
         if isinstance(outcome, PsyncError) and not has_diverged:
             logger.debug("entry %d is refused, as by its primary: %s", entry.number, outcome)
         elif isinstance(outcome, Exception):  # such as no memory here, where the other had enough
-            logger.error("%s: its backup failed at %d", self.sender, entry.number, exc_info=outcome)
+            logger.error(
+                "%s: its backup failed at log entry %d", self.sender, entry.number, exc_info=outcome
+            )
             self._failed = True
         self._changed.set()
 
@@ -378,7 +380,7 @@ class BackupHost:
         known.complete()
         if message.first > known.taken + 1:
             raise RemoteProtocolError(
-                f"{known.sender}: entry {message.first} comes after {known.taken}"
+                f"{known.sender}: entry {message.first} follows {known.taken}"
             )
         if not message.entries and message.first == known.taken + 1:
             known.chain = 0  # before came what no snapshot has, and now the log
@@ -399,9 +401,9 @@ class BackupHost:
         if known is None or known.order.coordinator != message.coordinator:
             raise UsageError(f"{self._task} has no backup of /job:ps/task:{message.ps}")
         if peer.task != "/job:chief/task:0" or peer.incarnation != message.coordinator:
-            raise FencedError(f"{self._task}: {peer.task} is not the coordinator that it serves")
+            raise FencedError(f"{self._task}: {peer.task} is not this task's coordinator")
         if known.loaded is not None:
-            raise UsageError(f"the backup of {known.sender} is not complete")
+            raise UsageError(f"the backup of {known.sender} is incomplete")
         if message.coordinator < self._fenced:
             raise FencedError(f"{self._task} serves a newer coordinator")
         if known.address is None:

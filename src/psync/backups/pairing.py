@@ -71,7 +71,7 @@ def check_deterministic(primary: str, host: str, groups: Sequence[str]) -> None:
     if groups:
         raise ConfigurationError(
             f"{', '.join(groups)}: deterministic=True, but {primary} and its backup in the process "
-            f"of {host} do not compute the same bits: their CPU, numpy or C library differ",
-            hint="run all ps tasks on machines of one kind and from one image, or leave out "
+            f"of {host} do not compute bit-identical results: their CPU, numpy or C library differ",
+            hint="run all ps tasks on identical machines and from one image, or leave out "
             'deterministic=True or ps_recovery="backup"',
         )

@@ -163,7 +163,7 @@ class BackupSender:
         )  # fmt: skip
         answer = await self._call(begin, [frozen.state.to_bytes()])
         if not isinstance(answer, BackupBegun):
-            raise RemoteProtocolError(f"a backup begins with {type(answer).__name__}")
+            raise RemoteProtocolError(f"a backup began with {type(answer).__name__}")
         self._begun(self.order, answer.numerics)
         for item, known in enumerate(frozen.state.items):
             if known.is_constant:
@@ -293,8 +293,8 @@ class BackupSender:
         if self.error is None and self._log.state is LogState.ALONE:
             self._fail(
                 PsyncError(
-                    f"more than {MAX_KEPT_BYTES >> 20} MiB of updates came while it was copied; "
-                    "it is copied again"
+                    f"more than {MAX_KEPT_BYTES >> 20} MiB of updates arrived while the backup was "
+                    "being made; it is made again"
                 )
             )
         if self.error is not None:
@@ -306,7 +306,7 @@ class BackupSender:
         self.error = error
         self.ended.set()
         self._ships = False
-        logger.warning("%s: its backup does not follow: %s", self._task, error.message)
+        logger.warning("%s: its backup is not complete: %s", self._task, error.message)
         self._changed.set()
         if isinstance(error, FencedError):
             self._deposed()
@@ -321,7 +321,7 @@ class BackupSender:
         """
         self._ships = False
         if self.error is None:
-            self.error = PsyncError(f"{self._task}: its backup was given up")
+            self.error = PsyncError(f"{self._task}: its backup was removed")
         self.ended.set()
         self._changed.set()
         if self._timer is not None:

@@ -192,8 +192,8 @@ class BackupService:
         self._unlike = order
         self._unequal += 1
         logger.warning(
-            "%s and its backup in the process of %s do not compute the same bits: CPU, numpy or C "
-            "library differ; values may differ in their last bits after a failover",
+            "%s and its backup in the process of %s do not compute bit-identical results: CPU, "
+            "numpy or C library differ; after a failover, values may differ in their last bits",
             self._store.task, order.task,
         )  # fmt: skip
 
@@ -211,7 +211,7 @@ class BackupService:
         if message.lost:
             return self._until_lost(message)
         if message.epoch < self._epoch:
-            raise UsageError(f"order {message.epoch} about a backup is older than {self._epoch}")
+            raise UsageError(f"backup order {message.epoch} is older than {self._epoch}")
         if message.epoch == self._epoch:
             return self._when_copied()  # it was asked before, over a connection that is lost
         served = self._served()
@@ -240,7 +240,7 @@ class BackupService:
         entries = [each for section in self._sections for each in await section.entries()]
         while True:
             if self._sender is not sender:  # what it names would be taken for known to the next
-                raise PsyncError("the copy was given up")
+                raise PsyncError("making the backup was cancelled")
             try:
                 frozen = self._freeze()
             except BusyError:  # a shard is read or filled by what is no entry
@@ -278,7 +278,7 @@ class BackupService:
             try:
                 await shielded(self._copying)
             except TransportError as exc:  # who asks would take it for a loss of his own
-                raise PsyncError(f"its backup does not follow: {exc.message}") from exc
+                raise PsyncError(f"its backup is not complete: {exc.message}") from exc
         return Reply(Done())
 
     async def _until_lost(self, message: BackUp) -> Reply:
@@ -286,7 +286,7 @@ class BackupService:
         if sender is not None and sender.order.epoch == message.epoch:
             await sender.ended.wait()
             if self._over:
-                raise FencedError(f"{self._store.task} serves something else now")
+                raise FencedError(f"{self._store.task} now serves other contents")
         return Reply(Done())
 
     def _depose(self) -> None:

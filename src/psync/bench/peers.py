@@ -138,7 +138,8 @@ class System:
         except OSError as exc:
             raise ConfigurationError(
                 f"{command[0]} cannot be started: {exc.strerror}",
-                hint="--peers takes the Python of an environment in which the peers are installed",
+                hint="--peers takes the Python interpreter of an environment with the other "
+                "systems",
             ) from exc
         try:
             greeting = self._answer()
@@ -231,7 +232,7 @@ class System:
 
     def _failure(self, what: str) -> ConfigurationError:
         return ConfigurationError(
-            f"{' '.join(self._command)}: {what}", hint="run it by itself: it says what it needs"
+            f"{' '.join(self._command)}: {what}", hint="run it separately to see what it needs"
         )
 
 
@@ -368,7 +369,7 @@ def commands_of(python: str | None, scripts: Path, *, floors: bool = True) -> li
         if not (scripts / name).is_file():
             raise ConfigurationError(
                 f"{scripts / name} is missing",
-                hint="it comes with the sources of psync: run this there, or say where it is",
+                hint="it is part of psync's sources: run this in a checkout, or pass --scripts",
             )
     return own + [[str(interpreter), str(scripts / name)] for interpreter, name in asked]
 
@@ -405,7 +406,7 @@ def run(
     chosen = [row for row in ROWS if rows in row.name]
     if not chosen:
         raise ConfigurationError(
-            f"no row has {rows!r} in its name", hint="; ".join(row.name for row in ROWS)
+            f"no row name contains {rows!r}", hint="; ".join(row.name for row in ROWS)
         )
     commands = commands_of(None if only_psync else python, scripts, floors=not only_psync)
     if against is not None:
@@ -451,8 +452,8 @@ def _check_checkout(root: Path) -> None:
     """Check that a folder is a checkout of psync that can be measured."""
     if not (root / "src" / "psync" / "bench" / "psync_rows.py").is_file():
         raise ConfigurationError(
-            f"{root} is no checkout of psync: it has no src/psync/bench/psync_rows.py",
-            hint="git worktree add --detach FOLDER COMMIT makes one",
+            f"{root} is not a checkout of psync: it has no src/psync/bench/psync_rows.py",
+            hint="git worktree add --detach FOLDER COMMIT creates one",
         )
     found = subprocess.run(
         [sys.executable, "-c", "import psync; print(psync.__file__)"],
@@ -478,12 +479,12 @@ def _resumed(file: Path, how: Figures) -> Figures:
         names = [row["name"] for row in measured["rows"]]
     except (OSError, ValueError, TypeError, KeyError) as exc:
         raise ConfigurationError(
-            f"there is nothing to resume: {file} holds no rows ({exc!r})",
+            f"nothing to resume: {file} has no rows ({exc!r})",
             hint="run it without --resume",
         ) from exc
     if before != how:
         raise ConfigurationError(
-            f"{file} was measured with {before}, and this run would measure with {how}",
+            f"{file} was measured with {before}, this run would use {how}",
             hint="resume with the same options, or measure into another folder: --out",
         )
     _note(f"measured before: {'; '.join(names) or 'nothing'}")

@@ -61,7 +61,7 @@ def regular(path: str, flags: int, mode: int = 0o600) -> int:
     fd = os.open(path, flags | os.O_NONBLOCK, mode)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "expected a file, got something else", path)
+        raise OSError(errno.EINVAL, "expected a regular file, got something else", path)
     return fd
 
 

@@ -180,7 +180,7 @@ class Reader:
                 raise CheckpointNotFound(
                     f"{path}: no checkpoint here"
                     + (", or one that was never completed" if path.is_dir() else ""),
-                    hint="psync.latest_checkpoint(directory) says which is the newest",
+                    hint="psync.latest_checkpoint(directory) returns the newest one",
                 )
             commit = read_bounded(path / COMMIT, 64)
             data = read_bounded(path / MANIFEST, MAX_MANIFEST_BYTES)
@@ -249,8 +249,7 @@ class Reader:
             raise CheckpointCorrupt(
                 f"{self.path / piece.file}: tensor {tensor.name!r} from row {piece.offset}: "
                 f"expected checksum {piece.crc32:08x}, got {crc:08x}",
-                hint="restore an older checkpoint; this one was changed or damaged after it was "
-                "saved",
+                hint="restore an older checkpoint; this one was changed or damaged after saving",
             )
         self._checked.add(piece)
 

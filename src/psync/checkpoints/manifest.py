@@ -165,7 +165,7 @@ def read_manifest(data: bytes, commit: bytes, where: str) -> Manifest:
         raise CheckpointCorrupt(
             f"{where}: the manifest is not the one that was committed "
             f"({len(data)} bytes, checksum {zlib.crc32(data):08x})",
-            hint="restore an older checkpoint; this one was changed or damaged after it was saved",
+            hint="restore an older checkpoint; this one was changed or damaged after saving",
         )
     subject = f"{where}: the manifest"
     stored = read_json(data, _Stored, subject, (FORMAT, VERSION))
@@ -234,13 +234,13 @@ def check_state(name: str, state: Any) -> None:
     except (TypeError, ValueError, RecursionError) as exc:
         raise CheckpointError(
             f"checkpoint: the state of {name!r} cannot be saved: {exc}",
-            hint="numbers, texts, None, lists, and dicts whose keys are texts",
+            hint="use numbers, strings, None, lists, and dicts with string keys",
         ) from exc
     if not _comes_back(state):
         raise CheckpointError(
-            f"checkpoint: the state of {name!r} would not come back as it is",
-            hint="use lists instead of tuples, texts as keys, and at most "
-            f"{MAX_LEVELS} levels of nesting",
+            f"checkpoint: the state of {name!r} would be restored differently",
+            hint=f"use lists instead of tuples, strings as keys, and at most {MAX_LEVELS} levels "
+            "of nesting",
         )
 
 

@@ -49,7 +49,7 @@ def stored_snapshots(path: Path) -> list[StoredSnapshot]:
     if not reader.manifest.snapshots:
         raise CheckpointNotFound(
             f"{path}: it does not say what each ps held",
-            hint="it was saved without a ClusterCoordinator, or by an older psync; it can be "
+            hint="it was saved without a ClusterCoordinator, or by an older psync; it can still be "
             "restored",
         )
     return [
@@ -65,7 +65,7 @@ def _stored(path: Path, snapshot: Snapshot, size: int) -> StoredSnapshot:
     if zlib.crc32(state) != snapshot.crc32:
         raise CheckpointCorrupt(
             f"{where}: expected checksum {snapshot.crc32:08x}, got {zlib.crc32(state):08x}",
-            hint="another checkpoint may be whole; this one was changed or damaged",
+            hint="use another checkpoint; this one was changed or damaged",
         )
     items = SnapshotState.from_bytes(state, str(where)).items
     needed = {i: item.nbytes for i, item in enumerate(items) if not item.is_constant}
@@ -160,7 +160,7 @@ class SavedSnapshots:
             except CheckpointNotFound:  # removed meanwhile
                 continue
             except CheckpointError as exc:
-                logger.warning("%s cannot be gone back to: %s", path.name, exc)
+                logger.warning("cannot roll back to %s: %s", path.name, exc)
                 continue
             self.asked, self.handed = self.asked + 1, path
             return snapshots

@@ -94,7 +94,7 @@ class Writer:
                 FileNotFoundError, NotADirectoryError
             ):  # not Path.exists, which
                 (self.directory / self.name).stat()  # takes what cannot be read for absent
-                raise CheckpointError(f"{self.directory / self.name}: exists already")
+                raise CheckpointError(f"{self.directory / self.name}: already exists")
             self._throw_away()  # what a save has left that was interrupted
             current_disk.get().make_directory(self.temporary)
             if self.nonce:
@@ -190,7 +190,9 @@ class Writer:
             with disk_errors(f"looking at {path}"):
                 found = path.stat().st_size
             if found != size:
-                raise CheckpointError(f"{path}: {size} bytes were written there, {found} are here")
+                raise CheckpointError(
+                    f"{path}: {size} bytes were written by the ps, {found} are visible here"
+                )
 
     def _manifest(self) -> Manifest:
         sizes = {**self._sizes, **{file.path.name: file.close() for file in self._files}}

@@ -141,7 +141,7 @@ class Backups:
                     self._note(ps, host)
                 await self._order(link, BackUp(self._epochs[ps], *self._processes[host], True))
                 self._note(ps, None)
-                logger.warning("%s goes on without its backup", link.task)
+                logger.warning("%s continues without its backup", link.task)
                 await self.let_alone(ps)
                 continue
             except ParameterServerLost as exc:
@@ -154,7 +154,7 @@ class Backups:
             except PsyncError as exc:
                 logger.info("%s has no backup: %s", link.task, exc.message)
             except Exception:
-                logger.exception("a backup of %s cannot be kept", link.task)
+                logger.exception("the backup of %s cannot be maintained", link.task)
             await asyncio.sleep(PAUSE_S)
 
     def _note(self, ps: int, host: int | None) -> None:

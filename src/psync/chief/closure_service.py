@@ -146,7 +146,7 @@ class ClosureService:
     def _fetch_function(self, peer: Peer, message: FetchFunction, _: list[memoryview]) -> Reply:
         function = self.functions.lookup(message.key)
         if function is None:
-            raise UsageError(f"{peer.task} asked for a function that nobody needs any more")
+            raise UsageError(f"{peer.task} asked for a function that is no longer needed")
         return function_reply(function)
 
     def _fetch_arguments(self, peer: Peer, message: FetchArguments, _: list[memoryview]) -> Reply:

@@ -222,7 +222,7 @@ class ClusterLinks:
         if not self.supervision.is_up and len(self.workers.addresses()) < self._min_workers:
             raise ConnectFailed(
                 f"the cluster did not come up: {name} {reason}",
-                hint="what it wrote says why it ended",
+                hint="its output says why it ended",
             )
         self.on_worker_given_up()
 

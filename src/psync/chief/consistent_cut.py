@@ -224,7 +224,7 @@ class Cuts:
             except (CutLost, ConnectionLost) as exc:
                 if attempt >= TRIES and loop.time() - began >= PATIENCE_S:
                     raise
-                logger.info("cut %d is taken anew: %s", self.taken, exc.message)
+                logger.info("cut %d is retried: %s", self.taken, exc.message)
                 if self._ending:  # what waits at the gates goes on first
                     await asyncio.wait(list(self._ending), timeout=OPENED_WITHIN_S)
                 await asyncio.sleep(backoff(attempt, 0.5))
@@ -265,7 +265,7 @@ class Cuts:
                 raise
             raise CutLost(
                 f"no cut over all ps tasks within {PATIENCE_S:g} s: {doing}",
-                hint="save again; is a worker cut off from a ps?",
+                hint="save again; check that every worker reaches every ps",
             ) from exc
         logger.debug("cut %d held updates up for %.1f ms", number, held_s * 1e3)
         return Cut(links, number, snapshots, held_s, is_present)
@@ -275,7 +275,7 @@ class Cuts:
         calls = []
         for ps, updates in wanted.items():
             if not 0 <= ps < len(self._links):
-                raise RemoteProtocolError(f"an update has a part on ps {ps}, which there is not")
+                raise RemoteProtocolError(f"an update has a part on ps {ps}, which does not exist")
             calls.append(self._links[ps].call(always(Admit(number, updates)), cut=True))
         if calls:
             await all_of(calls)

@@ -72,7 +72,7 @@ def describe(
     if initial_value is None:
         raise PartitionError(
             f"{subject}: initial_value is None",
-            hint="give an array, a number, or a callable that returns one",
+            hint="pass an array, a number, or a callable that returns one",
         )
     named = None if dtype is None else _dtype_name(dtype, subject)
     if shape is not None:
@@ -123,13 +123,13 @@ def as_array(value: Any, dtype: str | None, subject: str) -> np.ndarray:
         raise PartitionError(f"{subject}: cannot be converted to {dtype}: {exc}") from exc
     if (beyond := overflow(array, made)) is not None:
         raise PartitionError(
-            f"{subject}: expected values that {dtype} can hold, got {beyond}",
-            hint="clip them, or choose another dtype",
+            f"{subject}: expected values in the range of {dtype}, got {beyond}",
+            hint="clip them, or use another dtype",
         )
     if kind.kind in "iub" and array.dtype != kind and not np.array_equal(made, array):
         raise PartitionError(
-            f"{subject}: {array.dtype} values would change by becoming {dtype}",
-            hint="round them, or choose another dtype",
+            f"{subject}: {array.dtype} values would change when converted to {dtype}",
+            hint="round them, or use another dtype",
         )
     return made
 
@@ -242,9 +242,9 @@ def _check_sizes(shards: Sequence[ShardSpec], where: str) -> None:
         if shard.nbytes > MAX_SHARD_BYTES:
             raise PartitionError(
                 f"{_subject(shard.variable, where)}: a shard of shape {shard.shape} {shard.dtype} "
-                f"has {shard.nbytes} bytes, at most {MAX_SHARD_BYTES} are possible",
-                hint="cut it into more: ParameterServerStrategy(…, variable_partitioner="
-                "psync.MaxSizePartitioner(256 << 20))",
+                f"has {shard.nbytes} bytes, expected at most {MAX_SHARD_BYTES}",
+                hint="split it into more shards: ParameterServerStrategy(…, "
+                "variable_partitioner=psync.MaxSizePartitioner(256 << 20))",
             )
 
 
@@ -270,7 +270,9 @@ def initial_shards(
     by_shard = callable(value) and takes_shard(value)
     if callable(value) and not by_shard:
         if math.prod(spec.shape) > WHOLE_VALUE_WARNING_ELEMENTS:
-            logger.warning("%s: its initial_value makes all elements at once", subject)
+            logger.warning(
+                "%s: its initial_value creates all elements at once, not shard by shard", subject
+            )
         value = initial_array(value, spec.shape, (), spec.dtype, subject)
     for shard in spec.shards:
         if by_shard:
@@ -306,8 +308,8 @@ def _takes(initializer: Callable[..., Any], *arguments: object) -> bool:
 def _check_callable(initializer: Callable[..., Any], subject: str) -> None:
     if not _takes(initializer) and not takes_shard(initializer):
         raise PartitionError(
-            f"{subject}: expected an initial_value that is called without arguments or with "
-            "(shape, offset) of a shard",
+            f"{subject}: expected an initial_value that takes no arguments, or the (shape, offset) "
+            "of a shard",
             hint="lambda shape, offset: np.zeros(shape, np.float32)",
         )
 
@@ -374,7 +376,7 @@ def _checked_shape(shape: tuple[int, ...], subject: str) -> tuple[int, ...]:
     except TypeError:
         extents = (-1,)
     if any(extent < 0 for extent in extents):
-        raise PartitionError(f"{subject}: expected a shape of whole numbers, got {shape!r}")
+        raise PartitionError(f"{subject}: expected a shape of integers, got {shape!r}")
     return extents
 
 

@@ -87,7 +87,7 @@ async def _ask(endpoint: Endpoint, task: str, address: str, message: Message, an
             received = (await peer.call(message)).message
             break
         except ConnectionLost as exc:
-            logger.info("%s is asked again: %s", task, exc.message)
+            logger.info("%s: the request is retried: %s", task, exc.message)
             await asyncio.sleep(backoff(losses, endpoint.platform.uniform()))
             losses += 1
         finally:
@@ -164,7 +164,7 @@ class ServedSearch:
             if not self.may_move:
                 raise AttachError(
                     f"{task} has been replaced by its backup, in the process of {where}",
-                    hint='go on with ParameterServerStrategy(..., ps_recovery="backup"); or '
+                    hint='continue with ParameterServerStrategy(..., ps_recovery="backup"); or '
                     f"{BACK}",
                 )
             logger.info("%s is served in the process of %s, at %s", task, where, place.address)

@@ -51,7 +51,7 @@ class FollowedWorkers:
                 await workers.give_up(name, "was replaced")
             await workers.add(address, int(name.rpartition(":")[2]), None)
         except PsyncError as exc:
-            logger.error("%s at %s was not taken in: %s", name, address, exc)
+            logger.error("%s at %s was not added: %s", name, address, exc)
             self._links.on_worker_given_up()  # it may have been the last hope
 
     async def _remove(self, name: str) -> None:

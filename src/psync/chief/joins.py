@@ -104,7 +104,8 @@ class Joins:
                 if pause <= 0:
                     raise DeadlineExceeded(
                         f"join did not end within {timeout_s:g} s: {self._waits_for()}",
-                        hint="what was scheduled goes on; join again, or cancel RemoteValues",
+                        hint="scheduled closures continue; join again, or cancel their "
+                        "RemoteValues",
                     )
             done, _ = await asyncio.wait(
                 futures, timeout=pause, return_when=asyncio.FIRST_COMPLETED
@@ -223,10 +224,10 @@ class Joins:
         """Say what closing now throws away: who forgets ``join`` would take it for done."""
         counts = self._queue.statistics()
         if left := counts.waiting + counts.queued + counts.in_flight:
-            logger.warning("closing cancels what is not done (%d), and join was not awaited", left)
+            logger.warning("closing cancels %d unfinished closures; join was not awaited", left)
         if self._queue.ready_to_raise and (collected := self._queue.collect_error()):
             name, text = type(collected[0]).__name__, text_of(collected[0]).partition("\nhint:")[0]
-            logger.warning("closing without join, which would have raised %s: %s", name, text)
+            logger.warning("closing without join; join would have raised %s: %s", name, text)
 
     def _collect(self) -> BaseException | None:
         self._exhausted_at = None

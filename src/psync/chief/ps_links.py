@@ -93,7 +93,7 @@ class PsLinks:
             supervision.changed.set()
             await peer.wait_closed()
             self.membership.disconnected(link.task)
-            logger.info("%s cannot be reached; waiting for it", link.task)
+            logger.info("%s is unreachable; waiting for it", link.task)
             supervision.note("unreachable", f"{link.task} cannot be reached; waiting for it")
 
     async def attach(self, link: PsLink) -> None:
@@ -127,7 +127,7 @@ class PsLinks:
         try:
             await link.call(lambda _: self.attachment(link))
         except PsyncError as exc:  # it will be attached again
-            logger.info("%s was not told where ps tasks are served: %s", link.task, exc)
+            logger.info("%s was not told the addresses of the ps tasks: %s", link.task, exc)
 
     def attachment(self, link: PsLink) -> AttachPs:
         """Return what a ps is told."""
@@ -150,4 +150,4 @@ class PsLinks:
         try:
             await ask(link, ps_messages.Fence(fence.task, fence.below), Done)
         except PsyncError as exc:
-            logger.warning("a fence was not taken: %s", exc)
+            logger.warning("a fence was not accepted: %s", exc)

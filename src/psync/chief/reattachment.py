@@ -111,12 +111,13 @@ async def reattach(ps: PsClient, lineage: int, optimizers: OwnOptimizers) -> Rea
         partial = partial_updates(holdings)
         if partial:
             logger.warning(
-                "%d updates of the earlier program stay on some of their ps tasks only: the other "
-                "parts were still on their way when it ended, or when a newer one attached",
+                "%d updates of the earlier program are only partly applied: the parts for the "
+                "other ps tasks were still in flight when it ended, or when a newer program "
+                "attached",
                 partial,
             )
         return Reattachment(ps, adoption, optimizers, partial)
-    logger.info("the ps tasks hold nothing: all variables begin with their initial values")
+    logger.info("the ps tasks are empty: all variables start with their initial values")
     await _order(ps, [Orders() for _ in holdings], lineage=lineage, last=True)
     return None
 
@@ -135,10 +136,10 @@ async def _order(ps: PsClient, orders: Sequence[Orders], *, lineage: int, last: 
 def _say(decision: Decision) -> None:
     """Tell what has become of everything."""
     if decision.adopted:
-        logger.info("%d variables go on with the values that they had", len(decision.adopted))
+        logger.info("%d variables keep their values", len(decision.adopted))
     broken = {spec.name for spec in decision.broken}
     for spec in decision.missing:
         why = "it was not created whole" if spec.name in broken else "no ps held it"
-        logger.warning('variable "%s" begins with its initial value: %s', spec.name, why)
+        logger.warning('variable "%s" starts with its initial value: %s', spec.name, why)
     for name in decision.extra:
-        logger.warning('variable "%s" is dropped: this program has not declared it', name)
+        logger.warning('variable "%s" is removed: this program has not declared it', name)

@@ -125,22 +125,22 @@ class ClusterRecovery:
         )  # fmt: skip
         if not any(each is event for each in self.events.rollbacks):
             raise UsageError(
-                "reschedule: expected an event of this coordinator, got one of another, or a copy",
+                "reschedule: expected an event of this coordinator, got a copy or one of another "
+                "coordinator",
                 hint=hint,
             )
         if event.timeline in self._repeated:
             raise UsageError(
-                f"reschedule: the closures of rollback {event.timeline} were scheduled again "
-                "before",
+                f"reschedule: the closures of rollback {event.timeline} were already rescheduled",
                 hint="call it once for each event",
             )
         if lost := kept.dropped(event.closures):
             raise UsageError(
                 f"reschedule: the arguments of {len(lost)} of {len(event.closures)} closures are "
-                f"not kept any more, the first is closure {lost[0]}",
-                hint=f"up to {KEPT_BYTES >> 20} MiB of calls are kept, for the newest rollback "
-                "and until the second checkpoint after it: reschedule at once, save more often, "
-                "pass large data by datasets, or schedule event.closures yourself",
+                f"no longer kept, the first is closure {lost[0]}",
+                hint=f"psync keeps up to {KEPT_BYTES >> 20} MiB of calls, for the newest rollback "
+                "and until the second checkpoint after it: reschedule immediately, save more "
+                "often, pass large data by datasets, or schedule event.closures yourself",
             )
         self._repeated.add(event.timeline)
         return kept.take(event.closures)
@@ -332,7 +332,7 @@ class ClusterRecovery:
         except Exception as exc:
             if self.rule.state in (State.GONE, State.CLOSED):
                 raise
-            logger.exception("the recovery of ps tasks cannot go on")
+            logger.exception("the recovery of ps tasks failed")
             return self._do_each(self.rule.end(exc))
 
     def _do_each(self, actions: Sequence[Action]) -> Step | None:
@@ -411,7 +411,7 @@ class ClusterRecovery:
             self._seconds(),
         )  # fmt: skip
         logger.info(
-            "%s served by backups after %.2f s; nothing is undone", ", ".join(event.lost),
+            "%s: backups took over after %.2f s; no update is lost", ", ".join(event.lost),
             event.seconds,
         )  # fmt: skip
         return event

@@ -277,7 +277,7 @@ class Rollback:
         """Begin again if a ps was lost meanwhile; else there is no way to go back."""
         if isinstance(error, ParameterServerLost | ConnectionLost) and self._may_try_again():
             self._at = 0
-            return [Warn(f"recovery begins anew: {error}"), *self.next()]
+            return [Warn(f"recovery starts again: {error}"), *self.next()]
         names = [task_name("ps", ps) for ps in self._rule.lost_ps]
         return self._rule.end(self._end(names[0], error), all_lost=True)
 
@@ -288,8 +288,8 @@ class Rollback:
     def _end(self, task: str, error: Exception) -> ParameterServerLost:
         end = ParameterServerLost(
             task,
-            f"was lost, and going back to a checkpoint has failed: {error}",
-            hint="restart the program: it goes on from its newest checkpoint",
+            f"was lost, and the rollback to a checkpoint failed: {error}",
+            hint="restart the program: it continues from its newest checkpoint",
         )
         end.__cause__ = error
         return end
@@ -391,7 +391,7 @@ class RecoveryRule:
         if recovering is None:
             return []
         task = task_name("ps", next(iter(self.lost_ps)))
-        error = ParameterServerLost(task, "was lost, and the coordinator was closed meanwhile")
+        error = ParameterServerLost(task, "was lost while the coordinator was being closed")
         return [End(error, all_lost=True)]
 
     # What strategies come to.
@@ -401,11 +401,12 @@ class RecoveryRule:
         self.hosts = [None] * len(self.hosts)
         error = self.lost_ps[lost[0]]
         if self._has_checkpoints():
-            self._strategy, what = Rollback(self), "all ps tasks go back to the newest checkpoint"
+            self._strategy, what = Rollback(self), "all ps tasks roll back to the newest checkpoint"
         elif self._may_start_afresh() and self.begin_fresh_start():
-            self._strategy, what = FreshStart(self), "nothing was computed yet: it starts afresh"
+            self._strategy, what = FreshStart(self), "nothing has been computed yet: it starts "
+            "again"
         else:
-            why = f"{error.task} cannot be brought back: {UNSAVED}: " if self.started else ""
+            why = f"{error.task} cannot be recovered: {UNSAVED}: " if self.started else ""
             return self.end(error, why=why)
         homes = [action for ps in lost for action in self._strategy.lost(ps)]
         text = f"{error.message}; {what}"

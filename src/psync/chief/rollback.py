@@ -110,7 +110,7 @@ class RollbackSteps:
             raise CheckpointError("there is no checkpoint yet")
         if len(snapshots) != len(self.cluster.ps.links):
             raise CheckpointError(
-                f"the newest checkpoint is of {len(snapshots)} ps tasks, expected "
+                f"the newest checkpoint has {len(snapshots)} ps tasks, expected "
                 f"{len(self.cluster.ps.links)}"
             )
         states = [SnapshotState.from_bytes(each.state, str(each.file)) for each in snapshots]
@@ -158,8 +158,8 @@ class RollbackSteps:
         except TimeoutError as exc:
             away = ", ".join(f"{link.task} at {link.address}" for link in links if not link.is_open)
             raise CheckpointError(
-                f"not there within {self.wait_s:g} s: {away or 'a ps that answers'}",
-                hint="does something start a ps that has died? psync run does",
+                f"not reachable within {self.wait_s:g} s: {away or 'a ps that answers'}",
+                hint="a supervisor must restart dead ps tasks; psync run does",
             ) from exc
         finally:
             for link, seconds in zip(links, patience_s, strict=True):
@@ -178,7 +178,9 @@ class RollbackSteps:
             except CheckpointCorrupt:
                 raise
             except CheckpointError as exc:
-                logger.info("%s cannot read its snapshot (%s): it is sent", link.task, exc.message)
+                logger.info(
+                    "%s cannot read its snapshot (%s): the chief sends it", link.task, exc.message
+                )
         await self._send(link, PrepareSnapshot(self.loads, ""), packed)
         for item, first, nbytes, _ in snapshot.places:
             for start in range(0, nbytes, PIECE_BYTES):

@@ -64,9 +64,9 @@ class ScheduleReporter:
                 if state is not None:
                     await self._report(state)
         except (ParameterServerLost, FencedError, ClosedError) as exc:
-            logger.debug("the schedule is not reported any more: %s", exc)  # others say why
+            logger.debug("the schedule is no longer reported: %s", exc)  # others say why
         except PsyncError as exc:
-            logger.error("the schedule is not reported any more: %s", exc)
+            logger.error("the schedule is no longer reported: %s", exc)
 
     async def _report(self, state: ScheduleState) -> None:
         message = ReportSchedule(

@@ -138,7 +138,7 @@ class WorkerLinks:
             if isinstance(exc, TimeoutError) and not isinstance(exc, PsyncError):
                 raise ConnectFailed(
                     f"{name} at {address} could not be added within {timeout_s:g} s",
-                    hint="is it running, is this its address, and the task index its own?",
+                    hint="is it running, and are its address and task index correct?",
                 ) from exc
             raise
         finally:
@@ -191,7 +191,7 @@ class WorkerLinks:
         return WorkerLost(
             last,
             f"{reason}, and there is no other worker{before}",
-            hint="what they wrote says why they ended; add_worker(address) takes in another one",
+            hint="their output says why they ended; add_worker(address) adds another one",
         )
 
     def end_session(self, name: str, error: Exception, *, blame: bool) -> None:
@@ -221,7 +221,7 @@ class WorkerLinks:
         if worker is None or worker.leaving:
             return False
         worker.leaving, worker.reason = True, message.reason
-        logger.info("%s is about to leave (%s)", worker.name, message.reason)
+        logger.info("%s is leaving (%s)", worker.name, message.reason)
         self._note_one_less()
         return True
 
@@ -260,7 +260,7 @@ class WorkerLinks:
                     return
                 if not supervision.is_up or isinstance(exc, FencedError):
                     raise
-                logger.error("%s cannot take part: %s", worker.name, exc)
+                logger.error("%s cannot join: %s", worker.name, exc)
                 await asyncio.sleep(STRANGER_PAUSE_S)
                 continue
             if lanes is None:
@@ -273,7 +273,7 @@ class WorkerLinks:
             self.flapping.joined(worker.name, self._loop.time())
             if worker.missed is not None:
                 again = logging.INFO if worker.missed else logging.DEBUG
-                logger.log(again, "%s takes part again", worker.name)
+                logger.log(again, "%s has rejoined", worker.name)
             if worker.missed is not False:
                 supervision.note("joined", f"{worker.name} takes part")
             self.on_joined(worker.name)
@@ -331,13 +331,11 @@ class WorkerLinks:
     def _count_loss(self, worker: WorkerRecord) -> None:
         pause = self.flapping.lost(worker.name, self._loop.time())
         if pause and self.flapping.is_anyone_there():
-            logger.warning(
-                "%s is lost again and again; it is set aside for %g s", worker.name, pause
-            )
+            logger.warning("%s is lost repeatedly; it is set aside for %g s", worker.name, pause)
             self.supervision.note("set aside", f"{worker.name}, for {pause:g} s")
         elif pause:
             logger.warning(
-                "%s is lost again and again; it is not set aside, since no other worker takes part",
+                "%s is lost repeatedly; it is not set aside, because there is no other worker",
                 worker.name,
             )
 

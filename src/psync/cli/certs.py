@@ -16,10 +16,10 @@ MAX_DAYS = 36_500
 
 @click.group()
 def certs() -> None:
-    """Make certificates for TLS between tasks.
+    """Create certificates for TLS between tasks.
 
     \b
-    Once, for all hosts of a cluster; then the files go to each of them:
+    Once, for all hosts of a cluster; then copy the files to each host:
         psync certs new --out certs --hosts ps0.example.org,10.0.0.7
     """
 
@@ -29,26 +29,26 @@ def certs() -> None:
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("certs"),
-    help="Folder of the files, which must not be there yet.",
+    help="Folder for the files; it must not exist yet.",
 )
 @click.option(
     "--hosts",
     multiple=True,
     metavar="HOST[,HOST…]",
-    help="Names and IP addresses, as the cluster's description has them, of all hosts on which "
-    "tasks listen. This machine's name, localhost, 127.0.0.1 and ::1 are always among them.",
+    help="Names and IP addresses of all hosts where tasks listen, as in the cluster description. "
+    "This machine's name, localhost, 127.0.0.1 and ::1 are always included.",
 )
 @click.option(
     "--days",
     type=click.IntRange(min=1, max=MAX_DAYS),
     default=365,
-    help="How long they are valid.",
+    help="How long the certificates are valid.",
 )
 def new(out: Path, hosts: tuple[str, ...], days: int) -> int:
-    """Make an authority, and one certificate and key for all tasks.
+    """Create a certificate authority, and one certificate and key for all tasks.
 
-    The authority's own key is thrown away, so nobody can make further certificates that these tasks
-    would trust; for other hosts make all files anew. Needs: pip install 'psync[tls]'.
+    The authority's private key is discarded, so no further certificates can be made that these
+    tasks would trust. To add hosts, create all files again. Needs: pip install 'psync[tls]'.
     """
     from psync.net.certificates import mint, own_hosts, write
 
@@ -69,26 +69,26 @@ def tls_options(command: F) -> F:
             "--tls-ca-file",
             type=file,
             envvar="PSYNC_TLS_CA_FILE",
-            help="Certificate of the authority that signed those of all tasks (PEM): every "
-            "connection then has TLS, and every task shows a certificate.",
+            help="Certificate of the authority that signed all tasks' certificates (PEM). Every "
+            "connection then uses TLS, and every task presents a certificate.",
         ),
         click.option(
             "--tls-cert-file",
             type=file,
             envvar="PSYNC_TLS_CERT_FILE",
-            help="Certificate that this task shows.",
+            help="Certificate that this task presents.",
         ),
         click.option(
             "--tls-key-file",
             type=file,
             envvar="PSYNC_TLS_KEY_FILE",
-            help="Its private key; readable by its owner only.",
+            help="Private key of that certificate; must be readable only by its owner.",
         ),
         click.option(
             "--tls-mutual/--no-tls-mutual",
             default=None,
             envvar="PSYNC_TLS_MUTUAL",
-            help="Whether tasks that connect must show a certificate, too.  [default: they must]",
+            help="Whether connecting tasks must present a certificate too.  [default: they must]",
         ),
     )
     for option in reversed(options):

@@ -19,10 +19,10 @@ checkpoint_path = click.Path(exists=True, file_okay=False, path_type=Path)
 
 @click.group()
 def checkpoint() -> None:
-    """Look into checkpoints, compare them, export them.
+    """Inspect, compare and export checkpoints.
 
     \b
-    What is there, what is in the newest, and a file for other programs:
+    List the checkpoints, inspect the newest, export its model for other programs:
         psync checkpoint ls run/checkpoints
         psync checkpoint inspect run/checkpoints/ckpt-00000012
         psync checkpoint export run/checkpoints/ckpt-00000012 model --only model
@@ -42,7 +42,7 @@ def list_command(directory: Path) -> int:
 @checkpoint.command("inspect")
 @click.argument("path", type=checkpoint_path)
 def inspect_command(path: Path) -> int:
-    """List what is in the checkpoint PATH, and check every byte of it."""
+    """List the contents of the checkpoint PATH, and verify every byte."""
     from psync.cli.checkpoint_reports import inspection
     from psync.launch.plugins import load_plugins
 
@@ -54,7 +54,7 @@ def inspect_command(path: Path) -> int:
 @click.argument("first", type=checkpoint_path)
 @click.argument("second", type=checkpoint_path)
 def diff_command(first: Path, second: Path) -> int:
-    """List what differs between two checkpoints; exit code 1 if something does."""
+    """List the differences between two checkpoints; exit code 1 if there are any."""
     from psync.cli.checkpoint_reports import differences
 
     lines: list[str] = []
@@ -74,21 +74,21 @@ def diff_command(first: Path, second: Path) -> int:
     "prefixes",
     multiple=True,
     metavar="PREFIX",
-    help="Export what is called so or begins so, up to a /. More than once for several.",
+    help="Export tensors with this name, or with this prefix up to a /. Repeatable.",
 )
 @click.option(
     "--max-file-mib",
     type=click.IntRange(min=1),
     default=5 << 10,
-    help="A file that is larger is followed by another.",
+    help="Start another file when one reaches this size.",
 )
 def export_command(
     path: Path, directory: Path, prefixes: tuple[str, ...], max_file_mib: int
 ) -> int:
     """Write tensors of the checkpoint PATH to the new DIRECTORY as plain safetensors.
 
-    Each variable is whole there, however it was sharded. Several files come with an index that
-    Hugging Face tools read.
+    Each variable is exported whole, however it was sharded. If several files are needed, they come
+    with an index that Hugging Face tools read.
     """
     from psync.cli.checkpoint_reports import export
 

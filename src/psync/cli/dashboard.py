@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     "--address",
     default="127.0.0.1:0",
     metavar="HOST:PORT",
-    help="Where to serve the page. Port 0: a free one.",
+    help="Where to serve the page. Port 0 takes a free port.",
 )
 @click.option(
     "--report",
     type=click.Path(path_type=Path),
     metavar="RUN.html",
-    help="Write a page that opens offline, and serve nothing.",
+    help="Write an HTML page that opens offline, and serve nothing.",
 )
 def dashboard(log: str, address: str, report: Path | None) -> int:
-    """Show the run of a log in a web page, whose URL is printed. Ctrl-C ends it.
+    """Show a run log in a web page and print the page's URL. Ctrl-C ends it.
 
-    psync run --log RUN.jsonl writes one, and so does ClusterCoordinator(run_log=…). For a run that
-    goes on: psync run --dashboard.
+    psync run --log RUN.jsonl and ClusterCoordinator(run_log=…) write run logs. For a running
+    program, use psync run --dashboard.
     """
     from psync.status.dashboard.run_log import FinishedRun
     from psync.status.dashboard.server import check_can_serve

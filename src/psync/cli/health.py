@@ -20,18 +20,19 @@ PROBE = "/job:probe/task:0"
     help="How long to wait for the answer.",
 )
 def health(timeout: float) -> int:
-    """Ask the ps or worker of this environment whether it answers.
+    """Check whether the ps or worker of this environment answers.
 
-    It finds the task as psync task does (TF_CONFIG, SLURM, Kubernetes), and connects to it with
-    the cluster's secret and TLS. An answer shows that its event loop turns; a step that computes on
-    the loop holds it up, so ask a worker only whether it is ready, not whether it lives.
+    The task is found as psync task finds it (TF_CONFIG, SLURM, Kubernetes) and contacted with the
+    cluster's secret and TLS. An answer shows that the task's event loop runs. A step that computes
+    on the loop delays the answer, so for workers use this as a readiness probe, not as a liveness
+    probe.
 
     \b
     Exit codes:
-        0  it answers
-        1  it does not: it has not begun to listen, is busy, or hangs
-        2  wrong set-up, as that of psync task; or the task is a chief or evaluator, which
-           this cannot ask
+        0  the task answers
+        1  it does not: it is not listening yet, is busy, or hangs
+        2  wrong configuration, as for psync task; or the task is a chief or evaluator, which
+           does not listen
     """
     from psync.errors import AuthenticationError, ConfigurationError, PsyncError, VersionMismatch
     from psync.launch.identity import own_task

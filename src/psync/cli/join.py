@@ -22,14 +22,15 @@ from psync.errors import ConfigurationError, TrainingEnded
     "--listen",
     metavar="HOST[:PORT]",
     default="",
-    help="Where this worker listens.  [default: a free port of the interface towards the chief]",
+    help="Address where this worker listens.  [default: a free port on the interface towards the "
+    "chief]",
 )
 @click.option(
     "--chief-timeout",
     metavar="SECONDS",
     envvar=["PSYNC_JOIN_CHIEF_TIMEOUT", "PSYNC_CHIEF_TIMEOUT"],
-    help="How long to be without a chief, before the first one and after the last one has gone; "
-    "none: for ever.  [default: 3600 before, 600 after]",
+    help="How long to wait for a chief: before the first one connects, and after the last one is "
+    "gone. none: forever.  [default: 3600 before, 600 after]",
 )
 @plugin_option
 @tls_options
@@ -47,11 +48,11 @@ def join(
 ) -> int:
     """Join the running cluster whose chief listens at HOST:PORT, as another worker.
 
-    Nothing has to be told beforehand: the chief gives the worker its index, and its coordinator
-    takes it in. SIGTERM lets it leave: it ends the closure that it runs, and exits with code 0; so
-    it does when the program ends. The cluster's secret comes from PSYNC_SECRET or
-    PSYNC_SECRET_FILE. A program whose steps use classes of its own script needs the SCRIPT here,
-    too; it ends in psync.run(main), as everywhere.
+    The cluster needs no preparation: the chief gives the worker an index, and the coordinator adds
+    it. On SIGTERM the worker finishes its closure, leaves and exits with code 0. It also exits with
+    code 0 when the program ends. The cluster's secret comes from PSYNC_SECRET or
+    PSYNC_SECRET_FILE. If the program's steps use classes of its script, name the SCRIPT here too;
+    it ends in psync.run(main), as on every task.
 
     \b
     One more worker for the program whose chief is at a:2222:

@@ -76,56 +76,61 @@ def psync(context: click.Context) -> int:
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
-    help="Number of workers.  [default: 1; with --hosts, as many as they have room for]",
+    help="Number of workers.  [default: 1; with --hosts, the sum of their numbers]",
 )
 @click.option(
     "--hosts",
     metavar="HOST:N,...",
-    help="Run ps tasks and workers on these hosts, over ssh: up to N workers on each, ps tasks on "
-    "all in turn. The chief runs here. The program lies under the same path there.",
+    help="Run ps tasks and workers on these hosts, over ssh: up to N workers on each, and the ps "
+    "tasks spread evenly. The chief runs here. The program must have the same path on each host.",
 )
-@click.option("--ssh", default="ssh", help="With --hosts: the command, and options, as rsync -e.")
+@click.option(
+    "--ssh", default="ssh", help="With --hosts: the ssh command and its options, as for rsync -e."
+)
 @click.option(
     "--remote-python",
     metavar="PYTHON",
-    help="With --hosts: the interpreter there, which has psync.  [default: the path of this one]",
+    help="With --hosts: the Python interpreter on the hosts; psync must be installed there.  "
+    "[default: the path of this one]",
 )
 @click.option(
     "--env",
     "variables",
     metavar="NAME",
     multiple=True,
-    help="With --hosts: a variable that tasks there get from here, besides PSYNC_… and PYTHONPATH.",
+    help="With --hosts: an environment variable to pass to the tasks on the hosts, besides PSYNC_… "
+    "and PYTHONPATH. Repeatable.",
 )
-@click.option("--evaluator", is_flag=True, help="Run the script as an evaluator, too.")
+@click.option("--evaluator", is_flag=True, help="Also run the script as an evaluator.")
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
     default=3,
-    help="How often a worker or ps that died is started again within a minute. One more death of a "
-    "worker ends the run, a ps is left for the chief to miss. 0: neither is started again.",
+    help="How many times a minute a worker or ps that dies is restarted. If a worker dies more "
+    "often, the run ends; a ps stays dead, and the chief reports it lost. 0: no restarts.",
 )
 @click.option(
     "--chief-restarts",
     type=click.IntRange(min=0),
     default=0,
-    help="How often, in all, the chief is started again if a signal killed it or its exit code is "
-    "neither 0 nor 2. It goes on from its newest checkpoint if the script restores that.",
+    help="How many times in total the chief is restarted when a signal kills it or its exit code "
+    "is neither 0 nor 2. It continues from its newest checkpoint if the script restores it.",
 )
-@click.option("--quiet", is_flag=True, help="Show the chief's output only.")
+@click.option("--quiet", is_flag=True, help="Show only the chief's output.")
 @engine_options
 @click.option(
     "--gpus-per-worker",
     type=click.IntRange(min=0),
-    help="GPUs that each worker sees and no other one does, of those in CUDA_VISIBLE_DEVICES or of "
-    "this machine; ps tasks see none. Without it all tasks see what psync run does.",
+    help="Number of GPUs for each worker's exclusive use, taken from CUDA_VISIBLE_DEVICES or from "
+    "all GPUs of the machine; ps tasks see none. By default all tasks see the GPUs that psync run "
+    "sees.",
 )
 @click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
-    help="Serve metrics for Prometheus on this port of 127.0.0.1, while a coordinator runs. 0: a "
-    "free one; the chief's log has the URL. Each ps and worker serves its own on a free port; see "
-    "its log.",
+    help="Serve Prometheus metrics on this port of 127.0.0.1 while a coordinator runs; 0 takes a "
+    "free port. The chief logs the URL. Each ps and worker serves its own metrics on a free port "
+    "and logs its URL.",
 )
 @click.option(
     "--dashboard", is_flag=True, help="Show the run in a web page; its URL is printed (127.0.0.1)."
@@ -133,7 +138,7 @@ def psync(context: click.Context) -> int:
 @click.option(
     "--dashboard-address",
     metavar="HOST:PORT",
-    help="The same, there. Port 0: a free one.",
+    help="Like --dashboard, but at this address. Port 0 takes a free port.",
 )
 @click.option(
     "--log",
@@ -141,13 +146,13 @@ def psync(context: click.Context) -> int:
     envvar="PSYNC_RUN_LOG",  # the same that the chief reads
     type=click.Path(dir_okay=False),
     metavar="RUN.jsonl",
-    help="Write the run down, for psync dashboard RUN.jsonl.",
+    help="Write a run log, for psync dashboard RUN.jsonl.",
 )
 @click.option(
     "--report",
     type=click.Path(path_type=Path),
     metavar="RUN.html",
-    help="Write a page that shows the whole run and opens offline.",
+    help="Write an HTML page that shows the whole run and opens offline.",
 )
 @plugin_option
 @tls_options
@@ -178,24 +183,24 @@ def run(
     log_level: str,
     **tls: Any,
 ) -> int:
-    """Run SCRIPT on a cluster of its own: on this machine, on some HOSTS, on Ray or on Dask.
+    """Run SCRIPT on a new cluster: on this machine, on HOSTS over ssh, on Ray or on Dask.
 
-    The script runs once as the chief and once on each worker. It ends in psync.run(main), which
-    tells each process what it is. ps tasks do not load it. The exit code is the chief's.
+    The script runs once as the chief and once on each worker; ps tasks do not load it. It ends in
+    psync.run(main), which gives each process its role. The exit code is the chief's.
 
     \b
     Two ps tasks, four workers, arguments for the script after --:
         psync run train.py --ps 2 --workers 4 -- --epochs 10
 
     \b
-    The same on two machines that ssh reaches without a question:
+    The same on two machines that ssh reaches without a prompt:
         psync run train.py --ps 2 --hosts a:2,b:2 -- --epochs 10
 
     \b
     A module of a package, as python -m runs it:
         psync run -m research.train --ps 2 --workers 4
 
-    Ctrl-C stops all tasks in order, a second one kills them.
+    Ctrl-C stops all tasks in order; a second Ctrl-C kills them.
     """
     shown = {}
     if metrics_port is not None:
@@ -257,7 +262,7 @@ def _reported(report: Path, run_log: str | None) -> Iterator[str]:
                 raise ConfigurationError("no coordinator has run")
             written = write_report(log, report)
         except PsyncError as exc:  # never worth the exit code of a run
-            click.echo(f"psync: there is no report: {exc}", err=True)
+            click.echo(f"psync: no report was written: {exc}", err=True)
         else:
             why = "" if written == report else f", for {report} cannot be written"
             click.echo(f"psync: the report of the run is in {written}{why}", err=True)
@@ -269,25 +274,25 @@ def bench() -> None:
 
 
 @bench.command("sync-async")
-@click.option("--quick", is_flag=True, help="Fewer and shorter runs: less than a minute in all.")
+@click.option("--quick", is_flag=True, help="Fewer and shorter runs: less than a minute in total.")
 @click.option(
     "--parts",
     multiple=True,
     type=click.Choice(["processes", "virtual"]),
-    help="What to run, once for each part; by default everything.",
+    help="Part to run; repeatable.  [default: all parts]",
 )
 @click.option(
     "--workers",
     multiple=True,
     type=click.IntRange(min=2),
     default=(2, 4),
-    help="Number of worker processes, once for each cluster.",
+    help="Number of worker processes; repeatable, one cluster for each.",
 )
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("out"),
-    help="Folder of the JSON file and the plots.",
+    help="Folder for the JSON file and the plots.",
 )
 def sync_async(
     quick: bool,
@@ -297,12 +302,13 @@ def sync_async(
 ) -> int:
     """Compare synchronous with asynchronous training.
 
-    Asynchronous, of bounded staleness, synchronous, and with backup workers: gradients per
-    second, staleness, drops, and the time until a network reads digits. In worker processes,
-    with and without a slow one; and with 100 workers in virtual time.
+    Runs four modes: asynchronous, bounded staleness, synchronous, and synchronous with backup
+    workers. Measures gradients per second, staleness, dropped gradients, and the time until a
+    network reads digits: with worker processes, with and without a slow worker, and with 100
+    workers in virtual time.
 
     \b
-    A quick look, and everything:
+    A quick look, then everything:
         psync bench sync-async --quick
         psync bench sync-async --out results
     """
@@ -325,39 +331,42 @@ def sync_async(
     "--peers",
     "python",
     metavar="PYTHON",
-    help="A Python that has TensorFlow, torch or Ray, which then run beside psync; "
-    "make bench-peers makes one.",
+    help="Python interpreter with TensorFlow, torch or Ray installed, to measure these too; make "
+    "bench-peers creates one.",
 )
 @click.option(
-    "--rows", metavar="TEXT", default="", help="Only rows with this in their name, as: synchronous."
+    "--rows",
+    metavar="TEXT",
+    default="",
+    help="Only rows whose name contains this text, such as synchronous.",
 )
 @click.option(
     "--only",
     type=click.Choice(["psync"]),
-    help="Leave out peers and floors.",
+    help="Measure only psync.",
 )
 @click.option(
     "--against",
     metavar="CHECKOUT",
     type=click.Path(path_type=Path),
-    help="Another checkout of psync, which is measured in the same turns.",
+    help="Another checkout of psync, measured alternately with this one.",
 )
 @click.option(
     "--resume",
     is_flag=True,
-    help="Keep the rows that peers.json in the folder has, and measure the others.",
+    help="Keep the rows already in the folder's peers.json, and measure the rest.",
 )
 @click.option(
     "--scripts",
     type=click.Path(path_type=Path),
     default=Path("benchmarks/peers"),
-    help="The programs of peers and floors; they come with psync's sources.",
+    help="Folder of the programs that psync is compared with; part of psync's sources.",
 )
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("out"),
-    help="Folder of peers.json and peers.md.",
+    help="Folder for peers.json and peers.md.",
 )
 def peers(
     quick: bool,
@@ -369,21 +378,22 @@ def peers(
     scripts: Path,
     out: Path,
 ) -> int:
-    """Measure psync beside other systems and beside what the machine can do.
+    """Compare psync with other systems and with the limits of the machine.
 
-    Closures, pulls, pushes, rows of tables, synchronous and asynchronous training: each on 2 ps and
-    2 workers, in processes of their own, in turns. Prints a table in Markdown: medians, lowest and
-    highest in brackets, and how many times as fast psync is.
+    Measures closures, pulls, pushes, table rows, and synchronous and asynchronous training, each
+    with 2 ps tasks and 2 workers. Each system runs in separate processes, and repetitions alternate
+    between systems. Prints a Markdown table: the median, the lowest and highest value in brackets,
+    and how many times as fast psync is.
 
     \b
-    psync and bare sockets; and every peer that ~/peers has:
+    psync and bare sockets, then every peer that ~/peers has:
         psync bench peers --quick
         psync bench peers --peers ~/peers/bin/python
 
-    Each row is written when it has been measured. After Ctrl-C, go on with --resume.
+    Each row is written as soon as it is measured. After Ctrl-C, continue with --resume.
 
     \b
-    This checkout beside another one:
+    This checkout against another one:
         psync bench peers --only psync --against ../psync-before
     """
     from psync.bench import peers as benchmark
@@ -399,20 +409,21 @@ def peers(
     "--insecure",
     is_flag=True,
     envvar=["PSYNC_TASK_INSECURE", "PSYNC_SERVE_INSECURE"],  # the latter until 0.2
-    help="Serve without a secret, to everybody who can reach the address.",
+    help="Serve without a secret: anyone who can reach the address can connect.",
 )
 @click.option(
     "--chief-timeout",
     metavar="SECONDS",
     envvar=["PSYNC_TASK_CHIEF_TIMEOUT", "PSYNC_SERVE_CHIEF_TIMEOUT", "PSYNC_CHIEF_TIMEOUT"],
-    help="How long to be without a chief, before the first one and after the last one has gone; "
-    "none: for ever.  [default: 3600 before, 600 after; none under a launcher]",
+    help="How long to wait for a chief: before the first one connects, and after the last one is "
+    "gone. none: forever.  [default: 3600 before, 600 after; none under a launcher]",
 )
 @click.option(
     "--metrics",
     metavar="HOST:PORT",
     envvar="PSYNC_TASK_METRICS",
-    help="Serve what this task counts for Prometheus, there. Port 0: a free one; the log has it.",
+    help="Serve this task's Prometheus metrics at this address. Port 0 takes a free port, which "
+    "the log shows.",
 )
 @plugin_option
 @tls_options
@@ -425,11 +436,11 @@ def task(
     log_level: str,
     **tls: Any,
 ) -> int:
-    """Serve as the ps or the worker that TF_CONFIG, or a scheduler, says this process is.
+    """Serve as the ps or worker that TF_CONFIG or a scheduler assigns to this process.
 
-    It loads no script, only plugins: a worker gets its steps from the chief. Ends when the chief
-    says so, on SIGTERM, or, with code 1, when no chief comes. The cluster's secret comes from
-    PSYNC_SECRET or PSYNC_SECRET_FILE.
+    It loads plugins but no script: workers get their steps from the chief. It ends when the chief
+    ends it, on SIGTERM, or with code 1 when no chief connects in time. The cluster's secret comes
+    from PSYNC_SECRET or PSYNC_SECRET_FILE.
 
     \b
     The first ps of a cluster of two machines:

@@ -22,7 +22,7 @@ module_option = click.option(
     "-m",
     "--module",
     is_flag=True,
-    help="SCRIPT is the name of a module, as for python -m: package.module.",
+    help="Treat SCRIPT as the name of a module, as python -m does: package.module.",
 )
 
 plugin_option = click.option(
@@ -31,7 +31,7 @@ plugin_option = click.option(
     metavar="MODULE",
     multiple=True,
     envvar="PSYNC_PLUGINS",  # as for the level: it is how `run` hands them to the tasks
-    help="A module with update rules or schedules of your own; several times for several.",
+    help="Module that registers your update rules or schedules. Repeatable.",
 )
 
 
@@ -41,12 +41,12 @@ def choosing_run(command: Callable[..., int]) -> Callable[..., int]:
     def choose(context: click.Context, _: click.Parameter, given: str | None) -> None:
         if given is not None:
             if context.get_parameter_source("run") is ParameterSource.COMMANDLINE:
-                raise click.UsageError("the run is given twice: once is enough")
+                raise click.UsageError("the run is given twice: as an argument and as --run")
             context.params["run"] = given
 
     option = click.option(
         "--run", metavar="RUN", is_eager=True,
-        help="Which program, if several run: its id, process or name.",
+        help="Which program, if several are running: its id, process id or name.",
     )  # fmt: skip
     argument = click.argument(
         "given", required=False, metavar="[RUN]", expose_value=False, callback=choose

@@ -32,14 +32,14 @@ def engine_options(command: _C) -> _C:
         "--address",
         "engine_address",
         metavar="HOST:PORT",
-        help="Where that is. Without: as RAY_ADDRESS, or DASK_SCHEDULER_ADDRESS, says, or one of "
-        "its own on this machine.",
+        help="Address of Ray or of Dask's scheduler.  [default: RAY_ADDRESS or "
+        "DASK_SCHEDULER_ADDRESS; otherwise a new one on this machine]",
     )(command)
     return click.option(
         "--on",
         "engine",
         type=click.Choice(tuple(ENGINES)),
-        help="Run ps tasks and workers there; the script runs here, as the chief, and only here.",
+        help="Run ps tasks and workers on this engine. The script runs only here, as the chief.",
     )(command)
 
 
@@ -83,7 +83,7 @@ def run_on(
         raise click.UsageError("--address needs --on ray or --on dask.")
     if refused:
         raise click.UsageError(
-            "--on has no --evaluator, --chief-restarts, --quiet, --hosts and --report."
+            "--on does not support --evaluator, --chief-restarts, --quiet, --hosts or --report."
         )
     command = script_command(script, args, module=module)
     if find_spec(ENGINES[engine]) is None:

@@ -116,11 +116,12 @@ def _directory(environ: Mapping[str, str] = os.environ) -> Path:
 @click.argument("workers", type=click.IntRange(min=1))
 @choosing_run
 def scale(workers: int, run: str | None) -> int:
-    """Let a program that psync run has started have WORKERS workers from now on.
+    """Change the number of workers of a program that psync run started to WORKERS.
 
-    Further ones are started, and its coordinator takes them in; those with the highest indices
-    end the closure that they run, and leave. RUN is the id, process or name of a psync run of yours
-    on this machine, or the path of its file. If several run and none is chosen, they are listed.
+    New workers are started and join the coordinator. If there are too many, the workers with the
+    highest indices finish their closure and leave. RUN is the id, process id or name of one of your
+    psync runs on this machine, or the path of its file. If several are running and you name none,
+    they are listed.
 
     \b
     Eight workers for the program in the other terminal:
@@ -145,7 +146,7 @@ def _launched(named: str | None) -> Run:
         except ConfigurationError:
             raise none from None
         raise ConfigurationError(
-            f"nothing runs that psync run has started: {other} was started without it",
+            f"no program started by psync run is running: {other} was started without it",
             hint="psync scale asks psync run for workers; a program that opens a cluster itself "
             "calls its scale(workers=8)",
         ) from none
@@ -158,5 +159,5 @@ async def _ask(run: Run, workers: int) -> dict[str, Any]:
             writer.write(json.dumps({"token": run.token, "workers": workers}).encode() + b"\n")
             answer: dict[str, Any] = json.loads(await reader.readline())
     except (OSError, ValueError) as exc:
-        raise ConfigurationError(f"{run} has ended, or cannot be reached: {exc}") from exc
+        raise ConfigurationError(f"{run} has ended, or is unreachable: {exc}") from exc
     return answer

@@ -64,16 +64,17 @@ def _check_module(name: str) -> None:
         spec = PathFinder.find_spec(found, places)
         if spec is None and part == "__main__":
             raise ConfigurationError(
-                f"{name!r} is a package without a __main__.py, which cannot be run"
+                f"{name!r} is a package without a __main__.py, so it cannot be run"
             )
         if spec is None:
             raise ConfigurationError(
-                f"module {name!r} is not found: there is no {found!r} in this directory "
+                f"module {name!r} was not found: there is no {found!r} in this directory "
                 f"({os.getcwd()}) or where Python looks for modules",
-                hint="-m takes a name as package.module, without .py; a file runs without -m",
+                hint="-m takes a name such as package.module, without .py; to run a file, leave "
+                "out -m",
             )
         if spec.submodule_search_locations is None:
             if found == name or part == "__main__":
                 return
-            raise ConfigurationError(f"module {name!r} is not found: {found!r} is no package")
+            raise ConfigurationError(f"module {name!r} was not found: {found!r} is not a package")
         places = list(spec.submodule_search_locations)

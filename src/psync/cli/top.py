@@ -25,30 +25,30 @@ FIRST_WINDOW_S = 1.0
 
 @click.command()
 @choosing_run
-@click.option("--once", is_flag=True, help="Print one table, and end.")
+@click.option("--once", is_flag=True, help="Print one table and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print the status as JSON; needs --once.")
 @click.option(
     "--interval",
     type=click.FloatRange(min=0.2),
     default=1.0,
     metavar="SECONDS",
-    help="How often to look.",
+    help="Seconds between updates.",
 )
 def top(run: str | None, once: bool, as_json: bool, interval: float) -> int:
-    """Show what a running program does: its workers, ps tasks, steps and events.
+    """Show what a running program is doing: its workers, ps tasks, steps and events.
 
-    RUN is the id, process or name of one of your programs on this machine, the path of its run
-    file, or the URL of a status as a program with --metrics-port logs it. If several run and none
-    is chosen, they are listed. Ctrl-C ends it; the program goes on.
+    RUN is the id, process id or name of one of your programs on this machine, the path of its run
+    file, or the status URL that a program with --metrics-port logs. If several programs are
+    running and you name none, they are listed. Ctrl-C ends psync top; the program continues.
 
     \b
-    What a script can read, of what happens just now:
+    The current status, for a script:
         psync top --once --json
     """
     from psync.errors import ConfigurationError, DeadlineExceeded, ProtocolError
 
     if as_json and not once:
-        raise click.UsageError("--json prints one status: give --once with it")
+        raise click.UsageError("--json prints one status: it needs --once")
     try:
         return asyncio.run(_show(run, once or not sys.stdout.isatty(), as_json, interval))
     except (ProtocolError, DeadlineExceeded) as exc:

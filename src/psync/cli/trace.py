@@ -28,16 +28,16 @@ RUN_LOG = b'{"psync_run_log"'
     type=click.FloatRange(min=0.1),
     default=5.0,
     metavar="SECONDS",
-    help="How long to record. Ctrl-C ends it sooner.",
+    help="How long to record. Ctrl-C ends it earlier.",
 )
 def trace(out: Path, run: str | None, seconds: float) -> int:
-    """Record what a running program does, and write it to OUT.json, for Perfetto.
+    """Record what a running program does, and write it to OUT.json for Perfetto.
 
-    Open the file at https://ui.perfetto.dev or chrome://tracing: each task is a process, with the
-    steps of workers and what their time goes to, requests where they are sent and served, and
-    counters. RUN is the id, process or name of one of your programs on this machine, the path of
-    its run file, or the URL of a status as a program with --metrics-port logs it. If several run
-    and none is chosen, they are listed.
+    Open the file at https://ui.perfetto.dev or chrome://tracing: each task appears as a
+    process, with the workers' steps and how their time is spent, the requests on both sides, and
+    counters. RUN is the id, process id or name of one of your programs on this machine, the path
+    of its run file, or the status URL that a program with --metrics-port logs. If several programs
+    are running and you name none, they are listed.
 
     \b
     Ten seconds of the program in the other terminal:
@@ -47,7 +47,7 @@ def trace(out: Path, run: str | None, seconds: float) -> int:
 
     if run is not None and _is_run_log(run):
         raise ConfigurationError(
-            f"{run}: a run that has ended cannot be traced, and this is its log",
+            f"{run} is the log of a run that has ended; only running programs can be traced",
             hint=f"psync dashboard {run} shows it",
         )
     try:

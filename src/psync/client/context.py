@@ -207,8 +207,8 @@ def request_stop(reason: str) -> None:
     if closure is None:
         raise ContextError(
             "request_stop: expected a step that runs on a worker",
-            hint="the program leaves its own loop; a callback of fit sets trainer.stop_training; "
-            "a training session has session.request_stop()",
+            hint="outside steps: leave the program's loop, set trainer.stop_training in a callback "
+            "of fit, or call session.request_stop() in a training session",
         )
     closure.check_open("request_stop")
     if not isinstance(reason, str) or not reason:
@@ -230,8 +230,8 @@ def get_worker_index() -> int:
     who = here.get()
     if who is None:
         raise ContextError(
-            "get_worker_index outside a step: no worker is running this",
-            hint="call it in a function given to schedule, or in a dataset function",
+            "get_worker_index outside a step: this code does not run on a worker",
+            hint="call it in a step function, or in a dataset function",
         )
     return who.worker_index
 
@@ -248,7 +248,7 @@ def forbid_in_dataset(operation: str) -> None:
     if type(here.get()) is DatasetContext:
         raise UsageError(
             f"{operation} in dataset code, which must not call psync",
-            hint="do it in the step that gets the batch",
+            hint="do this in the step that receives the batch",
         )
 
 
@@ -339,15 +339,15 @@ def _waiting_closure(awaitable: object) -> tuple[ClosureContext, asyncio.Abstrac
     forbid_in_dataset("wait")
     if _on_a_loop():
         raise UsageError(
-            "wait on an event loop, which it would block for ever",
-            hint="in a coroutine write `await …` instead of `psync.wait(…)`",
+            "wait on an event loop would block the loop forever",
+            hint="in a coroutine use `await …` instead of `psync.wait(…)`",
         )
     closure = current_closure()
     if closure is None:
         raise UsageError(
             "wait outside a step",
-            hint="it serves plain functions given to schedule, and programs of psync.blocking, but "
-            "no process that these fork; a thread that a step starts needs the step's context: "
+            hint="call it in a plain step function or in a program of psync.blocking, not in a "
+            "process that these fork; a thread that a step starts needs the step's context: "
             "contextvars.copy_context().run(…)",
         )
     if closure.cancelled:  # after the step has returned, what is awaited says what is refused
@@ -355,7 +355,8 @@ def _waiting_closure(awaitable: object) -> tuple[ClosureContext, asyncio.Abstrac
     if closure.loop is None:
         raise UsageError(
             f"wait in closure {closure.closure_id}, which has no event loop",
-            hint="a process that a step forks has none: return results to the step, and wait there",
+            hint="a process forked by a step has no event loop: return results to the step, and "
+            "wait there",
         )
     if not inspect.isawaitable(awaitable):
         raise UsageError(f"wait expected an awaitable, got {type(awaitable).__name__}")

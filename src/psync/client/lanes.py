@@ -156,7 +156,7 @@ class Lanes:
             except TimeoutError as exc:
                 if loop.time() - began > 2 * self.away_for_s:
                     continue  # our own loop stood still: the answer may be unread
-                raise ConnectFailed(f"nobody answers within {self.away_for_s:g} s") from exc
+                raise ConnectFailed(f"no answer within {self.away_for_s:g} s") from exc
         patience_s = self.lost_after_s
         if self.refused_for_s < patience_s < math.inf:
             try:
@@ -254,9 +254,9 @@ class Lanes:
             return self.lost
         error = self.lost = ParameterServerLost(
             self.task, message,
-            hint="its shards are gone, with no checkpoint or complete copy to go back to: restart "
-            'the program; with a psync.CheckpointManager, or ps_recovery="backup" and a backup '
-            "that has had time to copy them, it goes on",
+            hint="its shards are lost, and there is no checkpoint or complete backup: restart the "
+            'program; with a psync.CheckpointManager, or with ps_recovery="backup" and a complete '
+            "backup, training would continue",
         )  # fmt: skip
         for peer in self._peers.values():
             peer.abort(ConnectionLost(error.message))

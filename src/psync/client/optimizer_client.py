@@ -73,7 +73,7 @@ def check_plugins(links: Sequence[PsLink], name: str, rule: UpdateRule) -> None:
         lacking = [task for task, known in there.items() if (kind, needed) not in known]
         if lacking:
             raise ConfigurationError(
-                f"optimizer {name!r}: the {what} is not known to {', '.join(lacking)}",
+                f"optimizer {name!r}: the {what} is unknown to {', '.join(lacking)}",
                 hint="start all tasks with the plugin that registers it: psync run --plugin MODULE,"
                 " psync task --plugin MODULE, LocalCluster(…, plugins=[MODULE])",
             )

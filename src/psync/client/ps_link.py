@@ -261,8 +261,8 @@ class Body:
         """
         if self.got != self.lengths and (self.got or not self.may_lack):
             raise RemoteProtocolError(
-                f"{task} sent other sizes than {self.what} have: "
-                f"expected {sum(self.lengths)} bytes, got {sum(self.got)}"
+                f"{task} sent wrong sizes for {self.what}: expected {sum(self.lengths)} bytes, got "
+                f"{sum(self.got)}"
             )
 
 

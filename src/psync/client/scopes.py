@@ -156,10 +156,10 @@ def runtime_here(operation: str, scope: Scope | None, variables: Sequence[Any] =
         return scope._runtime
     if scope is not None and scope._created:
         raise ClosedError(
-            f"{operation}: the coordinator or session was closed, its variables are gone",
+            f"{operation}: the coordinator or session was closed, and its variables with it",
             hint=f"do it inside {_RUNNING}",
         )
     raise UsageError(
         f"{operation}: no connection to the ps tasks here",
-        hint=f"do it inside {_RUNNING}, or in a step; a process that these fork has none",
+        hint=f"do it inside {_RUNNING}, or in a step; forked processes have no connection",
     )

@@ -152,7 +152,7 @@ async def _unlock(asked: Sequence[PsLink], number: int) -> None:
     calls = (_say(link, UnlockShards(number)) for link in asked)
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(outcome, Exception):  # it ends with the connection
-            logger.info("lock %d is not given up: %s", number, outcome)
+            logger.info("lock %d was not released: %s", number, outcome)
 
 
 async def _say(link: PsLink, message: Message) -> None:

@@ -225,7 +225,7 @@ class SyncClient:
     ) -> list[memoryview]:
         """Return where values belong that come with a token: as ``Into``."""
         if wanted is None or lengths != wanted.plan.whole.lengths:
-            raise RemoteProtocolError("ps 0 sent other values with a token than were wanted")
+            raise RemoteProtocolError("ps 0 sent unexpected values with a token")
         return wanted.receive(self._pool)
 
     async def init_tokens(self, group: int, config: dict[str, Any], count: int) -> int:

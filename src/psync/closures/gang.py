@@ -207,7 +207,8 @@ class Gang:
         what = next((c.what for c in self._open.values() if replica in c.here), "a collective")
         error = ClosureCancelled(
             f"{self._name(replica)} gave up {what}, which needs all replicas",
-            hint="it was cancelled there, as by a timeout, or returned without awaiting it",
+            hint="it was cancelled there, for example by a timeout, or returned without awaiting "
+            "it",
         )
         return self._fail(error, error)
 

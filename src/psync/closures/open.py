@@ -173,9 +173,9 @@ def loss_error(closure: Closure) -> ClosureError:
     error = ClosureError(
         f"{closure} was lost with its worker {closure.attempts} times: "
         f"{', '.join(closure.lost_on)}",
-        hint="it seems to kill its process, or to block its event loop. The log names the signal "
+        hint="it probably kills its process, or blocks its event loop. The log names the signal "
         f"that killed a worker. SIGSEGV or SIGBUS: {WROTE_TO_PULLED}. SIGKILL: look for lack of "
-        "memory. A step that computes for long is a plain function, or does it in a thread",
+        "memory. Long computations belong in a plain step function, or in a thread",
     )
     error.__cause__ = WorkerLost(closure.worker, f"was lost while it held {closure}")
     return error

@@ -471,8 +471,8 @@ class ClosureQueue:
         """
         if self._errors.pending and self.dispatcher.num_in_flight:
             raise LocalProtocolError(
-                f"the error was collected while {self.dispatcher.num_in_flight} closures "
-                "were in flight"
+                f"the error was collected while {self.dispatcher.num_in_flight} closures were in "
+                "flight"
             )
         return self._errors.collect()
 

@@ -263,14 +263,14 @@ class Visitation:
         version = state.get("version") if isinstance(state, Mapping) else None
         if version != STATE_VERSION:
             raise ConfigurationError(
-                f"state: expected what state() returned, of version {STATE_VERSION}, "
-                f"got {type(state).__name__} of version {version!r}"
+                f"state: expected a result of state(), version {STATE_VERSION}, got "
+                f"{type(state).__name__} of version {version!r}"
             )
         if state.get("num_shards") != self.num_shards:
             raise ConfigurationError(
-                f"state: expected one of {self.num_shards} shards, as are given now, got one of "
+                f"state: expected a state of {self.num_shards} shards, as given now, got one of "
                 f"{state.get('num_shards')!r}",
-                hint="give the same shards in the same order as before, or begin without the state",
+                hint="pass the same shards in the same order as before, or start without the state",
             )
         try:  # of each epoch, the shards that are done, None: all; and runs that have not finished
             epochs: list[tuple[set[int] | None, dict[int, int]]] = [
@@ -283,7 +283,7 @@ class Visitation:
             ]
         except (KeyError, TypeError, ValueError) as exc:
             raise ConfigurationError(
-                f"state: expected what state() returned, got {dict(state)!r:.200}"
+                f"state: expected a result of state(), got {dict(state)!r:.200}"
             ) from exc
         named = set().union(*(each for done, runs in epochs for each in (done or (), runs)))
         if named and not 0 <= min(named) <= max(named) < self.num_shards:

@@ -66,7 +66,7 @@ class Extended:
     def _unknown(self, operation: str) -> ContextError:
         return ContextError(
             f"{operation} of {self._strategy!r}",
-            hint="ask the strategy itself, in the program: strategy.extended",
+            hint="use the strategy itself, in the program: strategy.extended",
         )
 
     # Values.
@@ -152,7 +152,7 @@ class Extended:
         if isinstance(tensor, PerReplica):
             raise ReplicaValueError(
                 f"broadcast_to: expected one value, got those of {len(tensor)} replicas",
-                hint="reduce_to makes one of them",
+                hint="reduce_to combines them into one",
             )
         if isinstance(tensor, bool | int | float | complex):
             return tensor
@@ -277,7 +277,7 @@ class Extended:
         """
         variables = list(var_list)
         if not variables:
-            raise ReplicaValueError("non_slot_devices: expected a variable at least, got none")
+            raise ReplicaValueError("non_slot_devices: expected at least one variable, got none")
         for variable in variables:
             _check_variable(variable, "non_slot_devices")
         first: VariableSpec = min((variable.spec for variable in variables), key=lambda s: s.name)
@@ -310,10 +310,10 @@ def _single(value: Any, operation: str) -> Any:
     """Return the only value of a distributed one."""
     if isinstance(value, PerReplica) and len(value) > 1:
         raise ReplicaValueError(
-            f"{operation}: an argument has the values of {len(value)} replicas, and a variable "
-            "is updated once",
-            hint="make one of them: await extended.reduce_to(psync.ReduceOp.SUM, value, var); or "
-            "say that it is the same on all: psync.Mirrored([value])",
+            f"{operation}: an argument has values of {len(value)} replicas, but a variable is "
+            "updated once",
+            hint="combine them: await extended.reduce_to(psync.ReduceOp.SUM, value, var); or, if "
+            "all are equal: psync.Mirrored([value])",
         )
     return value[0] if isinstance(value, DistributedValues) else value
 

@@ -81,7 +81,7 @@ def hook_of(
         if step is None:
             raise UsageError(
                 f"{optimizer.get_name()}: {num_tokens} initial tokens for an unknown global step",
-                hint="make it with psync.get_or_create_global_step() before the session begins",
+                hint="create it with psync.get_or_create_global_step() before the session begins",
             )
         await optimizer.init_tokens(step, num_tokens)
 
@@ -120,8 +120,8 @@ def step_meant(operation: str, name: str, last: Variable | None) -> Variable:
             f"{operation} before apply_gradients of {name} was called in this process, "
             "and there is no other global step",
             hint="call it while a coordinator or session is running, with "
-            "psync.get_or_create_global_step(). ps 0 puts the tokens and closes the steps by "
-            "itself; to put other numbers of tokens: "
-            "`await optimizer.init_tokens(global_step, num_tokens)`",
+            "psync.get_or_create_global_step(). ps 0 puts the tokens and closes the steps "
+            "automatically; to put a different number of tokens: `await "
+            "optimizer.init_tokens(global_step, num_tokens)`",
         )
     return step

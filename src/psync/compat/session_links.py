@@ -159,7 +159,7 @@ class SessionLinks:
             raise ConnectFailed(
                 f"{num_workers} workers were to take part in training, and within "
                 f"{self._connect_timeout_s:g} s there came {', '.join(came) or 'none'}",
-                hint="does each of them run this program? psync.run(main, on_workers=True)",
+                hint="check that each of them runs this program: psync.run(main, on_workers=True)",
             ) from None
 
     async def end_training(self, reason: str, *, failed: bool) -> None:
@@ -235,7 +235,7 @@ class SessionLinks:
         if isinstance(answer, TrainingOver):
             raise TrainingEnded(answer.reason)
         if not isinstance(answer, SessionEntered):
-            raise RemoteProtocolError("ps 0 answered EnterSession with something else")
+            raise RemoteProtocolError("ps 0 sent a wrong answer to EnterSession")
         return answer.incarnation
 
     # Both.
@@ -313,9 +313,9 @@ async def wait_over(ps: PsClient, who: str) -> TrainingOver:
             break
         except ConnectionLost as exc:
             # It may wait for days, and outlive more connections than a request is allowed.
-            logger.info("%s waits on for the end of training: %s", who, exc.message)
+            logger.info("%s still waits for the end of training: %s", who, exc.message)
     if not isinstance(received.message, TrainingOver):
-        raise RemoteProtocolError("ps 0 answered AwaitEnd with something else")
+        raise RemoteProtocolError("ps 0 sent a wrong answer to AwaitEnd")
     return received.message
 
 

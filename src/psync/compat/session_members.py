@@ -411,9 +411,5 @@ def _replaced(before: Waiter | None, task: str) -> list[Action]:
     return (
         []
         if before is None
-        else [
-            Refuse(
-                before, FencedError(f"another request of {task} has taken the place of this one")
-            )
-        ]
+        else [Refuse(before, FencedError(f"a newer request of {task} has replaced this one"))]
     )

@@ -234,13 +234,13 @@ def check_shards(store: ShardStore, message: CheckShards) -> Reply:
             spec = store.spec((variable_id, index))
         except UnknownVariableError as exc:
             raise ConfigurationError(
-                f"the chief has not declared {declared} before training began", hint=SAME_ORDER
+                f"the chief did not declare {declared} before training began", hint=SAME_ORDER
             ) from exc
         held = (spec.variable, spec.offset, list(spec.shape), spec.dtype)
         if held != (name, offset, shape, dtype):
             raise ConfigurationError(
                 f'the chief has declared variable "{spec.variable}" ({spec.dtype}, shard {index} '
-                f"of shape {spec.shape}), and this task in its place {declared}",
+                f"of shape {spec.shape}), but this task declared {declared}",
                 hint=SAME_ORDER,
             )
     return Reply(Done())

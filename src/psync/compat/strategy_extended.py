@@ -168,7 +168,7 @@ class StrategyExtended(Extended):
         operation = "experimental_run_steps_on_iterator"
         check_cross_replica(operation)
         if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
-            raise UsageError(f"{operation}: expected iterations of 1 at least, got {iterations!r}")
+            raise UsageError(f"{operation}: expected at least 1 iteration, got {iterations!r}")
         context = MultiStepContext(self._strategy, initial_loop_values)
         with cross_replica(self._strategy):
             for done in range(iterations):
@@ -240,8 +240,9 @@ class MultiStepContext:
     def _check(self, name: str, operation: str) -> None:
         if entered_replica() is not None:
             raise UsageError(
-                f'{operation} of "{name}" in a replica, where the context is a copy',
-                hint="return it from the function given to strategy.run, and set what run returns",
+                f'{operation} of "{name}" in a replica, which has only a copy of the context',
+                hint="return the value from the function given to strategy.run, and set it in the "
+                "program",
             )
 
 

@@ -135,22 +135,22 @@ class MonitoredTrainingSession:
             )
         if strategy.ps_recovery == "backup":
             raise ConfigurationError(
-                'ps_recovery="backup": a training session makes no copies of ps tasks',
-                hint="leave it out, and let the chief restore the newest checkpoint when it is "
-                'started again: docs/howto/tensorflow.md, "What a session survives"; or train '
-                "with a psync.ClusterCoordinator, which keeps copies",
+                'ps_recovery="backup": a training session does not support backups of ps tasks',
+                hint="leave it out, and let the chief restore the newest checkpoint when it "
+                'restarts: docs/howto/tensorflow.md, "What a session survives"; or train with a '
+                "psync.ClusterCoordinator, which supports backups",
             )
         self.strategy = strategy
         self._job, self._index = _own_task(strategy)
         self.is_chief = self._leads() if is_chief is None else is_chief
         others = self._num_others()
         if not self.is_chief and not trains:
-            raise ConfigurationError("trains: only the chief may do without it")
+            raise ConfigurationError("trains: only the chief may set trains=False")
         if not trains and not others:
-            raise ConfigurationError("trains: the cluster has nobody else who would")
+            raise ConfigurationError("trains: the cluster has no other task that would train")
         if startup_delay_s < 0:
             raise ConfigurationError(
-                f"startup_delay_s: expected seconds from 0 on, got {startup_delay_s}"
+                f"startup_delay_s: expected seconds, 0 or above, got {startup_delay_s}"
             )
         lowest = 0 if trains else 1
         if min_workers is not None and not lowest <= min_workers <= others:
@@ -198,11 +198,11 @@ class MonitoredTrainingSession:
         Cancellation: Closes everything again.
         """
         if self._links is not None or self.strategy._runtime is not None:
-            raise UsageError("a session or a coordinator of this strategy is running already")
+            raise UsageError("a session or coordinator of this strategy is already running")
         if self.strategy._created:
             raise ClosedError(
-                "the session of this strategy has ended, its variables are gone",
-                hint="make a new strategy",
+                "the session of this strategy has ended, and its variables with it",
+                hint="create a new strategy",
             )
         if self._stop_at_step is not None:
             with self.strategy.scope():
@@ -325,8 +325,8 @@ class MonitoredTrainingSession:
         self._check_loop("run")
         if not self._trains:
             raise UsageError(
-                "run on a chief that does not train: nobody would wait for its gradients",
-                hint="await session.wait_until_stopped() there, or trains=True",
+                "run on a chief that does not train: its gradients would not be waited for",
+                hint="await session.wait_until_stopped() there, or set trains=True",
             )
         if self.should_stop():
             return None
@@ -445,9 +445,9 @@ class MonitoredTrainingSession:
                 # On the same connection: the watcher has heard of the end before, if there is one.
         except TimeoutError:
             if waits:
-                logger.warning("training: others are still in a step after %g s", timeout_s)
+                logger.warning("training: other tasks are still in a step after %g s", timeout_s)
         except PsyncError as exc:
-            logger.info("training: ps 0 was not told of the end: %s", exc)
+            logger.info("training: could not tell ps 0 that training has ended: %s", exc)
 
     # The cluster.
 

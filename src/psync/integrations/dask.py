@@ -139,7 +139,7 @@ async def cluster_of_command(
     """
     if gpus_per_worker is not None:
         raise ConfigurationError(
-            "--gpus-per-worker: which GPUs a Dask worker sees is Dask's to say",
+            "--gpus-per-worker: Dask decides which GPUs a Dask worker sees",
             hint="dask-cuda starts a Dask worker for each GPU",
         )
     try:
@@ -147,7 +147,7 @@ async def cluster_of_command(
     except (OSError, ValueError) as exc:
         where = "" if address is None else f" at {address}"
         raise ConfigurationError(
-            f"Dask's scheduler cannot be reached{where}: {exc}",
+            f"Dask's scheduler is unreachable{where}: {exc}",
             hint="--address tcp://HOST:8786, or DASK_SCHEDULER_ADDRESS",
         ) from exc
     async with (
@@ -176,7 +176,7 @@ class _Dask:
         if not await self._workers():
             raise ConfigurationError(
                 f"Dask has no worker{'' if self._allowed is None else ' of those that were named'}",
-                hint="client.wait_for_workers(2) waits for some",
+                hint="call client.wait_for_workers(2) first",
             )
 
     async def seat(self, job: str, index: int) -> _DaskTask:

@@ -164,7 +164,7 @@ class PSPytree(ServedVariables, Generic[T]):
         if both := leaves.keys() & own.keys():
             raise ConfigurationError(
                 f"{what}: a leaf of params and one of state are both called {min(both)!r}",
-                hint='call the part of params otherwise than "state"',
+                hint='rename the part of params called "state"',
             )
         values = {key: first_value(key, leaf, what) for key, leaf in (leaves | own).items()}
         trained = {
@@ -175,8 +175,8 @@ class PSPytree(ServedVariables, Generic[T]):
         if not trained:
             raise ConfigurationError(
                 f"{what}: params has no leaf to train",
-                hint=f"there are {', '.join(self._params.names[:10])}; floating ones are trained "
-                "for which trainable(name) is true",
+                hint=f"leaves: {', '.join(self._params.names[:10])}; floating-point leaves are "
+                "trained if trainable(name) is true",
             )
         super().__init__(
             what, values, trained, self._stats.names, optimizer,
@@ -260,7 +260,7 @@ class PSPytree(ServedVariables, Generic[T]):
         live = await self._live()
         if self._has_state and live.puller is not current_run():
             raise UsageError(
-                f"{what}: push of state in a step that has not pulled",
+                f"{what}: state pushed in a step that has not pulled",
                 hint="params, state = await served.pull(), then await served.push(grads, "
                 "state=new_state)",
             )
@@ -325,7 +325,7 @@ class PSPytree(ServedVariables, Generic[T]):
         if self._has_state != (state is not None):
             raise UsageError(
                 f"{what}: expected the new state beside the gradients" if self._has_state
-                else f"{what}: got a state, and was made without one",
+                else f"{what}: got a state, but was created without one",
                 hint="await served.push(grads, state=new_state); the state that was pulled, if it "
                 "has not changed" if self._has_state
                 else "PSPytree(params, optimizer, state=state)",
@@ -358,7 +358,7 @@ class PSPytree(ServedVariables, Generic[T]):
             dtype = dtype_of(variable.spec.dtype)
             if jax.dtypes.canonicalize_dtype(dtype) != dtype:
                 raise ConfigurationError(
-                    f'{self._what} {self.name!r}: variable "{variable.name}" is {dtype}, and jax '
+                    f'{self._what} {self.name!r}: variable "{variable.name}" is {dtype}, but jax '
                     "has no 64-bit numbers on this task",
                     hint="set JAX_ENABLE_X64=1 for all tasks, or for none",
                 )

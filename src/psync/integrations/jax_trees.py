@@ -78,8 +78,7 @@ class NamedTree:
         except (ValueError, TypeError) as exc:
             raise ValueMismatchError(
                 f"{what}: expected the same tree as {self.what}{self._difference(tree)}",
-                hint="what jax.grad returns for the values that were pulled fits; None may stand "
-                "for a leaf",
+                hint="pass the result of jax.grad for the pulled values; a leaf may be None",
             ) from exc
         return dict(zip(self.names, leaves, strict=True))
 
@@ -140,10 +139,10 @@ def first_value(name: str, leaf: Any, what: str) -> np.ndarray:
         return np.asarray(jax.numpy.asarray(leaf))
     except (TypeError, ValueError, OverflowError) as exc:
         raise ConfigurationError(
-            f'{what}: leaf "{name}" is {type(leaf).__name__}, of which jax makes no array: {exc}',
-            hint="serve the arrays alone: nnx.split(model, nnx.Param, …), "
-            "eqx.partition(model, eqx.is_inexact_array); keys for random numbers are "
-            "psync.integrations.jax.step_key",
+            f'{what}: leaf "{name}" is {type(leaf).__name__}, which jax cannot convert to an '
+            f"array: {exc}",
+            hint="serve only the arrays: nnx.split(model, nnx.Param, …), eqx.partition(model, "
+            "eqx.is_inexact_array); for random keys use psync.integrations.jax.step_key",
         ) from exc
 
 

@@ -153,8 +153,8 @@ def _bundle(argument: str, given: Mapping[str, float] | None) -> dict[str, float
     bundle = {name: amount for name, amount in bundle.items() if amount > 0}
     if not bundle:
         raise ConfigurationError(
-            f"{argument}: expected an amount of something, got {given!r}",
-            hint='{"CPU": 0.01} is next to nothing',
+            f"{argument}: expected at least one amount, got {given!r}",
+            hint='use {"CPU": 0.01} for almost none',
         )
     return bundle
 
@@ -166,8 +166,8 @@ def _connect(address: str | None = None) -> None:
         where = address or os.environ.get("RAY_ADDRESS")
         raise ConfigurationError(
             f"Ray cannot be connected to{'' if where is None else f' at {where}'}: {exc}",
-            hint="RAY_ADDRESS, or psync run --address, says where: HOST:6379; this process has to "
-            "be on a node of that cluster",
+            hint="set RAY_ADDRESS or psync run --address to HOST:6379; this process must run on a "
+            "node of that cluster",
         ) from exc
 
 
@@ -357,8 +357,8 @@ class _Ray:
             has, free = ray.cluster_resources(), ray.available_resources()
             raise ConfigurationError(
                 f"Ray has no room within {timeout:g} s for {self._described(job)}: it has "
-                f"{_amounts(has)}, of which are free {_amounts(free)}",
-                hint="ray status shows what is used and what is waited for",
+                f"{_amounts(has)}, free: {_amounts(free)}",
+                hint="run `ray status` to see used and requested resources",
             ) from None
 
     async def _reserve(self, job: str, count: int) -> None:

@@ -192,7 +192,7 @@ class ServedVariables(Module):
                     for what, keys in zip(("missing", "unknown"), found, strict=True)
                     if keys
                 ),
-                hint="load_state_dict(…, strict=False) loads what is there",
+                hint="load_state_dict(…, strict=False) loads the matching entries",
             )
         return found
 
@@ -292,7 +292,7 @@ class ServedVariables(Module):
         if all(gradient is None for gradient, _ in pairs):
             raise ValueMismatchError(
                 f"{self._what} {self.name!r}: no gradient to push",
-                hint="compute them in this step, of a loss that depends on the model it has pulled",
+                hint="compute gradients in this step, from a loss that depends on the pulled model",
             )
         merging = self._state.merge(self._by_name, before, now)
         if self._global_step is None and current_gang() is None:

@@ -233,10 +233,10 @@ class PSModule(ServedVariables, Generic[M]):
         for key in self._frozen:
             if gradients.pop(key) is not None:
                 raise ValueMismatchError(
-                    f'PSModule {self.name!r}: parameter "{key}" has a gradient, and was frozen '
+                    f'PSModule {self.name!r}: parameter "{key}" has a gradient, but was frozen '
                     "when the model was declared",
-                    hint="build the module with requires_grad=True for what is to be trained, also "
-                    "from a later step on; requires_grad_(False) in a step freezes it for now",
+                    hint="build the module with requires_grad=True for every parameter that is "
+                    "ever trained; requires_grad_(False) in a step freezes it temporarily",
                 )
         state = {key: tensors.array(key) for key in self._state.names}
         return await self._push_values(gradients, live.state, state)

@@ -77,7 +77,7 @@ class ModuleTensors:
         if not self.trained:
             raise ConfigurationError(
                 "PSModule: the module has no parameter that needs a gradient",
-                hint="requires_grad=True for what is to be trained",
+                hint="set requires_grad=True for the parameters to train",
             )
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -117,9 +117,9 @@ class ModuleTensors:
         check_same(
             what, self.declared, now.items(),
             problem="a step has changed the tensors of its module",
-            hint="parameters and buffers are variables on the ps tasks, of one shape for ever: let "
-            "build_module make what is to be trained; a buffer that grows, or is of one task "
-            "alone, register with persistent=False",
+            hint="parameters and buffers are variables on the ps tasks and never change shape: let "
+            "build_module create everything to be trained; register a buffer that grows, or that "
+            "belongs to one task, with persistent=False",
         )  # fmt: skip
 
     def on_cpu(self) -> bool:
@@ -255,8 +255,8 @@ def _check_apart(parameters: Mapping[str, torch.Tensor]) -> None:
     for (device, _, end, one), (its, start, _, other) in itertools.pairwise(sorted(extents)):
         if device == its and start < end:
             raise ConfigurationError(
-                f'PSModule: parameters "{one}" and "{other}" are two tensors in the same '
-                "memory, which as two variables would overwrite each other",
+                f'PSModule: parameters "{one}" and "{other}" are two tensors in the same memory; '
+                "as two variables they would overwrite each other",
                 hint="to tie them let both be one nn.Parameter, `self.out.weight = "
                 "self.table.weight`, without `.data`; otherwise clone() one of them",
             )

@@ -159,7 +159,7 @@ class TaskCluster(ABC):
     async def start(self) -> None:
         """Start all tasks. Cancellation: they are stopped again."""
         if self._resources is not None:
-            raise UsageError("the cluster was started before")
+            raise UsageError("the cluster was already started")
         self._loop = asyncio.get_running_loop()
         load_plugins(task_name("chief", 0), {**os.environ, **self._plugins})
         async with contextlib.AsyncExitStack() as resources:

@@ -92,9 +92,9 @@ class Door:
     def _join(self, peer: Peer, message: JoinCluster, _: list[memoryview]) -> Reply:
         if message.python != PYTHON:
             raise ConfigurationError(
-                f"the chief runs Python {PYTHON}, and the worker at {message.address} "
-                f"{message.python}: it could not read the program's functions",
-                hint="start it with the Python of the chief",
+                f"the chief runs Python {PYTHON}, but the worker at {message.address} runs "
+                f"{message.python} and could not read the program's functions",
+                hint="start the worker with the same Python version as the chief",
             )
         split_address(message.address)  # is it one?
         index, known = message.index, self._members.get(message.index)
@@ -127,6 +127,6 @@ class Door:
     def _forget(self, index: int, reason: str) -> None:
         del self._members[index]
         name = task_name("worker", index)
-        logger.info("%s is no worker of the cluster any more: %s", name, reason)
+        logger.info("%s is no longer a worker of the cluster: %s", name, reason)
         self._added.pop(name, None)
         self._workforce.change({}, (index,))

@@ -152,7 +152,7 @@ class TasksOnEngine:
                 if exc.is_final or not self._allows(policy):
                     raise ConfigurationError(
                         f"{job}-{index} cannot be started: {exc}",
-                        hint="the engine's own log says why its process dies",
+                        hint="the engine's log says why the process dies",
                     ) from exc
                 logger.warning("%s-%d is started again: %s", job, index, exc)
         self.platform.given_up.forget(entry.name)
@@ -193,7 +193,9 @@ class TasksOnEngine:
             async with asyncio.timeout(CLOSE_WITHIN_S):
                 await asyncio.gather(*(self._close(entry) for entry in entries))
         except TimeoutError:
-            logger.info("some tasks have not ended in %g s: their processes are", CLOSE_WITHIN_S)
+            logger.info(
+                "some tasks have not ended in %g s: their processes are killed", CLOSE_WITHIN_S
+            )
         finally:
             await asyncio.gather(*(entry.seat.abandon() for entry in entries))
 

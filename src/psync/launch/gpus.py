@@ -62,7 +62,7 @@ class GpuShares:
             shown = f" ({', '.join(devices)})" if devices else ""
             raise ConfigurationError(
                 f"gpus_per_worker: {num_workers} workers with {self._per_worker} each need "
-                f"{needed} GPUs, and {source} shows {len(devices)}{shown}",
+                f"{needed} GPUs, but {source} shows {len(devices)}{shown}",
                 hint="ask for fewer workers, or fewer GPUs for each; 0 hides all of them",
             )
 

@@ -161,7 +161,7 @@ def enter(directory: str, script: str) -> None:
     except OSError as exc:
         raise ConfigurationError(f"{directory}: {exc.strerror}", hint=hint) from exc
     if script and not os.path.exists(script):
-        raise ConfigurationError(f"{os.path.join(directory, script)} is not there", hint=hint)
+        raise ConfigurationError(f"{os.path.join(directory, script)} does not exist", hint=hint)
 
 
 def _listen(tell: Callable[[Message | None], None], rest: bytes, silence_s: float) -> None:

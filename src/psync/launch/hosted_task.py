@@ -216,7 +216,7 @@ class HostedTask:
         finally:
             await task.close()
         if getattr(task, "is_torn", False):  # a ps
-            raise PsyncError(f"{name} ended: an update failed half-way, see the log")
+            raise PsyncError(f"{name} ended: an update failed partway; see the log")
 
     def _bind(self) -> tuple[socket.socket, str]:
         """Return a listening socket and its address, which is the name of no task."""
@@ -237,4 +237,4 @@ class HostedTask:
         finally:
             for each in refused:
                 each.close()
-        raise ConfigurationError(f"no port on {self._host} is free that is no task's name")
+        raise ConfigurationError(f"every free port on {self._host} is the address of another task")

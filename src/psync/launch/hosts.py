@@ -54,7 +54,8 @@ def parse_hosts(text: str) -> dict[str, int]:
             )
         if name in slots:
             raise ConfigurationError(
-                f"hosts: {name} is named twice", hint=f"give it all its workers at once: {name}:2"
+                f"hosts: {name} is named twice",
+                hint=f"list the host once, with all its workers: {name}:2",
             )
         count = count.lstrip("0")
         if len(count) > len(str(MAX_TASKS)) or sum(slots.values()) + int(count) > MAX_TASKS:
@@ -92,7 +93,7 @@ class HostsPlan:
         try:
             command = shlex.split(self.ssh)
         except ValueError as exc:
-            raise ConfigurationError(f"ssh: {self.ssh!r} is no command: {exc}") from None
+            raise ConfigurationError(f"ssh: {self.ssh!r} is not a command: {exc}") from None
         if not command:
             raise ConfigurationError(f"ssh: expected a command, got {self.ssh!r}")
         object.__setattr__(self, "command", command)
@@ -104,7 +105,7 @@ class HostsPlan:
         if num_workers > len(self.places):
             listed = ",".join(f"{host}:{count}" for host, count in self.slots.items())
             raise ConfigurationError(
-                f"hosts: {num_workers} workers, and {listed} has room for {len(self.places)}"
+                f"hosts: {num_workers} workers, but {listed} has room for {len(self.places)}"
             )
 
     def place(self, job: str, index: int) -> tuple[str, int]:
@@ -199,7 +200,7 @@ async def connect_all(hosts: Sequence[RemoteHost]) -> None:
         raise ConfigurationError(
             f"hosts: {near[0].name} is this machine, at {near[0].address}, where the other hosts "
             "cannot reach it",
-            hint="name this machine as the others know it",
+            hint="use the name by which the other hosts reach this machine",
         )
 
 

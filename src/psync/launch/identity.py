@@ -83,7 +83,7 @@ def own_task(resolver: ClusterResolver | None) -> OwnTask:
     if job is None or index is None:
         raise ConfigurationError(
             "the cluster's description does not say which task this process is",
-            hint='TF_CONFIG needs "task": {"type": "worker", "index": 0}, or the like',
+            hint='TF_CONFIG needs a task, such as "task": {"type": "worker", "index": 0}',
         )
     return OwnTask(resolver, cluster, job, index, is_found, is_supervised(os.environ))
 
@@ -164,7 +164,7 @@ async def open_to_joiners(
             try:
                 await stack.enter_async_context(door)
             except ConfigurationError as exc:
-                logger.info("no worker can join this program: %s", exc.message)
+                logger.info("workers cannot join this program: %s", exc.message)
         yield
 
 

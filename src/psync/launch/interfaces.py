@@ -29,7 +29,7 @@ def interface_towards(address: str) -> str:
             probe.connect(place)
             own: str = probe.getsockname()[0]
     except OSError as exc:
-        raise ConfigurationError(f"{address} cannot be reached: {exc.strerror or exc}") from exc
+        raise ConfigurationError(f"{address} is unreachable: {exc.strerror or exc}") from exc
     return own
 
 

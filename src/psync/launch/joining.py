@@ -78,8 +78,8 @@ class Membership:
         except ConnectFailed as exc:
             raise ConnectFailed(
                 exc.message,
-                hint="is the program running, and is this the address of its chief? One that "
-                "has ended, or does not end in psync.run(main), lets nobody join",
+                hint="is the program running, and is this the address of its chief? Workers can "
+                "join only while it runs, and only if it ends in psync.run(main)",
             ) from exc
         await self._ask(self._peer)
 
@@ -91,9 +91,9 @@ class Membership:
             )
         if self.index not in (-1, received.index):
             raise ConfigurationError(
-                f"worker {self.index} was away from {self._chief} for so long that its index was "
-                "given to another one",
-                hint="start it again: it joins as a new one",
+                f"worker {self.index} was away from {self._chief} for so long that another worker "
+                "has its index",
+                hint="restart it: it joins as a new worker",
             )
         self.index = received.index
 
@@ -149,7 +149,7 @@ async def joining(chief: str, listen: str = "") -> AsyncIterator[tuple[OwnTask, 
         raise ConfigurationError(f"expected host:port of the chief, got {chief!r}")
     if load_secret(os.environ) is None:  # whatever PSYNC_INSECURE says
         raise ConfigurationError(
-            "no secret is set, and only who has the cluster's may join it",
+            "no secret is set, and joining requires the cluster's secret",
             hint="set PSYNC_SECRET, or PSYNC_SECRET_FILE to the path of a file with it",
         )
     host, own_port = _split(listen) if listen else (interface_towards(chief), 0)

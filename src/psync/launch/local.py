@@ -76,7 +76,7 @@ class LocalCluster(TaskCluster):
                 hint="LocalCluster(…, processes=False)",
             )
         if security and not processes:
-            raise ConfigurationError("security: tasks in one process have nothing to hide")
+            raise ConfigurationError("security: tasks in one process do not use it")
         if gpus_per_worker is not None and not processes:
             raise ConfigurationError(
                 "gpus_per_worker: tasks in one process see the same GPUs",

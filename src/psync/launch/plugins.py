@@ -59,7 +59,7 @@ def check_found(plugins: Iterable[str], places: Sequence[str]) -> None:
         if PathFinder.find_spec(top, list(places)) is None:
             raise ConfigurationError(
                 f"plugin {name!r} cannot be imported: there is no module or package {top!r}",
-                hint=f"it was looked for in {', '.join(map(repr, places))}",
+                hint=f"searched in {', '.join(map(repr, places))}",
             )
 
 

@@ -187,9 +187,9 @@ def _watch(heard: Callable[[], int], came: int) -> None:
     if heard() >= came:
         return
     if came == 1:
-        logger.info("SIGTERM waits for what computes on the event loop; another one ends it")
+        logger.info("SIGTERM waits for a computation on the event loop; a second SIGTERM ends it")
     else:
-        logger.warning("a second SIGTERM ends this process in the middle of what it computes")
+        logger.warning("a second SIGTERM ends this process during a computation")
         logging.shutdown()
         os._exit(128 + signal.SIGTERM)
 

@@ -171,8 +171,9 @@ class RemoteHost:
                 f"psync {psync} with Python {python}" for psync, python in (theirs, ours)
             )
             raise ConfigurationError(
-                f"host {self.name}: {there} is there, and {here} here",
-                hint="all hosts need the same; --remote-python names another interpreter there",
+                f"host {self.name} has {there}, this machine has {here}",
+                hint="all hosts need the same versions; --remote-python names another interpreter "
+                "there",
             )
         ssh.stdin.write(json.dumps(self.order).encode() + b"\n")
         answer = json.loads(await self._line(ssh))
@@ -195,7 +196,7 @@ class RemoteHost:
                 f"`ssh {self.name} true` must work without a question; names, ports and keys "
                 "belong into ~/.ssh/config"
             )
-            return ConfigurationError(f"host {self.name} cannot be reached: {last}", hint=hint)
+            return ConfigurationError(f"host {self.name} is unreachable: {last}", hint=hint)
         if code in NOT_THERE:
             return ConfigurationError(
                 f"host {self.name}: {self.python} cannot be run there: {last}",

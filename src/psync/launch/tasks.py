@@ -228,7 +228,7 @@ def _evaluate(
     """Return what runs on an evaluator."""
     if evaluator is None:
         raise ConfigurationError(
-            "this process is the evaluator, and the program has none",
+            "this process is the evaluator, but the program has no evaluate function",
             hint="psync.run(main, evaluator=evaluate) with `async def evaluate():`",
         )
     fd = os.environ.pop("PSYNC_RUN_FD", None)
@@ -345,7 +345,7 @@ async def serve_as(
     """
     if own.job not in ("ps", "worker"):
         raise ConfigurationError(
-            f"only ps and worker tasks serve, this process is {own.name}",
+            f"only ps and worker tasks serve, but this process is {own.name}",
             hint="the chief and an evaluator run programs: psync.run(main, evaluator=evaluate)",
         )
     timeouts = chief_timeouts(os.environ, chief_timeout)
@@ -376,7 +376,7 @@ async def serve_as(
     finally:
         await task.close()
     if getattr(task, "is_torn", False):  # a ps
-        raise PsyncError(f"{task.task} ended: an update failed half-way, see the log")
+        raise PsyncError(f"{task.task} ended: an update failed partway; see the log")
     return _terminated_code(own) if leaving else 0
 
 
@@ -408,7 +408,7 @@ def _leaving_first(task: PsTask | WorkerTask) -> Iterator[list[asyncio.Task[None
         return
 
     def begin() -> None:
-        work = leave("SIGTERM", hint="; another SIGTERM ends it at once")
+        work = leave("SIGTERM", hint="; a second SIGTERM ends it immediately")
         leaving.append(asyncio.get_running_loop().create_task(work))
 
     with asked_first(begin):

@@ -119,8 +119,8 @@ class Endpoint:
         except OSError as exc:
             raise ConfigurationError(
                 f"{self.task} cannot listen on {address}: {reason(exc)}",
-                hint="does another process listen there, a task of an earlier run perhaps? "
-                "is it an address of this machine?",
+                hint="is another process listening there, such as a task of an earlier run? is it "
+                "an address of this machine?",
             ) from exc
         self._listeners.append(listener)
         return listener
@@ -137,7 +137,7 @@ class Endpoint:
                     raise
                 if not attempt:
                     logger.warning(
-                        "%s cannot listen on %s yet, and tries again for %.0f s: %s",
+                        "%s cannot listen on %s yet, and retries for %.0f s: %s",
                         self.task, address, OWN_NAME_WITHIN_S, reason(exc),
                     )  # fmt: skip
             await asyncio.sleep(backoff(attempt, self.platform.uniform()))
@@ -430,14 +430,14 @@ class Endpoint:
             self._untold = None
             logger.log(
                 self._untold_level,
-                "%s: %d more lines about strangers in the last minute were left out",
+                "%s: %d more messages about unknown peers in the last minute were suppressed",
                 self.task, self._log_quota.untold(),
             )  # fmt: skip
             self._untold_level = logging.NOTSET
 
     def _check_not_closed(self) -> None:
         if self._closed:
-            raise ClosedError(f"{self.task} has closed its connections and makes no new ones")
+            raise ClosedError(f"{self.task} has closed its connections and opens no new ones")
 
     async def _wait_closed(self) -> None:
         for peer in list(self._peers):

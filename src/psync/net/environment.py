@@ -143,7 +143,7 @@ def _say_what_is_misspelt(environ: Mapping[str, str]) -> None:
     for misspelt, meant in misspelt_settings(environ).items():
         if misspelt not in _said():
             _said().add(misspelt)
-            logger.warning("%s means nothing to psync: is %s meant?", misspelt, meant)
+            logger.warning("%s is not a psync variable; did you mean %s?", misspelt, meant)
 
 
 def parts_of(environ: Mapping[str, str]) -> Parts:
@@ -159,7 +159,7 @@ def parts_of(environ: Mapping[str, str]) -> Parts:
         sabotage = importlib.import_module("psync.testing.sabotage")
     except ModuleNotFoundError:
         raise ConfigurationError(
-            "PSYNC_FAILPOINTS and PSYNC_TESTING_… break tasks, and the wheel has nothing that does",
+            "PSYNC_FAILPOINTS and PSYNC_TESTING_… inject faults, which the wheel does not include",
             hint="unset them, or install psync from a checkout: pip install -e .",
         ) from None
     parts: Parts = sabotage.SabotagedParts.from_environment(environ)

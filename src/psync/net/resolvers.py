@@ -165,8 +165,8 @@ def cluster_of_context() -> ClusterResolver | None:
         return known
     if len(set(_open_in_process)) > 1:
         raise ConfigurationError(
-            "several clusters are open in this process, and none of them in this context",
-            hint="say which one: psync.ParameterServerStrategy(cluster.resolver)",
+            "several clusters are open in this process, but none in this context",
+            hint="name one: psync.ParameterServerStrategy(cluster.resolver)",
         )
     return _open_in_process[0]
 
@@ -189,7 +189,7 @@ def training_cluster(resolver: ClusterResolver) -> tuple[ClusterSpec, str | None
     if spec and task_type is None and isinstance(resolver, TFConfigClusterResolver):
         raise ConfigurationError(
             "TF_CONFIG: task.type is missing",
-            hint='say which task this process is: "task": {"type": "worker", "index": 0}',
+            hint='name the task of this process: "task": {"type": "worker", "index": 0}',
         )
     return validate_for_training(spec, task_type, task_id, source=resolver.source)
 
@@ -292,8 +292,14 @@ class TFConfigClusterResolver(ClusterResolver):
         self._environ = os.environ if environ is None else environ
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the cluster of ``TF_CONFIG``, including evaluators; empty if it has none."""
-        cluster = _in(self._config(), "cluster", dict, "an object") or {}
+        """Return the cluster of ``TF_CONFIG``, evaluators included; empty if it has none."""
+        config = self._config()
+        cluster = _in(config, "cluster", dict, "an object") or {}
+        if not cluster and "sparseCluster" in config:
+            raise ConfigurationError(
+                "TF_CONFIG: sparseCluster is not supported, expected cluster",
+                hint='list all tasks as "cluster"; in a TFJob leave out enableDynamicWorker',
+            )
         try:
             return with_chief(ClusterSpec(cluster))
         except ConfigurationError as exc:

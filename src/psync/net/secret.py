@@ -120,8 +120,8 @@ def read_private(path: str, source: str) -> bytes:
             raise ConfigurationError(f"{source}: expected a file")
         if status.st_mode & 0o066:
             raise ConfigurationError(
-                f"{source}: others than its owner can read or change it "
-                f"(mode {stat.S_IMODE(status.st_mode):04o})",
+                f"{source}: users other than its owner can read or change it (mode "
+                f"{stat.S_IMODE(status.st_mode):04o})",
                 hint=f"chmod 600 {path}",
             )
         return file.read()
@@ -160,10 +160,10 @@ def require_secret(
     who = "every user of this machine" if is_loopback(address) else "everybody who can reach it"
     if not insecure:
         raise ConfigurationError(
-            f"no secret is set, and {who} could run code on this task ({address})",
-            hint=f"set PSYNC_SECRET, or PSYNC_SECRET_FILE to the path of a file with it, to the "
-            f"same secret for all tasks ({HOW_TO_MAKE_ONE}); or allow it: --insecure, or "
-            f"PSYNC_INSECURE=1",
+            f"no secret is set, so {who} could run code on this task ({address})",
+            hint="set PSYNC_SECRET, or PSYNC_SECRET_FILE to the path of a file with it, to the "
+            f"same secret for all tasks ({HOW_TO_MAKE_ONE}); or allow running without one: "
+            "--insecure, or PSYNC_INSECURE=1",
         )
     warn(f"running without a secret: {who} can run code on this task ({address})")
     return None

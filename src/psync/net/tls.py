@@ -247,10 +247,12 @@ class TlsChannel(asyncio.Transport, asyncio.BufferedProtocol):
         return True
 
     def _fail_without_tls(self) -> None:
-        error = AuthenticationError(f"{self._who} does not use TLS, this task does", hint=SAME_TLS)
+        error = AuthenticationError(
+            f"{self._who} does not use TLS, but this task does", hint=SAME_TLS
+        )
         words = b""
         if self._accepts:  # to be understood, not encrypted
-            refused = Refused("tls", "it uses TLS, this task does not")
+            refused = Refused("tls", "it uses TLS, but this task does not")
             words = b"".join(encode_frame(Kind.REFUSED, 0, encode(refused)))
         self._fail(error, words)
 
@@ -410,7 +412,7 @@ class TlsNetwork:
         context = self._tls.server
         if context is None:
             raise ConfigurationError(
-                f"a task that listens ({address}) with TLS needs a certificate of its own: "
+                f"a task that listens ({address}) with TLS needs its own certificate: "
                 "PSYNC_TLS_CERT_FILE and PSYNC_TLS_KEY_FILE are not set",
                 hint=HOW_TO_MAKE_THEM,
             )

@@ -28,8 +28,8 @@ HOW_TO_MAKE_THEM = "make certificates: psync certs new"
 
 _SAME_CA = f"all tasks must trust the authority that signed this certificate: {CA_FILE}"
 _HINTS = {  # by OpenSSL's number of what is wrong with a certificate
-    9: "are the clocks of both machines right?",  # not yet valid
-    10: "make new ones for all tasks: psync certs new; or is a clock wrong?",  # expired
+    9: "check the clocks of both machines",  # not yet valid
+    10: "create new ones for all tasks: psync certs new; or check the clocks",  # expired
     62: "it must name the host as the cluster's description does: psync certs new --hosts …",
     64: "it must name the address as the cluster's description does: psync certs new --hosts …",
 }
@@ -66,7 +66,7 @@ def load_tls(environ: Mapping[str, str]) -> Tls | None:
     if ca is None and cert is None and key is None:
         if text == "1":
             raise ConfigurationError(
-                f"{MUTUAL} is 1, and {CA_FILE} is not set", hint=HOW_TO_MAKE_THEM
+                f"{MUTUAL} is 1, but {CA_FILE} is not set", hint=HOW_TO_MAKE_THEM
             )
         return None
     if ca is None:
@@ -76,12 +76,12 @@ def load_tls(environ: Mapping[str, str]) -> Tls | None:
         )
     if (cert is None) is not (key is None):
         given, missing = (CERT_FILE, KEY_FILE) if key is None else (KEY_FILE, CERT_FILE)
-        raise ConfigurationError(f"{given} is set, and {missing} is not")
+        raise ConfigurationError(f"{given} is set, but {missing} is not")
     if cert is None and mutual:
         raise ConfigurationError(
-            f"{CA_FILE} is set, and {CERT_FILE} is not: both sides of a connection show a "
+            f"{CA_FILE} is set, but {CERT_FILE} is not: both sides of a connection present a "
             "certificate",
-            hint=f"{HOW_TO_MAKE_THEM}; or let only tasks that listen have one: {MUTUAL}=0",
+            hint=f"{HOW_TO_MAKE_THEM}; or give certificates only to listening tasks: {MUTUAL}=0",
         )
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks names and certificates
     _set_up(client, ca)
@@ -114,7 +114,7 @@ def _certify(contexts: list[ssl.SSLContext], cert: str, key: str) -> bytes:
     except ssl.SSLError as exc:
         raise ConfigurationError(
             f"{CERT_FILE} ({cert}) and {KEY_FILE} ({key}) cannot be used: {words_of(exc)}",
-            hint="expected a certificate and its own private key, both as PEM",
+            hint="expected a certificate and its private key, both as PEM",
         ) from exc
     return hashlib.sha256(own).digest()
 
@@ -130,8 +130,8 @@ def _first_certificate(pem: str) -> bytes:
 
 def _no_password() -> NoReturn:
     raise ConfigurationError(
-        f"{KEY_FILE}: the key has a password, and nobody is there to type it",
-        hint="take the password off, and let the file's mode (600) protect the key",
+        f"{KEY_FILE}: the key has a password, which psync cannot ask for",
+        hint="remove the password, and protect the key by the file's mode (600)",
     )
 
 
@@ -166,14 +166,14 @@ def refusal_of(error: ssl.SSLError, who: str) -> AuthenticationError:
             hint=_HINTS.get(error.verify_code, _SAME_CA),
         )
     if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return AuthenticationError(f"{who} shows no certificate", hint=SAME_TLS)
+        return AuthenticationError(f"{who} presents no certificate", hint=SAME_TLS)
     alert = re.search(r"ALERT_(\w+)", error.reason or "")
     if alert is None:
         return AuthenticationError(f"TLS with {who} failed: {words_of(error)}")
     what = alert[1].replace("_", " ").lower()
     if what == "certificate required":
         return AuthenticationError(
-            f"{who} demands a certificate, and this task has none", hint=SAME_TLS
+            f"{who} requires a certificate, but this task has none", hint=SAME_TLS
         )
     return AuthenticationError(
         f"{who} refuses the certificate of this task: {what}", hint=f"its log says more; {_SAME_CA}"

@@ -43,8 +43,8 @@ class UnionClusterResolver(ClusterResolver):
     ) -> None:
         if unknown:
             raise ConfigurationError(
-                f"UnionClusterResolver: no argument {', '.join(map(repr, unknown))}",
-                hint="those by name are task_type, task_id and rpc_layer",
+                f"UnionClusterResolver: unknown argument {', '.join(map(repr, unknown))}",
+                hint="keyword arguments are task_type, task_id and rpc_layer",
             )
         if not cluster_resolvers:
             raise ConfigurationError("UnionClusterResolver: expected at least one resolver")
@@ -104,6 +104,6 @@ def _merged(
         raise DuplicateTaskError(
             f"UnionClusterResolver: job {job!r}: several resolvers give task "
             f"{', '.join(map(str, twice))}",
-            hint="where one of them gives indices, lists count from 0",
+            hint="if one resolver gives indices, lists of the others count from 0",
         )
     return one | other

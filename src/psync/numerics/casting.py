@@ -78,7 +78,7 @@ def fitting(
         beyond = overflow(array, made)
     if beyond is not None:
         raise ValueMismatchError(
-            f"{operation}: expected values that {spec.dtype} can hold, got {beyond}",
+            f"{operation}: expected values in the range of {spec.dtype}, got {beyond}",
             hint="clip them, or declare the variable with a wider dtype",
         )
     return made

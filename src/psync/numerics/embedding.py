@@ -58,7 +58,7 @@ def check_sizes(sizes: Sequence[int], names: Sequence[str], what: str) -> None:
             raise PartitionError(
                 f"{what}: {count} variables with {total} rows in all: expected "
                 f'"{name}" to have {rows} rows, got {size}',
-                hint="numbers of rows may differ by one, the larger ones first",
+                hint="numbers of rows may differ by one, with the larger ones first",
             )
 
 

@@ -191,8 +191,8 @@ def _leaves(item: Any) -> list[Any]:
 
 def _not_allowed(item: Any, name: str) -> IndexTypeError:
     return IndexTypeError(
-        f'index of "{name}": {type(item).__name__} is not allowed, its value is not here',
-        hint="await it first, and index with its value",
+        f'index of "{name}": {type(item).__name__} is not allowed, because its value is remote',
+        hint="await it first, then index with its value",
     )
 
 
@@ -203,7 +203,7 @@ def _placed(values: Sequence[Any], shape: tuple[int, ...], name: str) -> list[_I
         raise VariableIndexError(f'index of "{name}": only one ... can stand in an index')
     if sum(used) > len(shape):
         raise VariableIndexError(
-            f'index of "{name}": too many indices: it has {len(shape)} axes, the index is about '
+            f'index of "{name}": too many indices: it has {len(shape)} axes, the index covers '
             f"{sum(used)}"
         )
     items: list[_Item] = []

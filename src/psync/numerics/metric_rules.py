@@ -248,7 +248,7 @@ class AUC(MetricRule):
             raise ValueMismatchError(
                 f"{self.name}: expected predictions from 0 to 1, got {y_pred.min()} to "
                 f"{y_pred.max()}",
-                hint="AUC(from_logits=True) puts them through a sigmoid",
+                hint="AUC(from_logits=True) applies a sigmoid",
             )
         if weights is None:
             weights = np.ones(y_pred.shape)

@@ -122,7 +122,7 @@ def gather_arrays(values: Sequence[Any], axis: object) -> np.ndarray:
     arrays = [_as_array(value) for value in values]
     if any(array.ndim == 0 for array in arrays):
         raise ReplicaValueError(
-            "gather: expected values of rank 1 at least, got a number",
+            "gather: expected values of rank 1 or more, got a number",
             hint="give it an axis: np.reshape(value, (1,))",
         )
     along = [_axes_within(axes, array)[0] for array in arrays]

@@ -48,7 +48,7 @@ class DistributedValues:
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = tuple(values)
         if not self.values:
-            raise ReplicaValueError(f"{type(self).__name__}: expected a value at least, got none")
+            raise ReplicaValueError(f"{type(self).__name__}: expected at least one value, got none")
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{index}: {value!r}" for index, value in enumerate(self.values))
@@ -68,8 +68,8 @@ class DistributedValues:
         """
         if not 0 <= replica_id < len(self.values):
             raise ReplicaValueError(
-                f"replica {replica_id}: there are values of {len(self.values)} replicas here",
-                hint="it was made when there were others; pass one with a value for each replica",
+                f"replica {replica_id}: only values of {len(self.values)} replicas exist here",
+                hint="it was created for other replicas; pass one with a value for each replica",
             )
         return self.values[replica_id]
 

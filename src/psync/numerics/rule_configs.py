@@ -74,9 +74,9 @@ def register_rule(cls: type[UpdateRule]) -> None:
     same = (cls.__module__, cls.__qualname__)
     if known is not None and (known.__module__, known.__qualname__) != same:
         raise ConfigurationError(
-            f"update rule {cls.name!r} of {cls.__module__}: there is one of this name already, of "
+            f"update rule {cls.name!r} of {cls.__module__}: the name is already used by "
             f"{known.__module__}",
-            hint="give it a name that nobody else has, such as mypackage.sign",
+            hint="use a unique name, such as mypackage.sign",
         )
     RULES[cls.name] = cls
 

@@ -79,7 +79,7 @@ class RuleOptions:
             raise ConfigurationError(
                 f"optimizer: expected gradient_accumulation_steps between 2 and {(1 << 31) - 1}, "
                 f"got {steps}",
-                hint="leave it out to apply each gradient at once",
+                hint="leave it out to apply each gradient immediately",
             )
         for name in ("excluded_names", "excluded_words"):
             self._set(name, words_of(getattr(self, name)))

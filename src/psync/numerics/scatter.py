@@ -103,7 +103,7 @@ def check_scatter(op: str, dtype: str, what: str) -> None:
         raise ValueMismatchError(f"{what}: bool values can only be assigned, not {op!r}")
     if op == "div" and "int" in dtype:
         raise ValueMismatchError(
-            f"{what}: {dtype} values cannot be divided: the quotient is no integer",
+            f"{what}: {dtype} values cannot be divided: the quotient is not an integer",
             hint="declare the variable with a floating dtype, or read, divide and assign",
         )
 

@@ -286,7 +286,7 @@ class LongWork(Changing):
 
     def give_up(self, error: Exception) -> None:
         """A block could not be written, so its shard is torn: the task must end."""
-        logger.critical("%s: an update failed half-way, the task ends", self._task, exc_info=error)
+        logger.critical("%s: an update failed partway; the task ends", self._task, exc_info=error)
         self.is_torn = True
         self._on_torn()
         self.wake()
@@ -306,4 +306,4 @@ class LongWork(Changing):
     def check_whole(self) -> None:
         """Raise PsyncError if the task is about to end."""
         if self.is_torn:
-            raise PsyncError(f"{self._task} ends: an update failed half-way")
+            raise PsyncError(f"{self._task} ends: an update failed partway")

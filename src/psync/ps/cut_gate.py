@@ -221,6 +221,6 @@ class GateService(Changing):
     def _expired(self, cut: int) -> None:
         if self._gate.cut == cut:
             logger.warning(
-                "%s: a cut has held updates up for %.0f s and is given up", self._task, MAX_SHUT_S
+                "%s: a cut has delayed updates for %.0f s and is cancelled", self._task, MAX_SHUT_S
             )
             self._open(cut)

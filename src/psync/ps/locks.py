@@ -123,7 +123,7 @@ class PsLocks:
         """Give up a claim, held or not, and let others have their turn."""
         turn = self._turns.pop(claim, None)
         if turn is not None and not turn.done():
-            turn.set_exception(LockLost(f"{self._task}: a lock was given up while it waited"))
+            turn.set_exception(LockLost(f"{self._task}: a lock was cancelled while it waited"))
         for granted in self.table.end(claim):
             turn = self._turns.get(granted)
             if turn is not None and not turn.done():
@@ -147,7 +147,7 @@ class PsLocks:
         self, peer: Peer, message: LockShards, _: list[memoryview]
     ) -> Reply | Awaitable[Reply]:
         if self._closed:
-            raise ClosedError(f"{self._task} ends, and locks nothing any more")
+            raise ClosedError(f"{self._task} is ending and accepts no more locks")
         if not 0 < message.lease_s <= MAX_LEASE_S:
             raise UsageError(
                 f"{self._task}: expected a lease above 0 and up to {MAX_LEASE_S:g} s, got "
@@ -204,7 +204,7 @@ class PsLocks:
         task, _, number = holder
         lease_s = self._locks[holder].lease_s
         logger.warning(
-            "%s: lock %d of %s ends: it was not renewed for %g s",
+            "%s: lock %d of %s expired: it was not renewed for %g s",
             self._task, number, task, lease_s,
         )  # fmt: skip
         self.expired += 1

@@ -272,7 +272,7 @@ class RowPulls:
             raise UsageError(
                 f"{self._task}: {start} bytes of rows asked for at once, at most "
                 f"{self._limits.gathered_bytes} are gathered",
-                hint="ask for fewer rows at a time",
+                hint="request fewer rows at a time",
             )
         return wanted
 

@@ -188,7 +188,7 @@ class ShardSet:
             self.check_lengths((), task)
         elif sum(map(len, body)) == nbytes and self.fits(list(map(len, body))):
             return body if nbytes else ()
-        raise ValueMismatchError(f"{task}: the variables were declared anew meanwhile")
+        raise ValueMismatchError(f"{task}: the variables were declared again in the meantime")
 
     def fits(self, pieces: Sequence[int]) -> bool:
         """Return whether each shard lies in one of pieces of these sizes, of all shards."""

@@ -85,8 +85,7 @@ def read_items(path: Path, loaded: Loaded, places: Sequence[Place]) -> None:
             if crc != crc32:  # also where the file has ended before
                 raise CheckpointCorrupt(
                     f"{path}: {item}: expected checksum {crc32:08x}, got {crc:08x}",
-                    hint="use an older checkpoint; this one was changed or damaged after it was "
-                    "saved",
+                    hint="use an older checkpoint; this one was changed or damaged after saving",
                 )
     for place in loaded.wanted():
         raise CheckpointCorrupt(f"{path}: {loaded.state.items[place]} is not in the file")

@@ -214,7 +214,7 @@ class Snapshots:
         load = self._load
         if load is None or load.number != message.load:
             if message.load <= self._taken or (load is not None and message.load < load.number):
-                raise UsageError(f"{self._task}: load {message.load} has been given up")
+                raise UsageError(f"{self._task}: load {message.load} was cancelled")
             self._give_up()
             self._loads += 1
             load = self._load = _Load(message.load)
@@ -229,7 +229,7 @@ class Snapshots:
                 raise RemoteProtocolError(f"{where}: {len(body)} segments")
             state = await asyncio.to_thread(SnapshotState.from_bytes, bytes(body[0]), where)
             if load.given_up:
-                raise PsyncError(f"{where} has been given up")
+                raise PsyncError(f"{where} was cancelled")
             load.loaded = self._load_state(state)
             unpack_accumulators(state.accumulators)  # that they can be
             if path:
@@ -273,7 +273,7 @@ class Snapshots:
             wanted = loaded.wanted()
             if wanted:
                 raise UsageError(
-                    f"{self._task}: snapshot {message.load} is not complete: "
+                    f"{self._task}: snapshot {message.load} is incomplete: "
                     f"{loaded.state.items[wanted[0]]} is missing"
                 )
             self._load = None

@@ -123,7 +123,7 @@ def other_parameters(first: DefineAccumulator, second: DefineAccumulator) -> Con
     return ConfigurationError(
         f'accumulator "{first.name}": other parameters than at first: expected {expected}, '
         f"got {got}",
-        hint="give another shared_name, or the same parameters",
+        hint="use another shared_name, or the same parameters",
     )
 
 
@@ -184,7 +184,7 @@ def gradient_of(
     if not sparse:
         return values
     if len(segments[0]) % 8:
-        raise ValueMismatchError(f"{rule}: {len(segments[0])} bytes are no int64 indices")
+        raise ValueMismatchError(f"{rule}: {len(segments[0])} bytes are not int64 indices")
     indices = bytes_of(segments[0]).view(dtype_of("int64"))
     return indices, values, message.dense_shape
 
@@ -325,9 +325,7 @@ class GradientTakes:
         hosted.rule.as_required(message.num_required)
         taker = hosted.takers.setdefault(client, Taker())
         if message.take < max(taker.acked_below, message.acked_below):
-            raise UsageError(
-                f"{self._task}: {client[0]} does not want take {message.take} any more"
-            )
+            raise UsageError(f"{self._task}: {client[0]} has cancelled take {message.take}")
         changed = self._acknowledge(hosted, taker, message.acked_below)
         name = TakeName(client, message.accumulator, message.take)
         wanted = taker.takes.get(message.take)
@@ -352,7 +350,7 @@ class GradientTakes:
         if acked_below <= taker.acked_below:
             return False
         taker.acked_below = acked_below
-        error = UsageError(f"{self._task}: nobody wants this take any more")
+        error = UsageError(f"{self._task}: this take was cancelled")
         waited = False
         for number in [n for n in taker.takes if n < acked_below]:
             wanted = taker.takes.pop(number)

@@ -76,7 +76,7 @@ class ScheduledCall:
         for value in self.arguments.remote_values:
             payload = value._payload
             if payload is None:
-                raise LocalProtocolError(f"{value!r} is the input of a closure, without a value")
+                raise LocalProtocolError(f"{value!r} is the input of a closure, but has no value")
             segments += payload.segments
             counts.append(len(payload.segments))
         return segments, counts
@@ -116,7 +116,7 @@ class ScheduledClosures(dict[int, Closure]):
             if value._owner is not owner:
                 raise UsageError(
                     f"{value!r} belongs to another coordinator",
-                    hint="fetch its value there and pass that",
+                    hint="fetch its value there and pass the value",
                 )
         inputs = arguments.remote_values
         if needs is None:

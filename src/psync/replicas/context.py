@@ -210,9 +210,9 @@ def check_cross_replica(operation: str) -> None:
     """
     if entered_replica() is not None:
         raise ContextError(
-            f"{operation} in replica context, where the values of other replicas are not known",
-            hint="do it in a merge function: "
-            "await psync.get_replica_context().merge_call(merge_fn, args=…)",
+            f"{operation} in replica context, where the values of other replicas are unknown",
+            hint="call it in a merge function: await "
+            "psync.get_replica_context().merge_call(merge_fn, args=…)",
         )
 
 
@@ -267,8 +267,8 @@ def forbid_in_merge(operation: str) -> None:
     state = _state()
     if isinstance(state, CrossReplica) and state.merging:
         raise ContextError(
-            f"{operation} in a merge function: it would wait for the replicas, who wait for it",
-            hint="do it when strategy.run has returned",
+            f"{operation} in a merge function: it would wait for the replicas, which wait for it",
+            hint="call it after strategy.run has returned",
         )
 
 
@@ -288,7 +288,7 @@ def experimental_set_strategy(strategy: Any) -> None:
     if state is not _OUTSIDE and not (isinstance(state, CrossReplica) and state.is_default):
         raise ContextError(
             "experimental_set_strategy inside a strategy's scope",
-            hint="call it at the beginning, outside of every `with strategy.scope():`",
+            hint="call it at the start, outside any `with strategy.scope():`",
         )
     open_scope.set(strategy)
     enter_for_good(None if strategy is None else CrossReplica(strategy, 1, is_default=True))
@@ -358,7 +358,7 @@ class OneReplica:
         """
         if current_gang() is not None:
             raise ContextError(
-                "reduce in replica context, where the other replicas' values are not known",
+                "reduce in replica context, where the other replicas' values are unknown",
                 hint="await psync.get_replica_context().all_reduce(…), or reduce in a merge_call",
             )
         return await in_turns(reducing_distributed(reduce_op, value, replicas_in_sync(), axis))

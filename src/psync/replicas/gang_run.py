@@ -96,7 +96,7 @@ class GangRun:
             raise ReplicaValueError(
                 f'run of "{self.function.name}": there are arguments for {len(self.arguments)} '
                 f"replicas, but {count} workers",
-                hint="workers have come or gone since the values were made; make them anew",
+                hint="workers have joined or left since the values were created; create them again",
             )
         return self.arguments
 

@@ -117,7 +117,7 @@ def _check_aggregation(member: GangMember, variable: Any, method: str) -> None:
     if variable.aggregation.name == "NONE":
         raise ReplicaValueError(
             f'{method} to "{variable.name}" in one of {member.num_replicas} replicas: the variable '
-            "has no aggregation that makes one value of all",
+            "has no aggregation to combine the values",
             hint="declare it with aggregation=psync.VariableAggregation.SUM, MEAN or "
             "ONLY_FIRST_REPLICA, or write it in a merge_call",
         )
@@ -154,7 +154,7 @@ async def _push(strategy: Any, calls: Sequence[tuple[Any, list[tuple[Any, Any]],
             raise ValueMismatchError(
                 f"apply_gradients: replica 0 has gradients for {_names(variables)}, replica "
                 f"{replica} for {_names([variable for _, variable in others])}",
-                hint="give zeros where a replica has none",
+                hint="pass zeros where a replica has no gradient",
             )
     sums = []
     for position, variable in enumerate(variables):

@@ -112,6 +112,6 @@ def _checked_size(size: Any) -> int:
 def _check_in_replica(operation: str, instead: str) -> None:
     if in_cross_replica_context():
         raise ContextError(
-            f"{operation} in cross-replica context, where it is not known whose losses these are",
+            f"{operation} in cross-replica context, where the replica of the losses is unknown",
             hint=f"call it in a step, or in the function given to strategy.run{instead}",
         )

@@ -41,7 +41,7 @@ def no_replica(what: str, state: CrossReplica | Updating) -> ContextError:
     """Return the error for what needs a replica and is done where there is none."""
     kind = "update" if isinstance(state, Updating) else "cross-replica"
     return ContextError(
-        f"{what} in {kind} context, where there is no replica to wait for",
+        f"{what} in {kind} context, which has no replicas to wait for",
         hint="call it in the function given to strategy.run, not in a merge function",
     )
 
@@ -94,8 +94,8 @@ class Enter:
     ) -> None:
         if _entered.get() is not self._entry and exc is None:
             raise ContextError(
-                "a replica context was left before another that was entered in it",
-                hint="use `with` blocks, which are left in the right order",
+                "a replica context was exited before one that was entered inside it",
+                hint="use `with` blocks, which exit in the right order",
             )
         _entered.reset(self._token)
         state = self._entry[1]

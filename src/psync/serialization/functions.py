@@ -133,7 +133,7 @@ class FunctionTable:
 
         sentence, _, _ = blame(subject, fn, fails)
         return SerializationError(
-            f"{sentence} to a worker with it: it may have no value yet",
+            f"{sentence} to a worker with it, because it may have no value yet",
             hint="pass it as an argument: schedule(step, args=(value,))",
         )
 
@@ -150,7 +150,7 @@ def _check_step(fn: object) -> None:
     code = _code_of(fn)
     if inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code):
         raise SerializationError(
-            f'step "{name_of(fn)}" is a generator function, whose values have nowhere to go',
+            f'step "{name_of(fn)}" is a generator function, but a step returns one value',
             hint="return a list",
         )
 
@@ -170,9 +170,9 @@ def is_coroutine_step(fn: Step) -> bool:
 def _warn_stale(step: str, names: Sequence[str], stacklevel: int) -> None:
     for name in names:
         warnings.warn(
-            f'step "{step}" captured "{name}" when it was first scheduled; "{name}" was bound to '
-            "something else since, but workers go on with what was captured; pass it as an "
-            "argument, or define the step anew",
+            f'step "{step}" captured "{name}" when it was first scheduled; "{name}" has been '
+            "rebound since, but workers keep using the captured value; pass it as an argument, or "
+            "define the step again",
             StaleCaptureWarning,
             stacklevel=stacklevel,
         )
@@ -194,7 +194,7 @@ def load_function(
     except Exception as exc:  # it runs the constructors of whatever was captured
         raise SerializationError(
             f'step "{name}" cannot be loaded on this worker: {type(exc).__name__}: {exc}',
-            hint="what it imports must be installed here, and its script be the same",
+            hint="install its imports on this worker, and use the same script",
         ) from exc
     if not callable(fn):
         raise SerializationError(f'step "{name}": expected a callable, got {type_name(fn)}')

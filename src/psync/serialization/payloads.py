@@ -312,7 +312,7 @@ def check_size(payload: Payload, subject: str, limits: Limits = DEFAULT_LIMITS) 
         if size > limit:
             raise SerializationError(
                 f"{subject}: too large: {what} takes {size} bytes, expected at most {limit}",
-                hint="split it, or keep it in variables or in files",
+                hint="split it, or store it in variables or files",
             )
 
 
@@ -346,18 +346,18 @@ def _remedy(path: Sequence[object], receiver: str) -> str:
     if inspect.iscoroutine(obj) or isinstance(obj, asyncio.Future):
         return "await it first"
     if inspect.isgenerator(obj):
-        return "make a list of it: list(…)"
+        return "convert it to a list: list(…)"
     if inspect.isasyncgen(obj):
-        return "make a list of it: [each async for each in …]"
+        return "convert it to a list: [each async for each in …]"
     if receiver != "a worker":
-        return "return the data that it holds: arrays, numbers, text, or containers of them"
+        return "return the data inside it: arrays, numbers, text, or containers of them"
     if isinstance(obj, asyncio.AbstractEventLoop):
-        return "asyncio.get_running_loop() in an `async def` step is the loop of its worker"
+        return "call asyncio.get_running_loop() in an `async def` step to get its worker's loop"
     if found := next(filter(None, map(importable_from, path)), ""):
         return f"import it inside the step: {found}; each worker then has its own"
     if isinstance(obj, io.IOBase):
-        return "open it inside the step, and pass its path"
-    return "make it inside the step, or pass the data from which the step can make it"
+        return "pass its path, and open it inside the step"
+    return "create it inside the step, or pass the data to create it from"
 
 
 def _of_user_code(error: BaseException) -> BaseException | None:

@@ -179,7 +179,7 @@ class AwaitFirst:
     def _refuse(self, used: str) -> NoReturn:
         name, instead = self._what_it_is()
         raise UsageError(
-            f"{used}: {name} is not an array here: its value lives on ps tasks",
+            f"{used}: {name} is not an array: its value is stored on ps tasks",
             hint=f"await its value first: {instead}",
         )
 

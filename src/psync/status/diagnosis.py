@@ -79,11 +79,11 @@ def diagnose(status: Status) -> list[Finding]:
 def _states(status: Status) -> Iterator[Finding]:
     if status.state == "starting":
         waits_for = short_names(status.waits_for)
-        yield Finding("warn", f"The cluster is starting. It waits for: {waits_for}.")
+        yield Finding("warn", f"The cluster is starting and waits for: {waits_for}.")
     elif status.state == "recovering":
-        yield Finding("bad", "A ps was lost: closures are held back until its contents are back.")
+        yield Finding("bad", "A ps was lost: closures wait until its variables are restored.")
     elif status.state == "failed":
-        yield Finding("bad", "A step has raised: nothing new is started until a join raises it.")
+        yield Finding("bad", "A step has failed: no closure starts until join raises its error.")
 
 
 def _values(status: Status) -> Iterator[Finding]:
@@ -94,13 +94,21 @@ def _values(status: Status) -> Iterator[Finding]:
 
 def _gone(status: Status) -> Iterator[Finding]:
     for state, one, more in (
-        ("lost", "is gone; it rejoins once it is reached", "are gone; they rejoin once reached"),
+        (
+            "lost",
+            "is lost; it rejoins when it is reachable",
+            "are lost; they rejoin when they are reachable",
+        ),
         (
             "set aside",
-            "was lost too often, and is left alone for a while",
-            "were lost too often, and are left alone for a while",
+            "was lost too often and is set aside for a while",
+            "were lost too often and are set aside for a while",
         ),
-        ("given up", "is gone for good: its process could not be kept alive", "are gone for good"),
+        (
+            "given up",
+            "was removed: its process died too often",
+            "were removed: their processes died too often",
+        ),
     ):
         tasks = [each.task for each in status.workers if each.state == state]
         if tasks:
@@ -112,7 +120,7 @@ def _gone(status: Status) -> Iterator[Finding]:
                 "bad", f"{_capital(task_text(ps.task))} is {ps.state}: steps wait for it."
             )
         elif ps.state == "silent":
-            text = "has not answered for a second: it computes, swaps, or is stopped"
+            text = "has not answered for a second: it is busy, swapping, or stopped"
             yield Finding("warn", f"{_capital(task_text(ps.task))} {text}.")
 
 
@@ -142,25 +150,27 @@ def _barriers(status: Status) -> Iterator[Finding]:
             yield Finding(
                 "warn",
                 f"{_capital(tasks_text(bound.waiting))} may be at most {bound.max_staleness} "
-                f"rounds ahead, and {wait} for {tasks_text(bound.waits_for)}.",
+                f"rounds ahead and {wait} for {tasks_text(bound.waits_for)}.",
             )
 
 
 def _work(status: Status) -> Iterator[Finding]:
     queue, here = status.queue, _here(status)
     if status.state == "running" and not here:
-        yield Finding("bad", f"No worker is here. It waits for: {short_names(status.waits_for)}.")
+        yield Finding(
+            "bad", f"There are no workers. The program waits for: {short_names(status.waits_for)}."
+        )
     idle = [each for each in here if each.state == "idle"]
     if status.state not in ("running", "idle") or not idle or queue.queued:
         return
     if len(idle) == len(here):
         yield Finding("warn", "Nothing is scheduled: all workers wait for the program.")
     elif queue.waiting:
-        text = "closures that are left wait for the value of another one"
+        text = "the remaining closures wait for the value of another closure"
         yield Finding("warn", f"{_of(idle, here)} have nothing to do: {text}.")
     else:
         busy = [each.task for each in here if each.state != "idle"]
-        text = f"the queue is empty, and what is left runs on {tasks_text(busy)}"
+        text = f"the queue is empty, and the last closures run on {tasks_text(busy)}"
         advice = "Schedule further ahead, or join less often"
         yield Finding("warn", f"{_of(idle, here)} have nothing to do: {text}. {advice}.")
 
@@ -187,7 +197,7 @@ def _stragglers(status: Status) -> Iterator[Finding]:
             text = f"has run {closure.name} for {seconds_text(closure.seconds)}"
             than = f"; its closures take {seconds_text(pace)}" if pace else ""
             if each.work is None and any(other.work for other in status.workers):
-                than += "; it does not answer: it computes on its loop, or is stopped"
+                than += "; it does not answer: it computes on its event loop, or is stopped"
             yield Finding("warn", f"{_capital(task_text(each.task))} {text}{than}.")
             return  # of many stuck ones the first will do
 
@@ -202,14 +212,14 @@ def _shares(status: Status) -> Iterator[Finding]:
     )
     if pull + push > LARGE_SHARE:
         parts = f"{pull:.0%} for values, {push:.0%} until pushes have arrived"
-        advice = "send fewer bytes or send them less often, or use more ps tasks"
+        advice = "send fewer bytes, send them less often, or use more ps tasks"
         yield Finding(
             "warn",
             f"Workers wait for ps tasks {pull + push:.0%} of the time ({parts}), and compute for "
             f"{compute:.0%}: {advice}.",
         )
     if wait > LARGE_SHARE:
-        advice = "backup workers, or a looser bound, make that less"
+        advice = "use backup workers, or a looser bound"
         yield Finding(
             "warn",
             f"Workers wait for other workers {wait:.0%} of the time, and compute for "
@@ -221,7 +231,7 @@ def _servers(status: Status) -> Iterator[Finding]:
     long = [each for each in status.ps if each.queue > LONG_QUEUE]
     if long:
         most = max(long, key=lambda each: each.queue)
-        text = f"has {most.queue} updates waiting: the ps tasks are what everybody waits for"
+        text = f"has {most.queue} updates waiting: the ps tasks are the bottleneck"
         yield Finding("warn", f"{_capital(task_text(most.task))} {text}.")
     shares = [each.work for each in _here(status) if each.work is not None]
     moved = [each.pull + each.push for each in shares]
@@ -229,7 +239,7 @@ def _servers(status: Status) -> Iterator[Finding]:
         yield from _uneven(status.ps)
     behind = [each for each in status.ps if each.backup is not None and each.backup.behind > 1000]
     if behind:
-        text = "is far behind its log; updates wait for it"
+        text = "is far behind; updates wait for it"
         yield Finding("warn", f"The backup of {tasks_text([each.task for each in behind])} {text}.")
 
 
@@ -254,18 +264,18 @@ def _lost_work(status: Status) -> Iterator[Finding]:
         if each.accepted + each.dropped >= 20 and each.dropped > each.accepted
     ]
     if late:
-        text = "more than half of the gradients come too late, and are dropped"
+        text = "more than half of the gradients are stale and dropped"
         yield Finding("warn", f"{_capital(tasks_text(late))}: {text}.")
     for group in status.steps.groups if not late else ():
         offered = group.accepted + group.dropped
         if offered >= 20 and group.dropped > LATE_SHARE * offered:
             share = group.dropped / offered
-            text = f"{share:.0%} of the gradients for {group.name} came too late, and were dropped"
-            yield Finding("warn", f"{text}: that much computing is for nothing.")
+            text = f"{share:.0%} of the gradients for {group.name} were stale and dropped"
+            yield Finding("warn", f"{text}: that share of the computation is wasted.")
     for event in status.events:
         if event.kind == "lost" and event.seconds < RECENT_S and status.queue.put_back:
             count = status.queue.put_back
-            text = f"Closures that ran again because of such losses: {count:,}."
+            text = f"Closures run again because of lost workers: {count:,}."
             yield Finding("warn", f"Within a minute: {short_names(event.text)}. {text}")
             return
 
@@ -280,10 +290,10 @@ def _all_is_well(status: Status) -> Finding:
         share = sum(each.compute for each in known) / len(known)
         # A step that waits for its data computes, as far as anybody sees.
         text = f"workers compute, or read data, for {share:.0%} of the time"
-        return Finding("good", f"The cluster does not hold it up: {text}.{rest}")
+        return Finding("good", f"The cluster is not the bottleneck: {text}.{rest}")
     busy = sum(each.state == "busy" for each in here)
     text = f"{busy} of {len(here)} workers are busy"
-    return Finding("good", f"The cluster does not hold it up: {text}.{rest}")
+    return Finding("good", f"The cluster is not the bottleneck: {text}.{rest}")
 
 
 def _rest_of_queue(status: Status) -> str:
@@ -291,8 +301,8 @@ def _rest_of_queue(status: Status) -> str:
     seconds = queue.queued / queue.closures_per_s if queue.closures_per_s else 0.0
     if seconds < LONG_WORK_S:
         return ""
-    text = f" The {queue.queued:,} closures that are queued take {seconds_text(seconds)} more"
-    return f"{text}; more workers would make that less."
+    text = f" The {queue.queued:,} queued closures take another {seconds_text(seconds)}"
+    return f"{text}; more workers would reduce that."
 
 
 _RULES: tuple[Callable[[Status], Iterable[Finding]], ...] = (

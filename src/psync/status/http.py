@@ -104,10 +104,10 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
         ):
             return
         if untold := self._quota.untold():
-            self.logger.warning("%d lines about HTTP requests were not written", untold)
+            self.logger.warning("%d log lines about HTTP requests were suppressed", untold)
         if isinstance(exc, UnicodeError) or getattr(exc, "code", 500) < 500:
             who = args[0] if args else "somebody"
-            self.logger.warning("%s has sent something that is no HTTP request", who)
+            self.logger.warning("%s has sent an invalid HTTP request", who)
         else:
             self.logger.error(msg, *args, exc_info=exc)
 

@@ -59,7 +59,7 @@ async def reading_status(run: Run) -> AsyncIterator[StatusReader]:
         try:
             peer = await endpoint.connect(run.address, CHIEF)
         except (ConnectFailed, AuthenticationError) as exc:
-            raise ConfigurationError(f"{run} has ended, or cannot be reached: {exc}") from exc
+            raise ConfigurationError(f"{run} has ended, or is unreachable: {exc}") from exc
         yield StatusReader(run, peer)
     finally:
         await endpoint.close()
@@ -94,12 +94,14 @@ class StatusReader:
         except DeadlineExceeded as exc:
             raise DeadlineExceeded(
                 f"{self._run} has not answered for {ANSWERS_WITHIN_S:g} s",
-                hint="its event loop computes, or the process is stopped",
+                hint="its event loop is busy, or the process is stopped",
             ) from exc
         except TransportError as exc:
             raise ConfigurationError(f"{self._run} has ended") from exc
         except PsyncError as exc:
-            raise RemoteProtocolError(f"{self._run} cannot say its status: {exc.message}") from exc
+            raise RemoteProtocolError(
+                f"{self._run} cannot report its status: {exc.message}"
+            ) from exc
 
     async def read_spans(self, name: str, *, last: bool = False) -> list[Reading]:
         """Return what tasks have recorded; see ``SpanCollector.read``, and ``read`` for errors."""
@@ -142,7 +144,8 @@ class UrlReader:
         url = urlsplit(self._url)
         if not url.path.endswith("/status"):
             raise ConfigurationError(
-                f"{self._url.partition('?')[0]}: expected the URL of a status, as the log has it",
+                f"{self._url.partition('?')[0]}: expected the URL of a status, as in the program's "
+                "log",
                 hint="http://127.0.0.1:9400/status?token=…; see --metrics-port of psync run",
             )
         query = f"{url.query}&reader={name}{'&last=1' if last else ''}"

@@ -78,7 +78,7 @@ def _check_private(path: Path) -> None:
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(
-            errno.EACCES, "expected a directory of this user's own, of mode 0700", str(path)
+            errno.EACCES, "expected a directory owned by this user, with mode 0700", str(path)
         )
 
 
@@ -178,7 +178,9 @@ def chosen_run(named: str | None = None, directory: Path | None = None) -> Run:
     hint = "start one on this machine, or give the path of its run file"
     if runs:
         raise ConfigurationError(f"the newest run, {runs[0][1]}, has ended", hint=hint)
-    raise ConfigurationError(f"no program of this user runs (looked in {directory})", hint=hint)
+    raise ConfigurationError(
+        f"no program of this user is running (looked in {directory})", hint=hint
+    )
 
 
 def _names(id_: str, run: Run) -> tuple[str, ...]:

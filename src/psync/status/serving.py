@@ -109,7 +109,7 @@ class ServedStatus:
         try:
             await _serve(self.source, url, self._stack)
         except (OSError, ConfigurationError) as exc:
-            logger.info("nobody can ask for the status of this run: %s", exc)
+            logger.info("the status of this run is not available: %s", exc)
             await self._stack.aclose()
 
     async def _metrics(self) -> str:

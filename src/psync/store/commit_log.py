@@ -139,7 +139,7 @@ class CommitLog(Generic[E]):
         """
         if number > self._last:
             raise LocalProtocolError(
-                f"{self._task}: its backup has entry {number}, and there are {self._last}"
+                f"{self._task}: its backup has entry {number}, but there are only {self._last}"
             )
         self._shipped = max(self._shipped, number)  # it came over a connection that was lost
         self.taken = max(self.taken, number)

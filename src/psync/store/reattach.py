@@ -251,8 +251,9 @@ class Adoption:
         if misfits:
             lines = "".join(f"\n  {misfit}" for misfit in misfits)
             raise AttachError(
-                f"the program does not fit what the ps tasks hold; nothing was changed:{lines}",
-                hint=f"declare the same as the program that has left it; or {BACK}",
+                "the program does not match the variables on the ps tasks; nothing was "
+                f"changed:{lines}",
+                hint=f"declare the same variables as the previous program; or {BACK}",
             )
         if last:
             decision.extra = sorted(self._shards.keys() - {spec.name for spec in declared})
@@ -369,18 +370,17 @@ def _check_lives(holdings: Sequence[Holding]) -> None:
     lost = [f"/job:ps/task:{ps}" for ps, holding in others if holding.lineage or not holding.shards]
     if lost:
         raise AttachError(
-            f"cannot attach to living variables: {', '.join(lost)} has lost what it held, since it "
-            "was started again, or a program has begun anew there, while others hold their part "
-            "still",
+            f"cannot attach to living variables: {', '.join(lost)} has lost its shards, because it "
+            "was restarted or another program has started there, while other ps tasks still hold "
+            "theirs",
             hint=BACK,
         )
     if 0 in lives:
         half = [f"/job:ps/task:{ps}" for ps, holding in enumerate(holdings) if not holding.lineage]
         raise AttachError(
-            f"cannot attach to living variables: what {', '.join(half)} holds may be half done, "
-            "since the earlier program died before it was told that ps tasks had gone back to a "
-            "checkpoint, or after a synchronous step could not be applied on all of them, or since "
-            "the ps was started again",
+            f"cannot attach to living variables: the shards of {', '.join(half)} may be "
+            "inconsistent, because the earlier program died during a rollback, or after a "
+            "synchronous step was not applied on all ps tasks, or because the ps was restarted",
             hint=BACK,
         )
 

@@ -91,8 +91,8 @@ class ShardTable:
         if known is not None:
             if known.spec != spec:
                 raise PartitionError(
-                    f"{spec} on {self._task}: exists already as {_whole(known.spec)}, "
-                    f"got {_whole(spec)}"
+                    f"{spec} on {self._task}: already exists as {_whole(known.spec)}, got "
+                    f"{_whole(spec)}"
                 )
             return False
         values = new_values(spec, fill, self._pool)
@@ -245,8 +245,8 @@ class ShardTable:
             self._optimizers[optimizer_id] = Optimizer(rule, rule.to_config())
         elif known.config != rule.to_config():
             raise ConfigurationError(
-                f"optimizer {optimizer_id} on {self._task} is defined already as "
-                f"{known.config}, got {rule.to_config()}"
+                f"optimizer {optimizer_id} on {self._task} is already defined as {known.config}, "
+                f"got {rule.to_config()}"
             )
 
     def push_count(self, optimizer_id: int) -> PushCount:
@@ -379,7 +379,7 @@ class ShardTable:
     def _idle(self, key: Key) -> Shard:
         shard = self._shards.get(key) or self._shard(key)
         if shard.busy:
-            raise BusyError(f"{shard.spec} on {self._task}: an update is under way")
+            raise BusyError(f"{shard.spec} on {self._task}: an update is in progress")
         return shard
 
     def _optimizer(self, optimizer_id: int) -> Optimizer:

@@ -56,7 +56,7 @@ class Frozen:
         """
         views = self._arrays.get(place)
         if views is None:
-            raise CheckpointError(f"item {place} of a snapshot is not held any more, or never was")
+            raise CheckpointError(f"item {place} of a snapshot is no longer held, or never was")
         item = self.state.items[place]
         if item.fill is None:
             return list(views)
@@ -90,9 +90,7 @@ class Frozen:
         del self._arrays[place]
         while views:
             if self._dropped:
-                raise CheckpointError(
-                    f"{self.state.items[place]}: its snapshot is not held any more"
-                )
+                raise CheckpointError(f"{self.state.items[place]}: its snapshot is no longer held")
             yield views.pop()
 
     def drop(self) -> None:
@@ -139,7 +137,7 @@ def freeze(
     shards = store.shards()
     for shard in shards.values():
         if shard.busy:
-            raise BusyError(f"{shard.spec}: an update is under way, so there can be no snapshot")
+            raise BusyError(f"{shard.spec}: an update is in progress, so no snapshot can be taken")
     remembered = state_of(ledger, pack)
     items: list[SnapshotItem] = []
     arrays: list[list[memoryview]] = []

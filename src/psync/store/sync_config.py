@@ -96,11 +96,11 @@ class SyncConfig:
             raise ConfigurationError(
                 f"{self.name}: deterministic=True needs every replica in every step, got "
                 f"replicas_to_aggregate={needed} of total_num_replicas={total}",
-                hint="give both the same value: there are no backup replicas then",
+                hint="set both to the same value, without backup workers",
             )
         if self.tensorflow_compat and self.strict:
             raise ConfigurationError(
-                f"{self.name}: tensorflow_compat=True has free tokens, as TensorFlow has",
+                f"{self.name}: tensorflow_compat=True uses unbound tokens, as TensorFlow does",
                 hint="leave out strict and deterministic, or tensorflow_compat",
             )
 
@@ -135,12 +135,12 @@ class SyncConfig:
             raise ConfigurationError(
                 f"{self.name}: too few tokens to finish the first step: got {count}, needed "
                 f"{self.fewest_initial_tokens} (replicas_to_aggregate - total_num_replicas)",
-                hint="-1 puts as many as are needed",
+                hint="-1 puts as many tokens as needed",
             )
         if count > MAX_TOKENS:
             raise ConfigurationError(
                 f"{self.name}: expected at most {MAX_TOKENS} initial tokens, got {count}",
-                hint="-1 puts as many as are needed",
+                hint="-1 puts as many tokens as needed",
             )
         return count
 

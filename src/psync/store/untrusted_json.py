@@ -87,7 +87,7 @@ def wrong(where: str, what: str, expected: str, got: object) -> CheckpointCorrup
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return CheckpointCorrupt(
         f"{where}: damaged: {what}: expected {expected}, got {shown}",
-        hint="use an older checkpoint; this one was changed or damaged after it was saved",
+        hint="use an older checkpoint; this one was changed or damaged after saving",
     )
 
 

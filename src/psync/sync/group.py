@@ -412,7 +412,7 @@ class Group:
         if any(owner == replica for owner, _ in self.tokens.waiting):
             raise UsageError(
                 f"{self.config.name}: {replica[0]} has contributed {self._shares[replica]} times "
-                f"to step {self.step}, which is all that bound tokens allow",
+                f"to step {self.step}, the maximum with bound tokens",
                 hint="await each apply_gradients before the next pull and push",
             )
         return True

@@ -90,7 +90,7 @@ class GroupTable:
             self._groups[group] = KnownGroup(raw, config)
         elif known.config != config:
             raise ConfigurationError(
-                f"{known.config.name} on {self._task}: another configuration than at first: "
+                f"{known.config.name} on {self._task}: a different configuration than at first: "
                 f"expected {known.config.to_config()}, got {config.to_config()}"
             )
         return config

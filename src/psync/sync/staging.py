@@ -316,14 +316,15 @@ class Staging:
         if count * nbytes > self._budget:
             raise ConfigurationError(
                 f"{config.name} on {self._task}: a step may need {count} pushes of {nbytes} bytes "
-                f"({count * nbytes} bytes) at once, and the budget is {self._budget} bytes",
+                f"({count * nbytes} bytes) at the same time, but the budget is {self._budget} "
+                "bytes",
                 hint=f"set {BUDGET_VARIABLE}={count * nbytes} or more on the ps tasks, or spread "
                 "the variables over more of them",
             )
 
     def _exhausted(self, nbytes: int, config: SyncConfig) -> ConfigurationError:
         return ConfigurationError(
-            f"{config.name} on {self._task}: {self._bytes} of {self._budget} bytes for pushes of "
-            f"steps that are not closed yet are taken, and {nbytes} more are needed",
+            f"{config.name} on {self._task}: pushes of open steps use {self._bytes} of "
+            f"{self._budget} bytes, and {nbytes} more are needed",
             hint=f"set {BUDGET_VARIABLE}={self._bytes + nbytes} or more on the ps tasks",
         )

@@ -121,8 +121,8 @@ class StepUpdate:
             self._gather_mixed(parts, weights)
         if not self.norms.known_for(self.keys):
             raise RemoteProtocolError(
-                f"{self.store.task}: step {self.step} of {self.config.name} changes shards of "
-                "which no norms were measured"
+                f"{self.store.task}: step {self.step} of {self.config.name} changes shards whose "
+                "norms were not measured"
             )
         self.optimizer_step = max(self.store.push_count(self.group).known, self.step)
         self.store.check_rate(self.group, self.optimizer_step)

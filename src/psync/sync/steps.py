@@ -81,7 +81,7 @@ class SyncSteps:
             known.note_calls([noted[1:] for noted in self._noted if noted[0] == group])
         elif known.config != config:
             raise ConfigurationError(
-                f"{known.config.name}: another configuration than at first: expected "
+                f"{known.config.name}: a different configuration than at first: expected "
                 f"{known.config.to_config()}, got {config.to_config()}"
             )
 

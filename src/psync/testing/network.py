@@ -360,7 +360,7 @@ class MemoryNetwork:
         ends = self._ends(host, address)
         listener = self._listeners.get(address)
         if listener is None:
-            raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens on {address}")
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"no task listens on {address}")
         if any(ends.server_is(where) for where in self._refused):
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"{address} refuses connections")
         protocol = factory()

@@ -119,7 +119,8 @@ class Checkpoint:
         for name in objects:
             if name.startswith("~"):
                 raise ConfigurationError(
-                    f"checkpoint: {name!r} cannot be a name: '~' is what is not saved by name"
+                    f"checkpoint: {name!r} cannot be a name: '~' is reserved for state that is not "
+                    "saved by name"
                 )
         self._objects = objects
         self._contents(slots=False)  # what cannot be saved is refused here
@@ -195,11 +196,11 @@ class Checkpoint:
             except (CutLost, FencedError, RemoteError, TransportError) as exc:
                 recovering = coordinator.recovery.is_rolling_back
                 if tries_left and (isinstance(exc, CutLost) or recovering):
-                    logger.warning("a checkpoint is begun anew: %s", exc.message)
+                    logger.warning("saving a checkpoint starts again: %s", exc.message)
                     continue  # a ps was cut off, or was lost and has been recovered
                 raise CheckpointError(
                     f"checkpoint in {directory}: it was not saved: {exc}",
-                    hint="what was saved before is whole",
+                    hint="earlier checkpoints are intact",
                 ) from exc
         raise AssertionError("unreachable")
 

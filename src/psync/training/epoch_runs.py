@@ -127,7 +127,9 @@ class EpochRuns:
         first = done = owed.scheduled
         closures, counts = owed.schedule(self.run_steps, self.batches, steps)
         if steps is None:
-            logger.warning("fit: a rollback has undone %d steps: trained again", sum(counts))
+            logger.warning(
+                "fit: a rollback has undone %d steps, which are trained again", sum(counts)
+            )
             done = max(0, first - sum(counts))
         tasks: list[Any] = [asyncio.create_task(show_steps(closures, counts, self.show, done))]
         if told:

@@ -73,7 +73,7 @@ def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Shard]:
     if isinstance(data, Sequence) and data and not isinstance(data, str | bytes):
         if any(map(_is_of_rows, data)):
             raise ConfigurationError(
-                f"validation data: got a {type(data).__name__} of arrays, which is no list of "
+                f"validation data: got a {type(data).__name__} of arrays, which is not a list of "
                 "shards",
                 hint="a tuple of arrays: (x, y)",
             )
@@ -129,8 +129,8 @@ def no_batch() -> ConfigurationError:
 def say_over(epoch: int, epochs: int) -> None:
     """Say in the log why training ends before its last epoch."""
     logger.warning(
-        "training ends with epoch %d of %d: the workers' data began and ended in it; give them "
-        "more (num_epochs=None), or fewer steps_per_epoch", epoch + 1, epochs,
+        "training ends with epoch %d of %d: the workers' data started and ended in it; provide "
+        "more data (num_epochs=None), or use fewer steps_per_epoch", epoch + 1, epochs,
     )  # fmt: skip
 
 

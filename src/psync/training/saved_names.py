@@ -94,7 +94,7 @@ def _renamed(contents: Contents, found: Mapping[str, str], reader: Reader) -> di
     try:
         names = _variable_names(reader)
     except CheckpointError as exc:  # what is asked for may be whole
-        logger.warning("names of variables in %s are not known: %s", reader.path, exc.message)
+        logger.warning("variable names in %s are unknown: %s", reader.path, exc.message)
         return {}
     now = {}
     for path, handle in contents.handles.items():

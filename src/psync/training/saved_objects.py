@@ -100,7 +100,8 @@ def _check_values(values: Any) -> None:
     taken = sorted(name for name in values if hasattr(SavedState, name))
     if taken:
         raise ConfigurationError(
-            f"saved state: expected names of values, got {taken[0]!r}, which SavedState has itself",
+            f"saved state: expected names of values, got {taken[0]!r}, which is an attribute of "
+            "SavedState",
             hint="give the value another name",
         )
 
@@ -169,9 +170,9 @@ class Contents:
             adder = next((each for kind, each in self._adders() if isinstance(thing, kind)), None)
             if adder is None:
                 raise UsageError(
-                    f"checkpoint: {path!r} is {type(thing).__name__}, which it cannot hold",
-                    hint="it holds variables, optimizers, metrics, moving averages, modules, "
-                    "SavedState(epoch=0), dicts and lists of them, and what has "
+                    f"checkpoint: {path!r} is {type(thing).__name__}, which cannot be saved",
+                    hint="a checkpoint can hold variables, optimizers, metrics, moving averages, "
+                    "modules, SavedState(epoch=0), dicts and lists of these, and objects with "
                     "checkpoint_state()",
                 )
             self._paths[key] = path
@@ -187,8 +188,8 @@ class Contents:
         """
         if name in self._names:
             raise UsageError(
-                f"checkpoint: two things are called {name!r}",
-                hint="names are paths: of dicts, keys without '/' that differ as texts",
+                f"checkpoint: two objects are called {name!r}",
+                hint="names are paths: use dict keys without '/' whose texts differ",
             )
         self._names.add(name)
 

@@ -118,7 +118,7 @@ class SidecarEvaluator:
         ``iterations`` as the step. Here a checkpoint has a number, so it may hold any objects.
     """
 
-    __psync_capture_error__ = "an evaluator reads files of its own machine, steps have no use of it"
+    __psync_capture_error__ = "an evaluator reads files of its own machine and is not for steps"
     __psync_capture_hint__ = "call it in the program, outside of steps"
 
     validation_skipped = False
@@ -154,8 +154,9 @@ class SidecarEvaluator:
         for callback in callbacks:
             if isinstance(callback, EarlyStopping | LearningRateScheduler | ModelCheckpoint):
                 raise ConfigurationError(
-                    f"evaluator: {type(callback).__name__} acts on a trainer, and here is none",
-                    hint="give it to Trainer.fit, with validation_data",
+                    f"evaluator: {type(callback).__name__} needs a trainer, which an evaluator "
+                    "does not have",
+                    hint="pass it to Trainer.fit, with validation_data",
                 )
         self._checkpoint = checkpoint
         self._eval_fn = eval_fn
@@ -229,7 +230,7 @@ class SidecarEvaluator:
                 ends = newest is not None and await asyncio.to_thread(is_last, newest[1])
             if training is not None and not ends and training.has_ended():
                 logger.warning(
-                    "the evaluator ends: %s, and no checkpoint was saved as the last",
+                    "the evaluator ends: %s, and no checkpoint was marked as the last",
                     training.describe(),
                 )
                 ends = True
@@ -259,7 +260,7 @@ class SidecarEvaluator:
         except CheckpointError as exc:
             if await asyncio.to_thread(is_complete, path):
                 self._done = number
-                logger.warning("%s is passed over: %s", path.name, exc)
+                logger.warning("%s is skipped: %s", path.name, exc)
             else:
                 logger.debug("%s was removed while it was read", path.name)
             return None

@@ -406,7 +406,7 @@ class FrameDecoder:
 
 def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemoteProtocolError:
     if magic.startswith(TLS_HELLO):
-        return RemoteProtocolError("the peer uses TLS, this task does not", hint=SAME_TLS)
+        return RemoteProtocolError("the peer uses TLS, but this task does not", hint=SAME_TLS)
     if magic != MAGIC:
         return RemoteProtocolError(
             f"expected a psync frame, which starts with {MAGIC!r}, got {magic!r}",

@@ -126,7 +126,7 @@ class ClientHandshake:
         if challenge.secured != (self._secret is not None):
             ours, theirs = ("no", "one") if self._secret is None else ("a", "none")
             raise AuthenticationError(
-                f"this task has {ours} secret, {challenge.task} has {theirs}",
+                f"this task has {ours} secret, but {challenge.task} has {theirs}",
                 hint=f"{_SAME_SECRET}, or start all of them with --insecure",
             )
         if self._secret is not None:
@@ -134,7 +134,7 @@ class ClientHandshake:
             if not hmac.compare_digest(expected, challenge.mac):
                 between = ", or somebody between the two ends its TLS" if self.binding else ""
                 raise AuthenticationError(
-                    f"{challenge.task} does not hold the same secret as this task{between}",
+                    f"{challenge.task} does not have the same secret as this task{between}",
                     hint=_SAME_SECRET,
                 )
         if self._expect is not None and challenge.task != self._expect:

@@ -78,8 +78,8 @@ class ArrayDataset(Dataset):
         self.num_epochs = _epochs(num_epochs)
         if drop_remainder and self.num_rows < (self.batch_size or 1):
             raise ConfigurationError(
-                f"batch_size: expected at most {self.num_rows}, the number of rows, as "
-                f"drop_remainder leaves nothing else, got {batch_size}"
+                f"batch_size: expected at most {self.num_rows}, the number of rows, because of "
+                f"drop_remainder, got {batch_size}"
             )
 
     def __repr__(self) -> str:
@@ -223,9 +223,10 @@ def policy_for(dataset: Dataset, policy: str, num_workers: int) -> str:
     if policy == "file" and num_files < num_workers:
         have = f"{num_files} files" if num_files else f"a dataset without files, {dataset!r}"
         raise ConfigurationError(
-            f'shard_policy "file": expected a file at least for each of {num_workers} workers, '
+            f'shard_policy "file": expected at least one file for each of {num_workers} workers, '
             f"got {have}",
-            hint='psync.data.from_files makes datasets of files; shard_policy="data" takes any',
+            hint='psync.data.from_files creates datasets of files; shard_policy="data" accepts any '
+            "dataset",
         )
     return policy
 
@@ -278,11 +279,12 @@ def iterable_of(source: Any) -> Dataset:
     if isinstance(source, Dataset):
         return source
     if reason := getattr(type(source), "__psync_capture_error__", None):
-        raise ConfigurationError(f"dataset: a {type_name(source)} is none: {reason}")
+        raise ConfigurationError(f"dataset: a {type_name(source)} is not a dataset: {reason}")
     if isinstance(source, Iterator):
         raise ConfigurationError(
-            f"dataset: a {type_name(source)} can be iterated over only once, and each worker does",
-            hint="pass the function that makes it: create_per_worker_dataset(batches), not "
+            f"dataset: a {type_name(source)} can be iterated over only once, but every worker "
+            "iterates over it",
+            hint="pass the function that creates it: create_per_worker_dataset(batches), not "
             "create_per_worker_dataset(batches())",
         )
     if what := _arrays_in(source):
@@ -346,7 +348,7 @@ def _stacked(arrays: Any) -> Any:
     except (TypeError, ValueError) as exc:
         raise UsageError(
             f"arrays: a {type_name(arrays)} is stacked into one array, which failed: {exc}",
-            hint="arrays that belong together are a tuple or a dict: from_arrays((x, y), …)",
+            hint="pass related arrays as a tuple or dict: from_arrays((x, y), …)",
         ) from exc
 
 

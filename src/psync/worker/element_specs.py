@@ -102,7 +102,7 @@ def _check_alike(one: Any, other: Any) -> None:
         if a != b:
             raise UsageError(
                 f"elements of one dataset differ in structure: {what} {a} and {what} {b}",
-                hint="let each batch be the same nesting of dicts, lists and tuples",
+                hint="give every batch the same nesting of dicts, lists and tuples",
             )
 
 

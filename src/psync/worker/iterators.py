@@ -409,7 +409,7 @@ class IteratorHandle(Generic[T]):
         iterator = runtime.find_iterator(self.uid)
         if iterator is None:
             raise UsageError(
-                "a per-worker iterator reached the step in a way that psync cannot see",
+                "a per-worker iterator was passed to the step in an unsupported way",
                 hint="pass it as an argument of the step, or let the step capture it",
             )
         return iterator

@@ -175,7 +175,7 @@ class Session:
             deadline = self._loop.time() + ANSWER_S
             await self.control.call(LeaveCluster(reason), deadline=deadline)
         except DeadlineExceeded:
-            logger.info("the coordinator is busy; leaving it all the same")
+            logger.info("the coordinator is busy; leaving anyway")
         self._told = True
         self._give_back_all()
         waiting = asyncio.ensure_future(self._wait_idle())
@@ -271,7 +271,7 @@ class Session:
         if not self._runner.done():
             logger.warning(
                 "worker %d: closure %s does not stop although it was cancelled; its updates are "
-                "refused", self.attach.worker_index, running.id if running is not None else "?",
+                "rejected", self.attach.worker_index, running.id if running is not None else "?",
             )  # fmt: skip
 
     def _take_queued(self, ids: Sequence[int]) -> list[HeldClosure]:
@@ -295,7 +295,7 @@ class Session:
                 self.control.abort(exc.__cause__ if isinstance(exc.__cause__, Exception) else None)
                 return
             except Exception as exc:  # of psync itself: the closures run again elsewhere
-                logger.exception("worker %d cannot go on", self.attach.worker_index)
+                logger.exception("worker %d cannot continue", self.attach.worker_index)
                 self.control.abort(exc)
                 return
 

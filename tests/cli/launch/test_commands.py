@@ -56,7 +56,7 @@ def test_the_batch_script_names_the_job_and_quotes(capsys: pytest.CaptureFixture
         (["kubernetes", "--", "train.py"], "Missing option '--image'"),
         ([*KUBERNETES[1:], "--"], "Missing argument"),
         ([*KUBERNETES[1:], "--name", "Train", "--", "train.py"], "--name: expected at most 40"),
-        ([*KUBERNETES[1:], "--", "1.py"], "--name: expected at most 40 small letters"),
+        ([*KUBERNETES[1:], "--", "1.py"], "--name: expected at most 40 lower-case letters"),
         ([*KUBERNETES[1:], "--namespace", "a_b", "--", "train.py"], "--namespace: expected"),
         (
             [*KUBERNETES[1:], "--resources", "server:cpu=1", "--", "train.py"],
@@ -65,7 +65,7 @@ def test_the_batch_script_names_the_job_and_quotes(capsys: pytest.CaptureFixture
         ([*KUBERNETES[1:], "--resources", "ps:cpu", "--", "train.py"], "--resources: expected"),
         (
             [*KUBERNETES[1:], "--volume", "none", "--shared-volume", "--", "train.py"],
-            "--shared-volume: there is no volume",
+            "--shared-volume needs a volume",
         ),
         (["slurm", "--sbatch", "gpu", "--", "train.py"], "--sbatch: expected an option of sbatch"),
         (["slurm", "--setup", "a\nb", "--", "train.py"], "expected one line"),

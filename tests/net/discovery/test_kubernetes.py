@@ -65,7 +65,7 @@ def test_a_pod_with_another_name_does_not_pass_for_the_program(host: str) -> Non
     with pytest.raises(ConfigurationError) as caught:
         training_cluster(resolver)
     assert caught.value.message == (
-        f'KubernetesClusterResolver: this pod is called "{host}", and tasks are '
+        f'KubernetesClusterResolver: this pod is called "{host}", but the tasks are '
         "train-chief-[0…0], train-ps-[0…11], train-worker-[0…1]"
     )
     resolver.task_type, resolver.task_id = "worker", 1
@@ -100,7 +100,7 @@ def test_no_package_and_no_right_is_needed(monkeypatch: pytest.MonkeyPatch) -> N
         ({"jobs": {"ps": 0}}, "jobs: 'ps': expected the number of its tasks, got 0"),
         ({"jobs": {"ps": True}}, "jobs: 'ps': expected the number of its tasks, got True"),
         ({"names": {"pss": "x"}}, "names: 'pss' is not one of jobs"),
-        ({"service": "a.b"}, "expected a name of small letters, digits and dashes, got 'a.b'"),
+        ({"service": "a.b"}, "expected a name of lower-case letters, digits and dashes, got 'a.b'"),
         (
             {"job_to_label_mapping": {"ps": ["a=b"]}},
             "service and names are for pods that are found",

@@ -225,7 +225,7 @@ REGIONS: dict[str, tuple[Callable[[], int], str]] = {
     "that others write": (lambda: memfd(MIB, seals=SEALS & ~0x10), "is not sealed"),
     "too small": (lambda: memfd(4096), "has 4096 bytes"),
     "empty": (lambda: memfd(0), "has 0 bytes"),
-    "sparse": (lambda: memfd(MIB, allocated=4096), "of which 4096 are there"),
+    "sparse": (lambda: memfd(MIB, allocated=4096), "4096 of them allocated"),
     "on disk": (on_disk, "cannot be mapped"),
     "a directory": (lambda: os.open("/", os.O_RDONLY), "cannot be mapped"),
 }

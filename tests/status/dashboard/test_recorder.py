@@ -70,7 +70,7 @@ async def test_an_error_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     cluster.fails = True
     await recorder.close()
     assert recorder.show.newest is not None
-    assert caplog.text.count("the status for the dashboard cannot be taken") == 2
+    assert caplog.text.count("the dashboard cannot read the status") == 2
 
 
 async def test_a_full_disk_is_one_warning(
@@ -87,5 +87,5 @@ async def test_a_full_disk_is_one_warning(
         recorder.start()
         await cluster.asked_again(4)
         await recorder.close()
-    assert caplog.text.count("is not written any more: No space left on device") == 1
+    assert caplog.text.count("is no longer written: No space left on device") == 1
     log.close()

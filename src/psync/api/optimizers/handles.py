@@ -239,8 +239,8 @@ class Optimizer(PushPull):
         """
         if self._in_use:
             raise UsageError(
-                f"exclude_from_weight_decay: {self._name} is in use already",
-                hint="call it right after the optimizer was made",
+                f"exclude_from_weight_decay: {self._name} is already in use",
+                hint="call it right after creating the optimizer",
             )
         variables = [] if var_list is None else leaves(listed(var_list))
         options = dataclasses.replace(
@@ -447,7 +447,8 @@ class Optimizer(PushPull):
         self._in_use = True
         if runtime.program and runtime.program != self.origin:
             raise UsageError(
-                f"optimizer {self._name!r} was made on this worker, where nobody shares its slots",
-                hint="make it in main(), on the coordinator, and let the step capture it",
+                f"optimizer {self._name!r} was created on this worker, so its slots would not be "
+                "shared",
+                hint="create it in main(), on the coordinator, and let the step capture it",
             )
         return runtime

@@ -26,10 +26,10 @@ num_workers = click.option(
 
 @click.group()
 def launch() -> None:
-    """Print what starts a script as a cluster on Kubernetes or SLURM.
+    """Print the manifests or batch script that run a script on Kubernetes or SLURM.
 
-    Nothing is started: read it, change it, and give it to kubectl or sbatch. The script is the one
-    that psync run takes.
+    Nothing is started. Read and edit the output, then pass it to kubectl or sbatch. The script is
+    the same as for psync run.
     """
 
 
@@ -37,37 +37,45 @@ def launch() -> None:
 @command
 @num_ps
 @num_workers
-@click.option("--image", required=True, help="Of all tasks: psync, the script, what it imports.")
-@click.option("--name", help="Of the cluster.  [default: the script's]", show_default=False)
-@click.option("--namespace", help="Of all objects.")
-@click.option("--spot-workers", is_flag=True, help="Workers on spot machines, all else not.")
+@click.option(
+    "--image", required=True, help="Image of all tasks, with psync, the script and its imports."
+)
+@click.option(
+    "--name", help="Name of the cluster.  [default: the script's name]", show_default=False
+)
+@click.option("--namespace", help="Namespace of all objects.")
+@click.option(
+    "--spot-workers",
+    is_flag=True,
+    help="Run workers on spot machines, and all other tasks on regular ones.",
+)
 @click.option(
     "--resources",
     multiple=True,
     metavar="JOB:NAME=AMOUNT[,…]",
-    help="What each pod of a job needs: worker:cpu=4,memory=8Gi,nvidia.com/gpu=1.",
+    help="Resources of each pod of a job: worker:cpu=4,memory=8Gi,nvidia.com/gpu=1. Repeatable.",
 )
-@click.option("--volume", default="10Gi", help="Size of the volume at /data; none: there is none.")
+@click.option("--volume", default="10Gi", help="Size of the volume at /data. none: no volume.")
 @click.option(
     "--shared-volume",
     is_flag=True,
-    help="ps tasks write their own checkpoints: the volume is ReadWriteMany. Without it they go "
-    "through the chief.",
+    help="Make the volume ReadWriteMany, so that each ps writes its own part of a checkpoint. By "
+    "default the chief writes all of it.",
 )
-@click.option("--tls", is_flag=True, help="TLS, with certificates in the Secret.")
+@click.option("--tls", is_flag=True, help="Use TLS, with certificates from the Secret.")
 @click.option(
     "--secret",
     metavar="NAME",
-    help="A Secret that is there, with the key secret, and with --tls ca.pem, cert.pem, key.pem. "
-    "Without it one is printed.",
+    help="Existing Secret with the key secret, and with --tls also ca.pem, cert.pem and key.pem. "
+    "By default a new Secret is printed.",
 )
 @click.option(
     "--chief-restarts",
     type=click.IntRange(min=0),
     default=6,
-    help="How often the chief is started again after an error; preemptions do not count.",
+    help="How many times the chief is restarted after an error; preemptions do not count.",
 )
-@click.option("--port", type=click.IntRange(1024, 65535), default=8470, help="Of each task.")
+@click.option("--port", type=click.IntRange(1024, 65535), default=8470, help="Port of each task.")
 def kubernetes(
     command: tuple[str, ...],
     ps: int,
@@ -97,7 +105,7 @@ def kubernetes(
     from psync.cli.launch.yaml import dump
 
     if shared_volume and volume == "none":
-        raise ConfigurationError("--shared-volume: there is no volume", hint="--volume 10Gi")
+        raise ConfigurationError("--shared-volume needs a volume", hint="--volume 10Gi")
     asked = Launch(
         name=_checked_name(name or _name_of(command[0]), "--name"),
         image=image,
@@ -123,21 +131,22 @@ def kubernetes(
 @command
 @num_ps
 @num_workers
-@click.option("--name", help="Of the job.  [default: the script's]", show_default=False)
-@click.option("--cpus-per-task", type=click.IntRange(min=1), help="Cores of each task.")
-@click.option("--time", metavar="LIMIT", help="As sbatch takes it: 12:00:00.")
+@click.option("--name", help="Name of the job.  [default: the script's name]", show_default=False)
+@click.option("--cpus-per-task", type=click.IntRange(min=1), help="CPU cores of each task.")
+@click.option("--time", metavar="LIMIT", help="Time limit, in sbatch's format: 12:00:00.")
 @click.option(
     "--sbatch",
     "options",
     multiple=True,
     metavar="OPTION",
-    help="A further option of sbatch: --sbatch=--partition=gpu; several times for several.",
+    help="Extra option for sbatch: --sbatch=--partition=gpu. Repeatable.",
 )
 @click.option(
     "--setup",
     multiple=True,
     metavar="LINE",
-    help="A line of shell before the tasks start, as 'source venv/bin/activate'.",
+    help="Shell line to run before the tasks start, such as 'source venv/bin/activate'. "
+    "Repeatable.",
 )
 def slurm(
     command: tuple[str, ...],
@@ -191,8 +200,8 @@ def _name_of(script: str) -> str:
 def _checked_name(name: str, option: str) -> str:
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME_CHARS:
         raise ConfigurationError(
-            f"{option}: expected at most {MAX_NAME_CHARS} small letters, digits and dashes, the "
-            f"first one a letter, got {name!r}"
+            f"{option}: expected at most {MAX_NAME_CHARS} lower-case letters, digits and dashes, "
+            f"starting with a letter, got {name!r}"
         )
     return name
 

@@ -221,8 +221,8 @@ class KerasCallbacks(psync.callbacks.Callback):
         for callback in callbacks:
             if isinstance(callback, keras.callbacks.BackupAndRestore):
                 raise ConfigurationError(
-                    "fit: BackupAndRestore would save the program's model without what the "
-                    "optimizer keeps on the ps tasks",
+                    "fit: BackupAndRestore would save the program's model without the optimizer's "
+                    "slots on the ps tasks",
                     hint="PSModel(…, checkpoint_directory=…) saves and resumes all of it",
                 )
         self._has_batches = any(_has_batches(callback) for callback in callbacks)
@@ -317,8 +317,8 @@ def check_arguments(others: Mapping[str, object]) -> None:
     """
     for name in others:
         raise ConfigurationError(
-            f"fit: got the argument {name}, which it does not have here",
-            hint=_NOT_HERE.get(name, "its arguments are in the docstring of PSModel.fit"),
+            f"fit: argument {name} is not supported here",
+            hint=_NOT_HERE.get(name, "see the docstring of PSModel.fit"),
         )
 
 

@@ -45,9 +45,9 @@ class KerasSettings:
         """
         if (backend := checked_backend()) != self._backend:
             raise ConfigurationError(
-                f"PSModel: declared with the Keras backend {self._backend}, and this task has "
+                f"PSModel: declared with the Keras backend {self._backend}, but this task uses "
                 f"{backend}",
-                hint="set the environment variable KERAS_BACKEND for all tasks alike",
+                hint="set the environment variable KERAS_BACKEND to the same value for all tasks",
             )
         keras.config.set_floatx(self._floatx)
         keras.config.set_image_data_format(self._format)
@@ -109,8 +109,8 @@ class BuiltModel:
         if not self.trained:
             raise ConfigurationError(
                 f"PSModel: the model {model.name!r} has no variable to train",
-                hint="let build_model return a built model, by keras.Input or by calling it on a "
-                "batch, in which something is trainable",
+                hint="let build_model return a model with trainable variables, built by "
+                "keras.Input or by a call on a batch",
             )
 
     def kinds(self) -> Iterator[tuple[str, Kind]]:
@@ -131,9 +131,9 @@ class BuiltModel:
             raise ConfigurationError(
                 f"PSModel: the program's model {model.name!r} "
                 + ("was compiled again" if again else "has other trainable layers than before")
-                + " since it was declared, which workers and ps tasks do not see",
-                hint="declare another PSModel, whose build_model returns the model as it is to "
-                "be trained from here on, and give it await old.get_weights() by set_weights",
+                + " since it was declared; workers and ps tasks do not see the change",
+                hint="declare another PSModel whose build_model returns the changed model, and "
+                "copy the weights: await new.set_weights(await old.get_weights())",
             )
 
     def values(self) -> dict[str, np.ndarray]:
@@ -199,16 +199,16 @@ def _check_model(model: Any) -> None:
         )
     if not model.built:
         raise ConfigurationError(
-            f"PSModel: the model {model.name!r} is not built, its variables have no shapes yet",
+            f"PSModel: the model {model.name!r} is not built, so its variables have no shapes yet",
             hint="let build_model give it a keras.Input, or call it on a batch",
         )
     for name in _OWN_STEPS:
         if not getattr(type(model), name).__module__.startswith("keras."):
             raise ConfigurationError(
-                f"PSModel: {type(model).__name__} has a {name} of its own, which would not be "
-                "called: pulls and pushes are part of the step here",
-                hint="what differs from Keras's step fits into compute_loss or compute_metrics; "
-                "other steps are written with psync.coordinator and psync.gradients",
+                f"PSModel: {type(model).__name__} overrides {name}, which would not be called: the "
+                "step here includes pulls and pushes",
+                hint="override compute_loss or compute_metrics instead; write other steps with "
+                "psync.coordinator and psync.gradients",
             )
 
 

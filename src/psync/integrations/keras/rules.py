@@ -60,8 +60,8 @@ def optimizer_of(optimizer: Any) -> Optimizer:
     for option, instead in _ELSEWHERE.items():
         if config.get(option):
             raise ConfigurationError(
-                f"PSModel: no rule on the ps has {option}, which the Keras optimizer {name} "
-                f"was made with ({option}={config[option]})",
+                f"PSModel: no rule on the ps has {option}, an option of the Keras optimizer {name} "
+                f"({option}={config[option]})",
                 hint=instead,
             )
     arguments = {key: value for key, value in config.items() if key not in _WITHOUT_RULE}
@@ -91,7 +91,7 @@ def _rate_of(name: str, rate: Any) -> float | schedules.Schedule:
         raise ConfigurationError(
             f"PSModel: no rule on the ps for the learning rate {kind} of the Keras optimizer "
             f"{name}",
-            hint=f"a number, or one of {', '.join(SCHEDULES)} of keras.optimizers.schedules",
+            hint=f"use a number, or one of {', '.join(SCHEDULES)} of keras.optimizers.schedules",
         )
     arguments = {key: value for key, value in rate["config"].items() if key != "name"}
     return SCHEDULES[kind](**arguments)

@@ -385,7 +385,7 @@ class PSModel(ServedVariables):
         if self._built is None or self._trainer is None:
             raise UsageError(
                 f"PSModel {self.name!r}: {what} inside a step",
-                hint="a step is what fit, evaluate and predict run on workers: call them in the "
+                hint="fit, evaluate and predict run their own steps on workers: call them in the "
                 "program",
             )
         return self._built, self._trainer

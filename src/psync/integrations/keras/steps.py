@@ -125,9 +125,9 @@ class Steps(ABC):
         twice = self._test_after(batch, once)
         if not np.allclose(twice, 2 * once, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise ConfigurationError(
-                f"PSModel: metrics {', '.join(own)}: their variables are no sums over batches, "
-                "so that workers' values cannot be merged",
-                hint="a metric that is to be merged adds to its variables in update_state, and "
+                f"PSModel: metrics {', '.join(own)}: their variables are not sums over batches, so "
+                "workers' values cannot be merged",
+                hint="a metric that can be merged adds to its variables in update_state and "
                 "computes from them in result, as keras.metrics.Mean does",
             )
 
@@ -312,8 +312,8 @@ def weighted(batch: Any, class_weight: Mapping[int, float]) -> Any:
         raise ConfigurationError(
             "fit: class_weight needs batches (x, y) with one array y, "
             + ("got (x, y, sample_weight)" if weight is not None else problem),
-            hint="weigh examples where batches are made: let the dataset yield (x, y, "
-            "sample_weight), nested as y, and leave class_weight out",
+            hint="weight examples in the dataset instead: yield (x, y, sample_weight), nested as "
+            "y, and leave out class_weight",
         )
     check_batch(y)
     labels = array_of(y) if is_tensor(y) else np.asarray(y)

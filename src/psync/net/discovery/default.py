@@ -92,8 +92,8 @@ def resolve_cluster(environ: Environ | None = None) -> ClusterResolver:
         "or open a psync.LocalCluster(1, 2) in the program, and start that by asyncio.run",
     ]
     raise ConfigurationError(
-        f"this process belongs to no cluster: none is open in the program, and no variables of "
-        f"{tried} describe one",
+        "this process belongs to no cluster: the program has opened none, and the variables of "
+        f"{tried} describe none",
         hint="; ".join(advice),
     )
 
@@ -190,7 +190,7 @@ def jobs_of(text: str, num_tasks: int | None, source: str) -> dict[str, int]:
     if "worker" not in jobs:
         if num_tasks is None:
             raise ConfigurationError(
-                f"PSYNC_JOBS: expected the number of workers, which {source} does not tell, got "
+                f"PSYNC_JOBS: expected a number of workers, which {source} does not provide, got "
                 f"{text!r}",
                 hint="PSYNC_JOBS=ps=2,worker=4",
             )
@@ -200,8 +200,8 @@ def jobs_of(text: str, num_tasks: int | None, source: str) -> dict[str, int]:
         needed = f"{jobs['chief']} chief, {jobs['ps']} ps and at least 1 worker"
         expected = f"{total} tasks" if "worker" in given else needed
         raise ConfigurationError(
-            f"PSYNC_JOBS: expected {expected}, and {source} has started {num_tasks} tasks",
-            hint="PSYNC_JOBS=ps=2 for two ps tasks; all that are left are workers",
+            f"PSYNC_JOBS: expected {expected}, but {source} has started {num_tasks} tasks",
+            hint="set PSYNC_JOBS=ps=2 for two ps tasks; the remaining tasks are workers",
         )
     return {job: count for job, count in jobs.items() if count}
 

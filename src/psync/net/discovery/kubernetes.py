@@ -140,9 +140,9 @@ class KubernetesClusterResolver(ClusterResolver):
             return
         if service is not None or names is not None:
             raise ConfigurationError(
-                f"{_SOURCE}: service and names are for pods that are found by their names, not by "
-                "labels",
-                hint="give either service and jobs, or job_to_label_mapping",
+                f"{_SOURCE}: service and names find pods by name, job_to_label_mapping by label; "
+                "only one of them is possible",
+                hint="pass either service and jobs, or job_to_label_mapping",
             )
         mapping = job_to_label_mapping
         if mapping is None:
@@ -192,9 +192,9 @@ class _Names:
             missing = "jobs" if not counts else "service"
             raise ConfigurationError(
                 f"{_SOURCE}: {missing} is missing",
-                hint='jobs={"chief": 1, "ps": 2, "worker": 4}, service="train", where the headless '
-                'service "train" is that of StatefulSets or indexed Jobs train-chief, train-ps and '
-                "train-worker; or job_to_label_mapping, to ask the API",
+                hint='jobs={"chief": 1, "ps": 2, "worker": 4}, service="train", where "train" is '
+                "the headless service of the StatefulSets or indexed Jobs train-chief, train-ps "
+                "and train-worker; or pass job_to_label_mapping to ask the API",
             )
         if unknown := sorted(names.keys() - counts.keys()):
             raise ConfigurationError(f"{_SOURCE}: names: {unknown[0]!r} is not one of jobs")
@@ -203,7 +203,8 @@ class _Names:
         for name in (service, *self._names.values(), *([namespace] if namespace else [])):
             if not re.fullmatch(_DNS_NAME, name):
                 raise ConfigurationError(
-                    f"{_SOURCE}: expected a name of small letters, digits and dashes, got {name!r}"
+                    f"{_SOURCE}: expected a name of lower-case letters, digits and dashes, got "
+                    f"{name!r}"
                 )
         self._domain = f"{service}.{namespace}.svc" if namespace else service
         self._port = port
@@ -226,9 +227,9 @@ class _Names:
                 return job, int(number)
         ranges = [f"{self._names[job]}-[0…{count - 1}]" for job, count in self._counts.items()]
         raise ConfigurationError(
-            f'{_SOURCE}: this pod is called "{host}", and tasks are {", ".join(ranges)}',
-            hint="say how the StatefulSets or indexed Jobs are called with names=…, how many tasks "
-            "they have with jobs=…; or assign task_type and task_id",
+            f'{_SOURCE}: this pod is called "{host}", but the tasks are {", ".join(ranges)}',
+            hint="pass the names of the StatefulSets or indexed Jobs as names=…, and their numbers "
+            "of tasks as jobs=…; or set task_type and task_id",
         )
 
 
@@ -315,8 +316,8 @@ class _Labels:
             raise ConnectFailed(
                 f"{_SOURCE}: the pods with {selector!r} in namespace {self.namespace!r} could not "
                 f"be listed: {exc}",
-                hint="the service account needs a role of that namespace that may list pods; "
-                "with jobs=… and service=… it needs none",
+                hint="the service account needs a role in that namespace that may list pods; with "
+                "jobs=… and service=… no role is needed",
             ) from exc
         return sorted(pods, key=lambda pod: _in_parts(str(pod.metadata.name)))
 
@@ -363,8 +364,8 @@ def _client(location: ExecutableLocation) -> PodLister:
         from kubernetes import client, config
     except ImportError as exc:
         raise ImportError(
-            f"{_SOURCE} needs the package kubernetes\nhint: pip install 'psync[kubernetes]'; "
-            "with jobs=… and service=… it needs none"
+            f"{_SOURCE} needs the package kubernetes\nhint: pip install 'psync[kubernetes]'; with "
+            "jobs=… and service=… it is not needed"
         ) from exc
     try:
         if location is ExecutableLocation.OFF_CLUSTER:

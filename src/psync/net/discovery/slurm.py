@@ -81,8 +81,8 @@ class SlurmClusterResolver(ClusterResolver):
         places = [(node, number) for node, count in nodes.items() for number in range(count)]
         if sum(jobs.values()) != len(places):
             raise ConfigurationError(
-                f"{self.source}: the jobs have {sum(jobs.values())} tasks ({dict(jobs)}), the job "
-                f"step has {len(places)}",
+                f"{self.source}: the jobs have {sum(jobs.values())} tasks ({dict(jobs)}), but the "
+                f"job step has {len(places)}",
                 hint="jobs={'chief': 1, 'ps': 2, 'worker': 4} needs srun --ntasks=7",
             )
         if rank >= len(places):
@@ -194,7 +194,7 @@ def _check_node(environ: Mapping[str, str], rank: int, node: str, number: int) -
         raise ConfigurationError(
             f"SlurmClusterResolver: rank {rank} is task {said[1]} of node {said[0]!r}, expected "
             f"task {number} of {node!r}",
-            hint="ranks must be given out node by node: srun --distribution=block …",
+            hint="ranks must be assigned node by node: srun --distribution=block …",
         )
 
 

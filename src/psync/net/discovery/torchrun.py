@@ -113,7 +113,8 @@ def _store_of_torchrun() -> Any:
         from torch import distributed
     except ImportError as exc:
         raise ConfigurationError(
-            f"torchrun: tasks meet in torch's store, and torch cannot be imported: {exc}",
+            "torchrun: tasks find each other through torch's store, but torch cannot be imported: "
+            f"{exc}",
             hint="pip install 'psync[torch]'",
         ) from exc
     try:

@@ -161,8 +161,8 @@ def share_no_more() -> None:
     if not ran_out().is_set():
         ran_out().set()
         _log.warning(
-            "no descriptor is left for shared memory, so tensors go through sockets from now on; "
-            "to share it raise `ulimit -n` of all tasks of this host (it is %d here)",
+            "no file descriptor is left for shared memory, so tensors now go through sockets; to "
+            "use shared memory, raise `ulimit -n` of all tasks of this host (it is %d here)",
             resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         )
 

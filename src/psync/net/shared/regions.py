@@ -156,8 +156,8 @@ def map_foreign(fd: int, nbytes: int) -> memoryview:
             raise RemoteProtocolError("a region of shared memory is not sealed")
         if not 0 < nbytes == status.st_size <= status.st_blocks * 512:
             raise RemoteProtocolError(
-                f"a region of shared memory has {status.st_size} bytes, of which "
-                f"{status.st_blocks * 512} are there; it was said to have {nbytes}"
+                f"a region of shared memory has {status.st_size} bytes, {status.st_blocks * 512} "
+                f"of them allocated; expected {nbytes}"
             )
         return memoryview(mmap.mmap(fd, nbytes, prot=READ_ONLY))
     except OSError as exc:

@@ -66,7 +66,7 @@ class Recorder:
                 fails = False
             except Exception:  # the page stands still; training does not
                 if not fails:  # a run of days must not fill its log with one error
-                    logger.exception("the status for the dashboard cannot be taken")
+                    logger.exception("the dashboard cannot read the status")
                 fails = True
             if is_last:
                 return
@@ -85,5 +85,5 @@ class Recorder:
         try:
             await asyncio.to_thread(write)
         except OSError as exc:
-            logger.warning("run log %s is not written any more: %s", log.path, exc.strerror)
+            logger.warning("run log %s is no longer written: %s", log.path, exc.strerror)
             self._log = None

@@ -78,7 +78,7 @@ def check_path(path: str | os.PathLike[str]) -> Path:
             pass
     except OSError as exc:
         raise ConfigurationError(
-            f"report {path}: {exc.strerror}", hint="the folder has to exist and to be writable"
+            f"report {path}: {exc.strerror}", hint="the folder must exist and be writable"
         ) from exc
     return path
 

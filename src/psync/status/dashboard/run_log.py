@@ -191,7 +191,7 @@ def check_head(path: Path) -> None:
     if version != SCHEMA:
         raise ConfigurationError(
             f"{path}: expected a run log of schema {SCHEMA}, got {version}",
-            hint="use the version of psync that has written it",
+            hint="use the version of psync that wrote it",
         )
 
 

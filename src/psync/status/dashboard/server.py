@@ -79,7 +79,8 @@ async def serving(show: Show, address: str, names: Sequence[str] = ()) -> AsyncI
             raise _cannot_listen(address, exc) from exc
         if not is_loopback(address):
             logger.warning(
-                "the dashboard at %s has no TLS: who reads the network along the way has its token",
+                "the dashboard at %s has no TLS: anyone who can read the network traffic can read "
+                "its token",
                 address,
             )
         pages.cookie = f"psync-{bound}"
@@ -91,7 +92,7 @@ def _cannot_listen(address: str, exc: OSError) -> ConfigurationError:
     if exc.errno == errno.EADDRINUSE:
         return ConfigurationError(
             f"dashboard: {address} is in use by another program",
-            hint="another port, or port 0 for any that is free",
+            hint="use another port, or port 0 for a free one",
         )
     return ConfigurationError(f"dashboard: cannot listen at {address}: {exc.strerror or exc}")
 

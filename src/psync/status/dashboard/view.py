@@ -264,10 +264,12 @@ def missing(status: Status) -> Mapping[str, str]:
             "and Trainer.fit reports its own."
         )
     if not status.steps.staleness:
-        found["staleness"] = "No push has been counted yet: steps push nothing, or have not begun."
+        found["staleness"] = "No push has been counted yet: steps push nothing, or have not "
+        "started."
     if all(worker.work is None for worker in status.workers):
         found["work"] = (
-            "Workers have not said yet what their time goes to, so lanes show their states only."
+            "Workers have not reported yet how they spend their time, so lanes show only their "
+            "states."
         )
     if not status.placement:
         found["placement"] = "No variable has been declared yet."

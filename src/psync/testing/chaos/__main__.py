@@ -35,60 +35,71 @@ DRAWN, NONE = "drawn", "none"
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--seed", type=int, default=1, help="Of all that is drawn.")
-@click.option("--minutes", type=float, default=1.0, help="For so long, in all, plugs are pulled.")
+@click.option("--seed", type=int, default=1, help="Seed of all random choices.")
+@click.option("--minutes", type=float, default=1.0, help="Minutes of faults in total.")
 @click.option("--mode", type=click.Choice(["async", "sync", "both"]), default="async")
 @click.option(
     "--recovery", type=click.Choice(["checkpoint", "backup", "none"]), default="checkpoint",
-    help="backup: each ps has a backup; none: no checkpoints are kept, only workers are killed.",
+    help="backup: each ps has a backup; none: no checkpoints, and only workers are killed.",
 )  # fmt: skip
 @click.option(
-    "--attach", is_flag=True, help="A chief that is started again goes on with what is on the ps."
+    "--attach", is_flag=True, help="A restarted chief continues with the variables on the ps tasks."
 )
 @click.option("--ps", "num_ps", type=click.IntRange(1), default=2, help="Number of ps tasks.")
 @click.option("--workers", "num_workers", type=click.IntRange(1), default=3)
 @click.option("--pause", type=float, default=1.0, help="Mean seconds between two kills.")
-@click.option("--jobs", default="", help="Shares of kills, as in worker=1,ps=0.5; default: all.")
-@click.option("--signals", default="", help="The same for signals, as in SIGKILL=1.")
-@click.option("--losses/--no-losses", default=True, help="Whether messages are lost.")
+@click.option(
+    "--jobs",
+    default="",
+    help="Relative frequency of kills by job, such as worker=1,ps=0.5; default: all jobs.",
+)
+@click.option("--signals", default="", help="Relative frequency of signals, such as SIGKILL=1.")
+@click.option("--losses/--no-losses", default=True, help="Whether messages are dropped.")
 @click.option(
     "--cuts", default=0.0, help="Mean seconds between two faults of each proxy; 0: no proxies."
 )
 @click.option(
-    "--failpoints", default=DRAWN, help="As in PSYNC_FAILPOINTS; none; or drawn from the seed."
+    "--failpoints",
+    default=DRAWN,
+    help="Failpoints as in PSYNC_FAILPOINTS, none, or drawn (from the seed).",
 )
 @click.option(
     "--scene", type=click.Choice(["", *SCENES]), default="",
-    help="One fault by a script, instead of kills and losses by chance: "
-    "see docs/explanation/testing.md.",
+    help="One scripted fault instead of random ones; see docs/explanation/testing.md.",
 )  # fmt: skip
-@click.option("--without", default="", help="As in PSYNC_TESTING_WITHOUT.")
 @click.option(
-    "--at-least", default="", help="Fewer deaths than these are a fault: worker=50,ps=20,chief=5."
+    "--without", default="", help="Safeguards to switch off, as in PSYNC_TESTING_WITHOUT."
 )
-@click.option("--log-level", default="warning", help="Of the tasks.")
+@click.option(
+    "--at-least",
+    default="",
+    help="Fail if there are fewer deaths than these: worker=50,ps=20,chief=5.",
+)
+@click.option("--log-level", default="warning", help="Log level of the tasks.")
 @click.option(
     "--out",
     default="",
-    help="Directory to leave everything in; default: one that is removed if nothing was found.",
+    help="Directory for logs and checkpoints; default: a temporary one, removed if the run passes.",
 )
 def main(
     seed: int, minutes: float, mode: str, recovery: str, attach: bool, num_ps: int,
     num_workers: int, pause: float, jobs: str, signals: str, losses: bool, cuts: float,
     failpoints: str, scene: str, without: str, at_least: str, log_level: str, out: str,
 ) -> None:  # fmt: skip
-    """Train on real processes while these are killed, stopped and cut off; then look what is left.
+    """Train on real processes while they are killed, stopped and cut off; then check the result.
 
-    Exit code 1: something is there that must not be, or is missing.
+    Exit code 1: an update was lost, or applied more than once, or a check failed.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     again = shlex.join([sys.executable, "-m", "psync.testing.chaos", *sys.argv[1:]])
     left = out or tempfile.mkdtemp(prefix="psync-chaos-")
     modes = ["async", "sync"] if mode == "both" else [mode]
     if scene and (attach or recovery != "checkpoint" or modes != ["async"]):
-        raise click.UsageError("--scene: it brings a mode and a way of recovery of its own")
+        raise click.UsageError(
+            "--scene sets the mode and the recovery; leave out --attach, --mode and --recovery"
+        )
     if recovery == "backup" and attach:
-        raise click.UsageError("--recovery backup: without --attach")
+        raise click.UsageError("--recovery backup cannot be combined with --attach")
     kills = KillPlan()
     shares = _shares(jobs) or dict(kills.jobs)
     if recovery == "none":

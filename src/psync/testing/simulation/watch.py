@@ -314,23 +314,23 @@ class _Watch:
     def log(self, at_s: float, process: str, text: str) -> None:
         if "its backup takes over" in text and process == "chief-0":
             self._recovery_begins("fail-over")
-        elif text.endswith("all ps tasks go back to the newest checkpoint"):
+        elif text.endswith("all ps tasks roll back to the newest checkpoint"):
             self.mark("a fail-over ends as a rollback", self.recovery == "fail-over")
             self._recovery_begins("rollback")
-        elif text.endswith("nothing was computed yet: starting again"):
+        elif text.endswith("nothing has been computed yet: starting again"):
             self.mark("a coordinator starts again since a ps was lost")
-        elif text.endswith("nothing was computed yet: it starts afresh"):
+        elif text.endswith("nothing has been computed yet: it starts again"):
             when = (
                 "while a checkpoint is restored" if self.restoring
                 else "while variables are created" if self.creating
                 else "before variables are created"
             )  # fmt: skip
             self.mark(f"ps tasks start afresh {when}")
-        elif "goes on without its backup" in text:
+        elif "continues without its backup" in text:
             self.mark("a ps goes on without its backup")
-        elif "a checkpoint is begun anew" in text:
+        elif "saving a checkpoint starts again" in text:
             self.mark("a save begins anew")
-        elif "is taken anew" in text:
+        elif "cut " in text and "is retried: " in text:
             self.mark("a cut is taken anew")
         elif "has left (" in text:
             self.mark("a worker leaves")

@@ -131,8 +131,8 @@ async function refresh() {
   const number = asked.count += 1;
   const got = RECORDED ? recorded() : await answered(`span=${asked.span}${asked.time === null ? "" : `&time=${asked.time}`}`);
   if (number !== asked.count) return;  // something else was asked for meanwhile
-  if (typeof got === "string") return complain(view ? `${got} What you see is of ${clock(view.time)}.` : got);
-  if (got.schema === undefined) return complain("The first status is on its way.");
+  if (typeof got === "string") return complain(view ? `${got} This page shows ${clock(view.time)}.` : got);
+  if (got.schema === undefined) return complain("Waiting for the first status.");
   if (got.schema !== SCHEMA) return location.reload();
   view = got;
   complain("");
