@@ -25,7 +25,7 @@ MAX_WORDS = 40
 FIRST_SCREEN = 40
 
 # Pages on mechanism; below their first screens they are rewritten with what they describe.
-MECHANISM = {"design.md", "performance.md", "recovery.md", "testing.md"}
+MECHANISM = {"design.md"}
 EXCEPTIONS: set[str] = set()
 """Texts that are right as they are."""
 
