@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
 
 import psync
+from psync.cli import main as command_line
 
 
 def test_all_is_sorted_and_names_nothing_twice() -> None:
@@ -87,3 +90,36 @@ def test_an_extra_installs_what_psync_uses(extra: str, package: str) -> None:
     used = re.compile(rf'^\s*(from|import) {module}\b|"{module}"', re.MULTILINE)
     sources = Path(psync.__file__).parent.rglob("*.py")
     assert any(used.search(path.read_text()) for path in sources), f"psync[{extra}]"
+
+
+def test_earlier_names_work_without_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    """They go with 0.2."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for earlier, name in psync._EARLIER.items():
+            assert getattr(psync, earlier) is getattr(psync, name)
+            assert earlier not in dir(psync)
+        assert psync.RemoteValue.result is psync.RemoteValue.get_nowait
+        spec = {"chief": ["a:1"], "ps": ["a:2", "a:3"], "worker": ["a:4"]}
+        resolver = psync.SimpleClusterResolver(psync.ClusterSpec(spec), task_type="chief")
+        strategy = psync.ParameterServerStrategy(resolver, ps_recovery="replica")
+        assert strategy.ps_recovery == "backup"
+        for arguments in (["serve", "--help"], ["--help"]):
+            assert command_line.main(arguments) == 0
+        help_of_serve, _, help_of_all = capsys.readouterr().out.partition("Usage: psync [OPTIONS]")
+        assert help_of_serve.startswith("Usage: psync serve")
+        assert not re.search(r"^ +serve ", help_of_all, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("library", "earlier", "name"),
+    [
+        ("torch", "ServedModule", "PSModule"),
+        ("jax", "ServedPytree", "PSPytree"),
+        ("keras", "ServedModel", "PSModel"),
+    ],
+)
+def test_so_do_earlier_names_of_integrations(library: str, earlier: str, name: str) -> None:
+    pytest.importorskip(library)
+    module = importlib.import_module(f"psync.integrations.{library}")
+    assert getattr(module, earlier) is getattr(module, name)

@@ -36,8 +36,12 @@ _HOME_OF = _homes()
 __all__ = sorted(_HOME_OF)
 
 
-_EARLIER = {"GradientError": "ValueMismatchError", "CaptureError": "SerializationError"}
-"""Names until 0.2, by their successors."""
+_EARLIER = {
+    "CaptureError": "SerializationError",
+    "GradientError": "ValueMismatchError",
+    "serve": "run_task",
+}
+"""Names until 0.2, and their successors."""
 
 
 def __getattr__(name: str) -> Any:

@@ -101,7 +101,7 @@ from psync.errors import VersionMismatch as VersionMismatch
 from psync.errors import WorkerLost as WorkerLost
 from psync.launch.local import LocalCluster as LocalCluster
 from psync.launch.tasks import run as run
-from psync.launch.tasks import serve as serve
+from psync.launch.tasks import run_task as run_task
 from psync.net.discovery.default import resolve_cluster as resolve_cluster
 from psync.net.discovery.kubernetes import ExecutableLocation as ExecutableLocation
 from psync.net.discovery.kubernetes import KubernetesClusterResolver as KubernetesClusterResolver

@@ -1,9 +1,9 @@
-"""psync without async: the same programs in plain calls, over an event loop in a thread.
+"""Blocking API: the same programs in plain calls, over an event loop in a thread.
 
-For scripts, notebooks and tests that are not coroutines. ``LocalCluster`` and
-``ClusterCoordinator`` are context managers here, and their methods block, as do those of all that
-they return; everything else of psync that would be awaited is given to ``psync.wait``, as in a step
-that is a plain function:
+Use it in scripts, notebooks and tests that are not coroutines. ``LocalCluster`` and
+``ClusterCoordinator`` are context managers here. Their methods block, and so do those of the
+objects that they return. Pass any other awaitable of psync to ``psync.wait``, as in a plain step
+function:
 
     from psync import blocking
 
@@ -15,10 +15,11 @@ that is a plain function:
             value = coordinator.schedule(step, (w,))
             print(value.fetch(), psync.wait(w.read()))
 
-Steps are what they always are: coroutine functions, or plain ones. The loop runs in a thread from
-the first of these context managers to the end of the last. Ctrl-C cancels what is waited for, and
-is raised when that has ended. In a notebook, whose cells run on a loop of its own, this works as
-well; other code on an event loop should await instead: a call here stops it until it returns.
+Step functions are unchanged: coroutine functions or plain ones. The loop runs in a thread from the
+start of the first of these context managers to the end of the last one. Ctrl-C cancels the awaited
+call and is raised when that call has ended. The API also works in a notebook, whose cells already
+run on an event loop. Other code on an event loop should await instead, because a call here blocks
+its loop.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ def _start_loop() -> Callable[[], None]:
 
 
 class _Blocking:
-    """A context manager whose asynchronous one runs on the loop."""
+    """A blocking context manager whose asynchronous counterpart runs on the loop."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -238,7 +239,7 @@ class _Blocking:
                 wait(self._inner.__aexit__(kind, error, traceback))
 
     def start(self) -> None:
-        """Do what entering the context manager does; ``close`` is the other end."""
+        """Start without a ``with`` block; ``close`` ends it."""
         if self._opened is not None:
             raise UsageError(f"{self._inner!r} was started before")
         with contextlib.ExitStack() as stack:
@@ -247,12 +248,12 @@ class _Blocking:
             self._opened = stack.pop_all()
 
     def close(self) -> None:
-        """Do what leaving the context manager does. Again: nothing."""
+        """End, as leaving the ``with`` block does. Calling it again has no effect."""
         self.__exit__(None, None, None)
 
 
 class LocalCluster(_Blocking):
-    """A ``psync.LocalCluster``, in plain calls: arguments and errors are the same.
+    """A ``psync.LocalCluster`` in plain calls, with the same arguments and errors.
 
     Example:
         with blocking.LocalCluster(2, 2) as cluster:
@@ -275,56 +276,56 @@ class LocalCluster(_Blocking):
 
     @property
     def resolver(self) -> LaunchedClusterResolver:
-        """The chief's resolver; as that of ``psync.LocalCluster``."""
+        """The chief's resolver; see ``psync.LocalCluster``."""
         resolver: LaunchedClusterResolver = self._inner.resolver
         return resolver
 
     def scale(self, workers: int) -> None:
-        """Change the number of workers, see ``psync.LocalCluster.scale``."""
+        """Change the number of workers; see ``psync.LocalCluster.scale``."""
         wait(self._inner.scale(workers))
 
     def adapt(self, minimum: int = 1, maximum: int = 1, **options: Any) -> None:
-        """Let the number of workers follow the queue, see ``psync.LocalCluster.adapt``."""
+        """Adapt the number of workers to the queue; see ``psync.LocalCluster.adapt``."""
         _on_loop(functools.partial(self._inner.adapt, minimum, maximum, **options))
 
 
 class RemoteValue(AsyncRemoteValue[T_co]):
-    """A ``psync.RemoteValue``, in plain calls."""
+    """A ``psync.RemoteValue`` in plain calls."""
 
     __slots__ = ()
 
     def fetch(self) -> T_co:  # type: ignore[override]
-        """Wait for the closure to end and return its value, see ``psync.RemoteValue.fetch``."""
-        return self.result() if self.done() else wait(super().fetch())
+        """Wait for the closure to end and return its value; see ``psync.RemoteValue.fetch``."""
+        return self.get_nowait() if self.done() else wait(super().fetch())
 
     get = fetch  # type: ignore[assignment]
 
     def cancel(self) -> None:
-        """Cancel the closure, see ``psync.RemoteValue.cancel``."""
+        """Cancel the closure; see ``psync.RemoteValue.cancel``."""
         _on_loop(super().cancel)
 
 
 class PerWorkerIterator(AsyncPerWorkerIterator[T]):
-    """A ``psync.PerWorkerIterator`` whose positions are read in a plain call."""
+    """A ``psync.PerWorkerIterator`` with plain calls."""
 
     def positions(self) -> dict[int, int]:  # type: ignore[override]
-        """Return how many batches steps have been handed, for each worker."""
+        """Return the number of batches that steps have received, for each worker."""
         return wait(super().positions())
 
     def next_in(self, epoch: int) -> T:  # type: ignore[override]
-        """Refuse, as ``next`` does outside of steps, which see the iterator of their worker."""
+        """Raise, as ``next`` does outside steps; a step sees the iterator of its worker."""
         return wait(super().next_in(epoch))
 
 
 class PerWorkerDataset(AsyncPerWorkerDataset[T]):
-    """A ``psync.PerWorkerDataset`` that makes iterators of here."""
+    """A ``psync.PerWorkerDataset`` that returns iterators of this module."""
 
     def _make_iterator(self, *given: Any) -> PerWorkerIterator[T]:
         return PerWorkerIterator(*given)
 
 
 class Visits(AsyncVisits):
-    """Visits of data shards, in plain calls: see ``psync.ClusterCoordinator.distribute_once``."""
+    """Visits of data shards in plain calls; see ``psync.ClusterCoordinator.distribute_once``."""
 
     def schedule(
         self,
@@ -332,11 +333,11 @@ class Visits(AsyncVisits):
         args: tuple[Any, ...] | list[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[AsyncRemoteValue[Any]]:
-        """Schedule ``fn(shard, *args, **kwargs)`` for each shard; the handles block."""
+        """Schedule ``fn(shard, *args, **kwargs)`` for each pending shard; the handles block."""
         return _on_loop(super().schedule, fn, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Run ``fn(shard, *args, **kwargs)`` for all shards of all epochs that are not done."""
+        """Run ``fn(shard, *args, **kwargs)`` for all remaining shards of all epochs."""
         wait(super().run(*args, **kwargs))
 
     def _look(self) -> None:
@@ -344,32 +345,33 @@ class Visits(AsyncVisits):
 
 
 class Traced:
-    """What is known of a stretch that was traced, see ``psync.ClusterCoordinator.trace``."""
+    """A trace of a part of the run; see ``psync.ClusterCoordinator.trace``."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
 
     @property
     def summary(self) -> Summary | None:
-        """What the file has: seconds, events, tasks, what was dropped. None before its end."""
+        """Seconds, events, tasks and dropped events of the file. None until the trace ends."""
         return self._trace.summary
 
 
 def _blocking(value: AsyncRemoteValue[T]) -> RemoteValue[T]:
     """Return a handle that blocks, in place of one that was made in this turn of the loop."""
-    made: RemoteValue[T] = RemoteValue(value.closure, value._cancel)
+    made: RemoteValue[T] = RemoteValue(value._closure, value._cancel)
     if value._error is not None:  # it ended at once
-        made.set_error(value._error)
+        made._set_error(value._error)
     else:
-        value.closure.payload.value = weakref.ref(made)
+        value._closure.payload.value = weakref.ref(made)
     return made
 
 
 class ClusterCoordinator(_Blocking):
-    """A ``psync.ClusterCoordinator``, in plain calls: arguments and errors are the same.
+    """A ``psync.ClusterCoordinator`` in plain calls, with the same arguments and errors.
 
     Attributes:
-        coordinator: That; for what is not here, with ``psync.wait``.
+        coordinator: The ``psync.ClusterCoordinator``; for methods that are missing here, with
+            ``psync.wait``.
 
     Example:
         with blocking.ClusterCoordinator(strategy) as coordinator:
@@ -387,7 +389,7 @@ class ClusterCoordinator(_Blocking):
 
     @property
     def strategy(self) -> ParameterServerStrategy:
-        """The strategy to whose cluster it belongs."""
+        """The strategy of its cluster."""
         return self.coordinator.strategy
 
     def schedule(
@@ -396,7 +398,7 @@ class ClusterCoordinator(_Blocking):
         args: tuple[Any, ...] | list[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> RemoteValue[Any]:
-        """Queue ``fn(*args, **kwargs)``, see ``psync.ClusterCoordinator.schedule``."""
+        """Queue ``fn(*args, **kwargs)``; see ``psync.ClusterCoordinator.schedule``."""
         schedule = self.coordinator.schedule
         return _on_loop(lambda: _blocking(schedule(fn, args, kwargs)))
 
@@ -409,42 +411,45 @@ class ClusterCoordinator(_Blocking):
         self, step: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> RemoteValue[T]: ...
     def submit(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RemoteValue[Any]:
-        """Queue ``step(*args, **kwargs)``, see ``psync.ClusterCoordinator.submit``."""
+        """Queue ``step(*args, **kwargs)``; see ``psync.ClusterCoordinator.submit``."""
         return self.schedule(step, args, kwargs)
 
     def schedule_all(self, fn: Callable[..., Any], calls: Sequence[Any]) -> list[RemoteValue[Any]]:
-        """Queue ``fn(*args)`` for each ``args`` of ``calls``: much faster than one by one."""
+        """Queue ``fn(*args)`` for each ``args`` of ``calls``, much faster than one by one."""
         schedule = self.coordinator.schedule
         return _on_loop(lambda: [_blocking(schedule(fn, args)) for args in calls])
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for what was scheduled, see ``psync.ClusterCoordinator.join``."""
+        """Wait for all scheduled closures; see ``psync.ClusterCoordinator.join``."""
         wait(self.coordinator.join(timeout))
 
     def done(self) -> bool:
-        """Return whether nothing is queued or running."""
+        """Return whether no closure is queued or running."""
         return _on_loop(self.coordinator.done)
 
     def fetch(self, structure: Any) -> Any:
-        """Return values, see ``psync.ClusterCoordinator.fetch``."""
+        """Return values; see ``psync.ClusterCoordinator.fetch``."""
         return wait(self.coordinator.fetch(structure))
 
     def events(self) -> Iterator[Event]:
-        """Yield events as they come, see ``psync.ClusterCoordinator.events``: in its own thread."""
+        """Yield events as they occur; see ``psync.ClusterCoordinator.events``.
+
+        The iterator blocks, so run it in a separate thread.
+        """
         stream = _on_loop(self.coordinator.events)
         with contextlib.suppress(StopAsyncIteration):
             while True:
                 yield wait(anext(stream))
 
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
-        """Schedule undone closures again, see ``psync.ClusterCoordinator.reschedule``."""
+        """Schedule undone closures again; see ``psync.ClusterCoordinator.reschedule``."""
         reschedule = self.coordinator.reschedule
         return _on_loop(lambda: [_blocking(value) for value in reschedule(event)])
 
     def create_per_worker_dataset(
         self, dataset_fn: Any, *, end: str = "all"
     ) -> PerWorkerDataset[Any]:
-        """Return a dataset, see ``psync.ClusterCoordinator.create_per_worker_dataset``."""
+        """Return a dataset; see ``psync.ClusterCoordinator.create_per_worker_dataset``."""
         create = functools.partial(self.coordinator.create_per_worker_dataset, end=end)
         made = _on_loop(create, dataset_fn)
         return PerWorkerDataset(made._dataset, made._function, self.coordinator, end)
@@ -457,7 +462,7 @@ class ClusterCoordinator(_Blocking):
         shuffle_seed: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> Visits:
-        """Return visits of data shards, see ``psync.ClusterCoordinator.distribute_once``."""
+        """Return visits of data shards; see ``psync.ClusterCoordinator.distribute_once``."""
         coordinator = self.coordinator
 
         def schedule(*call: Any) -> AsyncRemoteValue[Any]:
@@ -467,12 +472,12 @@ class ClusterCoordinator(_Blocking):
         return Visits(schedule, coordinator.join, shards, num_epochs, shuffle_seed, state)
 
     def status(self) -> Status:
-        """Return what the cluster does just now, see ``psync.ClusterCoordinator.status``."""
+        """Return the current state of the cluster; see ``psync.ClusterCoordinator.status``."""
         return wait(self.coordinator.status())
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Generator[Traced, None, None]:
-        """Trace what happens within, see ``psync.ClusterCoordinator.trace``."""
+        """Trace the block; see ``psync.ClusterCoordinator.trace``."""
         inner = self.coordinator.trace(path)
         traced = wait(inner.__aenter__())
         try:
@@ -482,30 +487,30 @@ class ClusterCoordinator(_Blocking):
 
     @property
     def stop_reason(self) -> str | None:
-        """Why a step asked to stop, see ``psync.ClusterCoordinator.stop_reason``."""
+        """Reason for which a step asked to stop; see ``psync.ClusterCoordinator.stop_reason``."""
         return _on_loop(lambda: self.coordinator.stop_reason)
 
     def report(self, values: Mapping[str, float]) -> None:
-        """Show values in the status, see ``psync.ClusterCoordinator.report``."""
+        """Show values in the status; see ``psync.ClusterCoordinator.report``."""
         _on_loop(self.coordinator.report, values)
 
     @property
     def dashboard_url(self) -> str:
-        """URL of the dashboard, see ``psync.ClusterCoordinator.dashboard_url``."""
+        """URL of the dashboard; see ``psync.ClusterCoordinator.dashboard_url``."""
         return _on_loop(lambda: self.coordinator.dashboard_url)
 
     def statistics(self) -> dict[str, Any]:
-        """Return counters, see ``psync.ClusterCoordinator.statistics``."""
+        """Return counters; see ``psync.ClusterCoordinator.statistics``."""
         return _on_loop(self.coordinator.statistics)
 
     def ps_statistics(self) -> list[dict[str, Any]]:
-        """Return each ps task's counters."""
+        """Return the counters of each ps task."""
         return wait(self.coordinator.ps_statistics())
 
 
 @contextlib.contextmanager
 def report(path: str | os.PathLike[str]) -> Generator[None, None, None]:
-    """Write an HTML file that shows a run, see ``psync.report``.
+    """Write an HTML report of a run; see ``psync.report``.
 
     Enter it within the block of a ``LocalCluster`` or ``ClusterCoordinator``, whose loop it needs.
     """
@@ -535,19 +540,19 @@ def run(
     *,
     evaluator: Callable[[], Coroutine[Any, Any, Any]] | None = None,
 ) -> T:
-    """Run this process as the task that the cluster says it is: ``psync.run`` for a plain ``main``.
+    """Run this process as its task of the cluster: ``psync.run`` for a plain ``main``.
 
-    ``main`` runs in a thread. Ctrl-C and SIGTERM cancel what it waits for, and raise
-    KeyboardInterrupt there; where it computes, at the next call that waits.
+    ``main`` runs in a thread. Ctrl-C and SIGTERM cancel the call that it waits for and raise
+    KeyboardInterrupt there. If it is computing, the next call that waits raises.
 
     Args:
-        main: Function without arguments: the training program.
-        resolver: As that of ``psync.run``.
-        evaluator: Likewise.
+        main: Training program, a function without arguments.
+        resolver: See ``psync.run``.
+        evaluator: See ``psync.run``.
 
     Raises:
         UsageError: ``main`` is a coroutine function.
-        SystemExit, Exception: As ``psync.run``.
+        SystemExit, Exception: See ``psync.run``.
 
     Example:
         if __name__ == "__main__":

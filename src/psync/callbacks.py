@@ -1,9 +1,9 @@
 """Callbacks of ``Trainer.fit``: hooks between epochs and batches, and the built-in ones.
 
-They run in the program, not on workers, so what they are told of batches comes when these are done.
-Each method may be a coroutine function or a plain one.
+Callbacks run in the program, not on workers, so batches are reported when they are complete.
+Each method may be a coroutine function or a plain function.
 
-Source: ``keras.callbacks`` of Keras 3, for names, arguments and when they are called.
+Source: ``keras.callbacks`` of Keras 3, for names, arguments and the times of calls.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ Logs = Mapping[str, float]
 
 
 class Callback:
-    """Base of all callbacks; ``trainer`` is there from ``on_train_begin`` on."""
+    """Base of all callbacks; ``trainer`` is set from ``on_train_begin`` on."""
 
     trainer: Trainer
 
     @property
     def wants_batches(self) -> bool:
-        """Whether it is told of batches: by default, if its class has ``on_train_batch_end``."""
+        """Whether batches are reported. Default: whether its class has ``on_train_batch_end``."""
         return type(self).on_train_batch_end is not Callback.on_train_batch_end
 
     def on_train_begin(self) -> Any:
-        """Before the first epoch, after what was saved has been restored."""
+        """Run before the first epoch, after saved state has been restored."""
 
     def on_epoch_begin(self, epoch: int) -> Any:
-        """Before an epoch; epochs count from 0."""
+        """Run before an epoch; epochs are numbered from 0."""
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> Any:
-        """After each closure of an epoch: ``steps_per_execution`` batches. In order.
+        """Run after each closure of an epoch, that is, every ``steps_per_execution`` batches.
 
-        Workers send back what they have counted only if some callback ``wants_batches``. A closure
-        whose worker is lost counts once. None is told of one that met the end of its data.
-        With ``trainer.stop_training = True`` what has not ended is cancelled, and so it is where
-        this raises.
+        Calls come in the order of batches. Workers send back metrics of batches only if some
+        callback ``wants_batches``. A closure whose worker is lost is reported once, and a closure
+        that met the end of its data is not reported. When this method raises or sets
+        ``trainer.stop_training = True``, closures that have not ended are cancelled.
 
         Args:
             batch: Number of the last batch, from 0 in each epoch. Steps that are trained again
@@ -59,19 +59,19 @@ class Callback:
         """
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> Any:
-        """After an epoch and its validation.
+        """Run after an epoch and its validation.
 
         Args:
-            epoch: From 0.
-            logs: "loss", the metrics by name, and with ``"val_"`` before each those of the
-                validation.
+            epoch: Number of the epoch, from 0.
+            logs: "loss" and the metrics by name; values of the validation have the prefix
+                ``"val_"``.
         """
 
     def on_train_end(self, logs: Logs) -> Any:
-        """After the last epoch, also if an error or a cancellation ended it.
+        """Run after the last epoch, including when an error or a cancellation ended training.
 
-        Who changes variables here says so, ``trainer.unsaved = True``: then what ``fit`` saved
-        after the last epoch is saved once more; not if training or a callback has failed.
+        A callback that changes variables here sets ``trainer.unsaved = True``. ``fit`` then repeats
+        its last save, unless training or a callback has failed.
         """
 
 
@@ -133,10 +133,10 @@ def _checked_number(name: str, value: Any) -> float:
 
 
 class TerminateOnNaN(Callback):
-    """Ends training at once when the loss of a batch is not finite.
+    """Ends training immediately when the loss of a batch is not finite.
 
-    The updates of that batch have been applied by then. To refuse them, give the optimizer
-    ``forbid_nonfinite=True``. ``trainer.history.stop_reason`` says which loss it was.
+    The updates of that batch have already been applied. To refuse them, give the optimizer
+    ``forbid_nonfinite=True``. ``trainer.history.stop_reason`` names the loss.
 
     Example:
         history = await trainer.fit(data, epochs=3, callbacks=[psync.callbacks.TerminateOnNaN()])
@@ -151,17 +151,17 @@ class TerminateOnNaN(Callback):
 
 
 class EarlyStopping(Callback):
-    """Ends training when a value gets no better any more.
+    """Ends training when a value no longer improves.
 
     Args:
-        monitor: Which value.
-        min_delta: By how much it must get better to count.
-        patience: After how many epochs without it ends; 0 is the same as 1.
+        monitor: Name of the value.
+        min_delta: Least change that counts as an improvement.
+        patience: Number of epochs without improvement after which training ends; 0 means 1.
         mode: "min", "max", or "auto": "max" for accuracies and areas.
-        baseline: What it must get better than.
-        restore_best_weights: Whether the variables become in the end what they were after the best
-            epoch, in the last checkpoint of ``fit``, too. They are kept in the program's memory;
-            slots of optimizers are not.
+        baseline: Value that must be improved on.
+        restore_best_weights: Whether the variables return to their values after the best epoch,
+            including in the last checkpoint of ``fit``. These values are kept in the program's
+            memory; slots of optimizers are not restored.
 
     Raises:
         ConfigurationError: An argument is out of range.
@@ -183,7 +183,7 @@ class EarlyStopping(Callback):
         self.on_train_begin()
 
     def on_train_begin(self) -> None:
-        """Forget what was."""
+        """Reset the state of an earlier ``fit``."""
         self._monitor = _Monitor(*self._arguments)
         self._waited = 0
         self._values = None
@@ -191,7 +191,7 @@ class EarlyStopping(Callback):
         self.stopped_epoch: int | None = None
 
     async def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Look whether it got better."""
+        """Check whether the value has improved."""
         if not self._monitor.is_due(self.trainer):
             return
         if self._monitor.improved(logs):
@@ -205,7 +205,7 @@ class EarlyStopping(Callback):
             self.trainer.stop_training = True
 
     async def on_train_end(self, logs: Logs) -> None:
-        """Go back to the best values, if that is wanted."""
+        """Restore the best values, if requested."""
         if self._values is not None:
             for variable, value in zip(self.trainer.flat_variables, self._values, strict=True):
                 await variable.assign(value)
@@ -215,12 +215,12 @@ class EarlyStopping(Callback):
 class LearningRateScheduler(Callback):
     """Sets the learning rate before each epoch.
 
-    For a rate that changes with each step give the optimizer a schedule instead: it is evaluated on
-    the ps tasks.
+    For a rate that changes with each step, give the optimizer a schedule instead; the ps tasks
+    evaluate it.
 
     Args:
-        schedule: (epoch, present rate) → rate. The present rate is first the one that the optimizer
-            was made with, or that the checkpoint holds from which ``fit`` goes on.
+        schedule: (epoch, current rate) → rate. The first current rate is the optimizer's argument,
+            or the rate in the checkpoint from which ``fit`` resumes.
     """
 
     def __init__(self, schedule: Callable[[int, float], float]) -> None:
@@ -233,7 +233,7 @@ class LearningRateScheduler(Callback):
         self._rate: float | None = None
 
     async def on_epoch_begin(self, epoch: int) -> None:
-        """Ask, and tell the ps tasks."""
+        """Compute the rate and set it on the ps tasks."""
         optimizer = self.trainer.optimizer
         if self._rate is None:
             present = optimizer.learning_rate
@@ -251,9 +251,9 @@ class CSVLogger(Callback):
     """Writes a line of values for each epoch.
 
     Args:
-        path: Of the file. Folders on the way are made.
-        separator: Between values.
-        append: Whether lines are added to what is there, as after a resume.
+        path: Path of the file. Missing folders are created.
+        separator: Character between values.
+        append: Whether to append to an existing file, as after a resume.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class CSVLogger(Callback):
         self._file = open(self._path, "a" if self._append else "w", newline="", encoding="utf-8")
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Write a line; the first one is preceded by the names."""
+        """Write a line; the names precede the first one."""
         assert self._file is not None, "training has begun"
         writer = csv.writer(self._file, delimiter=self._separator)
         if not self._names:
@@ -298,24 +298,24 @@ class CSVLogger(Callback):
 
 
 class TensorBoard(Callback):
-    """Writes values for TensorBoard, which reads them while training goes on.
+    """Writes values for TensorBoard, which can read them during training.
 
-    Epochs are the charts ``epoch_loss`` and the like, each with "train" and "validation"; batches,
-    if they are written, are ``batch_loss``, by the number of the batch since training began.
+    Epochs are the charts ``epoch_loss`` and so on, each with "train" and "validation". Batches, if
+    written, are ``batch_loss`` and so on, by the number of the batch since training began.
 
     Args:
-        log_dir: Directory of the event files. Each ``fit`` begins one.
-        update_freq: "epoch": epochs only; a number: also each n-th time that batches are told of,
-            see ``Callback.on_train_batch_end``; "batch": each time.
+        log_dir: Directory of the event files. Each ``fit`` begins a new file.
+        update_freq: "epoch": epochs only; "batch": also every report of batches; a number n: also
+            each n-th report. See ``Callback.on_train_batch_end``.
 
     Raises:
-        ConfigurationError: ``update_freq`` is none of these.
+        ConfigurationError: ``update_freq`` is invalid.
 
     Example:
         await trainer.fit(..., callbacks=[psync.callbacks.TensorBoard("logs/run-1")])
         # tensorboard --logdir logs
 
-    Source: ``keras.callbacks.TensorBoard``; there "train" and "validation" are folders.
+    Source: ``keras.callbacks.TensorBoard``, where "train" and "validation" are folders.
     """
 
     def __init__(
@@ -340,19 +340,19 @@ class TensorBoard(Callback):
         self._newest = -1
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Count the batches that are past."""
+        """Add the batches of the previous epoch to the count."""
         self._before += self._newest + 1
         self._newest = -1
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Write the values of each n-th."""
+        """Write the values of each n-th report."""
         self._told += 1
         self._newest = batch
         if self._told % self._every == 0:
             self._write(self._before + batch, {f"batch_{name}": v for name, v in logs.items()})
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Write the values."""
+        """Write the values of the epoch."""
         values = {}
         for name, value in logs.items():
             where = "validation" if name.startswith("val_") else "train"
@@ -366,22 +366,22 @@ class TensorBoard(Callback):
         self._file.flush()
 
     def on_train_end(self, logs: Logs) -> None:
-        """End the event file."""
+        """Close the event file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class ModelCheckpoint(Callback):
-    """Saves what is trained after epochs, apart from what ``Trainer`` saves to resume from.
+    """Saves the trained objects after epochs, separately from the ``Trainer``'s own checkpoints.
 
     Args:
-        directory: Of its checkpoints.
-        monitor: Which value decides with ``save_best_only``.
-        save_best_only: Whether only epochs that are better than all before are saved.
+        directory: Directory of its checkpoints.
+        monitor: Name of the value that decides with ``save_best_only``.
+        save_best_only: Whether to save only epochs that are better than all earlier ones.
         mode: "min", "max", or "auto": "max" for accuracies and areas.
-        every_n_epochs: Save after each n-th epoch.
-        max_to_keep: How many of the newest are kept; None: no limit.
+        every_n_epochs: Number of epochs between saves.
+        max_to_keep: Number of newest checkpoints to keep; None: no limit.
 
     Raises:
         ConfigurationError: An argument is out of range.
@@ -406,13 +406,13 @@ class ModelCheckpoint(Callback):
         self.manager: CheckpointManager | None = None
 
     def on_train_begin(self) -> None:
-        """Find out what is to be saved."""
+        """Create the manager of its checkpoints."""
         self.manager = CheckpointManager(
             self.trainer.checkpoint, self._directory, self._max_to_keep
         )
 
     async def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Save, if it is time, and better."""
+        """Save, if a save is due and the value has improved."""
         assert self.manager is not None, "training has begun"
         if (epoch + 1) % self._every:
             return

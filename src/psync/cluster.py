@@ -135,27 +135,27 @@ def _same_place(address: str) -> tuple[str, int | None]:
 
 
 class ClusterSpec:
-    """The jobs of a cluster and the addresses of their tasks. Never changes.
+    """The jobs of a cluster and the addresses of their tasks; immutable.
 
-    A job is a list of addresses, or a dict from task index to address where not all tasks are
-    known (a worker that joins late may know only the ps tasks and itself).
+    A job is a list of addresses, or a dict from task index to address if not all tasks are known (a
+    worker that joins late may know only the ps tasks and itself).
 
     Args:
         cluster: Mapping from job name to a list or tuple of addresses, or to a mapping from index
             (int, or str of digits) to address; or another ClusterSpec, which is copied.
 
     Raises:
-        TypeError: If a job name or an address is not a str, a job neither list, tuple nor mapping.
-        ConfigurationError: If a job name, an index or an address is malformed, or two tasks have
-            the same address.
+        TypeError: A job name or an address is not a str, or a job is not a list, tuple or mapping.
+        ConfigurationError: A job name, an index or an address is malformed, or two tasks have the
+            same address.
 
     Example:
         >>> spec = ClusterSpec({"ps": ["10.0.0.1:2222"], "worker": {1: "10.0.0.3:2222"}})
         >>> spec.job_tasks("worker")
         [None, '10.0.0.3:2222']
 
-    Source: TensorFlow ``tf.train.ClusterSpec``; there addresses are not looked at, here malformed
-    and duplicate ones are errors. There are no protocol buffers.
+    Source: TensorFlow ``tf.train.ClusterSpec``; there addresses are not checked, here malformed and
+        duplicate ones are errors. There are no protocol buffers.
     """
 
     def __init__(self, cluster: Mapping[str, Any] | ClusterSpec) -> None:
@@ -186,11 +186,11 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> list[str]:
-        """The names of the jobs, in the order in which they were given."""
+        """The names of the jobs, in their original order."""
         return list(self._jobs)
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Return {job: list of addresses}; {job: {index: address}} where indices are missing.
+        """Return {job: list of addresses}, or {job: {index: address}} if indices are missing.
 
         A job without tasks is ``{}``, as in TensorFlow. The result is a copy.
         """
@@ -203,7 +203,7 @@ class ClusterSpec:
         """Return the number of known tasks of the job.
 
         Raises:
-            ConfigurationError: If there is no such job.
+            ConfigurationError: There is no such job.
         """
         return len(self._tasks(job_name))
 
@@ -211,7 +211,7 @@ class ClusterSpec:
         """Return the indices of the known tasks of the job, ascending.
 
         Raises:
-            ConfigurationError: If there is no such job.
+            ConfigurationError: There is no such job.
         """
         return list(self._tasks(job_name))
 
@@ -219,7 +219,7 @@ class ClusterSpec:
         """Return the address of a task.
 
         Raises:
-            ConfigurationError: If there is no such job, or no such task in it.
+            ConfigurationError: There is no such job, or no such task in it.
         """
         tasks = self._tasks(job_name)
         if task_index not in tasks:
@@ -230,10 +230,10 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Return the addresses of the job's tasks by index, None for a task that is not known.
+        """Return the addresses of the job's tasks by index, None for an unknown task.
 
         Raises:
-            ConfigurationError: If there is no such job.
+            ConfigurationError: There is no such job.
         """
         tasks = self._tasks(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]

@@ -132,19 +132,19 @@ def _checked_task(spec: ClusterSpec, task_type: str, task_id: int | None, source
 
 
 def is_chief(spec: ClusterSpec, task_type: str | None = None, task_id: int | None = None) -> bool:
-    """Return whether a task is the one that saves, logs and decides for all.
+    """Return whether a task is the one that saves and logs for the whole cluster.
 
-    That is the chief; where the cluster has none, worker 0. An evaluator, which is a cluster of
-    its own, is its own chief.
+    This is the chief; in a cluster without a chief, worker 0. An evaluator is its own cluster and
+    its own chief.
 
     Args:
         spec: The cluster.
-        task_type: Job of the task; None: a program that is none of the tasks, and no chief.
-        task_id: Its index; may be None where the job has one task only.
+        task_type: Job of the task. None: a program that is not a task, and not the chief.
+        task_id: Index of the task; may be None if the job has only one task.
 
     Raises:
-        TypeError: If ``task_type`` is not a str or ``task_id`` not an int.
-        ConfigurationError: If the cluster is not one for training, or has no such task.
+        TypeError: ``task_type`` is not a str or ``task_id`` not an int.
+        ConfigurationError: The cluster is not one for training, or has no such task.
 
     Source: TensorFlow ``multi_worker_util.is_chief``.
     """
@@ -154,10 +154,10 @@ def is_chief(spec: ClusterSpec, task_type: str | None = None, task_id: int | Non
 
 
 def worker_count(spec: ClusterSpec, task_type: str) -> int:
-    """Return the number of tasks that compute: chief and workers; for an evaluator, of those.
+    """Return the number of chief and worker tasks; for an evaluator, the number of evaluators.
 
     Raises:
-        ConfigurationError: If the job is none of these: a ps does not compute.
+        ConfigurationError: The job is none of these: a ps does not compute.
 
     Source: TensorFlow ``multi_worker_util.worker_count``, which counts the chief as a worker. The
         chief of parameter-server training schedules, and computes nothing.
@@ -172,14 +172,14 @@ def worker_count(spec: ClusterSpec, task_type: str) -> int:
 
 
 def id_in_cluster(spec: ClusterSpec, task_type: str, task_id: int | None = None) -> int:
-    """Return a number that is the task's own among those that ``worker_count`` counts.
+    """Return a number that is unique among the tasks that ``worker_count`` counts.
 
-    The chief is 0, workers follow it; evaluators are counted by themselves.
+    The chief is 0, workers follow it; evaluators are counted separately.
 
     Raises:
-        TypeError: If ``task_type`` is not a str or ``task_id`` not an int.
-        ConfigurationError: If the cluster is not one for training, or has no such task, or it is a
-            ps, which has no such number.
+        TypeError: ``task_type`` is not a str or ``task_id`` not an int.
+        ConfigurationError: The cluster is not one for training or has no such task; or the task is
+            a ps, which has no such number.
 
     Source: TensorFlow ``multi_worker_util.id_in_cluster``.
     """

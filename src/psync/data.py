@@ -1,10 +1,11 @@
-"""Dataset helpers: batches from arrays and from files, shards that are visited once.
+"""Dataset helpers: batches from arrays and from files, and shards that are visited exactly once.
 
     psync.data.from_arrays((x, y), batch_size=32, shuffle_seed=7, num_epochs=None)
     psync.data.from_files(sorted(glob.glob("*.npz")), read)
 
-What they return is a dataset: ``create_per_worker_dataset`` gives the whole of it to each worker,
-``strategy.experimental_distribute_dataset`` a share. It can be iterated over anywhere, too.
+Both return a dataset. ``create_per_worker_dataset`` gives each worker the whole dataset, and
+``strategy.experimental_distribute_dataset`` gives each worker a share. A program can also iterate
+over it directly.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ def from_arrays(
     drop_remainder: bool = False,
     num_epochs: int | None = 1,
 ) -> ArrayDataset:
-    """Return the batches of arrays that belong together, row by row.
+    """Return batches of arrays with the same number of rows.
 
     Args:
-        arrays: An array, or a tuple, named tuple or dict of them, with the same number of rows
-            (axis 0). A list is one array: it is stacked. Every worker that reads the dataset
-            gets them all.
+        arrays: An array, or a tuple, named tuple or dict of arrays, with the same number of rows
+            (axis 0). A list is stacked into one array. Every worker that reads the dataset receives
+            all arrays.
         batch_size: Rows in a batch.
-        shuffle_seed: Shuffles the rows in each epoch, and in another order on each worker where the
-            whole is given to all. Where it is distributed, all follow one order, so that no row
-            is given twice. None: no shuffling.
-        drop_remainder: Whether the last batch is left out if it is smaller than the others.
-        num_epochs: How often the rows come; None: for ever.
+        shuffle_seed: Seed of a new order of rows in each epoch; None: no shuffling. If each worker
+            gets the whole dataset, each has a different order. If the dataset is distributed, all
+            follow one order, so that no row is repeated.
+        drop_remainder: Whether to omit the last batch if it is smaller than the others.
+        num_epochs: Number of passes over the rows; None: endless.
 
     Returns:
         A dataset whose batches have the structure of ``arrays``. They are copies.
 
     Raises:
-        UsageError: The arrays differ in length, or have no rows.
+        UsageError: The arrays differ in length or have no rows.
         ConfigurationError: A number is out of range.
 
     Source: ``tf.data.Dataset.from_tensor_slices(…).shuffle(…).batch(…).repeat(…)``.
@@ -70,14 +71,14 @@ def from_files(
     """Return the batches of all files, one file after the other.
 
     Args:
-        files: Their names, in the same order on every start. They are opened on the workers.
-        reader: Called with a name, on a worker, in a thread; returns an iterable of batches, as a
-            generator function does. It must not call psync.
-        shuffle_seed: Shuffles the files in each epoch; None: in the order given.
-        num_epochs: How often every file is read; None: for ever.
+        files: Names of the files, in the same order on every start. They are opened on the workers.
+        reader: Function from a name to an iterable of batches, such as a generator function. It
+            runs on a worker in a thread and must not call psync.
+        shuffle_seed: Seed of a new order of files in each epoch; None: the given order.
+        num_epochs: Number of passes over the files; None: endless.
 
     Raises:
-        UsageError: There is no file, or the reader is no plain function.
+        UsageError: There are no files, or the reader is not a plain function.
         ConfigurationError: A number is out of range.
 
     Source: ``tf.data.Dataset.from_tensor_slices(files).interleave(reader)``.

@@ -1,57 +1,57 @@
 """The exceptions of psync, in one tree.
 
-The class answers one question: who must act.
+The class says who must act.
 
     PsyncError
-    ├── UsageError                        the caller; never retried
+    ├── UsageError                             the caller's mistake; never retried
     │   ├── ConfigurationError (ValueError)    cluster spec, options, arguments, environment
     │   │   └── DuplicateTaskError (KeyError)  two descriptions of one task
-    │   ├── ContextError (RuntimeError,        in another scope, context or task than it is for,
-    │   │                 ValueError)          or not on all replicas
-    │   ├── UnsupportedError (NotImplementedError)  objects of this kind cannot do that
+    │   ├── ContextError (RuntimeError,        call in the wrong scope, context or task,
+    │   │                 ValueError)          or not made by all replicas
+    │   ├── UnsupportedError (NotImplementedError)  operation that this object does not support
     │   ├── PartitionError (ValueError)        shape, dtype or shard mismatch
-    │   ├── ValueMismatchError (ValueError)         a gradient that does not fit its variable
+    │   ├── ValueMismatchError (ValueError)    gradient or value that does not fit its variable
     │   ├── ReplicaValueError (ValueError)     values of replicas that do not fit each other
-    │   ├── UnknownVariableError (LookupError)
-    │   ├── VariableIndexError (IndexError)    an index that the variable does not have
-    │   │   ├── IndexTypeError (TypeError)     it is none, such as a float or another variable
-    │   │   └── IndexValueError (ValueError)   such as a step of 0
-    │   ├── SerializationError (TypeError)           a step that cannot be sent to a worker
-    │   ├── ClosedError                        you closed it
-    │   └── BusyError                          two tasks used what only one may
-    ├── TransportError                    the network; state of the request unknown
+    │   ├── UnknownVariableError (LookupError)  variable or shard that a ps does not hold
+    │   ├── VariableIndexError (IndexError)    index that the variable does not have
+    │   │   ├── IndexTypeError (TypeError)     not an index, such as a float
+    │   │   └── IndexValueError (ValueError)   invalid index, such as a slice with step 0
+    │   ├── SerializationError (TypeError)     step that cannot be sent to a worker
+    │   ├── ClosedError                        object that this program has closed
+    │   └── BusyError                          concurrent use of an object with a single user
+    ├── TransportError                    network failure; the state of the request is unknown
     │   ├── ConnectFailed (OSError)
     │   └── ConnectionLost (OSError)
     ├── ProtocolError
-    │   ├── LocalProtocolError                 we would have sent nonsense: a bug here
-    │   └── RemoteProtocolError                they sent nonsense
+    │   ├── LocalProtocolError                 invalid message from this side: a bug in psync
+    │   └── RemoteProtocolError                invalid message from the peer
     │       ├── FrameTooLarge
     │       └── VersionMismatch
     ├── AuthenticationError               the peer does not hold the cluster's secret
     ├── DeadlineExceeded (TimeoutError)
-    ├── TaskLost                          membership's verdict
+    ├── TaskLost                          a task was declared lost
     │   ├── WorkerLost                         its closures run again elsewhere
-    │   └── ParameterServerLost                shards are gone
-    ├── FencedError                       an older incarnation of a task spoke
+    │   └── ParameterServerLost                its shards are lost
+    ├── FencedError                       request from an older incarnation of a task
     ├── RemoteError                       a handler or step on the peer raised
-    │   └── RuleError                          an update rule or schedule of the user's, on a ps
+    │   └── RuleError                          a user's update rule or schedule raised on a ps
     ├── ClosureError
     │   ├── ClosureCancelled                   not run, or stopped; schedule it again
     │   └── ClosureInputError                  an input of the closure had failed
-    ├── LockLost                          a lock on shards ended before its time
+    ├── LockLost                          a lock on shards ended early
     ├── NotEnoughReplicas                 fewer living workers than a synchronous step needs
-    ├── AttachError                       ps tasks do not hold what the program would go on with
+    ├── AttachError                       ps tasks do not hold the state the program expects
     ├── TrainingEnded                     the token channel was closed: there is no further step
     ├── EndOfData                         a per-worker dataset is exhausted
     └── CheckpointError
-        ├── CheckpointNotFound                 there is none
-        ├── CheckpointCorrupt                  it is not as it was saved; restore an older one
-        └── CheckpointMismatch                 it fits other variables than those declared
+        ├── CheckpointNotFound                 there is no checkpoint
+        ├── CheckpointCorrupt                  it is damaged; restore an older one
+        └── CheckpointMismatch                 it does not fit the declared variables
 
 A stale or duplicate push is an outcome, not an error.
 
-Messages are lower-case fragments that name the thing, what was expected and
-what came; a remedy goes into ``hint`` and is shown on a line of its own.
+Messages are lower-case fragments that name the object, the expectation and the actual value. The
+remedy is in ``hint``, which is shown on a separate line.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ from typing import Any
 
 
 class PsyncError(Exception):
-    """Base of every exception that psync raises itself.
+    """Base class of all exceptions that psync raises.
 
     Args:
-        message: What happened: the thing, what was expected, what came.
-        hint: What to do about it, or None.
+        message: Description of the error: the object, the expectation, the actual value.
+        hint: Remedy, or None.
     """
 
     def __init__(self, message: str = "", *, hint: str | None = None) -> None:
@@ -88,11 +88,11 @@ def _rebuild(cls: type[PsyncError], args: tuple[Any, ...], state: dict[str, Any]
 
 
 class UsageError(PsyncError):
-    """The caller broke the API; the program must change. Never retried."""
+    """The caller misused the API, so the program must change. Never retried."""
 
 
 def other_loop(operation: str) -> UsageError:
-    """Return the error of what is awaited on an event loop where its answer would never come."""
+    """Return the error for an await on an event loop that would never see the result."""
     return UsageError(
         f"{operation} on another event loop than the one that its cluster runs on",
         hint="in a plain step, and with psync.blocking, write psync.wait(…) instead of "
@@ -109,14 +109,14 @@ class DuplicateTaskError(ConfigurationError, KeyError):
 
 
 class ContextError(UsageError, RuntimeError, ValueError):
-    """A call in another scope, context or task than it is for, or not made by all replicas.
+    """A call was made in the wrong scope, context or task, or not by all replicas.
 
-    TensorFlow raises now a RuntimeError, now a ValueError where such a call is wrong.
+    It is both a RuntimeError and a ValueError, because TensorFlow raises either for such calls.
     """
 
 
 class UnsupportedError(UsageError, NotImplementedError):
-    """An operation that objects of this kind do not have, or not here, though others do."""
+    """An operation is not supported by this object or in this place."""
 
 
 class PartitionError(UsageError, ValueError):
@@ -124,11 +124,11 @@ class PartitionError(UsageError, ValueError):
 
 
 class ValueMismatchError(UsageError, ValueError):
-    """A gradient or value does not fit the variable it is meant for."""
+    """A gradient or value does not fit its variable."""
 
 
 class ReplicaValueError(UsageError, ValueError):
-    """Values of replicas do not fit each other, or what is to be done with them."""
+    """Values of replicas do not fit each other, or do not fit the requested operation."""
 
 
 class UnknownVariableError(UsageError, LookupError):
@@ -136,15 +136,15 @@ class UnknownVariableError(UsageError, LookupError):
 
 
 class VariableIndexError(UsageError, IndexError):
-    """An index or row number that a variable does not have."""
+    """The variable does not have the given index or row number."""
 
 
 class IndexTypeError(VariableIndexError, TypeError):
-    """Something that is not an index, such as a float or another variable."""
+    """A value that is not an index was used as one, such as a float or another variable."""
 
 
 class IndexValueError(VariableIndexError, ValueError):
-    """An index that makes no sense for any array, such as a slice with step 0."""
+    """An index is invalid for any array, such as a slice with step 0."""
 
 
 class SerializationError(UsageError, TypeError):
@@ -152,11 +152,11 @@ class SerializationError(UsageError, TypeError):
 
 
 class ClosedError(UsageError):
-    """The object was closed by this program before this call."""
+    """This program had already closed the object."""
 
 
 class BusyError(UsageError):
-    """Two tasks used at once what only one may use."""
+    """Two tasks used an object at the same time that allows only one user."""
 
 
 class TransportError(PsyncError):
@@ -168,7 +168,7 @@ class ConnectFailed(TransportError, OSError):
 
 
 class ConnectionLost(TransportError, OSError):
-    """An established connection ended; ``__cause__`` says why where that is known."""
+    """An established connection ended; ``__cause__`` is the reason, if known."""
 
 
 class ProtocolError(PsyncError):
@@ -176,7 +176,7 @@ class ProtocolError(PsyncError):
 
 
 class LocalProtocolError(ProtocolError):
-    """This side would have broken the protocol: a bug in psync."""
+    """This side would have broken the protocol, which is a bug in psync."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -184,11 +184,11 @@ class RemoteProtocolError(ProtocolError):
 
 
 class FrameTooLarge(RemoteProtocolError):
-    """The peer declared a size above the limit; nothing was allocated for it."""
+    """The peer declared a size above the limit; no memory was allocated for it."""
 
 
 class VersionMismatch(RemoteProtocolError):
-    """The peer speaks another version of the protocol."""
+    """The peer speaks a different version of the protocol."""
 
 
 class AuthenticationError(PsyncError):
@@ -196,16 +196,16 @@ class AuthenticationError(PsyncError):
 
 
 class DeadlineExceeded(PsyncError, TimeoutError):
-    """A deadline given by the caller passed first."""
+    """A deadline set by the caller passed before the result arrived."""
 
 
 class TaskLost(PsyncError):
     """A task of the cluster was declared lost.
 
     Args:
-        task: Name of the task, as in ``/job:ps/task:0``.
-        message: What was observed.
-        hint: What to do about it.
+        task: Name of the task, such as ``/job:ps/task:0``.
+        message: Observed failure.
+        hint: Remedy, or None.
     """
 
     def __init__(self, task: str, message: str = "was lost", *, hint: str | None = None) -> None:
@@ -214,29 +214,29 @@ class TaskLost(PsyncError):
 
 
 class WorkerLost(TaskLost):
-    """A worker died or became unreachable; its closures run again elsewhere, if there is any."""
+    """A worker died or became unreachable; its closures run again elsewhere, if possible."""
 
 
 class ParameterServerLost(TaskLost):
-    """A ps died, restarted empty or became unreachable; its shards are gone."""
+    """A ps died, restarted empty or became unreachable; its shards are lost."""
 
 
 class FencedError(PsyncError):
-    """The request came from an incarnation that a newer one has replaced."""
+    """The request came from an old incarnation of a task that a newer one has replaced."""
 
 
 class NotServedError(FencedError):
-    """The process does not serve that ps: it was started again, or a backup elsewhere serves it."""
+    """The process does not serve that ps: it has restarted, or a backup ps elsewhere serves it."""
 
 
 class RemoteError(PsyncError):
     """Code on another task raised.
 
     Args:
-        task: Name of the task on which it was raised.
-        type_name: Qualified name of the exception's type there.
-        message: Its text.
-        traceback_text: The remote traceback, as text: data, never executed.
+        task: Name of the task that raised.
+        type_name: Qualified name of the exception's type on that task.
+        message: Text of the exception.
+        traceback_text: Remote traceback as text, which is never executed.
     """
 
     def __init__(self, task: str, type_name: str, message: str, traceback_text: str = "") -> None:
@@ -252,10 +252,10 @@ class RemoteError(PsyncError):
 
 
 class RuleError(RemoteError):
-    """An update rule, or a schedule, of a plugin raised on a ps; see ``psync.rules``.
+    """An update rule or schedule of a plugin raised on a ps; see ``psync.rules``.
 
-    The shard and its slots are as they were; the other shards of the push have been updated. The
-    same push, sent again, or made again by another run of its closure, gets the same error.
+    The shard and its slots are unchanged; the other shards of the push have been updated. When the
+    same push is sent again, or repeated by another run of its closure, it gets the same error.
     """
 
     def __init__(
@@ -280,37 +280,37 @@ class ClosureError(PsyncError):
 
 
 class ClosureCancelled(ClosureError):
-    """The closure was not run, or was stopped, because another one failed or it was cancelled.
+    """The closure was cancelled, or another one failed, so it was stopped or never started.
 
-    Not ``asyncio.CancelledError``: that one means that the *caller* was cancelled.
+    This is not ``asyncio.CancelledError``, which means that the *caller* was cancelled.
     """
 
 
 class ClosureInputError(ClosureError):
     """An input of the closure (per-worker dataset, RemoteValue) had failed.
 
-    ``__cause__`` is the original error; it is never another ClosureInputError.
+    ``__cause__`` is the original error and never another ClosureInputError.
     """
 
 
 class LockLost(PsyncError):
-    """A lock on shards ended before that for which it was taken; the message says what was done."""
+    """A lock on shards ended before the work it protected; the message says what was done."""
 
 
 class CutLost(PsyncError):
-    """A cut over all ps tasks could not be taken, or is over; nothing has changed: try again."""
+    """A cut over all ps tasks failed or ended early. Nothing has changed; try again."""
 
 
 class NotEnoughReplicas(PsyncError):
-    """Fewer living workers than ``min_replicas`` for too long; the message names the missing."""
+    """Too few workers: below ``min_replicas`` for too long; the message names the missing ones."""
 
 
 class AttachError(PsyncError):
-    """A program cannot go on with what the ps tasks hold; nothing was changed."""
+    """The program cannot continue from the state that the ps tasks hold; nothing was changed."""
 
 
 class TrainingEnded(PsyncError):
-    """Training has ended: no further synchronous step will be closed."""
+    """Training has ended; no further synchronous step will be completed."""
 
 
 class EndOfData(PsyncError):
@@ -331,11 +331,11 @@ class CheckpointNotFound(CheckpointError, LookupError):
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A checkpoint is not as it was saved; nothing was restored from it."""
+    """A checkpoint is damaged; nothing was restored from it."""
 
 
 class CheckpointMismatch(CheckpointError):
-    """A checkpoint does not fit what is declared; the message lists the names."""
+    """A checkpoint does not fit the declared variables; the message lists the names."""
 
 
 # Earlier names, until 0.2.

@@ -1,6 +1,6 @@
 """Gradient functions from torch and jax, for ``compute_gradients`` and ``minimize``.
 
-Both libraries are imported when a gradient is first computed, by the task that computes it.
+The task that computes gradients imports the library when it first needs one.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def from_torch(loss_fn: Loss) -> GradientFunction:
     """Return a function that computes a loss and its gradients with torch, on the CPU.
 
     Args:
-        loss_fn: Called with a tensor for each variable, then the data; returns a scalar tensor, or
-            a pair of it and the predictions. Of variables that are nested otherwise than in a
-            list, it gets the tensors as one argument, nested alike.
+        loss_fn: Function of one tensor per variable, then the data. It returns a scalar tensor, or
+            a pair of loss and predictions. If the variables are nested in anything but a list, the
+            tensors are one argument with the same nesting.
 
     Returns:
-        What ``minimize`` and ``Trainer`` take; see ``GradientFunction``. The tensors share memory
-        with the values that were pulled, and torch refuses to change them in place. A gradient is
-        None where the loss does not depend on a variable or a variable is not floating, and
-        IndexedSlices where torch makes a sparse one, as
+        A function for ``minimize`` and ``Trainer``; see ``GradientFunction``. Its tensors share
+        memory with the pulled values, and torch refuses to change them in place. A gradient is None
+        if the loss does not depend on the variable or the variable is not floating. It is an
+        IndexedSlices if torch returns a sparse gradient, as
         ``torch.nn.functional.embedding(…, sparse=True)`` does.
 
     Raises:
-        ConfigurationError: When it is called: torch is not installed.
+        ConfigurationError: torch is not installed; raised when the function is called.
 
     Example:
         def loss(w, b, x, y):
@@ -68,21 +68,21 @@ def from_torch(loss_fn: Loss) -> GradientFunction:
 def from_jax(loss_fn: Loss, *, jit: bool = True) -> GradientFunction:
     """Return a function that computes a loss and its gradients with jax.
 
-    Make it once, outside of the step: what is compiled is kept with it.
+    Create it once, outside the step, because it keeps the compiled code.
 
     Args:
-        loss_fn: Called with an array for each variable, then the data; returns a scalar, or a pair
-            of it and the predictions. Of variables that are nested otherwise than in a list, it
-            gets the arrays as one argument, nested alike.
-        jit: Compile it, again for other shapes.
+        loss_fn: Function of one array per variable, then the data. It returns a scalar, or a pair
+            of loss and predictions. If the variables are nested in anything but a list, the arrays
+            are one argument with the same nesting.
+        jit: Whether to compile the function, once for each combination of shapes.
 
     Returns:
-        What ``minimize`` and ``Trainer`` take; see ``GradientFunction``. A gradient is None where
-        a variable is not floating. Unless jax was told to ``jax_enable_x64``, float64 variables are
+        A function for ``minimize`` and ``Trainer``; see ``GradientFunction``. A gradient is None if
+        the variable is not floating. Unless ``jax_enable_x64`` is set, float64 variables are
         computed in float32.
 
     Raises:
-        ConfigurationError: When it is called: jax is not installed.
+        ConfigurationError: jax is not installed; raised when the function is called.
 
     Example:
         def loss(w, b, x, y):
@@ -99,13 +99,13 @@ def from_jax(loss_fn: Loss, *, jit: bool = True) -> GradientFunction:
 class GradientFunction(ABC):
     """Computes a loss and its gradients: ``loss, grads = function(*values)``.
 
-    Values and gradients are numpy arrays, one for each variable, the loss is a float. Of one value
-    that is a nesting of arrays, the gradients are nested alike. Where the loss function returns
-    predictions, too, they come third, as numpy arrays. Values are not changed and, where their
-    memory allows it, not copied. It may be captured by a step.
+    Values and gradients are numpy arrays, one for each variable, and the loss is a float. If a
+    single value is a nesting of arrays, the gradients have the same nesting. If the loss function
+    returns predictions, they come third, as numpy arrays. Values are not changed and, if their
+    memory allows it, not copied. A step may capture the function.
 
     Args:
-        loss_fn: Called with the values, then the data, as the library's arrays.
+        loss_fn: Function of the values, then the data, as the library's arrays.
     """
 
     def __init__(self, loss_fn: Loss) -> None:
@@ -118,10 +118,11 @@ class GradientFunction(ABC):
         return f"<gradients of {name}>"
 
     def on(self, *data: Any) -> Callable[..., tuple[Any, ...]]:
-        """Return the function of the values alone, with the data that the loss gets besides.
+        """Return a function of the values alone, bound to the data of the loss.
 
         Args:
-            data: Arrays of numpy become those of the library; all else is passed as it is.
+            data: Further arguments of the loss. numpy arrays are converted to the library's; all
+                other objects are passed unchanged.
         """
         return lambda *values: self._compute(values, data)
 
@@ -130,11 +131,11 @@ class GradientFunction(ABC):
         return self._compute(values, ())
 
     def of_batch(self, values: Any, batch: Any) -> tuple[Any, ...]:
-        """Return what a ``Trainer`` asks of its ``value_and_grad``.
+        """Return the loss, the gradients and, if any, the predictions, as a ``Trainer`` expects.
 
         Args:
-            values: Nested as its variables are.
-            batch: The data; the items of a tuple or list are an argument each.
+            values: Values with the nesting of the trainer's variables.
+            batch: Data of the loss; the items of a tuple or list become separate arguments.
         """
         data = batch if isinstance(batch, list | tuple) else (batch,)
         if is_flat(values, _ARRAY):
@@ -247,7 +248,7 @@ def _library(name: str) -> Any:
 
 
 def gradient_of(torch: Any, tensor: Any) -> np.ndarray | IndexedSlices | None:
-    """Return the gradient that torch has computed, in its memory; a sparse one of rows as such."""
+    """Return a gradient of torch as an array in its memory; sparse rows become IndexedSlices."""
     if tensor is None:
         return None
     if tensor.layout == torch.sparse_coo and tensor.sparse_dim() == 1:

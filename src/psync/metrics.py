@@ -1,8 +1,8 @@
-"""Metrics: sums that steps add to on their workers, and one value that the program reads.
+"""Metrics: sums that steps update on their workers, and one value that the program reads.
 
-The sums of a metric are one ON_READ variable on a ps: each worker adds to a copy of its own, in one
-small message, and reading adds the copies up. They outlive the worker, and what a closure adds
-counts once, also when it runs again elsewhere.
+The sums of a metric are one ON_READ variable on a ps. Each worker updates its own copy with one
+small message, and reading adds up the copies. The sums survive the loss of a worker. Each
+contribution of a closure counts once, even if the closure runs again elsewhere.
 
     with strategy.scope():
         accuracy = psync.metrics.SparseCategoricalAccuracy()
@@ -15,9 +15,9 @@ counts once, also when it runs again elsewhere.
     print(await accuracy.result())
     await accuracy.reset_state()
 
-A metric of your own is a rule of your own, a subclass of ``MetricRule``: what a batch adds to the
-sums, and the value of the sums. It is computed where it is updated and read, never on a ps:
-``psync.metrics.Metric(MyRule())``. See ``docs/howto/rules.md``.
+To write a metric, subclass ``MetricRule``: it computes the contribution of a batch to the sums, and
+the value of the sums. ``psync.metrics.Metric(MyRule())`` is then the metric. Rules run where the
+metric is updated and read, never on a ps. See ``docs/howto/rules.md``.
 
 Source: ``keras.metrics`` of Keras 3, for names, arguments and formulas.
 """
@@ -38,11 +38,11 @@ class Metric:
     """Base of all metrics; declared in ``strategy.scope()``.
 
     Args:
-        rule: What is added up, and what comes of it.
-        name: Of the metric; its variable is called "<name>/sums".
+        rule: Computation of the sums and of the value.
+        name: Name of the metric; its variable is called "<name>/sums".
 
     Raises:
-        UsageError: Outside a scope, or inside a step.
+        UsageError: The call is outside a scope, or inside a step.
     """
 
     def __init__(self, rule: metric_rules.MetricRule, name: str | None = None) -> None:
@@ -65,76 +65,76 @@ class Metric:
         return [self._sums]
 
     async def update_state(self, *batch: Any, sample_weight: Any = None) -> None:
-        """Count a batch.
+        """Add a batch to the metric.
 
         Args:
-            batch: As the metric's class says.
-            sample_weight: Of each example (or of each value, in the values' shape); None: 1.
+            batch: Arrays; see the metric's class.
+            sample_weight: Weight of each example (or of each value, in the values' shape); None: 1.
 
         Raises:
-            ValueMismatchError: What is given does not fit together. Nothing was counted.
-            UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: A ps is gone.
-            ClosureCancelled: In a step that was cancelled.
+            ValueMismatchError: The arguments do not fit together. Nothing was counted.
+            UsageError: The call is outside a step, and no coordinator is running.
+            ParameterServerLost: A ps is lost.
+            ClosureCancelled: The step was cancelled.
 
-        Cancellation: Once begun, it ends in the background.
+        Cancellation: An update that has begun completes in the background.
         """
         await self.add(self.contribution(*batch, sample_weight=sample_weight))
 
     def contribution(self, *batch: Any, sample_weight: Any = None) -> np.ndarray:
-        """Return what a batch adds to the sums, without counting it.
+        """Return a batch's contribution to the sums, without counting it.
 
-        Contributions may be added up: so several batches can be counted in one message.
+        Contributions may be added up, so that several batches are counted in one message.
 
         Args:
             batch, sample_weight: See ``update_state``.
 
         Raises:
-            ValueMismatchError: What is given does not fit together.
+            ValueMismatchError: The arguments do not fit together.
         """
         return self._rule.contribution(*batch, sample_weight=sample_weight)
 
     async def add(self, contribution: np.ndarray) -> None:
-        """Count what ``contribution`` returned, or a sum of such; see ``update_state``."""
+        """Add a result of ``contribution``, or a sum of several; see ``update_state``."""
         await self._sums.assign_add(contribution)
 
     def value_of(self, sums: np.ndarray) -> float:
-        """Return what the metric would be if these, a sum of contributions, were its sums."""
+        """Return the value that the metric would have with these sums, a sum of contributions."""
         return self._rule.result(sums)
 
     async def result(self) -> float:
-        """Return the value: of all workers in the program, of this worker in a step.
+        """Return the value: over all workers in the program, of this worker in a step.
 
         Raises:
-            UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: A ps is gone.
+            UsageError: The call is outside a step, and no coordinator is running.
+            ParameterServerLost: A ps is lost.
 
         Cancellation: Safe.
         """
         return self.value_of(await self._sums.read())
 
     async def reset_state(self) -> None:
-        """Reset the sums: in the program for all workers, in a step for this one.
+        """Reset the sums: for all workers in the program, for this worker in a step.
 
-        Join first: what steps count at the same time is counted before or after.
+        Call ``join`` first: updates of concurrent steps may be counted before or after the reset.
 
         Raises:
-            UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: A ps is gone.
-            ClosureCancelled: In a step that was cancelled.
+            UsageError: The call is outside a step, and no coordinator is running.
+            ParameterServerLost: A ps is lost.
+            ClosureCancelled: The step was cancelled.
 
-        Cancellation: Once begun, it ends in the background.
+        Cancellation: A reset that has begun completes in the background.
         """
         await self._sums.assign(np.zeros(self._rule.shape))
 
 
 class Mean(Metric):
-    """Mean of values, over examples: ``update_state(values)``.
+    """Mean of values over examples: ``update_state(values)``.
 
-    An example is a position on axis 0; what lies behind it is averaged first.
+    An example is a position on axis 0; values on further axes are averaged first.
 
     Args:
-        name: Of the metric.
+        name: Name of the metric.
 
     Source: ``keras.metrics.Mean``.
     """
@@ -147,7 +147,7 @@ class Sum(Metric):
     """Sum of values: ``update_state(values)``.
 
     Args:
-        name: Of the metric.
+        name: Name of the metric.
 
     Source: ``keras.metrics.Sum``.
     """
@@ -157,10 +157,12 @@ class Sum(Metric):
 
 
 class Accuracy(Metric):
-    """How often predictions equal labels: ``update_state(y_true, y_pred)``, of one shape.
+    """Fraction of predictions that equal their labels: ``update_state(y_true, y_pred)``.
+
+    Labels and predictions have one shape.
 
     Args:
-        name: Of the metric.
+        name: Name of the metric.
 
     Source: ``keras.metrics.Accuracy``.
     """
@@ -170,14 +172,14 @@ class Accuracy(Metric):
 
 
 class BinaryAccuracy(Metric):
-    """How often predictions above a threshold are 1: ``update_state(y_true, y_pred)``.
+    """Fraction of correct predictions, 1 above a threshold: ``update_state(y_true, y_pred)``.
 
     Args:
-        name: Of the metric.
-        threshold: In (0, 1).
+        name: Name of the metric.
+        threshold: Number in (0, 1).
 
     Raises:
-        ConfigurationError: The threshold is not.
+        ConfigurationError: The threshold is out of range.
 
     Source: ``keras.metrics.BinaryAccuracy``.
     """
@@ -187,13 +189,13 @@ class BinaryAccuracy(Metric):
 
 
 class SparseCategoricalAccuracy(Metric):
-    """How often the likeliest class is the label.
+    """Fraction of examples whose likeliest class is the label.
 
     ``update_state(y_true, y_pred)``: class numbers of shape (…) and a score for each class of shape
     (…, classes).
 
     Args:
-        name: Of the metric.
+        name: Name of the metric.
 
     Source: ``keras.metrics.SparseCategoricalAccuracy``.
     """
@@ -206,9 +208,9 @@ class MeanSquaredError(Metric):
     """Mean of squared differences: ``update_state(y_true, y_pred)``, of one shape.
 
     Args:
-        name: Of the metric.
+        name: Name of the metric.
 
-    Source: ``keras.metrics.MeanSquaredError``. Of one-dimensional batches each element is an
+    Source: ``keras.metrics.MeanSquaredError``. In a one-dimensional batch each element is an
         example here; in Keras the whole batch is one.
     """
 
@@ -220,7 +222,7 @@ class MeanAbsoluteError(Metric):
     """Mean of absolute differences; see ``MeanSquaredError``.
 
     Args:
-        name: Of the metric.
+        name: Name of the metric.
 
     Source: ``keras.metrics.MeanAbsoluteError``.
     """
@@ -233,12 +235,12 @@ class AUC(Metric):
     """Area under a curve: ``update_state(y_true, y_pred)``, labels 0 or 1, predictions in [0, 1].
 
     Args:
-        num_thresholds: At which the curve is known, at least 2.
+        num_thresholds: Number of points of the curve, at least 2.
         curve: "ROC" or "PR" (precision over recall).
         summation_method: "interpolation", "minoring" or "majoring".
-        name: Of the metric.
-        thresholds: To be used instead of evenly spaced ones, in [0, 1].
-        from_logits: Whether predictions are to go through a sigmoid first.
+        name: Name of the metric.
+        thresholds: Numbers in [0, 1] that replace the evenly spaced thresholds.
+        from_logits: Whether a sigmoid is applied to the predictions first.
 
     Raises:
         ConfigurationError: An argument is out of range.

@@ -1,10 +1,11 @@
-"""Optimizers: handles that steps push gradients through; the mathematics runs on the ps tasks.
+"""Optimizers: handles that steps push gradients through; the ps tasks compute the updates.
 
 Each class is a handle with the arguments of one rule. Names, arguments, formulas and defaults
-are those of Keras 3. A learning rate is a number or a schedule; each ps evaluates a schedule at
-max(its own step, the step that the push carries). "The step" in a formula is the ps's count of the
-optimizer's pushes; with accumulation, of its updates. An argument that is out of range is a
-``ConfigurationError``, also a ValueError. To add one: see ``numerics.update_rule``.
+are those of Keras 3. A learning rate is a number or a schedule. Each ps evaluates a schedule at
+its own step or at the step that the push carries, whichever is larger. "The step" in a formula is
+the ps's count of the optimizer's pushes; with accumulation, its count of updates. An argument that
+is out of range raises a ``ConfigurationError``, which is also a ValueError.
+``numerics.update_rule`` says how to add an optimizer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from psync.schedules import Schedule
 
 
 class OtherOptions(TypedDict, total=False):
-    """What all optimizers take as keywords; ``Optimizer`` says what each one means."""
+    """Keyword arguments of all optimizers; see ``Optimizer``."""
 
     name: str | None
     forbid_nonfinite: bool
@@ -32,24 +33,24 @@ class OtherOptions(TypedDict, total=False):
 
 
 class Options(OtherOptions, total=False):
-    """These, and weight decay."""
+    """Keyword arguments of all optimizers, including weight decay."""
 
     weight_decay: float | None
 
 
 class SGD(Optimizer):
-    """Gradient descent, with momentum on request.
+    """Gradient descent, optionally with momentum.
 
     ``w -= learning_rate * g``; with momentum ``velocity = momentum * velocity - learning_rate * g``
     and ``w += velocity``, or with Nesterov ``w += momentum * velocity - learning_rate * g``.
 
     Args:
         learning_rate: A number or a schedule.
-        momentum: In [0, 1]; 0 for none.
-        nesterov: Look ahead along the velocity.
-        options: See ``Optimizer``: weight decay, clipping, accumulation, name and so on.
+        momentum: Number in [0, 1]; 0 for no momentum.
+        nesterov: Whether to look ahead along the velocity.
+        options: Weight decay, clipping, accumulation, name and so on; see ``Optimizer``.
 
-    Slots: "momentum", if there is one.
+    Slots: "momentum", if momentum is not 0.
 
     Source: ``keras.optimizers.SGD``.
     """
@@ -65,12 +66,12 @@ class SGD(Optimizer):
 
 
 class Momentum(SGD):
-    """Gradient descent with momentum: ``SGD`` whose default says so.
+    """Gradient descent with momentum: ``SGD`` with a default of ``momentum=0.9``.
 
     Args:
         learning_rate: A number or a schedule.
-        momentum: In [0, 1].
-        nesterov: Look ahead along the velocity.
+        momentum: Number in [0, 1].
+        nesterov: Whether to look ahead along the velocity.
         options: See ``Optimizer``.
 
     Slots: "momentum".
@@ -94,7 +95,7 @@ class Nesterov(Momentum):
 
     Args:
         learning_rate: A number or a schedule.
-        momentum: In [0, 1].
+        momentum: Number in [0, 1].
         options: See ``Optimizer``.
 
     Slots: "momentum".
@@ -112,14 +113,14 @@ class Nesterov(Momentum):
 
 
 class Adagrad(Optimizer):
-    """Divides by the root of the sum of all squared gradients; made for rare features.
+    """Gradient descent scaled by the root of the sum of squared gradients, for rare features.
 
     ``accumulator += g * g`` and ``w -= learning_rate * g / sqrt(accumulator + epsilon)``.
 
     Args:
         learning_rate: A number or a schedule.
-        initial_accumulator_value: What the accumulator begins with, at least 0.
-        epsilon: At least 0.
+        initial_accumulator_value: First value of the accumulator, at least 0.
+        epsilon: Number of at least 0.
         options: See ``Optimizer``.
 
     Slots: "accumulator".
@@ -139,12 +140,14 @@ class Adagrad(Optimizer):
 
 
 class Adadelta(Optimizer):
-    """Steps in the unit of the parameter, by the sizes of gradients and of steps so far.
+    """Gradient descent scaled by moving averages of squared gradients and squared updates.
+
+    Updates have the unit of the parameter.
 
     Args:
-        learning_rate: A number or a schedule; 1 is the paper's.
+        learning_rate: A number or a schedule; the paper uses 1.
         rho: Decay of both averages, in [0, 1].
-        epsilon: At least 0.
+        epsilon: Number of at least 0.
         options: See ``Optimizer``.
 
     Slots: "accumulated_grad", "accumulated_delta_var".
@@ -163,17 +166,17 @@ class Adadelta(Optimizer):
 
 
 class RMSprop(Optimizer):
-    """Divides by the root of a moving average of squared gradients.
+    """Gradient descent scaled by the root of a moving average of squared gradients.
 
     Args:
         learning_rate: A number or a schedule.
         rho: Decay of the averages, in [0, 1].
-        momentum: In [0, 1]; 0 for none.
-        epsilon: At least 0.
-        centered: Divide by the deviation of gradients instead of their size.
+        momentum: Number in [0, 1]; 0 for no momentum.
+        epsilon: Number of at least 0.
+        centered: Whether to divide by the standard deviation of gradients instead of their size.
         options: See ``Optimizer``.
 
-    Slots: "velocity"; "momentum" if there is one; "average_gradient" if centered.
+    Slots: "velocity"; "momentum" if momentum is not 0; "average_gradient" if centered.
 
     Source: Hinton 2012; ``keras.optimizers.RMSprop``.
     """
@@ -192,14 +195,14 @@ class RMSprop(Optimizer):
 
 
 class Adam(Optimizer):
-    """Adaptive moments.
+    """Adaptive moment estimation.
 
     Args:
         learning_rate: A number or a schedule.
         beta_1: Decay of the first moment, in [0, 1).
         beta_2: Decay of the second moment, in [0, 1).
-        epsilon: Added to the square root of the second moment.
-        amsgrad: Divide by the largest second moment so far.
+        epsilon: Number added to the square root of the second moment.
+        amsgrad: Whether to divide by the largest second moment so far.
         options: See ``Optimizer``.
 
     Slots: "m", "v", and "vhat" with amsgrad.
@@ -227,7 +230,7 @@ class AMSGrad(Adam):
         learning_rate: A number or a schedule.
         beta_1: Decay of the first moment, in [0, 1).
         beta_2: Decay of the second moment, in [0, 1).
-        epsilon: Added to the square root of the second moment.
+        epsilon: Number added to the square root of the second moment.
         options: See ``Optimizer``.
 
     Slots: "m", "v", "vhat".
@@ -247,15 +250,15 @@ class AMSGrad(Adam):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay: ``Adam`` whose default says so.
+    """Adam with decoupled weight decay: ``Adam`` with a default of ``weight_decay=0.004``.
 
     Args:
         learning_rate: A number or a schedule.
-        weight_decay: At least 0; see ``Optimizer``.
+        weight_decay: Number of at least 0; see ``Optimizer``.
         beta_1: Decay of the first moment, in [0, 1).
         beta_2: Decay of the second moment, in [0, 1).
-        epsilon: Added to the square root of the second moment.
-        amsgrad: Divide by the largest second moment so far.
+        epsilon: Number added to the square root of the second moment.
+        amsgrad: Whether to divide by the largest second moment so far.
         options: See ``Optimizer``.
 
     Slots: "m", "v", and "vhat" with amsgrad.
@@ -284,7 +287,7 @@ class Adamax(Optimizer):
         learning_rate: A number or a schedule.
         beta_1: Decay of the first moment, in [0, 1).
         beta_2: Decay of the norm, in [0, 1).
-        epsilon: Added to the norm.
+        epsilon: Number added to the norm.
         options: See ``Optimizer``.
 
     Slots: "m", "u".
@@ -310,7 +313,7 @@ class Nadam(Optimizer):
         learning_rate: A number or a schedule.
         beta_1: Decay of the first moment, in [0, 1).
         beta_2: Decay of the second moment, in [0, 1).
-        epsilon: Added to the square root of the second moment.
+        epsilon: Number added to the square root of the second moment.
         options: See ``Optimizer``.
 
     Slots: "m", "v".
@@ -330,16 +333,16 @@ class Nadam(Optimizer):
 
 
 class Ftrl(Optimizer):
-    """Follow the regularized leader: sparse models, as elements with small gradients stay 0.
+    """Follow the regularized leader, for sparse models: elements with small gradients stay 0.
 
     Args:
-        learning_rate: A number or a schedule. At 0 nothing moves.
-        learning_rate_power: At most 0; 0 is a learning rate that does not fall.
-        initial_accumulator_value: At least 0.
-        l1_regularization_strength: At least 0.
-        l2_regularization_strength: At least 0.
-        l2_shrinkage_regularization_strength: At least 0.
-        beta: At least 0.
+        learning_rate: A number or a schedule. At 0 nothing changes.
+        learning_rate_power: Number of at most 0; at 0 the learning rate does not decay.
+        initial_accumulator_value: Number of at least 0.
+        l1_regularization_strength: Number of at least 0.
+        l2_regularization_strength: Number of at least 0.
+        l2_shrinkage_regularization_strength: Number of at least 0.
+        beta: Number of at least 0.
         options: See ``Optimizer``.
 
     Slots: "accumulator", "linear".
@@ -371,11 +374,11 @@ class Ftrl(Optimizer):
 
 
 class Lion(Optimizer):
-    """The sign of a momentum, so that all elements move by the learning rate.
+    """Updates by the sign of a momentum, so that all elements move by the learning rate.
 
     Args:
         learning_rate: A number or a schedule.
-        beta_1: Part of the momentum in the direction, above 0 and at most 1.
+        beta_1: Weight of the momentum in the direction, above 0 and at most 1.
         beta_2: Decay of the momentum, in [0, 1].
         options: See ``Optimizer``.
 
@@ -395,18 +398,18 @@ class Lion(Optimizer):
 
 
 class Lamb(Optimizer):
-    """Adam whose update of each variable is as long as the variable, times the learning rate.
+    """Adam with updates scaled to the norm of each variable, times the learning rate.
 
-    The ratio of both lengths is of the whole variable. A ps that holds all of it finds them itself.
-    For a variable of several shards a push takes two rounds: in the first the ps tasks measure
-    and change nothing, so that the ratio may be one update of others older than the values.
-    Gradients of some rows are refused: their norm is not that of the variable.
+    The scale is the norm of the whole variable divided by the norm of its update. For a variable of
+    several shards, a push takes two rounds, and the first only measures. The scale may therefore
+    miss one update of other workers. Gradients of some rows are refused, because their norm is not
+    that of the variable.
 
     Args:
         learning_rate: A number or a schedule.
         beta_1: Decay of the first moment, in [0, 1).
         beta_2: Decay of the second moment, in [0, 1).
-        epsilon: Added to the square root of the second moment.
+        epsilon: Number added to the square root of the second moment.
         options: See ``Optimizer``.
 
     Slots: "m", "v".

@@ -1,11 +1,11 @@
 """Partitioners: the number of shards of a variable, the rows of each, and their placement.
 
 A partitioner is any callable ``(shape, dtype) -> list[int]`` that returns the number of partitions
-per axis. As in TensorFlow only axis 0 may be cut; the three classes here are TensorFlow's.
-``div_split`` is the one layout that psync has, called "div": shards of consecutive rows whose
-numbers differ by at most one, the larger ones first.
+per axis. As in TensorFlow, only axis 0 may be split. The three classes here are TensorFlow's.
+``div_split`` is psync's only layout, called "div": shards hold consecutive rows, their row counts
+differ by at most one, and the larger shards come first.
 
-The placement at the end of the module chooses a ps for each shard: in turns, or by bytes.
+The placement classes at the end of the module choose a ps for each shard: alternately or by bytes.
 """
 
 from __future__ import annotations
@@ -28,35 +28,34 @@ __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner",
 
 
 class Partitioner(ABC):
-    """Base of rules for the number of shards; a rule of your own defines ``__call__``.
+    """Base class of partitioners; a subclass defines ``__call__``.
 
-    Source: ``tf.distribute.experimental.partitioners.Partitioner``; there, ``__call__`` has a third
+    Source: ``tf.distribute.experimental.partitioners.Partitioner``, whose ``__call__`` has a third
     parameter ``axis``, which is always 0.
     """
 
     @abstractmethod
     def __call__(self, shape: Sequence[int], dtype: Any) -> Sequence[int]:
-        """Return the number of partitions per axis: all 1 but the first.
+        """Return the number of partitions per axis: all 1 except the first.
 
         Args:
-            shape: Of the variable, at least one axis.
+            shape: Shape of the variable, with at least one axis.
             dtype: A numpy dtype.
         """
 
 
 class _ByRows(Partitioner):
-    """A rule that says how many shards it wants, and gets no more than there are rows."""
+    """A rule that wants a number of shards, limited to the number of rows."""
 
     def __call__(self, shape: Sequence[int], dtype: object) -> list[int]:
-        """Return the number of partitions per axis: all 1 but the first.
+        """Return the number of partitions per axis: all 1 except the first.
 
         Args:
-            shape: Of the variable, at least one axis.
-            dtype: Anything that stands for a dtype of psync, or a string dtype.
+            shape: Shape of the variable, with at least one axis.
+            dtype: Any description of a dtype of psync, or a string dtype.
 
         Raises:
-            PartitionError: If the shape has no axis or is not wholly known, or there is no
-                such dtype.
+            PartitionError: The shape has no axis or is not fully known, or the dtype is unknown.
         """
         plain = _checked_shape(type(self).__name__, shape)
         first = self._num_shards(plain, dtype)
@@ -71,10 +70,10 @@ class FixedShardsPartitioner(_ByRows):
     """The same number of shards for every variable, or one per row if it has fewer rows.
 
     Args:
-        num_shards: At least 1.
+        num_shards: Number of shards, at least 1.
 
     Raises:
-        ConfigurationError: If it is less.
+        ConfigurationError: ``num_shards`` is less than 1.
 
     Source: ``tf.distribute.experimental.partitioners.FixedShardsPartitioner``.
     """
@@ -87,18 +86,18 @@ class FixedShardsPartitioner(_ByRows):
 
 
 class MinSizePartitioner(_ByRows):
-    """As many shards as ``min_shard_bytes`` goes into the variable, rounded up.
+    """One shard per ``min_shard_bytes`` of the variable, rounded up.
 
-    Rounding up is TensorFlow's: a shard may be smaller than the "minimum", but not by more than
-    half: 300 KiB with a minimum of 256 KiB become two shards of 150 KiB.
+    Because the number is rounded up, as in TensorFlow, a shard may be up to half smaller than the
+    "minimum". For example, 300 KiB with a minimum of 256 KiB become two shards of 150 KiB.
 
     Args:
-        min_shard_bytes: At least 1.
-        max_shards: Most shards of a variable, at least 1.
-        bytes_per_string: Size counted for an element of a string dtype.
+        min_shard_bytes: Number of at least 1.
+        max_shards: Largest number of shards of a variable, at least 1.
+        bytes_per_string: Bytes counted for an element of a string dtype.
 
     Raises:
-        ConfigurationError: If an argument is less than 1.
+        ConfigurationError: An argument is less than 1.
 
     Source: ``tf.distribute.experimental.partitioners.MinSizePartitioner``.
     """
@@ -116,19 +115,19 @@ class MinSizePartitioner(_ByRows):
 
 
 class MaxSizePartitioner(_ByRows):
-    """As few shards as possible of at most ``max_shard_bytes`` each.
+    """The smallest number of shards of at most ``max_shard_bytes`` each.
 
-    A row is never cut, so a shard of one row may be larger; nor may there be more than
-    ``max_shards``, which then are larger too.
+    A shard may be larger in two cases: when it is a single row, because rows are never split, and
+    when ``max_shards`` limits the number of shards.
 
     Args:
-        max_shard_bytes: At least 1.
-        max_shards: Most shards of a variable, at least 1; None: no limit. (TensorFlow takes 0
-            for no limit; here it is an error.)
-        bytes_per_string: Size counted for an element of a string dtype.
+        max_shard_bytes: Largest size of a shard, at least 1 byte.
+        max_shards: Largest number of shards of a variable, at least 1; None: no limit. (TensorFlow
+            uses 0 for no limit, which is an error here.)
+        bytes_per_string: Bytes counted for an element of a string dtype.
 
     Raises:
-        ConfigurationError: If an argument is less than 1.
+        ConfigurationError: An argument is less than 1.
 
     Source: ``tf.distribute.experimental.partitioners.MaxSizePartitioner``.
     """
@@ -152,18 +151,18 @@ class MaxSizePartitioner(_ByRows):
 
 
 def check_partitions(partitions: object, shape: Sequence[int], name: str) -> int:
-    """Return the number of shards that a partitioner's answer means.
+    """Return the number of shards in the result of a partitioner.
 
     Args:
-        partitions: What ``variable_partitioner`` returned: anything.
-        shape: Of the variable, at least one axis.
-        name: Of the variable, for the message.
+        partitions: Result of ``variable_partitioner``, unchecked.
+        shape: Shape of the variable, with at least one axis.
+        name: Name of the variable, for the message.
 
     Returns:
-        The first entry, but no more than there are rows and at least 1.
+        The first entry, at least 1 and at most the number of rows.
 
     Raises:
-        PartitionError: If it is not a list with one positive number per axis, all but the first 1.
+        PartitionError: It is not a list with one positive number per axis, all 1 except the first.
     """
     if (
         not isinstance(partitions, (list, tuple))
@@ -187,7 +186,7 @@ def div_split(dim0: int, num_shards: int) -> list[tuple[int, int]]:
     The first ``dim0 % num_shards`` shards have one row more than the others.
 
     Raises:
-        PartitionError: If a shard would be empty (one empty shard of an empty variable is legal).
+        PartitionError: A shard would be empty (one empty shard of an empty variable is allowed).
     """
     if not 1 <= num_shards <= max(1, dim0):
         raise PartitionError(
@@ -228,10 +227,10 @@ class Placement(Protocol):
 
 
 class Pinned:
-    """Everything on one ps; no place of any other placement is taken.
+    """Placement of all shards on one ps; it does not affect other placements.
 
     Args:
-        ps: Its index.
+        ps: Index of the ps.
     """
 
     def __init__(self, ps: int) -> None:
@@ -243,16 +242,15 @@ class Pinned:
 
 
 class RoundRobin:
-    """One shard after the other, whatever its size.
+    """Placement of shards on the ps tasks in turn, regardless of size.
 
-    Each shard of a variable takes a place of its own, so a variable of two shards uses both
-    of two ps tasks.
+    Each shard takes the next ps, so a variable of two shards uses both of two ps tasks.
 
     Args:
         num_ps: Number of ps tasks, at least 1.
 
     Raises:
-        ConfigurationError: If there is none.
+        ConfigurationError: There is no ps.
 
     Source: the round-robin placement of ``tf.distribute.ParameterServerStrategy`` (v2).
     """
@@ -266,13 +264,13 @@ class RoundRobin:
 
 
 class LeastBytes:
-    """Each shard on the ps that holds the fewest bytes of variables so far; of equals, the first.
+    """Placement of each shard on the ps with the fewest bytes of variables; ties go to the first.
 
-    What is pinned, or lies beside another variable, counts. Slots of optimizers do not: they come
-    into being later, beside their variables, and are as large as these, so they even out too.
+    Pinned and colocated variables count. Slots of optimizers do not, but they are created beside
+    their variables with the same size, so they even out as well.
 
     Args:
-        loads: Bytes of variables on each ps, kept by the caller: ``Placer`` does.
+        loads: Bytes of variables on each ps, kept by the caller (``Placer``).
 
     Source: ``tf.contrib.training.GreedyLoadBalancingStrategy`` with ``byte_size_load_fn``.
     """
@@ -286,14 +284,14 @@ class LeastBytes:
 
 
 class Placer:
-    """Places the shards of one strategy, and knows how much lies where.
+    """Places the shards of one strategy and records the load of each ps.
 
     Args:
         num_ps: Number of ps tasks, at least 1.
         placement: "round_robin", "least_bytes", or an object with ``place(nbytes) -> ps index``.
 
     Raises:
-        ConfigurationError: If it is none of these, or there is no ps.
+        ConfigurationError: The placement is none of these, or there is no ps.
     """
 
     def __init__(self, num_ps: int, placement: str | Placement = "round_robin") -> None:
@@ -305,12 +303,12 @@ class Placer:
         """Return the ps of the next shard.
 
         Args:
-            variable: Its name, for messages.
-            nbytes: Of the shard.
-            placement: That is asked instead of the strategy's, which then counts no turn.
+            variable: Name of the variable, for messages.
+            nbytes: Size of the shard.
+            placement: Placement to use instead of the strategy's, which then does not advance.
 
         Raises:
-            ConfigurationError: The answer is not the index of a ps.
+            ConfigurationError: The placement did not return the index of a ps.
         """
         ps = (placement or self._placement).place(nbytes)
         if not self._is_ps(ps):
@@ -322,15 +320,15 @@ class Placer:
         return int(ps)
 
     def note(self, ps: int, nbytes: int) -> None:
-        """Count a shard that lies beside another one, without a placement of its own."""
+        """Count a shard that is colocated with another one and not placed separately."""
         self._loads[ps] += nbytes
 
     def pinned(self, where: int | str) -> Pinned:
-        """Return the placement that puts everything on one ps.
+        """Return the placement that puts all shards on one ps.
 
         Args:
-            where: Its index or device, ``/job:ps/replica:0/task:1/device:CPU:0`` or, for short,
-                ``/job:ps/task:1``.
+            where: Index or device of the ps: ``/job:ps/replica:0/task:1/device:CPU:0`` or, for
+                short, ``/job:ps/task:1``.
 
         Raises:
             ConfigurationError: There is no such ps.

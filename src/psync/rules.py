@@ -1,8 +1,8 @@
-"""Update rules of your own: what a ps does with a gradient, in numpy.
+"""User-defined update rules, which a ps applies to each gradient, in numpy.
 
 A rule is a class in a module that all tasks load as a *plugin*: ``psync run --plugin MODULE``,
 ``psync task --plugin MODULE``, ``LocalCluster(plugins=[MODULE])``, or an entry point of the group
-``psync.plugins``. What travels is its name and its arguments; nothing is unpickled on a ps.
+``psync.plugins``. Only its name and its arguments travel; nothing is unpickled on a ps.
 
     @psync.rules.register
     class SignMomentum(psync.rules.UpdateRule):
@@ -16,7 +16,7 @@ A rule is a class in a module that all tasks load as a *plugin*: ``psync run --p
 
     optimizer = psync.optimizers.Optimizer(SignMomentum(0.01, beta=0.8), weight_decay=1e-4)
 
-``docs/howto/rules.md`` is the how-to. Metrics are computed on workers and need no plugin: subclass
+See ``docs/howto/rules.md``. Metrics run on workers and need no plugin: subclass
 ``psync.metrics.MetricRule``.
 """
 
@@ -53,17 +53,18 @@ PROBED = tuple(np.dtype(name) for name in ("float32", "float64"))
 PROBE_SIZE = 97
 PROBE_STEPS = 3
 TOLERANCE = 1e-4
-"""Relative, between a whole and the same in two pieces: libraries may round the end of an array
-otherwise; a rule that looks at other elements is far off."""
+"""Relative tolerance between one call and calls for two pieces: libraries may round the end of an
+array differently. A rule that depends on other elements differs by far more.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is the same for all elements of an update.
+    """The inputs of an update that are the same for all elements.
 
     Attributes:
-        number: Of the update, from 1: Adam's "t".
-        learning_rate: Of this update; a schedule has been evaluated.
+        number: Number of the update, from 1: Adam's "t".
+        learning_rate: Rate of this update; a schedule has been evaluated.
     """
 
     number: int
@@ -71,20 +72,21 @@ class Step:
 
 
 class UpdateRule(_AnyRule):
-    """Base of update rules of your own. A subclass goes under ``@register``.
+    """Base of user-defined update rules; decorate the subclass with ``@register``.
 
-    Annotated fields are arguments, numbers or bools with defaults; ``within(default, minimum,
-    maximum)`` gives a number its range. The first argument is always ``learning_rate``, a number
-    or a schedule. All options of ``psync.optimizers.Optimizer`` (weight decay, clipping,
-    accumulation) are done around ``update``.
+    Annotated fields are arguments: numbers or bools with defaults. A number gets its range from
+    ``within(default, minimum, maximum)``. The first argument is always ``learning_rate``, a number
+    or a schedule. psync applies all options of ``psync.optimizers.Optimizer`` (weight decay,
+    clipping, accumulation) around ``update``.
 
     Class attributes:
-        name: By which ps tasks know it; say whose it is: "mypackage.sign".
-        version: Raise it when the results change. Tasks with different versions refuse each other.
+        name: Unique name of the rule on ps tasks, with its owner: "mypackage.sign".
+        version: Number to raise when the results change. Tasks with different versions refuse each
+            other.
         slots: Names of the arrays that are kept beside each value. They begin as 0, or as the
-            argument ``initial_<slot>_value`` says.
+            argument ``initial_<slot>_value``.
 
-    Example: that of this module, and ``docs/howto/rules.md``.
+    Example: See this module and ``docs/howto/rules.md``.
     """
 
     may_raise: ClassVar[bool] = True
@@ -100,29 +102,33 @@ class UpdateRule(_AnyRule):
     ) -> Any:
         """Return the new value and the new slots.
 
-        Elementwise: element i of the results follows from element i of the arrays. The arrays are
-        pieces of a shard, or some rows of it, one behind the other; which ones is not said, and a
-        norm or mean over them means nothing. It must be a function of its arguments: a ps and its
-        backup, and a repetition after a failure, call it and have to get the same bits. So no
-        randomness, no clock, no state on ``self`` or elsewhere.
+        The rule must be elementwise: element i of the results depends only on element i of the
+        arrays. The arrays are arbitrary pieces of a shard, or some of its rows one after the other,
+        so a norm or mean over them is meaningless.
 
-        It runs on the event loop of the ps, in a few milliseconds, and blocks everybody meanwhile;
-        never in another thread, and never twice at once.
+        The rule must depend on its arguments alone, without randomness, clock, or state on ``self``
+        or elsewhere. A ps, its backup ps, and a repetition after a failure all call it and must get
+        the same bits.
+
+        It runs on the event loop of the ps and blocks it, so it should take a few milliseconds. It
+        never runs in another thread or twice at the same time.
 
         Args:
-            value: 1-D, float32 or float64 (variables of half precision come as float32).
-                Read-only, like all that follow; do not keep them.
-            slots: By name, each of the value's shape and dtype.
-            gradient: Of the value's shape and dtype; clipped by value if the optimizer does so.
-            step: What is the same for all elements.
+            value: 1-D array, float32 or float64 (half-precision variables come as float32).
+                All arrays are read-only; do not keep them.
+            slots: Arrays by name, each of the value's shape and dtype.
+            gradient: Array of the value's shape and dtype; clipped by value if the optimizer does
+                so.
+            step: Inputs that are the same for all elements.
 
         Returns:
             ``(new value, {slot: new array})`` with all slots, or the new value alone if there are
-            none. Of the same shape; float64 is rounded to float32 where the value is that.
+            no slots. The arrays have the value's shape; float64 is rounded to float32 if the value
+            is float32.
 
         Raises:
-            BaseException: Anything but MemoryError: the shard stays as it is, with its slots, and
-                the push fails with a ``psync.RuleError``. A synchronous step that raises ends the
+            BaseException: Any error except MemoryError leaves the shard and its slots unchanged,
+                and the push fails with a ``psync.RuleError``. In a synchronous step, it ends the
                 training of its ``SyncReplicasOptimizer`` with that error.
         """
 
@@ -176,11 +182,11 @@ class UpdateRule(_AnyRule):
     # The probe.
 
     def probe(self) -> Sequence[np.ndarray]:
-        """Apply the rule to a few numbers, twice, and in pieces; return the results.
+        """Apply the rule to a few numbers, twice and in pieces, and return the results.
 
         Raises:
-            ConfigurationError: It raises, returns something else than values and slots, gives
-                other bits the second time, or looks at other elements than the one that changes.
+            ConfigurationError: The rule raises, does not return values and slots, returns different
+                bits the second time, or is not elementwise.
         """
         results: list[np.ndarray] = []
         for dtype in PROBED:
@@ -228,15 +234,14 @@ R = TypeVar("R", bound=UpdateRule)
 
 @dataclass_transform(eq_default=False, field_specifiers=(field, within))
 def register(made: type[R]) -> type[R]:
-    """Class decorator: make an update rule known to this process, by its ``name``.
+    """Register an update rule in this process under its ``name``; a class decorator.
 
-    The class becomes a dataclass, and is probed with its default arguments: see
-    ``UpdateRule.probe``. The same class again, as when its module is loaded once more, replaces
-    itself.
+    The class becomes a dataclass, and ``UpdateRule.probe`` tests it with its default arguments.
+    Registering the same class again, as when its module is reloaded, replaces it.
 
     Raises:
-        ConfigurationError: It is no rule, its class attributes are wrong, another rule has its
-            name, or the probe fails.
+        ConfigurationError: The class is not a rule, its class attributes are wrong, another rule
+            has its name, or the probe fails.
     """
     if not (isinstance(made, type) and issubclass(made, UpdateRule)):
         raise ConfigurationError(f"expected a subclass of psync.rules.UpdateRule, got {made!r}")

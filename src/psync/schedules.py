@@ -1,14 +1,14 @@
 """Learning-rate schedules as plain data, evaluated on the ps tasks.
 
-A ps evaluates the learning rate itself, because only it knows how many updates it has
-applied. A schedule is not a function that travels, but one of the classes below, or one that a
-plugin has registered: a few numbers that go over the wire as msgpack and come back through
-``from_config``, which accepts exactly what ``to_config`` produces and nothing else.
+Each ps evaluates the learning rate itself, because only the ps knows how many updates it has
+applied. A schedule is one of the classes below, or a class registered by a plugin. It travels as a
+few numbers in msgpack. ``from_config`` accepts exactly the output of ``to_config`` and nothing
+else.
 
-Names, arguments and formulas are those of Keras 3 (``keras.optimizers.schedules``), computed
-in double precision. Differences: ``Warmup`` can be put before any schedule (Keras has a warm-up
-only in CosineDecay), and arguments for which a formula is undefined somewhere (a negative decay
-rate, a negative power) are refused when the schedule is made, instead of giving NaN in training.
+Names, arguments and formulas are those of Keras 3 (``keras.optimizers.schedules``), computed in
+double precision. There are two differences. ``Warmup`` can precede any schedule; Keras has a
+warm-up only in CosineDecay. Arguments for which a formula is undefined somewhere, such as a
+negative decay rate or power, are refused immediately instead of giving NaN in training.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _NOT_NEGATIVE = {">=": 0}
 """A rate below 0 would climb, and decay weights away from 0; ascent is a negative gradient."""
 
 Config = dict[str, object]
-"""What travels: only str, bool, int, float, None, lists and dicts of these."""
+"""Data that travels: only str, bool, int, float, None, lists and dicts of these."""
 
 
 @dataclass(frozen=True)
 class Schedule(ABC):
     """A learning rate as a function of the number of updates applied so far.
 
-    To write one: a subclass with ``rate``, under ``@register``, in a module that all tasks load as
-    a plugin (``docs/howto/rules.md``). Its annotated fields are its arguments: numbers,
-    bools, None.
+    To write a schedule, subclass this class, define ``rate`` and decorate it with ``@register``.
+    The module must be loaded by all tasks as a plugin (``docs/howto/rules.md``). Annotated fields
+    are the arguments: numbers, bools or None.
 
     Example:
         @psync.schedules.register
@@ -57,7 +57,7 @@ class Schedule(ABC):
         """Return the learning rate of the update that follows ``step`` updates.
 
         Raises:
-            ValueError: It is negative, or NaN: only of schedules of users.
+            ValueError: The rate is negative or NaN, which only a user's schedule can return.
         """
         try:
             rate = float(self.rate(step))
@@ -69,7 +69,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def rate(self, step: float) -> float:
-        """Return the rate of the update that follows ``step``: a function of that alone."""
+        """Return the rate of the update that follows ``step``; depends on ``step`` alone."""
 
     def to_config(self) -> Config:
         """Return a dict of msgpack types from which ``from_config`` rebuilds an equal schedule."""
@@ -107,7 +107,7 @@ _MAX_DEPTH = 8  # of schedules in schedules; a config from the wire must not exh
 
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """The same rate for ever; what a plain number stands for."""
+    """A rate that never changes; a plain number stands for it."""
 
     value: float = field(metadata=_NOT_NEGATIVE)
 
@@ -149,7 +149,7 @@ class InverseTimeDecay(_Decay):
     Args:
         initial_learning_rate: Rate at step 0.
         decay_steps: Unit of the time axis, in updates.
-        decay_rate: At least 0.
+        decay_rate: Number of at least 0.
         staircase: Whether ``step / decay_steps`` is rounded down to a whole number.
     """
 
@@ -159,13 +159,13 @@ class InverseTimeDecay(_Decay):
 
 @dataclass(frozen=True)
 class PolynomialDecay(Schedule):
-    """From the initial to the end rate along ``(1 - step / decay_steps) ** power``.
+    """Decay from the initial to the end rate along ``(1 - step / decay_steps) ** power``.
 
     Args:
         initial_learning_rate: Rate at step 0.
         decay_steps: Updates until the end rate is reached.
         end_learning_rate: Rate from then on.
-        power: At least 0; 1 is a straight line.
+        power: Number of at least 0; 1 is a straight line.
         cycle: Whether ``decay_steps`` grows to its next multiple each time ``step`` passes it.
     """
 
@@ -189,11 +189,11 @@ class CosineDecay(Schedule):
     """Half a cosine from the initial rate to ``alpha`` times it, optionally after a warm-up.
 
     ``initial * ((1 - alpha) * (1 + cos(pi * step / decay_steps)) / 2 + alpha)``. With a
-    ``warmup_target``, the rate first rises along a line to it, and decays from there.
+    ``warmup_target``, the rate first rises to it linearly and decays from there.
 
     Args:
         initial_learning_rate: Rate at step 0.
-        decay_steps: Updates of the decay, warm-up not included.
+        decay_steps: Updates of the decay, without the warm-up.
         alpha: Final rate as a fraction of the rate from which the decay starts.
         warmup_target: Rate at the end of the warm-up, or None for no warm-up.
         warmup_steps: Updates of the warm-up.
@@ -221,16 +221,17 @@ class CosineDecay(Schedule):
 
 @dataclass(frozen=True)
 class CosineDecayRestarts(Schedule):
-    """Half a cosine after another, each from a new start: "warm restarts".
+    """Repeated half cosines, each from a new start ("warm restarts").
 
-    Period ``i`` takes ``first_decay_steps * t_mul ** i`` updates. Within it, with ``x`` the part of
-    it that is over, ``initial * ((1 - alpha) * m_mul ** i * (1 + cos(pi * x)) / 2 + alpha)``.
+    Period ``i`` takes ``first_decay_steps * t_mul ** i`` updates. Within it, with ``x`` the elapsed
+    fraction, the rate is
+    ``initial * ((1 - alpha) * m_mul ** i * (1 + cos(pi * x)) / 2 + alpha)``.
 
     Args:
         initial_learning_rate: Rate at step 0.
         first_decay_steps: Updates of the first period.
-        t_mul: Length of a period through that of the one before, at least 1.
-        m_mul: Height of a period through that of the one before, at least 0.
+        t_mul: Factor from the length of one period to the next, at least 1.
+        m_mul: Factor from the height of one period to the next, at least 0.
         alpha: Lowest rate as a fraction of the initial one.
 
     Source: Loshchilov and Hutter, 2016; Keras, where rounding may put a restart one step late.
@@ -301,13 +302,13 @@ class PiecewiseConstantDecay(Schedule):
 
 @dataclass(frozen=True)
 class Warmup(Schedule):
-    """A straight line up to another schedule, which then starts from its own step 0.
+    """A linear rise to another schedule, which then starts from its own step 0.
 
     ``CosineDecay(a, n, warmup_target=b, warmup_steps=w)`` equals
     ``Warmup(CosineDecay(b, n), w, a)``.
 
     Args:
-        schedule: What follows the warm-up: a schedule or a number.
+        schedule: A schedule or a number that follows the warm-up.
         warmup_steps: Updates of the warm-up.
         initial_learning_rate: Rate at step 0.
     """
@@ -338,16 +339,19 @@ _SCHEDULES: dict[str, type[Schedule]] = {
 _OWN = frozenset(_SCHEDULES)
 
 OR_OWN = "or load the plugin that registers it: --plugin MODULE, or PSYNC_PLUGINS=MODULE"
-"""In hints: what to do where a name is not known."""
+"""Remedy in hints for an unknown name."""
 
 _S = TypeVar("_S", bound=Schedule)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def register(made: type[_S]) -> type[_S]:
-    """Class decorator: make a schedule of the user's known to this process, by its class's name.
+    """Register a user's schedule in this process under its class name; a class decorator.
 
-    It becomes a frozen dataclass. ConfigurationError: it is none, or another one has its name.
+    The class becomes a frozen dataclass.
+
+    Raises:
+        ConfigurationError: The class is not a schedule, or another one has its name.
     """
     name = made.__name__
     if not issubclass(made, Schedule):
@@ -365,21 +369,21 @@ def register(made: type[_S]) -> type[_S]:
 
 
 def registered() -> list[tuple[str, int]]:
-    """Return (name, version) of each schedule that was registered, in order of the names."""
+    """Return (name, version) of each registered schedule, in order of the names."""
     if len(_SCHEDULES) == len(_OWN):
         return []
     return sorted((name, cls.version) for name, cls in _SCHEDULES.items() if name not in _OWN)
 
 
 def registered_in(schedule: Schedule) -> list[type[Schedule]]:
-    """Return the classes in a schedule that are registered ones: its own, and of those in it."""
+    """Return the registered classes in a schedule: its own class and those of nested schedules."""
     parts = [getattr(schedule, each.name) for each in fields(schedule)]
     inner = [cls for part in parts if isinstance(part, Schedule) for cls in registered_in(part)]
     return inner if type(schedule).__name__ in _OWN else [type(schedule), *inner]
 
 
 def unknown_in(config: object) -> str:
-    """Return the first name in the config of a schedule that is not known; "": all are."""
+    """Return the first unknown name in the config of a schedule, or "" if all are known."""
     while isinstance(config, Mapping):
         if isinstance(kind := config.get("kind"), str) and kind not in _SCHEDULES:
             return kind
@@ -391,7 +395,7 @@ def as_schedule(value: object) -> Schedule:
     """Return ``value`` if it is a schedule, or a constant schedule if it is a number.
 
     Raises:
-        ConfigurationError: If it is anything else, such as a function: no ps runs user code.
+        ConfigurationError: It is anything else, such as a function: no ps runs user code.
     """
     if isinstance(value, Schedule):
         return value
@@ -414,10 +418,10 @@ def from_config(config: object) -> Schedule:
     """Return the schedule that ``to_config`` described.
 
     Args:
-        config: Whatever came over the wire; nothing about it is trusted.
+        config: Untrusted data from the wire.
 
     Raises:
-        ConfigurationError: If it is not the config of a schedule.
+        ConfigurationError: It is not the config of a schedule.
     """
     return _from_config(config, depth=0)
 

@@ -68,7 +68,7 @@ def checked_integer(
     """Return a whole number within bounds, both included.
 
     Raises:
-        ConfigurationError: It is none; the message is ``expected``, and what came instead.
+        ConfigurationError: It is not one; the message is ``expected``, then the actual value.
     """
     number = as_integer(value)
     if number is None or not lowest <= number <= highest:
@@ -87,7 +87,8 @@ def checked_kind(
     """Return a value of one class.
 
     Raises:
-        PsyncError: It is of another, and ``error`` is raised with ``expected`` and that one's name.
+        PsyncError: The value is of another class; ``error`` is raised with ``expected`` and the
+            name of that class.
     """
     if not isinstance(value, kind):
         raise error(f"{expected}, got {type(value).__name__}", hint=hint)
@@ -98,7 +99,7 @@ def as_number(what: str, value: object) -> float:
     """Return a finite real number as a Python int or float.
 
     Raises:
-        ConfigurationError: If ``value`` is not one; the message begins with ``what``.
+        ConfigurationError: ``value`` is not one; the message begins with ``what``.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigurationError(f"{what}: expected a number, got {shortened(value)}")
@@ -119,25 +120,25 @@ def shortened(value: object) -> str:
 
 
 class HiddenValues(TypeError):
-    """A masked array, some of whose values are hidden."""
+    """A masked array has hidden values."""
 
 
 def plain_array(value: Any) -> np.ndarray:
-    """Return ``np.asarray(value)``, without hidden values: those of a mask would count as others.
+    """Return ``np.asarray(value)``; masked arrays with hidden values are refused.
 
     Raises:
-        HiddenValues: A mask hides some.
-        TypeError, ValueError: As numpy.
+        HiddenValues: A mask hides some values.
+        TypeError, ValueError: numpy refuses the value.
     """
     check_not_masked(value)
     return np.asarray(value)
 
 
 def check_not_masked(value: object) -> None:
-    """Refuse an array whose mask hides values; one whose mask hides none is an array as any other.
+    """Refuse an array whose mask hides values; a mask that hides none is accepted.
 
     Raises:
-        HiddenValues: It is one, or a list or dict with one.
+        HiddenValues: A mask hides values, in the array or in one of a list or dict.
     """
     if "numpy.ma" not in sys.modules:  # there are none
         return
@@ -195,7 +196,7 @@ def dtype_name(dtype: object) -> str:
 
 
 class Outcome(enum.Enum):
-    """What became of a push."""
+    """The outcome of a push."""
 
     ACCEPTED = "accepted"  # applied
     STALE = "stale"  # older than the step: not applied
@@ -204,7 +205,7 @@ class Outcome(enum.Enum):
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are synchronized."""
+    """The time at which the copies of a variable are synchronized."""
 
     AUTO = "auto"  # ON_WRITE
     NONE = "none"  # not possible
@@ -213,7 +214,7 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How values of several replicas become one."""
+    """The way in which values of several replicas are combined."""
 
     NONE = "none"
     SUM = "sum"

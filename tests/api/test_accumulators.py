@@ -66,7 +66,7 @@ def test_parameters_of_no_accumulator_are_refused_and_take_no_name(arguments, te
     with strategy_of(1).scope() as strategy:
         with pytest.raises(ConfigurationError, match=text):
             psync.ConditionalAccumulator(*arguments)
-        assert not strategy.accumulators
+        assert not strategy._accumulators
 
 
 def test_outside_a_scope_none_is_declared():
@@ -89,7 +89,7 @@ def test_without_a_coordinator_there_is_no_way_to_the_ps():
 def test_after_the_coordinator_was_closed_there_is_none_either():
     with strategy_of(1).scope() as strategy:
         held = psync.ConditionalAccumulator("float32")
-    strategy.created = True  # as a coordinator leaves it
+    strategy._created = True  # as a coordinator leaves it
     with pytest.raises(ClosedError, match="the coordinator or session was closed"):
         at_once(held.num_accumulated())
 

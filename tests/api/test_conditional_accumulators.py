@@ -346,7 +346,7 @@ async def test_rows_are_sorted_before_they_are_sent():
         indices = generator.integers(0, 500, 2000)
         values = generator.standard_normal((2000, 3)).astype(np.float32)
         before = values.copy()
-        client = scene.strategy.runtime.accumulators
+        client = scene.strategy._runtime.accumulators
         apply, sent = client.apply, []
 
         async def noting(place: Any, segments: Any, *args: Any, **options: Any) -> Any:

@@ -41,10 +41,10 @@ class Value:
     """The handle to the result of a closure, as far as visits look at it."""
 
     def __init__(self, closure: Closure) -> None:
-        self.closure = closure
+        self._closure = closure
 
     def done(self) -> bool:
-        return self.closure.is_final
+        return self._closure.is_final
 
 
 class Desk:
@@ -182,7 +182,7 @@ def test_a_shard_whose_step_raised_is_not_done_and_comes_again() -> None:
     assert account.undone == (1, 2, 3)
     assert account.runs == {1: 1}  # with the others nobody has begun
     assert not visits.done()
-    assert [value.closure.payload for value in visits.schedule(seen)] == [1, 2, 3]
+    assert [value._closure.payload for value in visits.schedule(seen)] == [1, 2, 3]
     desk.finish(4, 5, 6)
     (account,) = visits.account()
     assert account.is_complete
@@ -195,7 +195,7 @@ def test_a_loop_that_catches_the_error_gets_the_epoch_again() -> None:
     visits = desk.visits([1, 2], num_epochs=2)
     epochs = []
     for epoch in visits:
-        *others, last = (value.closure.id for value in visits.schedule(seen))
+        *others, last = (value._closure.id for value in visits.schedule(seen))
         desk.finish(*others)
         if epochs:
             desk.finish(last)
@@ -224,7 +224,7 @@ def test_a_shard_that_was_cancelled_comes_again() -> None:
     desk.finish(0)
     assert visits.account()[0].undone == (1,)
     assert visits.account()[0].runs == {}  # nobody has begun with it
-    assert [value.closure.payload for value in visits.schedule(seen)] == [2]
+    assert [value._closure.payload for value in visits.schedule(seen)] == [2]
 
 
 def test_a_shard_whose_worker_is_lost_is_done_elsewhere_and_named() -> None:
@@ -266,8 +266,8 @@ def test_a_shard_that_takes_too_many_workers_with_it_is_an_error_and_stays_undon
     (value,) = visits.schedule(seen)
     desk.lose("a")
     desk.lose("b")
-    assert isinstance(value.closure.error, ClosureError)
-    assert "was lost with its worker 2 times" in str(value.closure.error)
+    assert isinstance(value._closure.error, ClosureError)
+    assert "was lost with its worker 2 times" in str(value._closure.error)
     assert desk.queue.collect_error() is not None
     assert visits.account()[0].runs == {0: 2}
     visits.schedule(seen)
@@ -285,9 +285,9 @@ def test_a_later_program_goes_on_in_the_middle_of_an_epoch() -> None:
     desk = Desk()
     later = desk.visits([1, 2, 3], num_epochs=2, state=state)
     assert later.epoch == 0
-    assert [value.closure.payload for value in later.schedule(seen)] == [3]
+    assert [value._closure.payload for value in later.schedule(seen)] == [3]
     desk.finish(0)
-    assert [value.closure.payload for value in later.schedule(seen)] == [1, 2, 3]
+    assert [value._closure.payload for value in later.schedule(seen)] == [1, 2, 3]
     assert later.account()[0].restarted == {2: 2}
 
 
@@ -351,7 +351,7 @@ def test_a_shard_that_cannot_be_sent_is_named_at_once() -> None:
     visits = desk.visits(np.arange(2))
     with pytest.raises(SerializationError, match="it lives on the coordinator; its shards are arg"):
         FunctionTable().register(lambda shard: visits.epoch)
-    assert [value.closure.payload for value in visits.schedule(seen)] == [0, 1]
+    assert [value._closure.payload for value in visits.schedule(seen)] == [0, 1]
 
 
 @pytest.mark.virtual_time

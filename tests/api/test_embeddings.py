@@ -137,7 +137,7 @@ async def test_duplicates_travel_once_in_one_request_to_each_ps() -> None:
         await psync.embedding_lookup(table, [0])
 
         def received() -> int:
-            links = strategy.runtime.ps.links
+            links = strategy._runtime.ps.links
             return sum(peer.connection.bytes_received for link in links for peer in peers_of(link))
 
         before = received()

@@ -58,7 +58,7 @@ class TestMaking:
     def test_the_decay_follows_the_step_up_to_its_limit(
         self, num_updates: bool | None, step: int, decay: float
     ) -> None:
-        assert psync.ExponentialMovingAverage(0.9, num_updates).decay_at(step) == decay
+        assert psync.ExponentialMovingAverage(0.9, num_updates)._decay_at(step) == decay
 
 
 class TestPlaces:
@@ -126,8 +126,8 @@ class TestPlaces:
             constant = psync.Variable(0.5, trainable=False)
             ema.apply()
         assert ema.average(constant) is None
-        assert ema.pairs() == ((w.spec.variable_id, 3), (b.spec.variable_id, 4))
-        assert ema.pairs([b]) == ((b.spec.variable_id, 4),)
+        assert ema._pairs() == ((w.spec.variable_id, 3), (b.spec.variable_id, 4))
+        assert ema._pairs([b]) == ((b.spec.variable_id, 4),)
 
     def test_what_cannot_be_averaged_is_an_error_before_anything_is_declared(self) -> None:
         strategy = strategy_of(2, psync.FixedShardsPartitioner(2))
@@ -174,7 +174,7 @@ class TestFinding:
         with pytest.raises(UsageError, match='variable "b" has no moving average'):
             ema.averages((w, b))
         with pytest.raises(UsageError, match='variable "b" has no moving average'):
-            ema.pairs([b])
+            ema._pairs([b])
 
     def test_what_to_restore_is_the_averages_and_all_that_have_none(self) -> None:
         strategy = strategy_of()
@@ -248,7 +248,7 @@ class TestTraining:
     def test_nothing_is_averaged_once_the_coordinator_is_closed(self) -> None:
         strategy = strategy_of()
         w, _ = variables(strategy)
-        strategy.created = True  # as a coordinator leaves it
+        strategy._created = True  # as a coordinator leaves it
         with pytest.raises(ClosedError, match="the coordinator of this strategy was closed"):
             psync.ExponentialMovingAverage(0.9).apply([w])
 
@@ -304,7 +304,7 @@ class TestUpdating:
         ema.apply([w])
         with pytest.raises(UsageError, match="num_updates=True, but there is no global step"):
             at_once(ema.update())
-        with inside_a_step(strategy.origin):
+        with inside_a_step(strategy._origin):
             with pytest.raises(UsageError, match="num_updates=True, but there is no global step"):
                 at_once(ema.update())
 

@@ -172,5 +172,5 @@ def test_variables_of_two_strategies_do_not_mix() -> None:
     with other.scope():
         w = psync.Variable(2, name="w")
     text = '"w" belongs to another program or strategy'
-    with inside_a_step(one.origin), pytest.raises(UsageError, match=text):
+    with inside_a_step(one._origin), pytest.raises(UsageError, match=text):
         at_once(psync.pull([v, w]))

@@ -14,7 +14,7 @@ from local_training import in_step, training
 
 def pulls_of(strategy: Any) -> int:
     """How many requests this program has sent to ps tasks."""
-    return sum(link.num_calls for link in strategy.runtime.ps.links)
+    return sum(link.num_calls for link in strategy._runtime.ps.links)
 
 
 async def test_a_read_is_kept_even_after_an_assign() -> None:

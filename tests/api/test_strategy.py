@@ -136,10 +136,10 @@ def test_what_is_pinned_or_beside_another_takes_nobodys_turn(
     specs: dict[str, VariableSpec] = {}
     for name, how in declared:
         if isinstance(how, str):
-            specs[name] = strategy.declare_copy(specs[how], name, "train.py:1")
+            specs[name] = strategy._declare_copy(specs[how], name, "train.py:1")
         else:
             placement = None if how is None else Pinned(how)
-            specs[name] = strategy.declare(
+            specs[name] = strategy._declare(
                 np.zeros((5, 2)), name, None, None, True, "train.py:1", placement=placement
             )
     found = {name: [shard.ps for shard in spec.shards] for name, spec in specs.items()}
@@ -150,8 +150,8 @@ def test_what_is_pinned_or_beside_another_takes_nobodys_turn(
 def test_a_variable_beside_another_is_cut_as_that_one_whatever_the_partitioner() -> None:
     strategy = strategy_of(3, lambda shape, dtype: [cuts.pop(0), 1])
     cuts = [3]
-    original = strategy.declare(np.zeros((7, 2)), "w", None, None, True, "train.py:1")
-    beside = strategy.declare_copy(original, "w", "train.py:2")
+    original = strategy._declare(np.zeros((7, 2)), "w", None, None, True, "train.py:1")
+    beside = strategy._declare_copy(original, "w", "train.py:2")
     assert (beside.name, beside.trainable, beside.declared_at) == ("w_1", False, "train.py:2")
     assert (beside.shape, beside.dtype) == (original.shape, original.dtype)
     for mine, its in zip(beside.shards, original.shards, strict=True):

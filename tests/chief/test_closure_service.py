@@ -68,7 +68,7 @@ class World:
         return self._handlers[type(message)].run(peer, message, [memoryview(s) for s in segments])
 
     def states(self) -> list[str]:
-        return [value.closure.state.value for value in self.values]
+        return [value._closure.state.value for value in self.values]
 
     # As of AttachedWorkers, and of the coordinator.
 
@@ -101,13 +101,13 @@ def test_values_are_there_before_what_follows_is_performed():
     world = World(1)
     world.said(ClosureResults([(0, "ok", 1, None)], 0.1), [pack(5).data])
     assert world.done_when_performing == [[True]]
-    assert world.values[0].result() == 5
+    assert world.values[0].get_nowait() == 5
     assert world.num_reports == 1
 
 
 def test_a_result_that_nobody_wants_is_dropped():
     world = World(1)
-    closure = world.values.pop().closure
+    closure = world.values.pop()._closure
     world.said(ClosureResults([(0, "ok", 0, None)], 0.1))
     assert closure.state is State.FINISHED
 
@@ -117,8 +117,8 @@ def test_a_report_is_taken_in_the_order_in_which_closures_ended():
     assert world.states() == ["held", "held", "queued", "queued"]
     results = [(0, "ok", 1, None), (1, "error", 0, described(ValueError("bad batch")))]
     world.said(ClosureResults(results, 0.1), [pack(5).data])
-    assert world.values[0].result() == 5
-    assert "bad batch" in str(world.values[1].closure.error)
+    assert world.values[0].get_nowait() == 5
+    assert "bad batch" in str(world.values[1]._closure.error)
     assert world.states()[:2] == ["finished", "failed"]
 
 

@@ -19,21 +19,21 @@ from psync.partitioners import Pinned
 
 
 class AScope:
-    origin = "here"
-    runtime: Any = None
-    created = False
+    _origin = "here"
+    _runtime: Any = None
+    _created = False
     variables = ()
     trainable_variables = ()
-    accumulators: ClassVar[dict[str, Any]] = {}
-    accumulator_placement = Pinned(0)
+    _accumulators: ClassVar[dict[str, Any]] = {}
+    _accumulator_placement = Pinned(0)
 
-    def declare(self, *args: Any, **options: Any) -> Any:
+    def _declare(self, *args: Any, **options: Any) -> Any:
         return args
 
-    def declare_copy(self, *args: Any) -> Any:
+    def _declare_copy(self, *args: Any) -> Any:
         return args
 
-    def add(self, variable: Any) -> None:
+    def _add(self, variable: Any) -> None:
         self.added = variable
 
 
@@ -51,7 +51,7 @@ def test_strategies_run_as_long_as_there_is_a_way_to_their_variables() -> None:
     add_strategy(one)
     add_strategy(two)
     assert running_scopes() == []
-    two.runtime = "a way"
+    two._runtime = "a way"
     assert running_scopes() == [two]
     del two
     assert running_scopes() == []

@@ -284,7 +284,7 @@ async def test_a_synchronous_step_waits_for_a_lock_and_is_closed_then(locked: st
             step_variable = psync.get_or_create_global_step()
         optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 1)
         await w.read()
-        client = strategy.runtime.ps
+        client = strategy._runtime.ps
         waiting = w if locked == "w" else step_variable
         ps = waiting.spec.shards[-1].ps
         await lock(client, ps, waiting.spec)

@@ -24,7 +24,7 @@ async def test_the_chiefs_queue_runner_waits_for_the_end(end: str) -> None:
             await until(lambda: asked)
             assert not running.done()
             if end == "of training":
-                runtime = coordinator.strategy.runtime
+                runtime = coordinator.strategy._runtime
                 assert runtime is not None
                 await runtime.ps.links[0].call(lambda peer: EndTraining("enough", False))
                 await running

@@ -23,20 +23,20 @@ ROWS = ([0, 1], W[:2])
 
 NEED_NO_CONNECTION = {
     "Checkpoint.read", "CheckpointManager.finish", "SidecarEvaluator.__aiter__",
-    "SidecarEvaluator.run", "serve",
+    "SidecarEvaluator.run", "run_task",
     # Begun on any loop; later ones are refused since it runs.
     "ClusterCoordinator.__aenter__", "ClusterCoordinator.start",
     "LocalCluster.__aenter__", "LocalCluster.start", "MonitoredTrainingSession.__aenter__",
     # They compute with what they are given.
     "ParameterServerStrategy.gather", "ParameterServerStrategy.reduce",
     "StrategyExtended.batch_reduce_to", "StrategyExtended.broadcast_to",
-    "StrategyExtended.reduce_to", "Trainer.logs_of",
+    "StrategyExtended.reduce_to",
     # Batches are loaded by a thread, and wake whatever loop asks for them.
     "PerWorkerIterator.next_in",
     # Methods for subclasses and hooks, which call the others.
     "SessionHook.after_create_session", "SessionHook.after_run", "SessionHook.end",
     "SyncReplicasHook.after_create_session", "SyncReplicasHook.after_run", "SyncReplicasHook.end",
-    "StalenessBound.end_round", "Trainer.values_of", "ParameterServerStrategy.experimental_run_v2",
+    "StalenessBound.end_round", "ParameterServerStrategy.experimental_run_v2",
     # In tests/compat/test_training_sessions.py, and in replicas below.
     "MonitoredTrainingSession.run", "MonitoredTrainingSession.wait_until_stopped",
     "MonitoredTrainingSession.__aexit__", "report.__aexit__",

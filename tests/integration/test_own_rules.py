@@ -255,7 +255,7 @@ async def test_a_schedule_that_raises_refuses_the_push() -> None:
 
 async def test_a_ps_that_lacks_a_rule_is_named_when_the_optimizer_is_made() -> None:
     async with coordinating(2) as (_, coordinator):
-        for link in coordinator.strategy.runtime.ps.links[1:]:
+        for link in coordinator.strategy._runtime.ps.links[1:]:
             assert link.plugins == [["rule", "tests.momentum", 1], ["schedule", "Halving", 1]]
             link.plugins = [("rule", "tests.momentum", 2)]
         expected = "optimizer 'mine': /job:ps/task:1 has version 2 .*, this process has version 1"

@@ -115,7 +115,7 @@ async def test_a_lost_ps_is_an_error_and_what_was_written_stays() -> None:
         await cluster.stop("ps-1")
         with pytest.raises(ParameterServerLost):
             await v.assign(np.ones(4))
-        assert (await coordinator.strategy.runtime.ps.read_rows(
+        assert (await coordinator.strategy._runtime.ps.read_rows(
             first.spec, np.arange(2)
         )).tolist() == [1, 1]  # fmt: skip
         with pytest.raises(ParameterServerLost):

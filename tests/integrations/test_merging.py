@@ -29,9 +29,9 @@ def served_of(
 
 async def push_state(served: ServedVariables, **now: Any) -> None:
     """Pull, and push what the state has become."""
-    values, _ = await served.pull_values(None)
+    values, _ = await served._pull_values(None)
     before = {key: values[key] for key in now}
-    await served.push_values({"w": ONE}, before, now)
+    await served._push_values({"w": ONE}, before, now)
 
 
 async def on_workers(coordinator: Any, served: ServedVariables, values: dict[int, Any]) -> None:
@@ -43,10 +43,10 @@ async def on_workers(coordinator: Any, served: ServedVariables, values: dict[int
     async def step() -> None:
         import local_training
 
-        pulled, _ = await served.pull_values(None)
+        pulled, _ = await served._pull_values(None)
         await local_training.shared["barrier"].wait()
         now = np.full_like(pulled["s"], values[psync.get_worker_index()])
-        await served.push_values({"w": ONE}, {"s": pulled["s"]}, {"s": now})
+        await served._push_values({"w": ONE}, {"s": pulled["s"]}, {"s": now})
 
     for _ in values:
         coordinator.schedule(step)
@@ -54,7 +54,7 @@ async def on_workers(coordinator: Any, served: ServedVariables, values: dict[int
 
 
 async def read(served: ServedVariables, key: str = "s") -> np.ndarray:
-    value: np.ndarray = (await served.read_values())[key]
+    value: np.ndarray = (await served._read_values())[key]
     return value
 
 
@@ -80,11 +80,11 @@ async def test_late_values_never_overshoot() -> None:
     """Differences to an old value, added up, would make this variance negative."""
     async with training(1, 2) as (strategy, _):
         served = served_of(strategy, {"s": np.ones(1, np.float32)})
-        values, _ = await served.pull_values(None)
+        values, _ = await served._pull_values(None)
         late = {"s": values["s"]}
         for _ in range(40):
             await push_state(served, s=np.array([1e-4], np.float32))
-        await served.push_values({"w": ONE}, late, {"s": np.array([0.9], np.float32)})
+        await served._push_values({"w": ONE}, late, {"s": np.array([0.9], np.float32)})
         assert 1e-4 < (await read(served))[0] < 0.9
 
 
@@ -96,7 +96,7 @@ async def test_counters_become_the_largest_one_and_flags_stay_set() -> None:
             served, n=np.array(9), seen=np.array([True, True]), u=np.array([2], np.uint8)
         )
         await push_state(served, n=np.array(7), seen=np.array([False, True]), u=state["u"])
-        values = await served.read_values()
+        values = await served._read_values()
         assert values["n"] == 9
         assert values["n"].shape == ()
         assert values["seen"].all()
@@ -113,7 +113,7 @@ async def test_first_takes_worker_0_alone() -> None:
 async def test_local_state_is_not_sent() -> None:
     async with training(1, 1) as (strategy, _):
         served = served_of(strategy, {"s": np.zeros(1, np.float32)}, "local")
-        await served.push_values({"w": ONE}, {}, {})
+        await served._push_values({"w": ONE}, {}, {})
         assert await read(served) == [0.0]
 
 
@@ -126,10 +126,10 @@ async def test_what_has_not_changed_is_not_sent_and_counts_as_a_call_all_the_sam
         async def step(changes: bool) -> int:
             from psync.client.context import current_closure
 
-            values, _ = await served.pull_values(None)
+            values, _ = await served._pull_values(None)
             before = {key: values[key] for key in ("s", "n")}
             now = {key: before[key] + changes for key in before}
-            await served.push_values({"w": ONE}, before, now)
+            await served._push_values({"w": ONE}, before, now)
             closure = current_closure()
             assert closure is not None
             return next(closure.ordinals)
@@ -148,9 +148,9 @@ async def test_in_a_gang_it_is_the_plain_mean_of_all_replicas() -> None:
 
         async def replica() -> None:
             index = psync.get_worker_index()
-            values, _ = await served.pull_values(None)
+            values, _ = await served._pull_values(None)
             now = {"s": np.array([4.0 + index], np.float32), "n": np.array(3)}
-            await served.push_values({"w": ONE}, {key: values[key] for key in now}, now)
+            await served._push_values({"w": ONE}, {key: values[key] for key in now}, now)
 
         await strategy.run(replica)
         assert await read(served) == [4.5]
@@ -174,16 +174,16 @@ async def test_a_closure_that_runs_again_merges_nothing_a_second_time(first: flo
 
             closure = current_closure()
             assert closure is not None
-            values, _ = await served.pull_values(None)
+            values, _ = await served._pull_values(None)
             before = {key: values[key] for key in ("s", "n")}
             now = {"s": np.full(1, first, np.float32), "n": np.array(1)}
-            await served.push_values({"w": ONE}, before, now)
+            await served._push_values({"w": ONE}, before, now)
             again = ClosureContext(
                 worker_index=0, closure_id=closure.closure_id, runtime=closure.runtime
             )
             with inside(again):  # as on another worker, after this one was lost
                 now = {"s": np.full(1, 7, np.float32), "n": np.array(7)}
-                return (await served.push_values({"w": ONE}, before, now)).outcome
+                return (await served._push_values({"w": ONE}, before, now)).outcome
 
         outcome = coordinator.schedule(step)
         await coordinator.join()

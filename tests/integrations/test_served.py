@@ -48,13 +48,13 @@ def test_variables_are_called_as_the_model_calls_its_arrays() -> None:
 async def test_frozen_values_travel_when_they_have_changed() -> None:
     async with training(2, 1) as (strategy, _):
         served = served_of(strategy)
-        values, version = await served.pull_values(None)
+        values, version = await served._pull_values(None)
         assert values.keys() == VALUES.keys()
-        assert (await served.pull_values(version))[0].keys() == {"a.weight", "a.bias"}
-        await served.load_values({"a.bias": np.ones(2)})
-        assert (await served.pull_values(version))[0].keys() == {"a.weight", "a.bias"}
-        await served.load_values({"table": np.ones((4, 2))})
-        values, other = await served.pull_values(version)
+        assert (await served._pull_values(version))[0].keys() == {"a.weight", "a.bias"}
+        await served._load_values({"a.bias": np.ones(2)})
+        assert (await served._pull_values(version))[0].keys() == {"a.weight", "a.bias"}
+        await served._load_values({"table": np.ones((4, 2))})
+        values, other = await served._pull_values(version)
         assert (values["table"] == 1).all()
         assert other != version
 
@@ -64,10 +64,10 @@ async def test_a_restored_checkpoint_tells_that_frozen_values_are_others(tmp_pat
         served = served_of(strategy)
         checkpoint = psync.Checkpoint(model=served, optimizer=served.optimizer)
         path = await checkpoint.save(tmp_path)
-        await served.load_values({"table": np.ones((4, 2))})
-        _, version = await served.pull_values(None)
+        await served._load_values({"table": np.ones((4, 2))})
+        _, version = await served._pull_values(None)
         await checkpoint.restore(path)
-        values, _ = await served.pull_values(version)
+        values, _ = await served._pull_values(version)
         assert (values["table"] == 7).all()
         saved = await checkpoint.read(path)
         assert saved["model"].keys() == {*VALUES, "~frozen"}
@@ -77,14 +77,14 @@ async def test_a_model_without_frozen_values_has_no_version() -> None:
     async with training(1, 1) as (strategy, _):
         served = served_of(strategy, VALUES.keys())
         assert len(served.variables) == 3
-        assert (await served.pull_values(None))[1] is None
+        assert (await served._pull_values(None))[1] is None
 
 
 async def test_values_are_read_into_given_memory() -> None:
     async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, _):
         served = served_of(strategy)
         memory = {key: np.empty_like(value) for key, value in VALUES.items()}
-        values, _ = await served.pull_values(None, memory.__getitem__)
+        values, _ = await served._pull_values(None, memory.__getitem__)
         for key, value in VALUES.items():
             assert values[key] is memory[key]
             np.testing.assert_array_equal(memory[key], value)
@@ -94,11 +94,11 @@ async def test_nothing_is_loaded_if_one_array_does_not_fit() -> None:
     async with training(1, 1) as (strategy, coordinator):
         served = served_of(strategy)
         with pytest.raises(ValueMismatchError, match=r'value for "table": expected shape \(4, 2\)'):
-            await served.load_values({"a.bias": np.ones(2), "table": np.ones(3)})
-        assert not (await served.read_values())["a.bias"].any()
+            await served._load_values({"a.bias": np.ones(2), "table": np.ones(3)})
+        assert not (await served._read_values())["a.bias"].any()
 
         async def step() -> None:
-            await served.load_values({"a.bias": np.ones(2)})
+            await served._load_values({"a.bias": np.ones(2)})
 
         with pytest.raises(UsageError, match="Model 'net': loading values inside a step"):
             await in_step(coordinator, step)
@@ -108,10 +108,10 @@ async def test_nothing_is_loaded_if_one_array_does_not_fit() -> None:
 async def test_gradients_of_other_floats_are_cast(dtype: Any) -> None:
     async with training(1, 1) as (strategy, _):
         served = served_of(strategy)
-        await served.push_values({"a.bias": np.array([1, 2], dtype)}, {}, {})
+        await served._push_values({"a.bias": np.array([1, 2], dtype)}, {}, {})
         rows = psync.IndexedSlices(np.array([[0.5, 1]], dtype), np.array([2]))
-        await served.push_values({"a.weight": rows, "a.bias": None}, {}, {})
-        values = await served.read_values()
+        await served._push_values({"a.weight": rows, "a.bias": None}, {}, {})
+        values = await served._read_values()
         assert values["a.bias"].tolist() == [-1, -2]
         assert values["a.weight"].tolist() == [[0, 1], [2, 3], [3.5, 4]]
 
@@ -122,20 +122,20 @@ async def test_a_gradient_that_does_not_survive_the_cast_is_refused_by_name() ->
         large = {"a.weight": np.ones((3, 2)), "a.bias": np.array([0, 1e300])}
         message = 'gradient for "net/a.bias": expected values that float32 can hold, got 1e.300'
         with pytest.raises(ValueMismatchError, match=message):
-            await served.push_values(large, {}, {})
+            await served._push_values(large, {}, {})
         infinite = np.array([0, np.inf])  # is what it is
-        await served.push_values({"a.bias": infinite}, {}, {})
-        assert (await served.read_values())["a.bias"].tolist() == [0, -np.inf]
+        await served._push_values({"a.bias": infinite}, {}, {})
+        assert (await served._read_values())["a.bias"].tolist() == [0, -np.inf]
         strict = served_of(strategy, cast_gradients=False, name="strict")
         with pytest.raises(ValueMismatchError, match="expected dtype float32, got float64"):
-            await strict.push_values({"a.bias": np.ones(2)}, {}, {})
+            await strict._push_values({"a.bias": np.ones(2)}, {}, {})
 
 
 async def test_no_gradient_at_all_is_an_error() -> None:
     async with training(1, 1) as (strategy, _):
         served = served_of(strategy)
         with pytest.raises(ValueMismatchError, match="Model 'net': no gradient to push"):
-            await served.push_values({"a.bias": None}, {}, {})
+            await served._push_values({"a.bias": None}, {}, {})
 
 
 async def test_a_synchronous_optimizer_counts_in_the_global_step() -> None:
@@ -144,8 +144,8 @@ async def test_a_synchronous_optimizer_counts_in_the_global_step() -> None:
         served = served_of(strategy, optimizer=sync)
 
         async def step() -> Any:
-            await served.pull_values(None)
-            result = await served.push_values({"a.bias": np.ones(2, np.float32)}, {}, {})
+            await served._pull_values(None)
+            result = await served._push_values({"a.bias": np.ones(2, np.float32)}, {}, {})
             return result.outcome
 
         outcomes = [coordinator.schedule(step) for _ in range(6)]
@@ -153,7 +153,7 @@ async def test_a_synchronous_optimizer_counts_in_the_global_step() -> None:
         assert set(await coordinator.fetch(outcomes)) == {psync.Outcome.ACCEPTED}
         with strategy.scope():
             assert await psync.get_or_create_global_step().read() == 3
-        assert (await served.read_values())["a.bias"].tolist() == [-3, -3]
+        assert (await served._read_values())["a.bias"].tolist() == [-3, -3]
 
 
 def test_what_it_is_made_with_is_checked() -> None:

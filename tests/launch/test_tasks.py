@@ -1,4 +1,4 @@
-"""What `run` and `serve` do in this process; tests/processes has what they do in their own."""
+"""What `run` and `run_task` do in this process; tests/processes has what they do in their own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from psync.errors import (
     UsageError,
 )
 from psync.launch.identity import own_task
-from psync.launch.tasks import SETUP_ERRORS, make_task, run, serve, serve_as
+from psync.launch.tasks import SETUP_ERRORS, make_task, run, run_task, serve_as
 from psync.net.environment import run_over, training_over
 from psync.net.platform import Platform
 from psync.ps_task import PsTask
@@ -331,9 +331,9 @@ def test_a_worker_that_is_told_to_exit_after_its_training_may_say_its_last_words
 
 async def test_serve_refuses_to_be_the_chief() -> None:
     with pytest.raises(ConfigurationError, match="only ps and worker tasks serve, this process is"):
-        await serve(resolver(), insecure=True)
+        await run_task(resolver(), insecure=True)
     with pytest.raises(ConfigurationError, match="this process is /job:evaluator/task:0"):
-        await serve(resolver("evaluator"), insecure=True)
+        await run_task(resolver("evaluator"), insecure=True)
 
 
 async def test_serve_serves_until_it_is_cancelled() -> None:
@@ -343,7 +343,7 @@ async def test_serve_serves_until_it_is_cancelled() -> None:
         )
         mine = psync.SimpleClusterResolver(spec, task_type="ps", task_id=1)
         mine.platform = cluster.resolver.platform  # type: ignore[attr-defined]
-        serving = asyncio.create_task(serve(mine))
+        serving = asyncio.create_task(run_task(mine))
         chief = psync.SimpleClusterResolver(spec, task_type="chief", task_id=0)
         chief.platform = cluster.resolver.platform  # type: ignore[attr-defined]
         strategy = psync.ParameterServerStrategy(chief)
@@ -365,7 +365,7 @@ async def test_a_worker_whose_cluster_has_no_chief_says_every_ten_seconds_what_i
     cluster = {"worker": {3: "worker-3:1"}, **({"chief": ["chief-0:1"]} if job == "chief" else {})}
     own = psync.SimpleClusterResolver(psync.ClusterSpec(cluster), task_type="worker", task_id=3)
     own.platform = Platform(MemoryNetwork(), threads=False)  # type: ignore[attr-defined]
-    serving = asyncio.create_task(serve(own, insecure=True))
+    serving = asyncio.create_task(run_task(own, insecure=True))
     await asyncio.sleep(35)
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):

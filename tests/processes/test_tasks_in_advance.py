@@ -50,7 +50,7 @@ def test_tasks_need_no_tf_config_and_know_no_chief() -> None:
             task = cluster.start(
                 job,
                 index,
-                script("serve_task.py", known, job, str(index)),
+                script("run_task.py", known, job, str(index)),
                 environ={"TF_CONFIG": ""},
             )
             wait_for_line(task, " serves at ")

@@ -39,7 +39,7 @@ def closure_of(closure_id: int, *args: object, **kwargs: object) -> Closure:
 
 def remote_value(obj: object) -> RemoteValue:
     value = RemoteValue(Closure(0), lambda closure_id: None)
-    value.set_payload(pack(obj))
+    value._set_payload(pack(obj))
     return value
 
 
@@ -126,7 +126,7 @@ def test_a_closure_that_is_adopted_has_a_value_to_be_and_lets_go_of_its_call_whe
     assert closures == {}
     assert closure.payload is None
     with pytest.raises(ValueError, match="no"):
-        value.result()
+        value.get_nowait()
 
 
 def test_nobody_need_hold_the_value_of_a_closure_that_fails():

@@ -351,7 +351,7 @@ async def test_what_was_answered_is_not_kept():
 
         run = asyncio.create_task(coordinator.strategy.run(fn))
         await event_of("half").wait()
-        (state,) = coordinator.strategy.gangs.runs
+        (state,) = coordinator.strategy._gangs.runs
         assert sum(len(arrived) for arrived in state.arrivals) <= 1
         assert not state.replies
         event_of("go on").set()
@@ -478,7 +478,7 @@ async def test_closing_ends_runs(where):
         fn = in_a_collective if where == "in a collective" else in_a_merge_function
         runs = [asyncio.create_task(coordinator.strategy.run(fn)) for _ in range(2)]
         await event_of("runs").wait()
-        strategy, gangs = coordinator.strategy, coordinator.strategy.gangs
+        strategy, gangs = coordinator.strategy, coordinator.strategy._gangs
         await coordinator.close()
         for run in runs:
             with pytest.raises(ClosedError, match="the coordinator was closed"):
@@ -554,7 +554,7 @@ async def test_a_ps_that_is_lost_in_the_turn_in_which_all_have_come_ends_the_run
 
 async def test_who_is_of_no_gang_is_refused():
     async with coordinating(num_workers=2) as (_, coordinator):
-        gangs = coordinator.strategy.gangs
+        gangs = coordinator.strategy._gangs
         with pytest.raises(UsageError, match="closure 5 has ended"):
             gangs.reached(None, ReachCollective(5, "merge_call"), [])
 

@@ -26,7 +26,7 @@ def test_without_a_coordinator_one_replica_runs_here_with_a_warning():
 
 def test_in_a_training_session_the_program_is_the_replica():
     strategy = strategy_of()
-    strategy.runtime = object()  # that of a session; nothing is asked of it here
+    strategy._runtime = object()  # that of a session; nothing is asked of it here
     assert at_once(strategy.run(ids, [5])) == (0, 1, 5)
 
 

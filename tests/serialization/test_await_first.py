@@ -14,7 +14,7 @@ from psync.serialization.remote_value import AwaitFirst
 
 
 class Part(AwaitFirst):
-    def what_it_is(self) -> tuple[str, str]:
+    def _what_it_is(self) -> tuple[str, str]:
         return "a part", "`await part`"
 
 
@@ -80,4 +80,4 @@ def test_it_is_itself_and_no_other_and_a_key_of_dicts() -> None:
 
 def test_a_class_of_such_things_says_what_they_are() -> None:
     with pytest.raises(NotImplementedError):
-        AwaitFirst().what_it_is()
+        AwaitFirst()._what_it_is()

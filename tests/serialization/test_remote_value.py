@@ -37,9 +37,9 @@ def test_it_says_what_it_is_and_where_it_stands():
     assert repr(value) == "<RemoteValue of closure 7 (train), not ready>"
     assert value.status is RemoteValueStatus.NOT_READY
     assert not value.done()
-    assert value.payload is None
-    assert value.owner is owner
-    value.set_payload(pack(3))
+    assert value._payload is None
+    assert value._owner is owner
+    value._set_payload(pack(3))
     assert value.status is RemoteValueStatus.READY
     assert value.done()
 
@@ -49,24 +49,24 @@ async def test_fetch_waits_and_everybody_gets_the_same_object():
     fetches = [asyncio.create_task(value.fetch()) for _ in range(3)]
     fetches.append(asyncio.create_task(value.get()))
     await asyncio.sleep(0)
-    value.set_payload(pack([1, 2]))
+    value._set_payload(pack([1, 2]))
     found = await asyncio.gather(*fetches)
     assert found[0] == [1, 2]
     assert all(each is found[0] for each in found)
     assert await value is found[0]
-    assert value.result() is found[0]
+    assert value.get_nowait() is found[0]
 
 
 async def test_none_is_a_value():
     value = value_of()
-    value.set_payload(EMPTY)
+    value._set_payload(EMPTY)
     assert await value is None
-    assert value.result() is None
+    assert value.get_nowait() is None
 
 
 async def test_an_error_is_raised_each_time_without_growing():
     value = value_of()
-    value.set_error(ValueError("no"))
+    value._set_error(ValueError("no"))
     assert value.status is RemoteValueStatus.READY
     lengths = []
     for _ in range(3):
@@ -83,7 +83,7 @@ async def test_a_cancelled_closure_is_aborted():
     value = value_of()
     waiting = asyncio.create_task(value.fetch())
     await asyncio.sleep(0)
-    value.set_error(ClosureCancelled("closure 7 was cancelled"))
+    value._set_error(ClosureCancelled("closure 7 was cancelled"))
     assert value.status is RemoteValueStatus.ABORTED
     with pytest.raises(ClosureCancelled):
         await waiting
@@ -94,14 +94,14 @@ def test_cancel_asks_the_coordinator_until_it_has_ended():
     value = value_of(owner)
     value.cancel()
     assert owner.cancelled == [7]
-    value.set_payload(pack(1))
+    value._set_payload(pack(1))
     value.cancel()
     assert owner.cancelled == [7]
 
 
 def test_a_result_before_its_time_is_an_error():
     with pytest.raises(UsageError, match=r"closure 7 \(train\) has not ended"):
-        value_of().result()
+        value_of().get_nowait()
 
 
 async def test_a_cancelled_fetch_disturbs_no_other():
@@ -112,7 +112,7 @@ async def test_a_cancelled_fetch_disturbs_no_other():
     fetch.cancel()
     with pytest.raises(asyncio.CancelledError):
         await fetch
-    value.set_payload(pack(5))
+    value._set_payload(pack(5))
     assert await other == 5
     assert await value == 5
 
@@ -122,7 +122,7 @@ async def test_a_fetch_cancelled_in_the_turn_in_which_the_value_comes():
     fetch = asyncio.create_task(value.fetch())
     await asyncio.sleep(0)
     fetch.cancel()
-    value.set_payload(pack(5))
+    value._set_payload(pack(5))
     with pytest.raises(asyncio.CancelledError):
         await fetch
     assert await value == 5
@@ -130,9 +130,9 @@ async def test_a_fetch_cancelled_in_the_turn_in_which_the_value_comes():
 
 async def test_what_is_fetched_can_be_changed_and_the_payload_stays():
     value = value_of()
-    value.set_payload(received(np.zeros(10_000)))
+    value._set_payload(received(np.zeros(10_000)))
     array = await value
     array += 1
-    assert value.payload is not None
-    assert not any(value.payload.buffers[0])
+    assert value._payload is not None
+    assert not any(value._payload.buffers[0])
     assert (await value == 1).all()

@@ -278,6 +278,6 @@ def test_after_the_end_nothing_can_be_saved(tmp_path: Path) -> None:
     strategy = strategy_of()
     with strategy.scope():
         w = psync.Variable(np.zeros(1), name="w")
-    strategy.created = True  # as a coordinator leaves it
+    strategy._created = True  # as a coordinator leaves it
     with pytest.raises(ClosedError):
         at_once(psync.Checkpoint(w=w).save(tmp_path))

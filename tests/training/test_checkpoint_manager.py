@@ -152,7 +152,7 @@ async def test_the_directory_is_not_read_on_the_loop(
 
 def source_of(strategy: psync.ParameterServerStrategy) -> Any:
     """Where a lost ps would be recovered from."""
-    coordinator = coordinator_of(strategy.origin)
+    coordinator = coordinator_of(strategy._origin)
     assert coordinator is not None
     return coordinator.recovery.source
 

@@ -256,7 +256,7 @@ class TestFailure:
             with strategy.scope():
                 w = psync.Variable(np.ones(4), name="w")
             checkpoint = psync.Checkpoint(w=w)
-            coordinator = psync.training.checkpoint.coordinator_of(strategy.origin)
+            coordinator = psync.training.checkpoint.coordinator_of(strategy._origin)
             assert coordinator is not None
 
             failpoints = failpoints_of(strategy.cluster_resolver.platform)

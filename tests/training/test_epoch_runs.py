@@ -327,7 +327,7 @@ async def test_data_that_end_in_what_a_checkpoint_lacks_end_training_too(
     few = [(np.ones((EXAMPLES, 1)), np.ones((EXAMPLES, 1)))] * STEPS
     async with world(1) as here:
         trainer = here.make(tmp_path)
-        trainer.history.add(0, {"loss": 1.0})
+        trainer.history._add(0, {"loss": 1.0})
         trainer.fit_state.before = 2 * STEPS
         assert trainer.manager is not None
         await trainer.save(trainer.manager)

@@ -11,10 +11,10 @@ from psync.training.fit_state import FitState, History
 
 def test_steps_that_were_trained_again_belong_to_the_last_epoch() -> None:
     history = History()
-    history.add_repeated(3)  # there is none
-    history.add(0, {"loss": 2.0})
-    history.add(1, {"loss": 1.0}, repeated=4)
-    history.add_repeated(3)
+    history._add_repeated(3)  # there is none
+    history._add(0, {"loss": 2.0})
+    history._add(1, {"loss": 1.0}, repeated=4)
+    history._add_repeated(3)
     assert history == History([0, 1], {"loss": [2.0, 1.0]}, [0, 7])
 
 
@@ -28,10 +28,10 @@ def test_what_it_saves_is_restored() -> None:
     saved, restored = History([0], {"loss": [2.0]}, [5]), History()
     restored.restore_checkpoint_state(saved.checkpoint_state())
     assert restored == saved
-    copied = restored.copy()
-    copied.add(1, {"loss": 1.0})
+    copied = restored._copy()
+    copied._add(1, {"loss": 1.0})
     assert restored == saved
-    restored.clear()
+    restored._clear()
     assert restored == History()
 
 

@@ -120,7 +120,7 @@ async def main(strategy: psync.ParameterServerStrategy) -> None:
 
         # Results.
         assert_type(await loss, float)
-        assert_type(loss.result(), float)
+        assert_type(loss.get_nowait(), float)
         assert_type(await name.fetch(), str)
         assert_type(await coordinator.fetch(loss), float)
         assert_type(await coordinator.fetch([loss, loss]), list[float])

@@ -32,15 +32,21 @@ from psync.wire.tensors import to_bytes_view
 
 @dataclass(frozen=True, slots=True)
 class GradientResult:
-    """What became of a gradient."""
+    """The outcome of applying a gradient to an accumulator.
 
-    outcome: Outcome  # STALE: not added. DUPLICATE: another run of the closure has added it
-    count: int  # gradients that the accumulator holds now: 0 if this one completed a take
-    step: int  # of the accumulator now
+    Attributes:
+        outcome: ``STALE``: it was not added. ``DUPLICATE``: another run of the closure added it.
+        count: Number of gradients in the accumulator; 0 if this one completed a take.
+        step: Present step of the accumulator.
+    """
+
+    outcome: Outcome
+    count: int
+    step: int
 
 
 class AccumulatorHandle:
-    """What both kinds share."""
+    """The members that both kinds of accumulators share."""
 
     origin: str
     place: Place
@@ -71,7 +77,7 @@ class AccumulatorHandle:
 
     @property
     def shape(self) -> tuple[int | None, ...] | None:
-        """As it was declared: None where a dimension, or all of it, is not known."""
+        """The declared shape; None for an unknown dimension, or for an unknown shape."""
         shape = self.place.definition.shape
         return None if shape is None else tuple(shape)
 
@@ -85,7 +91,7 @@ class AccumulatorHandle:
 
         Raises:
             UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: Its ps is gone.
+            ParameterServerLost: The ps is lost.
 
         Cancellation: Safe.
         """
@@ -93,22 +99,22 @@ class AccumulatorHandle:
         return (await runtime.accumulators.state(self.place)).count
 
     async def step(self) -> int:
-        """Return the step: the takes so far, unless ``set_global_step`` said otherwise.
+        """Return the step: the number of takes so far, unless ``set_global_step`` has set another.
 
-        Raises and cancellation as ``num_accumulated``.
+        Errors and cancellation: see ``num_accumulated``.
         """
         runtime = await self._runtime("step")
         return (await runtime.accumulators.state(self.place)).step
 
     async def set_global_step(self, new_global_step: int) -> None:
-        """Set the step, to a smaller one too; gradients held and takes that wait stay.
+        """Set the step, which may become smaller; held gradients and waiting takes stay.
 
         Args:
-            new_global_step: Gradients of earlier local steps are stale from now on.
+            new_global_step: Step before which gradients are stale from now on.
 
         Raises:
-            ConfigurationError: It is no integer.
-            UsageError, ParameterServerLost: As ``num_accumulated``.
+            ConfigurationError: It is not an integer.
+            UsageError, ParameterServerLost: See ``num_accumulated``.
 
         Cancellation: Once begun, it ends in the background.
 
@@ -221,14 +227,14 @@ def declared(
         hint="declare it in `with strategy.scope():`",
     )
     names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1)))
-    free = (each for each in names if each not in scope.accumulators)
+    free = (each for each in names if each not in scope._accumulators)
     definition = definition_of(rule_named(name=shared_name or next(free)))
-    known: H | None = scope.accumulators.get(definition.name)
+    known: H | None = scope._accumulators.get(definition.name)
     if known is not None:
         if known.place.definition != definition:
             raise other_parameters(known.place.definition, definition)
         return known
-    place = Place(definition, scope.accumulator_placement.place(0))
-    handle = scope.accumulators[definition.name] = intern(cls, scope.origin, place)
+    place = Place(definition, scope._accumulator_placement.place(0))
+    handle = scope._accumulators[definition.name] = intern(cls, scope._origin, place)
     handle._scope = weakref.ref(scope)
     return handle

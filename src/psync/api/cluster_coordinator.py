@@ -73,42 +73,46 @@ _of_origin: PerProcess[weakref.WeakValueDictionary[str, ClusterCoordinator]] = P
 class ClusterCoordinator(Scheduling):
     """Schedules step functions onto the workers of a strategy's cluster.
 
-    An async context manager: entering it connects to the cluster, leaving it cancels what is
-    not done and closes the connections. There is one coordinator for a strategy.
+    An async context manager: entering it connects to the cluster; leaving it cancels unfinished
+    closures and closes the connections. Each strategy has one coordinator.
 
     Args:
         strategy: A ParameterServerStrategy.
-        min_workers: Workers that must be there before work begins; default: all of the cluster.
-        connect_timeout: Seconds to wait for them, and for all ps tasks; later, for a lost worker to
-            be back whose data are all that is left.
-        ps_timeout: Seconds after which a ps that cannot be reached is lost.
-        closure_timeout: Seconds after which a worker that still runs the same closure is given
-            up: the closure runs again elsewhere. Time in which a step waits for other workers
-            does not count: at a synchronous step, a staleness bound, in a collective, for a lock
-            or an accumulator. None: a step may take as long as it likes.
-        max_losses: A closure that was lost with its worker this often seems to be the cause, and
-            is reported instead of killing further workers (Dask's number). Where workers also die
-            without it, it is reported later: at the latest when it was lost twelve times more
-            often. A worker that leaves in order, or whose session the coordinator ends, is no loss.
-        max_flaps: A worker that is lost more often than this within a minute is not connected to
-            again for 30 s, then for twice as long, up to 5 minutes, while another worker takes
-            part. None: it always is.
-        watchdog_timeout: Seconds after which the log says what runs where and on whom everybody
-            waits, and shows the stacks of this process, if there is work and no closure has ended
-            meanwhile; again after as long a silence. None: ``PSYNC_WATCHDOG_TIMEOUT``; 0: never.
-        on_stall: Called with the text of each such report, on the loop.
-        insecure: Whether it may run without a secret.
-        attach: Whether the program goes on with the values that an earlier one has left on the ps
-            tasks. It must declare the same variables and make the same optimizers before it
-            schedules anything; what it has not declared then is dropped. Slots, steps and learning
-            rates go on, too. Closures are new. If there are no values, this is a normal start.
-        metrics: Address for Prometheus, "host:port"; the log has the URL. None: ``PSYNC_METRICS``.
-        dashboard: Address of a web page that shows the run, "127.0.0.1:0"; its URL, with the token
-            that it needs, is printed, and is ``dashboard_url``. None: ``PSYNC_DASHBOARD``.
+        min_workers: Workers that must be connected before work begins. Default: all workers of the
+            cluster.
+        connect_timeout: Seconds to wait for these workers and for all ps tasks. Later: seconds to
+            wait for a lost worker when only its data is left.
+        ps_timeout: Seconds after which an unreachable ps is lost.
+        closure_timeout: Seconds a worker may spend on one closure. After that the worker is given
+            up and the closure runs again elsewhere. Time spent waiting for other workers does not
+            count: at a synchronous step or staleness bound, in a collective, for a lock or an
+            accumulator. None: no limit.
+        max_losses: Number of times a closure may be lost with its worker. Then the closure is
+            reported as the likely cause, so that it kills no further workers. The default is
+            Dask's. If workers also die without it, the limit is higher, by twelve at most. A worker
+            is not lost if it leaves in order, or if the coordinator ends its session.
+        max_flaps: Number of losses within a minute that a worker may have. Above it the worker is
+            not reconnected for 30 s, then for twice as long each time, up to 5 minutes, as long as
+            another worker takes part. None: always reconnect.
+        watchdog_timeout: Seconds without a finished closure, while there is work, after which the
+            log reports what runs where, which tasks are being waited for, and the stacks of this
+            process. The report repeats after each further such period. None:
+            ``PSYNC_WATCHDOG_TIMEOUT``; 0: never.
+        on_stall: Called on the loop with the text of each such report.
+        insecure: Whether to allow running without a secret.
+        attach: Whether to continue with the values that an earlier program left on the ps tasks.
+            The program must declare the same variables and make the same optimizers before it
+            schedules anything; values of undeclared variables are dropped. Slots, steps and
+            learning rates continue as well; closures are new. If there are no values, this is a
+            normal start.
+        metrics: Address for Prometheus, "host:port"; the log shows the URL. None:
+            ``PSYNC_METRICS``.
+        dashboard: Address of a web page that shows the run, "127.0.0.1:0". Its URL, including the
+            token it needs, is printed and is ``dashboard_url``. None: ``PSYNC_DASHBOARD``.
         run_log: File to record the run in, for ``psync dashboard``. None: ``PSYNC_RUN_LOG``.
 
     Raises:
-        ConfigurationError: If an option is out of range, the strategy is no
+        ConfigurationError: An option is out of range, the strategy is not a
             ParameterServerStrategy, or this process is a ps or worker of its cluster.
 
     Source: ``tf.distribute.coordinator.ClusterCoordinator``; there, calls block.
@@ -122,11 +126,11 @@ class ClusterCoordinator(Scheduling):
     def __new__(cls, strategy: ParameterServerStrategy, **options: Any) -> Self:
         expected = "strategy: expected a ParameterServerStrategy"
         checked_kind(expected, strategy, ParameterServerStrategy)
-        known = _of_origin().get(strategy.origin)
+        known = _of_origin().get(strategy._origin)
         if known is not None:
             return known  # type: ignore[return-value]  # a subclass would be made first
         made = super().__new__(cls)
-        _of_origin()[strategy.origin] = made
+        _of_origin()[strategy._origin] = made
         return made
 
     def __init__(
@@ -206,25 +210,26 @@ class ClusterCoordinator(Scheduling):
     async def start(self) -> None:
         """Connect to every ps and to the workers.
 
-        A ps that dies meanwhile, and is started again, is connected to again: nothing was on it.
+        A ps that dies meanwhile and restarts is connected to again.
 
         Raises:
-            AttachError: With ``attach=True``: a ps that was started again has lost its part of the
-                variables, or they are others than those declared so far. What is declared later is
-                compared when something first needs it.
-            ConnectFailed: They are not there in time; names who is missing, and where.
-            ParameterServerLost: A ps has died again and again, or is not started again.
-            AuthenticationError: A task holds another secret.
+            AttachError: ``attach=True``, and a restarted ps has lost its part of the variables, or
+                the variables differ from those declared so far. Variables that are declared later
+                are compared when they are first needed.
+            ConnectFailed: Tasks are missing after ``connect_timeout``; names the tasks and
+                addresses.
+            ParameterServerLost: A ps died repeatedly, or does not restart.
+            AuthenticationError: A task holds a different secret.
             ProtocolError: Something else answers at a task's address.
             ConfigurationError: There is no secret; or a ps lacks the update rule or the schedule of
                 an optimizer that this program has made and not used yet.
             ClosedError: The coordinator was started before.
 
-        Cancellation: Everything is closed again.
+        Cancellation: Closes everything again.
         """
         if self._starting or self._coordinator is not None:
             raise UsageError("the coordinator of this strategy is running already")
-        if self.strategy.created:
+        if self.strategy._created:
             raise ClosedError(
                 "the coordinator of this strategy was closed, its variables are gone",
                 hint="make a new strategy",
@@ -233,7 +238,7 @@ class ClusterCoordinator(Scheduling):
             self.strategy.cluster_resolver, self._own_address(), insecure=self._options.insecure
         )
         self._starting = True
-        declared, here = self.strategy.declared, list(self.strategy.declared)
+        declared, here = self.strategy._uncreated, list(self.strategy._uncreated)
         try:
             for tries_left in reversed(range(MAX_STARTS)):
                 try:
@@ -249,7 +254,7 @@ class ClusterCoordinator(Scheduling):
         finally:
             self._starting = False
         note_training_began()
-        self.strategy.created = True
+        self.strategy._created = True
 
     async def _start_on(self, platform: Platform) -> None:
         """Start a coordinator; as ``start``. Nothing is left of one that did not."""
@@ -257,9 +262,9 @@ class ClusterCoordinator(Scheduling):
         coordinator = platform.parts.of(Coordinator)(
             platform,
             platform.workforce.present(self.strategy.cluster),
-            self.strategy.declared,
+            self.strategy._uncreated,
             self._options,
-            origin=self.strategy.origin,
+            origin=self.strategy._origin,
             program=optimizers.process,
             main_by_name=script_is_shared.get(),
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
@@ -280,27 +285,27 @@ class ClusterCoordinator(Scheduling):
             raise
         self._coordinator, self._seen, self._unfollow = coordinator, seen, unfollow
         self._undescribe = add_description(coordinator.describe)
-        self.strategy.runtime = coordinator.runtime
-        self.strategy.gangs = coordinator.gangs
+        self.strategy._runtime = coordinator.runtime
+        self.strategy._gangs = coordinator.gangs
 
     @property
     def attached(self) -> bool:
-        """Whether the program goes on with values that an earlier one has left on the ps tasks.
+        """Whether this program continues with values that an earlier one left on the ps tasks.
 
-        False without ``attach=True``, and where nothing was left: then restore a checkpoint.
+        False without ``attach=True``, and if there were no values: then restore a checkpoint.
         """
         return self._coordinator is not None and self._coordinator.left is not None
 
     @property
     def partial_updates(self) -> int:
-        """Updates of an earlier program that some ps tasks have, and others lack for ever."""
+        """Updates of an earlier program that only some ps tasks have, and others never will."""
         return 0 if self._coordinator is None else self._coordinator.partial_updates
 
     async def close(self) -> None:
-        """Cancel what is not done, and close all connections; tasks go on waiting for a chief.
+        """Cancel unfinished closures and close all connections; tasks keep waiting for a chief.
 
-        Updates of the program that were begun are waited for, for as long as a ps may be out of
-        reach before it is lost.
+        Waits for updates that the program has begun, for as long as a ps may be unreachable before
+        it is lost.
 
         Cancellation: Connections may still be closing.
         """
@@ -309,7 +314,7 @@ class ClusterCoordinator(Scheduling):
         coordinator, self._coordinator = self._coordinator, None
         self._undescribe()
         self._unfollow()
-        self.strategy.runtime = self.strategy.gangs = None
+        self.strategy._runtime = self.strategy._gangs = None
         if coordinator is not None:
             try:
                 await self._seen.close()
@@ -317,31 +322,31 @@ class ClusterCoordinator(Scheduling):
                 await coordinator.close()
 
     async def join(self, timeout: float | None = None) -> None:
-        """Wait for everything that was scheduled before this call.
+        """Wait for all closures scheduled before this call.
 
-        Gradients that were accepted in a synchronous step are applied when it returns: if nothing
-        is left to do, in a partial step, however few workers live.
+        When it returns, gradients accepted in a synchronous step are applied. If no work is left,
+        they are applied in a partial step, however few workers live.
 
         Args:
-            timeout: Seconds, or None: for ever. Every ten seconds without news the log says
-                on whom it waits.
+            timeout: Seconds; None: no limit. The log names the awaited tasks after every ten
+                seconds without news.
 
         Raises:
-            Exception: The first error of a step, with its own type where it can be imported
-                here; its cause is a RemoteError with the remote traceback, its notes name the
-                further errors. When it is raised, nothing is running any more and nothing is
-                queued; the next closures run normally.
-            EndOfData: A step found no further batch on any worker (its message says how many each
-                had), all others are done and none failed.
+            Exception: The first error of a step, with its own type if that can be imported here.
+                Its cause is a RemoteError with the remote traceback; its notes name further errors.
+                By then nothing is running or queued, and the next closures run normally.
+            EndOfData: A step found no further batch on any worker, all other closures have ended
+                and none failed. The message says how many batches each worker had.
             UsageError: A task or thread that a step had started pushed, assigned or pulled after
-                the step had returned, and was refused; names steps, variables and how often. The
-                other closures are not concerned.
-            DeadlineExceeded: After ``timeout`` seconds; says what is running where.
-            ParameterServerLost: A ps is gone.
-            WorkerLost: A ``LocalCluster`` has given up its last worker; names them all.
-            FencedError: A newer coordinator has taken the cluster over.
+                the step had returned, and was refused. The message names steps, variables and
+                counts. Other closures are not affected.
+            DeadlineExceeded: ``timeout`` seconds have passed; the message says what is running
+                where.
+            ParameterServerLost: A ps is lost.
+            WorkerLost: A ``LocalCluster`` has given up its last worker; names all of them.
+            FencedError: A newer coordinator has taken over the cluster.
 
-        Cancellation: Safe; what was scheduled goes on.
+        Cancellation: Safe; scheduled closures continue.
 
         Source: ``ClusterCoordinator.join``; there, further errors are lost.
         """
@@ -349,9 +354,9 @@ class ClusterCoordinator(Scheduling):
 
     @property
     def stop_reason(self) -> str | None:
-        """Why a step has asked for the end of training with ``psync.request_stop``.
+        """The reason that a step gave to ``psync.request_stop``, or None.
 
-        None unless one has asked since the latest ``join`` returned, or before it did.
+        It covers the request with which the latest ``join`` ended, and requests made since.
 
         Example:
             while True:
@@ -364,32 +369,31 @@ class ClusterCoordinator(Scheduling):
         return self._running("stop_reason").stop_reason
 
     def done(self) -> bool:
-        """Return whether nothing is queued or running; never blocks, never raises an error
-        of a step."""
+        """Return whether nothing is queued or running; never blocks or raises a step's error."""
         return self._running("done").done()
 
     def create_per_worker_dataset(
         self, dataset_fn: DatasetFunction[T] | Iterable[T], *, end: str = "all"
     ) -> PerWorkerDataset[T]:
-        """Return a dataset of which every worker reads its own.
+        """Return a dataset that every worker reads separately.
 
-        Workers need not have equally many batches: a closure that finds none on one worker runs on
-        another one that has some, unless it had made updates before. A worker that is lost and
-        comes back starts its iterators from the beginning.
+        Workers may have different numbers of batches: a closure that finds no batch on one worker
+        runs on another one that has some, unless the closure has already made updates. A worker
+        that is lost and restarts begins its iterators again.
 
         Args:
-            dataset_fn: A function that each worker calls, in a thread, with no argument or with an
-                ``InputContext`` (which pipeline of how many this worker is), and that returns
-                an iterable of batches; it must not call psync. Or an iterable that can be iterated
-                over more than once, captured by value now: each worker reads the whole of it.
-                Or a distributed dataset: each worker reads its share. Batches are loaded ahead.
-            end: When steps meet ``EndOfData``: "all", when the data of all workers have ended;
-                "first", wherever one of them has ended, as in TensorFlow.
+            dataset_fn: One of three. A function that each worker calls in a thread, with no
+                argument or with an ``InputContext`` (the worker's index and the number of workers);
+                it returns an iterable of batches and must not call psync. An iterable that can be
+                iterated over repeatedly, captured by value now: each worker reads all of it. A
+                distributed dataset: each worker reads its share. Batches are loaded ahead.
+            end: When steps meet ``EndOfData``: "all", when the data of all workers has ended;
+                "first", as soon as one worker's data has ended, as in TensorFlow.
 
         Raises:
-            UsageError: It is none of these; says what to give instead.
-            ConfigurationError: It makes a variable; or ``end`` is another word.
-            SerializationError: It captures or holds something that cannot be sent.
+            UsageError: ``dataset_fn`` is none of these; the message says what to pass instead.
+            ConfigurationError: ``dataset_fn`` makes a variable; or ``end`` is unknown.
+            SerializationError: ``dataset_fn`` captures or holds something that cannot be sent.
             ClosedError: The coordinator is not running.
 
         Source: ``ClusterCoordinator.create_per_worker_dataset``.
@@ -423,17 +427,18 @@ class ClusterCoordinator(Scheduling):
         shuffle_seed: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> Visits:
-        """Return visits of data shards, of which each is done exactly once in each epoch.
+        """Return visits of data shards that process each shard exactly once per epoch.
 
         Args:
-            shards: What names the data: file names, ranges, anything that can be sent.
-            num_epochs: How often every shard is to be done.
-            shuffle_seed: Orders the shards of each epoch anew; None: as they are given.
-            state: What ``Visits.state`` returned, in this program or an earlier one.
+            shards: Names of the data: file names, ranges, anything that can be sent.
+            num_epochs: Number of times every shard is processed.
+            shuffle_seed: Seed of the order of the shards, which differs in each epoch; None: as
+                given.
+            state: Result of ``Visits.state``, from this program or an earlier one.
 
         Raises:
-            UsageError: The shards are no list, or none are given.
-            ConfigurationError: A number is out of range, or the state is of other shards.
+            UsageError: ``shards`` is not a list, or is empty.
+            ConfigurationError: A number is out of range, or the state belongs to other shards.
             SerializationError: A shard cannot be sent to a worker.
             ClosedError: The coordinator is not running.
         """
@@ -449,7 +454,7 @@ class ClusterCoordinator(Scheduling):
 
     @property
     def dashboard_url(self) -> str:
-        """The URL of the dashboard, with the token that it needs; "" where there is none.
+        """The URL of the dashboard, including its token; "" if there is no dashboard.
 
         Raises:
             ClosedError: The coordinator is not running.
@@ -462,14 +467,17 @@ class ClusterCoordinator(Scheduling):
         return self._running("statistics").statistics()
 
     async def backed_up(self) -> None:
-        """Wait until every ps has a complete backup; at once without ``ps_recovery="backup"``.
+        """Wait until every ps has a complete backup.
 
-        It is so when ``start`` returns, and again some time after a ps was lost, if that is started
-        again or another process has room for its share. With ``attach=True`` backups are made when
-        the program has declared all that it goes on with: at the latest now.
+        Returns at once without ``ps_recovery="backup"``.
+
+        Backups are complete when ``start`` returns. After the loss of a ps they are complete again
+        some time after it restarts, or after another process has room for its share. With
+        ``attach=True`` backups are made once the program has declared all variables it continues
+        with, at the latest in this call.
 
         Raises:
-            AttachError: As for ``start``.
+            AttachError: See ``start``.
             ClosedError: The coordinator is not running.
 
         Cancellation: Safe.
@@ -477,11 +485,12 @@ class ClusterCoordinator(Scheduling):
         await self._running("backed_up").recovery.backed_up()
 
     def events(self) -> AsyncIterator[Event]:
-        """Return the events of this coordinator, from the first on, as they come.
+        """Return the events of this coordinator as they happen, beginning with the first.
 
         Yields:
-            ``RollbackEvent``, when a ps was lost and all went back to a checkpoint;
-            ``FailoverEvent``, when backups took over. It ends when the coordinator is closed.
+            ``RollbackEvent`` when a ps was lost and all ps tasks returned to a checkpoint;
+            ``FailoverEvent`` when backups took over. The iterator ends when the coordinator is
+            closed.
 
         Raises:
             ClosedError: The coordinator is not running.

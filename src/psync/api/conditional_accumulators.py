@@ -21,30 +21,31 @@ Shape = Sequence[int | None]
 
 
 class ConditionalAccumulator(AccumulatorHandle):
-    """An accumulator of gradients of one variable, on a ps.
+    """An accumulator on a ps for the gradients of one variable.
 
-    Declared in ``strategy.scope()``, which spreads accumulators over the ps tasks one after the
-    other, apart from variables. A step, or the program, applies gradients; a take waits
-    until enough are there, and returns their mean, with which the accumulator begins its next step.
-    Gradients that were computed before that are stale, and dropped.
+    Steps, or the program, apply gradients. A take waits until there are enough gradients, and
+    returns their mean; then the accumulator begins its next step. Gradients computed before that
+    are stale, and are dropped. Declare accumulators in ``strategy.scope()``, which spreads them
+    over the ps tasks round-robin, independently of variables.
 
     Args:
-        dtype: float16, bfloat16, float32 or float64: of gradients and results.
-        shape: Of the gradients; None where a dimension, or all of it, is not known. What is open
-            the first gradient of each step decides for that step.
-        shared_name: Two declarations with the same one stand for one accumulator.
-        name: Used where there is no ``shared_name``; made unique with a suffix.
+        dtype: Dtype of gradients and results: float16, bfloat16, float32 or float64.
+        shape: Shape of the gradients; None for an unknown dimension, or for an unknown shape. The
+            first gradient of each step fixes unknown dimensions for that step.
+        shared_name: Name under which several declarations stand for one accumulator.
+        name: Name if there is no ``shared_name``; made unique with a suffix.
         reduction_type: "MEAN" or "SUM".
-        forbid_nonfinite: Refuse gradients that hold infinities or NaN.
-        max_staleness: How many steps a gradient may be behind and still count.
+        forbid_nonfinite: Whether to refuse gradients with infinities or NaN.
+        max_staleness: Number of steps that a gradient may be behind and still count.
 
     Raises:
-        ConfigurationError: An argument is not what is stated above; or the shared name is that of
-            an accumulator with other parameters, which TensorFlow does not find out.
+        ConfigurationError: An argument does not match its description; or an accumulator with this
+            shared name has other parameters (TensorFlow does not check this).
         UsageError: Outside a scope, or inside a step.
 
-    Source: ``tf.compat.v1.ConditionalAccumulator``. Different here: what became of a gradient is
-        answered; one that is applied again, after a worker's loss, counts once.
+    Source: ``tf.compat.v1.ConditionalAccumulator``. Different here: ``apply_grad`` returns the
+        outcome of the gradient, and a gradient that is applied again after the loss of a worker
+        counts once.
 
     Example:
         with strategy.scope():
@@ -76,27 +77,27 @@ class ConditionalAccumulator(AccumulatorHandle):
     async def apply_grad(
         self, grad: Any, local_step: int = 0, weight: float = 1.0
     ) -> GradientResult:
-        """Add a gradient, unless it is stale. Never waits for others.
+        """Add a gradient, unless it is stale. Never waits for other tasks.
 
         Args:
-            grad: Any shape that fits; of the accumulator's dtype, or numbers of Python. Not
+            grad: Array of a matching shape and of the accumulator's dtype, or Python numbers. Not
                 copied: do not change it before this returns.
-            local_step: The step that it was computed against. One ahead of the accumulator's
-                counts.
-            weight: What it counts in the mean, and what it is multiplied with. The number of
-                gradients that a take waits for does not know weights.
+            local_step: Step that the gradient was computed against. A step ahead of the
+                accumulator's counts.
+            weight: Weight of the gradient, which is multiplied by it, in a mean. A take counts
+                gradients without their weights.
 
         Raises:
-            ValueMismatchError: The dtype does not fit, or cannot hold a number; the shape does not fit,
-                which is found out here where the accumulator was declared with one; the step is no
-                integer, the weight not within ``sums.WEIGHTS``; or it is not stale and holds
-                infinities or NaN where these are forbidden. Nothing was added.
+            ValueMismatchError: The gradient was not added. Its dtype does not match, or cannot hold
+                a number; its shape does not match (checked here if the accumulator was declared
+                with a shape); the step is not an integer; the weight is not within
+                ``sums.WEIGHTS``; or a gradient that is not stale has forbidden infinities or NaN.
             UsageError: Neither in a step nor within a running coordinator.
-            ClosureCancelled: In a step that was cancelled.
-            ParameterServerLost: The ps is gone.
+            ClosureCancelled: The step was cancelled.
+            ParameterServerLost: The ps is lost.
 
-        Cancellation: Once begun, it ends in the background; the gradient must not change
-            until then.
+        Cancellation: Once begun, it ends in the background; the gradient must not change until
+            then.
 
         Source: ``tf.compat.v1.ConditionalAccumulator.apply_grad``.
         """
@@ -104,26 +105,25 @@ class ConditionalAccumulator(AccumulatorHandle):
         return await self._apply([gradient], None, local_step, weight)
 
     async def take_grad(self, num_required: int) -> np.ndarray:
-        """Wait until enough gradients are there, and take what all of them amount to.
+        """Wait until there are enough gradients, and take the mean or sum of all of them.
 
-        Takes are served in the order of arrival, so a small one waits behind a large one. It
-        waits as long as it takes, also for gradients that no replica will apply: put a time
-        limit around it (``asyncio.timeout``) where that may be.
+        Takes are served in the order of arrival, so a small one waits behind a large one. There is
+        no time limit, even if no replica will apply the missing gradients: use ``asyncio.timeout``
+        where that can happen.
 
         Args:
-            num_required: Gradients that must be there; more may be, and all are taken.
+            num_required: Minimum number of gradients; a take gets all that are there.
 
         Returns:
-            Their weighted mean, or their sum: a new array.
+            A new array with their weighted mean, or their sum.
 
         Raises:
             ConfigurationError: ``num_required`` is not an integer above 0.
             UsageError: Neither in a step nor within a running coordinator.
-            ClosureCancelled: In a step that was cancelled.
-            ParameterServerLost: The ps is gone.
+            ClosureCancelled: The step was cancelled.
+            ParameterServerLost: The ps is lost.
 
-        Cancellation: A take that waits consumes nothing. If its value is already on the way, that
-            is lost.
+        Cancellation: A waiting take consumes nothing. A value that is already on its way is lost.
 
         Source: ``tf.compat.v1.ConditionalAccumulatorBase.take_grad``.
         """
@@ -132,27 +132,27 @@ class ConditionalAccumulator(AccumulatorHandle):
 
 
 class SparseConditionalAccumulator(AccumulatorHandle):
-    """An accumulator of sparse gradients of one variable, on a ps: rows, each with its index.
+    """An accumulator on a ps for the sparse gradients of one variable: rows, each with its index.
 
-    The mean of a row is over the gradients that contained it, unless ``divisor="total"``; rows
-    that no gradient contained are not in the result.
+    The mean of a row is over the gradients that contain it, unless ``divisor="total"``. The result
+    has only rows that some gradient contains.
 
     Args:
-        dtype: See ``ConditionalAccumulator``, also for all that is not named here.
-        shape: Of the variable; values may have more dimensions.
-        shared_name: See there.
-        name: See there.
+        dtype: See ``ConditionalAccumulator``, which also describes all that is not explained here.
+        shape: Shape of the variable; values may have more dimensions.
+        shared_name: See ``ConditionalAccumulator``.
+        name: See ``ConditionalAccumulator``.
         reduction_type: "MEAN" or "SUM".
-        divisor: Of the mean of a row: "per_index", the weights of the gradients that contained the
-            row, or "total", those of all.
-        forbid_nonfinite: See there.
-        max_staleness: See there.
+        divisor: Divisor of the mean of a row: "per_index", the weights of the gradients that
+            contain the row; "total", the weights of all gradients.
+        forbid_nonfinite: See ``ConditionalAccumulator``.
+        max_staleness: See ``ConditionalAccumulator``.
 
     Raises:
-        ConfigurationError, UsageError: As there.
+        ConfigurationError, UsageError: See ``ConditionalAccumulator``.
 
     Source: ``tf.compat.v1.SparseConditionalAccumulator``. Different here: indices may come in any
-        order and more than once, and negative ones are refused.
+        order and repeatedly, and negative ones are refused.
     """
 
     _rule: SparseRule
@@ -183,17 +183,16 @@ class SparseConditionalAccumulator(AccumulatorHandle):
         local_step: int = 0,
         weight: float = 1.0,
     ) -> GradientResult:
-        """Add a gradient, unless it is stale. One without any rows counts too.
+        """Add a gradient, unless it is stale. A gradient without rows counts as well.
 
         Args:
-            grad_indices: Integers, shape (n,), of the rows; in any order, those that come more
-                than once are summed. In ascending order they need not be sorted here.
-            grad_values: Shape (n, …), of the accumulator's dtype, or numbers of Python.
-            grad_shape: Of the dense array, -1 where it is not known; compared with the
-                accumulator's shape, and not used otherwise. None: unknown.
+            grad_indices: Row numbers, integers of shape (n,), in any order; duplicates are summed.
+            grad_values: Array of shape (n, …) and of the accumulator's dtype, or Python numbers.
+            grad_shape: Shape of the dense array, -1 where it is unknown. It is only compared with
+                the accumulator's shape. None: unknown.
             local_step, weight: See ``ConditionalAccumulator.apply_grad``.
 
-        Raises, cancellation: As there.
+        Errors and cancellation: see ``ConditionalAccumulator.apply_grad``.
         """
         indices, values, dense_shape = self._rule.as_gradient(grad_indices, grad_values, grad_shape)
         if (indices[1:] < indices[:-1]).any():
@@ -204,24 +203,24 @@ class SparseConditionalAccumulator(AccumulatorHandle):
     async def apply_indexed_slices_grad(
         self, grad: Slices, local_step: int = 0, weight: float = 1.0
     ) -> GradientResult:
-        """Do ``apply_grad`` with what has ``indices``, ``values`` and ``dense_shape``."""
+        """Do ``apply_grad`` with an object's ``indices``, ``values`` and ``dense_shape``."""
         return await self.apply_grad(
             grad.indices, grad.values, grad.dense_shape, local_step, weight
         )
 
     async def take_indexed_slices_grad(self, num_required: int) -> SparseGradient:
-        """Wait until enough gradients are there, and take what all of them amount to.
+        """Wait until there are enough gradients, and take the mean or sum of all of them.
 
         Returns:
-            ``indices`` (int64, ascending, each once), ``values``, and ``dense_shape``, in which -1
-            stands for a number of rows that is not known.
+            ``indices`` (int64, ascending, without duplicates), ``values``, and ``dense_shape``,
+            which has -1 for an unknown number of rows.
 
-        See ``ConditionalAccumulator.take_grad`` for the rest.
+        See ``ConditionalAccumulator.take_grad`` for arguments, errors and cancellation.
         """
         message, (indices, values) = await self._take(num_required)
         return SparseGradient(indices, values, tuple(message.dense_shape or ()))
 
     async def take_grad(self, num_required: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Do ``take_indexed_slices_grad``, and return (indices, values, dense_shape)."""
+        """Call ``take_indexed_slices_grad``, and return (indices, values, dense_shape)."""
         taken = await self.take_indexed_slices_grad(num_required)
         return taken.indices, taken.values, taken.dense_shape

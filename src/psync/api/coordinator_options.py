@@ -71,29 +71,30 @@ async def add_worker(
     index: int | None = None,
     timeout: float | None = 60.0,
 ) -> str:
-    """Take a worker into the cluster that was not there at the start; return its task name.
+    """Add a worker that was not in the cluster at the start; return its task name.
 
-    It is one that serves under that name, with ``TF_CONFIG`` or a resolver that need not name
-    more than itself: ``{"cluster": {"worker": {"3": "host:port"}}, "task": {"type": "worker",
-    "index": 3}}``. From then on it is like the others: it gets closures, is connected to again
-    when it is lost, takes part in the next ``strategy.run``, and is told to exit at the end of
-    ``psync.run``. Datasets and variables keep the number of workers that they were made for:
-    it reads the share of worker ``get_worker_index() % number``, from its beginning, and shares
-    that one's copy of a variable that is synchronized on read.
+    The worker serves under that name. Its ``TF_CONFIG`` or resolver may name only itself:
+    ``{"cluster": {"worker": {"3": "host:port"}}, "task": {"type": "worker", "index": 3}}``. From
+    then on it is like the others: it gets closures, is reconnected when it is lost, takes part in
+    the next ``strategy.run``, and is told to exit at the end of ``psync.run``.
+
+    Existing datasets and variables keep the number of workers they were made for. The new worker
+    reads the share of worker ``get_worker_index() % number``, from the beginning, and shares that
+    worker's copy of a variable that is synchronized on read.
 
     Args:
-        address: Where it listens.
-        index: Its task index; None: the lowest that no worker of the cluster has.
-        timeout: Seconds to wait for it; it may still be starting. None: for ever.
+        address: Address at which the worker listens.
+        index: Task index; None: the lowest free index of the cluster.
+        timeout: Seconds to wait for the worker, which may still be starting. None: no limit.
 
     Raises:
-        ConnectFailed: It is not there in time, and is forgotten.
-        ConfigurationError: The address is none, or another task's; or the index is.
-        ProtocolError: Another task answers there, such as a worker of another index.
-        AuthenticationError: It holds another secret.
+        ConnectFailed: The worker is not there in time. It is not added.
+        ConfigurationError: The address or the index is malformed, or belongs to another task.
+        ProtocolError: Another task answers there, such as a worker with another index.
+        AuthenticationError: The worker holds a different secret.
         ClosedError: The coordinator is not running.
 
-    Cancellation: It is forgotten.
+    Cancellation: The worker is not added.
     """
     coordinator, cluster = self._running("add_worker"), self.strategy.cluster
     workers = coordinator.links.workers
@@ -118,22 +119,22 @@ async def add_worker(
 
 
 async def remove_worker(self: ClusterCoordinator, task: str, timeout: float | None = None) -> None:
-    """Ask a worker to leave, and wait until it has; its process exits with code 0.
+    """Ask a worker to leave, and wait until it has left; its process exits with code 0.
 
-    It gives back what it has not begun and finishes the closure that it runs. One that cannot
-    be reached is forgotten at once. Its index may be given to another one. Nobody reads its
-    share of per-worker datasets any more.
+    The worker gives back closures that it has not begun and finishes the one it runs. An
+    unreachable worker is removed at once. Its index becomes free. Its share of per-worker datasets
+    is no longer read.
 
     Args:
-        task: As in ``/job:worker/task:3``.
+        task: Task name, such as ``/job:worker/task:3``.
         timeout: Seconds to wait; None: as long as its closure takes.
 
     Raises:
         ConfigurationError: The cluster has no such worker.
-        DeadlineExceeded: It has not left in time; it will when its closure has ended.
+        DeadlineExceeded: The worker has not left in time; it leaves when its closure ends.
         ClosedError: The coordinator is not running.
 
-    Cancellation: It leaves all the same.
+    Cancellation: The worker leaves all the same.
     """
     coordinator = self._running("remove_worker")
     workers = coordinator.links.workers
@@ -157,13 +158,15 @@ async def remove_worker(self: ClusterCoordinator, task: str, timeout: float | No
 
 
 async def status(self: ClusterCoordinator) -> Status:
-    """Return what the cluster does just now: workers, ps tasks, steps, closures, recent events.
+    """Return the present state of the cluster: workers, ps tasks, steps, closures, recent events.
 
-    Counters that tasks keep in any case become rates here, as means over the last five seconds. ps
-    tasks are asked, all at once; one that does not answer within a second keeps the numbers that
-    it gave last, which then have an age. Workers are not asked: nobody waits for a step that
-    computes. The queue, the workers and their closures are as of this call: right after ``join``,
-    ``queue.finished`` counts all that was joined. ps tasks are asked once in 0.2 s at most.
+    - Rates are averages over the last five seconds.
+    - All ps tasks are asked at the same time, at most once in 0.2 s. A ps that does not answer
+      within a second keeps its previous numbers, which then have an age.
+    - Workers are not asked, so a computing step delays nothing.
+    - The queue, the workers and their closures are as of this call: right after ``join``,
+      ``queue.finished`` includes all joined closures.
+
     ``psync top`` shows the status from outside.
 
     Raises:
@@ -184,24 +187,24 @@ async def status(self: ClusterCoordinator) -> Status:
 async def trace(
     self: ClusterCoordinator, path: str | os.PathLike[str]
 ) -> AsyncGenerator[Trace, None]:
-    """Return a context whose time is traced into a file, for ui.perfetto.dev or chrome://tracing.
+    """Return a context that records a trace into a file, for ui.perfetto.dev or chrome://tracing.
 
-    Each task is a process in it: the steps of workers, and in them pulls, pushes, waiting and
-    computing; requests, where they are sent and where they are served; steps and counters. Clocks
-    of tasks are aligned. ``docs/seeing.md`` says how to read it; ``psync trace`` does it from
-    outside. Nothing is recorded before and after.
+    Each task is a process in the trace: the steps of workers with their pulls, pushes, waits and
+    computation; requests, on the sending and the serving side; synchronous steps and counters. The
+    clocks of tasks are aligned. Nothing is recorded outside the context. ``docs/seeing.md``
+    explains how to read a trace; ``psync trace`` records one from outside.
 
     Args:
-        path: Of the file, which is replaced if it is there.
+        path: Path of the file; an existing file is replaced.
 
     Yields:
-        What has a ``summary`` afterwards: seconds, events, tasks, and what was dropped.
+        An object whose ``summary`` has, afterwards, seconds, events, tasks, and dropped events.
 
     Raises:
         ConfigurationError: The file cannot be written.
         ClosedError: The coordinator is not running.
 
-    Cancellation: What was recorded is written.
+    Cancellation: The events recorded so far are written.
 
     Example:
         async with coordinator.trace("out.json"):
@@ -216,15 +219,16 @@ async def trace(
 
 
 def report(self: ClusterCoordinator, values: Mapping[str, float]) -> None:
-    """Show values of the program's own in its status: the loss, the epoch, an accuracy.
+    """Show the program's own values in its status: the loss, the epoch, an accuracy.
 
-    ``Trainer.fit`` does, so this is for loops of one's own. The newest value of each name is shown.
+    ``Trainer.fit`` does this automatically; call it in custom loops. The status shows the newest
+    value of each name.
 
     Args:
         values: Numbers by name; of more than 100 names the newest are shown.
 
     Raises:
-        ConfigurationError: One is no number.
+        ConfigurationError: A value is not a number.
         ClosedError: The coordinator is not running.
 
     Example:

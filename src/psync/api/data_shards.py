@@ -36,23 +36,23 @@ _Key = tuple[int, int]
 
 
 class Visits:
-    """The shards of one list, and which of them are done in which epoch.
+    """The shards of one list, and the progress of each epoch over them.
 
-    Made by ``ClusterCoordinator.distribute_once``. Either all at once, ``await visits.run(step)``,
-    or epoch by epoch:
+    ``ClusterCoordinator.distribute_once`` returns it. Run all epochs with
+    ``await visits.run(step)``, or go epoch by epoch:
 
         for epoch in visits:
             values = visits.schedule(step, args=(…))   # step(shard, …), for each shard
             await coordinator.join()
 
-    An epoch ends when every shard of it is done: only then does the next one begin. A shard whose
-    step raised, or was cancelled since another one did, is not done, and is handed out again with
-    the next ``schedule``: of the updates that it makes again each is applied once, as far as it
-    makes the same calls in the same order. A shard that a rollback has undone is handed out again,
-    too, even if its epoch had ended.
+    An epoch ends when all of its shards are done, and only then does the next one begin. If the
+    step of a shard raises or is cancelled because another step raised, the next ``schedule`` hands
+    the shard out again. Updates that it repeats are applied once, provided that the step makes the
+    same calls in the same order. A shard that a rollback undoes is also handed out again, even if
+    its epoch had ended.
 
     Attributes:
-        shards: As they were given; everything else calls them by their index.
+        shards: List of shards as given; all other methods and attributes use their indices.
     """
 
     __psync_capture_error__ = "it lives on the coordinator; its shards are arguments of steps"
@@ -112,15 +112,15 @@ class Visits:
         args: tuple[Any, ...] | list[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[RemoteValue[Any]]:
-        """Schedule ``fn(shard, *args, **kwargs)`` for each shard that is to be done; never blocks.
+        """Schedule ``fn(shard, *args, **kwargs)`` for each pending shard; never blocks.
 
         Returns:
-            The handles, in the order in which the shards are handed out. Empty if all that is left
-            of this epoch is running, or all epochs are done.
+            The handles, in the order in which the shards are handed out. The list is empty if the
+            remaining shards of this epoch are running, or if all epochs are done.
 
         Raises:
-            SerializationError, ClosedError: As ``ClusterCoordinator.schedule``; what was scheduled before
-                goes on.
+            SerializationError, ClosedError: See ``ClusterCoordinator.schedule``; closures scheduled
+                earlier continue.
         """
         self._look()
         values = []
@@ -142,19 +142,19 @@ class Visits:
         *,
         verbose: bool | str = False,
     ) -> None:
-        """Run ``fn(shard, *args, **kwargs)`` for all shards of all epochs that are not done.
+        """Run ``fn(shard, *args, **kwargs)`` for all remaining shards of all epochs.
 
         Args:
-            fn, args, kwargs: As for ``schedule``.
-            verbose: Whether progress is shown: False, "lines", "bar"; "auto" or True: a bar on a
-                terminal, a line that changes in a notebook, lines every ten seconds elsewhere.
+            fn, args, kwargs: See ``schedule``.
+            verbose: Whether to show progress: False, "lines", "bar"; "auto" or True: a bar on a
+                terminal, a changing line in a notebook, lines every ten seconds elsewhere.
 
         Raises:
-            ConfigurationError: ``verbose`` is none of these.
-            Exception: As ``ClusterCoordinator.join``. What is done stays so: called again, it
-                goes on with the rest. Updates that the rest had made already count once.
+            ConfigurationError: ``verbose`` is invalid.
+            Exception: See ``ClusterCoordinator.join``. Completed shards stay completed, and another
+                call continues with the rest. Updates that the rest has already made count once.
 
-        Cancellation: Safe; what was scheduled goes on.
+        Cancellation: Safe; scheduled closures continue.
         """
         for epoch in self:
             with showing(
@@ -182,7 +182,7 @@ class Visits:
 
     @property
     def epoch(self) -> int:
-        """The present epoch, from 0; the number of epochs when all are done."""
+        """The current epoch, from 0; the number of epochs when all are done."""
         self._look()
         return self._visitation.epoch
 
@@ -192,34 +192,34 @@ class Visits:
         return self._visitation.is_over
 
     def account(self) -> list[EpochAccount]:
-        """Return, for each epoch that has begun, what became of its shards.
+        """Return the state of the shards, for each epoch that has begun.
 
-        ``restarted`` names those that took more than one run, and how many at most: batches of
-        them may have been seen more than once, though their updates count once. A worker that is
-        lost may have held a shard without having begun with it; that counts as a run. So does one
-        that a rollback has undone; until it is done again its shard is in ``undone``.
+        ``restarted`` lists the shards that took more than one run, with the largest possible number
+        of runs. Their batches may have been seen more than once, but their updates count once. If a
+        lost worker held a shard, that counts as a run, even if the shard was not started. A run
+        that a rollback has undone also counts; its shard is in ``undone`` until it is done again.
         """
         self._look()
         return self._visitation.account()
 
     def state(self) -> dict[str, Any]:
-        """Return plain data, for a checkpoint: ``distribute_once(…, state=…)`` goes on from it.
+        """Return plain data for a checkpoint, from which ``distribute_once(…, state=…)`` continues.
 
-        Shards that are running now will be done again there.
+        Shards that are running now are pending there.
         """
         self._look()
         return {**self._visitation.state(), "digest": self._digest}
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return ``state``: a ``Checkpoint`` may hold visits."""
+        """Return ``state``, so that a ``Checkpoint`` may hold visits."""
         return self.state()
 
     def restore_checkpoint_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state, as ``distribute_once(…, state=…)`` does.
+        """Continue from a state, as ``distribute_once(…, state=…)`` does.
 
         Raises:
             UsageError: Shards are running.
-            ConfigurationError: The state is none, or of other shards.
+            ConfigurationError: The state is invalid or belongs to other shards.
         """
         self._look()
         if self._running:
@@ -246,7 +246,7 @@ class Visits:
     def _look(self) -> None:
         """Note what became of the shards that are running, and what was undone."""
         for key, value in list(self._running.items()):
-            (epoch, shard), closure = key, value.closure
+            (epoch, shard), closure = key, value._closure
             for _ in range(closure.times_back - self._losses.get(key, 0)):
                 self._visitation.lose(shard, epoch)
             self._losses[key] = closure.times_back

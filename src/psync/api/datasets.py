@@ -49,12 +49,14 @@ DatasetFunction: TypeAlias = Callable[[InputContext], Iterable[T]] | Callable[[]
 
 @dataclass(frozen=True, slots=True)
 class InputOptions:
-    """How a dataset is distributed.
+    """Options for distributing a dataset.
 
-    ``shard_policy`` says what a worker's share is: "file": every n-th file, where there is one
-    at least for each of n workers; "data": every n-th element, of which each worker loads all
-    and throws away the others'; "off": everything; "auto": "file" where that is possible, else
-    "data".
+    ``shard_policy`` sets a worker's share of n workers:
+
+    - "file": every n-th file; needs at least n files.
+    - "data": every n-th element. Each worker loads all elements and drops the others.
+    - "off": everything.
+    - "auto": "file" if possible, otherwise "data".
 
     Source: ``tf.distribute.InputOptions`` and ``tf.data.experimental.AutoShardPolicy``.
     """
@@ -69,18 +71,18 @@ class InputOptions:
 
 
 class DistributedDataset(Generic[T]):
-    """A dataset of which each worker has its share. It is iterated over on workers only.
+    """A dataset split into shares, one for each worker. Only workers can iterate over it.
 
-    On the coordinator it is given to ``ClusterCoordinator.create_per_worker_dataset``. A step that
+    On the coordinator, pass it to ``ClusterCoordinator.create_per_worker_dataset``. A step that
     gets it as an argument may iterate over its worker's share, from the beginning and without
-    loading ahead; so may a worker's program that trains without a coordinator. Made by
+    loading ahead. So may a worker's program that trains without a coordinator. Made by
     ``ParameterServerStrategy.experimental_distribute_dataset`` and
     ``distribute_datasets_from_function``.
 
     Args:
-        dataset_fn: What each worker calls, with its InputContext if it takes one.
-        num_workers: How many there are.
-        worker_index: Of this process among them; None where it is no worker.
+        dataset_fn: Function that each worker calls, with its InputContext if it takes one.
+        num_workers: Number of workers.
+        worker_index: Index of this process among them; None if it is not a worker.
 
     Source: ``tf.distribute.DistributedDataset``.
     """
@@ -109,11 +111,10 @@ class DistributedDataset(Generic[T]):
 
     @property
     def element_spec(self) -> Any:
-        """What elements look like: a nest of ``TensorSpec``; None if there are none.
+        """Shapes and dtypes of elements: a nest of ``TensorSpec``; None if there are no elements.
 
-        A size that differs between elements, as that of the last batch does, is None. Arrays
-        tell it themselves; of other datasets, the first two elements are loaded in this process,
-        as often as this is asked.
+        A size that differs between elements, such as that of the last batch, is None. Arrays have a
+        spec; for other datasets, each access loads the first two elements in this process.
 
         Source: ``tf.distribute.DistributedDataset.element_spec``.
         """
@@ -199,11 +200,11 @@ def _options(operation: str, options: Any) -> InputOptions:
 
 
 class PerWorkerDataset(Generic[T]):
-    """A dataset that every worker reads for itself.
+    """A dataset that every worker reads separately.
 
-    Iterating over it makes iterators on all workers: ``iter(dataset)`` returns one handle,
-    which steps take as an argument (or capture) and call ``next`` on. Each ``iter`` starts the
-    data from the beginning. Made by ``ClusterCoordinator.create_per_worker_dataset``.
+    ``iter(dataset)`` makes an iterator on every worker and returns one handle, which steps take as
+    an argument (or capture) and call ``next`` on. Each ``iter`` starts the data from the beginning.
+    Made by ``ClusterCoordinator.create_per_worker_dataset``.
 
     Source: ``tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset``.
     """
@@ -229,17 +230,17 @@ class PerWorkerDataset(Generic[T]):
         return self.iterator()
 
     def iterator(self, position: int | Mapping[int, int] = 0) -> PerWorkerIterator[T]:
-        """Return a new iterator, as ``iter`` does, that need not begin at the beginning.
+        """Return a new iterator, as ``iter`` does, that may begin at a later position.
 
-        What comes before is loaded and thrown away. A worker that is lost and comes back
-        begins there again.
+        The batches before it are loaded and dropped. A worker that is lost and restarts begins
+        there again.
 
         Args:
-            position: Batches that come before the first: one number for all workers, or what
-                ``PerWorkerIterator.positions`` returned; a worker that is not in it begins at 0.
+            position: Number of batches to skip: one number for all workers, or the result of
+                ``PerWorkerIterator.positions``; a worker that is missing in it begins at 0.
 
         Raises:
-            ConfigurationError: It is none, or of a worker that is not in the cluster.
+            ConfigurationError: It is not a position, or names a worker outside the cluster.
             ContextError: Inside a step.
         """
         if current_closure() is not None:
@@ -260,7 +261,7 @@ class PerWorkerDataset(Generic[T]):
         return PerWorkerIterator(*given)
 
     def build(self) -> DistributedDataset[T]:
-        """Return the dataset without iterators: a step that gets it iterates over it itself.
+        """Return the dataset without iterators: a step that gets it iterates over it directly.
 
         Source: ``build`` of TensorFlow's per-worker datasets.
         """
@@ -268,9 +269,9 @@ class PerWorkerDataset(Generic[T]):
 
     @property
     def element_spec(self) -> Any:
-        """What batches look like: a nest of ``TensorSpec``; None if there are none.
+        """Shapes and dtypes of batches: a nest of ``TensorSpec``; None if there are no batches.
 
-        The first two batches of the first worker are loaded in this process to find out.
+        To find out, this process loads the first two batches of the first worker.
 
         Source: ``tf.distribute.DistributedDataset.element_spec``.
         """
@@ -278,11 +279,11 @@ class PerWorkerDataset(Generic[T]):
 
 
 class PerWorkerIterator(IteratorHandle[T]):
-    """The coordinator's handle of an iterator on each worker; released when it is dropped.
+    """The coordinator's handle to an iterator on each worker; dropping it releases them.
 
-    To type checkers it is an ``Iterator[T]`` of batches, as to the step that gets it.
+    Type checkers see an ``Iterator[T]`` of batches, as the step does.
 
-    A closure or step function that carries it keeps it: see ``payloads``.
+    A closure or step function that carries the handle keeps it: see ``payloads``.
     """
 
     __psync_kept__ = True
@@ -301,16 +302,17 @@ class PerWorkerIterator(IteratorHandle[T]):
         self._function = function  # workers may ask for it as long as this lives
         self._coordinator = coordinator
 
-    def needs(self, epoch: int = 0) -> Needs:
-        """Return what a closure needs that takes batches by ``next``, or by ``next_in(epoch)``."""
+    def _needs(self, epoch: int = 0) -> Needs:
+        """Return the data that a closure needs: batches of ``next``, or of ``next_in(epoch)``."""
         return frozenset({(self.uid, epoch)}) if self.end == "all" else NO_DATA
 
     async def positions(self) -> dict[int, int]:
-        """Return how many batches steps have been handed, for each ``get_worker_index()``.
+        """Return how many batches steps have received, by ``get_worker_index()``.
 
-        What is loaded ahead does not count. A worker that is not there, or has not needed the
-        iterator yet, is where it began. Call it when no step is running, as after ``join``:
-        a worker answers between steps, and what it hands out afterwards is not in the answer.
+        Batches that are only loaded ahead do not count. A worker that is not there, or has not
+        needed the iterator yet, is at its start position. Call it while no step is running, such as
+        after ``join``: a worker answers between steps, and batches that it hands out later are not
+        included.
 
         Raises:
             ClosedError: The coordinator is not running.

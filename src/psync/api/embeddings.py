@@ -33,27 +33,27 @@ async def embedding_lookup(
     Args:
         params: A variable, sharded or not, or a list of variables over which the ids are spread.
         ids: Integers of any shape, from 0 to the number of rows minus 1.
-        partition_strategy: For a list of n variables: "div" gives each one consecutive ids, the
-            first ones one more if they do not come out even; "mod" gives id i to variable
-            i mod n. The variables must have as many rows as that. How a sharded variable is cut
-            has nothing to do with it.
+        partition_strategy: How ids are spread over a list of n variables, which must have rows
+            accordingly. "div": consecutive ids, the first variables taking one more if the division
+            has a remainder. "mod": id i is in variable i mod n. It is independent of how a sharded
+            variable is cut.
         max_norm: Rows with a larger Euclidean norm are scaled down to it.
 
     Returns:
-        Shape ``ids.shape`` + the shape of a row; the caller's own. To push a gradient for these
-        rows: ``IndexedSlices(gradient.reshape(ids.size, …), ids.reshape(-1), v.shape)``.
+        A new array of shape ``ids.shape`` + the shape of a row. To push a gradient for these rows,
+        use ``IndexedSlices(gradient.reshape(ids.size, …), ids.reshape(-1), v.shape)``.
 
     Raises:
-        VariableIndexError: An id is out of range, or no row of its variable.
-        IndexTypeError: The ids are no integers.
-        UsageError: Neither in a step nor within a running coordinator, an unknown strategy, or
-            params are no variables.
-        ParameterServerLost: A ps is gone.
+        VariableIndexError: An id is out of range, or not a row of its variable.
+        IndexTypeError: The ids are not integers.
+        UsageError: Neither in a step nor within a running coordinator; the strategy is unknown; or
+            params are not variables.
+        ParameterServerLost: A ps is lost.
 
     Cancellation: Safe.
 
     Source: ``tf.nn.embedding_lookup``, and ``tf.compat.v1.nn.embedding_lookup`` for lists, whose
-    default is "mod".
+        default is "mod".
     """
     table = _Table("embedding_lookup", params, partition_strategy)
     numbers = table.checked(ids)
@@ -69,26 +69,26 @@ async def embedding_lookup_sparse(
     max_norm: float | None = None,
     partition_strategy: str = "div",
 ) -> np.ndarray:
-    """Return a row for each row of a sparse matrix of ids: its ids' rows, combined.
+    """Return one row for each row of a sparse matrix of ids: the rows of its ids, combined.
 
     Args:
         params: See ``embedding_lookup``.
-        sp_ids: A triple (indices, values, dense_shape), or an object with these attributes, such
-            as ``tf.SparseTensor``: ``indices`` of shape (n, 2), in any order, and an id in
-            ``values`` for each. Every row has one at least.
-        sp_weights: The like with a weight for each id, at the same indices; None: 1 each.
-        combiner: "sum" of rows times weights; "mean", the default: that divided by the sum of the
-            weights; "sqrtn": divided by the root of the sum of their squares.
-        max_norm: See ``embedding_lookup``, before rows are combined.
+        sp_ids: A triple (indices, values, dense_shape), or an object with these attributes, such as
+            ``tf.SparseTensor``: ``indices`` of shape (n, 2), in any order, and an id in ``values``
+            for each. Every row has at least one id.
+        sp_weights: Weights in the same form, at the same indices; None: 1 each.
+        combiner: "sum": rows times weights, summed. "mean", the default: the sum divided by the sum
+            of the weights. "sqrtn": the sum divided by the root of the sum of squared weights.
+        max_norm: See ``embedding_lookup``; applied before rows are combined.
         partition_strategy: See ``embedding_lookup``.
 
     Returns:
         Shape (``dense_shape[0]``,) + the shape of a row.
 
     Raises:
-        ValueMismatchError: Indices, values and weights do not fit each other, or a row has no id.
-        UsageError, VariableIndexError, ParameterServerLost: As ``embedding_lookup``; or an
-            unknown combiner.
+        ValueMismatchError: Indices, values and weights do not match, or a row has no id.
+        UsageError, VariableIndexError, ParameterServerLost: See ``embedding_lookup``; or the
+            combiner is unknown.
 
     Cancellation: Safe.
 
@@ -116,28 +116,28 @@ async def safe_embedding_lookup_sparse(
     max_norm: float | None = None,
     partition_strategy: str = "div",
 ) -> np.ndarray:
-    """As ``embedding_lookup_sparse``, for a matrix whose rows may have no ids, or invalid ones.
+    """Combine rows like ``embedding_lookup_sparse``, where rows may have no ids or invalid ones.
 
-    Ids below 0 are left out, as are those whose weight is not above 0. A row of which nothing is
-    left becomes zeros, or the row of ``default_id``.
+    Ids below 0 are left out, as are ids whose weight is not above 0. A row with no ids left becomes
+    zeros, or the row of ``default_id``.
 
     Args:
         params, partition_strategy: See ``embedding_lookup``.
         sp_ids, sp_weights, combiner, max_norm: See ``embedding_lookup_sparse``; ``dense_shape``
-            says how many rows there are.
-        default_id: Whose row empty rows get; None: zeros.
+            gives the number of rows.
+        default_id: Id whose row empty rows get; None: zeros.
 
     Returns:
         Shape (``dense_shape[0]``,) + the shape of a row.
 
     Raises:
-        ValueMismatchError, UsageError, VariableIndexError, ParameterServerLost: As
+        ValueMismatchError, UsageError, VariableIndexError, ParameterServerLost: See
             ``embedding_lookup_sparse``.
 
     Cancellation: Safe.
 
-    Source: ``tf.nn.safe_embedding_lookup_sparse``, as it is documented; its code keeps weights
-    below 0 if the combiner is "sum".
+    Source: ``tf.nn.safe_embedding_lookup_sparse``, as documented; its code keeps weights below 0 if
+        the combiner is "sum".
     """
     table = _Table("safe_embedding_lookup_sparse", params, partition_strategy)
     sparse = SparseIds.of(sp_ids, sp_weights, table.what).pruned()

@@ -23,11 +23,11 @@ NAME = "global_step"
 def get_or_create_global_step() -> Variable:
     """Return the global step of the strategy whose scope is open; declare it if there is none.
 
-    It is a scalar int64 variable called "global_step", 0 at first, not trainable, on ps 0.
-    Optimizers raise it if it is given to them: ``apply_gradients(…, global_step=step)``.
+    It is a scalar int64 variable named "global_step" on ps 0, initially 0 and not trainable. To
+    have an optimizer increment it, call ``apply_gradients(…, global_step=step)``.
 
     Raises:
-        UsageError: Outside a scope, inside a step, or a variable of that name is no integer
+        UsageError: Outside a scope, inside a step, or a variable of that name is not an integer
             scalar.
         ClosedError: The strategy's coordinator was closed.
 
@@ -38,7 +38,7 @@ def get_or_create_global_step() -> Variable:
     if known is not None:
         return known
     where = place_of(sys._getframe(1))
-    spec = scope.declare(
+    spec = scope._declare(
         np.zeros((), np.int64), NAME, None, None, False, where, placement=Pinned(0)
     )  # fmt: skip
     step: Variable = declared_in(scope, spec)
@@ -49,7 +49,7 @@ def get_global_step() -> Variable | None:
     """Return the global step of the strategy whose scope is open, or None if there is none.
 
     Raises:
-        UsageError: Outside a scope, inside a step, or a variable called "global_step" is no
+        UsageError: Outside a scope, inside a step, or a variable named "global_step" is not an
             integer scalar.
 
     Source: ``tf.compat.v1.train.get_global_step``.

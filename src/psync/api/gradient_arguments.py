@@ -38,9 +38,9 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
         finite: Name of an optimizer that forbids NaN and infinity; None: they are gradients.
 
     Raises:
-        ValueMismatchError: No gradient at all, no pairs, a variable twice, one that is not floating, a
-            wrong shape or dtype, a row that the variable does not have, or what the optimizer
-            forbids.
+        ValueMismatchError: No gradient at all, no pairs, a variable twice, one that is not
+            floating, a wrong shape or dtype, a row that the variable does not have, or what the
+            optimizer forbids.
     """
     pairs: Pairs = []
     without: list[str] = []  # names of variables whose gradient is None
@@ -200,7 +200,7 @@ def trainable_here(operation: str, arrived: Sequence[AnyVariable]) -> list[AnyVa
     """
     runtime, scopes = current_runtime(), running_scopes()
     if runtime is not None:
-        scopes = [scope for scope in scopes if scope.origin == runtime.origin]
+        scopes = [scope for scope in scopes if scope._origin == runtime.origin]
     elif len(scopes) > 1:
         raise UsageError(
             f"{operation}: {len(scopes)} strategies are running", hint="say which variables"
@@ -275,31 +275,31 @@ def empty_like(tree: dict[K, V]) -> dict[K, np.ndarray]: ...
 @overload
 def empty_like(tree: Any) -> Any: ...
 def empty_like(tree: Any) -> Any:
-    """Return arrays of the shapes and dtypes of variables, for gradients that are computed into.
+    """Return uninitialized arrays for gradients, with the shapes and dtypes of variables.
 
-    A ps task of this host computes from such an array where it lies, so that a push copies
-    nothing. It is an array as any other: of ordinary memory where it has at most 64 KiB, where no
-    ps is on this host, or where there is no more memory to share. Its contents are arbitrary.
+    A ps task on this host reads such an array in place, so a push copies nothing. An array is in
+    ordinary memory if it has at most 64 KiB, if no ps is on this host, or if there is no more
+    memory to share.
 
-    Make them where they are needed, in each step: the memory of those that are gone is used again.
-    Views of them, and what other libraries make of them without a copy, count as well.
+    Make the arrays in each step: the memory of dropped arrays is reused. Views count as references,
+    and so do objects of other libraries that share the memory.
 
     Args:
-        tree: As ``psync.pull`` takes it.
+        tree: Any nesting of variables that ``psync.pull`` takes.
 
     Returns:
-        The same nesting with a numpy array for each variable, the same one wherever a variable
-        stands.
+        The same nesting with a numpy array for each variable; a variable that occurs repeatedly has
+        the same array everywhere.
 
     Raises:
         UsageError: Neither in a step nor within a running coordinator.
         ClosedError: The coordinator was closed.
-        ClosureCancelled: In a step that was cancelled.
+        ClosureCancelled: The step was cancelled.
 
-    Once a push has returned, its arrays may be written to again. **One that was cancelled, or that
-    has failed because a ps is lost or this task was replaced, may still be read**: an asynchronous
-    one until it has ended in the background, a synchronous one until its step has. So do not go on
-    with arrays of such a push, but make others.
+    Once a push has returned, its arrays may be written to again. **Do not reuse the arrays of a
+    push that was cancelled, or that failed because a ps is lost or this task was replaced: they may
+    still be read.** An asynchronous push reads them until it has ended in the background, a
+    synchronous one until its step has ended. Make new arrays instead.
 
     Example:
         async def step(w):
@@ -312,6 +312,6 @@ def empty_like(tree: Any) -> Any:
     for variable in leaves(tree):
         if variable not in arrays:
             runtime = runtime_here("empty_like", scope_of(variable))
-            spec = variable.value_spec
+            spec = variable._value_spec
             arrays[variable] = runtime.ps.memory.empty(spec.shape, dtype_of(spec.dtype))
     return mapped(tree, arrays.__getitem__)

@@ -13,20 +13,20 @@ _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # before
 
 
 class Module:
-    """Base of objects that hold variables: layers, models.
+    """Base class of objects that hold variables: layers, models.
 
-    Its variables are those that its attributes hold, in lists, tuples, dicts and other modules
-    too, at any depth; in the order of the attributes' names, those of other modules last. Each is
-    there once; a sharded one is there as its shards. An attribute that is set later counts.
+    A module's variables are those in its attributes, at any depth of lists, tuples, dicts and other
+    modules. They are ordered by attribute name; those of other modules come last. Each variable is
+    listed once; a sharded variable is listed as its shards. Attributes that are set later count.
 
-    A module goes to workers as any object does: it is pickled with what it holds, and its
-    variables are handles there. ``__init__`` of a subclass need not call this one's.
+    A module is pickled to workers like any object, and its variables are handles there.
+    ``__init__`` of a subclass need not call this one.
 
     Args:
         name: A Python identifier. Default: the name of the class, as in ``my_layer``.
 
     Raises:
-        UsageError: The name is no identifier.
+        UsageError: The name is not an identifier.
 
     Example:
         class Dense(psync.Module):
@@ -38,7 +38,7 @@ class Module:
                 w, b = await psync.pull((self.w, self.b))
                 return x @ w + b
 
-    Source: ``tf.Module``. Without ``name_scope``: names of variables are made unique.
+    Source: ``tf.Module``, without ``name_scope``: variable names are made unique instead.
     """
 
     _name: str | None = None  # None: after the class
@@ -50,12 +50,12 @@ class Module:
 
     @property
     def name(self) -> str:
-        """What it was called, or the name of its class in lower case."""
+        """The given name, or the name of the class in lower case."""
         return self._name or _WORD.sub("_", type(self).__name__).lower()
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """All variables that it holds; of sharded ones, the shards."""
+        """All variables of the module; of sharded ones, the shards."""
         found: dict[int, Variable] = {}  # by id: variables have no other equality
         for module in (self, *self.submodules):
             for leaf in _leaves(vars(module), set()):
@@ -67,19 +67,19 @@ class Module:
 
     @property
     def trainable_variables(self) -> tuple[Variable, ...]:
-        """Those of ``variables`` that were declared trainable."""
+        """The variables that were declared trainable."""
         return tuple(variable for variable in self.variables if variable.trainable)
 
-    def checkpoint_items(self) -> Mapping[str, Any]:
-        """Return what a checkpoint of this module may hold, by name: its attributes.
+    def _checkpoint_items(self) -> Mapping[str, Any]:
+        """Return the module's attributes by name, for a checkpoint.
 
-        Settings and functions among them are not saved.
+        The checkpoint does not save settings and functions.
         """
         return dict(sorted(vars(self).items()))
 
     @property
     def submodules(self) -> tuple[Module, ...]:
-        """All modules that it holds, and that these hold, each before those that it holds."""
+        """All modules in this one, at any depth; each module comes before those that it holds."""
         found: dict[int, Module] = {id(self): self}
         _add_submodules(self, found)
         return tuple(found.values())[1:]

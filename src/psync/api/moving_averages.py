@@ -33,32 +33,33 @@ AnyVariable = Variable | ShardedVariable
 
 
 class ExponentialMovingAverage:
-    """Averages in which the influence of a value fades: ``s -= (1 - decay) * (s - v)``.
+    """Averages in which the influence of a value decays: ``s -= (1 - decay) * (s - v)``.
 
-    In synchronous training it is given to ``SyncReplicasOptimizer(variable_averages=…)``, and
-    the ps tasks update the averages with each step. In asynchronous training a step, or the
-    program, says when: ``await ema.update()``.
+    In synchronous training, pass it to ``SyncReplicasOptimizer(variable_averages=…)``; the ps tasks
+    then update the averages in each step. In asynchronous training, a step or the program calls
+    ``await ema.update()``.
 
     Args:
-        decay: In [0, 1), close to 1: 0.999 averages about the last thousand values.
-        num_updates: True, or the global step (an integer variable): the decay begins low and
-            grows with the step n, min(decay, (1 + n) / (10 + n)), so that first values fade
-            fast. True means the global step of the strategy or of the synchronous optimizer.
-        zero_debias: Has no effect, as in TensorFlow for averages of variables: they begin with
-            the variable's value, so there is no zero in them whose influence could be taken out.
-        name: Part of the shadows' names: "w/ExponentialMovingAverage".
+        decay: Number in [0, 1), close to 1: 0.999 averages about the last thousand values.
+        num_updates: True, or the global step (an integer variable): the decay begins low and grows
+            with the step n, min(decay, (1 + n) / (10 + n)), so that the first values decay quickly.
+            True means the global step of the strategy or of the synchronous optimizer.
+        zero_debias: No effect, as in TensorFlow for averages of variables: they begin with the
+            variable's value, so there is no zero to correct for.
+        name: Part of the names of the averages: "w/ExponentialMovingAverage".
 
     Attributes:
-        name: As given.
-        decay: As given; with ``num_updates`` its limit.
-        num_updates: True or a variable: the decay follows the step; False: it does not.
+        name: The given name.
+        decay: The given decay; with ``num_updates`` its limit.
+        num_updates: True or a variable: the decay follows the step; False: it is constant.
 
     Raises:
-        ConfigurationError: A decay, num_updates or name that is none.
-        UsageError: ``num_updates`` is a variable but no integer scalar.
+        ConfigurationError: ``decay``, ``num_updates`` or ``name`` is invalid.
+        UsageError: ``num_updates`` is a variable but not an integer scalar.
 
-    Source: ``tf.train.ExponentialMovingAverage``; Polyak and Juditsky 1992. There ``apply``
-        returns what updates the averages; here it declares them, and ``update`` is apart.
+    Source: ``tf.train.ExponentialMovingAverage``; Polyak and Juditsky 1992. There ``apply`` returns
+        an operation that updates the averages; here ``apply`` declares them and ``update`` updates
+        them.
 
     Example:
         ema = psync.ExponentialMovingAverage(0.999)
@@ -103,25 +104,25 @@ class ExponentialMovingAverage:
         step = self._step_variable()
         return vars(self) if step is None else {**vars(self), "num_updates": step}
 
-    def decay_at(self, step: int) -> float:
-        """Return the decay at a step: of the update after which the global step is ``step``."""
+    def _decay_at(self, step: int) -> float:
+        """Return the decay of the update after which the global step is ``step``."""
         follows = self.num_updates is not False
         return growing_decay(self.decay, step) if follows else self.decay
 
     def apply(self, var_list: Iterable[AnyVariable] | None = None) -> None:
-        """Declare the averages of variables; those that have one already keep it.
+        """Declare averages of variables; variables that have one keep it.
 
-        They begin with the variables' values: the initial ones before training, else those of
-        the moment at which they are created. They are not trainable.
+        An average begins with the variable's value: its initial value before training, otherwise
+        its value when the average is created. Averages are not trainable.
 
         Args:
-            var_list: Variables of a float dtype. Default: the trainable variables of the
-                strategy whose scope is open.
+            var_list: Variables of a float dtype. Default: the trainable variables of the strategy
+                whose scope is open.
 
         Raises:
-            ValueMismatchError: A variable is of another dtype. Nothing was declared.
-            UsageError: Inside a step; no variable, or one shard of one; no ``var_list`` outside
-                a scope.
+            ValueMismatchError: A variable has another dtype. Nothing was declared.
+            UsageError: Inside a step; an element is not a variable, or is a single shard; or no
+                ``var_list`` outside a scope.
             ClosedError: The strategy's coordinator was closed.
         """
         forbid_in_step(
@@ -139,23 +140,23 @@ class ExponentialMovingAverage:
         where = place_of(sys._getframe(1))
         for variable, scope in scopes.items():
             if variable not in self._shadows:
-                spec = scope.declare_copy(variable.spec, f"{variable.name}/{self.name}", where)
+                spec = scope._declare_copy(variable.spec, f"{variable.name}/{self.name}", where)
                 self._shadows[variable] = declared_in(scope, spec)
 
     async def update(self) -> None:
         """Move all averages towards the present values of their variables.
 
-        Each ps does it for its shards, block by block; no value travels. Called in a step that
-        runs again after a worker's loss, it happens once. Averages of different shards follow
-        different versions, as in a pull.
+        Each ps updates its own shards; no value travels. In a step that runs again after the loss
+        of a worker, the update happens once. Averages of different shards follow different
+        versions, as in a pull.
 
-        In synchronous training the ps tasks do it after each step, without this call.
+        In synchronous training the ps tasks do this after each step, without this call.
 
         Raises:
             UsageError: Nothing is averaged; ``num_updates=True`` and the strategy has no global
                 step; or neither in a step nor within a running coordinator.
-            ClosureCancelled: In a step that was cancelled.
-            ParameterServerLost: A ps is gone.
+            ClosureCancelled: The step was cancelled.
+            ParameterServerLost: A ps is lost.
 
         Cancellation: Once begun, it ends in the background.
         """
@@ -176,21 +177,21 @@ class ExponentialMovingAverage:
         ps, decay = runtime.ps, self.decay
         if step is not None:
             (count,) = await ps.pull(ps.plan((step.spec,)))
-            decay = self.decay_at(int(count))
+            decay = self._decay_at(int(count))
         closure, ordinal = runtime.begin_update(operation)
-        originals = {shadow: original for original, shadow in self.pairs()}
+        originals = {shadow: original for original, shadow in self._pairs()}
         plan = ps.plan(tuple(shadow.spec for shadow in shadows))
         await ps.average(plan, originals, decay=decay, closure=closure, ordinal=ordinal)
 
     def average(self, var: AnyVariable) -> AnyVariable | None:
-        """Return the variable that holds the average of ``var``, or None if it has none."""
+        """Return the variable that holds the average of ``var``, or None if it has no average."""
         return self._shadows.get(var)
 
     def averages(self, tree: Any) -> Any:
-        """Return ``tree`` with the average of each variable in its place.
+        """Return ``tree`` with each variable replaced by its average.
 
         Args:
-            tree: A variable, or any nesting of variables as ``psync.pull`` takes it.
+            tree: A variable, or any nesting of variables that ``psync.pull`` takes.
 
         Raises:
             UsageError: A variable has no average.
@@ -198,26 +199,26 @@ class ExponentialMovingAverage:
         return mapped(tree, self._shadow)
 
     def items(self) -> list[tuple[AnyVariable, AnyVariable]]:
-        """Return (variable, variable that holds its average), in the order of ``apply``."""
+        """Return pairs (variable, variable that holds its average), in the order of ``apply``."""
         return list(self._shadows.items())
 
     def average_name(self, var: AnyVariable) -> str:
-        """Return the name of the average of ``var``: the one it would have, if it has none."""
+        """Return the name of the average of ``var``, or the name it would have."""
         shadow = self._shadows.get(var)
         return f"{var.name}/{self.name}" if shadow is None else shadow.name
 
     def variables_to_restore(
         self, moving_avg_variables: Iterable[AnyVariable] | None = None
     ) -> dict[str, AnyVariable]:
-        """Return what to restore each variable from, to evaluate the averaged model.
+        """Return the variables to restore, by name in a checkpoint, to evaluate the averaged model.
 
         Args:
-            moving_avg_variables: Those to restore from their averages. Default: the trainable
+            moving_avg_variables: Variables to restore from their averages. Default: the trainable
                 variables of the strategy, and all that have an average.
 
         Returns:
-            By name in a checkpoint: the variables. Those that have no average, and are none,
-            stand under their own names.
+            A dict from name to variable. Variables that have no average, and are none, have their
+            own names.
 
         Raises:
             UsageError: Outside a scope, before anything is averaged.
@@ -234,8 +235,8 @@ class ExponentialMovingAverage:
                 names.setdefault(variable.name, variable)
         return names
 
-    def pairs(self, variables: Iterable[AnyVariable] | None = None) -> tuple[tuple[int, int], ...]:
-        """Return (variable id, id of its average) of variables; default: of all averaged ones.
+    def _pairs(self, variables: Iterable[AnyVariable] | None = None) -> tuple[tuple[int, int], ...]:
+        """Return pairs (variable id, id of its average); default: of all averaged variables.
 
         Raises:
             UsageError: A variable has no average.

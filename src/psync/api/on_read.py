@@ -122,34 +122,34 @@ class CopyAccess(ValueAccess):
     aggregation: VariableAggregation
 
     @property
-    def value_spec(self) -> VariableSpec:
+    def _value_spec(self) -> VariableSpec:
         """Describes one copy, which is what users read and write; ``spec`` describes all."""
         return dataclasses.replace(self.spec, shape=self.spec.shape[1:])
 
     async def read(
         self, *, copy: bool = False, out: np.ndarray | None = None, consistent: bool = False
     ) -> np.ndarray:
-        """Return the value: in a step the worker's own copy, else the aggregate of all.
+        """Return the worker's own copy in a step; otherwise the aggregate of all copies.
 
-        SUM adds the copies of all workers, and what the program has added; MEAN is that of the
-        workers' copies, in float64 for integers; ONLY_FIRST_REPLICA is that of the first worker.
+        SUM adds the copies of all workers and the program's contribution. MEAN is the mean of the
+        workers' copies, in float64 for integers. ONLY_FIRST_REPLICA is the first worker's copy.
 
         Args:
             copy: Whether the caller may change the array.
-            out: A writable C-contiguous array of the variable's shape and dtype, which is filled
-                and returned.
-            consistent: Changes nothing: all copies are of one instant anyway.
+            out: A writable C-contiguous array with the variable's shape and dtype; it is filled and
+                returned.
+            consistent: No effect: all copies are always from one instant.
 
         Raises:
-            ReplicaValueError: Not in a step, and the aggregation is NONE.
-            ValueMismatchError: ``out`` does not fit.
+            ReplicaValueError: Outside a step: the aggregation is NONE.
+            ValueMismatchError: ``out`` does not match.
             UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: A ps is gone.
-            ClosureCancelled: In a step that was cancelled.
+            ParameterServerLost: A ps is lost.
+            ClosureCancelled: The step was cancelled.
 
         Cancellation: Safe.
         """
-        target = None if out is None else checked_target(out, self.value_spec)
+        target = None if out is None else checked_target(out, self._value_spec)
         operation = f'read of "{self.spec.name}"'
         runtime = await runtime_of(operation, self)
         row = self._own_row(runtime)
@@ -214,7 +214,7 @@ class CopyAccess(ValueAccess):
         Cancellation: Once begun, it ends in the background.
         """
         operation = f'restoring of "{self.spec.name}"'
-        array = fitting(value, self.value_spec, operation, casting="same_kind")
+        array = fitting(value, self._value_spec, operation, casting="same_kind")
         await self._write_all(await runtime_of(operation, self), "assign", array, operation)
 
     async def _rows(self, operation: str, rows: range | np.ndarray | None) -> np.ndarray:
@@ -231,7 +231,7 @@ class CopyAccess(ValueAccess):
 
     async def _assign(self, method: str, op: str, value: Any, atomic: bool = False) -> Self:
         operation = f'{method} to "{self.spec.name}"'
-        array = fitting(value, self.value_spec, operation, casting="same_kind")
+        array = fitting(value, self._value_spec, operation, casting="same_kind")
         runtime = await runtime_of(operation, self)
         row = self._own_row(runtime)
         if row is None and op != "assign" and self.aggregation is SUM:
@@ -310,6 +310,6 @@ def declare_copies(
             value = initial_array(initial, extents, (0,) * len(extents), kind, subject)
         return repeated(value, num_workers, aggregation)
 
-    return scope.declare(
+    return scope._declare(
         copies, name, kind, (num_workers + 1, *extents), trainable, where, partitioned=False
     )

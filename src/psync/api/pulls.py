@@ -94,44 +94,44 @@ async def pull(
     """Return the values of all variables in ``tree``, in one round trip to each ps.
 
     Args:
-        tree: A variable, or any nesting of dicts, lists and tuples (named ones too) of
-            variables. Anything else in it is returned as it is; also a ``psync.Module``: give its
+        tree: A variable, or any nesting of dicts, lists and tuples (including named ones) of
+            variables. Anything else is returned unchanged, including a ``psync.Module``: pass its
             ``trainable_variables``, or a nesting of them.
-        copy: Whether the arrays may be changed by the caller. Otherwise they are read-only, and
-            those of a ps on this host may be its own memory: they stay as they are, and cost it
-            that memory for as long as they are kept. numpy refuses to write to them; another
-            library that does (``torch.from_numpy(pulled)``, then in place) ends the process.
-        out: A nesting like ``tree`` of writable C-contiguous arrays of the variables' shapes
-            and dtypes, which are filled and returned.
-        consistent: Whether all values are of one instant, over all shards and ps tasks. An
-            ``assign(…, atomic=True)`` is then seen whole or not at all; of what another task
-            pushes, or assigns otherwise, one ps may have its part already and another not yet. It
-            costs two more messages to each ps, and updates of these variables wait meanwhile.
+        copy: Whether the caller may change the arrays. Otherwise they are read-only, and arrays of
+            a ps on this host may be the ps's own memory: they keep their values, and occupy that
+            memory, for as long as they are referenced. numpy refuses to write to them; another
+            library that writes (``torch.from_numpy(pulled)``, then in place) ends the process.
+        out: A nesting like ``tree`` of writable C-contiguous arrays with the variables' shapes and
+            dtypes; they are filled and returned.
+        consistent: Whether all values, over all shards and ps tasks, are from one instant. A pull
+            then sees all or nothing of an ``assign(…, atomic=True)``. Of other tasks' pushes and
+            other assigns, it may see the parts of some ps tasks and not of others. It costs two
+            more messages to each ps, and updates of these variables wait meanwhile.
         compression: "bf16" or "f16": if more than 64 KiB are pulled, float32 travels rounded to 16
-            bits, and what is returned is float32 that has been rounded so. Not with ``consistent``,
-            in ``cache_variable_reads``, or of variables that are synchronized on read: their values
-            are exact, as all are without it. See docs/howto/compression.md.
+            bits, and the result is the rounded float32. Not with ``consistent``, in
+            ``cache_variable_reads``, or for variables that are synchronized on read: these values
+            are exact, as are all values without compression. See docs/howto/compression.md.
 
     Returns:
-        The same nesting with a numpy array for each variable, the same one wherever a variable
-        stands. Each shard is one version of itself, never a torn one; different shards may be
-        of different versions. A variable that is synchronized on read is read by itself, as its
-        ``read`` does. Where a ``SyncReplicasOptimizer`` trains they may have come with the token:
-        see its ``pull_ahead``.
+        The same nesting with a numpy array for each variable; a variable that occurs repeatedly has
+        the same array everywhere. Each shard is one version of itself, never a torn one; different
+        shards may be of different versions. A variable that is synchronized on read is read
+        separately, as by its ``read``. With a ``SyncReplicasOptimizer``, values may have come with
+        the token: see its ``pull_ahead``.
 
     Raises:
         UsageError: Neither in a step nor within a running coordinator, or variables of two
             strategies.
         ClosedError: The coordinator was closed.
-        ConfigurationError: No such compression.
-        ValueMismatchError: An array in ``out`` does not fit, stands for two variables, or for one that
-            has another array already.
-        ParameterServerLost: A ps is gone.
-        LockLost: ``consistent``, and connections were lost again and again, or this task's loop
+        ConfigurationError: The compression is unknown.
+        ValueMismatchError: An array in ``out`` does not match, stands for two variables, or for one
+            that already has another array.
+        ParameterServerLost: A ps is lost.
+        LockLost: ``consistent`` is True, and connections were lost repeatedly, or this task's loop
             was blocked for longer than 10 s.
-        ClosureCancelled: In a step that was cancelled.
+        ClosureCancelled: The step was cancelled.
 
-    Cancellation: Safe; arrays in ``out`` then hold anything.
+    Cancellation: Safe; the contents of arrays in ``out`` are then undefined.
 
     Example:
         weights, bias = await psync.pull((w, b))
@@ -164,7 +164,7 @@ _NESTINGS, _SEQUENCES = (dict, list, tuple), (list, tuple)  # a union is made at
 
 
 def leaves(tree: Any, kind: Any = Handle) -> list[Any]:
-    """Return each variable, or thing of another kind, in ``tree``, as often as it stands there."""
+    """Return each variable, or object of another kind, in ``tree``, once per occurrence."""
     if isinstance(tree, kind):
         return [tree]
     items = tree.values() if isinstance(tree, dict) else tree
@@ -177,9 +177,9 @@ def mapped(tree: Any, value_of: Callable[[Any], Any], kind: Any = Handle) -> Any
     """Return ``tree`` with its variables replaced; containers keep their type.
 
     Args:
-        tree: As ``pull`` takes it.
-        value_of: A variable → what stands in its place.
-        kind: Of what is replaced, if it is no variables.
+        tree: A nesting; see ``pull``.
+        value_of: Function from a variable to its replacement.
+        kind: Type of the objects to replace, if not variables.
     """
     if isinstance(tree, kind):
         return value_of(tree)
@@ -195,9 +195,9 @@ def mapped(tree: Any, value_of: Callable[[Any], Any], kind: Any = Handle) -> Any
 
 
 def is_flat(tree: Any, kind: Any = Handle) -> bool:
-    """Return whether ``tree`` is a list or tuple of variables, or things of a kind, and no more.
+    """Return whether ``tree`` is a list or tuple that holds only variables, or objects of one kind.
 
-    A function of such values gets an argument for each; of any other nesting, the nesting.
+    A function of such values gets one argument for each; otherwise it gets the nesting.
     """
     return isinstance(tree, _SEQUENCES) and all(isinstance(item, kind) for item in tree)
 
@@ -206,7 +206,7 @@ def _targets(tree: Any, out: Any) -> dict[Handle, np.ndarray]:
     """Return the array in ``out`` for each variable."""
     targets: dict[Handle, np.ndarray] = {}
     for variable, array in pairs(tree, out, "out"):
-        if targets.setdefault(variable, checked_target(array, variable.value_spec)) is not array:
+        if targets.setdefault(variable, checked_target(array, variable._value_spec)) is not array:
             raise ValueMismatchError(f'out has two arrays for variable "{variable.name}"')
     owners: dict[int, Handle] = {}
     for variable, array in targets.items():

@@ -68,25 +68,27 @@ _open: ContextVar[_Kept | None] = ContextVar("psync_kept_reads", default=None)
 
 @contextmanager
 def cache_variable_reads() -> Generator[None, None, None]:
-    """Return a context manager in which the first read of each variable is kept.
+    """Return a context manager that caches the first read of each variable.
 
-    Inside, ``read`` and ``pull`` of a variable that was read before in the same scope return the
-    value of then, even after an assign, and nothing travels. Rows (``v[…]``, ``sparse_read``,
-    ``embedding_lookup``) and reads with ``consistent=True`` are not kept, and not answered from
-    what is kept. The scope is that of the step, or task of the program, in which it is opened, and
-    of the tasks that this starts inside. Steps that are scheduled inside do not run in it: open
-    one in the step.
+    Inside, ``read`` and ``pull`` of a variable that was read before return the earlier value, even
+    after an assign, and send nothing.
+
+    - Rows (``v[…]``, ``sparse_read``, ``embedding_lookup``) and reads with ``consistent=True`` are
+      neither cached nor answered from the cache.
+    - The cache belongs to the step, or to the task of the program, that opens it, and to the tasks
+      started inside.
+    - Steps scheduled inside do not use it: open a cache in the step.
 
     Raises:
-        ContextError: Inside another such scope.
+        ContextError: Inside another such context manager.
 
     Example:
         with psync.cache_variable_reads():
             loss = await forward(batch)        # many layers read the same variables
             penalty = await regularization()   # these are not pulled again
 
-    Source: TensorFlow's ``cache_variable_reads`` of parameter-server variables; there, a scope
-    that is open where a function is first traced becomes part of it.
+    Source: TensorFlow's ``cache_variable_reads`` of parameter-server variables; there, a scope that
+        is open where a function is first traced becomes part of the function.
     """
     if _kept_here() is not None:
         raise ContextError(

@@ -43,7 +43,7 @@ Unchecked: TypeAlias = (
 
 
 class Scheduling:
-    """What ``ClusterCoordinator`` offers for closures: a base of it."""
+    """The closure methods of ``ClusterCoordinator``: a base class of it."""
 
     _coordinator: Coordinator | None
 
@@ -204,24 +204,24 @@ class Scheduling:
     ) -> RemoteValue[T]: ...
 
     def submit(self, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RemoteValue[Any]:
-        """Queue ``step(*args, **kwargs)`` to be run on some worker; never blocks.
+        """Queue ``step(*args, **kwargs)`` to run on some worker; never blocks.
 
-        ``schedule`` in the form of ``concurrent.futures``, and the same in all else. Type checkers
-        compare the arguments with the step's parameters, where a RemoteValue of the right type
-        passes, as a per-worker iterator does, and know what the result is:
+        The same as ``schedule``, with the signature of ``concurrent.futures``. Type checkers
+        compare the arguments with the step's parameters and know the type of the result. A
+        RemoteValue of the right type and a per-worker iterator pass as well:
         docs/reference/typing.md.
 
         Args:
-            step: As ``fn`` of ``schedule``.
-            args: Likewise.
-            kwargs: Likewise.
+            step: The step function; see ``fn`` of ``schedule``.
+            args: Positional arguments; see ``schedule``.
+            kwargs: Keyword arguments; see ``schedule``.
 
         Returns:
-            The handle to its result.
+            The handle to the result.
 
         Raises:
-            SerializationError: ``step`` is not callable, or something cannot be sent to a worker; names
-                it.
+            SerializationError: ``step`` is not callable, or something cannot be sent to a worker;
+                names it.
             ClosedError: The coordinator is not running.
 
         Example:
@@ -292,30 +292,31 @@ class Scheduling:
         args: tuple[Any, ...] | list[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> RemoteValue[Any]:
-        """Queue ``fn(*args, **kwargs)`` to be run on some worker; never blocks.
+        """Queue ``fn(*args, **kwargs)`` to run on some worker; never blocks.
 
-        It runs at least once: again, elsewhere, if its worker is lost. Its pushes are applied
-        at most once. After an error, and until ``join`` has raised it, what is scheduled is
-        cancelled at once.
+        The closure runs at least once: if its worker is lost, it runs again elsewhere. Its pushes
+        are applied at most once. After an error, closures are cancelled when they are scheduled,
+        until ``join`` has raised the error.
 
-        A call takes some microseconds, and a queued closure half a KiB, beside its arguments, until
-        it has ended. Whoever schedules hundreds of thousands in one loop should ``await
-        asyncio.sleep(0)`` now and then: nothing is sent, and no result comes in, meanwhile.
+        A call takes some microseconds. A queued closure takes half a KiB, plus its arguments, until
+        it has ended. A loop that schedules hundreds of thousands of closures should ``await
+        asyncio.sleep(0)`` now and then: until it does, nothing is sent and no result arrives.
 
         Args:
-            fn: A coroutine function, which runs on the worker's event loop, or a plain one,
-                which runs in a thread there. It is pickled when it is first scheduled: what it
-                captured then is what workers see.
+            fn: A coroutine function, which runs on the worker's event loop, or a plain function,
+                which runs in a thread there. It is pickled when it is first scheduled; workers see
+                what it captured at that time.
             args: Arguments, captured by value now. A RemoteValue among them, at any depth, is
-                replaced by its value on the worker, and waited for. A per-worker iterator is
-                the worker's own.
-            kwargs: Likewise.
+                waited for and replaced by its value on the worker. A per-worker iterator becomes
+                the worker's own iterator.
+            kwargs: Keyword arguments, treated the same way.
 
         Returns:
-            The handle to its result.
+            The handle to the result.
 
         Raises:
-            SerializationError: ``fn`` is not callable, or something cannot be sent to a worker; names it.
+            SerializationError: ``fn`` is not callable, or something cannot be sent to a worker;
+                names it.
             ClosedError: The coordinator is not running.
         """
         if type(args) is not tuple or kwargs is not None:
@@ -340,14 +341,14 @@ class Scheduling:
             raise error.with_traceback(None) from error.__cause__
 
     def reschedule(self, event: RollbackEvent) -> list[RemoteValue[Any]]:
-        """Schedule again the closures whose updates a rollback has undone, as new closures.
+        """Schedule again, as new closures, the closures whose updates a rollback has undone.
 
-        Function and arguments are those of the first time; a per-worker iterator goes on with the
-        batches that come next, which after a rollback are the worker's first ones. A closure of
-        whose updates the checkpoint has some makes all of them again.
+        Function and arguments are the original ones. A per-worker iterator continues with the
+        batches that come next; after a rollback these are the worker's first ones. If the
+        checkpoint contains some of a closure's updates, the new closure makes all of them again.
 
-        Closures that ended cancelled and replicas of ``strategy.run`` are left out. So are
-        closures of ``Trainer.fit``, which trains undone steps again, and data shards of
+        Not rescheduled are cancelled closures and replicas of ``strategy.run``. Closures of
+        ``Trainer.fit`` are not either, since it trains undone steps again, nor are data shards of
         ``distribute_once``, which are pending again automatically.
 
         The coordinator keeps calls in memory, up to 256 MiB, from the end of their closures until
@@ -355,14 +356,14 @@ class Scheduling:
         rollback, or until the second checkpoint after the rollback.
 
         Args:
-            event: One that ``events()`` has yielded.
+            event: An event that ``events()`` has yielded.
 
         Returns:
             The handles to the results of the new closures, in the order of ``event.closures``.
 
         Raises:
-            UsageError: ``event`` is no rollback of this coordinator, or was scheduled again
-                before; or arguments are not kept any more. Nothing was scheduled.
+            UsageError: ``event`` is not a rollback of this coordinator, was rescheduled before, or
+                arguments are no longer kept. Nothing was scheduled.
             ClosedError: The coordinator is not running.
 
         Example:
@@ -417,15 +418,16 @@ class Scheduling:
     async def fetch(self, structure: Any) -> Any:
         """Return ``structure`` with each RemoteValue replaced by its value.
 
-        If one has failed, this collects the error as ``join`` does: it is raised when nothing is
-        running any more and nothing is queued, and the next closures run normally.
+        If a closure has failed, this collects the error as ``join`` does: the error is raised once
+        nothing is running or queued, and the next closures run normally.
 
         Args:
             structure: A RemoteValue, or any nesting of dicts, lists and tuples.
 
         Raises:
-            Exception: As ``RemoteValue.fetch``, of the first in the structure that failed; its
-                cause or a note names the first error of all, if that is another one.
+            Exception: See ``RemoteValue.fetch``; the error of the first failed value in the
+                structure. If another error was the first of all, its cause or a note names that
+                one.
 
         Cancellation: Safe.
         """
@@ -441,7 +443,11 @@ class Scheduling:
 
 
 def _checked(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a step. Raises SerializationError unless they are a tuple and a dict."""
+    """Return the arguments of a step, checked.
+
+    Raises:
+        SerializationError: They are not a tuple and a dict.
+    """
     if isinstance(args, RemoteValue) or not isinstance(args, tuple | list):
         raise SerializationError(
             f"args: expected a tuple, got {type(args).__name__}",

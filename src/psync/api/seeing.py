@@ -37,19 +37,20 @@ _reports: dict[report, None] = {}
 class report:
     """Write an HTML file that shows a run as the dashboard does, and opens offline.
 
-    It tells of every coordinator of this process that runs within the context: of those that run
-    when it begins, and of those that start within it. A moment a second is noted. The file is
-    written when the context ends, after an error, too.
+    The report covers every coordinator of this process that runs within the context, including
+    those that already run when it begins. It takes one sample per second. The file is written when
+    the context ends, including after an error.
 
     Args:
-        path: Path of the file, "….html", which is replaced. If it cannot be written at the end, a
-            warning names the file in the folder for temporary files that was written instead.
+        path: Path of the file, "….html"; an existing file is replaced. If the file cannot be
+            written at the end, it is written to the folder for temporary files, and a warning names
+            it.
 
     Raises:
-        ConfigurationError: When it is entered: the folder is missing or cannot be written.
-        UsageError: The same value is entered again; or coordinators run on another event loop.
+        ConfigurationError: When it is entered: the folder is missing or not writable.
+        UsageError: The same object is entered again; or coordinators run on another event loop.
 
-    Cancellation: The report of the run until then is written.
+    Cancellation: The report of the run so far is written.
 
     Example:
         async with psync.report("run.html"):

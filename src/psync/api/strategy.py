@@ -57,30 +57,31 @@ Partitioner = Callable[[tuple[int, ...], Any], Any]
 
 
 class ParameterServerStrategy(ReplicaRuns):
-    """Variables on ps tasks, steps on workers.
+    """A strategy with variables on ps tasks and steps on workers.
 
     Args:
-        cluster_resolver: Says who is in the cluster. None: what ``psync.resolve_cluster()`` finds,
-            as under ``psync run``, in a ``LocalCluster``, under SLURM and on Kubernetes.
-        variable_partitioner: (shape, dtype) → number of shards for each axis (the first may
-            be above 1), or None: variables are not sharded.
-        placement: Which ps gets the next shard: "round_robin"; "least_bytes", the one with the
-            fewest bytes of variables so far; or an object with ``place(nbytes) -> ps index``.
-        ps_recovery: What happens when a ps dies. "checkpoint": all ps tasks roll back to the newest
-            one that a ``CheckpointManager`` has saved. "backup": every ps has a backup ps in the
-            process of another one, which serves within a second, and nothing that was
-            answered is lost; it needs two ps tasks or more, twice the memory, and asynchronous
+        cluster_resolver: Resolver that describes the cluster. None: the result of
+            ``psync.resolve_cluster()``, as under ``psync run``, in a ``LocalCluster``, under SLURM
+            and on Kubernetes.
+        variable_partitioner: Function (shape, dtype) → number of shards for each axis (only the
+            first may be above 1). None: variables are not sharded.
+        placement: Choice of the ps for the next shard: "round_robin"; "least_bytes", the ps with
+            the fewest bytes of variables so far; or an object with ``place(nbytes) -> ps index``.
+        ps_recovery: Behaviour when a ps dies. "checkpoint": all ps tasks roll back to the newest
+            checkpoint that a ``CheckpointManager`` has saved. "backup": every ps has a backup ps in
+            the process of another ps task. It takes over within a second, and no acknowledged
+            update is lost. It needs two ps tasks or more, twice the memory, and asynchronous
             training.
 
     Attributes:
-        cluster_resolver: As given, or found.
+        cluster_resolver: The given resolver, or the one found.
         cluster: The training cluster: without evaluators, checked.
-        task: Job and index of this process; None where it is none of the cluster's tasks.
-        worker_index: The index of this process among the workers; None: it is not a worker.
+        task: Job and index of this process; None if it is not one of the cluster's tasks.
+        worker_index: Index of this process among the workers; None if it is not a worker.
 
     Raises:
-        ConfigurationError: There is no cluster, or it cannot train: no ps, no worker, an unknown
-            job, …; or another argument is not what it should be.
+        ConfigurationError: There is no cluster; the cluster cannot train, for example without ps or
+            worker or with an unknown job; or another argument is invalid.
 
     Source: ``tf.distribute.ParameterServerStrategy``.
     """
@@ -127,10 +128,10 @@ class ParameterServerStrategy(ReplicaRuns):
                 f"{spec.num_tasks('ps')}: each is kept in the process of another one, too",
             )
         self.ps_recovery = ps_recovery
-        self.origin = random_hex(8)
-        self.runtime: Runtime | None = None  # the coordinator's; None while none runs
-        self.created = False  # a coordinator has run: variables may exist on ps tasks
-        self.declared: list[Declaration] = []  # not created yet
+        self._origin = random_hex(8)
+        self._runtime: Runtime | None = None  # the coordinator's; None while none runs
+        self._created = False  # a coordinator has run: variables may exist on ps tasks
+        self._uncreated: list[Declaration] = []  # not created yet
         self.cluster_resolver = cluster_resolver
         self.cluster = spec
         self.task = (task_type, task_id)
@@ -140,8 +141,8 @@ class ParameterServerStrategy(ReplicaRuns):
         self._workers = len(workers), self.worker_index
         self._partitioner = variable_partitioner
         self._placer = Placer(spec.num_tasks("ps"), placement)
-        self.accumulators: dict[str, Any] = {}
-        self.accumulator_placement: Placement = RoundRobin(spec.num_tasks("ps"))
+        self._accumulators: dict[str, Any] = {}
+        self._accumulator_placement: Placement = RoundRobin(spec.num_tasks("ps"))
         self._names: dict[str, int] = {}  # those taken, and how often each was asked for
         self._variables: list[Variable | ShardedVariable] = []
         self._next_id = 0
@@ -158,7 +159,7 @@ class ParameterServerStrategy(ReplicaRuns):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas within one step: 1, as each worker computes by itself; those of a gang in it."""
+        """Number of replicas in one step: 1, since workers compute separately; more in a gang."""
         return replicas_in_sync()
 
     @property
@@ -168,7 +169,7 @@ class ParameterServerStrategy(ReplicaRuns):
 
     @property
     def trainable_variables(self) -> tuple[Variable | ShardedVariable, ...]:
-        """Those that were declared trainable, as they are by default."""
+        """The trainable variables; variables are trainable by default."""
         return tuple(variable for variable in self._variables if variable.trainable)
 
     @contextmanager
@@ -198,19 +199,19 @@ class ParameterServerStrategy(ReplicaRuns):
     def experimental_distribute_dataset(
         self, dataset: Iterable[T], options: InputOptions | None = None
     ) -> DistributedDataset[T]:
-        """Return a dataset of which each worker reads its share: some files, or some elements.
+        """Return a dataset split into one share per worker: some files, or some elements.
 
-        With one replica to a worker a global batch is the batch of that replica, so batches stay
-        as they are. A worker whose share is over while others go on meets ``EndOfData``.
+        Batches stay as they are: with one replica per worker, a global batch is that replica's
+        batch. A worker whose share has ended before the others' meets ``EndOfData``.
 
         Args:
-            dataset: An iterable of batches that can be iterated over more than once, in the same
-                order each time, as ``psync.data`` makes them.
-            options: What a share is; by default files if there are enough, else elements.
+            dataset: An iterable of batches that can be iterated over repeatedly, in the same order
+                each time, such as ``psync.data`` makes.
+            options: Kind of share; by default files if there are enough, otherwise elements.
 
         Raises:
-            ConfigurationError: It is no such dataset; says what to give instead.
-            ConfigurationError: It cannot be cut as the options say.
+            ConfigurationError: ``dataset`` is not such an iterable (the message says what to pass
+                instead), or it cannot be split as the options say.
 
         Source: ``tf.distribute.Strategy.experimental_distribute_dataset``.
         """
@@ -219,16 +220,17 @@ class ParameterServerStrategy(ReplicaRuns):
     def distribute_datasets_from_function(
         self, dataset_fn: DatasetFunction[T], options: InputOptions | None = None
     ) -> DistributedDataset[T]:
-        """Return a dataset of which each worker's share is what a function returns there.
+        """Return a dataset whose share on each worker is the result of a function there.
 
         Args:
-            dataset_fn: Called on each worker with an ``InputContext``, from which it knows its
-                share; returns an iterable of batches.
-            options: With a shard policy of "auto" or "off": the function itself cuts.
+            dataset_fn: Function that each worker calls with an ``InputContext``, which describes
+                its share; it returns an iterable of batches.
+            options: Options with a shard policy of "auto" or "off": the function itself splits the
+                data.
 
         Raises:
-            UsageError: It is no plain function of at most one argument.
-            ConfigurationError: The options say something else, or it makes a variable.
+            UsageError: ``dataset_fn`` is not a plain function of at most one argument.
+            ConfigurationError: The shard policy is another one, or ``dataset_fn`` makes a variable.
 
         Source: ``tf.distribute.Strategy.distribute_datasets_from_function``.
         """
@@ -239,15 +241,15 @@ class ParameterServerStrategy(ReplicaRuns):
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: None = None
     ) -> ArrayDataset:
-        """Return a dataset whose elements are the rows (axis 0) of arrays, one by one.
+        """Return a dataset whose elements are the single rows (axis 0) of arrays.
 
         Args:
-            numpy_input: An array, or a tuple, named tuple or dict of them, with the same number
-                of rows. A list is one array: it is stacked.
-            session: TensorFlow 1's; there is none here.
+            numpy_input: An array, or a tuple, named tuple or dict of arrays with the same number of
+                rows. A list is one array: it is stacked.
+            session: A TensorFlow 1 argument; not used.
 
         Raises:
-            UsageError: They differ in length, or have no rows.
+            UsageError: The arrays differ in length, or have no rows.
 
         Source: ``tf.distribute.Strategy.experimental_make_numpy_dataset``.
         """
@@ -256,12 +258,12 @@ class ParameterServerStrategy(ReplicaRuns):
     def pinned(self, where: int | str) -> AbstractContextManager[None]:
         """Return a context manager in which variables are declared on one ps.
 
-        They are not partitioned and take no turn in the placement. The innermost of several such
-        scopes counts, ``colocate_vars_with`` among them.
+        These variables are not partitioned and do not advance the placement. The innermost of
+        several such scopes counts, including ``colocate_vars_with``.
 
         Args:
-            where: Index of the ps, or its device: "/job:ps/replica:0/task:1/device:CPU:0", or for
-                short "/job:ps/task:1".
+            where: Index of the ps, or its device: "/job:ps/replica:0/task:1/device:CPU:0", or short
+                "/job:ps/task:1".
 
         Raises:
             ConfigurationError: There is no such ps.
@@ -279,19 +281,19 @@ class ParameterServerStrategy(ReplicaRuns):
     def colocate_vars_with(
         self, colocate_with_variable: Variable | ShardedVariable
     ) -> AbstractContextManager[None]:
-        """Return a context manager in which variables are declared on the ps of another one.
+        """Return a context manager in which variables are declared on the ps of another variable.
 
-        They take no turn, and no partitioner is asked: beside a variable with one shard, or a
-        single shard of another, they have one shard; beside one with several they must have its
-        shape, and each of their shards is on the ps of the other's. The innermost of several
-        scopes counts, ``pinned`` among them.
+        These variables do not advance the placement, and the partitioner is not called. Next to a
+        variable with one shard, or a single shard of a variable, they have one shard. Next to a
+        variable with several shards they must have its shape, and each shard is on the ps of the
+        corresponding one. The innermost of several scopes counts, including ``pinned``.
 
         Args:
-            colocate_with_variable: Of this strategy.
+            colocate_with_variable: A variable of this strategy.
 
         Raises:
-            UsageError: Outside of the strategy's scope, in a step, or the variable is none, or of
-                another strategy.
+            UsageError: Outside the strategy's scope; inside a step; or the argument is not a
+                variable of this strategy.
 
         Source: ``tf.distribute.StrategyExtended.colocate_vars_with``.
         """
@@ -305,7 +307,7 @@ class ParameterServerStrategy(ReplicaRuns):
             "colocate_vars_with: expected a variable", colocate_with_variable, Handle,
             hint="to name a ps: with strategy.pinned(index): …", error=UsageError,
         )  # fmt: skip
-        if variable.origin != self.origin:
+        if variable.origin != self._origin:
             raise UsageError(
                 f'colocate_vars_with: variable "{variable.name}" belongs to another strategy'
             )
@@ -315,13 +317,13 @@ class ParameterServerStrategy(ReplicaRuns):
         return elsewhere(Elsewhere(self, Pinned(spec.shards[0].ps)))
 
     def placement(self) -> PlacementReport:
-        """Return which ps holds which shard, known once declared; ``str()`` is a table."""
+        """Return the ps of each shard declared so far; ``str()`` of it is a table."""
         specs = (variable.spec for variable in self._variables)
         return report_of(specs, self.cluster.num_tasks("ps"))
 
     # scopes.Scope.
 
-    def declare(
+    def _declare(
         self,
         initial_value: Any,
         name: str,
@@ -333,9 +335,9 @@ class ParameterServerStrategy(ReplicaRuns):
         placement: Placement | None = None,
         partitioned: bool = True,
     ) -> VariableSpec:
-        """Place a new variable; it is created before anything needs it.
+        """Place a new variable; it is created before it is first needed.
 
-        With a placement of its own it is not partitioned, and takes no turn.
+        A variable with its own placement is not partitioned, and does not advance the strategy's.
         """
         self._check_open(name)
         initial, full_shape, dtype_name = describe(initial_value, name, dtype, shape, where)
@@ -355,15 +357,15 @@ class ParameterServerStrategy(ReplicaRuns):
         self._declared(name, Declaration(spec, initial))
         return spec
 
-    def declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
-        """Place a new variable beside another one, with whose value it begins."""
+    def _declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
+        """Place a new variable next to another one, whose value it begins with."""
         self._check_open(name)
         spec = self._beside(original, name, original.shape, original.dtype, False, where)
         self._declared(name, Declaration(spec, None, original))
         return spec
 
-    def add(self, variable: Any) -> None:
-        """Note the handle of a variable that was declared."""
+    def _add(self, variable: Any) -> None:
+        """Note the handle of a declared variable."""
         self._variables.append(variable)
 
     def _beside(
@@ -392,7 +394,7 @@ class ParameterServerStrategy(ReplicaRuns):
         return spec
 
     def _check_open(self, name: str) -> None:
-        if self.created and self.runtime is None:
+        if self._created and self._runtime is None:
             raise ClosedError(
                 f'variable "{name}": the coordinator of this strategy was closed',
                 hint="make a new strategy, and declare it there",
@@ -411,4 +413,4 @@ class ParameterServerStrategy(ReplicaRuns):
         self._names[name] = self._names.get(name, 0) + 1
         self._names.setdefault(declaration.spec.name, 1)
         self._next_id += 1
-        self.declared.append(declaration)
+        self._uncreated.append(declaration)

@@ -34,7 +34,7 @@ def check_wrapped(name: object, opt: object) -> None:
     if not isinstance(name, str) or not name:
         raise ConfigurationError(f"a synchronous optimizer: expected a name, got {name!r}")
     opt = checked_kind(f"{name}: expected one of psync.optimizers as opt", opt, Optimizer)
-    if opt.synchronous:
+    if opt._synchronous:
         raise ConfigurationError(
             f"{name}: opt {opt.get_name()!r} is synchronous already",
             hint="wrap one of psync.optimizers",
@@ -48,7 +48,11 @@ def check_wrapped(name: object, opt: object) -> None:
 
 
 def checked_weight(weight: object) -> float:
-    """Return the weight of a push. Raises ConfigurationError or ValueMismatchError if it is none."""
+    """Return the weight of a push.
+
+    Raises:
+        ConfigurationError, ValueMismatchError: It is not a valid weight.
+    """
     if weight == 1.0 and type(weight) is float:
         return weight
     number = as_number("apply_gradients: weight", weight)
@@ -145,7 +149,7 @@ class GroupConfig:
             self.sync,
             decay=averages.decay,
             num_updates=follows is not False,
-            averages=averages.pairs(chosen),
+            averages=averages._pairs(chosen),
         )
 
     def of_step(self, global_step: Variable) -> dict[str, Any]:

@@ -43,63 +43,64 @@ class SyncReplicasOptimizer(Optimizer):
     """Averages the gradients of several replicas and applies the mean in one step.
 
     A replica is a worker. Each step takes the pushes of ``replicas_to_aggregate`` (R) of the
-    ``total_num_replicas`` (N) replicas. R < N: the others are backup replicas, and whoever is
-    late is not waited for. R > N: a replica contributes more than once to a step. A push is
-    counted whole or not at all, over all variables and ps tasks; one whose gradients were
-    computed from values of an earlier step is *stale*: it is dropped, and its result says so.
+    ``total_num_replicas`` (N) replicas. If R < N, the others are backup workers, and steps do not
+    wait for late ones. If R > N, a replica contributes several pushes to a step. A push counts
+    whole or not at all, over all variables and ps tasks. A push whose gradients were computed from
+    values of an earlier step is *stale*: it is dropped, and its result says so.
 
-    ``apply_gradients`` returns when its replica may begin with the next step, so replicas stay
-    together. Nobody waits for ever: with fewer living workers, or when there is nothing left to
-    schedule, a step is closed with what has come (``PushResult.partial``).
+    ``apply_gradients`` returns when its replica may begin the next step, so replicas stay together.
+    No replica waits for ever: with fewer living workers, or when nothing is left to schedule, a
+    step closes with the pushes it has (``PushResult.partial``).
 
     The wrapped optimizer's rule is applied to the mean. So ``clipnorm`` and ``global_clipnorm``
-    shorten the mean of a step, not what each replica brings; where that takes norms of what lies
-    on several ps tasks, and for ``Lamb`` with such variables, a step costs one more round between
-    them. Slots belong to this optimizer: ``get_slot`` of this one, not of the wrapped one.
+    clip the mean of a step, not each replica's gradients. A step takes one more round trip between
+    ps tasks if that needs norms over several ps tasks, and for ``Lamb`` with variables on several
+    ps tasks. Slots belong to this optimizer: call its ``get_slot``, not the wrapped one's.
 
     Args:
-        opt: One of ``psync.optimizers``. Of it the rule, the name, ``forbid_nonfinite`` and
-            ``compression`` are used.
-        replicas_to_aggregate: R, at least 1: pushes that make a step.
-        total_num_replicas: N, at least 1: replicas that are meant to run. Default: R.
-        variable_averages: Moving averages that follow each step.
-        variables_to_average: The variables that are averaged. Default: the trainable variables of
-            the strategy whose scope is open. Only with ``variable_averages``.
-        use_locking: Without effect: every step is applied under the ps's own order.
-        name: For messages and statistics.
-        strict: Tokens are bound: a replica may contribute ⌈R/N⌉ pushes to a step and no more, so
-            that a fast one does not take the place of a slow one.
-        deterministic: Gradients are summed by the index of their worker, so that the result is,
-            bit for bit, that of one process that sums the same gradients in that order. Implies
-            ``strict``; needs N = R.
-        tensorflow_compat: The tokens of TensorFlow: R initial ones, which waste each replica's
-            second step; old ones stay valid; what a replica pulls does not count, the token alone
-            says how old its gradients are.
-        min_replicas: With fewer living workers no step is closed, but by ``join``.
-        patience_s: Seconds after which whoever waits for ``min_replicas`` gets NotEnoughReplicas.
+        opt: One of ``psync.optimizers``. Its rule, name, ``forbid_nonfinite`` and ``compression``
+            are used.
+        replicas_to_aggregate: R, at least 1: number of pushes in a step.
+        total_num_replicas: N, at least 1: number of replicas that are meant to run. Default: R.
+        variable_averages: Moving averages to update in each step.
+        variables_to_average: Variables to average; only with ``variable_averages``. Default: the
+            trainable variables of the strategy whose scope is open.
+        use_locking: No effect: each ps applies steps in order.
+        name: Name in messages and statistics.
+        strict: Whether a replica may contribute at most ⌈R/N⌉ pushes to a step, so that a fast one
+            does not take the place of a slow one (tokens are bound to replicas).
+        deterministic: Whether gradients are summed in the order of worker indices. The result then
+            equals, bit for bit, that of one process that sums the same gradients in that order.
+            Implies ``strict``; needs N = R.
+        tensorflow_compat: Whether tokens work as in TensorFlow: R initial tokens, which waste each
+            replica's second step; old tokens stay valid; and only the token, not the pulled values,
+            determines the age of gradients.
+        min_replicas: Number of living workers below which only ``join`` closes a step.
+        patience_s: Seconds after which a replica waiting for ``min_replicas`` gets
+            NotEnoughReplicas.
         reduction: "mean", weighted; or "sum".
-        sparse_divisor: Of gradients of some rows: "per_index" divides each row by the weights of
-            the replicas that have it, as TensorFlow does; "total" by those of all that were
-            counted. Where one replica has a whole gradient of a variable, the rows of others count
-            as whole ones too, with zeros in all other rows.
-        pull_ahead: The token brings the values of the new step, of the variables that were pulled
-            first after the last push, so that the ``psync.pull`` of these needs no message. They
-            are of the token's step or later, and as new as what this worker has pushed or assigned
-            before, and as what the program did before it scheduled the closure that pulls. What
-            others change besides, in the moment between the step's end and the pull, is seen by
-            later pulls only: False, if a step looks outside of psync (a file, a clock) for what
-            others have just done, without awaiting anything. Without effect where the values are
-            more than 64 KiB, where there are several synchronous optimizers, and where a step
-            awaits anything between its push and its pull.
+        sparse_divisor: Divisor for gradients of some rows. "per_index" divides each row by the
+            weights of the replicas that have it, as TensorFlow does; "total" divides by the weights
+            of all counted replicas. If one replica has a whole gradient of a variable, the rows of
+            others count as whole gradients with zeros in all other rows.
+        pull_ahead: Whether the token brings the values of the new step, so that ``psync.pull`` of
+            these variables needs no message. It brings the variables that were pulled first after
+            the last push. Their values are from the token's step or later. They include this
+            worker's own earlier pushes and assigns, and the program's updates before it scheduled
+            the closure that pulls. Other changes between the step's end and the pull are seen by
+            later pulls only. Set it to False if a step learns of such changes outside psync (a
+            file, a clock) without awaiting anything. No effect for values above 64 KiB, with
+            several synchronous optimizers, and if a step awaits anything between its push and its
+            pull.
 
     Raises:
-        ConfigurationError: An argument is wrong, or two contradict each other; also ValueError.
+        ConfigurationError: An argument is invalid, or two contradict each other; also ValueError.
         UsageError: Inside a step.
-        ValueMismatchError: A variable to average is of no float dtype.
+        ValueMismatchError: A variable to average does not have a float dtype.
 
-    Source: ``tf.compat.v1.train.SyncReplicasOptimizer``; Chen et al. 2016 for backup replicas.
-        There a gradient is judged for each variable alone, nobody is told that it was dropped,
-        and every replica's second step is wasted.
+    Source: ``tf.compat.v1.train.SyncReplicasOptimizer``; Chen et al. 2016 for backup workers. There
+        a gradient is judged for each variable separately, a dropped gradient is not reported, and
+        every replica's second step is wasted.
 
     Example:
         with strategy.scope():
@@ -113,9 +114,14 @@ class SyncReplicasOptimizer(Optimizer):
             return result.outcome
     """
 
-    synchronous = True
-    push_options = frozenset({"name", "weight"})
-    GATE_NONE, GATE_OP, GATE_GRAPH = 0, 1, 2
+    _synchronous = True
+    _push_options = frozenset({"name", "weight"})
+    GATE_NONE = 0
+    """Value of ``minimize(gate_gradients=…)``, without effect."""
+    GATE_OP = 1
+    """Value of ``minimize(gate_gradients=…)``, without effect."""
+    GATE_GRAPH = 2
+    """Value of ``minimize(gate_gradients=…)``, without effect."""
 
     def __init__(
         self,
@@ -174,21 +180,21 @@ class SyncReplicasOptimizer(Optimizer):
         )
 
     def get_config(self) -> dict[str, Any]:
-        """Return the configuration as plain data, that of the wrapped optimizer in "optimizer"."""
+        """Return the configuration as plain data, with the wrapped optimizer's in "optimizer"."""
         config = self._group.sync.to_config()
         del config["global_step"]  # of the program, not of the optimizer
         return config
 
     @property
     def local_step(self) -> int | None:
-        """This task's last token: the step at which it may go on. None before the first.
+        """This task's last token: the step at which it may continue. None before the first token.
 
         Source: ``sync_rep_local_step`` of TensorFlow's SyncReplicasOptimizer.
         """
         runtime, global_step = current_runtime(), self._group.global_step
         if runtime is None and global_step is not None:
             scope = scope_of(global_step)
-            runtime = None if scope is None else scope.runtime
+            runtime = None if scope is None else scope._runtime
         return None if runtime is None else runtime.sync.token(self.number)
 
     # Training.
@@ -203,45 +209,48 @@ class SyncReplicasOptimizer(Optimizer):
     ) -> PushResult:
         """Contribute gradients to the present step, and wait for the token of the next one.
 
-        The gradients' age is that of the oldest values that the step function has pulled
-        since its last push; if it has pulled nothing, the last token.
+        The age of the gradients is that of the oldest values that the step function has pulled
+        since its last push; if it has pulled nothing, that of the last token.
 
-        Each call counts at most once, however often its closure runs. Runs are compared call by
-        call: the updates of a run are numbered as they are made, and of all runs one call of each
-        number counts; the others are DUPLICATE. A stale call has not counted. So a closure that
-        pushes again after STALE, in a loop, makes a further call, of the next number. If its worker
-        is lost afterwards, the next run's first call may count besides, since no first call has.
-        Its calls after the loop have other numbers than before, so one may be taken for another:
-        DUPLICATE, or a UsageError if their variables differ. Where a closure must count once, let
-        it return after STALE, and schedule it anew.
+        Each call counts at most once, even if its closure runs again. The updates of each run are
+        numbered in order, and of all runs one call of each number counts; the others are DUPLICATE.
+        A stale call has not counted.
+
+        A closure that pushes again after STALE makes a further call, with the next number. If its
+        worker is lost afterwards, the first call of the next run may count as well, and calls after
+        the loop have other numbers than before. Such a call may be taken for another one: it is
+        DUPLICATE, or a UsageError if their variables differ. If a closure must count once, let it
+        return after STALE, and schedule it again.
 
         Args:
-            grads_and_vars: As for every optimizer. Not copied.
-            global_step: An int64 scalar, raised by one with each step of the optimizer, when all
-                its variables are updated. Always the same variable.
-            name: Without effect.
-            weight: Of these gradients in the mean: such as the number of examples; from 1e-30 to
-                1e30.
+            grads_and_vars: Pairs of gradient and variable, as for every optimizer. Not copied.
+            global_step: An int64 scalar, incremented in each step of the optimizer, once all its
+                variables are updated. Always the same variable.
+            name: No effect.
+            weight: Weight of these gradients, such as the number of examples; from 1e-30 to 1e30.
 
         Returns:
-            ``outcome``: ACCEPTED, counted in a step; STALE, dropped; DUPLICATE, another run of
-            the closure was counted. ``step``: the token. ``staleness``: steps that were closed
-            since the values were pulled. ``partial``, ``count``: of the step that it counts in.
+            A ``PushResult``. ``outcome`` is ACCEPTED, counted in a step; STALE, dropped; or
+            DUPLICATE, another run of the closure was counted. ``step`` is the token. ``staleness``
+            is the number of steps closed since the values were pulled. ``partial`` and ``count``
+            describe the step in which the push counts.
 
         Raises:
-            ValueMismatchError: As for every optimizer, or a weight that is none. Also a ValueError.
-            ConfigurationError: No global step, or another one than before. Also a ValueError.
+            ValueMismatchError: See ``apply_gradients`` of other optimizers; or the weight is
+                invalid. Also a ValueError.
+            ConfigurationError: The global step is missing, or differs from the previous one. Also a
+                ValueError.
             UsageError: Outside a step and outside a training session.
             NotEnoughReplicas: Fewer than ``min_replicas`` workers have lived for ``patience_s``.
             TrainingEnded: No further step will be closed.
-            ClosureCancelled: In a step that was cancelled.
-            ParameterServerLost: A ps is gone.
+            ClosureCancelled: The step was cancelled.
+            ParameterServerLost: A ps is lost.
 
-        Cancellation: Cancelled before ps 0 was told, the push does not count; afterwards it may.
-            Gradients must not change until the step has ended.
+        Cancellation: A push that is cancelled before ps 0 has received it does not count;
+            afterwards it may. Gradients must not change until the step has ended.
 
-        Source: ``tf.compat.v1.train.SyncReplicasOptimizer.apply_gradients``, whose train_op is
-            this call.
+        Source: ``tf.compat.v1.train.SyncReplicasOptimizer.apply_gradients``, whose train_op is this
+            call.
         """
         result, _ = await self._pushed(grads_and_vars, global_step, (), weight)
         return result
@@ -302,8 +311,8 @@ class SyncReplicasOptimizer(Optimizer):
     async def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, AnyVariable]]:
         """Return pairs of gradient and variable: ``compute_gradients`` of the wrapped optimizer.
 
-        They are of this replica alone, so they may be changed, as by clipping their norm, before
-        they are given to ``apply_gradients``.
+        The gradients are this replica's alone, so they may be changed, for example by clipping
+        their norm, before they are passed to ``apply_gradients``.
         """
         return await self._opt.compute_gradients(*args, **kwargs)
 
@@ -321,23 +330,22 @@ class SyncReplicasOptimizer(Optimizer):
         """Pull, compute and push: ``compute_gradients``, then ``apply_gradients``.
 
         Args:
-            loss: Called with the values of the variables; returns the loss and the gradients. As
-                ``value_and_grad`` for ``compute_gradients`` of optimizers.
-            global_step: As for ``apply_gradients``.
-            var_list: As there; default: the trainable variables.
-            gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH. Without effect, like all that
-                follow: there is no graph here.
-            aggregation_method: Without effect.
-            colocate_gradients_with_ops: Without effect.
-            name: Without effect.
-            grad_loss: Without effect, as in TensorFlow's eager mode.
+            loss: Function of the values of the variables; returns the loss and the gradients. The
+                same as ``value_and_grad`` of ``compute_gradients``.
+            global_step: See ``apply_gradients``.
+            var_list: See ``compute_gradients``; default: the trainable variables.
+            gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH. No effect, since there is no graph.
+            aggregation_method: No effect.
+            colocate_gradients_with_ops: No effect.
+            name: No effect.
+            grad_loss: No effect, as in TensorFlow's eager mode.
 
         Returns:
-            The loss. What became of the push is said by ``apply_gradients``.
+            The loss. To learn the outcome of the push, call ``apply_gradients``.
 
         Raises:
             ConfigurationError: ``gate_gradients`` is none of the three; also a ValueError.
-            PsyncError: As ``compute_gradients`` and ``apply_gradients``.
+            PsyncError: See ``compute_gradients`` and ``apply_gradients``.
 
         Source: ``tf.compat.v1.train.Optimizer.minimize``.
         """
@@ -370,20 +378,24 @@ class SyncReplicasOptimizer(Optimizer):
     # What programs for TensorFlow call.
 
     async def init_tokens(self, global_step: AnyVariable, num_tokens: int = -1) -> int:
-        """Put the initial tokens, unless somebody has; ps 0 does so itself with the first push.
+        """Put the initial tokens, unless they are already there.
+
+        ps 0 does this automatically with the first push.
 
         Args:
-            global_step: As for ``apply_gradients``.
-            num_tokens: At least R - N. -1: as many as are needed; R in ``tensorflow_compat``.
+            global_step: See ``apply_gradients``.
+            num_tokens: Number of tokens, at least R - N. -1: as many as are needed; R in
+                ``tensorflow_compat``.
 
         Returns:
             The present step.
 
         Raises:
-            ConfigurationError: Too few tokens, or no number of tokens; also a ValueError.
-            ParameterServerLost: ps 0 is gone.
+            ConfigurationError: ``num_tokens`` is too small, or not a number of tokens; also a
+                ValueError.
+            ParameterServerLost: ps 0 is lost.
 
-        Cancellation: Safe; they may have been put.
+        Cancellation: Safe; the tokens may have been put.
         """
         count = self._checked_tokens(num_tokens)
         step = checked_step("init_tokens", global_step)
@@ -391,15 +403,15 @@ class SyncReplicasOptimizer(Optimizer):
         return await runtime.sync.init_tokens(self.number, self._group.of_step(step), count)
 
     def get_init_tokens_op(self, num_tokens: int = -1) -> Coroutine[Any, Any, int]:
-        """Return what puts the initial tokens when it is awaited; see ``init_tokens``.
+        """Return an awaitable that puts the initial tokens; see ``init_tokens``.
 
-        The global step is that of ``apply_gradients``, or, where other tasks call that, the one of
-        ``psync.get_or_create_global_step``.
+        The global step is that of ``apply_gradients``. If other tasks call ``apply_gradients``, it
+        is that of ``psync.get_or_create_global_step``.
 
         Raises:
-            ConfigurationError: Neither is known: before ``apply_gradients`` was called in this
-                process, there is no such variable, or no coordinator or session is running. Or as
-                ``init_tokens``; also a ValueError.
+            ConfigurationError: Neither is known: ``apply_gradients`` was not called in this
+                process, and there is no such variable, or no coordinator or session is running. See
+                also ``init_tokens``. Also a ValueError.
 
         Source: ``tf.compat.v1.train.SyncReplicasOptimizer.get_init_tokens_op``.
         """
@@ -408,10 +420,10 @@ class SyncReplicasOptimizer(Optimizer):
         return self.init_tokens(global_step, num_tokens)
 
     def get_chief_queue_runner(self) -> ChiefQueueRunner:
-        """Return a runner that has nothing to do, since ps 0 closes the steps.
+        """Return a runner that does nothing, since ps 0 closes the steps.
 
         Raises:
-            ConfigurationError: As ``get_init_tokens_op``; also a ValueError.
+            ConfigurationError: See ``get_init_tokens_op``; also a ValueError.
 
         Source: ``tf.compat.v1.train.SyncReplicasOptimizer.get_chief_queue_runner``.
         """
@@ -424,10 +436,10 @@ class SyncReplicasOptimizer(Optimizer):
 
         Args:
             is_chief: Whether this task is the chief.
-            num_tokens: As for ``init_tokens``.
+            num_tokens: See ``init_tokens``.
 
         Raises:
-            ConfigurationError: As ``init_tokens``; also a ValueError.
+            ConfigurationError: See ``init_tokens``; also a ValueError.
 
         Source: ``tf.compat.v1.train.SyncReplicasOptimizer.make_session_run_hook``.
         """

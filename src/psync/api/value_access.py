@@ -26,24 +26,24 @@ from psync.specs import VariableSpec
 
 
 class ValueAccess(AwaitFirst):
-    """The value of a variable, and its rows: a base of ``Variable`` and ``ShardedVariable``."""
+    """Access to a variable's value and rows: a base of ``Variable`` and ``ShardedVariable``."""
 
     spec: VariableSpec
     origin: str
     _scope: weakref.ref[Scope] | None  # its strategy's; None where that is not, on workers
 
     @property
-    def value_spec(self) -> VariableSpec:
-        """Describes what users read and write: the variable itself, unless it has copies."""
+    def _value_spec(self) -> VariableSpec:
+        """The spec of the value that users read and write: the variable's, unless it has copies."""
         return self.spec
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole variable."""
-        return self.value_spec.shape
+        return self._value_spec.shape
 
-    def what_it_is(self) -> tuple[str, str]:
-        """Return how messages call it, and what is to be awaited instead."""
+    def _what_it_is(self) -> tuple[str, str]:
+        """Return the name for messages, and the expression to await instead."""
         return (
             f'variable "{self.spec.name}"',
             "`value = await v.read()`, or `await psync.pull((v, w))`",
@@ -57,7 +57,7 @@ class ValueAccess(AwaitFirst):
     async def read(
         self, *, copy: bool = False, out: np.ndarray | None = None, consistent: bool = False
     ) -> np.ndarray:
-        """Return the value; see ``psync.pull``, which reads many at once, for the arguments."""
+        """Return the value; for the arguments see ``psync.pull``, which reads many at once."""
         target = None if out is None else [checked_target(out, self.spec)]
         operation = f'read of "{self.spec.name}"'
         runtime = await runtime_of(operation, self)
@@ -65,44 +65,44 @@ class ValueAccess(AwaitFirst):
         return value
 
     async def read_value(self) -> np.ndarray:
-        """Return the value: ``read`` under TensorFlow's name."""
+        """Return the value; TensorFlow's name of ``read``."""
         return await self.read()
 
     async def value(self) -> np.ndarray:
-        """Return the value: ``read`` under TensorFlow's other name."""
+        """Return the value; TensorFlow's other name of ``read``."""
         return await self.read()
 
     async def assign(self, value: Any, *, atomic: bool = False) -> Self:
         """Set the value.
 
         Each shard changes at once; shards on different ps tasks change one after the other. In a
-        replica of ``strategy.run`` what the variable's ``aggregation`` makes of the values of all
-        replicas is written, once.
+        replica of ``strategy.run``, the aggregate (``aggregation``) of all replicas' values is
+        written once.
 
         Args:
-            value: An array of the variable's shape, or what numpy makes one of. It is cast to the
-                variable's dtype within a kind (float64 to float32, integers to floats) if that
-                can hold all its numbers: floats may be rounded, but none may become infinite.
-                Not copied: do not change it before this returns.
-            atomic: Whether all shards change as one: a read with ``consistent=True``, and another
-                atomic assign, finds the old value or the new one in all of them. Other
-                updates wait meanwhile; one that has its part on several ps tasks may come before
-                it here and after it there. It costs two more messages to each ps. If this task or
-                a ps dies half-way, some shards may have the new value and others not.
+            value: An array of the variable's shape, or something that numpy converts to one. It is
+                cast to the variable's dtype within a kind (float64 to float32, integers to floats)
+                if that can hold all its numbers: floats may be rounded, but none may become
+                infinite. Not copied: do not change it before this returns.
+            atomic: Whether all shards change as one. A read with ``consistent=True``, and another
+                atomic assign, then finds the old value in all of them, or the new one in all. Other
+                updates wait meanwhile; an update on several ps tasks may come before the assign on
+                one ps and after it on another. It costs two more messages to each ps. If this task
+                or a ps dies meanwhile, some shards may have the new value and others the old one.
 
         Returns:
             The variable.
 
         Raises:
-            ValueMismatchError: If shape or dtype do not fit, or the dtype cannot hold a number.
-            ReplicaValueError: In a replica of ``strategy.run``: the variable has no aggregation.
+            ValueMismatchError: Shape or dtype do not match, or the dtype cannot hold a number.
+            ReplicaValueError: The variable has no aggregation, in a replica of ``strategy.run``.
             UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: If a ps is gone.
-            LockLost: ``atomic``, and a connection was lost, or this task's loop was blocked for
-                longer than 10 s, before all shards had the value: assign it again.
-            ClosureCancelled: In a step that was cancelled.
+            ParameterServerLost: A ps is lost.
+            LockLost: ``atomic`` is True, and before all shards had the value, a connection was
+                lost, or this task's loop was blocked for longer than 10 s. Assign the value again.
+            ClosureCancelled: The step was cancelled.
 
-        Cancellation: An assign once begun ends in the background.
+        Cancellation: Once begun, it ends in the background.
 
         Source: ``tf.Variable.assign``; there, the dtype must be the variable's.
         """
@@ -111,8 +111,8 @@ class ValueAccess(AwaitFirst):
     async def assign_add(self, delta: Any) -> Self:
         """Add ``delta`` to the value; see ``assign``.
 
-        What is refused is a ``delta`` that the dtype cannot hold. The sum is numpy's in place:
-        integers wrap around, and floats that grow too large become infinite.
+        A ``delta`` that the dtype cannot hold is refused. The sum is numpy's in-place sum: integers
+        wrap around, and floats that become too large become infinite.
         """
         return await self._assign("assign_add", "add", delta)
 
@@ -141,28 +141,28 @@ class ValueAccess(AwaitFirst):
         return self
 
     def __getitem__(self, index: Any) -> PartRead:
-        """Return what is to be awaited for ``value[index]``; only the rows that it needs travel.
+        """Return an awaitable of ``value[index]``; only the rows it needs travel.
 
         Args:
-            index: As numpy takes it: integers, slices with any step, ``...``, None, masks, arrays
+            index: Any index of numpy: integers, slices with any step, ``...``, None, masks, arrays
                 and lists of integers, and tuples of these.
 
         Returns:
-            An awaitable of what numpy's ``value[index]`` is. Each shard is one version of itself;
-            different shards may be of different versions.
+            An awaitable of numpy's ``value[index]``. Each shard is one version of itself; different
+            shards may be of different versions.
 
         Raises:
-            VariableIndexError: Out of range (also where numpy would not look, because the result
-                is empty), too many items, a mask of another shape: an IndexError.
-            IndexTypeError: Not an index, or one whose value is not here: also a TypeError.
-            IndexValueError: A step of 0: also a ValueError.
+            VariableIndexError: Out of range (including where numpy does not check, because the
+                result is empty), too many items, or a mask of another shape; also an IndexError.
+            IndexTypeError: Not an index, or an index whose value is not here; also a TypeError.
+            IndexValueError: A step of 0; also a ValueError.
 
         Example:
             rows = await v[2:7]
             column = await v[..., 0]
 
         Source: ``ShardedVariable.__getitem__``; there, slices with a start beyond either end give
-        other rows than numpy.
+            other rows than numpy.
         """
         elsewhere = (AwaitFirst, RemoteValue)
         return PartRead(self, select(index, self.shape, self.spec.name, elsewhere))
@@ -174,7 +174,7 @@ class ValueAccess(AwaitFirst):
         )
 
     async def sparse_read(self, indices: Any) -> np.ndarray:
-        """Return rows in the order in which they are asked for; duplicates travel once.
+        """Return rows in the order of ``indices``; duplicates travel once.
 
         Args:
             indices: Row numbers, shape (n,), not negative.
@@ -183,15 +183,15 @@ class ValueAccess(AwaitFirst):
             Shape (n, …).
 
         Raises:
-            VariableIndexError: One is out of range.
-            IndexTypeError, IndexValueError: They are no integers, or not of shape (n,).
+            VariableIndexError: A row is out of range.
+            IndexTypeError, IndexValueError: The indices are not integers, or not of shape (n,).
             UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: A ps is gone.
+            ParameterServerLost: A ps is lost.
 
         Cancellation: Safe.
 
         Source: ``tf.Variable.sparse_read``; that of a ``ShardedVariable`` returns rows grouped by
-        shard.
+            shard.
         """
         operation = f'sparse_read of "{self.spec.name}"'
         return await self._rows(operation, self._row_numbers(indices, operation))
@@ -208,7 +208,7 @@ class ValueAccess(AwaitFirst):
         return await runtime.ps.read_rows(spec, rows, seen=runtime.pulled)
 
     async def gather_nd(self, indices: Any) -> np.ndarray:
-        """Return parts of the value, each named by the numbers of its leading axes.
+        """Return slices of the value, each given by its indices on the leading axes.
 
         Args:
             indices: Shape (…, k) with 1 <= k <= the number of axes, not negative.
@@ -217,8 +217,8 @@ class ValueAccess(AwaitFirst):
             Shape ``indices.shape[:-1] + shape[k:]``.
 
         Raises:
-            VariableIndexError, IndexTypeError, IndexValueError: As ``sparse_read``.
-            UsageError, ParameterServerLost: As ``sparse_read``.
+            VariableIndexError, IndexTypeError, IndexValueError: See ``sparse_read``.
+            UsageError, ParameterServerLost: See ``sparse_read``.
 
         Cancellation: Safe.
 
@@ -246,33 +246,33 @@ class ValueAccess(AwaitFirst):
         other. Other rows are not touched.
 
         Args:
-            sparse_delta: ``IndexedSlices``, or a pair (indices, values): row numbers of shape
-                (n,), not negative, in any order; and values of shape (n, …), or one number for
-                all. They are cast as in ``assign``. Of rows that are named more than once the
-                last wins.
+            sparse_delta: ``IndexedSlices``, or a pair (indices, values): row numbers of shape (n,),
+                not negative, in any order; and values of shape (n, …), or one number for all.
+                Values are cast as in ``assign``. If a row is named repeatedly, the last value wins.
 
         Returns:
             The variable.
 
         Raises:
             VariableIndexError: A row is out of range.
-            IndexTypeError, IndexValueError: The indices are no integers, or not of shape (n,).
-            ValueMismatchError: Shape or dtype of the values do not fit, or the dtype cannot hold one.
+            IndexTypeError, IndexValueError: The indices are not integers, or not of shape (n,).
+            ValueMismatchError: Shape or dtype of the values do not match, or the dtype cannot hold
+                one.
             UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: If a ps is gone.
-            ClosureCancelled: In a step that was cancelled.
+            ParameterServerLost: A ps is lost.
+            ClosureCancelled: The step was cancelled.
 
-        Cancellation: What has begun ends in the background.
+        Cancellation: Once begun, it ends in the background.
 
         Source: ``tf.Variable.scatter_update``.
         """
         return await self._scatter("scatter_update", "assign", sparse_delta)
 
     async def batch_scatter_update(self, sparse_delta: Any) -> Self:
-        """Set rows, as ``scatter_update``.
+        """Set rows; the same as ``scatter_update``.
 
-        TensorFlow's method takes indices of several axes, of which all but the last stand for
-        leading axes of the variable. Here, as in its ``ShardedVariable``, they have one axis, and
+        TensorFlow's method takes indices with several axes. All axes but the last stand for leading
+        axes of the variable. Here indices have one axis, as in TensorFlow's ``ShardedVariable``;
         for these the two methods are the same.
 
         Source: ``tf.Variable.batch_scatter_update``.
@@ -280,12 +280,11 @@ class ValueAccess(AwaitFirst):
         return await self._scatter("batch_scatter_update", "assign", sparse_delta)
 
     async def scatter_add(self, sparse_delta: Any) -> Self:
-        """Add to rows; those of one that is named more than once are summed. See
-        ``scatter_update`` for arguments and errors.
+        """Add to rows; values of a row that is named repeatedly are summed.
 
-        What is refused are values that the dtype cannot hold. Results are numpy's in place, here
-        and in the other methods: integers wrap around, and floats that grow too large become
-        infinite.
+        See ``scatter_update`` for arguments and errors. Values that the dtype cannot hold are
+        refused. Results of this and the other methods are numpy's in-place results: integers wrap
+        around, and floats that become too large become infinite.
         """
         return await self._scatter("scatter_add", "add", sparse_delta)
 
@@ -294,9 +293,7 @@ class ValueAccess(AwaitFirst):
         return await self._scatter("scatter_sub", "sub", sparse_delta)
 
     async def scatter_mul(self, sparse_delta: Any) -> Self:
-        """Multiply rows, one that is named more than once by each value; see
-        ``scatter_update``.
-        """
+        """Multiply rows; a row that is named repeatedly by each value. See ``scatter_update``."""
         return await self._scatter("scatter_mul", "mul", sparse_delta)
 
     async def scatter_div(self, sparse_delta: Any) -> Self:
@@ -304,11 +301,11 @@ class ValueAccess(AwaitFirst):
         return await self._scatter("scatter_div", "div", sparse_delta)
 
     async def scatter_min(self, sparse_delta: Any) -> Self:
-        """Set rows to the smaller of their elements and those given; see ``scatter_update``."""
+        """Set rows to the minimum of their elements and the given ones; see ``scatter_update``."""
         return await self._scatter("scatter_min", "min", sparse_delta)
 
     async def scatter_max(self, sparse_delta: Any) -> Self:
-        """Set rows to the larger of their elements and those given; see ``scatter_update``."""
+        """Set rows to the maximum of their elements and the given ones; see ``scatter_update``."""
         return await self._scatter("scatter_max", "max", sparse_delta)
 
     async def _scatter(self, method: str, op: str, sparse_delta: Any) -> Self:
@@ -347,7 +344,7 @@ class ValueAccess(AwaitFirst):
 
 
 class PartRead(AwaitFirst):
-    """Part of a variable that can be awaited: what ``v[index]`` returns.
+    """An awaitable part of a variable, returned by ``v[index]``.
 
     Each ``await`` reads the present value.
     """
@@ -364,8 +361,8 @@ class PartRead(AwaitFirst):
     def __await__(self) -> Generator[Any, None, Any]:
         return self._read().__await__()
 
-    def what_it_is(self) -> tuple[str, str]:
-        """Return how messages call it, and what is to be awaited instead."""
+    def _what_it_is(self) -> tuple[str, str]:
+        """Return the name for messages, and the expression to await instead."""
         return f'part of variable "{self._variable.spec.name}"', "`part = await v[…]`"
 
     async def _read(self) -> Any:

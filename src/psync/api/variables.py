@@ -48,26 +48,25 @@ _creators: ContextVar[tuple[tuple[Creator, bool], ...]] = ContextVar("psync_crea
 
 @contextmanager
 def variable_creator_scope(variable_creator: Creator) -> Generator[None, None, None]:
-    """Return a context manager in which ``variable_creator`` makes what ``Variable(...)`` returns.
+    """Return a context manager in which ``variable_creator`` makes the result of ``Variable(...)``.
 
-    It is called with ``next_creator`` and all arguments of ``Variable`` by name, and returns a
-    variable: as a rule ``next_creator(**kwargs)``, with other arguments if it likes. Of several
-    the innermost is called first, and its ``next_creator`` calls the one around it.
+    The hook is called with ``next_creator`` and all arguments of ``Variable`` by name, and returns
+    a variable: usually ``next_creator(**kwargs)``, possibly with changed arguments. Of several
+    hooks the innermost is called first, and its ``next_creator`` calls the one around it.
 
-    Where a variable lies is the strategy's decision, which falls between those that were entered
-    inside ``strategy.scope()`` and those around it. So what a hook around the scope says with
-    ``strategy.pinned`` or ``colocate_vars_with`` wins over the strategy, and takes no turn;
-    what one inside says about the place is overridden by what was in force where ``Variable(...)``
-    was called.
+    A hook sees a variable once, before it is split into shards. It does not see variables that
+    psync declares itself (global step, moving averages, optimizer slots).
 
-    A hook sees a variable before it is cut into shards, and once. What psync declares by itself
-    (global step, moving averages, slots of optimizers) it does not see.
+    The strategy places a variable after the hooks inside ``strategy.scope()`` and before those
+    around it. So ``strategy.pinned`` or ``colocate_vars_with`` in a hook around the scope wins over
+    the strategy, and does not advance its placement. In a hook inside the scope, the placement in
+    force at the call of ``Variable(...)`` wins.
 
     Args:
-        variable_creator: ``creator(next_creator, **kwargs) -> variable``.
+        variable_creator: Function ``creator(next_creator, **kwargs) -> variable``.
 
     Raises:
-        UsageError: It cannot be called; or inside a step.
+        UsageError: ``variable_creator`` is not callable; or inside a step.
 
     Example:
         def frozen(next_creator, **kwargs):
@@ -76,8 +75,8 @@ def variable_creator_scope(variable_creator: Creator) -> Generator[None, None, N
         with strategy.scope(), psync.variable_creator_scope(frozen):
             table = psync.Variable(pretrained)
 
-    Source: ``tf.variable_creator_scope``; there a hook sees each shard, and ``tf.device`` says
-        where. Under TensorFlow's parameter-server strategy the same hooks win and lose.
+    Source: ``tf.variable_creator_scope``; there a hook sees each shard, and ``tf.device`` sets the
+        place. Precedence is the same as in TensorFlow's parameter-server strategy.
     """
     forbid_in_step("entering a variable creator scope")
     if not callable(variable_creator):
@@ -111,7 +110,7 @@ def through_creators(make: Creator, **kwargs: Any) -> Any:
 
 
 class Handle(ValueAccess):
-    """What ``Variable`` and ``ShardedVariable`` share."""
+    """The members that ``Variable`` and ``ShardedVariable`` share."""
 
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
@@ -156,26 +155,27 @@ class Handle(ValueAccess):
 class Variable(Handle):
     """A variable on one ps.
 
-    ``Variable(...)`` declares one in the enclosing ``strategy.scope()``; the strategy's
-    partitioner may make it a ``ShardedVariable``, which then is what the call returns.
+    ``Variable(...)`` declares one in the enclosing ``strategy.scope()``. If the strategy's
+    partitioner splits it, the call returns a ``ShardedVariable``.
 
     Args:
-        initial_value: Array (of torch or jax as well, an ``nn.Parameter`` too), number, nested
-            list, or a callable that returns one; a callable that takes (shape, offset) is called
-            for each shard alone.
-        name: Made unique with a suffix if it is taken. Default "Variable".
-        dtype: Default: that of the initial value (Python floats: float32, integers: int64).
-        shape: Needed with ``dtype`` to keep a callable from being called early.
-        trainable: Whether it is one of ``strategy.trainable_variables``. Default: yes, unless it is
-            synchronized on read.
+        initial_value: Array (including torch and jax arrays and ``nn.Parameter``), number, nested
+            list, or a callable that returns one. A callable that takes (shape, offset) is called
+            for each shard separately.
+        name: Name, made unique with a suffix if it is taken. Default "Variable".
+        dtype: Dtype of the elements. Default: that of the initial value (Python floats: float32,
+            integers: int64).
+        shape: Shape. If it is given with ``dtype``, a callable is not called early.
+        trainable: Whether the variable is one of ``strategy.trainable_variables``. Default: yes,
+            unless it is synchronized on read.
         synchronization: AUTO is ON_WRITE. ON_READ: each worker has a copy, which begins with the
-            initial value; steps read and write that of their worker, and the program reads what
-            the aggregation makes of all. See ``OnReadVariable``.
+            initial value. Steps read and write their worker's copy, and the program reads the
+            aggregate of all copies. See ``OnReadVariable``.
         aggregation: How the values of several replicas become one.
 
     Raises:
         UsageError: Outside a scope, or inside a step.
-        PartitionError: The initial value, dtype or partitions do not fit.
+        PartitionError: The initial value, dtype or partitions do not match.
 
     Source: ``tf.Variable`` under ``tf.distribute.ParameterServerStrategy``.
     """
@@ -219,15 +219,13 @@ class Variable(Handle):
 
 
 class ShardedVariable(Handle):
-    """A variable cut along axis 0 into shards on several ps tasks.
+    """A variable split along axis 0 into shards on several ps tasks.
 
-    Made by ``Variable(...)`` under a partitioner, never directly: its shards belong together from
-    the first. They are one variable to optimizers and synchronous steps, and a row is found by
-    arithmetic on their sizes. Variables that were declared apart, of any sizes, would give none
-    of that.
+    ``Variable(...)`` makes it under a partitioner; it cannot be made directly. Optimizers and
+    synchronous steps treat the shards as one variable.
 
-    Source: TensorFlow ``ShardedVariable``, which can be made of a list of variables; there rows
-        of shards that are not cut evenly are looked up wrongly or not at all.
+    Source: TensorFlow ``ShardedVariable``, which can be made of a list of variables; there, rows of
+        unevenly split shards are looked up wrongly or not at all.
     """
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -239,7 +237,7 @@ class ShardedVariable(Handle):
 
     @property
     def variables(self) -> list[Variable]:
-        """The shards, each as a variable of its own, in order."""
+        """The shards in order, each as a variable."""
         return [_component(self, shard) for shard in self.spec.shards]
 
     @property
@@ -249,16 +247,19 @@ class ShardedVariable(Handle):
 
 
 class OnReadVariable(CopyAccess, Variable):
-    """A variable of which each worker has a copy, on a ps: for sums and means over workers.
+    """A variable with one copy per worker, on a ps: for sums and means over workers.
 
-    Made by ``Variable(…, synchronization=psync.VariableSynchronization.ON_READ)``. In a step
-    ``read``, ``assign``, ``assign_add`` and ``assign_sub`` are those of the worker's own copy. In
-    the program ``read`` is the aggregate, ``assign`` sets all copies so that the aggregate is the
-    value, and what is added is added to each copy; of a sum, to what the program itself has added,
-    and in cross-replica context it is refused. In a training session each worker's program is a
-    step in this respect, outside of ``strategy.scope()``.
+    Made by ``Variable(…, synchronization=psync.VariableSynchronization.ON_READ)``.
 
-    A worker's copy outlives it. It is never partitioned, trained, or scattered to.
+    - In a step, ``read``, ``assign``, ``assign_add`` and ``assign_sub`` use the worker's own copy.
+    - In the program, ``read`` returns the aggregate, and ``assign`` sets all copies so that the
+      aggregate is the value. ``assign_add`` and ``assign_sub`` change each copy; for a sum, they
+      change the program's own contribution, and are refused in cross-replica context.
+    - In a training session, each worker's program counts as a step, outside of
+      ``strategy.scope()``.
+
+    A worker's copy survives the worker. The variable is never partitioned, trained, or scattered
+    to.
 
     Source: ``SyncOnReadVariable`` of TensorFlow's ``distribute/values.py``.
     """
@@ -287,7 +288,7 @@ def _declare(
             scope, initial_value, name, dtype, extents, trainable, where, aggregation
         )
     else:
-        spec = scope.declare(initial_value, name, dtype, extents, trainable, where)
+        spec = scope._declare(initial_value, name, dtype, extents, trainable, where)
     return declared_in(scope, spec, synchronization, aggregation)
 
 
@@ -321,9 +322,9 @@ def declared_in(
     aggregation: VariableAggregation = VariableAggregation.NONE,
 ) -> Any:
     """Return the handle of a variable that ``scope`` has just declared, which takes note of it."""
-    handle = _intern(scope.origin, spec, synchronization, aggregation)
+    handle = _intern(scope._origin, spec, synchronization, aggregation)
     handle._scope = weakref.ref(scope)
-    scope.add(handle)
+    scope._add(handle)
     return handle
 
 

@@ -109,7 +109,7 @@ class ClosureService:
             closure = self.closures[closure_id]
             value = closure.payload.value()
             if value is not None and closure.state is State.FINISHED:
-                value.set_payload(payload)
+                value._set_payload(payload)
         self.perform(actions)
 
     def _ended(

@@ -16,22 +16,22 @@ KEPT_NOTES = 100
 
 @dataclass(frozen=True, slots=True)
 class RollbackEvent:
-    """A ps was lost, and all ps tasks went back to a checkpoint.
+    """A ps was lost, and all ps tasks returned to a checkpoint.
 
     Attributes:
-        lost: Names of the ps tasks whose contents were gone.
+        lost: Names of the ps tasks whose contents were lost.
         timeline: Number of the timeline that began with it, from 1.
-        from_step: Updates that the most used optimizer had made, as far as the remaining ps tasks
-            knew; ``to_step`` if none remained.
-        to_step: The same, as of the checkpoint.
-        closures: Ids (``RemoteValue.closure_id``), ascending, of closures that had succeeded and of
-            whose updates some are not in the checkpoint. They run again only if the program
-            schedules them: ``coordinator.reschedule(event)``. Data shards of ``distribute_once``
-            are pending again. Closures that had not ended do not count: they run again, and what
-            they do is done once.
-        seconds: From when the loss was noticed until training went on.
-        updates: Number of updates of these closures (pushes, assigns, metrics) that were undone.
-            Updates of the program itself since the checkpoint are undone, too, and not counted.
+        from_step: Number of updates of the most used optimizer before the loss, as far as the
+            remaining ps tasks knew; ``to_step`` if none remained.
+        to_step: Number of its updates in the checkpoint.
+        closures: Ids (``RemoteValue.closure_id``), ascending, of closures that had succeeded and
+            some of whose updates are not in the checkpoint. They run again only if the program
+            calls ``coordinator.reschedule(event)``. Not included are data shards of
+            ``distribute_once``, which are pending again, and closures that had not ended: these run
+            again, and their updates count once.
+        seconds: Seconds from noticing the loss until training continued.
+        updates: Number of undone updates of these closures (pushes, assigns, metrics). Updates of
+            the program itself since the checkpoint are undone as well, and not counted.
     """
 
     lost: tuple[str, ...]
@@ -56,9 +56,9 @@ class FailoverEvent:
     """Ps tasks were lost, and their backups serve in their place. Nothing is undone.
 
     Attributes:
-        lost: Names of the ps tasks.
-        served_by: In whose processes they are served now, one for each.
-        seconds: From when the loss was noticed until training went on.
+        lost: Names of the lost ps tasks.
+        served_by: Names of the tasks in whose processes they are served now, one for each.
+        seconds: Seconds from noticing the loss until training continued.
     """
 
     lost: tuple[str, ...]

@@ -297,7 +297,7 @@ def sync_async(
 ) -> int:
     """Compare synchronous with asynchronous training.
 
-    Asynchronous, of bounded staleness, synchronous, and with backup replicas: gradients per
+    Asynchronous, of bounded staleness, synchronous, and with backup workers: gradients per
     second, staleness, drops, and the time until a network reads digits. In worker processes,
     with and without a slow one; and with 100 workers in virtual time.
 
@@ -398,12 +398,13 @@ def peers(
 @click.option(
     "--insecure",
     is_flag=True,
+    envvar=["PSYNC_TASK_INSECURE", "PSYNC_SERVE_INSECURE"],  # the latter until 0.2
     help="Serve without a secret, to everybody who can reach the address.",
 )
 @click.option(
     "--chief-timeout",
     metavar="SECONDS",
-    envvar=["PSYNC_SERVE_CHIEF_TIMEOUT", "PSYNC_CHIEF_TIMEOUT"],
+    envvar=["PSYNC_TASK_CHIEF_TIMEOUT", "PSYNC_SERVE_CHIEF_TIMEOUT", "PSYNC_CHIEF_TIMEOUT"],
     help="How long to be without a chief, before the first one and after the last one has gone; "
     "none: for ever.  [default: 3600 before, 600 after; none under a launcher]",
 )

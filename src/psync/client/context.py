@@ -180,20 +180,20 @@ def current_closure() -> ClosureContext | None:
 
 
 def request_stop(reason: str) -> None:
-    """Ask for the end of training, from within a step: its loss is NaN, or good enough.
+    """Ask for the end of training from within a step, when its loss is NaN or good enough.
 
-    When the step has ended, closures that no worker has started are cancelled, as is what is
-    scheduled until ``join``; closures that run go to their ends. Then ``join`` returns,
-    ``coordinator.stop_reason`` is ``reason``, and what is scheduled runs again. ``Trainer.fit``
-    ends with its epoch. Of several reasons the first one counts.
+    When the step has ended, closures that no worker has started are cancelled, and so are closures
+    scheduled before ``join`` returns; running closures continue to their ends. Then ``join``
+    returns, ``coordinator.stop_reason`` is ``reason``, and new closures run again. ``Trainer.fit``
+    ends with the current epoch. Of several reasons the first one counts.
 
     Args:
-        reason: For the log, ``coordinator.stop_reason`` and the history of ``fit``; at most 1,000
-            characters are kept.
+        reason: Text for the log, ``coordinator.stop_reason`` and the history of ``fit``; at most
+            1,000 characters are kept.
 
     Raises:
         ContextError: Outside a step, or when the step has ended.
-        UsageError: The reason is no text, or empty.
+        UsageError: ``reason`` is not a text, or is empty.
 
     Example:
         async def step():
@@ -217,13 +217,13 @@ def request_stop(reason: str) -> None:
 
 
 def get_worker_index() -> int:
-    """Return the index of the worker on which this step or dataset function runs.
+    """Return the index of the worker that runs this step or dataset function.
 
     Returns:
-        From 0 to the number of workers minus 1.
+        A number from 0 to the number of workers minus 1.
 
     Raises:
-        ContextError: Outside a step and outside dataset code: the program runs on no worker.
+        ContextError: Outside a step and outside dataset code: the program does not run on a worker.
 
     Source: ``tf.distribute.coordinator.experimental_get_current_worker_index``.
     """
@@ -290,22 +290,22 @@ os.register_at_fork(after_in_child=_begin_child)
 
 
 def wait(awaitable: Awaitable[T]) -> T:
-    """Wait, in a plain step, for what a coroutine step would ``await``.
+    """Wait for an awaitable in a plain step, where a coroutine step would ``await`` it.
 
-    A step that is a plain function runs in a thread. ``wait`` hands ``awaitable`` to the
-    worker's event loop and blocks the thread until its result is there. It runs as part of the
-    same closure. In a program of ``psync.blocking`` it waits for what a coroutine would await.
+    A step that is a plain function runs in a thread. ``wait`` passes ``awaitable`` to the worker's
+    event loop, as part of the same closure, and blocks the thread until the result is there. In a
+    program of ``psync.blocking``, it waits the same way.
 
     Args:
-        awaitable: What a function of psync returned, or any awaitable of the worker's loop.
+        awaitable: Result of a psync function, or any awaitable of the worker's loop.
 
     Returns:
-        Its result; its exception is raised here.
+        The result of the awaitable; its exception is raised here.
 
     Raises:
-        UsageError: On an event loop, which it would block for ever (``await`` instead); outside
+        UsageError: Called on an event loop, which it would block for ever (use ``await``); outside
             a step; or in dataset code. Operations of psync raise it after the step has returned.
-        ClosureCancelled: If the closure is cancelled, before or meanwhile.
+        ClosureCancelled: The closure is cancelled, before or meanwhile.
 
     Example:
         def step(batches):

@@ -54,7 +54,7 @@ def add_strategy(scope: Scope) -> None:
 def _begin_child() -> None:
     """Leave connections and shared memory to the process from which this was forked."""
     for scope in _strategies():
-        scope.runtime, scope.created = None, False
+        scope._runtime, scope._created = None, False
 
 
 os.register_at_fork(after_in_child=_begin_child)
@@ -62,7 +62,7 @@ os.register_at_fork(after_in_child=_begin_child)
 
 def running_scopes() -> list[Scope]:
     """Return the strategies of this process whose variables can be reached: one, as a rule."""
-    return [scope for scope in _strategies() if scope.runtime is not None]
+    return [scope for scope in _strategies() if scope._runtime is not None]
 
 
 def current_scope() -> Scope | None:
@@ -150,11 +150,11 @@ def runtime_here(operation: str, scope: Scope | None, variables: Sequence[Any] =
         closure.check_open(operation, variables)
         if isinstance(closure.runtime, Runtime):
             return closure.runtime
-    if scope is not None and scope.runtime is not None:
-        if asyncio._get_running_loop() not in (None, scope.runtime.ps.loop):
+    if scope is not None and scope._runtime is not None:
+        if asyncio._get_running_loop() not in (None, scope._runtime.ps.loop):
             raise other_loop(operation)
-        return scope.runtime
-    if scope is not None and scope.created:
+        return scope._runtime
+    if scope is not None and scope._created:
         raise ClosedError(
             f"{operation}: the coordinator or session was closed, its variables are gone",
             hint=f"do it inside {_RUNNING}",

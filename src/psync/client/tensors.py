@@ -21,9 +21,10 @@ def is_tensor(value: object) -> bool:
 
 
 def array_of(tensor: Any) -> np.ndarray:
-    """Return a dense tensor as an array: in its memory, if that is the CPU's.
+    """Return a dense tensor as an array, in the tensor's memory if that is on the CPU.
 
-    Gradients, and other devices, are no obstacle. The array's strides are the tensor's.
+    Tensors with gradients and tensors on other devices are accepted. The array has the tensor's
+    strides.
 
     Raises:
         TypeError: numpy has no such dtype.
@@ -37,11 +38,11 @@ def array_of(tensor: Any) -> np.ndarray:
 
 
 def tensor_of(torch: Any, array: np.ndarray) -> Any:
-    """Return a tensor in the array's memory, or in a copy of it if torch knows no such strides.
+    """Return a tensor in the array's memory, or in a copy if torch does not support the strides.
 
-    torch warns of read-only arrays, since a tensor might be changed; here it does not. Those that
-    are differentiated cannot be, in place; data are the caller's own. Of memory that this process
-    cannot write, such as a ps's, a copy is made: torch would end the process by a signal.
+    Unlike torch, it does not warn about read-only arrays. Tensors that require gradients cannot be
+    changed in place, and data arrays belong to the caller. Memory that this process cannot write,
+    such as a ps's, is copied, because torch would otherwise end the process by a signal.
     """
     if any(stride < 0 for stride in array.strides):
         array = array.copy()

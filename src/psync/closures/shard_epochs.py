@@ -40,16 +40,23 @@ class Mark(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EpochAccount:
-    """What became of the shards of one epoch. Shards are named by their index."""
+    """The state of the shards of one epoch, by shard index.
 
-    epoch: int  # from 0
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        num_shards: Number of shards.
+        undone: Shards without a finished run; all others are done, each exactly once.
+        runs: Number of runs at most, for each shard with a run that did not finish.
+    """
+
+    epoch: int
     num_shards: int
-    undone: tuple[int, ...]  # no run has finished; all others are done, each exactly once
-    runs: dict[int, int]  # of shards with a run that did not finish: runs so far, at most
+    undone: tuple[int, ...]
+    runs: dict[int, int]
 
     @property
     def num_done(self) -> int:
-        """Shards that are done."""
+        """Number of completed shards."""
         return self.num_shards - len(self.undone)
 
     @property
@@ -59,7 +66,7 @@ class EpochAccount:
 
     @property
     def restarted(self) -> dict[int, int]:
-        """Shards that are done and took more than one run: how many."""
+        """Number of runs by shard, for completed shards that took more than one run."""
         return {shard: runs for shard, runs in self.runs.items() if shard not in self.undone}
 
     def __str__(self) -> str:

@@ -11,20 +11,20 @@ from psync.errors import ClosedError
 
 
 class ChiefQueueRunner:
-    """What a TensorFlow program starts on the chief to close steps. Here ps 0 does that.
+    """A stand-in for TensorFlow's queue runner on the chief; ps 0 closes the steps instead.
 
     Args:
-        global_step: Of the training.
+        global_step: The global step of the training.
     """
 
     def __init__(self, global_step: Variable) -> None:
         self._global_step = global_step
 
     async def run(self) -> None:
-        """Return when training has ended, or this task's connections are closed.
+        """Return when training has ended, or when this task's connections are closed.
 
         Raises:
-            ParameterServerLost: ps 0 is gone.
+            ParameterServerLost: ps 0 is lost.
 
         Cancellation: Safe.
         """

@@ -32,11 +32,11 @@ from psync.specs import VariableSpec, plain_array
 class Extended:
     """Operations on values of replicas, and on variables.
 
-    All but ``update`` and what is built on it are for cross-replica context: in
+    All except ``update`` and ``update_non_slot`` are for cross-replica context: in
     ``strategy.scope()``, in a merge function, or in the program outside of both.
 
     Args:
-        strategy: Whose replicas these are.
+        strategy: The strategy of the replicas.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -47,19 +47,19 @@ class Extended:
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The device of each worker; the program knows them.
+        """The device of each worker, known to the program.
 
         Raises:
-            ContextError: In a step, and outside of every scope.
+            ContextError: Called in a step, or outside of every scope.
         """
         raise self._unknown("worker_devices")
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The device of each ps; the program knows them.
+        """The device of each ps, known to the program.
 
         Raises:
-            ContextError: In a step, and outside of every scope.
+            ContextError: Called in a step, or outside of every scope.
         """
         raise self._unknown("parameter_devices")
 
@@ -76,18 +76,19 @@ class Extended:
 
         Args:
             reduce_op: ``psync.ReduceOp.SUM`` or MEAN, or its name.
-            value: A ``PerReplica``, or a structure of such. An ordinary value is what all replicas
-                have: its mean is itself, 0 is 0, and its sum is refused if there are several.
-            destinations: The variable, value or device whose locality the result is to have. Values
-                are where they are summed, and go to ps tasks when a variable is updated.
+            value: A ``PerReplica``, or a structure of such. An ordinary value is common to all
+                replicas: its mean is itself, 0 is 0, and its sum is refused if there are several.
+            destinations: The variable, value or device whose locality the result should have.
+                Values stay where they are summed, and travel to ps tasks when a variable is
+                updated.
 
         Returns:
-            A ``Mirrored`` for each ``PerReplica``; an ordinary value as it is.
+            A ``Mirrored`` for each ``PerReplica``; ordinary values unchanged.
 
         Raises:
-            ReplicaValueError: No such operation; values that do not fit each other; no destination,
-                or a list of them.
-            ContextError: In replica context.
+            ReplicaValueError: The operation is unknown; values do not match each other; or there is
+                no destination, or a list of them.
+            ContextError: Called in replica context.
 
         Cancellation: Safe.
 
@@ -99,11 +100,11 @@ class Extended:
     async def batch_reduce_to(
         self, reduce_op: ReduceOp | str, value_destination_pairs: Iterable[tuple[Any, Any]]
     ) -> list[Any]:
-        """Return what ``reduce_to`` makes of each (value, destinations), in the same order.
+        """Return the result of ``reduce_to`` for each pair (value, destinations), in order.
 
         Raises:
-            ReplicaValueError: As by ``reduce_to``; or something is no pair.
-            ContextError: In replica context.
+            ReplicaValueError: See ``reduce_to``; or an element is not a pair.
+            ContextError: Called in replica context.
 
         Cancellation: Safe.
 
@@ -130,15 +131,17 @@ class Extended:
         return await in_turns(map_in_pieces(reducing, (value,)))
 
     async def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Return a value as one that all replicas have.
+        """Return a value as one that is common to all replicas.
 
         Args:
-            tensor: An array, or what numpy makes one of. Python numbers are returned as they are.
-            destinations: The variable, value or device whose locality the result is to have.
+            tensor: An array, or something that numpy converts to one. Python numbers are returned
+                unchanged.
+            destinations: The variable, value or device whose locality the result should have.
 
         Raises:
-            ReplicaValueError: It has a value for each replica; no destination, or a list of them.
-            ContextError: In replica context.
+            ReplicaValueError: ``tensor`` has a value for each replica; or there is no destination,
+                or a list of them.
+            ContextError: Called in replica context.
 
         Cancellation: Safe.
 
@@ -160,14 +163,14 @@ class Extended:
         return Mirrored([value], destinations)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the value of each replica, in the order of their ids.
+        """Return the value of each replica, in the order of replica ids.
 
         Source: ``tf.distribute.StrategyExtended.experimental_local_results``.
         """
         return local_results(value)
 
     def value_container(self, value: Any) -> Any:
-        """Return what a value is a component of: nothing, so the value itself.
+        """Return the value unchanged: values have no container.
 
         Source: ``tf.distribute.StrategyExtended.value_container``.
         """
@@ -185,27 +188,27 @@ class Extended:
     ) -> Any:
         """Call ``fn(var, *args, **kwargs)`` once, in update context, to update a variable.
 
-        ps tasks run no code of the user, so ``fn`` runs here and updates the variable by its
-        methods: ``await var.assign_add(…)``. In replica context it runs in a merge call, when all
-        replicas are here.
+        ps tasks run no user code, so ``fn`` runs here and updates the variable by its methods:
+        ``await var.assign_add(…)``. In replica context it runs in a merge call, once all replicas
+        have called it.
 
         Args:
             var: A variable.
             fn: A function or coroutine function.
-            args: Its arguments after the variable. A ``Mirrored``, or a ``PerReplica`` of one
-                replica, is unwrapped.
-            kwargs: Likewise.
-            group: Whether the result is returned as it is; else as a tuple of local results.
+            args: Positional arguments after the variable. A ``Mirrored``, or a ``PerReplica`` of
+                one replica, is unwrapped.
+            kwargs: Keyword arguments, treated the same way.
+            group: Whether to return the result as it is; otherwise as a tuple of local results.
 
         Returns:
-            What ``fn`` returned.
+            The result of ``fn``.
 
         Raises:
-            ReplicaValueError: ``var`` is no variable; or an argument has values of several
-                replicas, of which a variable in one place can take only one.
-            Exception: What ``fn`` raises.
+            ReplicaValueError: ``var`` is not a variable; or an argument has values of several
+                replicas, while the variable takes only one.
+            Exception: An exception of ``fn``.
 
-        Cancellation: That of ``fn``.
+        Cancellation: Cancels ``fn``.
 
         Source: ``tf.distribute.StrategyExtended.update``; there ``fn`` runs where the variable is.
         """
@@ -224,17 +227,17 @@ class Extended:
         """Call ``fn(*args, **kwargs)`` once, in update context, to update an optimizer's variables.
 
         Args:
-            colocate_with: From ``non_slot_devices``.
+            colocate_with: Device from ``non_slot_devices``.
             fn: A function or coroutine function.
-            args: As of ``update``.
-            kwargs: Likewise.
-            group: As of ``update``.
+            args: Positional arguments; see ``update``.
+            kwargs: Keyword arguments; see ``update``.
+            group: See ``update``.
 
         Raises:
-            ReplicaValueError: As by ``update``; or ``colocate_with`` is missing.
-            Exception: What ``fn`` raises.
+            ReplicaValueError: See ``update``; or ``colocate_with`` is missing.
+            Exception: An exception of ``fn``.
 
-        Cancellation: That of ``fn``.
+        Cancellation: Cancels ``fn``.
 
         Source: ``tf.distribute.StrategyExtended.update_non_slot``.
         """
@@ -262,13 +265,13 @@ class Extended:
         return result if group else map_structures(local_results, (result,))
 
     def non_slot_devices(self, var_list: Iterable[Any]) -> str:
-        """Return the device for what an optimizer keeps once for all variables.
+        """Return the device for values that an optimizer keeps once for all variables.
 
-        It is that of the variable with the smallest name, of its first shard: the same one wherever
-        and whenever it is asked for.
+        It is the device of the first shard of the variable whose name sorts first, so it is the
+        same one on every call and every task.
 
         Raises:
-            ReplicaValueError: Something is no variable, or there is none.
+            ReplicaValueError: An element is not a variable, or there is none.
 
         Source: ``tf.distribute.StrategyExtended.non_slot_devices``.
         """
@@ -283,7 +286,7 @@ class Extended:
     async def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run ``fn`` once for each replica: ``strategy.run`` under its older name.
+        """Run ``fn`` once on each replica; the older name of ``strategy.run``.
 
         Source: ``tf.distribute.StrategyExtended.call_for_each_replica``.
         """

@@ -16,33 +16,34 @@ from psync.errors import ConfigurationError, UsageError
 
 
 class SessionHook:
-    """Base of hooks of a ``MonitoredTrainingSession``: each method does nothing.
+    """Base class of hooks of a ``MonitoredTrainingSession``; its methods do nothing.
 
-    Source: ``tf.compat.v1.train.SessionRunHook``, without what concerns its graph.
+    Source: ``tf.compat.v1.train.SessionRunHook``, without the methods for its graph.
     """
 
     def begin(self) -> None:
-        """Called before the session connects. What it raises goes to the program."""
+        """Called before the session connects. Its exceptions go to the program."""
 
     async def after_create_session(self, session: Any) -> None:
-        """Called when the variables are there; on the chief, before any other task may enter."""
+        """Called when the variables exist; on the chief, before any other task may enter."""
 
     async def after_run(self, session: Any, result: Any) -> None:
-        """Called after each ``session.run`` that was not the last one, with its result."""
+        """Called after each ``session.run`` except the last one, with its result."""
 
     async def end(self, session: Any) -> None:
         """Called when the loop has ended without an error, before the session leaves."""
 
 
 class SyncReplicasHook(SessionHook):
-    """Prepares synchronous steps: made by ``SyncReplicasOptimizer.make_session_run_hook``.
+    """Hook that prepares synchronous steps.
 
-    The chief puts the initial tokens, once for each time that it attaches the ps tasks: a chief
-    that is started again begins with empty ps tasks and puts no tokens on top of others. A
-    replica's first pull tells it the step at which it begins, so there is no local step to set.
+    Made by ``SyncReplicasOptimizer.make_session_run_hook``. The chief puts the initial tokens, once
+    each time it attaches the ps tasks. A chief that restarts begins with empty ps tasks, so it does
+    not add tokens to existing ones. There is no local step to set: a replica's first pull tells it
+    the step at which it begins.
 
     Args:
-        put_tokens: Puts the initial tokens; idempotent.
+        put_tokens: Function that puts the initial tokens; idempotent.
         is_chief: Whether this process is the chief.
 
     Source: ``_SyncReplicasOptimizerHook``; there, a restarted chief adds tokens to those left.

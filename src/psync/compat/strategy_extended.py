@@ -28,9 +28,9 @@ from psync.replicas.context import (
 class StrategyExtended(Extended):
     """Additional operations of a strategy, for code that is aware of replicas.
 
-    ``strategy.extended`` returns it. What has to be awaited: ``reduce_to``, ``batch_reduce_to``,
-    ``broadcast_to``, ``update``, ``update_non_slot``, ``call_for_each_replica`` and
-    ``experimental_run_steps_on_iterator``.
+    ``strategy.extended`` returns it. These methods must be awaited: ``reduce_to``,
+    ``batch_reduce_to``, ``broadcast_to``, ``update``, ``update_non_slot``,
+    ``call_for_each_replica`` and ``experimental_run_steps_on_iterator``.
 
     Args:
         strategy: A ``ParameterServerStrategy``.
@@ -57,41 +57,45 @@ class StrategyExtended(Extended):
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process saves: the chief, or a program that is no task; else worker 0."""
+        """Whether this process saves: the chief, or a program that is not a task.
+
+        In a cluster without a chief, worker 0 saves.
+        """
         job, index = self._strategy.task
         return job is None or is_chief(self._strategy.cluster, job, index)
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process writes summaries: as ``should_checkpoint``."""
+        """Whether this process writes summaries; the same as ``should_checkpoint``."""
         return self.should_checkpoint
 
     @property
     def experimental_should_init(self) -> bool:
-        """Whether this process makes the first values of variables: as ``should_checkpoint``."""
+        """Whether this process initializes variables; the same as ``should_checkpoint``."""
         return self.should_checkpoint
 
     @property
     def experimental_require_static_shapes(self) -> bool:
-        """Whether batches must have one shape: no."""
+        """Whether all batches must have one shape: always False."""
         return False
 
     @property
     def experimental_between_graph(self) -> bool:
-        """Whether each worker computes by itself, next to the others: yes, always."""
+        """Whether workers compute separately: always True."""
         return True
 
     # Variables and data.
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
-        """Return a context manager in which variables are declared where another one is.
+        """Return a context manager in which variables are declared on the ps of another variable.
 
         Args:
             colocate_with_variable: A variable of this strategy, or a device from
                 ``non_slot_devices``.
 
         Raises:
-            UsageError: Outside of the strategy's scope, in a step, or it is another strategy's.
+            UsageError: Outside the strategy's scope; inside a step; or the variable belongs to
+                another strategy.
             ConfigurationError: There is no such device.
 
         Source: ``tf.distribute.StrategyExtended.colocate_vars_with``.
@@ -105,7 +109,7 @@ class StrategyExtended(Extended):
         return beside
 
     def value_container(self, value: Any) -> Any:
-        """Return the variable of which ``value`` is a shard; anything else as it is.
+        """Return the variable that has ``value`` as a shard; return anything else unchanged.
 
         Source: ``tf.distribute.StrategyExtended.value_container``.
         """
@@ -120,11 +124,11 @@ class StrategyExtended(Extended):
         """Return a dataset whose elements are the rows of arrays.
 
         Args:
-            numpy_input: An array, or a tuple or dict of them. A list is one array: it is stacked.
-            session: Means something in TensorFlow 1 only.
+            numpy_input: An array, or a tuple or dict of arrays. A list is one array: it is stacked.
+            session: A TensorFlow 1 argument; not used.
 
         Raises:
-            UsageError: They differ in length, or have no rows.
+            UsageError: The arrays differ in length, or have no rows.
 
         Source: ``tf.distribute.StrategyExtended.experimental_make_numpy_dataset``.
         """
@@ -137,26 +141,27 @@ class StrategyExtended(Extended):
         iterations: int = 1,
         initial_loop_values: Mapping[str, Any] | None = None,
     ) -> MultiStepContext:
-        """Run ``fn(context, inputs)`` for some elements of an iterator, one after the other.
+        """Run ``fn(context, inputs)`` on elements of an iterator, one after the other.
 
-        ``fn`` runs here, in cross-replica context, and as a rule has replicas compute:
-        ``await strategy.run(step, args=(inputs,))``.
+        ``fn`` runs here, in cross-replica context, and usually starts replicas: ``await
+        strategy.run(step, args=(inputs,))``.
 
         Args:
             fn: A function or coroutine function.
-            iterator: Of the program: of a list, a generator, or an asynchronous one.
-            iterations: How many elements.
-            initial_loop_values: What ``last_step_outputs`` holds until a step sets it.
+            iterator: An iterator of the program: of a list, a generator, or an asynchronous one.
+            iterations: Number of elements.
+            initial_loop_values: Value of ``last_step_outputs`` until a step sets it.
 
         Returns:
-            The context, with what the steps have set.
+            The context, with the outputs that the steps have set.
 
         Raises:
-            UsageError: In a replica; no whole number of iterations; no iterator.
-            EndOfData: The iterator ended before.
-            Exception: What ``fn`` raises.
+            UsageError: Called in a replica; ``iterations`` is not a whole number; or ``iterator``
+                is not an iterator.
+            EndOfData: The iterator has too few elements.
+            Exception: An exception of ``fn``.
 
-        Cancellation: That of ``fn``; the element is gone.
+        Cancellation: Cancels ``fn``; the element is lost.
 
         Source: ``tf.distribute.StrategyExtended.experimental_run_steps_on_iterator``.
         """
@@ -179,12 +184,12 @@ class StrategyExtended(Extended):
 
 
 class MultiStepContext:
-    """What steps over an iterator leave behind.
+    """The outputs of steps over an iterator.
 
     Attributes:
-        last_step_outputs: What the last step that set it has set, by name.
-        non_tensor_outputs: The same for what is no number or array: a tuple with the value of each
-            replica where there is one for each.
+        last_step_outputs: Outputs by name, from the last step that set each.
+        non_tensor_outputs: Outputs that are not numbers or arrays, by name; a tuple with one value
+            per replica where replicas have values.
 
     Source: TensorFlow ``MultiStepContext`` of ``distribute/input_lib.py``.
     """
@@ -201,16 +206,16 @@ class MultiStepContext:
     def set_last_step_output(
         self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
     ) -> None:
-        """Note an output of this step, in place of that of the step before.
+        """Set an output of this step, in place of the previous step's.
 
         Args:
-            name: Under which it stands in ``last_step_outputs``.
-            output: As ``strategy.run`` returned it, for instance.
-            reduce_op: How values of replicas become one; None: they stay as they are.
+            name: Name in ``last_step_outputs``.
+            output: Value, such as the result of ``strategy.run``.
+            reduce_op: Reduction of the replicas' values to one; None: they stay as they are.
 
         Raises:
-            ReplicaValueError: It cannot be reduced.
-            UsageError: In a replica.
+            ReplicaValueError: The output cannot be reduced.
+            UsageError: Called in a replica.
         """
         self._check(name, "set_last_step_output")
         if reduce_op is not None:
@@ -219,14 +224,14 @@ class MultiStepContext:
         self.last_step_outputs[name] = output
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Note an output that is no number or array.
+        """Set an output that is not a number or array.
 
         Args:
-            name: Under which it stands in ``non_tensor_outputs``.
-            output: Anything.
+            name: Name in ``non_tensor_outputs``.
+            output: Any value.
 
         Raises:
-            UsageError: In a replica.
+            UsageError: Called in a replica.
         """
         self._check(name, "set_non_tensor_output")
         results = local_results(output)

@@ -61,46 +61,47 @@ NETWORK_ERRORS = (TransportError, TaskLost, FencedError)
 
 
 class MonitoredTrainingSession:
-    """This task's part in training for which nobody schedules closures.
+    """A task's part in training without a scheduler: each worker runs its own loop.
 
     An async context manager. Inside it ``psync.pull``, ``apply_gradients`` and the methods of
-    variables work wherever the program calls them. The chief creates the variables, then everybody
-    may enter; training begins when all workers of the cluster have come. When a worker dies,
-    synchronous steps go on with the others; it takes part again when it is started again. When the
-    chief leaves, training ends for all.
+    variables work anywhere in the program. The chief creates the variables; then other tasks may
+    enter. Training begins when all workers of the cluster have come. When a worker dies,
+    synchronous steps continue with the others; it takes part again when it restarts. When the chief
+    leaves, training ends for all tasks.
 
-    A worker that leaves the block by an exception ends training for all: the chief raises a
-    RemoteError with its traceback. ``EndOfData``, ``StopIteration`` and ``StopAsyncIteration`` are
-    no failures: this task leaves, and the program goes on behind the block. A worker that is
-    cancelled, or cannot reach a ps, counts as one that dies. A ps that is lost ends training, also
-    where a ``CheckpointManager`` saves: the chief restores the newest checkpoint when it is started
-    again, in ``after_create_session`` of a hook.
+    - A worker that leaves the block by an exception ends training for all: the chief raises a
+      RemoteError with its traceback.
+    - ``EndOfData``, ``StopIteration`` and ``StopAsyncIteration`` are not failures: this task
+      leaves, and the program continues after the block.
+    - A worker that is cancelled, or cannot reach a ps, counts as one that dies.
+    - The loss of a ps ends training, even with a ``CheckpointManager``. When the chief restarts, it
+      restores the newest checkpoint in ``after_create_session`` of a hook.
 
     Args:
-        strategy: Of this process. All variables must be declared before the session begins, in
-            the same order on every task, and optimizers be made in the same order.
+        strategy: The strategy of this process. All tasks must declare all variables before the
+            session begins, in the same order, and make optimizers in the same order.
         is_chief: Whether this task creates the variables. Default: it is the task of job "chief",
             or worker 0 if the cluster has no such job.
-        hooks: Told of the session's stages, such as ``opt.make_session_run_hook(is_chief)``.
-        startup_delay_s: Seconds that this task waits before its first step. Workers that begin one
-            after the other may help asynchronous training; leave it at 0 for synchronous
-            training, whose first step would wait for the last of them.
-        stop_at_step: Training ends when the global step, which is looked at after each ``run``,
-            has reached this.
-        trains: Whether this task computes gradients. False on a chief that only starts and ends
-            training: nobody waits for gradients of it.
-        min_workers: On the chief: how many other workers have to come before training begins;
-            default: all of the cluster. The others may come later.
+        hooks: Hooks into the stages of the session, such as
+            ``opt.make_session_run_hook(is_chief)``.
+        startup_delay_s: Seconds that this task waits before its first step. In asynchronous
+            training it may help if workers begin one after the other. Leave it at 0 for synchronous
+            training, whose first step would wait for the last worker.
+        stop_at_step: Global step at which training ends; checked after each ``run``.
+        trains: Whether this task computes gradients. Set it to False on a chief that only starts
+            and ends training: steps then do not wait for its gradients.
+        min_workers: Number of other workers for which the chief waits before training begins; the
+            remaining ones may come later. Default: all of the cluster.
         connect_timeout: Seconds to wait for the ps tasks, the chief, and the workers.
-        ps_timeout: Seconds after which a ps that cannot be reached is lost.
-        insecure: Whether it may run without a secret.
+        ps_timeout: Seconds after which an unreachable ps is lost.
+        insecure: Whether to allow running without a secret.
 
     Raises:
-        ConfigurationError: If an option is out of range, or the strategy has
-            ``ps_recovery="backup"``, which a session cannot use.
-        RemoteError: On the chief, when it leaves: a worker has left by an exception.
-        ParameterServerLost: When a task leaves: a ps was lost.
-        TrainingEnded: When a worker leaves: training has failed elsewhere; says where.
+        ConfigurationError: An option is out of range, or the strategy has ``ps_recovery="backup"``,
+            which a session cannot use.
+        RemoteError: A worker has left by an exception. Raised on the chief, when it leaves.
+        ParameterServerLost: A ps was lost. Raised when a task leaves.
+        TrainingEnded: Training has failed elsewhere; names the task. Raised when a worker leaves.
 
     Example:
         async with psync.MonitoredTrainingSession(strategy, hooks=[hook]) as session:
@@ -184,21 +185,21 @@ class MonitoredTrainingSession:
     async def __aenter__(self) -> Self:
         """Take part in training: connect, and wait until it begins.
 
+        If training is already over, this is not an error: ``should_stop`` returns True.
+
         Raises:
             ConnectFailed: ps tasks, chief or workers are not there in time; names them.
             ConfigurationError: There is no secret; or the chief has declared other variables.
             AuthenticationError, ProtocolError: Something else answers at an address.
             FencedError: A newer chief, or another process of this task, has taken its place.
-            TrainingEnded: The chief has failed before training began.
+            TrainingEnded: The chief failed before training began.
             ClosedError: The strategy was used before.
 
-        Training that is over already is no error: ``should_stop`` says so.
-
-        Cancellation: Everything is closed again.
+        Cancellation: Closes everything again.
         """
-        if self._links is not None or self.strategy.runtime is not None:
+        if self._links is not None or self.strategy._runtime is not None:
             raise UsageError("a session or a coordinator of this strategy is running already")
-        if self.strategy.created:
+        if self.strategy._created:
             raise ClosedError(
                 "the session of this strategy has ended, its variables are gone",
                 hint="make a new strategy",
@@ -218,8 +219,8 @@ class MonitoredTrainingSession:
             platform,
             task_name(self._job, self._index),
             [cluster.task_address("ps", index) for index in cluster.task_indices("ps")],
-            self.strategy.declared,
-            origin=self.strategy.origin,
+            self.strategy._uncreated,
+            origin=self.strategy._origin,
             connect_timeout_s=self._connect_timeout_s,
             ps_timeout_s=self._ps_timeout_s,
         )
@@ -249,8 +250,8 @@ class MonitoredTrainingSession:
             await self._wait_stopping(self._startup_delay_s)
 
     async def _use(self, runtime: Runtime) -> None:
-        self.strategy.runtime = runtime
-        self.strategy.created = True
+        self.strategy._runtime = runtime
+        self.strategy._created = True
         if runtime.ensure_created is not None:
             await runtime.ensure_created()
         for hook in self._hooks:
@@ -293,28 +294,28 @@ class MonitoredTrainingSession:
     # The loop.
 
     def should_stop(self) -> bool:
-        """Return whether this task shall make no further step; never blocks."""
+        """Return whether this task should end its loop; never blocks."""
         return self._stopping.is_set()
 
     def request_stop(self) -> None:
-        """Let ``should_stop`` be True in this process. When the chief leaves, training ends."""
+        """Make ``should_stop`` True in this process. When the chief leaves, training ends."""
         self._stopping.set()
 
     async def run(
         self, step_fn: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
     ) -> T | None:
-        """Run one step, and return its result; None if training has ended before or meanwhile.
+        """Run one step, and return its result; None if training has ended, before or meanwhile.
 
         Args:
-            step_fn: A coroutine function: pulls, computes, applies gradients.
-            args: Its arguments.
-            kwargs: Likewise.
+            step_fn: A coroutine function that pulls, computes and applies gradients.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
 
         Raises:
             UsageError: Outside the session, or on a chief that does not train.
-            Exception: What the step raises, except TrainingEnded.
+            Exception: An exception of the step, except TrainingEnded.
 
-        Cancellation: As the step's.
+        Cancellation: Cancels the step.
         """
         if self._links is None:
             raise UsageError(
@@ -416,7 +417,7 @@ class MonitoredTrainingSession:
         self._stopping.set()
         if (last_words := training_over.get()) is not None:
             last_words.set()
-        training = self.strategy.runtime is not None
+        training = self.strategy._runtime is not None
         try:
             if training and self._failure is None:
                 await self._say_goodbye(links, error)
@@ -424,7 +425,7 @@ class MonitoredTrainingSession:
             for watcher in self._watchers:
                 watcher.cancel()
             await asyncio.gather(*self._watchers, return_exceptions=True)
-            self.strategy.runtime = None
+            self.strategy._runtime = None
             if self._seen is not None:
                 await self._seen.close()
             await links.close()

@@ -57,32 +57,32 @@ LOOK_AGAIN_S = 0.5
 class DaskCluster(TaskCluster):
     """ps and worker tasks on the workers of a Dask cluster; this process is the chief.
 
-    An async context manager, as ``psync.LocalCluster`` is, with the same ``resolver``, ``scale``
-    and ``adapt``; inside, ``ParameterServerStrategy()`` is a strategy of this cluster.
+    An async context manager like ``psync.LocalCluster``, with the same ``resolver``, ``scale`` and
+    ``adapt``; inside, ``ParameterServerStrategy()`` uses this cluster.
 
-    Tasks are spread over Dask workers, ps tasks first over machines. Where there are more tasks
-    than Dask workers, several share a process, and Python's lock. One whose Dask worker is lost is
-    started again on another one, or on the one that Dask's nanny starts, and all tasks find it
-    there; a ps comes back empty, and recovers from its backup or a checkpoint as anywhere. When the
-    cluster is stopped, and when the client is closed or lost, its tasks end and nothing of them
-    stays on scheduler and workers.
+    Tasks are spread over Dask workers, ps tasks first over machines. If there are more tasks than
+    Dask workers, several tasks share a process, and Python's lock. When a Dask worker is lost, its
+    task restarts on another one, or on the one that Dask's nanny starts, and all tasks find it
+    there. A ps comes back empty, and recovers from its backup ps or a checkpoint as usual. When the
+    cluster stops, or the client is closed or lost, the tasks end and leave nothing on scheduler and
+    workers.
 
     Args:
         client: A ``distributed.Client``, synchronous or not, that stays open meanwhile.
         num_ps: Number of ps tasks, at least 1.
         num_workers: Number of workers, at least 1.
-        workers: Addresses of the Dask workers to use, those of the client's scheduler. None: all,
-            also those that come later.
-        max_restarts: How often a minute each task may be started again; one whose Dask worker is
-            lost once more is given up.
-        plugins: Modules with rules of your own, which this process and all tasks load; they have to
-            be there on each Dask worker, as by ``client.upload_file``.
+        workers: Addresses of the Dask workers to use, as in the client's scheduler. None: all,
+            including later ones.
+        max_restarts: Number of restarts per minute of each task; a task whose Dask worker is lost
+            once more is given up.
+        plugins: Modules with custom rules, which this process and all tasks load; they must be
+            present on each Dask worker, for example by ``client.upload_file``.
 
     Raises:
-        ConfigurationError: An argument is not what it should be. From ``start``: Dask has no
-            worker, or a plugin cannot be imported.
+        ConfigurationError: An argument is invalid. From ``start``: Dask has no worker, or a plugin
+            cannot be imported.
 
-    Cancellation: Of ``start``: what was started is ended again.
+    Cancellation: A cancelled ``start`` ends everything that was started.
 
     Example:
         with distributed.Client("scheduler:8786") as client:

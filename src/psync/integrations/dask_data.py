@@ -29,25 +29,25 @@ def dataset(
 ) -> FileDataset:
     """Return the batches of Dask collections, partition by partition.
 
-    For ``create_per_worker_dataset``; ``strategy.experimental_distribute_dataset`` gives each
-    worker partitions of its own. A worker computes a partition when it comes to it, on the Dask
-    cluster, and has two of them at a time: one is computed in each epoch again, unless the
-    collections are persisted (``data.persist()``).
+    Pass it to ``create_per_worker_dataset``, or to ``strategy.experimental_distribute_dataset``,
+    which gives each worker its own partitions. A worker computes a partition on the Dask cluster
+    when it reaches it, and holds two at a time. Each epoch computes the partitions again, unless
+    the collections are persisted (``data.persist()``).
 
     Args:
         data: A Dask array, whose chunks along axis 0 are the partitions; a tuple or a dict of such
-            arrays with equal chunks there; or a dataframe, whose batches are dicts of arrays by
-            column. Chunks along other axes are joined.
-        batch_size: Rows in a batch; the last one of a partition may have fewer.
-        shuffle_seed: Shuffles the partitions in each epoch; None: in order.
-        num_epochs: How often the rows come; None: for ever.
+            arrays with equal chunks along axis 0; or a dataframe, whose batches are dicts of arrays
+            by column. Chunks along other axes are joined.
+        batch_size: Number of rows in a batch; the last one of a partition may have fewer.
+        shuffle_seed: Seed for shuffling the partitions in each epoch; None: in order.
+        num_epochs: Number of passes over the rows; None: unlimited.
 
     Returns:
         A dataset whose batches have the structure of ``data``.
 
     Raises:
         UsageError: Arrays have other chunks along axis 0 than the first one.
-        ConfigurationError: It is no collection, or a number is out of range.
+        ConfigurationError: ``data`` is not a collection, or a number is out of range.
 
     Example:
         rows = dataset((x.rechunk((10_000, -1)), y.rechunk(10_000)), batch_size=64)

@@ -80,38 +80,38 @@ class _Live:
 class PSPytree(ServedVariables, Generic[T]):
     """A pytree of arrays, such as a model's parameters, whose leaves are variables on the ps tasks.
 
-    Made in ``strategy.scope()``, and captured by steps. Variables are called by the paths of their
-    leaves, after ``name``: ``{"dense": {"kernel": …}}`` of "net" has "net/dense/kernel", lists and
-    tuples have numbers. Any nodes will do that jax knows: dicts, dataclasses, modules of Equinox,
-    states of Flax NNX. The tree travels without its values.
+    Make it in ``strategy.scope()``, and capture it in steps. Variables are named by the paths of
+    their leaves, after ``name``: ``{"dense": {"kernel": …}}`` of "net" has "net/dense/kernel";
+    lists and tuples have numbers. All node types that jax knows are supported: dicts, dataclasses,
+    modules of Equinox, states of Flax NNX. The tree travels without its values.
 
-    - Floating leaves of ``params`` are trained. Others, and those for which ``trainable`` says no,
-      are frozen: pulled when a worker has not got them yet, and when ``load_state_dict`` or a
-      restored checkpoint has changed them; what gradients there are for them is passed over.
-    - Dtypes are those that jax has: float64 becomes float32 unless ``jax_enable_x64`` is set, which
-      then has to be so on all workers.
+    - Floating leaves of ``params`` are trained. Other leaves, and those excluded by ``trainable``,
+      are frozen. A worker pulls them the first time, and when ``load_state_dict`` or a restored
+      checkpoint has changed them. Their gradients are ignored.
+    - Dtypes are those of jax: float64 becomes float32 unless ``jax_enable_x64`` is set, which must
+      then be set on all workers.
 
     Args:
-        params: The first values: a pytree of arrays of jax or numpy, or of numbers.
+        params: Initial values: a pytree of arrays of jax or numpy, or of numbers.
         optimizer: One of ``psync.optimizers``, or a ``SyncReplicasOptimizer``, which then counts in
             the strategy's global step. Slots live on the ps tasks.
-        name: Prefix of the variables' names, an identifier; None: there is none.
-        state: A second pytree: what the model changes itself, such as BatchNorm's running
-            statistics. Its variables are called "net/state/bn/mean"; ``pull`` then returns a pair.
-        merge: How state is merged over workers: "mean" of what workers push, and the largest of
-            integers; "first": worker 0's; "local": each worker keeps its own, and ``state_dict``
-            and checkpoints have that of the beginning. See ``psync.integrations.merging``.
-        trainable: The name of a leaf → whether it is trained; None: all are. Names are those of
-            ``state_dict()``, without ``name``.
-        cast_gradients: Whether gradients of f16, bf16 and f64 are cast for an f32 variable, and so
-            on. A finite number that would become infinite is an error that names the variable.
-            False: another dtype is an error.
+        name: Prefix of the variables' names, an identifier; None: no prefix.
+        state: A second pytree, which the model changes itself, such as BatchNorm's running
+            statistics. Its variables are named "net/state/bn/mean"; ``pull`` then returns a pair.
+        merge: How state is merged over workers. "mean": the mean of the workers' pushes, and the
+            maximum of integers. "first": worker 0's. "local": each worker keeps its own, and
+            ``state_dict`` and checkpoints have the initial one. See ``psync.integrations.merging``.
+        trainable: Function (name of a leaf) → whether it is trained; None: all are. Names are those
+            of ``state_dict()``, without ``name``.
+        cast_gradients: Whether gradients of another floating dtype are cast to the variable's, such
+            as f16, bf16 and f64 to f32. A finite number that would become infinite is an error that
+            names the variable. False: another dtype is an error.
 
     Raises:
-        ConfigurationError: jax is not installed, an argument is none, a leaf is no array, two have
-            one name, or none is to be trained; names the leaf.
+        ConfigurationError: jax is not installed, an argument is invalid, a leaf is not an array,
+            two leaves have one name, or no leaf is trained; names the leaf.
         PartitionError: A leaf has a dtype that variables cannot have; names the variable.
-        UsageError: Outside of a strategy's scope, or inside a step.
+        UsageError: Outside a strategy's scope, or inside a step.
 
     Example:
         with strategy.scope():
@@ -184,15 +184,14 @@ class PSPytree(ServedVariables, Generic[T]):
         )  # fmt: skip
 
     async def pull(self, *, device: Any = None) -> T:
-        """Return the pytree with the present values, and the state if there is one: a pair.
+        """Return the pytree with the present values; with state, the pair (params, state).
 
-        Leaves are arrays of jax, committed to no device unless one is given. Only variables travel
-        that may have changed, in one round trip to each ps.
+        Leaves are arrays of jax, committed to no device unless one is given. Only variables that
+        may have changed travel, in one round trip to each ps.
 
-        On a CPU nothing is copied: values are read from the socket into memory of this pull's own,
-        aligned to 64 bytes, of which jax makes its arrays. So these may be kept, and donated:
-        jax never writes into such memory, and allocates other for the result.
-        On other devices they are transferred.
+        On a CPU nothing is copied: the arrays use the memory into which this pull has read, aligned
+        to 64 bytes. They may be kept and donated; jax never writes to such memory, and allocates
+        new memory for results. On other devices the values are transferred.
 
         Args:
             device: A ``jax.Device`` or ``Sharding`` for all leaves; None: jax's default.
@@ -201,17 +200,18 @@ class PSPytree(ServedVariables, Generic[T]):
             ``params``, or ``(params, state)``. Each leaf is one version of its variable.
 
         Raises:
-            ConfigurationError: jax on this task has no 64-bit numbers, and a leaf does.
+            ConfigurationError: A leaf has 64-bit numbers, and jax on this task does not support
+                them.
             UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: A ps is gone.
-            ClosureCancelled: In a step that was cancelled.
+            ParameterServerLost: A ps is lost.
+            ClosureCancelled: The step was cancelled.
 
         Cancellation: Safe.
         """
         live = await self._live()
         donated = any(array.is_deleted() for array in live.kept.values())
         seen = None if donated else live.version
-        values, version = await self.pull_values(seen, self._target)
+        values, version = await self._pull_values(seen, self._target)
         for array in values.values():
             array.flags.writeable = False
         given = {**live.kept, **values}
@@ -229,26 +229,26 @@ class PSPytree(ServedVariables, Generic[T]):
     async def push(self, grads: Any, *, state: Any = None) -> PushResult:
         """Push gradients, and merge the state that the step has computed.
 
-        Arrays that are still being computed are waited for in a thread; those of a CPU are sent
-        from their own memory.
+        Arrays that are still being computed are awaited in a thread. Arrays on a CPU are sent from
+        their own memory.
 
         Args:
             grads: A pytree like ``params`` of arrays of jax or numpy, of any floating dtype, or
-                ``psync.IndexedSlices``. None, and jax's ``float0``, are passed over.
-            state: What the state that was pulled has become, a pytree like it; needed if there is
-                one. None in it, or the same values: it has not changed.
+                ``psync.IndexedSlices``. None, and jax's ``float0``, are skipped.
+            state: The new state, a pytree like the pulled one; required if there is state. Leaves
+                that are None or have the same values are unchanged.
 
         Returns:
-            What became of the gradients, as of the optimizer's ``apply_gradients``. A synchronous
-            optimizer may say STALE: they were too old, and are gone.
+            The result of the optimizer's ``apply_gradients``. With a synchronous optimizer it may
+            be STALE: the gradients were too old, and were dropped.
 
         Raises:
-            ValueMismatchError: Another structure, no gradient at all, one that does not fit its
-                variable, that was donated or is traced. Nothing was pushed.
-            UsageError: State is missing or was not asked for, or this step has not pulled it.
-            PsyncError: As ``apply_gradients``.
+            ValueMismatchError: The structure differs, there is no gradient at all, or a gradient
+                does not match its variable, was donated or is traced. Nothing was pushed.
+            UsageError: State is missing or unexpected, or this step has not pulled it.
+            PsyncError: See ``apply_gradients``.
 
-        Cancellation: As ``apply_gradients``: a push once begun ends in the background.
+        Cancellation: A push that has begun ends in the background, as with ``apply_gradients``.
         """
         what = f"{self._what} {self.name!r}"
         trained = set(self._trained)
@@ -273,48 +273,51 @@ class PSPytree(ServedVariables, Generic[T]):
         pushed = {key: arrays[key] if key in found else None for key in gradients}
         merged = {key: arrays.get(key, live.state[key]) for key in self._state.names}
         own = {key: self._fitting(key, arrays[key]) for key in now if key not in merged}
-        result = await self.push_values(pushed, live.state, merged)
+        result = await self._push_values(pushed, live.state, merged)
         live.kept |= by_name(own, jax.device_put)
         return result
 
     async def state_dict(self) -> dict[str, np.ndarray]:
         """Return the present values by name, such as "dense/kernel" and "state/bn/mean".
 
-        Each shard is one version of itself; for one instant over all of them, save a checkpoint.
+        Each shard is one version of itself; for all shards at one instant, save a checkpoint.
 
         Raises:
             UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: A ps is gone.
+            ParameterServerLost: A ps is lost.
 
         Cancellation: Safe.
         """
-        return await self.read_values()
+        return await self._read_values()
 
     async def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> LoadedKeys:
-        """Set values, for all tasks: such as those of a trained model.
+        """Set values for all tasks, for example those of a trained model.
 
         Slots of the optimizer stay as they are.
 
         Args:
-            state_dict: By the names of ``state_dict()``: arrays of jax or numpy. Cast within a
-                kind to the variables' dtypes, if no number becomes infinite.
-            strict: Whether names that are missing or unknown are an error.
+            state_dict: Arrays of jax or numpy, by the names of ``state_dict()``. Cast within a kind
+                to the variables' dtypes, if no number becomes infinite.
+            strict: Whether missing or unknown names are an error.
 
         Returns:
-            The names that are missing or unknown.
+            The missing and the unknown names.
 
         Raises:
-            UsageError: Names differ, and ``strict``; inside a step, or outside of a running
+            UsageError: Names differ, and ``strict``; inside a step; or outside of a running
                 coordinator. Nothing was changed.
-            ValueMismatchError: A shape differs, or a dtype cannot hold the numbers. Nothing was changed.
-            ParameterServerLost: A ps is gone.
+            ValueMismatchError: A shape differs, or a dtype cannot hold the numbers. Nothing was
+                changed.
+            ParameterServerLost: A ps is lost.
 
         Cancellation: Once begun, it ends in the background.
         """
-        found = self.compare_keys(self._by_name, state_dict, strict=strict)
-        await self.load_values({key: state_dict[key] for key in self._by_name if key in state_dict})
+        found = self._compare_keys(self._by_name, state_dict, strict=strict)
+        await self._load_values(
+            {key: state_dict[key] for key in self._by_name if key in state_dict}
+        )
         return found
 
     def _checked_state(self, state: Any, what: str) -> dict[str, Any]:
@@ -347,7 +350,7 @@ class PSPytree(ServedVariables, Generic[T]):
             self._check_64_bit()
             return _Live()
 
-        return await self.kept_here(begin)
+        return await self._kept_here(begin)
 
     def _check_64_bit(self) -> None:
         """Check that jax keeps the dtypes of all leaves on this task."""
@@ -364,21 +367,20 @@ class PSPytree(ServedVariables, Generic[T]):
 def step_key(seed: Any) -> jax.Array:
     """Return a key for the random numbers of this step, such as those of dropout.
 
-    Each closure has its own, so each step of each worker does. A closure that runs again, because
-    its worker was lost, or for a data shard that is not done, gets the same key as before, on
-    whatever worker; and so does the n-th
-    closure of a program when the program runs again with the same seed. Call it in the step, not
-    in a jitted function, and ``jax.random.split`` what it returns; within a step it is always the
-    same.
+    Each closure has its own key, so each step of each worker does. A closure that runs again,
+    because its worker was lost or for a data shard that is not done, gets the same key as before,
+    on any worker. The n-th closure of a program gets the same key when the program runs again with
+    the same seed. Call it in the step, not in a jitted function, and ``jax.random.split`` the
+    result; all calls in one step return the same key.
 
-    A coordinator counts its closures from 0: a program that goes on from a checkpoint takes another
-    seed, such as the global step at which it begins.
+    A coordinator counts its closures from 0. A program that continues from a checkpoint should use
+    another seed, such as the global step at which it begins.
 
     Args:
         seed: An integer, or a key of ``jax.random.key``.
 
     Raises:
-        UsageError: Outside of a step; the hint says what there is instead.
+        UsageError: Outside of a step; the hint names the alternative.
 
     Example:
         def step(batches):

@@ -58,37 +58,37 @@ LOOK_AGAIN_S = 1
 class RayCluster(TaskCluster):
     """ps and worker tasks as actors of Ray; this process is the chief.
 
-    An async context manager, as ``psync.LocalCluster`` is, with the same ``resolver``, ``scale``
-    and ``adapt``; inside, ``ParameterServerStrategy()`` is a strategy of this cluster. Connects to
-    Ray as ``ray.init()`` does, unless the program has: by ``RAY_ADDRESS``, or to a Ray of its own.
+    An async context manager like ``psync.LocalCluster``, with the same ``resolver``, ``scale`` and
+    ``adapt``; inside, ``ParameterServerStrategy()`` uses this cluster. Unless the program has
+    connected to Ray, it connects as ``ray.init()`` does: by ``RAY_ADDRESS``, or to a new Ray
+    instance.
 
-    Each ps listens at its node's address, and so does each worker. When an actor's process or node
-    is lost, Ray starts it again, on another node if need be, and all tasks find it there; a ps
-    comes back empty, and recovers from its backup or a checkpoint as anywhere. Prints and log lines
-    of tasks come to the driver by Ray, with the task's name.
+    Each ps and each worker listens at its node's address. When an actor's process or node is lost,
+    Ray restarts it, on another node if necessary, and all tasks find it there. A ps comes back
+    empty, and recovers from its backup ps or a checkpoint as usual. Ray forwards prints and log
+    lines of tasks to the driver, with the task's name.
 
     Args:
         num_ps: Number of ps tasks, at least 1.
         num_workers: Number of workers, at least 1.
-        resources_per_ps: What Ray reserves for each ps, as in ``{"CPU": 1, "memory": 2**30}``: a
-            bundle of a placement group. Default: one CPU.
-        resources_per_worker: The same for each worker: ``{"CPU": 2, "GPU": 1}``. Of GPUs, it sees
-            its own. Default: one CPU.
+        resources_per_ps: Resources that Ray reserves for each ps, as in ``{"CPU": 1, "memory":
+            2**30}``: a bundle of a placement group. Default: one CPU.
+        resources_per_worker: Resources for each worker: ``{"CPU": 2, "GPU": 1}``. A worker sees
+            only its own GPUs. Default: one CPU.
         placement: How ps tasks are placed on nodes, a strategy of Ray's placement groups:
-            ``"SPREAD"``, on as many nodes as possible; ``"STRICT_SPREAD"``, each on another one;
-            ``"PACK"``, ``"STRICT_PACK"``. Workers are spread.
-        max_restarts: How often a minute each task may be started again; one that dies once more
-            is given up. 0: Ray starts none again.
-        plugins: Modules with rules of your own, which this process and all tasks load; they have to
-            be there on each node, as by Ray's ``runtime_env``.
-        timeout: Seconds in which Ray has to have room for all of it, when the cluster starts.
+            ``"SPREAD"``, on as many nodes as possible; ``"STRICT_SPREAD"``, each on a different
+            one; ``"PACK"``, ``"STRICT_PACK"``. Workers are spread.
+        max_restarts: Number of restarts per minute of each task; a task that dies once more is
+            given up. 0: Ray restarts none.
+        plugins: Modules with custom rules, which this process and all tasks load; they must be
+            present on each node, for example by Ray's ``runtime_env``.
+        timeout: Seconds to wait, when the cluster starts, until Ray has room for all tasks.
 
     Raises:
-        ConfigurationError: An argument is not what it should be. From ``start``: Ray cannot be
-            connected to, or has no room in time (what it has is said), or a plugin cannot be
-            imported.
+        ConfigurationError: An argument is invalid. From ``start``: the connection to Ray fails, Ray
+            has no room in time (the message says what it has), or a plugin cannot be imported.
 
-    Cancellation: Of ``start``: what was started is ended again.
+    Cancellation: A cancelled ``start`` ends everything that was started.
 
     Example:
         async with RayCluster(2, 4) as cluster:
@@ -183,7 +183,7 @@ async def cluster_of_command(
     """Return the cluster of ``psync run --on ray``, as a context manager.
 
     Raises:
-        ConfigurationError: Ray cannot be connected to.
+        ConfigurationError: The connection to Ray fails.
     """
     await asyncio.to_thread(_connect, address)
     resources = {"CPU": 1.0, "GPU": float(gpus_per_worker or 0)}

@@ -26,25 +26,25 @@ def dataset(
 ) -> FileDataset:
     """Return a Ray dataset's batches, block by block, for ``create_per_worker_dataset``.
 
-    ``strategy.experimental_distribute_dataset`` gives each worker blocks of its own; there should
-    be some for each: ``data.repartition(4 * num_workers)``. The dataset is executed now. Its blocks
-    stay in Ray's object store, spilled to disk if they have to be, until this process ends; a block
-    that was lost with a node is computed again by Ray.
+    ``strategy.experimental_distribute_dataset`` gives each worker its own blocks; there should be
+    some for each: ``data.repartition(4 * num_workers)``. The dataset is executed now. Its blocks
+    stay in Ray's object store, spilled to disk if necessary, until this process ends. Ray computes
+    a block again if it was lost with a node.
 
     Args:
         data: A ``ray.data.Dataset``.
-        batch_size: Rows in a batch; the last one of a block may have fewer.
-        shuffle_seed: Shuffles the blocks in each epoch. None: in order. Rows are shuffled by Ray:
-            ``data.random_shuffle()``.
-        num_epochs: How often the rows come; None: for ever.
+        batch_size: Number of rows in a batch; the last one of a block may have fewer.
+        shuffle_seed: Seed for shuffling the blocks in each epoch. None: in order. To shuffle rows,
+            use Ray: ``data.random_shuffle()``.
+        num_epochs: Number of passes over the rows; None: unlimited.
 
     Returns:
         A dataset whose batches are dicts of arrays by column, as of ``iter_batches``.
 
     Raises:
-        UsageError: It has no rows.
-        ConfigurationError: A number is out of range, or it is no dataset of Ray's.
-        Exception: What Ray raised when it executed the dataset.
+        UsageError: The dataset has no rows.
+        ConfigurationError: A number is out of range, or ``data`` is not a Ray dataset.
+        Exception: An error of Ray while it executed the dataset.
 
     Example:
         data = ray.data.read_parquet("s3://…").repartition(16)

@@ -55,31 +55,31 @@ _kept: PerProcess[weakref.WeakKeyDictionary[Runtime, dict[Any, Any]]] = PerProce
 
 
 class LoadedKeys(NamedTuple):
-    """What ``load_state_dict`` found; named as torch names it."""
+    """The result of ``load_state_dict``, with torch's field names."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 class ServedVariables(Module):
-    """The variables of one model: a base of what each integration offers.
+    """The variables of one model: the base class of the integrations' models.
 
-    Steps capture it: it travels as handles, without values.
+    Steps capture it; it travels as handles, without values.
 
     Args:
-        what: How messages call it: "PSModule".
-        values: The first values of all arrays, by name, in order.
-        trained: Names of those that the optimizer trains.
-        state: Names of those that the model changes itself.
-        optimizer: Applies the gradients.
-        name: Prefix of the variables' names, as in "name/weight"; None: there is none.
+        what: Name in messages: "PSModule".
+        values: Initial values of all arrays, by name, in order.
+        trained: Names of the arrays that the optimizer trains.
+        state: Names of the arrays that the model changes itself.
+        optimizer: Optimizer that applies the gradients.
+        name: Prefix of the variables' names, as in "name/weight"; None: no prefix.
         merge: How state is merged over workers: "mean", "first" or "local".
         cast_gradients: Whether gradients of another floating dtype than their variable's are cast
-            to it. A finite number that would become infinite is an error then.
+            to it. A finite number that would become infinite is then an error.
 
     Raises:
-        ConfigurationError: An argument is none.
-        UsageError: Outside of a strategy's scope, or inside a step.
+        ConfigurationError: An argument is invalid.
+        UsageError: Outside a strategy's scope, or inside a step.
         PartitionError: An array has a dtype that variables cannot have.
     """
 
@@ -124,7 +124,7 @@ class ServedVariables(Module):
         if self._seldom:
             first = digest_of({key: values[key] for key in self._seldom})
             self._version = Variable(first, name=prefix + VERSION, dtype=np.int64, trainable=False)
-        self._global_step = get_or_create_global_step() if optimizer.synchronous else None
+        self._global_step = get_or_create_global_step() if optimizer._synchronous else None
 
     def __repr__(self) -> str:
         others = len(self._by_name) - len(self._trained)
@@ -136,10 +136,10 @@ class ServedVariables(Module):
         """Return the variable of an array.
 
         Args:
-            key: Its name in the model.
+            key: Name of the array in the model.
 
         Raises:
-            UsageError: There is none of that name.
+            UsageError: There is no array of that name.
         """
         if key not in self._by_name:
             raise UsageError(
@@ -148,21 +148,21 @@ class ServedVariables(Module):
             )
         return self._by_name[key]
 
-    def checkpoint_items(self) -> Mapping[str, Any]:
-        """Return what a checkpoint holds: "model/weight" is the array "weight" of "model"."""
+    def _checkpoint_items(self) -> Mapping[str, Any]:
+        """Return the variables of a checkpoint: "model/weight" is the array "weight" of "model"."""
         version = {} if self._version is None else {VERSION: self._version}
         return {**self._by_name, **version}
 
-    async def kept_here(self, begin: Callable[[], L]) -> L:
-        """Return what this task keeps of the model, for as long as it serves this coordinator.
+    async def _kept_here(self, begin: Callable[[], L]) -> L:
+        """Return this task's object for the model, kept while the task serves this coordinator.
 
         Args:
-            begin: Returns it, the first time; runs in a thread. It must not refer to a step's run,
-                by which the session would be kept.
+            begin: Function that makes the object the first time; runs in a thread. The object must
+                not refer to a step's run, which would keep the session.
 
         Raises:
             UsageError: Neither in a step nor within a running coordinator.
-            Exception: What ``begin`` raises.
+            Exception: An exception of ``begin``.
         """
         variable = next(iter(self._by_name.values()))
         runtime = await runtime_of(f"{self._what} {self.name!r}", variable)
@@ -173,10 +173,10 @@ class ServedVariables(Module):
         kept: L = models[key]
         return kept
 
-    def compare_keys(
+    def _compare_keys(
         self, names: Collection[str], given: Collection[str], *, strict: bool
     ) -> LoadedKeys:
-        """Return which names are missing or unknown in what is to be loaded.
+        """Return the names that are missing or unknown in a mapping to load.
 
         Raises:
             UsageError: There are some, and ``strict``.
@@ -198,19 +198,19 @@ class ServedVariables(Module):
 
     # Values.
 
-    async def pull_values(
+    async def _pull_values(
         self, seen: int | None, target_of: Callable[[str], np.ndarray] | None = None
     ) -> tuple[dict[str, np.ndarray], int | None]:
-        """Return all values that may be others than before, and the version of the frozen ones.
+        """Return all values that may have changed, and the version of the frozen ones.
 
         Args:
-            seen: The version of the frozen values that the caller has; None: it has none.
-            target_of: Returns the array into which a value is read; None: they are new ones.
+            seen: Version of the frozen values that the caller has; None: it has none.
+            target_of: Function that returns the array to read a value into; None: new arrays.
 
         Raises:
-            PsyncError: As ``psync.pull``.
+            PsyncError: See ``psync.pull``.
 
-        Cancellation: Safe; targets then hold anything.
+        Cancellation: Safe; the contents of targets are then undefined.
         """
         variables: list[AnyVariable] = [self._by_name[key] for key in self._often]
         out = None if target_of is None else [target_of(key) for key in self._often]
@@ -227,27 +227,27 @@ class ServedVariables(Module):
         values |= zip(self._seldom, await pull(rest, out=out), strict=True)
         return values, int(arrays[-1])
 
-    async def read_values(self) -> dict[str, np.ndarray]:
+    async def _read_values(self) -> dict[str, np.ndarray]:
         """Return the values of all arrays, which the caller may change.
 
         Raises:
-            PsyncError: As ``psync.pull``.
+            PsyncError: See ``psync.pull``.
 
         Cancellation: Safe.
         """
         read: dict[str, np.ndarray] = await pull(self._by_name, copy=True)
         return read
 
-    async def load_values(self, values: Mapping[str, Any]) -> None:
-        """Set arrays; what optimizers keep beside them stays.
+    async def _load_values(self, values: Mapping[str, Any]) -> None:
+        """Set arrays; the optimizer's slots stay.
 
         Args:
-            values: By name; cast within a kind to the variables' dtypes.
+            values: Arrays by name; cast within a kind to the variables' dtypes.
 
         Raises:
-            ValueMismatchError: One does not fit: nothing was changed.
-            UsageError: Inside a step, outside of a running coordinator, or an unknown name.
-            ParameterServerLost: A ps is gone.
+            ValueMismatchError: A value does not match. Nothing was changed.
+            UsageError: Inside a step, outside of a running coordinator, or a name is unknown.
+            ParameterServerLost: A ps is lost.
 
         Cancellation: Once begun, it ends in the background; steps may see some of it.
         """
@@ -264,7 +264,7 @@ class ServedVariables(Module):
 
     # Pushes.
 
-    async def push_values(
+    async def _push_values(
         self,
         gradients: Mapping[str, Any],
         before: Mapping[str, np.ndarray],
@@ -273,19 +273,20 @@ class ServedVariables(Module):
         """Merge the state that a step has changed, and push its gradients.
 
         Args:
-            gradients: By name, of trained arrays: arrays, ``IndexedSlices``, or None. Not copied.
-            before: State that is merged, as it was pulled.
-            now: What it is after the step. Copied.
+            gradients: Gradients by name, of trained arrays: arrays, ``IndexedSlices``, or None. Not
+                copied.
+            before: Merged state, as it was pulled.
+            now: The same state after the step. Copied.
 
         Returns:
-            What the optimizer's ``apply_gradients`` does.
+            The result of the optimizer's ``apply_gradients``.
 
         Raises:
-            ValueMismatchError: No gradient at all, one that does not fit, or a number that does not
-                survive the cast: nothing was pushed.
-            PsyncError: As ``apply_gradients`` of the optimizer.
+            ValueMismatchError: There is no gradient at all, a gradient does not match, or a number
+                does not survive the cast. Nothing was pushed.
+            PsyncError: See ``apply_gradients`` of the optimizer.
 
-        Cancellation: As ``apply_gradients`` of the optimizer.
+        Cancellation: See ``apply_gradients`` of the optimizer.
         """
         pairs = [(self._cast_to(key, each), self.variable(key)) for key, each in gradients.items()]
         if all(gradient is None for gradient, _ in pairs):

@@ -72,39 +72,40 @@ class _Live:
 class PSModule(ServedVariables, Generic[M]):
     """A ``torch.nn.Module`` whose parameters and buffers are variables on the ps tasks.
 
-    Made in ``strategy.scope()``, and captured by steps. The variables are called as in the
-    module's ``state_dict()``, after ``name``: "net/conv.weight". Their first values are those of
-    the module that is built here; each worker builds one of its own when it first pulls, and keeps
-    it for as long as it serves this coordinator. Nothing of a module travels but its values.
+    Make it in ``strategy.scope()``, and capture it in steps. Variables have the names of the
+    module's ``state_dict()``, after ``name``: "net/conv.weight". Their initial values are those of
+    the module built here. Each worker builds its own module when it first pulls, and keeps it while
+    it serves this coordinator. Only values of the module travel.
 
-    - Parameters that are shared ("tied") are one variable, under the first of their names.
-    - Parameters that need no gradient are frozen: they are pulled when a worker has not got them
-      yet, and when ``load_state_dict`` or a restored checkpoint has changed them. Which are, is
-      decided here: freeze them in ``build_module``. (``assign`` of a frozen variable by itself is
-      not noticed by workers that have pulled it.)
-    - Buffers that are not persistent are each worker's own, as are modes (``train()``, ``eval()``),
-      hooks, and whatever is no tensor.
-    - A module that ``torch.compile`` returned is served as the one in it. Values are written into
-      the same tensors, so that nothing is compiled again.
+    - Shared ("tied") parameters are one variable, under the first of their names.
+    - Parameters that need no gradient are frozen. A worker pulls them the first time, and when
+      ``load_state_dict`` or a restored checkpoint has changed them. The module built here decides
+      which are frozen: freeze them in ``build_module``. Workers that have pulled a frozen variable
+      do not notice a direct ``assign`` to it.
+    - Non-persistent buffers, modes (``train()``, ``eval()``), hooks, and everything that is not a
+      tensor belong to each worker.
+    - For a module returned by ``torch.compile``, the original module is served. Values are written
+      into the same tensors, so nothing is compiled again.
 
     Args:
-        build_module: Returns the module. Called once here and once on each worker, there in a
-            thread; always with the same names, shapes and dtypes. It travels with the step.
+        build_module: Function that returns the module. Called once here and once on each worker,
+            there in a thread; always with the same names, shapes and dtypes. It travels with the
+            step.
         optimizer: One of ``psync.optimizers``, or a ``SyncReplicasOptimizer``, which then counts in
             the strategy's global step. Slots live on the ps tasks.
-        name: Prefix of the variables' names, an identifier; None: there is none.
-        buffers: How buffers, such as BatchNorm's running statistics, are merged over workers:
-            "mean" of what workers push, and the largest of integers (``num_batches_tracked``);
-            "first": worker 0's; "local": each worker keeps its own, and ``state_dict`` and
-            checkpoints have those of the beginning.
-        cast_gradients: Whether gradients of f16, bf16 and f64 are cast for an f32 variable, and so
-            on. A finite number that would become infinite is an error that names the variable.
-            False: another dtype is an error.
+        name: Prefix of the variables' names, an identifier; None: no prefix.
+        buffers: How buffers, such as BatchNorm's running statistics, are merged over workers.
+            "mean": the mean of the workers' pushes, and the maximum of integers
+            (``num_batches_tracked``). "first": worker 0's. "local": each worker keeps its own, and
+            ``state_dict`` and checkpoints have the initial ones.
+        cast_gradients: Whether gradients of another floating dtype are cast to the variable's, such
+            as f16, bf16 and f64 to f32. A finite number that would become infinite is an error that
+            names the variable. False: another dtype is an error.
 
     Raises:
-        ConfigurationError: torch is not installed, an argument is none, ``build_module`` returns
-            no module, or a tensor cannot be served; names the tensor.
-        UsageError: Outside of a strategy's scope, or inside a step.
+        ConfigurationError: torch is not installed, an argument is invalid, ``build_module`` does
+            not return a module, or a tensor cannot be served; names the tensor.
+        UsageError: Outside a strategy's scope, or inside a step.
 
     Example:
         with strategy.scope():
@@ -150,27 +151,27 @@ class PSModule(ServedVariables, Generic[M]):
     async def pull(self, *, device: torch.device | str | None = None) -> M:
         """Return this task's module with the present values written into its tensors.
 
-        In a step it is the worker's, in the program the chief's: to evaluate, to export. Always the
-        same object, which the next step on this worker gets as well: a mode that a step sets stays.
-        Gradients that an earlier step has left in it, because it failed, are dropped.
+        In a step this is the worker's module, in the program the chief's: to evaluate, to export.
+        It is the same object every time, so a mode that a step sets stays for the next step on this
+        worker. Gradients left in it by a failed step are dropped.
 
-        Only variables travel that may have changed, in one round trip to each ps, into the memory
-        of tensors that are contiguous, on the CPU, and of their variable's dtype; into all others
-        they are copied.
+        Only variables that may have changed travel, in one round trip to each ps. They are read
+        directly into tensors that are contiguous, on the CPU, and of their variable's dtype; into
+        others they are copied.
 
         Args:
-            device: Where the module is moved first, by ``module.to(device)``; None: it stays where
-                it is. ``build_module`` may put it on a device as well.
+            device: Device that the module is moved to first, by ``module.to(device)``; None: it
+                stays where it is. ``build_module`` may put it on a device as well.
 
         Raises:
-            ConfigurationError: What ``build_module`` returns here has other names, shapes or dtypes
-                than what was declared, or a step has given the module others; names them.
+            ConfigurationError: The module that ``build_module`` returns here differs from the
+                declared one in names, shapes or dtypes, or a step has changed them; names them.
             UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: A ps is gone.
-            ClosureCancelled: In a step that was cancelled.
-            Exception: What ``build_module`` raises.
+            ParameterServerLost: A ps is lost.
+            ClosureCancelled: The step was cancelled.
+            Exception: An exception of ``build_module``.
 
-        Cancellation: Safe; the tensors then hold anything, until the next pull.
+        Cancellation: Safe; the contents of the tensors are then undefined until the next pull.
         """
         live = await self._live()
         tensors, puller = live.tensors, current_run()
@@ -181,7 +182,7 @@ class PSModule(ServedVariables, Generic[M]):
             tensors.drop_gradients()
         tensors.check_unchanged(f"PSModule {self.name!r}")
         written = tensors.begin_writing()
-        _, version = await self.pull_values(live.version, written.target)
+        _, version = await self._pull_values(live.version, written.target)
         if written.is_costly:
             await in_thread(written.finish)
         else:
@@ -193,27 +194,27 @@ class PSModule(ServedVariables, Generic[M]):
     async def push(self, *, keep_grad: bool = False) -> PushResult:
         """Push the gradients of this task's module, and merge its buffers.
 
-        Sent is the ``.grad`` of each parameter, as it is: dense, or sparse with one sparse
-        dimension as rows (what ``nn.Embedding(…, sparse=True)`` makes), of any strides and any
-        floating dtype. None is passed over. Then it is set to None.
+        The ``.grad`` of each parameter is sent as it is: dense, or sparse with one sparse dimension
+        as rows (from ``nn.Embedding(…, sparse=True)``), with any strides and any floating dtype. A
+        ``.grad`` of None is skipped. Afterwards it is set to None.
 
         Args:
-            keep_grad: Leave gradients in the module. They are copied then, since what is sent must
-                not change.
+            keep_grad: Whether to leave gradients in the module. They are then copied, since sent
+                arrays must not change.
 
         Returns:
-            What became of it, as of the optimizer's ``apply_gradients``. A synchronous optimizer
-            may say STALE: the gradients were too old, and are gone.
+            The result of the optimizer's ``apply_gradients``. With a synchronous optimizer it may
+            be STALE: the gradients were too old, and were dropped.
 
         Raises:
-            ValueMismatchError: There is no gradient, or one that the variable's dtype cannot hold, or
-                one of a frozen parameter. Nothing was pushed; the gradients are gone.
+            ValueMismatchError: There is no gradient, a gradient of a frozen parameter, or one that
+                the variable's dtype cannot hold. Nothing was pushed; the gradients are lost.
             UsageError: This step has not pulled.
-            ConfigurationError: The module has other tensors than it was built with, or one of
-                another shape; names them. Nothing was pushed.
-            PsyncError: As ``apply_gradients``.
+            ConfigurationError: The module has other tensors or shapes than it was built with; names
+                them. Nothing was pushed.
+            PsyncError: See ``apply_gradients``.
 
-        Cancellation: As ``apply_gradients``: a push once begun ends in the background.
+        Cancellation: A push that has begun ends in the background, as with ``apply_gradients``.
         """
         live = await self._live()
         if live.puller is not current_run():
@@ -238,55 +239,56 @@ class PSModule(ServedVariables, Generic[M]):
                     "from a later step on; requires_grad_(False) in a step freezes it for now",
                 )
         state = {key: tensors.array(key) for key in self._state.names}
-        return await self.push_values(gradients, live.state, state)
+        return await self._push_values(gradients, live.state, state)
 
     async def state_dict(self) -> OrderedDict[str, torch.Tensor]:
-        """Return the present values as the module's own ``state_dict`` has them, on the CPU.
+        """Return the present values in the form of the module's ``state_dict``, on the CPU.
 
         Tied parameters are one tensor under each of their names. Each shard is one version of
-        itself; for one instant over all of them, save a checkpoint.
+        itself; for all shards at one instant, save a checkpoint.
 
         Raises:
             UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: A ps is gone.
+            ParameterServerLost: A ps is lost.
 
         Cancellation: Safe.
         """
-        values = await self.read_values()
+        values = await self._read_values()
         made = {key: ModuleTensors.tensor_of(value) for key, value in values.items()}
         return OrderedDict((key, made[own]) for key, own in self._names.items())
 
     async def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> LoadedKeys:
-        """Set values, for all tasks: such as those of a trained model.
+        """Set values for all tasks, for example those of a trained model.
 
         Slots of the optimizer stay as they are.
 
         Args:
-            state_dict: By the names of ``state_dict()``: tensors, or arrays. Cast as torch's
-                ``load_state_dict`` does, if no number becomes infinite.
-            strict: Whether names that are missing or unknown are an error.
+            state_dict: Tensors or arrays, by the names of ``state_dict()``. Cast as by torch's
+                ``load_state_dict``, if no number becomes infinite.
+            strict: Whether missing or unknown names are an error.
 
         Returns:
-            The names that are missing or unknown.
+            The missing and the unknown names.
 
         Raises:
-            UsageError: Names differ, and ``strict``; inside a step, or outside of a running
+            UsageError: Names differ, and ``strict``; inside a step; or outside of a running
                 coordinator. Nothing was changed.
-            ValueMismatchError: A shape differs, or a dtype cannot hold the numbers. Nothing was changed.
-            ParameterServerLost: A ps is gone.
+            ValueMismatchError: A shape differs, or a dtype cannot hold the numbers. Nothing was
+                changed.
+            ParameterServerLost: A ps is lost.
 
         Cancellation: Once begun, it ends in the background.
         """
         given = {key.removeprefix("_orig_mod."): each for key, each in state_dict.items()}
-        found = self.compare_keys(self._names, given, strict=strict)
+        found = self._compare_keys(self._names, given, strict=strict)
         arrays = {
             own: ModuleTensors.array_of(given[key])
             for key, own in self._names.items()
             if key in given
         }
-        await self.load_values(arrays)
+        await self._load_values(arrays)
         return found
 
     async def _live(self) -> _Live:
@@ -299,7 +301,7 @@ class PSModule(ServedVariables, Generic[M]):
             check_same(f"PSModule {self.name!r}", self._kinds, tensors.kinds())
             return _Live(tensors)
 
-        return await self.kept_here(begin)
+        return await self._kept_here(begin)
 
     def _build(self) -> ModuleTensors:
         module = self._build_module()

@@ -92,7 +92,7 @@ class TaskCluster(ABC):
         plugins: Modules that this process and all tasks load.
 
     Raises:
-        ConfigurationError: A number is too small, or plugins are no modules.
+        ConfigurationError: A number is too small, or plugins are not modules.
     """
 
     __psync_capture_error__ = "the cluster's processes belong to the chief"
@@ -176,23 +176,22 @@ class TaskCluster(ABC):
             await resources.aclose()
 
     async def scale(self, workers: int) -> None:
-        """Change the number of workers, while a ``ClusterCoordinator`` of this cluster runs or not.
+        """Change the number of workers; a ``ClusterCoordinator`` of this cluster may be running.
 
-        Further workers are started, with the lowest indices that are free, in place of any that was
-        given up, too. A coordinator that runs takes them in: they get closures, and take part in
-        the next ``strategy.run``; see ``ClusterCoordinator.add_worker``. Those with the highest
-        indices leave in order, as by ``remove_worker``: they end the closure that they run. The
-        next strategy is made of the workers that there are then. ``adapt`` ends.
+        New workers take the lowest free indices, including those of workers that were given up. A
+        running coordinator adds them: they get closures, and take part in the next
+        ``strategy.run``; see ``ClusterCoordinator.add_worker``. Workers with the highest indices
+        leave as by ``remove_worker``, after the closure that they run. The next strategy uses the
+        workers of that time. ``adapt`` ends.
+
+        Returns when the new workers take part in the running coordinator, or could not be added
+        (the log says so), and the leaving workers have left.
 
         Args:
-            workers: How many there shall be, at least 1.
-
-        Returns:
-            When those that come take part in the coordinator that runs, or could not be taken in,
-            which its log says; and those that leave have left.
+            workers: New number of workers, at least 1.
 
         Raises:
-            ConfigurationError: It is no such number, or there are too few GPUs.
+            ConfigurationError: The number is invalid, or there are too few GPUs.
             UsageError: The cluster is not running.
             OSError: A process cannot be started.
 
@@ -218,21 +217,22 @@ class TaskCluster(ABC):
         interval: float = 1.0,
         wait_count: int = 3,
     ) -> None:
-        """Let the number of workers follow the queue, from now on until ``scale`` or ``stop``.
+        """Let the number of workers follow the queue, until ``scale`` or ``stop``.
 
-        There are as many workers as do within ``target_duration`` what is queued and running, by
-        the mean duration of closures, but no more than there are closures. More come at once; fewer
-        stay only when several looks in a row asked for fewer, and those leave in order.
+        The number is chosen so that the queued and running closures would take ``target_duration``,
+        given the mean duration of closures; it does not exceed the number of closures. New workers
+        start immediately. Workers leave in order, and only when several checks in a row ask for
+        fewer.
 
         Args:
-            minimum: Of workers, at least 1.
-            maximum: Of workers.
-            target_duration: In seconds.
-            interval: Seconds between two looks.
-            wait_count: So many looks in a row have to ask for fewer before any leaves.
+            minimum: Minimum number of workers, at least 1.
+            maximum: Maximum number of workers.
+            target_duration: Target duration in seconds.
+            interval: Seconds between two checks.
+            wait_count: Number of checks in a row that must ask for fewer workers before any leaves.
 
         Raises:
-            ConfigurationError: One of them is out of range, or there are too few GPUs.
+            ConfigurationError: An argument is out of range, or there are too few GPUs.
             UsageError: The cluster is not running.
 
         Example:

@@ -198,7 +198,7 @@ async def join(
 
     Raises:
         ConfigurationError, ConnectFailed, AuthenticationError, RemoteProtocolError: It cannot join.
-        TrainingEnded: As ``serve``.
+        TrainingEnded: As ``run_task``.
 
     Cancellation: It leaves, without ending what it runs.
     """

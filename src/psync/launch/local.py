@@ -17,35 +17,37 @@ from psync.testing import MemoryNetwork
 class LocalCluster(TaskCluster):
     """ps and worker tasks on this machine; this process is the chief.
 
-    An async context manager; inside, ``ParameterServerStrategy()`` is a strategy of this cluster.
-    With processes, each task is a real process with a secret of
-    its own making; one that died is started again, three times a minute. A ps comes back
-    empty. They import what lies beside this program's script, as it does. Without, all tasks run
-    in this process and on this loop, joined by memory instead of sockets.
+    An async context manager; inside, ``ParameterServerStrategy()`` uses this cluster.
+
+    - With processes, each task is a real process. The cluster makes its own secret. A task that
+      dies restarts, up to three times a minute; a ps comes back empty. Tasks can import modules
+      next to this program's script, as the script can.
+    - Without processes, all tasks run in this process and on this loop, connected by memory instead
+      of sockets.
 
     Args:
         num_ps: Number of ps tasks, at least 1.
         num_workers: Number of workers, at least 1.
-        processes: Whether tasks are processes of their own.
-        max_restarts: How often a minute each worker and each ps may be started again. One that dies
-            once more is given up, and a ``ClusterCoordinator`` does not wait for it: when the last
+        processes: Whether tasks are separate processes.
+        max_restarts: Number of restarts per minute of each worker and each ps. A task that dies
+            once more is given up, and a ``ClusterCoordinator`` does not wait for it. When the last
             worker is given up, ``join`` raises WorkerLost; for a ps, ParameterServerLost.
-        network: Joins the tasks of a cluster without processes, in place of one that delivers
-            at once: ``psync.testing.MemoryNetwork(seed=7, latency=(0.001, 0.01))`` delays, cuts
+        network: Network of the tasks of a cluster without processes, instead of one that delivers
+            immediately: ``psync.testing.MemoryNetwork(seed=7, latency=(0.001, 0.01))`` delays, cuts
             and checks. With ``psync.testing.run_virtual`` such a test takes no real time.
-        security: Whether connections between the processes have TLS, with certificates that are
-            made for this cluster and removed with it (``pip install 'psync[tls]'``). Without, they
-            have it if the environment names certificates.
-        gpus_per_worker: GPUs that each worker process sees, out of those that this one does, and
-            none of which another worker sees; ps tasks see none. 0: nor do workers. None: all
-            tasks see what this process does.
-        plugins: Modules with rules of your own, which this process and all tasks load; see
+        security: Whether connections between the processes use TLS, with certificates that are made
+            for this cluster and removed with it (``pip install 'psync[tls]'``). If False, they use
+            TLS if the environment names certificates.
+        gpus_per_worker: Number of GPUs that each worker process sees, out of those that this
+            process sees. Workers share no GPU, and ps tasks see none. 0: workers see none either.
+            None: all tasks see the same GPUs as this process.
+        plugins: Modules with custom rules, which this process and all tasks load; see
             ``psync.rules``.
 
     Raises:
-        ConfigurationError: If a number is too small, processes are given a network, tasks
-            without processes security or GPUs, or plugins are no modules. From ``start``: if
-            certificates cannot be made or used, there are fewer GPUs, or a plugin cannot be
+        ConfigurationError: A number is too small; processes are given a network; tasks without
+            processes are given security or GPUs; or plugins are not modules. From ``start``:
+            certificates cannot be made or used, there are too few GPUs, or a plugin cannot be
             imported.
 
     Example:

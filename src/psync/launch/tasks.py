@@ -1,4 +1,4 @@
-"""Running a process as its task: ``run`` for scripts, ``serve`` for ps and workers."""
+"""Running a process as its task: ``run`` for scripts, ``run_task`` for ps and workers."""
 
 from __future__ import annotations
 
@@ -81,38 +81,43 @@ def run(
     on_workers: bool = False,
     evaluator: Callable[[], Awaitable[Any]] | None = None,
 ) -> T:
-    """Run this process as the task that the cluster says it is.
+    """Run this process as its task in the cluster.
 
-    On the chief: run ``main()`` to its end, then tell ps and worker tasks to exit (under
-    ``psync run`` the launcher does that). On a ps or worker: serve until told to stop, then
-    exit with code 0; nothing after this call runs there. On an evaluator, likewise, run
-    ``evaluator()`` to its end; it takes no part in training, and needs no secret.
+    - On the chief: run ``main()`` to its end, then tell ps and worker tasks to exit (under ``psync
+      run`` the launcher does that).
+    - On a ps or worker: serve until told to stop, then exit with code 0; code after this call does
+      not run there.
+    - On an evaluator: run ``evaluator()`` to its end, then exit with code 0. It takes no part in
+      training, and needs no secret.
+
+    Exit codes other than 0, with the reason instead of a traceback on stderr for 1 and 2:
+
+    - 2: the set-up is wrong. The cluster's description or an option is invalid, there is no secret
+      or a different one, an address is taken, a plugin cannot be imported, or a task is missing or
+      is another one. This applies until a coordinator or session has started; the other tasks then
+      keep waiting for a chief.
+    - 1: no chief comes, on a task that serves; no task trains, on an evaluator (both:
+      ``PSYNC_CHIEF_TIMEOUT``); or training has ended early, for example because the chief was lost,
+      where ``main`` runs on workers.
+    - 130 after Ctrl-C and 143 after SIGTERM, which cancel ``main``.
 
     Args:
         main: Coroutine function without arguments: the training program.
-        resolver: Says who is in the cluster, and which task this process is. Default: what
-            ``psync.resolve_cluster()`` finds, as under ``psync run``, SLURM and Kubernetes.
-        on_workers: Whether workers run ``main()``, too, instead of serving a coordinator: for
-            programs that train in a ``MonitoredTrainingSession``. A worker then exits by itself.
-            In a cluster without a chief, worker 0 tells the ps tasks to exit.
-        evaluator: Coroutine function without arguments, which runs where the task type is
-            ``evaluator``: as a rule a ``SidecarEvaluator``. SIGTERM ends it with code 0.
+        resolver: Resolver that describes the cluster and this process's task. Default: the result
+            of ``psync.resolve_cluster()``, as under ``psync run``, SLURM and Kubernetes.
+        on_workers: Whether workers run ``main()`` as well instead of serving a coordinator: for
+            programs that train in a ``MonitoredTrainingSession``. A worker then exits
+            automatically. In a cluster without a chief, worker 0 tells the ps tasks to exit.
+        evaluator: Coroutine function without arguments, which runs if the task type is
+            ``evaluator``: usually a ``SidecarEvaluator``. SIGTERM ends it with code 0.
 
     Returns:
-        What ``main`` returned.
+        The result of ``main``.
 
     Raises:
-        SystemExit: Where a task serves (code 0). With code 2, and the reason instead of a
-            traceback on stderr, where the set-up is wrong: the cluster's description or an option,
-            there is no secret or another one, an address is taken, a plugin cannot be imported, a
-            task is not there or is another one. That is so until a coordinator or session has
-            started, and the other tasks then go on waiting for a chief. Likewise with code 1 where
-            a task serves and no chief comes, or an evaluator sees nobody train
-            (``PSYNC_CHIEF_TIMEOUT``), and where ``main`` runs on workers and training has ended
-            before its time, as when the chief was lost. With code 130 after Ctrl-C and 143 after
-            SIGTERM, which cancel ``main``.
-        Exception: What else ``main`` raised, and all that it raised once a coordinator or session
-            had started. The other tasks are told to exit.
+        SystemExit: The process exits with one of the codes above.
+        Exception: Other errors of ``main``, and all its errors once a coordinator or session has
+            started. The other tasks are told to exit.
 
     Example:
         if __name__ == "__main__":
@@ -244,16 +249,18 @@ def _evaluate(
     return evaluate
 
 
-async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = False) -> None:
-    """Serve as the ps or worker that the cluster says this process is, until told to stop.
+async def run_task(resolver: ClusterResolver | None = None, *, insecure: bool = False) -> None:
+    """Serve as this process's ps or worker task in the cluster, until told to stop.
 
     Args:
-        resolver: Default: what ``psync.resolve_cluster()`` finds.
+        resolver: Resolver that describes the cluster; default: the result of
+            ``psync.resolve_cluster()``.
         insecure: Whether to serve without a secret, to everybody who can reach the address.
 
     Raises:
-        ConfigurationError: This process is neither; no secret; the address is taken; a plugin
-            (``PSYNC_PLUGINS``, entry points ``psync.plugins``) cannot be imported.
+        ConfigurationError: This process is neither ps nor worker; there is no secret; the address
+            is taken; or a plugin (``PSYNC_PLUGINS``, entry points ``psync.plugins``) cannot be
+            imported.
         TrainingEnded: No chief has come for too long (``PSYNC_CHIEF_TIMEOUT``).
 
     Cancellation: Updates that have begun are finished, then everything is closed.
@@ -264,17 +271,17 @@ async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = Fal
 
 
 def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -> int:
-    """Do ``serve`` in this process until a message or SIGTERM says stop; for ``psync task``.
+    """Do ``run_task`` in this process until a message or SIGTERM says stop; for ``psync task``.
 
     Returns:
         The exit code.
 
     Args:
-        insecure: As ``serve``.
+        insecure: As ``run_task``.
         chief_timeout: In place of ``PSYNC_CHIEF_TIMEOUT``.
 
     Raises:
-        ConfigurationError, TrainingEnded: As ``serve``.
+        ConfigurationError, TrainingEnded: As ``run_task``.
     """
     own = own_task(None)
     watch_launcher()
@@ -322,19 +329,19 @@ async def serve_as(
     chief_timeout: str | None = None,
     awaited: str = "",
 ) -> int:
-    """Do ``serve`` as a task that is known already; return the exit code.
+    """Do ``run_task`` as a task that is known already; return the exit code.
 
     Args:
         own: The task.
-        insecure: As ``serve``.
+        insecure: As ``run_task``.
         shared: Whether this process runs the program's script.
         chief_timeout: In place of ``PSYNC_CHIEF_TIMEOUT``.
         awaited: What to say every ten seconds while there is no chief.
 
     Raises:
-        ConfigurationError, TrainingEnded: As ``serve``.
+        ConfigurationError, TrainingEnded: As ``run_task``.
 
-    Cancellation: As ``serve``.
+    Cancellation: As ``run_task``.
     """
     if own.job not in ("ps", "worker"):
         raise ConfigurationError(

@@ -1,7 +1,7 @@
 """Cluster resolvers: the cluster's tasks and this process's own, from TF_CONFIG or arguments.
 
 A resolver has TensorFlow's interface, so that programs keep theirs. What it says is checked by
-``training_cluster``, which the strategy and ``serve`` call before anything is connected: a wrong
+``training_cluster``, which the strategy and ``run_task`` call before anything is connected: a wrong
 ``TF_CONFIG`` is one line that names the field, not a job that waits.
 """
 
@@ -26,16 +26,18 @@ T = TypeVar("T")
 
 
 class ClusterResolver(ABC):
-    """What every resolver answers: the cluster, and this process's place in it.
+    """Base class of resolvers: a description of the cluster, and of this process's place in it.
 
     A subclass defines ``cluster_spec``, and ``task_type`` and ``task_id`` unless they are assigned.
-    Answers may change from call to call. What was given or assigned wins over what the source says.
+    Results may change from call to call. Values passed to the constructor or assigned win over
+    those of the source.
 
-    Source: TensorFlow ``tf.distribute.cluster_resolver.ClusterResolver``. psync computes where the
-    user's array library does, so resolvers look for no accelerators.
+    Source: TensorFlow ``tf.distribute.cluster_resolver.ClusterResolver``. Resolvers do not detect
+        accelerators, since the user's array library chooses where to compute.
     """
 
-    source: ClassVar[str] = "cluster resolver"  # where the answers come from, for messages
+    source: ClassVar[str] = "cluster resolver"
+    """Where the answers come from, for messages."""
 
     # Given to the constructor or assigned; None: as the source says.
     _task_type: str | None = None
@@ -72,7 +74,7 @@ class ClusterResolver(ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """What ``master`` puts before an address, as in ``grpc://host:port``. May be assigned."""
+        """Prefix of the addresses of ``master``, as in ``grpc://host:port``. May be assigned."""
         return self._said("rpc_layer") if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
@@ -88,12 +90,12 @@ class ClusterResolver(ABC):
         """Return the address of a task.
 
         Args:
-            task_type: Its job; None: that of this process.
-            task_id: Its index; None: that of this process.
-            rpc_layer: Put before the address; None: the resolver's ``rpc_layer``.
+            task_type: Job of the task; None: that of this process.
+            task_id: Index of the task; None: that of this process.
+            rpc_layer: Prefix of the address; None: the resolver's ``rpc_layer``.
 
         Raises:
-            ConfigurationError: If the cluster has no such task, or none is given and this process
+            ConfigurationError: The cluster has no such task; or no task is given and this process
                 is not one.
         """
         rpc_layer = rpc_layer or self.rpc_layer
@@ -115,14 +117,14 @@ class ClusterResolver(ABC):
 
     @property
     def environment(self) -> str:
-        """What the launcher calls the surroundings (``cloud``), or an empty string."""
+        """The launcher's name of the environment (``cloud``), or an empty string."""
         known = self._said("environment") if self._environment is None else self._environment
         return known or ""
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Return the number of accelerators by kind: none, unless the resolver was told."""
+        """Return the number of accelerators by kind: empty, unless they were given."""
         return dict(self._num_accelerators)
 
 
@@ -197,15 +199,15 @@ class SimpleClusterResolver(ClusterResolver):
 
     Args:
         cluster_spec: The cluster.
-        master: What ``master()`` returns when no task is given, or only its job or index.
+        master: Result of ``master()`` when no task is given, or only its job or index.
         task_type: Job of this process, or None.
-        task_id: Its index, or None.
-        environment: What ``environment`` returns.
-        num_accelerators: What ``num_accelerators()`` returns.
-        rpc_layer: What ``master()`` puts before addresses.
+        task_id: Index of this process, or None.
+        environment: Value of ``environment``.
+        num_accelerators: Result of ``num_accelerators()``.
+        rpc_layer: Prefix of the addresses that ``master()`` returns.
 
     Raises:
-        TypeError: If ``cluster_spec`` is no ClusterSpec or ``master`` no str.
+        TypeError: ``cluster_spec`` is not a ClusterSpec, or ``master`` is not a str.
 
     Source: TensorFlow ``SimpleClusterResolver``.
     """
@@ -237,7 +239,7 @@ class SimpleClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the cluster given to the constructor."""
+        """Return the cluster passed to the constructor."""
         return self._cluster_spec
 
     def _known_master(self, is_task_given: bool, rpc_layer: str | None) -> str | None:
@@ -245,31 +247,31 @@ class SimpleClusterResolver(ClusterResolver):
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """The cluster that the environment variable ``TF_CONFIG`` describes.
+    """A cluster that the environment variable ``TF_CONFIG`` describes.
 
-    ``{"cluster": {job: [address, …] or {index: address}}, "task": {"type": …, "index": …}}``, and
-    optionally ``rpc_layer``, ``session_master`` and ``environment``. Other fields are ignored; the
-    job ``master`` is the older name of ``chief``, and is given as ``chief``.
+    The variable is ``{"cluster": {job: [address, …] or {index: address}}, "task": {"type": …,
+    "index": …}}``, and optionally ``rpc_layer``, ``session_master`` and ``environment``. Other
+    fields are ignored. The job ``master``, the older name of ``chief``, is returned as ``chief``.
 
-    ``master()`` returns ``session_master`` as it stands, for every task; and an empty string where
-    there is no cluster, or one that is a single task.
+    ``master()`` returns ``session_master`` unchanged, for every task. It returns an empty string if
+    there is no cluster, or if the cluster is a single task.
 
-    The variable is read again at every access. What was given to the constructor wins over it, and
-    what is assigned to ``task_type``, ``task_id`` or ``rpc_layer`` wins over both.
+    The variable is read again at every access. Values passed to the constructor win over it, and
+    values assigned to ``task_type``, ``task_id`` or ``rpc_layer`` win over both.
 
     Args:
         task_type: Job of this process, instead of the variable's.
-        task_id: Its index, instead of the variable's.
-        rpc_layer: What ``master()`` puts before addresses, instead of the variable's.
-        environment: What ``environment`` returns, instead of the variable's.
-        environ: Where ``TF_CONFIG`` is looked up; None: the environment of this process.
+        task_id: Index of this process, instead of the variable's.
+        rpc_layer: Prefix of the addresses that ``master()`` returns, instead of the variable's.
+        environment: Value of ``environment``, instead of the variable's.
+        environ: Mapping in which ``TF_CONFIG`` is looked up; None: the environment of this process.
 
     Raises:
-        ConfigurationError: From every access, not from the constructor, if the variable is set and
-            malformed. The message names the field.
+        ConfigurationError: The variable is set and malformed. Raised by every access, not by the
+            constructor; the message names the field.
 
-    Source: TensorFlow ``TFConfigClusterResolver``; there a malformed field surfaces where it is
-    used, as whatever error that gives.
+    Source: TensorFlow ``TFConfigClusterResolver``; there a malformed field causes arbitrary errors
+        where it is used.
     """
 
     source = "TF_CONFIG"
@@ -290,7 +292,7 @@ class TFConfigClusterResolver(ClusterResolver):
         self._environ = os.environ if environ is None else environ
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the cluster of ``TF_CONFIG``, evaluators included; empty if it has none."""
+        """Return the cluster of ``TF_CONFIG``, including evaluators; empty if it has none."""
         cluster = _in(self._config(), "cluster", dict, "an object") or {}
         try:
             return with_chief(ClusterSpec(cluster))
@@ -301,7 +303,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str | None:
-        """Job of this process; None if nothing tells it. May be assigned."""
+        """Job of this process; None if it is unknown. May be assigned."""
         kind = super().task_type
         return "chief" if kind == "master" else kind
 

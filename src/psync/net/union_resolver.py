@@ -11,23 +11,24 @@ from psync.net.resolvers import ClusterResolver
 
 
 class UnionClusterResolver(ClusterResolver):
-    """The jobs of several resolvers as one cluster; all else is as the first of them says.
+    """The jobs of several resolvers as one cluster; everything else comes from the first resolver.
 
-    A job that several describe as lists has the tasks of all, one list after the other. Where one
-    of them gives indices, all do (a list counts from 0), and each index may be there once.
+    If several resolvers describe a job as lists, it has the tasks of all, in the order of the
+    resolvers. If one of them gives indices, all do (a list counts from 0), and each index may occur
+    once.
 
     Args:
-        cluster_resolvers: At least one, in order.
+        cluster_resolvers: Resolvers, at least one, in order.
         task_type: Job of this process, instead of the first resolver's.
-        task_id: Its index, instead of the first resolver's; 0 too.
-        rpc_layer: What ``master()`` puts before addresses, instead of the first resolver's.
+        task_id: Index of this process, instead of the first resolver's, including 0.
+        rpc_layer: Prefix of the addresses that ``master()`` returns, instead of the first
+            resolver's.
 
     Raises:
-        ConfigurationError: If no resolver is given, or an argument that there is not.
-        TypeError: If one is no ClusterResolver.
+        ConfigurationError: No resolver is given, or an argument is unknown.
+        TypeError: An argument is not a ClusterResolver.
 
-    Source: TensorFlow ``UnionResolver``; there an override with 0 or an empty text is passed
-        over.
+    Source: TensorFlow ``UnionResolver``; there an override with 0 or an empty text is ignored.
     """
 
     source = "UnionClusterResolver"
@@ -62,9 +63,9 @@ class UnionClusterResolver(ClusterResolver):
         """Return the jobs of all resolvers.
 
         Raises:
-            DuplicateTaskError: If two give the same index of a job; also a KeyError.
-            ConfigurationError: If they give one address to two tasks.
-            Exception: What a resolver raises.
+            DuplicateTaskError: Two resolvers give the same index of a job; also a KeyError.
+            ConfigurationError: Two tasks have one address.
+            Exception: An exception of a resolver.
         """
         descriptions = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
         merged: dict[str, Any] = {}
@@ -85,7 +86,7 @@ class UnionClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Return what the first resolver does."""
+        """Return the result of the first resolver."""
         return self._resolvers[0].num_accelerators(task_type, task_id)
 
 

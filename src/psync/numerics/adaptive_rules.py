@@ -28,16 +28,16 @@ _EXP2 = [*accumulate(range(1, 15), lambda term, k: term * _LN2 / k, initial=1.0)
 
 
 def power(base: np.ndarray, exponent: float, out: np.ndarray) -> None:
-    """Compute ``base ** exponent`` in float64, of numbers that are not negative.
+    """Compute ``base ** exponent`` in float64 for numbers that are not negative.
 
-    By elementary operations, whose bits are the same on every CPU; those of ``np.power`` differ,
-    and with them a backup that runs on another machine. Rounding errors are below those of
+    It uses elementary operations, whose bits are the same on every CPU. Those of ``np.power``
+    differ, and so would a backup ps on another machine. Rounding errors are below those of
     ``np.power`` for float32, and a few units in the last place for float64.
 
     Args:
-        base: 1-D, floating.
-        exponent: At least 0.
-        out: Of the same shape and dtype.
+        base: Array, 1-D, floating.
+        exponent: Number of at least 0.
+        out: Array of the same shape and dtype.
     """
     if not exponent:
         out.fill(1.0)
@@ -69,17 +69,17 @@ def _polynomial(coefficients: Sequence[float], x: np.ndarray) -> np.ndarray:
 
 @dataclass(eq=False)
 class Adagrad(UpdateRule):
-    """Divides by the root of the sum of all squared gradients.
+    """Gradient descent scaled by the root of the sum of squared gradients.
 
     ``accumulator += g * g`` and ``w -= lr * g / sqrt(accumulator + epsilon)``.
 
     Args:
         learning_rate: A number or a schedule.
-        initial_accumulator_value: What the accumulator begins with, at least 0.
-        epsilon: At least 0.
+        initial_accumulator_value: First value of the accumulator, at least 0.
+        epsilon: Number of at least 0.
 
     Raises:
-        ConfigurationError: If an argument is out of range.
+        ConfigurationError: An argument is out of range.
 
     Source: Duchi et al., 2011; ``keras.optimizers.Adagrad``.
     """
@@ -105,20 +105,20 @@ class Adagrad(UpdateRule):
 
 @dataclass(eq=False)
 class Adadelta(UpdateRule):
-    """Steps in the unit of the parameter, by the sizes of gradients and of steps so far.
+    """Gradient descent scaled by moving averages of squared gradients and squared updates.
 
     ``accumulated_grad = rho * accumulated_grad + (1 - rho) * g * g``,
     ``delta = sqrt(accumulated_delta_var + epsilon) * g / sqrt(accumulated_grad + epsilon)``,
     ``accumulated_delta_var = rho * accumulated_delta_var + (1 - rho) * delta * delta``, and
-    ``w -= lr * delta``.
+    ``w -= lr * delta``. Updates have the unit of the parameter.
 
     Args:
-        learning_rate: A number or a schedule; 1 is the paper's.
+        learning_rate: A number or a schedule; the paper uses 1.
         rho: Decay of both averages, in [0, 1].
-        epsilon: At least 0.
+        epsilon: Number of at least 0.
 
     Raises:
-        ConfigurationError: If an argument is out of range.
+        ConfigurationError: An argument is out of range.
 
     Source: Zeiler, 2012; ``keras.optimizers.Adadelta``.
     """
@@ -149,7 +149,7 @@ class Adadelta(UpdateRule):
 
 @dataclass(eq=False)
 class RMSprop(UpdateRule):
-    """Divides by the root of a moving average of squared gradients.
+    """Gradient descent scaled by the root of a moving average of squared gradients.
 
     ``velocity = rho * velocity + (1 - rho) * g * g``; ``d = velocity``, or if ``centered``
     ``average_gradient = rho * average_gradient + (1 - rho) * g`` and
@@ -159,12 +159,12 @@ class RMSprop(UpdateRule):
     Args:
         learning_rate: A number or a schedule.
         rho: Decay of the averages, in [0, 1].
-        momentum: In [0, 1]; 0 needs no slot.
-        epsilon: At least 0.
-        centered: Whether to divide by the deviation instead of the size.
+        momentum: Number in [0, 1]; 0 needs no slot.
+        epsilon: Number of at least 0.
+        centered: Whether to divide by the standard deviation of gradients instead of their size.
 
     Raises:
-        ConfigurationError: If an argument is out of range.
+        ConfigurationError: An argument is out of range.
 
     Source: Hinton, 2012; Graves, 2013, for the centered form; ``keras.optimizers.RMSprop``.
     """
@@ -176,7 +176,7 @@ class RMSprop(UpdateRule):
     centered: bool = False
 
     def own_slots(self) -> tuple[str, ...]:
-        """Return "velocity", "momentum" if there is one, "average_gradient" if centered."""
+        """Return "velocity", "momentum" if momentum is not 0, "average_gradient" if centered."""
         wanted = (True, self.momentum, self.centered)
         names = ("velocity", "momentum", "average_gradient")
         return tuple(name for name, needed in zip(names, wanted, strict=True) if needed)
@@ -210,27 +210,29 @@ class RMSprop(UpdateRule):
 
 @dataclass(eq=False)
 class Ftrl(UpdateRule):
-    """Follow the regularized leader: keeps elements at 0 whose gradients are small.
+    """Follow the regularized leader, for sparse models: elements with small gradients stay 0.
 
-    With ``p = -learning_rate_power``, ``l1``, ``l2`` and ``shrinkage`` the strengths:
+    With ``p = -learning_rate_power``, and the strengths as ``l1``, ``l2`` and ``shrinkage``:
     ``new = accumulator + g * g``,
     ``linear += g + 2 * shrinkage * w - (new ** p - accumulator ** p) / lr * w``,
     ``w = (clip(linear, -l1, l1) - linear) / (new ** p / lr + 2 * l2 + beta / lr)``, and
-    ``accumulator = new``. At a learning rate of 0 nothing moves; what never had a gradient is 0.
+    ``accumulator = new``. At a learning rate of 0 nothing changes. Elements that never had a
+    gradient are 0.
 
     Args:
         learning_rate: A number or a schedule.
-        learning_rate_power: At most 0; 0 is a learning rate that does not fall.
-        initial_accumulator_value: At least 0.
-        l1_regularization_strength: At least 0.
-        l2_regularization_strength: At least 0.
-        l2_shrinkage_regularization_strength: At least 0; a penalty on the size of the parameter.
-        beta: At least 0; the paper's.
+        learning_rate_power: Number of at most 0; at 0 the learning rate does not decay.
+        initial_accumulator_value: Number of at least 0.
+        l1_regularization_strength: Number of at least 0.
+        l2_regularization_strength: Number of at least 0.
+        l2_shrinkage_regularization_strength: Number of at least 0; a penalty on the size of the
+            parameter.
+        beta: Number of at least 0; the paper's beta.
 
     Raises:
-        ConfigurationError: If an argument is out of range.
+        ConfigurationError: An argument is out of range.
 
-    Source: McMahan et al., 2013; ``keras.optimizers.Ftrl``, where both of these are NaN.
+    Source: McMahan et al., 2013; ``keras.optimizers.Ftrl``, which gives NaN in the last two cases.
     """
 
     name = "ftrl"

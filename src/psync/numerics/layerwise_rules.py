@@ -1,8 +1,9 @@
 """Layer-wise update rules (Lamb), which scale an update by norms over the whole variable.
 
-A variable may lie on several ps tasks, so its norms are found in two passes: ``measure`` gives
-the sums of squares of each piece and changes nothing, ``trust_ratio`` makes one number of the
-sums of all pieces, and ``apply`` takes that. ``apply`` without it takes its arrays for the whole.
+A variable may be spread over several ps tasks, so its norms take two passes. ``measure`` returns
+the sums of squares of each piece and changes nothing. ``trust_ratio`` combines the sums of all
+pieces into one number, and ``apply`` takes that number. Without it, ``apply`` treats its arrays as
+the whole variable.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ sums are added without rounding (``math.fsum``), so neither chunks nor the block
 are multiples of it, show in a norm."""
 
 Measured = tuple[np.ndarray, np.ndarray, Arrays]
-"""What is measured: param, grad, slots."""
+"""Arrays to measure: param, grad, slots."""
 
 Sums = tuple[float, float]
-"""Of squares, of a parameter and of its update."""
+"""Sums of squares of a parameter and of its update."""
 
 
 @dataclass(slots=True, eq=False)
 class Measurement:
-    """Measures the update of one variable, or of one shard, part after part.
+    """The norms of the update of one variable or shard, measured part by part.
 
     Args:
-        rule: Whose update it is.
-        decay: Of the weights, before it.
-        t: Its number, from 1.
+        rule: Rule of the update.
+        decay: Weight decay before the update.
+        t: Number of the update, from 1.
         scratch: Work space.
     """
 
@@ -47,7 +48,7 @@ class Measurement:
     _sums: list[Sums] = field(default_factory=list)
 
     def add(self, param: np.ndarray, grad: np.ndarray, slots: Arrays) -> None:
-        """Measure a part; all but the last one are multiples of ``PIECE`` long."""
+        """Measure a part; the length of all parts except the last is a multiple of ``PIECE``."""
         with np.errstate(all="ignore"):
             for start in range(0, param.size, PIECE):
                 piece = slice(start, start + PIECE)
@@ -73,7 +74,7 @@ class Measurement:
 
 
 class LayerwiseRule(UpdateRule):
-    """Base of rules whose learning rate is multiplied by a trust ratio of each variable."""
+    """Base of rules that multiply the learning rate by a trust ratio of each variable."""
 
     takes_norms = True
 
@@ -82,25 +83,25 @@ class LayerwiseRule(UpdateRule):
         self, grad: np.ndarray, slots: Arrays, out_slots: Arrays, t: int, out: np.ndarray,
         temp: np.ndarray,
     ) -> None:  # fmt: skip
-        """Compute the update number ``t`` that is to be scaled, and the slots.
+        """Compute the unscaled update number ``t`` and the slots.
 
         Args:
-            grad: As ``prepared`` returns it.
-            slots: One array per name of ``own_slots()``.
-            out_slots: Where their new values go.
-            t: From 1.
-            out: Where the update goes.
+            grad: Gradient as returned by ``prepared``.
+            slots: Arrays, one per name of ``own_slots()``.
+            out_slots: Arrays for the new slots.
+            t: Number of the update, from 1.
+            out: Array for the update.
             temp: Scratch memory.
         """
 
     def check_rows(self, what: str) -> None:
-        """Raise: a norm is of all rows."""
+        """Raise, because a norm needs all rows."""
         raise self._needs_all_rows(what, "scales updates by a norm over the whole variable")
 
     def measurement(self, step: int, scratch: Scratch) -> Measurement:
-        """Return what measures an update without making it; ``step`` and scratch as for ``apply``.
+        """Return an object that measures an update without applying it; see ``apply``.
 
-        While it is used, the scratch memory may be used by others in between.
+        Others may use the scratch memory between its calls.
         """
         decay = self.learning_rate(step) * (self.options.weight_decay or 0.0)
         return Measurement(self, decay, self.iteration(step) + 1, scratch)
@@ -109,10 +110,10 @@ class LayerwiseRule(UpdateRule):
         """Return the sums of squares of the decayed parameter and of its update, in float64.
 
         Args:
-            parts: Each as for ``apply``; nothing of them is changed. The next one is asked for
-                when the one before is done.
-            step: As for ``apply``.
-            scratch: As for ``apply``.
+            parts: Parts as for ``apply``, which are not changed. Each one is requested when the
+                previous one is done.
+            step: See ``apply``.
+            scratch: See ``apply``.
         """
         measurement = self.measurement(step, scratch)
         for param, grad, slots in parts:
@@ -121,10 +122,10 @@ class LayerwiseRule(UpdateRule):
 
     @staticmethod
     def trust_ratio(sums: Iterable[Sums]) -> float:
-        """Return the norm of a variable through that of its update; 1 if one of them is 0.
+        """Return the norm of a variable divided by that of its update; 1 if one of them is 0.
 
         Args:
-            sums: What ``measure`` gave for each piece of the variable.
+            sums: Results of ``measure`` for all pieces of the variable.
 
         Source: You et al., 2019, with the identity as phi; ``keras.optimizers.Lamb``.
         """
@@ -137,7 +138,7 @@ class LayerwiseRule(UpdateRule):
     def apply_all(
         self, parts: Iterable[Part], step: int, scratch: Scratch, ratio: float | None = None
     ) -> None:
-        """As ``UpdateRule.apply_all``; without a ratio each part is taken for a whole variable."""
+        """Call ``apply`` for many parts; without a ratio, each part is a whole variable."""
         for part in parts:
             param, grad, slots, *_ = part
             of_part = ratio
@@ -147,13 +148,13 @@ class LayerwiseRule(UpdateRule):
 
 
 class Lamb(LayerwiseRule, MomentRule):
-    """Adam whose update of each variable is as long as the variable, times the learning rate.
+    """Adam with updates scaled to the norm of each variable, times the learning rate.
 
-    Moments ``m`` and ``v`` as Adam's; ``u = m_hat / (sqrt(v_hat) + epsilon)`` with
+    Moments ``m`` and ``v`` are Adam's. ``u = m_hat / (sqrt(v_hat) + epsilon)`` with
     ``m_hat = m / (1 - beta_1 ** t)`` and ``v_hat = v / (1 - beta_2 ** t)``; then
-    ``w -= lr * |w| / |u| * u``, where a ratio of which one norm is 0 counts as 1.
+    ``w -= lr * |w| / |u| * u``, where the ratio is 1 if one of the norms is 0.
 
-    Args and Raises: As for ``MomentRule``.
+    Args and Raises: See ``MomentRule``.
 
     Source: You et al., 2019; ``keras.optimizers.Lamb``.
     """

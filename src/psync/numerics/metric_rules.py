@@ -1,11 +1,11 @@
 """Metric formulas: the sums that a batch adds, and the value of the sums.
 
-A metric is a vector of float64 sums. ``contribution`` turns a batch into what it adds, ``result``
-turns the sums into the value. So the sums of any number of workers can be added in any order, and a
-batch that is counted once is counted once.
+A metric is a vector of float64 sums. ``contribution`` computes the addend of a batch, and
+``result`` computes the value from the sums. The sums of any number of workers can therefore be
+added in any order, and each batch counts once.
 
-Source: ``keras.metrics`` of Keras 3, whose weights, averages and formulas these are. There sums are
-float32, in which a count stops at 16,777,216.
+Source: ``keras.metrics`` of Keras 3, for weights, averages and formulas. Its sums are float32, in
+which a count stops at 16,777,216.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ EDGE = 1e-7
 
 
 class MetricRule(ABC):
-    """How a metric is computed."""
+    """Computation of a metric: the contribution of a batch, and the value of the sums."""
 
     name: ClassVar[str]  # for messages, and of the metric by default
     takes: ClassVar[tuple[str, ...]] = ("y_true", "y_pred")  # what a batch is
     shape: tuple[int, ...]  # of the sums
 
     def contribution(self, *batch: Any, sample_weight: Any = None) -> np.ndarray:
-        """Return what a batch adds to the sums.
+        """Return a batch's contribution to the sums.
 
         Args:
-            batch: As ``takes`` says.
-            sample_weight: Of each example, or of each value; None: 1.
+            batch: Arrays, as ``takes`` describes.
+            sample_weight: Weight of each example, or of each value; None: 1.
 
         Raises:
-            ValueMismatchError: They are not these, no numbers, or do not fit together.
+            ValueMismatchError: The number of arrays is wrong, they are not numeric, or they do not
+                fit together.
         """
         if len(batch) != len(self.takes):
             raise ValueMismatchError(
@@ -50,7 +51,7 @@ class MetricRule(ABC):
 
     @abstractmethod
     def counted(self, *batch: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-        """Do ``contribution`` of arrays of float64."""
+        """Return the contribution of a batch of float64 arrays."""
 
     @abstractmethod
     def result(self, sums: np.ndarray) -> float:
@@ -58,12 +59,12 @@ class MetricRule(ABC):
 
 
 class Averaged(MetricRule):
-    """A mean over examples: sums are (weighted total, weight)."""
+    """A mean over examples; its sums are (weighted total, weight)."""
 
     shape = (2,)
 
     def counted(self, *batch: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-        """As ``MetricRule.counted``."""
+        """Return the contribution of a batch; see ``MetricRule.counted``."""
         per_example, weights = per_sample(self.name, self.values(*batch), weights, np.mean)
         if weights is not None:
             count = weights.sum()
@@ -72,17 +73,17 @@ class Averaged(MetricRule):
         return np.array([per_example.sum(), count], np.float64)
 
     def result(self, sums: np.ndarray) -> float:
-        """As ``MetricRule.result``."""
+        """Return the mean; see ``MetricRule.result``."""
         total, count = sums
         return float(total / count) if count else 0.0
 
     @abstractmethod
     def values(self, *batch: np.ndarray) -> np.ndarray:
-        """Return what is averaged; axis 0 are the examples."""
+        """Return the values to average; axis 0 is the examples."""
 
 
 class Mean(Averaged):
-    """Mean of what it is given, over examples."""
+    """Mean of values over examples."""
 
     name = "mean"
     takes = ("values",)
@@ -93,38 +94,38 @@ class Mean(Averaged):
 
 
 class Sum(MetricRule):
-    """Sum of what it is given."""
+    """Sum of values."""
 
     name = "sum"
     takes = ("values",)
     shape = (1,)
 
     def counted(self, *batch: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-        """As ``MetricRule.counted``."""
+        """Return the contribution of a batch; see ``MetricRule.counted``."""
         per_example, _ = per_sample(self.name, batch[0], weights, np.sum)
         return np.array([per_example.sum()], np.float64)
 
     def result(self, sums: np.ndarray) -> float:
-        """As ``MetricRule.result``."""
+        """Return the sum; see ``MetricRule.result``."""
         return float(sums[0])
 
 
 class Accuracy(Averaged):
-    """How often predictions equal labels."""
+    """Fraction of predictions that equal their labels."""
 
     name = "accuracy"
 
     def values(self, *batch: np.ndarray) -> np.ndarray:
-        """Return 1 where they are equal."""
+        """Return 1 where prediction and label are equal, otherwise 0."""
         y_true, y_pred = alike(self.name, *batch)
         return np.asarray(y_true == y_pred, np.float64)
 
 
 class BinaryAccuracy(Averaged):
-    """How often predictions, rounded at a threshold, equal labels.
+    """Fraction of predictions that equal their labels after rounding at a threshold.
 
     Args:
-        threshold: In (0, 1): above it a prediction is 1.
+        threshold: Number in (0, 1); a prediction above it is 1.
     """
 
     name = "binary_accuracy"
@@ -137,18 +138,18 @@ class BinaryAccuracy(Averaged):
         self.threshold = float(threshold)
 
     def values(self, *batch: np.ndarray) -> np.ndarray:
-        """Return 1 where they are equal."""
+        """Return 1 where the rounded prediction equals the label, otherwise 0."""
         y_true, y_pred = alike(self.name, *batch)
         return np.asarray(y_true == (y_pred > self.threshold), np.float64)
 
 
 class SparseCategoricalAccuracy(Averaged):
-    """How often the likeliest class is the label; labels are class numbers."""
+    """Fraction of examples whose likeliest class is the label; labels are class numbers."""
 
     name = "sparse_categorical_accuracy"
 
     def values(self, *batch: np.ndarray) -> np.ndarray:
-        """Return 1 where they are equal."""
+        """Return 1 where the likeliest class is the label, otherwise 0."""
         y_true, y_pred = batch
         if not y_pred.ndim or not y_pred.shape[-1]:
             got = y_pred.shape if y_pred.ndim else "a scalar"
@@ -171,7 +172,7 @@ class MeanSquaredError(Averaged):
     name = "mean_squared_error"
 
     def values(self, *batch: np.ndarray) -> np.ndarray:
-        """Return the squares."""
+        """Return the squared differences."""
         y_true, y_pred = alike(self.name, *batch)
         return np.asarray(np.square(y_true - y_pred))
 
@@ -182,23 +183,24 @@ class MeanAbsoluteError(Averaged):
     name = "mean_absolute_error"
 
     def values(self, *batch: np.ndarray) -> np.ndarray:
-        """Return the differences without their sign."""
+        """Return the absolute differences."""
         y_true, y_pred = alike(self.name, *batch)
         return np.asarray(np.abs(y_true - y_pred))
 
 
 class AUC(MetricRule):
-    """Area under the ROC or the precision-recall curve, by a Riemann sum over thresholds.
+    """Area under the ROC or the precision-recall curve, as a Riemann sum over thresholds.
 
-    Sums are, for each threshold: true positives, false positives, true negatives, false negatives.
+    For each threshold it sums true positives, false positives, true negatives and false negatives.
 
     Args:
-        num_thresholds: At least 2, the outermost just outside of [0, 1].
+        num_thresholds: Number of at least 2; the outermost thresholds lie just outside [0, 1].
         curve: "ROC" or "PR".
         summation_method: "interpolation" (trapezoids; for PR the interpolation of Davis and
             Goadrich 2006), "minoring" or "majoring".
-        thresholds: In [0, 1], to be used with the outermost ones instead of even ones.
-        from_logits: Whether predictions are to go through a sigmoid first.
+        thresholds: Numbers in [0, 1] that replace the evenly spaced thresholds; the outermost ones
+            are added.
+        from_logits: Whether a sigmoid is applied to the predictions first.
     """
 
     name = "auc"
@@ -238,7 +240,7 @@ class AUC(MetricRule):
         self.shape = (4, len(self.thresholds))
 
     def counted(self, *batch: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-        """As ``MetricRule.counted``; y_true above 0 is positive."""
+        """Return the contribution of a batch; an example with ``y_true`` above 0 is positive."""
         y_true, y_pred = alike(self.name, *batch)
         if self.from_logits:
             y_pred = 1 / (1 + np.exp(-y_pred))
@@ -270,7 +272,7 @@ class AUC(MetricRule):
         return total
 
     def result(self, sums: np.ndarray) -> float:
-        """As ``MetricRule.result``."""
+        """Return the area; see ``MetricRule.result``."""
         true, false, not_false, not_true = sums
         if self.curve == "PR" and self.summation_method == "interpolation":
             return _interpolated_pr(true, false, not_true)
@@ -301,7 +303,7 @@ def _interpolated_pr(true: np.ndarray, false: np.ndarray, not_true: np.ndarray) 
 
 
 def ratio(dividend: np.ndarray, divisor: np.ndarray) -> np.ndarray:
-    """Return the quotients, 0 where the divisor is 0."""
+    """Return the quotients, with 0 where the divisor is 0."""
     quotients: np.ndarray = np.zeros(dividend.shape)
     np.divide(dividend, divisor, out=quotients, where=divisor != 0)
     return quotients
@@ -311,7 +313,7 @@ def as_floats(name: str, value: Any) -> np.ndarray:
     """Return ``value`` as a float64 array.
 
     Raises:
-        ValueMismatchError: It is none.
+        ValueMismatchError: It is not numeric.
     """
     try:
         array = plain_array(value)
@@ -325,10 +327,10 @@ def as_floats(name: str, value: Any) -> np.ndarray:
 
 
 def alike(name: str, y_true: np.ndarray, y_pred: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return both in one shape; a last axis of 1 that only one has is dropped.
+    """Return both arrays in one shape; a last axis of 1 that only one of them has is dropped.
 
     Raises:
-        ValueMismatchError: The shapes differ otherwise.
+        ValueMismatchError: The shapes differ in another way.
     """
     if y_pred.ndim == y_true.ndim + 1 and y_pred.shape[-1] == 1:
         y_pred = y_pred[..., 0]
@@ -348,14 +350,14 @@ def per_sample(
     """Return (weighted value of each example, weight of each example or None).
 
     Args:
-        name: Of the metric.
-        values: Axis 0 are the examples; may be a scalar.
-        weights: Of a shape that the values' shape begins with, or None.
-        reduce: ``np.mean`` or ``np.sum``: over what the weights do not tell apart, and over all
-            axes but the first.
+        name: Name of the metric.
+        values: Array with the examples on axis 0, or a scalar.
+        weights: Array whose shape is a prefix of the values' shape, or None.
+        reduce: ``np.mean`` or ``np.sum``, applied to all axes that the weights do not have, and
+            to all axes but the first.
 
     Raises:
-        ValueMismatchError: The weights do not fit; or there are examples, and no values of them.
+        ValueMismatchError: The weights do not fit, or there are examples without values.
     """
     if not values.size and reduce is np.mean:  # of nothing there is no mean
         if values.shape[0]:
@@ -382,13 +384,13 @@ def per_sample(
 
 
 def squeezed(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return weights (n, 1) of values (n,) as (n,)."""
+    """Return weights of shape (n, 1) for values of shape (n,) as (n,)."""
     fits = weights.ndim == values.ndim + 1 and weights.shape[-1] == 1
     return weights[..., 0] if fits else weights
 
 
 def broadcast(name: str, weights: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the weights in a shape.
+    """Return the weights broadcast to a shape.
 
     Raises:
         ValueMismatchError: They do not fit.

@@ -32,10 +32,10 @@ class MomentRule(UpdateRule):
         learning_rate: A number or a schedule.
         beta_1: Decay of the first moment, in [0, 1).
         beta_2: Decay of the second moment, in [0, 1).
-        epsilon: At least 0.
+        epsilon: Number of at least 0.
 
     Raises:
-        ConfigurationError: If an argument is out of range.
+        ConfigurationError: An argument is out of range.
     """
 
     slots = ("m", "v")
@@ -55,21 +55,23 @@ class MomentRule(UpdateRule):
 
 @dataclass(eq=False)
 class Adam(MomentRule):
-    """Adaptive moments.
+    """Adaptive moment estimation.
 
     ``m += (g - m) * (1 - beta_1)``, ``v += (g * g - v) * (1 - beta_2)``, with ``amsgrad``
-    ``vhat = max(vhat, v)``, else ``vhat = v``; then ``w -= alpha * m / (sqrt(vhat) + epsilon)``
+    ``vhat = max(vhat, v)``, otherwise ``vhat = v``; then
+    ``w -= alpha * m / (sqrt(vhat) + epsilon)``
     where ``alpha = lr * sqrt(1 - beta_2 ** t) / (1 - beta_1 ** t)``.
 
     Args:
         learning_rate: A number or a schedule.
         beta_1: Decay of the first moment, in [0, 1).
         beta_2: Decay of the second moment, in [0, 1).
-        epsilon: Added to the root of the uncorrected second moment ("epsilon hat" of the paper).
+        epsilon: Number added to the root of the uncorrected second moment (the paper's "epsilon
+            hat").
         amsgrad: Whether to divide by the largest second moment so far.
 
     Raises:
-        ConfigurationError: If an argument is out of range.
+        ConfigurationError: An argument is out of range.
 
     Source: Kingma and Ba, 2014, section 2; Reddi et al., 2018; ``keras.optimizers.Adam``.
     """
@@ -105,7 +107,7 @@ class Adamax(MomentRule):
     ``m += (g - m) * (1 - beta_1)``, ``u = max(beta_2 * u, |g|)``, and then
     ``w -= lr * m / ((1 - beta_1 ** t) * (u + epsilon))``.
 
-    Args and Raises: As for ``MomentRule``.
+    Args and Raises: See ``MomentRule``.
 
     Source: Kingma and Ba, 2014, section 7; ``keras.optimizers.Adamax``.
     """
@@ -137,9 +139,10 @@ _PRODUCTS = list(accumulate(_MOMENTUMS, mul))
 
 
 def momentum_product(beta_1: float, t: int) -> float:
-    """Return the product of Nadam's momentums ``beta_1 * (1 - 0.5 * 0.96 ** i)`` of 1 to t.
+    """Return the product of Nadam's momentums ``beta_1 * (1 - 0.5 * 0.96 ** i)`` for i from 1 to t.
 
-    Keras keeps it as a variable. It is a function of t, so a ps that missed updates has it too.
+    Keras keeps it as a variable. Here it is a function of t, so a ps that missed updates has it
+    too.
     """
     return float(beta_1**t * _PRODUCTS[min(t, len(_PRODUCTS)) - 1])
 
@@ -147,12 +150,12 @@ def momentum_product(beta_1: float, t: int) -> float:
 class Nadam(MomentRule):
     """Adam with Nesterov's momentum.
 
-    Moments ``m`` and ``v`` as Adam's; ``mu_t = beta_1 * (1 - 0.5 * 0.96 ** t)`` and ``P_t`` the
-    product of ``mu_1`` to ``mu_t``. Then
+    Moments ``m`` and ``v`` are Adam's. ``mu_t = beta_1 * (1 - 0.5 * 0.96 ** t)``, and ``P_t`` is
+    the product of ``mu_1`` to ``mu_t``. Then
     ``m_hat = mu_{t+1} * m / (1 - P_{t+1}) + (1 - mu_t) * g / (1 - P_t)`` and
     ``w -= lr * m_hat / (sqrt(v / (1 - beta_2 ** t)) + epsilon)``.
 
-    Args and Raises: As for ``MomentRule``.
+    Args and Raises: See ``MomentRule``.
 
     Source: Dozat, 2016; ``keras.optimizers.Nadam``.
     """
@@ -183,17 +186,17 @@ class Nadam(MomentRule):
 
 @dataclass(eq=False)
 class Lion(UpdateRule):
-    """The sign of a momentum, so that all elements move by the learning rate.
+    """Updates by the sign of a momentum, so that all elements move by the learning rate.
 
     ``w -= lr * sign(beta_1 * m + (1 - beta_1) * g)``, then ``m = beta_2 * m + (1 - beta_2) * g``.
 
     Args:
         learning_rate: A number or a schedule.
-        beta_1: Part of the momentum in the direction, above 0 and at most 1.
+        beta_1: Weight of the momentum in the direction, above 0 and at most 1.
         beta_2: Decay of the momentum, in [0, 1].
 
     Raises:
-        ConfigurationError: If an argument is out of range.
+        ConfigurationError: An argument is out of range.
 
     Source: Chen et al., 2023; ``keras.optimizers.Lion``.
     """

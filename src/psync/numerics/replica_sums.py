@@ -18,7 +18,7 @@ from psync.specs import DTYPE_NAMES, plain_array
 
 
 class ReduceOp(enum.Enum):
-    """How the values of several replicas become one."""
+    """How the values of several replicas become one: as their sum or their mean."""
 
     SUM = "SUM"
     MEAN = "MEAN"

@@ -26,16 +26,19 @@ from psync.numerics.sums import Pieces, at_once
 
 
 class DistributedValues:
-    """One value for each replica, in the order of replica ids. Never changes.
+    """One value for each replica, in the order of replica ids; immutable.
 
-    Made by ``strategy.run`` and by reductions, and given to ``run``, each replica of which then
-    sees its own.
+    Made by ``strategy.run`` and by reductions. When it is passed to ``run``, each replica gets its
+    own value.
 
     Args:
-        values: At least one.
+        values: The values; at least one.
+
+    Attributes:
+        values: The values as a tuple.
 
     Raises:
-        ReplicaValueError: There is none.
+        ReplicaValueError: There are no values.
 
     Source: ``tf.distribute.DistributedValues``.
     """
@@ -72,7 +75,7 @@ class DistributedValues:
 
 
 class PerReplica(DistributedValues):
-    """A value for each replica; they may differ."""
+    """One value for each replica; the values may differ."""
 
     __slots__ = ()
 
@@ -85,12 +88,12 @@ class PerReplica(DistributedValues):
 
 
 class Mirrored(DistributedValues):
-    """A value that is the same on all replicas, or that lies where a variable lies.
+    """A value that all replicas share, or that has the locality of a variable.
 
-    It may be used as an array.
+    It can be used as an array.
 
     Args:
-        values: At least one. One is enough for any number of replicas.
+        values: The values; at least one. One is enough for any number of replicas.
         destination: The variable or device whose locality it has, or None.
     """
 
@@ -102,7 +105,7 @@ class Mirrored(DistributedValues):
 
     @property
     def value(self) -> Any:
-        """The value that all replicas have."""
+        """The value that all replicas share."""
         return self.values[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -28,24 +28,24 @@ from psync.errors import ConfigurationError
 from psync.specs import as_number
 
 MAX_WORDS = 10_000
-"""That exclude variables from weight decay."""
+"""Largest number of words that exclude variables from weight decay."""
 
 
 @dataclass(frozen=True)
 class RuleOptions:
-    """Arguments that all rules have in common. None: not asked for.
+    """Arguments that all rules have in common; None turns an option off.
 
     Args:
         weight_decay: ``w -= learning_rate * weight_decay * w`` before each update ("decoupled").
-        clipnorm: Longest gradient of a variable; a longer one is shortened to it.
-        global_clipnorm: The same for all gradients of a push, taken as one vector.
+        clipnorm: Largest norm of a variable's gradient; a larger gradient is scaled down to it.
+        global_clipnorm: Largest norm of all gradients of a push, taken as one vector.
         clipvalue: Largest absolute value of an element of a gradient.
         gradient_accumulation_steps: Pushes to a variable whose mean makes one update, at least 2.
-        excluded_names: Variables of these names do not decay.
-        excluded_words: Nor do those in whose name one of these words occurs.
+        excluded_names: Names of variables without decay.
+        excluded_words: Words; variables whose name contains one of them have no decay.
 
     Raises:
-        ConfigurationError: An argument is out of range, or more than one says how to clip.
+        ConfigurationError: An argument is out of range, or more than one clipping option is given.
 
     Source: ``keras.optimizers.Optimizer`` of Keras 3.
     """
@@ -89,11 +89,11 @@ class RuleOptions:
 
     @property
     def excludes_any(self) -> bool:
-        """Whether some variables may decay and others not."""
+        """Whether decay depends on the variable."""
         return bool(self.weight_decay and (self.excluded_names or self.excluded_words))
 
     def excludes(self, variable: str) -> bool:
-        """Return whether the variable of this name does not decay."""
+        """Return whether the variable of this name has no decay."""
         return variable in self.excluded_names or any(
             word in variable for word in self.excluded_words
         )
@@ -103,7 +103,7 @@ def number(rule: str, name: str, value: object, minimum: float, maximum: float =
     """Return a number in range as a float.
 
     Raises:
-        ConfigurationError: It is none; the message begins with ``rule``.
+        ConfigurationError: The value is not such a number; the message begins with ``rule``.
     """
     plain = as_number(f"{rule}: {name}", value)
     if not minimum <= plain <= maximum:
@@ -114,14 +114,14 @@ def number(rule: str, name: str, value: object, minimum: float, maximum: float =
 
 
 def flag(rule: str, name: str, value: object) -> bool:
-    """Return a bool. Raises ConfigurationError if ``value`` is none."""
+    """Return a bool. Raises ConfigurationError if ``value`` is not one."""
     if not isinstance(value, bool):
         raise ConfigurationError(f"{rule}: expected {name} to be True or False, got {value!r}")
     return value
 
 
 def words_of(value: object) -> tuple[str, ...]:
-    """Return words that were given. Raises ConfigurationError if they are none, or too many."""
+    """Return the given words. Raises ConfigurationError if they are not words, or too many."""
     words: list[Any] = [None]
     if isinstance(value, Iterable) and not isinstance(value, str):
         words = [*value]

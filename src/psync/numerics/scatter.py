@@ -186,17 +186,17 @@ def _reduced(
 class IndexedSlices:
     """Some rows of an array: row ``i`` of ``values`` belongs to row ``indices[i]``.
 
-    As a gradient it says that all other rows have none. An optimizer touches only the rows that
-    are named and what it keeps beside them; rows named more than once are summed first.
+    As a gradient, it means that all other rows have none. An optimizer updates only the named rows
+    and their slots. Rows that are named more than once are summed first.
 
     Args:
-        values: Shape (n, …), or what numpy makes an array of.
-        indices: Integers, shape (n,), in any order.
-        dense_shape: Of the whole array, if it is known.
+        values: Array of shape (n, …), or a value that numpy converts to one.
+        indices: Integers of shape (n,), in any order.
+        dense_shape: Shape of the whole array, if known.
 
     Raises:
-        ValueMismatchError: Values or indices are no arrays; the indices are no integers, or not as many
-            as there are rows.
+        ValueMismatchError: Values or indices are not arrays, the indices are not integers, or their
+            number differs from the number of rows.
 
     Source: ``tf.IndexedSlices``.
     """
@@ -235,10 +235,10 @@ class IndexedSlices:
         )
 
     def merged(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (indices, values) with each index once, in ascending order, its rows summed.
+        """Return (indices, values) with each index once, in ascending order, and its rows summed.
 
-        Half precision is summed in float32 and rounded once. What needs no change is returned as it
-        is, so the result may share memory with this object.
+        Half precision is summed in float32 and rounded once. If there is nothing to merge, the
+        result may share memory with this object.
 
         Raises:
             ValueMismatchError: There are duplicates, and the values are not floating.

@@ -61,7 +61,7 @@ def sum_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which gradients of ``dtype`` are summed.
 
     Raises:
-        ValueMismatchError: If ``dtype`` is not a floating one.
+        ValueMismatchError: ``dtype`` is not a floating one.
     """
     name = dtype.name
     if name in ("float16", "bfloat16"):  # by name: bfloat16 is numpy's only with ml_dtypes

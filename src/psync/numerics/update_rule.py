@@ -4,25 +4,26 @@ An update rule is the mathematics of an optimizer, applied to one piece of a par
 The other rules are in ``moment_rules``, ``adaptive_rules`` and ``layerwise_rules``;
 ``rule_configs`` lists them all.
 
-A rule is pure: it owns no state but its hyper-parameters. The store owns the arrays and
-decides when a rule is applied. Everything a rule needs to travel is in ``to_config``.
+A rule is pure: it holds only hyper-parameters. The store owns the arrays and decides when a rule
+is applied. ``to_config`` returns all data that a rule needs to travel.
 
-Formulas, arguments and defaults are those of Keras 3, but for numbers that are the same for all
-elements: these are computed in double precision, whatever the dtype of the parameter.
+Formulas, arguments and defaults are those of Keras 3. Numbers that are the same for all elements
+are an exception: they are computed in double precision, whatever the dtype of the parameter.
 
 All arrays of one ``apply`` are 1-D, of equal length and elementwise related, so the same call
 serves a block of a dense shard and a gathered set of rows of a sparse one. An update runs in
 chunks that stay in the CPU's cache, with ``out=`` everywhere and scratch memory that is
-allocated once; elementwise work makes the result independent of the chunk's size, bit for bit.
+allocated once. Because the work is elementwise, the result does not depend on the chunk's size,
+bit for bit.
 
-Precision: float16 and bfloat16 parameters are computed in float32 and rounded once, when
-they are stored, and their slots are float32 (a float16 second moment would underflow
-to 0 below gradients of 2e-4). float32 and float64 are computed in themselves, with
-coefficients evaluated in double precision. Integers have no gradient: refused.
+Precision: float16 and bfloat16 parameters are computed in float32 and rounded once, when they are
+stored. Their slots are float32, because a float16 second moment would underflow to 0 below
+gradients of 2e-4. float32 and float64 are computed in their own precision, with coefficients
+evaluated in double precision. Integers have no gradient and are refused.
 
-Rules of users are subclasses of ``psync.rules.UpdateRule``, which is one of this. A new rule of
-psync's own is one subclass: hyper-parameters, slots, ``_coefficients`` and ``_update``; one name in
-``rule_configs``; and its public handle in ``psync.optimizers``. In the tests a line in
+User-defined rules are subclasses of ``psync.rules.UpdateRule``, a subclass of this one. A new
+built-in rule is one subclass with hyper-parameters, slots, ``_coefficients`` and ``_update``; one
+name in ``rule_configs``; and its public handle in ``psync.optimizers``. The tests need a line in
 ``helpers/rule_table``, and the values of Keras by ``helpers/golden_optimizers``.
 """
 
@@ -57,7 +58,7 @@ def slot_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which a parameter of ``dtype`` is computed and its slots are kept.
 
     Raises:
-        ValueMismatchError: If ``dtype`` is not a floating one.
+        ValueMismatchError: ``dtype`` is not a floating one.
     """
     try:
         return sum_dtype(dtype)
@@ -69,9 +70,9 @@ def slot_dtype(dtype: np.dtype) -> np.dtype:
 
 
 class Scratch:
-    """Work space that rules share: a few chunk-long arrays per dtype, made when first asked for.
+    """Work space shared by rules: a few chunk-long arrays per dtype, created on first use.
 
-    Single owner: one ``apply`` at a time uses it.
+    Only one ``apply`` at a time may use it.
 
     Args:
         chunk: Elements per chunk; the results do not depend on it.
@@ -82,7 +83,7 @@ class Scratch:
         self._arrays: dict[np.dtype, list[np.ndarray]] = {}
 
     def arrays(self, dtype: np.dtype, count: int, size: int) -> list[np.ndarray]:
-        """Return ``count`` distinct arrays of ``size`` elements, not initialized."""
+        """Return ``count`` distinct, uninitialized arrays of ``size`` elements."""
         made = self._arrays.setdefault(dtype, [])
         if made and made[0].size < size:  # longer than a chunk
             made.clear()
@@ -92,20 +93,20 @@ class Scratch:
 
 
 class RuleRaised(Exception):
-    """Code of a user's raised in a rule; its ``__cause__`` is what it raised."""
+    """User code raised in a rule; ``__cause__`` is the original error."""
 
 
 Arrays = Sequence[np.ndarray]
 
 Coefficients = tuple[float, ...]
-"""What a rule needs and is the same for all elements."""
+"""Inputs of a rule that are the same for all elements."""
 
 Part = tuple[np.ndarray, np.ndarray, Arrays, np.ndarray, Arrays]
-"""What one call of a rule works on: param, grad, slots, out_param, out_slots."""
+"""Arrays of one call of a rule: param, grad, slots, out_param, out_slots."""
 
 
 class Rate:
-    """The attribute for a learning rate: set as a number or a schedule, read as a schedule."""
+    """Descriptor of a learning rate: set as a number or a schedule, read as a schedule."""
 
     def __init__(self, default: float) -> None:
         self.default = as_schedule(default)
@@ -119,13 +120,13 @@ class Rate:
 
 
 def within(default: float, minimum: float = 0, maximum: float = math.inf) -> Any:
-    """Declare an argument of a rule that is a number: its default and its range."""
+    """Declare a numeric argument of a rule, with its default and its range."""
     return field(default=default, metadata={"range": (minimum, maximum)})
 
 
 @dataclass(eq=False)
 class UpdateRule(ABC):
-    """How a gradient changes a parameter and its slots. Fields are arguments, and the config.
+    """The change of a parameter and its slots by a gradient; fields are arguments and the config.
 
     Args:
         learning_rate: A number, or a schedule of the number of updates applied so far.
@@ -151,10 +152,10 @@ class UpdateRule(ABC):
             setattr(self, argument.name, value)
 
     def probe(self) -> Sequence[np.ndarray]:
-        """Check a rule of a user's by applying it; return the results.
+        """Check a user-defined rule by applying it, and return the results.
 
         Raises:
-            ConfigurationError: It fails, or does not compute what a rule may compute.
+            ConfigurationError: The rule fails or violates the requirements of a rule.
         """
         return ()
 
@@ -165,7 +166,7 @@ class UpdateRule(ABC):
         return changed
 
     def for_variable(self, name: str) -> Self:
-        """Return the rule as it is for a variable: without decay if that is excluded from it."""
+        """Return the rule for a variable: without decay if the variable is excluded from it."""
         options = self.options
         if options.weight_decay is None or not options.excludes(name):
             return self
@@ -175,10 +176,10 @@ class UpdateRule(ABC):
         """Check that the rule can be applied to some rows alone.
 
         Args:
-            what: The variable, for messages.
+            what: Name of the variable, for messages.
 
         Raises:
-            ValueMismatchError: It needs the gradient of all rows.
+            ValueMismatchError: The rule needs the gradient of all rows.
         """
         if self.options.gradient_accumulation_steps is not None:
             raise self._needs_all_rows(
@@ -196,12 +197,12 @@ class UpdateRule(ABC):
         return self.slots
 
     def slot_names(self) -> tuple[str, ...]:
-        """Return the names of all slots of a parameter: its own, and then those of the options."""
+        """Return the names of all slots of a parameter: its own, then those of the options."""
         accumulating = self.options.gradient_accumulation_steps is not None
         return (*self.own_slots(), ACCUMULATOR) if accumulating else self.own_slots()
 
     def initial_slot(self, name: str) -> float:
-        """Return the value that all elements of slot ``name`` begin with."""
+        """Return the initial value of all elements of slot ``name``."""
         value: float = getattr(self, f"initial_{name}_value", 0.0)  # an argument of some rules
         return value
 
@@ -231,7 +232,7 @@ class UpdateRule(ABC):
         """Update one chunk. All arrays have one length and dtype; outputs may be the inputs."""
 
     def iteration(self, step: int) -> int:
-        """Return how many updates ``step`` pushes make."""
+        """Return the number of updates that ``step`` pushes make."""
         return step // (self.options.gradient_accumulation_steps or 1)
 
     def apply(
@@ -248,29 +249,29 @@ class UpdateRule(ABC):
         """Compute the parameter and slots that follow from one gradient.
 
         Args:
-            param: 1-D, contiguous, floating.
+            param: Array, 1-D, contiguous, floating.
             grad: Gradient of the same length, and of the parameter's dtype or that of its slots;
                 not changed.
-            slots: One array per name of ``own_slots()``, of dtype ``slot_dtype(param.dtype)``.
-            out_param: Where the result goes: ``param`` itself or memory apart from it.
-            out_slots: The same for each slot.
+            slots: Arrays of dtype ``slot_dtype(param.dtype)``, one per name of ``own_slots()``.
+            out_param: Array for the result: ``param`` itself or separate memory.
+            out_slots: Arrays for the new slots: the slots themselves or separate memory.
             step: Number of pushes that this optimizer had before this one.
-            scratch: Work space; its contents mean nothing between calls.
-            ratio: Of layerwise rules only: what ``trust_ratio`` gave for the whole variable.
+            scratch: Work space; its contents do not matter between calls.
+            ratio: Result of ``trust_ratio`` for the whole variable; layerwise rules only.
         """
         self.apply_all(((param, grad, slots, out_param, out_slots),), step, scratch, ratio)
 
     def apply_all(
         self, parts: Iterable[Part], step: int, scratch: Scratch, ratio: float | None = None
     ) -> None:
-        """As ``apply`` for many parts: what is the same for all of them is done once.
+        """Call ``apply`` for many parts, with the common work done once.
 
         Args:
-            parts: (param, grad, slots, out_param, out_slots), each as for ``apply``. The next
-                one is asked for when the one before is done.
-            step: As for ``apply``.
-            scratch: As for ``apply``.
-            ratio: As for ``apply``.
+            parts: Tuples (param, grad, slots, out_param, out_slots); see ``apply``. Each one is
+                requested when the previous one is done.
+            step: See ``apply``.
+            scratch: See ``apply``.
+            ratio: See ``apply``.
         """
         rate = self.learning_rate(step)
         decay = rate * (self.options.weight_decay or 0.0)
@@ -338,18 +339,18 @@ def _cut(part: Part, chunk: slice) -> Part:
 
 @dataclass(eq=False)
 class SGD(UpdateRule):
-    """Stochastic gradient descent, with momentum if asked for.
+    """Stochastic gradient descent, optionally with momentum.
 
-    Without momentum ``w -= lr * g``. With it ``v = momentum * v - lr * g`` and then
+    Without momentum, ``w -= lr * g``. With momentum, ``v = momentum * v - lr * g`` and then
     ``w += v``, or ``w += momentum * v - lr * g`` if ``nesterov``.
 
     Args:
         learning_rate: A number or a schedule.
-        momentum: In [0, 1]; 0 needs no slot.
+        momentum: Number in [0, 1]; 0 needs no slot.
         nesterov: Whether to look ahead along the velocity.
 
     Raises:
-        ConfigurationError: If an argument is out of range.
+        ConfigurationError: An argument is out of range.
 
     Source: ``keras.optimizers.SGD`` of Keras 3.
     """

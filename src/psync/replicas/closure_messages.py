@@ -48,7 +48,7 @@ class ScheduledCall:
     def needs(self) -> Needs:
         """Return the per-worker data that it takes."""
         kept = (*self.arguments.kept, *self.function.payload.kept)
-        return NO_DATA.union(*(iterator.needs() for iterator in kept))
+        return NO_DATA.union(*(iterator._needs() for iterator in kept))
 
     def parts(self) -> list[tuple[Hashable, int]]:
         """Return the memory that keeping this call holds: (key of what may be shared, bytes).
@@ -59,7 +59,7 @@ class ScheduledCall:
         if self.arguments is not EMPTY:
             found.append((id(self.arguments), self.arguments.nbytes))
         found += [
-            (id(value), 0 if value.payload is None else value.payload.nbytes)
+            (id(value), 0 if value._payload is None else value._payload.nbytes)
             for value in self.arguments.remote_values
         ]
         kept = (*self.arguments.kept, *self.function.payload.kept)
@@ -74,7 +74,7 @@ class ScheduledCall:
         segments: list[Any] = list(self.arguments.segments)
         counts = []
         for value in self.arguments.remote_values:
-            payload = value.payload
+            payload = value._payload
             if payload is None:
                 raise LocalProtocolError(f"{value!r} is the input of a closure, without a value")
             segments += payload.segments
@@ -113,7 +113,7 @@ class ScheduledClosures(dict[int, Closure]):
             needs = call.needs() if call.function.payload.kept else NO_DATA
             return Closure(closure_id, call, name=call.function.name, needs=needs)
         for value in arguments.remote_values:
-            if value.owner is not owner:
+            if value._owner is not owner:
                 raise UsageError(
                     f"{value!r} belongs to another coordinator",
                     hint="fetch its value there and pass that",
@@ -125,7 +125,7 @@ class ScheduledClosures(dict[int, Closure]):
         return Closure(
             closure_id, call, name=call.function.name,
             inline_bytes=call.inline_bytes if arguments is not EMPTY else 0,
-            dependencies=[value.closure for value in inputs] if inputs else (), identity=identity,
+            dependencies=[value._closure for value in inputs] if inputs else (), identity=identity,
             needs=needs,
         )  # fmt: skip
 
@@ -144,7 +144,7 @@ class ScheduledClosures(dict[int, Closure]):
         if error is not None:
             value = closure.payload.value()
             if value is not None and not value.done():
-                value.set_error(error)
+                value._set_error(error)
         closure.payload = None
 
 

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
 
 class ReplicaContext:
-    """One replica of a function that runs once for each: which it is, and the way to the others.
+    """One replica of a function: its number, and operations over all replicas.
 
-    Made by psync; ``psync.get_replica_context()`` returns that of the code that asks.
+    Made by psync; ``psync.get_replica_context()`` returns the one of the calling code.
 
     Attributes:
-        strategy: The strategy; in a step a stand-in for it, which knows this replica alone.
-        replica_id_in_sync_group: From 0.
-        num_replicas_in_sync: How many there are; 1 outside of ``strategy.run`` on the coordinator.
+        strategy: The strategy; in a step, a stand-in for it that knows only this replica.
+        replica_id_in_sync_group: Number of this replica, from 0.
+        num_replicas_in_sync: Number of replicas; 1 outside of ``strategy.run`` on the coordinator.
 
     Source: ``tf.distribute.ReplicaContext``.
     """
@@ -72,24 +72,25 @@ class ReplicaContext:
     async def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Wait until every replica is here; return what ``merge_fn`` returns, this replica's part.
+        """Wait until every replica has called this; return this replica's part of the result.
 
-        ``merge_fn(strategy, *args, **kwargs)`` runs once, in cross-replica context: of a gang on
-        the coordinator's event loop, with the arguments of all replicas regrouped (what differs
-        is a ``PerReplica``); of one replica here, at once, with its own.
+        ``merge_fn(strategy, *args, **kwargs)`` runs once, in cross-replica context. In a gang, it
+        runs on the coordinator's event loop, with the arguments of all replicas regrouped
+        (arguments that differ become a ``PerReplica``). With a single replica, it runs here
+        immediately, with that replica's arguments.
 
         Args:
             merge_fn: A function or coroutine function. In a gang it is pickled like a step, and the
                 first replica's is called.
-            args: Its arguments after the strategy.
-            kwargs: Likewise.
+            args: Positional arguments after the strategy.
+            kwargs: Keyword arguments.
 
         Raises:
-            ContextError: Not in replica context; or the replicas do not all come to the same.
+            ContextError: Not in replica context; or the replicas do not all make the same calls.
             SerializationError: Something cannot be sent to the coordinator.
             WorkerLost: The worker of another replica was lost; names it.
             ClosureCancelled: Another replica failed, or the gang was cancelled.
-            Exception: What ``merge_fn`` raised; every replica gets it.
+            Exception: An exception of ``merge_fn``; every replica gets it.
 
         Cancellation: Ends the gang, unless there is one replica.
 
@@ -101,17 +102,17 @@ class ReplicaContext:
         )
 
     async def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
-        """Return the sum or mean of ``value`` over all replicas; all have to call it.
+        """Return the sum or mean of ``value`` over all replicas; every replica must call it.
 
         Args:
             reduce_op: ``psync.ReduceOp.SUM`` or MEAN, or its name.
             value: A number, an array, IndexedSlices, or any nesting of them.
 
         Raises:
-            ReplicaValueError: No such operation, or the replicas' values do not fit each other.
-            PsyncError: As ``merge_call``.
+            ReplicaValueError: The operation is unknown, or the replicas' values do not match.
+            PsyncError: See ``merge_call``.
 
-        Cancellation: As ``merge_call``.
+        Cancellation: See ``merge_call``.
 
         Source: ``tf.distribute.ReplicaContext.all_reduce``.
         """
@@ -119,18 +120,18 @@ class ReplicaContext:
         return await self._collective(f"all_reduce {op.name}", collectives.reduce, (op, value))
 
     async def all_gather(self, value: Any, axis: int) -> Any:
-        """Return the values of all replicas, one after the other along ``axis``.
+        """Return the values of all replicas, concatenated along ``axis``.
 
         Args:
-            value: An array of rank 1 at least, or any nesting of them.
-            axis: A number; negative ones count from the end.
+            value: An array of rank 1 or higher, or any nesting of them.
+            axis: Number of the axis; negative ones count from the end.
 
         Raises:
-            ReplicaValueError: Shapes differ elsewhere than along the axis, there is no such axis,
-                or it is an ``IndexedSlices``.
-            PsyncError: As ``merge_call``.
+            ReplicaValueError: Shapes differ on another axis, there is no such axis, or the value is
+                an ``IndexedSlices``.
+            PsyncError: See ``merge_call``.
 
-        Cancellation: As ``merge_call``.
+        Cancellation: See ``merge_call``.
 
         Source: ``tf.distribute.ReplicaContext.all_gather``.
         """
@@ -186,7 +187,7 @@ def update_context(strategy: Any) -> Enter:
 def get_replica_context() -> ReplicaContext | None:
     """Return the replica that runs here, or None in cross-replica and in update context.
 
-    Outside of every scope, and in a step, it is the only replica: 0 of 1. In the function given to
+    Outside of all scopes, and in a step, it is the only replica: 0 of 1. In the function passed to
     ``strategy.run`` on the coordinator it is one of the gang.
 
     Source: ``tf.distribute.get_replica_context``.
@@ -216,7 +217,7 @@ def check_cross_replica(operation: str) -> None:
 
 
 def in_cross_replica_context() -> bool:
-    """Return whether all replicas are meant here: in a strategy's scope, or a merge function.
+    """Return whether this code stands for all replicas: in a strategy's scope or a merge function.
 
     Source: ``tf.distribute.in_cross_replica_context``.
     """
@@ -224,10 +225,10 @@ def in_cross_replica_context() -> bool:
 
 
 def get_strategy() -> Any:
-    """Return the strategy in whose scope, replica or merge function this code is.
+    """Return the strategy whose scope, replica or merge function this code is in.
 
-    In a step it is a stand-in for the strategy, which stays on the coordinator: it knows one
-    replica, the step itself. Outside of all, it is such a stand-in too.
+    In a step, and outside of all scopes, it is a stand-in that knows one replica. The strategy
+    itself stays on the coordinator.
 
     Source: ``tf.distribute.get_strategy``.
     """
@@ -235,7 +236,7 @@ def get_strategy() -> Any:
 
 
 def has_strategy() -> bool:
-    """Return whether ``get_strategy`` returns another one than the default.
+    """Return whether ``get_strategy`` returns a strategy other than the default.
 
     Source: ``tf.distribute.has_strategy``.
     """
@@ -272,13 +273,13 @@ def forbid_in_merge(operation: str) -> None:
 
 
 def experimental_set_strategy(strategy: Any) -> None:
-    """Act, from here on, as in ``with strategy.scope():``; with None, as outside of it again.
+    """Enter a strategy's scope permanently, as if in ``with strategy.scope():``; None leaves it.
 
-    It holds for this task and those that it starts.
+    It applies to this task and the tasks that it starts.
 
     Raises:
-        ContextError: In a scope, or in a replica.
-        UsageError: In a step.
+        ContextError: Inside a scope or a replica.
+        UsageError: Inside a step.
 
     Source: ``tf.distribute.experimental_set_strategy``.
     """
@@ -312,10 +313,10 @@ async def run_alone(
 
 
 class OneReplica:
-    """What stands for the strategy where there is one replica: in a step, and outside of scopes.
+    """A stand-in for the strategy with one replica: in a step, and outside of scopes.
 
     Args:
-        name: For messages.
+        name: Name in messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -326,17 +327,17 @@ class OneReplica:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """1; in a replica of a gang their number."""
+        """Number of replicas: 1; in a replica of a gang, the gang's."""
         return replicas_in_sync()
 
     async def run(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Call ``fn`` here, once, as the only replica; await what it returns if it can be awaited.
+        """Call ``fn`` here once, as the only replica, and await its result if it is awaitable.
 
         Raises:
-            ContextError: In a replica of a gang.
-            Exception: What ``fn`` raises.
+            ContextError: Called in a replica of a gang.
+            Exception: An exception of ``fn``.
         """
         return await run_alone(self, fn, tuple(args), dict(kwargs or {}))
 
@@ -344,16 +345,16 @@ class OneReplica:
 
     @property
     def extended(self) -> Extended:
-        """What merge functions use to reduce values, and to update variables with them."""
+        """Operations of merge functions: reducing values, and updating variables with them."""
         made: Extended = import_module("psync.compat.extended").Extended(self)
         return made
 
     async def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
-        """Return the sum or mean over the replicas of a value.
+        """Return the sum or mean of a value over the replicas.
 
         Raises:
-            ContextError: In a replica of a gang, which has its own value only.
-            ReplicaValueError: It cannot be reduced.
+            ContextError: Called in a replica of a gang, which has only its own value.
+            ReplicaValueError: The value cannot be reduced.
         """
         if current_gang() is not None:
             raise ContextError(
@@ -363,7 +364,7 @@ class OneReplica:
         return await in_turns(reducing_distributed(reduce_op, value, replicas_in_sync(), axis))
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the value of each replica, in the order of their ids."""
+        """Return the value of each replica, in the order of replica ids."""
         return local_results(value)
 
 

@@ -85,10 +85,10 @@ class GangRun:
         """
         for payload in self.arguments:
             for value in payload.remote_values:
-                if value.payload is None:  # all closures before the gang are final
-                    cause = value.closure.error
+                if value._payload is None:  # all closures before the gang are final
+                    cause = value._closure.error
                     raise ClosureInputError(
-                        f'run of "{self.function.name}": its input, {value.closure}, has no value'
+                        f'run of "{self.function.name}": its input, {value._closure}, has no value'
                     ) from cause
         if len(self.arguments) == 1:
             return self.arguments * count

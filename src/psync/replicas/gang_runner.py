@@ -105,7 +105,7 @@ class GangRunner:
                 self._abandon(run, ClosureCancelled(f'run of "{function.name}" was cancelled'))
             raise
         run.ended.result()
-        return regroup([value.result() for value in run.values])
+        return regroup([value.get_nowait() for value in run.values])
 
     async def _wait(self, run: GangRun) -> None:
         """Wait until nothing is left of a gang; say on whom, if it takes long."""

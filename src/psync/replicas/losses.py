@@ -20,18 +20,18 @@ def compute_average_loss(
     """Return the sum of losses, divided by the size of the batch of all replicas.
 
     Args:
-        per_example_loss: Of rank 1 at least, examples on axis 0: a numpy array, or one of another
-            library (its own operations are used, so gradients flow), or a list of numbers.
+        per_example_loss: Losses of rank 1 or higher, examples on axis 0: a numpy array, an array of
+            another library (its own operations are used, so gradients flow), or a list of numbers.
         sample_weight: A weight for each example, or for each loss; or one for all. None: 1.
-        global_batch_size: Examples of all replicas; 0 makes the loss 0. None: the examples here,
-            times the number of replicas: 1 in a closure.
+        global_batch_size: Number of examples of all replicas; 0 makes the loss 0. None: the number
+            of examples here, times the number of replicas (1 in a closure).
 
     Returns:
         A scalar of the losses' library.
 
     Raises:
-        ReplicaValueError: The losses are a scalar, a weight does not fit, or the size is none.
-        ContextError: In cross-replica context without a size.
+        ReplicaValueError: The losses are a scalar, a weight does not match, or the size is invalid.
+        ContextError: Called in cross-replica context without a size.
 
     Source: ``tf.nn.compute_average_loss``.
     """
@@ -52,13 +52,13 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
-    """Return the sum of losses that every replica has in full, divided by the number of replicas.
+    """Return the sum of a loss that every replica has in full, divided by the number of replicas.
 
     Args:
-        regularization_loss: A number or an array, of any library.
+        regularization_loss: A number or an array of any library.
 
     Raises:
-        ContextError: In cross-replica context.
+        ContextError: Called in cross-replica context.
 
     Source: ``tf.nn.scale_regularization_loss``.
     """

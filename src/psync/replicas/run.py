@@ -32,11 +32,11 @@ class LocalRunWarning(UserWarning):
 
 
 class ReplicaRuns:
-    """The part of a strategy that runs replicas, and makes one value of theirs."""
+    """The methods of a strategy that run replicas and combine their values."""
 
-    gangs: GangRunner | None = None  # the coordinator's; None while none runs
-    runtime: Runtime | None
-    created: bool
+    _gangs: GangRunner | None = None  # the coordinator's; None while none runs
+    _runtime: Runtime | None
+    _created: bool
 
     async def run(
         self,
@@ -44,45 +44,45 @@ class ReplicaRuns:
         args: tuple[Any, ...] | list[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run ``fn`` once on every living worker, at the same time, and return what all returned.
+        """Run ``fn`` once on every living worker, at the same time, and return all results.
 
-        Each run is a replica: ``psync.get_replica_context()`` says which, and through its
-        ``merge_call``, ``all_reduce`` and ``all_gather`` the replicas meet. In a replica
-        ``apply_gradients`` sums the gradients of all and pushes them once, and ``assign`` writes
-        once what the variable's ``aggregation`` makes of all values.
+        Each run is a replica: ``psync.get_replica_context()`` tells it which one. Replicas
+        communicate by ``merge_call``, ``all_reduce`` and ``all_gather`` of that context. In a
+        replica, ``apply_gradients`` sums the gradients of all replicas and pushes them once, and
+        ``assign`` writes the aggregate (the variable's ``aggregation``) of all values once.
 
-        It comes after all that was scheduled before it and before all that is scheduled after it.
-        All replicas begin together, on the workers that live then, and fail together. None runs
-        twice; what was pushed before a failure stays.
+        It runs after everything scheduled before it, and before everything scheduled after it. All
+        replicas begin together, on the workers that live then, and fail together. No replica runs
+        twice; pushes made before a failure stay.
 
-        Where no coordinator runs there is one replica, and it runs here: with a warning, outside of
-        a training session.
+        Without a running coordinator there is one replica, and it runs here: with a warning, unless
+        in a training session.
 
         Args:
             fn: A coroutine function, or a plain one, which runs in a thread. Pickled like a step.
-            args: Its arguments, captured by value now. Of a ``PerReplica`` each replica gets its
-                own; of a per-worker iterator, its worker's.
-            kwargs: Likewise.
+            args: Positional arguments, captured by value now. Each replica gets its own value of a
+                ``PerReplica``, and its worker's iterator of a per-worker iterator.
+            kwargs: Keyword arguments, treated the same way.
 
         Returns:
-            What the replicas returned, regrouped: structures item by item, a variable as itself,
-            all else as a ``PerReplica`` in the order of replica ids. With one replica, what it
-            returned.
+            The results of the replicas, regrouped. Structures are regrouped item by item, a
+            variable stays itself, and other values become a ``PerReplica`` in the order of replica
+            ids. With one replica, its result.
 
         Raises:
-            Exception: What the first replica raised that failed, with a RemoteError as its cause.
-                When it is raised no replica runs any more.
+            Exception: The error of the first replica that failed, with a RemoteError as its cause.
+                By then no replica is running.
             WorkerLost: The worker of a replica was lost; names it.
-            UsageError: The replicas did not all come to the same collectives; or in a step or a
-                merge function.
-            ReplicaValueError: There are arguments for another number of replicas than workers; or
-                the replicas returned structures that do not match.
+            UsageError: The replicas did not all call the same collectives; or in a step or a merge
+                function.
+            ReplicaValueError: An argument has values for another number of replicas; or the
+                replicas returned structures that do not match.
             SerializationError: Something cannot be sent to a worker.
-            ClosureCancelled: An error that ``join`` is to raise has ended everything.
-            ParameterServerLost: A ps is gone.
+            ClosureCancelled: An error that ``join`` will raise has ended everything.
+            ParameterServerLost: A ps is lost.
             ClosedError: The coordinator was closed.
 
-        Cancellation: All replicas are asked to stop. What was scheduled waits until they have.
+        Cancellation: All replicas are asked to stop. Scheduled closures wait until they have.
 
         Source: ``tf.distribute.Strategy.run``; with parameter servers it runs one replica there, on
             the coordinator unless it is called in a scheduled function.
@@ -94,18 +94,18 @@ class ReplicaRuns:
                 f"args: expected a tuple, got {type(args).__name__}", hint="run(fn, args=(value,))"
             )
         args, kwargs = tuple(args), dict(kwargs or {})
-        if self.gangs is not None:
-            assert self.runtime is not None, "both are a coordinator's"
-            if asyncio._get_running_loop() is not self.runtime.ps.loop:
+        if self._gangs is not None:
+            assert self._runtime is not None, "both are a coordinator's"
+            if asyncio._get_running_loop() is not self._runtime.ps.loop:
                 raise other_loop("strategy.run")
             try:
-                return await self.gangs.run(self, fn, args, kwargs)
+                return await self._gangs.run(self, fn, args, kwargs)
             except (
                 SerializationError
             ) as error:  # about the program, and begins where that has called
                 raise error.with_traceback(None) from error.__cause__
-        if self.runtime is None:
-            if self.created:
+        if self._runtime is None:
+            if self._created:
                 raise ClosedError(
                     "strategy.run: the coordinator of this strategy was closed",
                     hint="run inside `async with ClusterCoordinator(strategy):`",
@@ -121,7 +121,7 @@ class ReplicaRuns:
 
     @property
     def extended(self) -> StrategyExtended:
-        """What code needs that is aware of replicas: reductions, updates, devices."""
+        """Operations for code that is aware of replicas: reductions, updates, devices."""
         made: StrategyExtended = import_module("psync.compat.strategy_extended").StrategyExtended(
             self
         )
@@ -132,15 +132,14 @@ class ReplicaRuns:
 
         Args:
             reduce_op: ``psync.ReduceOp.SUM`` or MEAN, or its name.
-            value: What ``run`` returned, or a structure of such. An ordinary value is what all
-                replicas have: its mean is itself, 0 is 0, and its sum is refused if there are
-                several.
-            axis: Along which each replica's value is reduced as well: a number, or several; the
-                mean then is that of all elements. None: over replicas only.
+            value: Result of ``run``, or a structure of such. An ordinary value is common to all
+                replicas: its mean is itself, 0 is 0, and its sum is refused if there are several.
+            axis: Axis, or axes, along which each replica's value is reduced as well; the mean is
+                then that of all elements. None: over replicas only.
 
         Raises:
-            ReplicaValueError: The values do not fit each other, the operation, or the axis.
-            UsageError: In a replica.
+            ReplicaValueError: The values do not match each other, the operation, or the axis.
+            UsageError: Called in a replica.
 
         Cancellation: Safe.
 
@@ -150,16 +149,16 @@ class ReplicaRuns:
         return await in_turns(reducing_distributed(reduce_op, value, replicas_in_sync(), axis))
 
     async def gather(self, value: Any, axis: int) -> Any:
-        """Return the values of all replicas, one after the other along ``axis``.
+        """Return the values of all replicas, concatenated along ``axis``.
 
         Args:
-            value: What ``run`` returned, or a structure of such; of rank 1 at least.
-            axis: A number; negative ones count from the end.
+            value: Result of ``run``, or a structure of such; of rank 1 or higher.
+            axis: Number of the axis; negative ones count from the end.
 
         Raises:
-            ReplicaValueError: Shapes differ elsewhere, there is no such axis, or it is an
-                ``IndexedSlices``.
-            UsageError: In a replica.
+            ReplicaValueError: Shapes differ on another axis, there is no such axis, or the value is
+                an ``IndexedSlices``.
+            UsageError: Called in a replica.
 
         Cancellation: Safe.
 
@@ -169,7 +168,7 @@ class ReplicaRuns:
         return gather_distributed(value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the value of each replica, in the order of their ids.
+        """Return the value of each replica, in the order of replica ids.
 
         Source: ``tf.distribute.Strategy.experimental_local_results``.
         """

@@ -39,7 +39,7 @@ class Refusal(Exception):
 
 
 class StaleCaptureWarning(UserWarning):
-    """A name that a step captured when it was first scheduled was rebound since."""
+    """A name was rebound after a step had captured it, when the step was first scheduled."""
 
 
 def name_of(fn: object) -> str:

@@ -74,8 +74,8 @@ class FunctionTable:
             The same object for the same function, and for callables of equal content.
 
         Raises:
-            SerializationError: If it is not callable, is a generator function, or captures something
-                that cannot be sent to a worker.
+            SerializationError: If it is not callable, is a generator function, or captures
+                something that cannot be sent to a worker.
 
         Warns:
             StaleCaptureWarning: If a name that the function captured was rebound since; once

@@ -251,8 +251,8 @@ def pack(
         The payload; `EMPTY` for None.
 
     Raises:
-        SerializationError: If something in it cannot be pickled, or says that it must not leave this
-            process (a class attribute ``__psync_capture_error__`` that gives the reason).
+        SerializationError: If something in it cannot be pickled, or says that it must not leave
+            this process (a class attribute ``__psync_capture_error__`` that gives the reason).
     """
     if obj is None:
         return EMPTY

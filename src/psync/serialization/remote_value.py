@@ -29,7 +29,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class RemoteValueStatus(enum.Enum):
-    """Where a RemoteValue stands."""
+    """The status of a RemoteValue."""
 
     NOT_READY = "not ready"
     READY = "ready"
@@ -37,25 +37,30 @@ class RemoteValueStatus(enum.Enum):
 
 
 class RemoteValue(Generic[T_co]):
-    """The result of a closure: await it, fetch it, or pass it to a later closure.
+    """The result of a closure: await it, or pass it to a later closure.
 
-    To type checkers it is a ``RemoteValue[T]`` of what the step returns.
+    ``await value`` waits for the result; ``get_nowait`` returns it without waiting. ``fetch`` and
+    ``get`` are TensorFlow's names for ``await value``. To type checkers, the result of a step that
+    returns a ``T`` is a ``RemoteValue[T]``.
 
     Args:
-        closure: Whose result it is.
+        closure: The closure whose result it is.
         cancel: Cancels the closure.
+
+    Attributes:
+        status: The state of the closure.
 
     Source: ``tf.distribute.experimental.coordinator.RemoteValue``; there, ``fetch`` blocks.
     """
 
     __psync_remote_value__ = True
     __slots__ = (
-        "__weakref__", "_cancel", "_ended", "_error", "_loop", "_payload", "_unpacked", "_value",
-        "closure", "status",
+        "__weakref__", "_cancel", "_closure", "_ended", "_error", "_loop", "_payload", "_unpacked",
+        "_value", "status",
     )  # fmt: skip
 
     def __init__(self, closure: Closure, cancel: Callable[[int], None]) -> None:
-        self.closure = closure
+        self._closure = closure
         self.status = RemoteValueStatus.NOT_READY
         self._cancel = cancel
         self._payload: Payload | None = None  # the pickled result, until it is wanted
@@ -66,7 +71,7 @@ class RemoteValue(Generic[T_co]):
         self._loop = asyncio._get_running_loop()  # the coordinator's
 
     def __repr__(self) -> str:
-        return f"<RemoteValue of {self.closure}, {self.status.value}>"
+        return f"<RemoteValue of {self._closure}, {self.status.value}>"
 
     def __await__(self) -> Generator[Any, None, T_co]:
         return RemoteValue.fetch(self).__await__()  # a handle of psync.blocking has another
@@ -74,36 +79,36 @@ class RemoteValue(Generic[T_co]):
     @property
     def closure_id(self) -> int:
         """Number of the closure whose result it is, as a ``RollbackEvent`` calls it."""
-        return self.closure.id
+        return self._closure.id
 
     @property
-    def owner(self) -> object:
+    def _owner(self) -> object:
         """The coordinator that it belongs to."""
         return getattr(self._cancel, "__self__", None)
 
     def done(self) -> bool:
-        """Return whether the closure has ended, with a value or without."""
+        """Return whether the closure has ended, with or without a value."""
         return self.status is not RemoteValueStatus.NOT_READY
 
     def cancel(self) -> None:
-        """Cancel the closure: one that has not begun never will; a running step is stopped.
+        """Cancel the closure: it does not begin, or its running step is stopped.
 
         A plain step cannot be stopped, but its pushes are refused from now on.
         """
         if not self.done():
-            self._cancel(self.closure.id)
+            self._cancel(self._closure.id)
 
     async def fetch(self) -> T_co:
         """Wait for the closure to end and return its value; the same object every time.
 
         Raises:
-            Exception: What the step raised, with its own type where that can be imported here.
+            Exception: The exception of the step, with its own type if that can be imported here.
             ClosureCancelled: The closure was cancelled, perhaps because another one failed.
-            ClosureInputError: An input of it had failed.
-            EndOfData: It met the end of its worker's data.
-            UsageError: On another event loop than the coordinator's, while that is open.
+            ClosureInputError: An input of the closure failed.
+            EndOfData: The closure reached the end of its worker's data.
+            UsageError: The call runs on another event loop than the coordinator's, which is open.
 
-        Cancellation: Safe; the closure goes on.
+        Cancellation: Safe; the closure continues.
         """
         loop = self._loop
         if loop is not None and asyncio._get_running_loop() is not loop and not loop.is_closed():
@@ -112,16 +117,16 @@ class RemoteValue(Generic[T_co]):
             if self._ended is None:
                 self._ended = asyncio.Event()
             await self._ended.wait()
-        return self.result()
+        return self.get_nowait()
 
     get = fetch
 
-    def result(self) -> T_co:
-        """Return the value of a closure that has ended.
+    def get_nowait(self) -> T_co:
+        """Return the value of a closure that has ended, without waiting.
 
         Raises:
-            UsageError: It has not ended.
-            Exception: As ``fetch``.
+            UsageError: The closure has not ended.
+            Exception: The errors of ``fetch``.
         """
         if self._error is not None:
             raise self._error.with_traceback(None)  # each time it is raised adds to it
@@ -129,7 +134,7 @@ class RemoteValue(Generic[T_co]):
             return cast(T_co, self._value)
         if self._payload is None:
             raise UsageError(
-                f"{self.closure} has not ended",
+                f"{self._closure} has not ended",
                 hint="await the RemoteValue, or join() first",
             )
         payload = self._payload
@@ -142,18 +147,15 @@ class RemoteValue(Generic[T_co]):
         self._unpacked = True
         return cast(T_co, self._value)
 
-    @property
-    def payload(self) -> Payload | None:
-        """The pickled value, or None where there is none (yet)."""
-        return self._payload
+    result = get_nowait  # its name until 0.2
 
-    def set_payload(self, payload: Payload) -> None:
+    def _set_payload(self, payload: Payload) -> None:
         """The closure ended with a value."""
         self._payload = payload
         self.status = RemoteValueStatus.READY
         self._wake()
 
-    def set_error(self, error: BaseException) -> None:
+    def _set_error(self, error: BaseException) -> None:
         """The closure ended without one."""
         self._error = error
         cancelled = isinstance(error, ClosureCancelled)
@@ -170,12 +172,12 @@ class AwaitFirst:
 
     __slots__ = ("__weakref__",)
 
-    def what_it_is(self) -> tuple[str, str]:
+    def _what_it_is(self) -> tuple[str, str]:
         """Return how messages call it, and what is to be awaited instead."""
         raise NotImplementedError
 
     def _refuse(self, used: str) -> NoReturn:
-        name, instead = self.what_it_is()
+        name, instead = self._what_it_is()
         raise UsageError(
             f"{used}: {name} is not an array here: its value lives on ps tasks",
             hint=f"await its value first: {instead}",
@@ -242,7 +244,7 @@ async def fetch_all(structure: Any) -> Any:
     """Return a nesting of dicts, lists and tuples with each RemoteValue replaced by its value."""
     if isinstance(structure, RemoteValue):
         if structure._payload is not None or structure._unpacked:
-            return structure.result()
+            return structure.get_nowait()
         return await RemoteValue.fetch(structure)
     if isinstance(structure, dict):
         return {key: await fetch_all(item) for key, item in structure.items()}

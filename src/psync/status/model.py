@@ -27,7 +27,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class RunningClosure:
-    """The closure that a worker runs, or that is on its way there or back."""
+    """A closure that a worker runs, or that is on its way there or back."""
 
     id: int
     name: str  # of the step function
@@ -44,9 +44,9 @@ class SeenError:
 
 @dataclass(frozen=True, slots=True)
 class WorkShares:
-    """What a worker's time went to, as shares of ``seconds``; the rest is time without work.
+    """The use of a worker's time, as shares of ``seconds``; the remainder is time without work.
 
-    Known while a dashboard or a run log is open; ``psync.client.work_meter`` says what counts.
+    Known while a dashboard or a run log is open; ``psync.client.work_meter`` defines the shares.
     """
 
     compute: float
@@ -61,14 +61,14 @@ class WorkShares:
 class WorkerStatus:
     """One worker. Its states:
 
-    - "connecting": it was never here, and is waited for;
+    - "connecting": it has not connected yet, and is waited for;
     - "idle": it holds no closure;
     - "busy": it holds closures;
     - "waiting": its closure waits for others, at a synchronous step or a staleness bound;
-    - "leaving": it ends its closure and goes;
-    - "set aside": it was lost again and again, and is not connected to for a while;
-    - "lost": it is gone, and is waited for;
-    - "left", "given up": it is gone, and is not waited for.
+    - "leaving": it ends its closure, then leaves;
+    - "set aside": it was lost repeatedly, and is not reconnected for a while;
+    - "lost": it is lost, and is waited for;
+    - "left", "given up": it has left or is lost, and is not waited for.
     """
 
     task: str  # "/job:worker/task:0"
@@ -91,7 +91,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class BackupStatus:
-    """The backup of a ps."""
+    """The backup ps of a ps."""
 
     state: str  # "alone": there is none; "copying"; "paired": it may take over; "deposed"
     behind: int  # entries of the log that it does not have yet
@@ -101,11 +101,11 @@ class BackupStatus:
 class PsStatus:
     """One ps. Its states are those of the coordinator's connection to it:
 
-    - "unconnected": it was never here;
+    - "unconnected": it has not been connected yet;
     - "connected";
-    - "silent": connected, and it has not answered within a second;
-    - "broken": the connection is gone, and made again;
-    - "lost": its shards are gone.
+    - "silent": connected, but without an answer for a second;
+    - "broken": the connection is lost and being made again;
+    - "lost": its shards are lost.
     """
 
     task: str
@@ -146,7 +146,7 @@ class GroupStatus:
 
 @dataclass(frozen=True, slots=True)
 class BoundStatus:
-    """One bound of staleness."""
+    """One staleness bound."""
 
     max_staleness: int
     slowest: int  # rounds
@@ -157,7 +157,7 @@ class BoundStatus:
 
 @dataclass(frozen=True, slots=True)
 class StepsStatus:
-    """How far training is."""
+    """The progress of training."""
 
     global_step: int = 0  # of the synchronous optimizer that is farthest; else updates applied
     steps_per_s: float = 0.0
@@ -169,7 +169,7 @@ class StepsStatus:
 
 @dataclass(frozen=True, slots=True)
 class QueueStatus:
-    """Closures of the coordinator: where they are, and totals."""
+    """Closures of the coordinator: current counts and totals."""
 
     waiting: int = 0  # for the value of another closure, or for the end of a gang
     queued: int = 0
@@ -184,7 +184,7 @@ class QueueStatus:
 
 @dataclass(frozen=True, slots=True)
 class ShardStatus:
-    """Where one shard of a declared variable lies."""
+    """The place of one shard of a declared variable."""
 
     variable: str
     shard: int
@@ -196,7 +196,7 @@ class ShardStatus:
 
 @dataclass(frozen=True, slots=True)
 class EventStatus:
-    """Something that has happened."""
+    """One event."""
 
     kind: str  # "joined", "lost", "left", "set aside", "unreachable", "reachable", "rollback", …
     text: str
@@ -207,36 +207,59 @@ class EventStatus:
 class Status:
     """A cluster as its coordinator sees it, at one moment.
 
-    States of the coordinator: "starting" (tasks are waited for), "idle" (nothing is scheduled),
-    "running", "recovering" (closures are held back until a ps is there again), "failed" (an error
-    is about to be raised), "ended".
+    States of the coordinator:
+
+    - "starting": it waits for tasks;
+    - "idle": nothing is scheduled;
+    - "running";
+    - "recovering": closures are held back until a ps is there again;
+    - "failed": an error is about to be raised;
+    - "ended".
+
+    Attributes:
+        time: Seconds since 1970.
+        pid: Process of the coordinator.
+        program: Name of the program.
+        uptime_s: Seconds since the coordinator began to connect.
+        window_s: Seconds over which the rates are taken.
+        state: State of the coordinator.
+        waits_for: What a ``join`` waits for, in words; "nothing".
+        queue: The closure queue.
+        steps: Progress of training.
+        workers: The workers, by index.
+        ps: The ps tasks, by index.
+        reported: Values that the program reports: loss, epoch, ….
+        notes: Remarks on recovery, backups and workers that are set aside.
+        events: The latest events, newest first.
+        placement: Shards of all variables, in order of declaration.
+        schema: Version of the JSON form.
 
     Example:
         status = await coordinator.status()
         print(status.queue.closures_per_s, [w.task for w in status.workers if w.state == "lost"])
     """
 
-    time: float  # seconds since 1970
-    pid: int  # of the coordinator's process
-    program: str  # what it runs
-    uptime_s: float  # since the coordinator began to connect
-    window_s: float  # of the rates
+    time: float
+    pid: int
+    program: str
+    uptime_s: float
+    window_s: float
     state: str
-    waits_for: str  # what a join waits for, in words; "nothing"
+    waits_for: str
     queue: QueueStatus = field(default_factory=QueueStatus)
     steps: StepsStatus = field(default_factory=StepsStatus)
-    workers: tuple[WorkerStatus, ...] = ()  # by index
-    ps: tuple[PsStatus, ...] = ()  # by index
-    reported: Mapping[str, float] = field(default_factory=dict)  # by the program: loss, epoch, …
-    notes: tuple[str, ...] = ()  # on recovery, backups and who is set aside
-    events: tuple[EventStatus, ...] = ()  # the newest, newest first
-    placement: tuple[ShardStatus, ...] = ()  # of all variables, in order of declaration
+    workers: tuple[WorkerStatus, ...] = ()
+    ps: tuple[PsStatus, ...] = ()
+    reported: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    events: tuple[EventStatus, ...] = ()
+    placement: tuple[ShardStatus, ...] = ()
     schema: int = SCHEMA
 
     def to_json(self) -> str:
-        """Return the JSON form: one object, in one line.
+        """Return the status as JSON: one object, in one line.
 
-        Reported values that JSON has no numbers for, such as a loss that is NaN, are null.
+        Reported values that are not JSON numbers, such as a NaN loss, become null.
         """
         data = _fields(self)
         data["reported"] = {
@@ -247,10 +270,10 @@ class Status:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Return the status of a JSON form; fields that it has beyond this version's are dropped.
+        """Return a status from its JSON form; unknown fields are dropped.
 
         Raises:
-            RemoteProtocolError: It is none, or of another schema.
+            RemoteProtocolError: The text is not a status, or has another schema.
         """
         try:
             data = json.loads(text)

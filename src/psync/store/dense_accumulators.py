@@ -37,8 +37,8 @@ class ConditionalAccumulator(ArrayAccumulator[np.ndarray, np.ndarray]):
                 gradients that a take waits for does not know weights.
 
         Raises:
-            ValueMismatchError: If the step is no integer, the weight not within ``sums.WEIGHTS``, the
-                dtype another; or if it is not stale and its shape does not fit, or it holds
+            ValueMismatchError: If the step is no integer, the weight not within ``sums.WEIGHTS``,
+                the dtype another; or if it is not stale and its shape does not fit, or it holds
                 infinities or NaN and these are forbidden. Nothing has changed.
         """
         applied = self.offer(gradient, local_step, weight)

@@ -189,7 +189,11 @@ class PsSync(GroupTable):
         return self.executor.submit(replica, entry, body_of(part), keep)
 
     def _part_with(self, message: StagePush | HoldPush, known: ShardSet, body: Body) -> Part:
-        """Return the part of a push that belongs to this ps; ValueMismatchError: it does not fit."""
+        """Return the part of a push that belongs to this ps.
+
+        Raises:
+            ValueMismatchError: It does not fit.
+        """
         group, rows = message.group, message.rows
         if rows is None:
             return Part(known, known.gradients(self.store, group, body), body)

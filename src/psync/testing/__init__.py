@@ -1,9 +1,9 @@
-"""Test tools for psync and for programs that use it: virtual time, a network in memory.
+"""Test tools for psync and for programs that use it: virtual time and a network in memory.
 
-- ``VirtualClockLoop``: an event loop whose clock jumps, so that no test waits, and which
-  raises ``Deadlock`` where another one would hang. ``run_virtual`` runs a coroutine on it.
+- ``VirtualClockLoop``: an event loop whose clock jumps to the next timer, so that tests do not
+  wait. It raises ``Deadlock`` instead of hanging. ``run_virtual`` runs a coroutine on it.
 - ``MemoryNetwork``: a network in memory, with seeded delivery and the faults of a real one.
-- ``settle``: lets everything run that can run now.
+- ``settle``: runs everything that is ready.
 """
 
 from psync.testing.clock import VirtualClockLoop, run_virtual, settle

@@ -1,13 +1,13 @@
-"""An event loop whose clock is virtual: it jumps to the next timer, and a hang is an error.
+"""An event loop with a virtual clock, which jumps to the next timer and reports hangs as errors.
 
-Time is a number that moves only when nothing else can: a test of a five-minute timeout takes
-no time and always has the same outcome. When nothing is ready and no timer is set, the loop
-raises ``Deadlock`` with the place where each task waits, instead of hanging. With a seed the
-tasks that are ready run in a drawn order, and the same seed draws the same order again.
+Time moves only when nothing is ready, so a test of a five-minute timeout takes no time and always
+has the same outcome. When nothing is ready and no timer is set, the loop raises ``Deadlock`` with
+the place where each task waits, instead of hanging. With a seed, ready tasks run in a random order,
+which is the same for the same seed.
 
-The loop is written on ``AbstractEventLoop``: ``asyncio.BaseEventLoop`` is welded to a selector,
-and everything real (sockets, processes, signals, other threads) is fenced off here, because
-none of it follows a virtual clock.
+The loop implements ``AbstractEventLoop``, because ``asyncio.BaseEventLoop`` depends on a selector.
+Real resources (sockets, processes, signals, other threads) are refused, because they do not follow
+a virtual clock.
 """
 
 from __future__ import annotations
@@ -32,35 +32,33 @@ _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
 
 SPIN_PASSES = 1_000_000
-"""So many passes without the clock moving are taken for a busy loop."""
+"""Number of passes at one virtual time after which the loop counts as busy-waiting."""
 
 SETTLE_ROUNDS = 100
-"""Rounds that ``settle`` gives to a loop that cannot say when nothing is ready."""
+"""Rounds that ``settle`` runs on a loop that cannot report when nothing is ready."""
 
 
 class VirtualClockLoop(LoopBase):
     """An asyncio event loop with a virtual clock.
 
-    ``time()`` starts at 0.0 and jumps to the next timer when nothing is ready, so that no
-    test waits. ``asyncio.Runner(loop_factory=VirtualClockLoop)`` and ``run_virtual`` use it.
+    ``time()`` starts at 0.0 and jumps to the next timer when nothing is ready, so that tests do not
+    wait. ``asyncio.Runner(loop_factory=VirtualClockLoop)`` and ``run_virtual`` use it.
 
-    ``run_in_executor`` (and with it ``asyncio.to_thread``) calls the function on the loop, as one
-    step, whichever executor is named: a thread would run at its own pace. Such a function must
-    not wait for the loop, which is waiting for it: a plain step that calls ``psync.wait`` needs
-    a real loop.
+    ``run_in_executor`` (and therefore ``asyncio.to_thread``) calls the function on the loop, as one
+    step, regardless of the executor, because a thread would not follow the clock. Such a function
+    must not wait for the loop. A plain step that calls ``psync.wait`` therefore needs a real loop.
 
     Args:
-        seed: None: what is ready runs in the order in which it became ready, as on the other
-            loops. A number: the next task to run is drawn from those that are ready. Callbacks
-            that are not steps of a task keep their order among themselves, which asyncio
-            promises; about tasks it promises nothing.
-        time_limit_s: Virtual seconds after which the run counts as hanging; ends tests in
-            which only heartbeats are left.
+        seed: Seed of the order in which ready tasks run; None: the order in which they became
+            ready, as on other loops. Callbacks that are not steps of a task always keep their
+            order, because asyncio guarantees it; asyncio does not guarantee the order of tasks.
+        time_limit_s: Virtual seconds after which the run counts as hanging; ends tests in which
+            only heartbeats remain.
 
     Raises:
-        Deadlock: From ``run_until_complete`` and ``run_forever``: nothing can ever happen
-            again, the time limit passed, or something spins without letting the clock move.
-        RealWorldError: From what would open a socket, start a process, and so on.
+        Deadlock: ``run_until_complete`` and ``run_forever`` raise it when nothing can happen any
+            more, the time limit has passed, or a task spins without letting the clock move.
+        RealWorldError: A call would open a socket, start a process, or use another real resource.
     """
 
     def __init__(self, seed: int | None = None, *, time_limit_s: float = 86_400.0) -> None:
@@ -153,7 +151,7 @@ class VirtualClockLoop(LoopBase):
         return future
 
     def set_default_executor(self, executor: Any) -> None:
-        """Accept an executor, which will not be used: see the class."""
+        """Accept an executor, which is never used; see the class."""
 
     # Running.
 
@@ -188,7 +186,7 @@ class VirtualClockLoop(LoopBase):
         """Run until ``future`` is done; return its result.
 
         Raises:
-            Deadlock: See the class. Its tasks are left as they are.
+            Deadlock: See the class. Its tasks stay pending.
         """
         self._check_open()
         if self.is_running():
@@ -212,15 +210,15 @@ class VirtualClockLoop(LoopBase):
         self.stop()
 
     def stop(self) -> None:
-        """End ``run_forever`` after the present pass."""
+        """End ``run_forever`` after the current pass."""
         self._stopping = True
 
     def is_running(self) -> bool:
-        """Whether the loop runs."""
+        """Whether the loop is running."""
         return self._thread is not None
 
     def close(self) -> None:
-        """Forget all that is scheduled; the loop cannot be used afterwards."""
+        """Drop everything that is scheduled; the loop cannot be used afterwards."""
         if self.is_running():
             raise RuntimeError("cannot close a running event loop")
         self._closed = True
@@ -229,9 +227,9 @@ class VirtualClockLoop(LoopBase):
         self._timers.clear()
 
     async def settled(self) -> None:
-        """Wait until nothing is ready at the present virtual time; see ``settle``.
+        """Wait until nothing is ready at the current virtual time; see ``settle``.
 
-        Cancellation: safe.
+        Cancellation: Safe.
         """
         future = self.create_future()
         self._settling.append(future)
@@ -331,8 +329,8 @@ def run_virtual(
 
     Args:
         main: A coroutine function.
-        args: Its arguments.
-        seed: Of the order in which tasks run; None: first come, first served.
+        args: Arguments of ``main``.
+        seed: Seed of the order in which tasks run; None: first come, first served.
 
     Raises:
         Deadlock: See ``VirtualClockLoop``.
@@ -342,13 +340,13 @@ def run_virtual(
 
 
 async def settle() -> None:
-    """Let everything run that can run now, without time passing.
+    """Run everything that is ready, without time passing.
 
-    On a ``VirtualClockLoop`` it returns exactly when nothing else is ready. The other loops
-    do not tell; there it gives a fixed number of rounds, and what comes from a socket may come
-    later still: wait for an event instead.
+    On a ``VirtualClockLoop`` it returns exactly when nothing else is ready. Other loops cannot
+    report that, so it runs a fixed number of rounds there. Data from a socket may come later; wait
+    for an event instead.
 
-    Cancellation: safe.
+    Cancellation: Safe.
     """
     loop = asyncio.get_running_loop()
     if isinstance(loop, VirtualClockLoop):

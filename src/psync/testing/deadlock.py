@@ -1,4 +1,4 @@
-"""The report on tasks that will never go on."""
+"""The report on tasks that can never continue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 class Deadlock(AssertionError):
     """Nothing can happen any more on a loop with a virtual clock.
 
-    The text lists every pending task with the line where each of its coroutines waits.
+    The message lists every pending task with the line where each of its coroutines waits.
 
     Attributes:
         tasks: Names of the pending tasks.

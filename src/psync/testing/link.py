@@ -1,9 +1,9 @@
 """A connection in memory as a test sees it: two directions that can be made to fail.
 
-Bytes are handed over late and in pieces of drawn sizes, as a network may. Where they are, and
-who is told what, follows the kernel: while a receiver takes nothing, up to ``kernel_bytes`` are
-copied out of the writer's hands, and what is beyond counts in its write buffer; a side learns
-that the other one is gone when it reads or writes, not before.
+Bytes are delivered late and in pieces of random sizes, as on a real network. Buffers and errors
+follow the kernel. While a receiver reads nothing, the kernels hold up to ``kernel_bytes``, and the
+rest counts in the writer's buffer. A side learns only when it reads or writes that the other one
+is gone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from psync.testing.memory_transport import MemoryTransport, reset_error
 from psync.testing.segments import Buffer, BufferChanged, Segment
 
 LATE = 0.25
-"""How often a piece that could be delivered now waits for another pass of the loop."""
+"""Fraction of deliverable pieces that wait for another pass of the loop."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Ends:
         return name in (self.address, self.server_host)
 
     def are(self, a: str, b: str | None) -> bool:
-        """Whether ``a`` is one end and ``b`` (None: anybody) the other."""
+        """Whether ``a`` is one end and ``b`` (None: any host) the other."""
         if b is None:
             return a == self.client_host or self.server_is(a)
         return (a == self.client_host and self.server_is(b)) or (
@@ -62,7 +62,7 @@ class Fabric:
     on_delivery: Callable[[Link, str, int], None] | None = None
 
     def stream(self, name: str) -> random.Random:
-        """Return a generator of its own, so that one decision does not shift another."""
+        """Return an independent generator, so that one decision does not shift another."""
         return random.Random(f"{self.seed}:{name}")
 
     def are_separated(self, ends: Ends) -> bool:
@@ -75,9 +75,9 @@ class Direction:
 
     Attributes:
         name: ``"to_server"`` or ``"to_client"``.
-        written_bytes: What the sender's transport has accepted.
-        buffered_bytes: What of it is still in the sender's write buffer.
-        delivered_bytes: What the receiver's protocol has got.
+        written_bytes: Bytes that the sender's transport has accepted.
+        buffered_bytes: Bytes that are still in the sender's write buffer.
+        delivered_bytes: Bytes that the receiver's protocol has received.
     """
 
     sender: MemoryTransport  # who writes; both are set by the link
@@ -110,7 +110,7 @@ class Direction:
     # Faults.
 
     def stall(self) -> None:
-        """Let the receiver take nothing, as if it were too slow, until ``flow``."""
+        """Deliver nothing to the receiver until ``flow``, as if it were too slow."""
         self._stalled = True
         self.wake()
 
@@ -120,7 +120,7 @@ class Direction:
         self.wake()
 
     def cut_after(self, num_bytes: int) -> None:
-        """Cut the link when ``num_bytes`` more have been delivered in this direction."""
+        """Cut the link after ``num_bytes`` more have been delivered in this direction."""
         self._cut_after = num_bytes
         if num_bytes <= 0:
             self.link.cut()
@@ -137,7 +137,7 @@ class Direction:
         self.wake()
 
     def end(self, error: OSError | None) -> None:
-        """Let the receiver see the end: in order (None), or a reset, which overtakes the bytes."""
+        """End the receiver's stream: in order (None), or with a reset that overtakes the bytes."""
         if error is not None:
             self.drop_all()
         if self._end is None:
@@ -145,31 +145,31 @@ class Direction:
             self.wake()
 
     def end_abruptly(self) -> None:
-        """Let the receiver see what an aborted socket shows.
+        """End the receiver's stream as an aborted socket does.
 
-        That is what the kernel has taken and then an orderly end, in the middle of
-        anything, or a reset: the peer's kernel decides.
+        The receiver gets the bytes in the kernel and then either an orderly end, possibly in the
+        middle of a message, or a reset. The peer's kernel decides which.
         """
         is_reset = self._random.random() < 0.5
         self.end(reset_error("the peer aborted the connection") if is_reset else None)
 
     def drop_unsent(self) -> None:
-        """Forget what is in the sender's write buffer, and not in the kernel's.
+        """Drop the bytes in the sender's write buffer, but not those in the kernel's.
 
-        The kernel has what is on its way, as far as it has room; it goes on sending that.
+        The kernel has taken as many bytes as it has room for, and continues to send them.
         """
         self._take()
         self._segments = deque(segment for segment in self._segments if segment.is_taken)
         self.buffered_bytes = 0
 
     def drop_all(self) -> None:
-        """Forget everything that was not delivered."""
+        """Drop all undelivered bytes."""
         self._segments.clear()
         self.buffered_bytes = self._kernel_bytes = 0
         self._end = None
 
     def wake(self) -> None:
-        """See to it that what can be delivered will be."""
+        """Schedule the delivery of bytes that can be delivered."""
         if self._pump_handle is not None or not (self._segments or self._end):
             return
         due = self._segments[0].due if self._segments else self._end[0] if self._end else 0.0
@@ -298,11 +298,11 @@ class Direction:
 
 
 class Link:
-    """One connection, seen from outside; ``MemoryNetwork.links`` lists them.
+    """One connection as seen from outside; ``MemoryNetwork.links`` lists them.
 
     Attributes:
-        number: Its number on the network, in the order in which connections were made.
-        ends: Who connected, who listens, and where.
+        number: Number of the connection on the network, in the order of connecting.
+        ends: The names of client and server, and the server's address.
         to_server, to_client: The two directions, with their counters and faults.
         client, server: The transports.
     """
@@ -339,24 +339,24 @@ class Link:
 
     @property
     def address(self) -> str:
-        """Where the server listens."""
+        """The address of the server."""
         return self.ends.address
 
     @property
     def is_live(self) -> bool:
-        """Whether one side, or both, still have their connection."""
+        """Whether at least one side still has its connection."""
         return not (self.client.is_lost and self.server.is_lost)
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether nothing gets through at present."""
+        """Whether all traffic is blocked now."""
         return self._is_partitioned or self.fabric.are_separated(self.ends)
 
     def cut(self, error: Exception | None = None) -> None:
         """End the connection: both sides get ``connection_lost`` with a ConnectionResetError.
 
         Args:
-            error: What they get instead.
+            error: Exception to use instead.
         """
         for transport in (self.client, self.server):
             transport.fail(error or reset_error("the connection was cut"), tell_peer=False)
@@ -364,12 +364,12 @@ class Link:
         self.to_client.drop_all()
 
     def partition(self) -> None:
-        """Let nothing through, in neither direction, and tell nobody, until ``heal``."""
+        """Block both directions until ``heal``, without notifying either side."""
         self._is_partitioned = True
         self.wake()
 
     def heal(self) -> None:
-        """End a ``partition``: what was sent meanwhile arrives now, in order, as TCP does it."""
+        """End a ``partition``; pending data arrive now, in order, as with TCP."""
         self._is_partitioned = False
         self.wake()
 
@@ -383,16 +383,16 @@ class Link:
             self.end_channel(side)
 
     def end_channel(self, side: int) -> None:
-        """One end of the side channel, if there is one, has no user."""
+        """Close one end of the side channel, if there is one."""
         if self.channels is not None:
             self.channels[side].end()
 
     def wake(self) -> None:
-        """Look again at what can be delivered."""
+        """Check again for data that can be delivered."""
         self.to_server.wake()
         self.to_client.wake()
 
     def side_lost(self) -> None:
-        """Leave the list of live links when both sides are gone; the transports call it."""
+        """Remove the link from the live links when both sides are gone; transports call it."""
         if not self.is_live:
             self.fabric.links.pop(self.number, None)

@@ -1,4 +1,4 @@
-"""The parts of an event loop without a clock; operations that virtual time does not offer."""
+"""The parts of an event loop without a clock, and operations that virtual time does not offer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger("asyncio")  # where the other loops report too
 
 
 class RealWorldError(RuntimeError):
-    """Code under a virtual clock reached for a socket, a process, a signal or a thread."""
+    """Code under a virtual clock tried to use a socket, a process, a signal or a thread."""
 
 
 class _Fenced:
@@ -39,7 +39,7 @@ class _Fenced:
 
 
 class Fence(asyncio.AbstractEventLoop):
-    """The part of ``AbstractEventLoop`` that touches the real world, fenced off."""
+    """The part of ``AbstractEventLoop`` that uses real resources; all of it raises."""
 
     getaddrinfo: Any = _Fenced()
     getnameinfo: Any = _Fenced()
@@ -105,21 +105,21 @@ class LoopBase(Fence):
         return task
 
     def set_task_factory(self, factory: Any) -> None:
-        """Set what makes tasks; None: ``asyncio.Task``."""
+        """Set the factory of tasks; None: ``asyncio.Task``."""
         self._task_factory = factory
 
     def get_task_factory(self) -> Any:
-        """Return what makes tasks."""
+        """Return the factory of tasks."""
         return self._task_factory
 
     # Errors and debugging.
 
     def set_exception_handler(self, handler: ExceptionHandler | None) -> None:
-        """Set what is told of errors that nobody awaits; None: they are logged."""
+        """Set the handler of errors that no task awaits; None: they are logged."""
         self._exception_handler = handler
 
     def get_exception_handler(self) -> ExceptionHandler | None:
-        """Return what was set."""
+        """Return the handler of errors that no task awaits."""
         return self._exception_handler
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ class LoopBase(Fence):
         _log.error("\n".join(lines), exc_info=context.get("exception"))
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Report an error that nobody awaits."""
+        """Report an error that no task awaits."""
         if self._exception_handler is None:
             self.default_exception_handler(context)
             return
@@ -145,17 +145,17 @@ class LoopBase(Fence):
             )
 
     def get_debug(self) -> bool:
-        """Whether handles and futures record where they were made."""
+        """Whether handles and futures record the place of their creation."""
         return self._debug
 
     def set_debug(self, enabled: bool) -> None:
-        """Let handles and futures record where they were made."""
+        """Set whether handles and futures record the place of their creation."""
         self._debug = enabled
 
     # Being closed.
 
     def is_closed(self) -> bool:
-        """Whether the loop was closed."""
+        """Whether the loop is closed."""
         return self._closed
 
     def _check_open(self) -> None:
@@ -163,7 +163,7 @@ class LoopBase(Fence):
             raise RuntimeError("the event loop is closed")
 
     async def shutdown_asyncgens(self) -> None:
-        """Close the asynchronous generators that are still open. Cancellation: safe."""
+        """Close the asynchronous generators that are still open. Cancellation: Safe."""
         generators = list(self._asyncgens.values())
         self._asyncgens.clear()
         results = await asyncio.gather(*(g.aclose() for g in generators), return_exceptions=True)
@@ -178,7 +178,7 @@ class LoopBase(Fence):
                 )
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Do nothing: there are no threads."""
+        """Do nothing, because there are no threads."""
 
     def _asyncgen_started(self, generator: AsyncGenerator[Any, Any]) -> None:
         self._asyncgens[next(self._asyncgen_numbers)] = generator

@@ -1,8 +1,8 @@
 """A network in memory, with the faults of a real one.
 
-It has the interface of the networks in ``psync.net.transport`` and runs on any event loop, as it
-uses nothing but the running loop's ``call_soon``, ``call_at`` and ``time``. On a
-``VirtualClockLoop`` the same seed gives the same run, piece by piece.
+It has the interface of the networks in ``psync.net.transport``. It runs on any event loop, because
+it uses only the running loop's ``call_soon``, ``call_at`` and ``time``. On a ``VirtualClockLoop``
+the same seed gives the same run, piece by piece.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Factory = Callable[[], asyncio.BufferedProtocol]
 _FIRST_FREE_PORT = 20_000
 
 KEEPALIVE_S = 25.0
-"""Until a kernel gives up a connection to a machine that has died."""
+"""Time after which a kernel ends a connection to a machine that has died."""
 
 PING_S = 5.0
-"""Within which it sends something on a connection: if that machine runs again, it says no."""
+"""Time within which it sends a probe on a connection; a restarted machine rejects it."""
 
 
 class MemoryHost:
-    """A network as one host sees it: what it connects and listens to bears its name.
+    """A network as seen by one host, whose connections and listeners carry its name.
 
-    Faults can then name the host: ``network.partition("worker0")`` reaches the connections
-    that worker0 has made as well as those made to it.
+    Faults can then name the host: ``network.partition("worker0")`` affects the connections that
+    worker0 has made and those made to it.
     """
 
     def __init__(self, network: MemoryNetwork, name: str) -> None:
@@ -46,19 +46,19 @@ class MemoryHost:
     async def connect(
         self, address: str, factory: Factory
     ) -> tuple[asyncio.Transport, asyncio.BufferedProtocol]:
-        """Open a connection; see ``MemoryNetwork.connect``. Cancellation: as there."""
+        """Open a connection; see ``MemoryNetwork.connect``, including for cancellation."""
         return await self._network._connect(self.name, address, factory)
 
     async def listen(self, address: str, factory: Factory) -> MemoryListener:
-        """Listen; see ``MemoryNetwork.listen``. Cancellation: as there."""
+        """Listen; see ``MemoryNetwork.listen``, including for cancellation."""
         return self._network._listen(self.name, address, factory)
 
 
 class MemoryListener:
-    """An address on which somebody listens.
+    """A listener on one address.
 
     Attributes:
-        address: As bound: port 0 has been replaced by a free one.
+        address: Bound address, with port 0 replaced by a free port.
     """
 
     def __init__(
@@ -103,29 +103,30 @@ class MemoryListener:
 class MemoryNetwork:
     """A network in memory.
 
-    Addresses are names that mean nothing to it; ``"host:0"`` is replaced by a free port.
-    Every write is kept by reference, delivered later, in pieces of drawn sizes, and, with
-    ``check_buffers``, compared with the checksum it had when it was written. A buffer that
-    has changed ends the connection on both sides with ``BufferChanged``, which is also put on
-    ``problems``: a program that survives lost connections would hide it otherwise. Let every
-    test end with ``check()``.
+    Addresses are arbitrary names; the port of ``"host:0"`` is replaced by a free one. Writes are
+    kept by reference and delivered later, in pieces of random sizes.
+
+    With ``check_buffers``, each write is compared on delivery with its checksum at the time of the
+    write. A buffer that has changed ends the connection on both sides with ``BufferChanged``. The
+    error is also added to ``problems``, because a program that survives lost connections would hide
+    it. End every test with ``check()``.
 
     Args:
-        seed: Of everything that is drawn.
-        latency: Seconds between which the time is drawn that a write takes to the other side.
-        chunk: Sizes in bytes between which that of a delivered piece is drawn.
-        check_buffers: Whether to watch over what was written; costs two checksums of it.
-        kernel_bytes: What the kernels hold per direction while the receiver takes nothing; only
-            what is beyond counts in ``get_write_buffer_size()``.
-        spread: How unequal links are: each direction of one has latencies of its own, which are
-            up to ``10 ** spread`` times longer, and connections are accepted late, so perhaps in
-            another order than they were made. 0: all are alike.
-        shares_memory: Whether all tasks are of one host and lend each other what is large, see
+        seed: Seed of all random choices.
+        latency: Range, in seconds, of the time that a write takes to the other side.
+        chunk: Range of the sizes of delivered pieces, in bytes.
+        check_buffers: Whether to check for changed buffers, at the cost of two checksums per write.
+        kernel_bytes: Capacity of the kernels per direction while the receiver reads nothing; only
+            the rest counts in ``get_write_buffer_size()``.
+        spread: Inequality of links. The latencies of each direction are multiplied by a factor of
+            up to ``10 ** spread``, and connections are accepted late, possibly in another order
+            than they were made. 0: all links are equal.
+        shares_memory: Whether all tasks are on one host and lend each other large messages; see
             ``psync.net.shared``.
 
     Attributes:
         problems: Every ``BufferChanged`` so far.
-        lent: How often something has happened to memory that tasks share.
+        lent: Counts of events in the memory that tasks share.
 
     Raises:
         ConfigurationError: A range is empty or negative.
@@ -170,10 +171,11 @@ class MemoryNetwork:
         """Open a connection.
 
         Raises:
-            ConnectionRefusedError: Nobody listens there, or ``refuse`` says so.
-            ConnectionResetError: The connection was cut before it was there.
+            ConnectionRefusedError: There is no listener, or ``refuse`` is in effect.
+            ConnectionResetError: The connection was cut before it was established.
 
-        Cancellation: safe, nothing stays open. Through a partition it waits until that heals.
+        Cancellation: Safe; no connection stays open. A connection through a partition waits until
+            the partition heals.
         """
         return await self._connect("", address, factory)
 
@@ -181,14 +183,14 @@ class MemoryNetwork:
         """Listen on ``address``.
 
         Raises:
-            OSError: EADDRINUSE: somebody listens there.
+            OSError: EADDRINUSE: there is already a listener.
 
-        Cancellation: safe.
+        Cancellation: Safe.
         """
         return self._listen("", address, factory)
 
     def host(self, name: str) -> MemoryHost:
-        """Return this network as the host ``name`` sees it."""
+        """Return this network as seen by the host ``name``."""
         return MemoryHost(self, name)
 
     # What a test sees and does. ``where`` is an address or the name of a host.
@@ -208,29 +210,29 @@ class MemoryNetwork:
             raise self.problems[0]
 
     def links(self, where: str | None = None) -> list[Link]:
-        """Return the live links, oldest first; with ``where``, those that end there."""
+        """Return the live links, oldest first; with ``where``, only links that end there."""
         links = list(self._fabric.links.values())
         return [link for link in links if where is None or link.ends.are(where, None)]
 
     def cut(self, where: str) -> None:
-        """Cut the links that end at ``where``: connections are lost on both sides."""
+        """Cut the links that end at ``where``; connections are lost on both sides."""
         for link in self.links(where):
             link.cut()
 
     def partition(self, a: str, b: str | None = None) -> None:
-        """Let nothing through between ``a`` and ``b`` (None: everybody) until ``heal``.
+        """Block all traffic between ``a`` and ``b`` (None: all hosts) until ``heal``.
 
-        Nobody is told: connections stay open and silent, new ones wait. ``cut`` ends a
-        connection for good, as a host that has given up would see it.
+        Neither side is notified: connections stay open and silent, and new ones wait. ``cut`` ends
+        a connection for good, as a host sees it after its timeout.
         """
         self._fabric.separations.append((a, b))
         self._look_again()
 
     def heal(self, a: str, b: str | None = None) -> None:
-        """End a ``partition`` with the same arguments: what was sent arrives now, in order.
+        """End a ``partition`` with the same arguments; pending data arrive now, in order.
 
         Raises:
-            UsageError: There is none.
+            UsageError: There is no such partition.
         """
         if (a, b) not in self._fabric.separations:
             raise UsageError(f"no partition between {a} and {b or 'everybody'}")
@@ -238,8 +240,10 @@ class MemoryNetwork:
         self._look_again()
 
     def deafen(self, a: str, b: str) -> None:
-        """Let nothing through from host ``a`` to host ``b`` until ``undeafen``; what ``b`` sends
-        arrives. New connections between them wait."""
+        """Block all traffic from host ``a`` to host ``b`` until ``undeafen``.
+
+        Traffic from ``b`` to ``a`` arrives. New connections between them wait.
+        """
         self._fabric.deaf.append((a, b))
         self._look_again()
 
@@ -249,7 +253,7 @@ class MemoryNetwork:
         self._look_again()
 
     def refuse(self, where: str) -> None:
-        """Refuse new connections to ``where``, until ``admit``."""
+        """Refuse new connections to ``where`` until ``admit``."""
         self._refused.add(where)
 
     def admit(self, where: str) -> None:
@@ -257,9 +261,9 @@ class MemoryNetwork:
         self._refused.discard(where)
 
     def stop(self, host: str) -> None:
-        """Let a host's process take nothing until ``go_on``, as if it had got SIGSTOP.
+        """Stop a host's process until ``go_on``, as SIGSTOP does.
 
-        Its kernel lives: connections are accepted, and so much is taken as there is room for.
+        Its kernel keeps running: it accepts connections, and takes data while it has room.
         """
         self._fabric.stopped.add(host)
         self._look_again()
@@ -270,12 +274,12 @@ class MemoryNetwork:
         self._look_again()
 
     def crash(self, host: str, *, silently: bool = False) -> None:
-        """End what a host's process has on the network, as its kernel does when it is killed.
+        """End all connections and listeners of a host's process, as its kernel does after a kill.
 
         Args:
-            host: Whose process has died.
-            silently: The machine has died, too: nobody is told, what was on its way is lost, and
-                who connects waits until ``revive``.
+            host: Host of the process.
+            silently: Whether the machine dies as well: peers are not notified, data in flight are
+                lost, and new connections wait until ``revive``.
         """
         self._fabric.stopped.discard(host)
         for channel, owner in list(self._channels.items()):
@@ -299,7 +303,7 @@ class MemoryNetwork:
                 link.server.abort()
 
     def revive(self, host: str) -> None:
-        """Let a machine that has died silently run again: it knows no connection of before."""
+        """Restart a machine that has died silently; its earlier connections are unknown to it."""
         _, links = self._dead.pop(host, ([], []))
         for link in links:  # it answers with a reset when the next ping comes
             after = self._random.uniform(0.0, PING_S)
@@ -307,7 +311,7 @@ class MemoryNetwork:
         self._look_again()
 
     def trace_deliveries(self, trace: Callable[[Link, str, int], None] | None) -> None:
-        """Let ``trace(link, direction, num_bytes)`` be called for every delivered piece."""
+        """Call ``trace(link, direction, num_bytes)`` for every delivered piece."""
         self._fabric.on_delivery = trace
 
     def _look_again(self) -> None:

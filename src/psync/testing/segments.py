@@ -20,7 +20,7 @@ _NOISE = (os.path.dirname(__file__), os.path.dirname(asyncio.__file__))
 
 
 class BufferChanged(AssertionError):
-    """Memory that had been given to ``write()`` was changed before it was sent."""
+    """Memory that was passed to ``write()`` was changed before it was sent."""
 
 
 class Segment:

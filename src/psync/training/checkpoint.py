@@ -8,12 +8,12 @@
         await coordinator.join()
         await manager.save()
 
-A checkpoint is one instant over all ps tasks, taken while training goes on, so it may be saved at
-any time. Each ps writes what it holds, all at once.
+A checkpoint shows one instant of all ps tasks. It is taken while training continues, so it may be
+saved at any time. All ps tasks write their shards at the same time.
 
-Source: ``tf.train.Checkpoint`` and ``tf.train.CheckpointManager``. There a sharded variable must be
-restored into as many shards as were saved; here into any number, its slots too. There variables
-are read one after the other while others may change.
+Source: ``tf.train.Checkpoint`` and ``tf.train.CheckpointManager``. There, a sharded variable must
+be restored into the saved number of shards; here, any number works, including for its slots. There,
+variables are read one after the other while others may change.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was restored.
+    """The result of a restore.
 
     Attributes:
-        path: Of the checkpoint.
-        number: Of its save.
-        missing: Names that the checkpoint did not have; they were left as they are.
-        extra: Names in the checkpoint that nothing here stands for.
+        path: Path of the checkpoint.
+        number: Number of its save.
+        missing: Names that the checkpoint did not have; their objects are unchanged.
+        extra: Names in the checkpoint without an object here.
     """
 
     path: Path
@@ -87,7 +87,7 @@ class Restored:
 
 
 class Saved(NamedTuple):
-    """A checkpoint that was saved."""
+    """A saved checkpoint."""
 
     path: Path
     coordinator: Coordinator | None = None  # whose ps tasks wrote it
@@ -95,16 +95,16 @@ class Saved(NamedTuple):
 
 
 class Checkpoint:
-    """Objects that are saved and restored together, each under the name that it is given here.
+    """Objects that are saved and restored together, each under the name given here.
 
     Args:
         objects: Variables, modules, optimizers (their slots and steps, and a learning rate that was
-            set later), metrics, moving averages, visits of data shards, ``SavedState`` and
-            everything with ``checkpoint_state``; dicts and lists of them.
+            set later), metrics, moving averages, visits of data shards, ``SavedState`` and all
+            objects with ``checkpoint_state``; dicts and lists of them.
 
     Raises:
-        UsageError: Nothing is given, or something that cannot be saved, or under a name that begins
-            with "~"; or inside a step.
+        UsageError: No object is given, an object cannot be saved, a name begins with "~", or the
+            call is inside a step.
     """
 
     __psync_capture_error__ = "checkpoints are saved by the program, not by steps"
@@ -146,31 +146,32 @@ class Checkpoint:
         number: int | None = None,
         verbose: bool | str = False,
     ) -> Path:
-        """Write a checkpoint and return its path; it is complete or absent.
+        """Write a checkpoint and return its path; it is either complete or absent.
 
-        It holds one instant: of every update that has been answered, everything; of every other
-        one everything or nothing. Updates wait for this instant, not for the disk. At this instant
-        objects without arrays are asked for their states.
+        A checkpoint shows one instant: each acknowledged update is included completely, and every
+        other update completely or not at all. Updates wait for this instant, not for the disk.
+        Objects without arrays are asked for their states at this instant.
 
-        A training session without a ``ClusterCoordinator`` reads one shard after the other instead:
-        what is pushed meanwhile may be in some of them and not in others.
+        A training session without a ``ClusterCoordinator`` instead reads one shard after the other,
+        so concurrent pushes may be in some shards and not in others.
 
         Args:
-            directory: Of all checkpoints; made if it is not there. Where ps tasks see it under the
-                same path, they write there themselves.
-            number: Of this one, from 0. Default: one more than the highest there.
-            verbose: Whether progress is shown: False, "lines", "bar"; "auto" or True: a bar on a
-                terminal, else lines.
+            directory: Directory of all checkpoints, created if missing. ps tasks that see it under
+                the same path write there themselves.
+            number: Number of this checkpoint, from 0. Default: the highest there plus one.
+            verbose: Whether to show progress: False, "lines", "bar"; "auto" or True: a bar on a
+                terminal, otherwise lines.
 
         Raises:
-            CheckpointError: The disk is full, or fails, or the directory is none: path, number and
-                step are named. There is one of that number; a ps was cut off or died meanwhile, or
-                serves another coordinator. What was saved before is whole.
-            ConfigurationError: The number is none, or another program saves there.
+            CheckpointError: The disk is full or fails, or ``directory`` is not a directory: the
+                message names path, number and step. Or there is already a checkpoint of that
+                number; or a ps was cut off or died, or serves another coordinator. Earlier
+                checkpoints are intact.
+            ConfigurationError: The number is invalid, or another program saves there.
             UsageError: No coordinator is running.
-            ParameterServerLost: A ps is gone.
+            ParameterServerLost: A ps is lost.
 
-        Cancellation: Nothing is left of the checkpoint, unless it was complete by then.
+        Cancellation: Nothing remains of the checkpoint, unless it was already complete.
         """
         return (await self._saved(Path(directory), number, verbose)).path
 
@@ -259,25 +260,25 @@ class Checkpoint:
         partial: bool = False,
         verbose: bool | str = False,
     ) -> Restored:
-        """Take everything from a checkpoint, whatever number of ps tasks and shards it was of.
+        """Restore all objects from a checkpoint, saved with any number of ps tasks and shards.
 
-        A ``SyncReplicasOptimizer`` that has made steps in this program counts on from these, with
-        its bias corrections and schedules: restore it before its first push.
+        A ``SyncReplicasOptimizer`` that has made steps in this program continues to count from
+        these, with its bias corrections and schedules. Restore it before its first push.
 
         Args:
-            path: Of the checkpoint, as ``save`` returned it.
-            partial: Whether what the checkpoint does not have is left as it is. What it has
-                beyond that is ignored in any case, and named in the result.
-            verbose: As for ``save``.
+            path: Path of the checkpoint, as returned by ``save``.
+            partial: Whether objects that the checkpoint does not have stay unchanged. Additional
+                entries of the checkpoint are always ignored and named in the result.
+            verbose: See ``save``.
 
         Raises:
-            CheckpointNotFound: There is none.
-            CheckpointCorrupt: It is damaged. Nothing was restored.
-            CheckpointMismatch: Something is missing, or of another shape or dtype: all are named;
-                or a state is not one of its object's. Nothing was restored.
-            CheckpointError: It cannot be read; the path is named.
+            CheckpointNotFound: There is no such checkpoint.
+            CheckpointCorrupt: The checkpoint is damaged. Nothing was restored.
+            CheckpointMismatch: Entries are missing or have another shape or dtype (the message
+                names all of them), or a state does not belong to its object. Nothing was restored.
+            CheckpointError: The checkpoint cannot be read; the message names the path.
             UsageError: No coordinator is running.
-            ParameterServerLost: A ps is gone.
+            ParameterServerLost: A ps is lost.
 
         Cancellation: Some variables are restored, others are not.
         """
@@ -325,23 +326,24 @@ class Checkpoint:
             await coordinator.recovery.restored(restore)
 
     async def read(self, path: str | os.PathLike[str], *, slots: bool = False) -> dict[str, Any]:
-        """Return the values of a checkpoint; nothing is restored, and no cluster is needed.
+        """Return the values of a checkpoint, without restoring them and without a cluster.
 
         Args:
-            path: Of the checkpoint, as ``save`` returned it.
-            slots: Whether those of optimizers are read, too.
+            path: Path of the checkpoint, as returned by ``save``.
+            slots: Whether to read the slots of optimizers as well.
 
         Returns:
-            What was saved, nested as the objects of this ``Checkpoint``. A numpy array for each
-            variable, whole; dicts, lists and tuples as they are; a dict of its attributes for a
-            module, and of its values for ``SavedState``; the value of a metric; the averages by
-            the names of their variables; of an optimizer {"step": …}, with ``slots`` also
-            {slot: {name of the variable: array}}.
+            The saved values, nested as the objects of this ``Checkpoint``. A variable is one whole
+            numpy array. Dicts, lists and tuples are unchanged. A module is a dict of its
+            attributes, and a ``SavedState`` a dict of its values. A metric is its value. Moving
+            averages have the names of their variables. An optimizer is {"step": …}, with ``slots``
+            also {slot: {name of the variable: array}}.
 
         Raises:
-            CheckpointNotFound: There is none.
-            CheckpointCorrupt: It is damaged.
-            CheckpointMismatch: Something is missing, or of another shape or dtype: all are named.
+            CheckpointNotFound: There is no such checkpoint.
+            CheckpointCorrupt: The checkpoint is damaged.
+            CheckpointMismatch: Entries are missing or have another shape or dtype: the message
+                names all of them.
 
         Cancellation: Safe.
 
@@ -413,7 +415,7 @@ async def coordinator_for(contents: Contents) -> Coordinator | None:
     if len(running) != 1:
         return None
     runtime_here("saving a checkpoint", running[0])
-    return coordinator_of(running[0].origin)
+    return coordinator_of(running[0]._origin)
 
 
 async def _written(

@@ -35,25 +35,27 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """The checkpoints of one program in one directory: numbers, and which are kept.
+    """The numbered checkpoints of one program in one directory, with old ones removed.
 
-    The program goes back to the newest of them if a ps is lost, see ``ClusterCoordinator``: to what
-    it has saved last or, before it has saved anything, to what ``restore_or_initialize`` has found,
-    if the program, the number of ps tasks and of shards are the same. Of several managers the one
-    that has saved or restored last is asked.
+    When a ps is lost, the program rolls back to the newest checkpoint; see ``ClusterCoordinator``.
+    That is the last one it saved. Before the first save, it is the one that
+    ``restore_or_initialize`` found, if the program and the number of ps tasks and shards are the
+    same. With several managers, the one that saved or restored last is used.
 
-    The directory is this process's while a coordinator runs, from the moment the manager is made,
-    or first used, under it. Another program's manager then raises an error that names this one.
-    Reading is free: ``psync.latest_checkpoint(directory)``, ``Checkpoint.restore``.
+    While a coordinator is running, this process owns the directory, from the time the manager is
+    created, or first used, under the coordinator. A manager of another program then raises an error
+    that names this process. Reading is always possible: ``psync.latest_checkpoint(directory)``,
+    ``Checkpoint.restore``.
 
     Args:
-        checkpoint: What is saved.
-        directory: Where; made if it is not there. One program at a time may use it.
-        max_to_keep: How many of the newest are kept; None: no limit.
-        keep_every_n_steps: Those whose number is a multiple of this are kept for ever.
+        checkpoint: Objects to save.
+        directory: Directory of the checkpoints, created if missing. One program at a time may use
+            it.
+        max_to_keep: Number of newest checkpoints to keep; None: no limit.
+        keep_every_n_steps: Checkpoints whose number is a multiple of this are never removed.
 
     Raises:
-        ConfigurationError: An argument is no such number, or another program uses the directory.
+        ConfigurationError: An argument is out of range, or another program uses the directory.
 
     Source: ``tf.train.CheckpointManager``.
     """
@@ -93,7 +95,7 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """The complete checkpoints, the oldest first.
+        """The complete checkpoints, oldest first.
 
         Raises:
             CheckpointError: The directory cannot be read.
@@ -102,7 +104,7 @@ class CheckpointManager:
 
     @property
     def latest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint, or None; raises as ``checkpoints``."""
+        """The newest complete checkpoint, or None; raises the errors of ``checkpoints``."""
         return latest_checkpoint(self.directory)
 
     async def save(
@@ -112,22 +114,23 @@ class CheckpointManager:
         last: bool = False,
         verbose: bool | str = False,
     ) -> Path:
-        """Save, then remove those that need not be kept; see ``Checkpoint.save``.
+        """Save, then remove checkpoints that need not be kept; see ``Checkpoint.save``.
 
         Args:
-            checkpoint_number: From 0, such as the global step. Default: one more than the highest.
-            last: Whether no other one follows; see ``finish``.
-            verbose: As for ``Checkpoint.save``.
+            checkpoint_number: Number from 0, such as the global step. Default: the highest plus
+                one.
+            last: Whether this is the last checkpoint; see ``finish``.
+            verbose: See ``Checkpoint.save``.
 
         Returns:
             The path of the new checkpoint.
 
         Raises:
-            CheckpointError: As ``Checkpoint.save``; also if an old one cannot be removed, or no
-                mark be left that this is the last: the new one is complete then.
-            ConfigurationError, UsageError, ParameterServerLost: As ``Checkpoint.save``.
+            CheckpointError: See ``Checkpoint.save``. Also raised if an old checkpoint cannot be
+                removed or the last one cannot be marked; the new one is complete in these cases.
+            ConfigurationError, UsageError, ParameterServerLost: See ``Checkpoint.save``.
 
-        Cancellation: As ``Checkpoint.save``; old ones may be left.
+        Cancellation: See ``Checkpoint.save``; old checkpoints may remain.
         """
         await self._own()
         asked = self._snapshots.asked
@@ -155,17 +158,17 @@ class CheckpointManager:
         return path
 
     async def finish(self) -> Path | None:
-        """Say that no other checkpoint follows: a ``SidecarEvaluator`` then stops after the newest.
+        """Mark the newest checkpoint as the last, after which a ``SidecarEvaluator`` stops.
 
-        ``restore_or_initialize`` takes it back: the program goes on.
+        ``restore_or_initialize`` removes the mark, because the program continues.
 
         Returns:
-            The path of the newest checkpoint, or None: there is none, and nothing was said.
+            The path of the newest checkpoint, or None if there is none and nothing was marked.
 
         Raises:
-            CheckpointError: The disk fails, or is full.
+            CheckpointError: The disk fails or is full.
 
-        Cancellation: It may have been said.
+        Cancellation: The mark may have been written.
         """
         newest = await asyncio.to_thread(latest_checkpoint, self.directory)
         if newest is not None:
@@ -173,19 +176,19 @@ class CheckpointManager:
         return newest
 
     async def restore_or_initialize(self, *, verbose: bool | str = False) -> Path | None:
-        """Restore the newest checkpoint; without one, everything stays as it was declared.
+        """Restore the newest checkpoint; if there is none, all objects keep their declared values.
 
         Args:
-            verbose: As for ``Checkpoint.save``.
+            verbose: See ``Checkpoint.save``.
 
         Returns:
             Its path, or None.
 
         Raises:
-            CheckpointError, UsageError, ParameterServerLost: As ``Checkpoint.restore``.
+            CheckpointError, UsageError, ParameterServerLost: See ``Checkpoint.restore``.
             ConfigurationError: Another program uses the directory.
 
-        Cancellation: As ``Checkpoint.restore``.
+        Cancellation: See ``Checkpoint.restore``.
         """
         await self._own()
         latest = await asyncio.to_thread(latest_checkpoint, self.directory)
@@ -261,8 +264,10 @@ def _positive(name: str, value: object) -> int | None:
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete checkpoint in a directory, or None.
 
+    A missing directory counts as empty.
+
     Raises:
-        CheckpointError: The directory cannot be read. If it is not there it is empty.
+        CheckpointError: The directory cannot be read.
 
     Source: ``tf.train.latest_checkpoint``.
     """
@@ -272,5 +277,5 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
 
 def _coordinators() -> list[Coordinator]:
     """Return the coordinators that run in this process."""
-    found = [coordinator_of(scope.origin) for scope in running_scopes()]
+    found = [coordinator_of(scope._origin) for scope in running_scopes()]
     return [coordinator for coordinator in found if coordinator is not None]

@@ -35,7 +35,7 @@ class EpochRuns:
     told: Sequence[Callback]  # of batches
 
     def __post_init__(self) -> None:
-        inner = coordinator_of(self.trainer.strategy.origin)
+        inner = coordinator_of(self.trainer.strategy._origin)
         assert inner is not None, "it runs"
         self._owed = OwedSteps(inner, self.steps_per_execution, self.trainer.fit_state)
 
@@ -65,7 +65,7 @@ class EpochRuns:
             while undone := owed.steps():
                 again += undone
                 ended |= await self._train(None, self.told)
-            logs, over = await trainer.values_of(list(owed.closures.values()), ended)
+            logs, over = await trainer._values_of(list(owed.closures.values()), ended)
             if validate is not None and logs:
                 found = await validate()
                 logs |= {f"val_{name}": value for name, value in found.items()}
@@ -93,9 +93,9 @@ class EpochRuns:
         manager, ended = self.trainer.manager, False
         while (undone := self._owed.steps()) or not (saved or manager is None):
             if undone:
-                self.trainer.history.add_repeated(undone)
+                self.trainer.history._add_repeated(undone)
                 ended |= await self._train(None)
-                _, ended = await self.trainer.values_of(list(self._owed.closures.values()), ended)
+                _, ended = await self.trainer._values_of(list(self._owed.closures.values()), ended)
                 saved = False
             elif manager is not None:
                 await self.trainer.save(manager)
@@ -120,7 +120,7 @@ class EpochRuns:
         trainer, owed = self.trainer, self._owed
 
         async def tell(batch: int, sums: Any) -> None:
-            logs = await trainer.logs_of(sums)
+            logs = await trainer._logs_of(sums)
             self.coordinator.report(logs)
             await call_back(trainer, told, "on_train_batch_end", batch, logs)
 

@@ -157,8 +157,8 @@ class Counts:
             predictions: Empty, or (predictions,).
 
         Raises:
-            ValueMismatchError: The loss is no number; there are metrics and no predictions, or they do
-                not fit.
+            ValueMismatchError: The loss is no number; there are metrics and no predictions, or they
+                do not fit.
         """
         if math.prod(np.shape(loss)) != 1:
             raise ValueMismatchError(

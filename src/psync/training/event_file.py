@@ -36,10 +36,10 @@ _TABLE = _table()
 
 
 class EventFile:
-    """A new event file, which is written to as scalars come.
+    """A new event file for scalars.
 
     Args:
-        directory: Where it lies; made if it is not there.
+        directory: Directory of the file, created if missing.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -55,20 +55,20 @@ class EventFile:
         """Add a value.
 
         Args:
-            tag: Its name; what stands before a slash groups charts.
-            value: Any float, also NaN.
-            step: At least 0.
+            tag: Name of the value; the part before a slash groups charts.
+            value: Any float, including NaN.
+            step: Number of at least 0.
         """
         point = _bytes_field(1, tag.encode()) + b"\x15" + struct.pack("<f", _as_float32(value))
         summary = _bytes_field(1, point)
         self._write(_event(time.time()) + b"\x10" + _varint(step) + _bytes_field(5, summary))
 
     def flush(self) -> None:
-        """Let readers see what was added."""
+        """Make the added values visible to readers."""
         self._file.flush()
 
     def close(self) -> None:
-        """Write all of it."""
+        """Write the remaining values and close the file."""
         self._file.close()
 
     def _write(self, data: bytes) -> None:

@@ -29,15 +29,14 @@ from psync.store.untrusted_json import read_json, to_json, wrong
 
 @dataclass(slots=True)
 class History:
-    """What ``fit`` returns.
+    """The result of ``fit``.
 
     Attributes:
-        epoch: Numbers of the epochs that ran, from 0, those before a resume included.
-        history: By name: a value for each of them.
-        repeated: For each of them: steps that were trained again in it since a rollback had undone
-            them.
-        stop_reason: Why a step asked for the end of the last fit with ``psync.request_stop``, or a
-            callback with ``trainer.request_stop``; None if none did.
+        epoch: Numbers of the completed epochs, from 0, including those before a resume.
+        history: Values by name, one for each of these epochs.
+        repeated: Number of steps in each of these epochs that were trained again after a rollback.
+        stop_reason: Reason given to ``psync.request_stop`` by a step, or to
+            ``trainer.request_stop`` by a callback, in the last fit; None if there was no request.
     """
 
     epoch: list[int] = field(default_factory=list)
@@ -45,28 +44,28 @@ class History:
     repeated: list[int] = field(default_factory=list)
     stop_reason: str | None = None
 
-    def add(self, epoch: int, logs: Mapping[str, float], repeated: int = 0) -> None:
-        """Note an epoch."""
+    def _add(self, epoch: int, logs: Mapping[str, float], repeated: int = 0) -> None:
+        """Add an epoch."""
         self.epoch.append(epoch)
         self.repeated.append(repeated)
         for name, value in logs.items():
             self.history.setdefault(name, []).append(value)
 
-    def add_repeated(self, steps: int) -> None:
-        """Note steps that were trained again after the last epoch."""
+    def _add_repeated(self, steps: int) -> None:
+        """Add steps that were trained again after the last epoch."""
         if self.repeated:
             self.repeated[-1] += steps
 
-    def clear(self) -> None:
-        """Forget all epochs."""
+    def _clear(self) -> None:
+        """Remove all epochs."""
         self.epoch, self.history, self.repeated, self.stop_reason = [], {}, [], None
 
-    def copy(self) -> History:
-        """Return a history of its own."""
+    def _copy(self) -> History:
+        """Return an independent copy."""
         return copy.deepcopy(self)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the history as plain data."""
         return {
             "epoch": self.epoch,
             "history": self.history,
@@ -75,13 +74,13 @@ class History:
         }
 
     def restore_checkpoint_state(self, state: dict[str, Any]) -> None:
-        """Become what was saved."""
+        """Restore a saved history."""
         self.epoch, self.history = state["epoch"], state["history"]
         self.repeated = state.get("repeated", [0] * len(self.epoch))
         self.stop_reason = state.get("stop_reason")
 
     def check_checkpoint_state(self, state: Any) -> None:
-        """Raise CheckpointError unless this was saved."""
+        """Raise CheckpointError if the state is not a saved history."""
         saved = read_json(to_json(state), _Saved, "the history of a fit")
         if len(saved.repeated or saved.epoch) != len(saved.epoch):
             raise wrong("the history of a fit", "repeated", "one for each epoch", saved.repeated)
@@ -114,7 +113,7 @@ class FitState:
 
     def clear(self) -> None:
         """Forget all epochs, and the steps that are owed."""
-        self.history.clear()
+        self.history._clear()
         self.before = 0
 
     def checkpoint_state(self) -> dict[str, Any]:
@@ -204,9 +203,9 @@ class OwedSteps:
         """
         found = 0
         for value, count in zip(closures, counts, strict=True):
-            state, lacks = value.closure.state, count
+            state, lacks = value._closure.state, count
             if state is State.FINISHED:
-                result = value.result()
+                result = value.get_nowait()
                 lacks = 0 if result is None else result[0]
             if lacks and value.closure_id in self._steps:  # or it was undone: all of it is owed
                 self._steps[value.closure_id] -= lacks
@@ -236,7 +235,7 @@ class OwedSteps:
                 (batches, self._pass, count),
                 {},
                 may_repeat=False,
-                needs=batches.needs(self._pass),
+                needs=batches._needs(self._pass),
             )
             for count in counts
         ]

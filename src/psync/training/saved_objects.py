@@ -51,10 +51,10 @@ class Checked(Protocol):
 
 
 class SavedState:
-    """Values of the program itself that a checkpoint is to hold: attributes, as many as you like.
+    """The program's own values that a checkpoint should hold, as attributes.
 
     Args:
-        values: What they begin as: numbers, texts, None, lists and dicts of them.
+        values: Initial values by name: numbers, texts, None, lists and dicts of them.
 
     Example:
         progress = psync.SavedState(epoch=0)
@@ -81,11 +81,11 @@ class SavedState:
         return dict(vars(self))
 
     def restore_checkpoint_state(self, state: Any) -> None:
-        """Take the values of a checkpoint; those that it does not have stay."""
+        """Take the values of a checkpoint; values that are missing in it stay."""
         self.__dict__.update(state)
 
     def check_checkpoint_state(self, state: Any) -> None:
-        """Raise ConfigurationError unless these are values."""
+        """Raise ConfigurationError unless the state is values by name."""
         _check_values(state)
 
 
@@ -316,7 +316,7 @@ class Contents:
     def _add_optimizer(self, path: str, optimizer: Optimizer) -> ValueOf:
         self._check_new(f"{path}/step")
         self._check_new(f"{path}/learning_rate")
-        self.optimizers[path] = optimizer.holder
+        self.optimizers[path] = optimizer._holder
         self.by_variable += [f"{path}/{slot}" for slot in optimizer.get_slot_names()]
         for slot in optimizer.variables() if self.slots else ():
             self._add_array(f"{path}/{slot.name}/{slot.variable.name}", slot)
@@ -368,7 +368,7 @@ def _optimizer_values(
 
 def _held(module: Module) -> list[tuple[str, Any]]:
     """Return what of a module is saved."""
-    return [each for each in module.checkpoint_items().items() if _holds_something(each[1])]
+    return [each for each in module._checkpoint_items().items() if _holds_something(each[1])]
 
 
 def _holds_something(value: Any) -> bool:

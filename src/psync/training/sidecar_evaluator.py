@@ -48,12 +48,12 @@ REPORT_AFTER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What was found of a checkpoint.
+    """The evaluation of one checkpoint.
 
     Attributes:
-        number: Of the checkpoint.
-        path: Of the checkpoint; it may have been removed meanwhile.
-        logs: What the evaluation function returned, as floats.
+        number: Number of the checkpoint.
+        path: Path of the checkpoint, which may have been removed since.
+        logs: Result of the evaluation function, as floats.
     """
 
     number: int
@@ -62,40 +62,45 @@ class Evaluation:
 
 
 class SidecarEvaluator:
-    """Evaluates the newest checkpoint in a directory, again and again.
+    """Evaluates each new checkpoint in a directory, independently of the training.
 
-    It waits for a checkpoint that is newer than those before, reads it, and calls ``eval_fn``.
-    Those that are older than the newest are skipped, each is evaluated at most once, and their
-    numbers only grow. One that is removed while it is read is left for the one that has replaced
-    it; a damaged one is said in the log and left for the next one.
+    It waits for a new checkpoint, reads it and calls ``eval_fn``. Each checkpoint is evaluated at
+    most once, in increasing order of numbers; if several are new, all but the newest are skipped.
+    If a checkpoint is removed while it is read, the evaluator takes its replacement. A damaged one
+    is logged and skipped.
 
-    It ends after a checkpoint that is the last: the program has said so
-    (``CheckpointManager.save(last=True)``, ``finish()``; ``Trainer.fit`` does it), or its number
-    is at least ``max_evaluations``. It also ends when all ps tasks and workers have gone for a
-    minute, as they do when their chief has failed or was killed, and with TrainingEnded when none
-    has come within the first hour; ``PSYNC_CHIEF_TIMEOUT`` is for it as for them. Under
-    ``psync run --evaluator`` it ends with the run instead, once it has evaluated the newest
-    checkpoint: a program that goes on from an earlier run finds the last one of that run there.
+    It ends after the last checkpoint: the one that the program marks
+    (``CheckpointManager.save(last=True)``, ``finish()``; ``Trainer.fit`` does it), or the first
+    whose number is at least ``max_evaluations``. It also ends when all ps tasks and workers have
+    been absent for a minute, which happens after their chief has failed or was killed. If none has
+    appeared within the first hour, it raises TrainingEnded. ``PSYNC_CHIEF_TIMEOUT`` applies to it
+    as to these tasks.
 
-    Moving averages are evaluated in place of the variables if they were saved in the same nesting:
-    ``Checkpoint(model=model, averages=ema.averages(model))`` gives ``values["averages"]["w"]``.
+    Under ``psync run --evaluator`` it ends with the run instead, after the newest checkpoint. The
+    mark is ignored there, because a program that continues an earlier run finds that run's mark.
+
+    Moving averages are evaluated in place of the variables if they were saved with the same
+    nesting: ``Checkpoint(model=model, averages=ema.averages(model))`` gives
+    ``values["averages"]["w"]``.
 
     Args:
-        checkpoint: Of the same objects as in training, under the same names; what is not to be
-            evaluated may be left out. They are declared in ``strategy.scope()``, and exist on no
-            ps: this says only what is read, and how it is nested.
-        eval_fn: (values) → dict of numbers, where values are what ``Checkpoint.read`` returns:
+        checkpoint: Checkpoint of the same objects as in training, under the same names; objects
+            that are not evaluated may be omitted. They are declared in ``strategy.scope()`` and
+            exist on no ps: they only define which values are read and how they are nested.
+        eval_fn: (values) → dict of numbers, where values are the result of ``Checkpoint.read``:
             ``values["model"]["w"]``. A coroutine function, or a plain one, which runs in a thread.
-        directory: Of the checkpoints; need not be there yet.
+        directory: Directory of the checkpoints, which need not exist yet.
         max_evaluations: Number of the last checkpoint; None: the program marks it.
         poll_interval: Seconds between two looks into the directory.
-        callbacks: Such as ``CSVLogger`` and ``TensorBoard``; an epoch is a checkpoint, by number.
-            One that sets ``self.trainer.stop_training`` ends it; there is no other trainer.
-        slots: Whether those of optimizers are read, too.
+        callbacks: Callbacks such as ``CSVLogger`` and ``TensorBoard``; an epoch is the number of a
+            checkpoint. A callback that sets ``self.trainer.stop_training`` ends the evaluator;
+            ``trainer`` has no other use.
+        slots: Whether to read the slots of optimizers as well.
 
     Raises:
-        ConfigurationError: An argument is out of range, or none; a callback needs a trainer.
-        UsageError: Inside a step.
+        ConfigurationError: An argument is out of range or of the wrong kind, or a callback needs a
+            trainer.
+        UsageError: The call is inside a step.
 
     Example:
         async def evaluate():
@@ -109,16 +114,17 @@ class SidecarEvaluator:
 
         psync.run(main, evaluator=evaluate)
 
-    Source: ``tf.keras.utils.SidecarEvaluator``. There checkpoints need an optimizer's
-        ``iterations``, from which the evaluator takes its step; here a checkpoint has a number, so
-        it may hold whatever is to be evaluated.
+    Source: ``tf.keras.utils.SidecarEvaluator``, where checkpoints need an optimizer's
+        ``iterations`` as the step. Here a checkpoint has a number, so it may hold any objects.
     """
 
     __psync_capture_error__ = "an evaluator reads files of its own machine, steps have no use of it"
     __psync_capture_hint__ = "call it in the program, outside of steps"
 
-    validation_skipped = False  # a callback's question to its trainer
-    stop_training = False  # set by a callback: there will be no other evaluation
+    validation_skipped = False
+    """Always False; callbacks ask their trainer."""
+    stop_training = False
+    """Set by a callback: there is no further evaluation."""
 
     def __init__(
         self,
@@ -164,25 +170,26 @@ class SidecarEvaluator:
         return f"<SidecarEvaluator of {self._checkpoint!r} in {str(self._directory)!r}>"
 
     async def run(self) -> list[Evaluation]:
-        """Evaluate until the last checkpoint; return what was found, in order.
+        """Evaluate until the last checkpoint; return the evaluations in order.
 
         Raises:
-            CheckpointMismatch: A checkpoint lacks something that is asked for, or has it in
-                another shape or dtype.
+            CheckpointMismatch: A checkpoint lacks a requested entry, or has it in another shape or
+                dtype.
             CheckpointError: The directory cannot be read.
-            TrainingEnded: No training task was there in time.
-            UsageError: ``eval_fn`` returned something else than a dict of numbers.
-            Exception: What ``eval_fn`` or a callback raised.
+            TrainingEnded: No training task appeared in time.
+            UsageError: ``eval_fn`` did not return a dict of numbers.
+            Exception: ``eval_fn`` or a callback raised.
 
-        Cancellation: Safe. A plain ``eval_fn`` goes on in its thread, which ends with the process.
+        Cancellation: Safe. A plain ``eval_fn`` continues in its thread, which ends with the
+        process.
         """
         async with contextlib.aclosing(self.__aiter__()) as found:
             return [evaluation async for evaluation in found]
 
     async def __aiter__(self) -> AsyncGenerator[Evaluation]:
-        """Yield what was found of each checkpoint, until the last; raises as ``run``.
+        """Yield the evaluation of each checkpoint until the last; raises the errors of ``run``.
 
-        A loop that is left with ``break`` may be followed by another one, which goes on.
+        After a ``break``, another loop continues with the next checkpoint.
         """
         thread, logs = StepThread(), dict[str, float]()
         self.stop_training = False

@@ -1,7 +1,7 @@
 """Trainer: a Keras-like training loop, ``fit`` and ``evaluate``, on a cluster.
 
-Source: ``Model.fit`` of Keras under ``tf.distribute.ParameterServerStrategy``: ``steps_per_epoch``
-is needed. Different: callbacks may be told of batches.
+Source: ``Model.fit`` of Keras under ``tf.distribute.ParameterServerStrategy``, including the
+required ``steps_per_epoch``. Unlike there, callbacks may receive batches.
 """
 
 from __future__ import annotations
@@ -51,31 +51,32 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """Trains variables on the workers of a strategy, epoch by epoch.
 
-    Made in ``strategy.scope()``, or outside of it. ``evaluate`` needs a ``ClusterCoordinator`` that
-    runs; ``fit`` starts one where none does.
+    It may be created inside or outside ``strategy.scope()``. ``evaluate`` needs a running
+    ``ClusterCoordinator``; ``fit`` starts one if none is running.
 
     Args:
-        strategy: That declared the variables.
-        variables: A variable, a list, a dict: any nesting, as ``psync.pull`` takes it.
+        strategy: Strategy that declared the variables.
+        variables: A variable, a list, a dict, or any nesting that ``psync.pull`` takes.
         value_and_grad: (values, batch) → (loss, gradients) or (loss, gradients, predictions), where
-            values and gradients are nested as ``variables`` are. Runs on workers; may be a
-            coroutine function. Gradients may be None or ``IndexedSlices``. Or what
-            ``gradients.from_torch`` or ``from_jax`` returns: its loss function gets the values as
-            in ``minimize``, then the items of the batch, and returns predictions beside the loss
-            if there are metrics.
-        optimizer: One of ``psync.optimizers``, or a ``SyncReplicasOptimizer``.
-        metrics: Of predictions: each ``update_state(y, predictions, sample_weight=…)``, where a
-            batch is (x, y) or (x, y, sample_weight). Named by their names.
+            values and gradients have the nesting of ``variables``. It runs on workers and may be a
+            coroutine function. Gradients may be None or ``IndexedSlices``. It may also be a result
+            of ``gradients.from_torch`` or ``from_jax``: then its loss function gets the values as
+            in ``minimize``, followed by the items of the batch, and returns (loss, predictions) if
+            there are metrics.
+        optimizer: An optimizer of ``psync.optimizers``, or a ``SyncReplicasOptimizer``.
+        metrics: Metrics of predictions, shown in logs by name. A batch is then (x, y) or
+            (x, y, sample_weight), and each metric gets
+            ``update_state(y, predictions, sample_weight=…)``.
         loss_and_predictions: (values, batch) → (loss, predictions), for evaluation. Default:
-            ``value_and_grad``, whose gradients are thrown away.
-        checkpoint_directory: Where the state is saved after each epoch, and from where ``fit``
-            resumes; None: it is not saved. Variables are called there as in
-            ``Checkpoint(model=variables)``, and below a list or tuple by their own names.
-        max_to_keep: How many checkpoints are kept there.
+            ``value_and_grad``, whose gradients are ignored.
+        checkpoint_directory: Directory where the state is saved after each epoch, and from which
+            ``fit`` resumes; None: the state is not saved. Variables have the names of
+            ``Checkpoint(model=variables)``; items of a list or tuple have their own names.
+        max_to_keep: Number of checkpoints to keep there.
 
     Raises:
-        ConfigurationError: An argument is none, or two metrics have one name.
-        UsageError: Inside a step.
+        ConfigurationError: An argument is invalid, or two metrics have the same name.
+        UsageError: The call is inside a step.
     """
 
     __psync_capture_error__ = "the trainer lives in the program"
@@ -118,7 +119,7 @@ class Trainer:
         self._evaluated = _of_batch(loss_and_predictions or value_and_grad)
         with strategy.scope():
             self._counted = self._counters()
-            self._global_step = get_or_create_global_step() if optimizer.synchronous else None
+            self._global_step = get_or_create_global_step() if optimizer._synchronous else None
         self.history = History()
         self.fit_state = FitState(self.history)
         self.checkpoint = Checkpoint(
@@ -144,49 +145,50 @@ class Trainer:
         initial_epoch: int | None = None,
         verbose: bool | str = "auto",
     ) -> History:
-        """Train, with the strategy's coordinator if that runs, else with one of its own.
+        """Train, with the strategy's coordinator if it is running, otherwise with a temporary one.
 
-        One of its own is started here, with the options of the ``ClusterCoordinator(strategy, …)``
-        that the program has made, or the default ones, and closed in the end, however that comes;
-        and with it the values are gone from the ps tasks. What is left is the history, what
-        callbacks have read (``on_train_end`` can), and the checkpoints. To read variables after
-        ``fit``, or to go on, call it within ``async with psync.ClusterCoordinator(strategy):``.
+        A temporary coordinator has the options of the ``ClusterCoordinator(strategy, …)`` that the
+        program has created, or the defaults. It closes when ``fit`` ends, even with an error, and
+        the values on the ps tasks are then lost. The history, the checkpoints, and anything that
+        callbacks have read (``on_train_end`` can) remain. To read variables after ``fit`` or to
+        continue, call it within ``async with psync.ClusterCoordinator(strategy):``.
 
-        When a ps is lost and all go back to a checkpoint, the undone steps are trained again, with
-        the batches that come next: before the epoch ends that runs, or after its save.
+        When a ps is lost and the cluster rolls back to a checkpoint, the undone steps are trained
+        again with the next batches. This happens before the current epoch ends, or after its save.
 
         Args:
-            dataset: What ``ClusterCoordinator.create_per_worker_dataset`` takes, or returns. Each
-                epoch goes on where the one before has stopped; a worker whose data end begins its
-                own again, unless it has begun them in the same epoch: then the other workers do
-                the rest. Each ``fit`` begins anew, and so does one that resumes, and each worker
-                after a rollback.
+            dataset: Argument or result of ``ClusterCoordinator.create_per_worker_dataset``. Each
+                epoch continues where the previous one stopped. When the data of a worker end, it
+                starts them again. If it has already started them in the same epoch, the other
+                workers train the rest. The data also start again for each ``fit``, including one
+                that resumes, and for each worker after a rollback.
             epochs: Number of the last epoch, plus 1.
             steps_per_epoch: Steps of all workers together.
-            steps_per_execution: Steps of one closure: more cost less, and are lost together.
-            validation_data: As ``evaluate`` takes it.
-            validation_batch_size: Of validation data that are arrays.
-            validation_freq: After each n-th epoch.
-            callbacks: Called between epochs, and after batches if they want that.
-            initial_epoch: From 0. Default: where the last checkpoint was saved, else 0. Where it is
-                lower the history begins anew.
-            verbose: False, "lines", "bar"; "auto" or True: a bar on a terminal, else lines.
+            steps_per_execution: Steps of one closure. Larger closures have less overhead, but all
+                of their steps are lost together.
+            validation_data: Data that ``evaluate`` takes.
+            validation_batch_size: Batch size of validation data that are arrays.
+            validation_freq: Number of epochs between validations.
+            callbacks: Callbacks, called between epochs and, if they request it, after batches.
+            initial_epoch: Number of the first epoch, from 0. Default: the epoch of the last
+                checkpoint, otherwise 0. A lower number starts a new history.
+            verbose: False, "lines", "bar"; "auto" or True: a bar on a terminal, otherwise lines.
 
         Returns:
-            The values of each epoch, and how many steps were trained again in it since a rollback
-            had undone them. If the data of all workers began and ended in one epoch, training
-            ended with it.
+            The values of each epoch, and the number of its steps that were trained again after a
+            rollback. If the data of all workers began and ended in one epoch, training ended with
+            it.
 
         Raises:
-            ConfigurationError: A number is out of range; validation data are none; the dataset has
-                no batch.
-            ValueMismatchError: ``value_and_grad`` returned something else than it should.
-            ClosedError: The strategy's coordinator was closed before, and its variables are gone.
-            Exception: What a step or a callback raised, or what starting a coordinator does. What
-                callbacks raise in ``on_train_end`` after it is added to it as notes.
+            ConfigurationError: A number is out of range, the validation data are invalid, or the
+                dataset has no batch.
+            ValueMismatchError: ``value_and_grad`` returned a wrong kind of value.
+            ClosedError: The strategy's coordinator was closed earlier, and its variables are lost.
+            Exception: A step or a callback raised, or a coordinator could not start. Later errors
+                of callbacks in ``on_train_end`` are added as notes.
 
-        Cancellation: ``on_train_end`` is called. Steps that were scheduled are cancelled; some of
-            their pushes may have been made.
+        Cancellation: ``on_train_end`` is called. Scheduled steps are cancelled; some of their
+            pushes may have been applied.
 
         Example:
             trainer = psync.Trainer(strategy, {"w": w}, value_and_grad, psync.optimizers.Adam())
@@ -245,7 +247,7 @@ class Trainer:
                             steps_per_epoch, validate if validates else None
                         )
                         show.end(time.perf_counter() - began, logs, again)
-                        history.add(epoch, logs, again)
+                        history._add(epoch, logs, again)
                         coordinator.report({"epoch": epoch, **logs})
                         await call_back(self, callbacks, "on_epoch_end", epoch, logs)
                         ended |= await runs.settle()
@@ -262,13 +264,13 @@ class Trainer:
                 await runs.settle(saved=not self.unsaved)
                 if self.manager is not None:
                     await self.manager.finish()
-                return history.copy()
+                return history._copy()
 
     def request_stop(self, reason: str) -> None:
-        """Let ``fit`` end with its epoch, from a callback; steps use ``psync.request_stop``.
+        """End ``fit`` after the current epoch, from a callback; steps use ``psync.request_stop``.
 
         Args:
-            reason: For the log and ``history.stop_reason``. The first one counts.
+            reason: Text for the log and ``history.stop_reason``. The first reason is kept.
         """
         if self.history.stop_reason is None:
             self.history.stop_reason = reason
@@ -278,22 +280,21 @@ class Trainer:
     async def evaluate(
         self, data: Any, *, batch_size: int = 32, num_shards: int | None = None
     ) -> dict[str, float]:
-        """Return loss and metrics on data, each example counted exactly once.
+        """Return loss and metrics on data, with each example counted exactly once.
 
         Args:
             data: (x, y) or (x, y, sample_weight), arrays of one length; a function (shard, number
                 of shards) → finite iterable of batches, called on workers; or a list of shards,
                 each a finite iterable of batches.
-            batch_size: Of arrays.
-            num_shards: Into how many shards data are cut that are no list. Default: five for each
-                worker.
+            batch_size: Batch size of arrays.
+            num_shards: Number of shards, for data other than a list. Default: five for each worker.
 
         Raises:
-            ConfigurationError: The data are none, or a number is out of range.
-            ClosedError: No coordinator runs.
-            Exception: What a step raised.
+            ConfigurationError: The data are invalid, or a number is out of range.
+            ClosedError: No coordinator is running.
+            Exception: A step raised.
 
-        Cancellation: What was scheduled goes on.
+        Cancellation: Scheduled closures continue.
         """
         shards = self._shards(data, batch_size, num_shards)
         coordinator = ClusterCoordinator(self.strategy)
@@ -313,17 +314,17 @@ class Trainer:
         """Return what counts on the ps tasks, by name; called in the strategy's scope."""
         return {"loss": Mean("loss"), **self.metrics}
 
-    async def logs_of(self, sums: Any) -> dict[str, float]:
-        """Return the values of what a step function has counted."""
+    async def _logs_of(self, sums: Any) -> dict[str, float]:
+        """Return the values of the counts of a step function."""
         counted = zip(self._counted.items(), sums, strict=True)
         return {name: metric.value_of(total) for (name, metric), total in counted}
 
-    async def values_of(
+    async def _values_of(
         self, closures: Sequence[RemoteValue[Any]], ended: bool
     ) -> tuple[dict[str, float], bool]:
-        """Return the values of an epoch, and whether data ended, as a step function has raised.
+        """Return the values of an epoch, and whether data ended, or raise the error of a step.
 
-        There are none if no batch was trained.
+        There are no values if no batch was trained.
         """
         if ended and not any(await self._counted["loss"].variables[0].read()):
             return {}, ended
@@ -385,15 +386,14 @@ class Trainer:
         return run_steps
 
     async def reset_metrics(self) -> None:
-        """Let the metrics count from nothing, as each epoch does."""
+        """Reset the metrics, as at the start of each epoch."""
         for metric in self._counted.values():
             await metric.reset_state()
 
     async def save(self, manager: CheckpointManager) -> None:
-        """Save the state between epochs, as ``fit`` does after each.
+        """Save the state between epochs, as ``fit`` does after each epoch.
 
-        Metrics have counted nothing in what is saved: after a rollback to it an epoch counts its
-        own steps alone.
+        The saved metrics are empty, so that after a rollback an epoch counts its own steps only.
         """
         counts = [count for metric in self._counted.values() for count in metric.variables]
         sums = await pull(counts, copy=True)

@@ -32,10 +32,10 @@ POLICIES = ("auto", "file", "data", "off")
 
 
 class Dataset(ABC):
-    """Batches of which a worker can be given all or a shard."""
+    """Batches that a worker reads completely or in part."""
 
     def __call__(self, context: InputContext) -> Iterator[Any]:
-        """Return an iterator over all batches, in an order of that pipeline's own."""
+        """Return an iterator over all batches, in an order specific to this pipeline."""
         return self.elements(0, 1, order=context.input_pipeline_id)
 
     def __iter__(self) -> Iterator[Any]:
@@ -47,18 +47,19 @@ class Dataset(ABC):
 
         Args:
             first: Index, from 0.
-            step: At least 1.
-            order: Which of the orders that follow from its seed, if it is shuffled.
+            step: Number of at least 1.
+            order: Number of the order, which determines the order together with the seed if the
+                dataset is shuffled.
         """
 
     @property
     def element_spec(self) -> Any:
-        """What its elements look like: a nest of ``TensorSpec``."""
+        """The nest of ``TensorSpec`` that describes its elements."""
         return spec_of(itertools.islice(self, 2))
 
 
 class ArrayDataset(Dataset):
-    """Rows of arrays that belong together; see ``psync.data.from_arrays``."""
+    """Batches of rows of arrays; see ``psync.data.from_arrays``."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class ArrayDataset(Dataset):
 
     @property
     def element_spec(self) -> Any:
-        """What its batches look like; the last one may be smaller than the others."""
+        """The ``TensorSpec`` of its batches; the last batch may be smaller than the others."""
         size = self.batch_size
         even = self.drop_remainder or self.num_rows % (size or 1) == 0
 
@@ -118,7 +119,7 @@ class ArrayDataset(Dataset):
 
 
 class FileDataset(Dataset):
-    """Batches that a reader finds in files; see ``psync.data.from_files``."""
+    """Batches that a reader yields from files; see ``psync.data.from_files``."""
 
     def __init__(
         self,

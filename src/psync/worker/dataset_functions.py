@@ -21,25 +21,25 @@ from psync.serialization.captures import name_of, type_name
 
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """What a dataset function is told about the worker that it runs on.
+    """Information for a dataset function about the worker that it runs on.
 
-    Source: ``tf.distribute.InputContext``. There every worker is pipeline 0 of 1 unless the
-    dataset is distributed; here each worker is told its own, so that it can take its shard.
+    Source: ``tf.distribute.InputContext``. There every worker is pipeline 0 of 1 unless the dataset
+        is distributed; here each worker gets its own index, so that it can take its share.
     """
 
-    num_input_pipelines: int = 1  # workers that read this dataset
-    input_pipeline_id: int = 0  # this one, from 0
-    num_replicas_in_sync: int = 1  # whose gradients are aggregated in one step
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:
         _check_id("input_pipeline_id", self.input_pipeline_id, self.num_input_pipelines)
         _check_replicas(self.num_replicas_in_sync)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return how many examples of a global batch each replica gets.
+        """Return the number of examples of a global batch for each replica.
 
         Raises:
-            ConfigurationError: (a ValueError) If they cannot be divided evenly.
+            ConfigurationError: The batch cannot be divided evenly; also a ValueError.
         """
         if isinstance(global_batch_size, bool) or not (
             isinstance(global_batch_size, Integral) and global_batch_size >= 1
@@ -64,12 +64,12 @@ class InputContext:
 
 @dataclass(frozen=True, slots=True)
 class ValueContext:
-    """What a value function is told about the replica that its value is for.
+    """Information for a value function about the replica that its value is for.
 
     Source: ``tf.distribute.experimental.ValueContext``.
     """
 
-    replica_id_in_sync_group: int = 0  # of the replica, from 0
+    replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:

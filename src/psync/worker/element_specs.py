@@ -19,11 +19,15 @@ from psync.errors import UsageError
 class TensorSpec:
     """Shape and dtype of one array of an element.
 
+    Attributes:
+        shape: A size is None if it differs between elements; the shape is None if the rank does.
+        dtype: numpy's name of the dtype; "str", "bytes" or "object" for other values.
+
     Source: ``tf.TensorSpec``.
     """
 
-    shape: tuple[int | None, ...] | None  # None: differs between elements, in size or in rank
-    dtype: str  # as numpy calls it; "str", "bytes" and "object" for what is no number
+    shape: tuple[int | None, ...] | None
+    dtype: str
 
 
 def map_nest(leaf: Callable[..., Any], nest: Any, *others: Any) -> Any:

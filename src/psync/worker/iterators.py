@@ -341,13 +341,13 @@ NOWHERE: Mapping[int, int] = {}
 
 
 class IteratorHandle(Generic[T]):
-    """A per-worker iterator as steps see it: on each worker it stands for that worker's own.
+    """A per-worker iterator as steps see it; it stands for the iterator of the step's worker.
 
     Args:
-        uid: Unique in the cluster.
-        key: Of the dataset function.
+        uid: Unique id in the cluster.
+        key: Key of the dataset function.
         num_pipelines: Number of workers that the data is meant for.
-        starts: By worker index, how many batches come before the first; 0 where there is none.
+        starts: Number of batches to skip, by worker index; 0 for a missing worker.
     """
 
     def __init__(
@@ -368,7 +368,7 @@ class IteratorHandle(Generic[T]):
         """Return this worker's next element.
 
         Raises:
-            EndOfData: There is none; a step that lets it through ends with it.
+            EndOfData: There is no further element; a step that does not catch it ends with it.
             UnsupportedError: Outside a step.
         """
         found = self._found()
@@ -380,12 +380,12 @@ class IteratorHandle(Generic[T]):
         return element
 
     async def next_in(self, epoch: int) -> T:
-        """Return the next element of data that outlast epochs, which are numbered.
+        """Return the next element of data that spans epochs, which are numbered.
 
-        Data of this worker that end, and were begun in an earlier epoch, begin again.
+        If this worker's data ends and was begun in an earlier epoch, it begins again.
 
         Raises:
-            EndOfData: They were begun in this epoch, and have ended in it.
+            EndOfData: The data was begun in this epoch, and has ended in it.
             UnsupportedError: Outside a step.
 
         Cancellation: Safe.

@@ -383,7 +383,7 @@ async def test_an_optimizer_takes_the_trainable_variables_along_to_other_process
         with strategy.scope():
             w = psync.Variable(np.float32(3), name="w")
         text = pickle.dumps(sgd)
-        origin = strategy.origin
+        origin = strategy._origin
     del sgd, strategy
     again = pickle.loads(few)
     assert again.number == number

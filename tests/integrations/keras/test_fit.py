@@ -177,7 +177,7 @@ async def test_a_resumed_fit_goes_on_with_the_learning_rate_that_callbacks_had_s
             callbacks = [
                 keras.callbacks.LambdaCallback(
                     on_train_begin=lambda logs, model=model: seen.append(
-                        float(model.chief_model().optimizer.learning_rate)
+                        float(model._chief_model().optimizer.learning_rate)
                     )
                 ),
                 keras.callbacks.LearningRateScheduler(lambda epoch: rates[epoch]),
@@ -268,7 +268,7 @@ async def test_a_model_that_the_program_has_changed_meanwhile_is_refused() -> No
         of_keras.layers[0].trainable = False
         await model.fit(batches, 1, 1, verbose=False)
         of_keras.compile("sgd", "mse")
-        with pytest.raises(ConfigurationError, match=r"compiled again.*\nhint: .*another Served"):
+        with pytest.raises(ConfigurationError, match=r"compiled again.*\nhint: .*another PSModel"):
             await model.fit(batches, 1, 1, verbose=False)
 
 

@@ -114,7 +114,7 @@ async def test_weight_decay_passes_over_what_keras_excludes() -> None:
         with strategy.scope():
             model = PSModel(build)
         zeros = {key: np.zeros(model.variable(key).shape, np.float32) for key in model._trained}
-        await model.push_values(zeros, {}, {})
+        await model._push_values(zeros, {}, {})
         kernel, bias = await model.get_weights()
     assert (kernel == 0.5).all()
     assert (bias == 1).all()

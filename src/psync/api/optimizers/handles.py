@@ -1,9 +1,9 @@
 """The optimizer handle: configuration, pushes and their outcomes, slots.
 
-An optimizer is a handle: a number and a configuration. A ps gets the configuration with the
-first push on a connection, keeps the slots beside their shards, and applies each push at
-once (asynchronous training). The classes that users make are in ``psync.optimizers``; the averaged,
-synchronous form is ``SyncReplicasOptimizer``.
+An optimizer is a handle: a number and a configuration. A ps gets the configuration with the first
+push on a connection, keeps the slots beside their shards, and applies each push immediately
+(asynchronous training). The public classes are in ``psync.optimizers``. ``SyncReplicasOptimizer``
+is the averaged, synchronous form.
 """
 
 from __future__ import annotations
@@ -64,37 +64,37 @@ OF_THE_PROCESS = frozenset(
 class Optimizer(PushPull):
     """Base of all optimizers.
 
-    ``synchronous``: whether its pushes are counted in steps, which several replicas complete.
+    ``synchronous``: whether its pushes are aggregated into steps, which several replicas complete.
 
     Args:
-        rule: What is applied to each shard: one of your own, see ``psync.rules``.
-        name: For messages; default: the class's name, or of ``Optimizer`` itself the rule's.
+        rule: Update rule for each shard; see ``psync.rules`` for user-defined ones.
+        name: Name for messages; default: the class's name, or the rule's for ``Optimizer`` itself.
         forbid_nonfinite: Whether a gradient with NaN or infinity is an error.
-        staleness_bound: How far a worker may run ahead of the others; None: as far as it likes.
-        weight_decay: ``w -= learning_rate * weight_decay * w`` before each update ("decoupled"),
-            where a push of some rows decays these only. See ``exclude_from_weight_decay``.
-        clipnorm: Longest gradient of a variable: a longer one is shortened to it before it is
-            pushed. The arrays that were given stay as they are.
-        global_clipnorm: The same for all gradients of a push, taken as one vector.
-        clipvalue: Largest absolute value of an element; with accumulation, of the mean. At most one
-            of these three.
-        gradient_accumulation_steps: At least 2: that many pushes to a variable, or to a shard that
-            is pushed alone, make one update, with their mean. Until then they are summed on the
-            ps, in the slot "gradient_accumulator". Schedules count pushes, all else updates.
-            Norms are clipped of each push.
-        compression: "bf16" or "f16": whole gradients of float32 variables travel in 16 bits; what
-            rounding takes from one is added to the same worker's next one of that variable.
+        staleness_bound: Bound on how far a worker may run ahead of the others; None: no bound.
+        weight_decay: ``w -= learning_rate * weight_decay * w`` before each update ("decoupled").
+            A push of some rows decays only these rows. See ``exclude_from_weight_decay``.
+        clipnorm: Largest norm of a variable's gradient. A larger gradient is scaled down to it
+            before the push; the given arrays are not changed.
+        global_clipnorm: Largest norm of all gradients of a push, taken as one vector.
+        clipvalue: Largest absolute value of an element; with accumulation, of the mean's elements.
+            At most one of these three may be given.
+        gradient_accumulation_steps: Number of pushes, at least 2, to a variable (or to a shard that
+            is pushed alone) whose mean makes one update. The ps sums them in the slot
+            "gradient_accumulator". Schedules count pushes, everything else counts updates. Norms
+            are clipped for each push.
+        compression: "bf16" or "f16": whole gradients of float32 variables travel in 16 bits. The
+            rounding error is added to the same worker's next gradient of that variable.
 
     Raises:
-        ConfigurationError: An argument is wrong, there are two ways to clip, or a rule or schedule
-            of your own is not registered here, or not known to a ps of a running coordinator
-            (which else says so when it starts); also ValueError.
+        ConfigurationError: An argument is wrong; or more than one clipping option is given; or a
+            user-defined rule or schedule is not registered here, or is unknown to a ps of the
+            running coordinator (if none is running, its start raises). It is also a ValueError.
 
-    Source: ``keras.optimizers.Optimizer`` of Keras 3, whose names and defaults these are. There
-        norms of accumulated gradients are clipped after the mean.
+    Source: ``keras.optimizers.Optimizer`` of Keras 3, for names and defaults. There, norms of
+        accumulated gradients are clipped after the mean.
     """
 
-    synchronous: ClassVar[bool] = False
+    _synchronous: ClassVar[bool] = False
     number: int  # with ``origin``, what it is known by
     origin: str  # the process that made it
 
@@ -133,8 +133,8 @@ class Optimizer(PushPull):
         if registered_in(rule):
             rule_from_config(self._config)  # it is registered here, and bears its probe
             for scope in running_scopes():
-                if scope.runtime is not None:
-                    check_plugins(scope.runtime.ps.links, self._name, rule)
+                if scope._runtime is not None:
+                    check_plugins(scope._runtime.ps.links, self._name, rule)
         self._forbid_nonfinite = forbid_nonfinite
         self._compression = checked_compression(self._name, compression)
         self._staleness_bound = staleness_bound
@@ -160,8 +160,8 @@ class Optimizer(PushPull):
         return restored, (type(self), self.origin, self.number, state, arrived)
 
     @property
-    def holder(self) -> Optimizer:
-        """Whose state on ps tasks is meant: of an optimizer that is wrapped, its wrapper's."""
+    def _holder(self) -> Optimizer:
+        """The optimizer that holds the state on ps tasks: the wrapper, if this one is wrapped."""
         wrapper = None if self._wrapper is None else self._wrapper()
         return wrapper or self
 
@@ -181,18 +181,18 @@ class Optimizer(PushPull):
         return list(self._rule.slot_names())
 
     def get_slot(self, var: AnyVariable, name: str) -> Slot | None:
-        """Return the slot ``name`` of ``var``, or None if there is none.
+        """Return the slot ``name`` of ``var``, or None if there is no such slot.
 
-        A trainable variable of a float dtype has all slots of this optimizer from its declaration
-        on: until gradients are pushed for it they have their first values. Other variables have
-        none, unless this process has pushed gradients for them.
+        A trainable variable of a float dtype has all slots of this optimizer as soon as it is
+        declared. Until gradients are pushed for it, they have their first values. Other variables
+        have no slots unless this process has pushed gradients for them.
 
-        Source: ``tf.compat.v1.train.Optimizer.get_slot``; there a slot is made with the first
-            gradients, of whatever variable.
+        Source: ``tf.compat.v1.train.Optimizer.get_slot``, where the first gradients create the
+            slot, for any variable.
         """
         if name not in self._rule.slot_names() or not self._trains(var):
             return None
-        return Slot(var, self.holder, name)
+        return Slot(var, self._holder, name)
 
     def _trains(self, variable: AnyVariable) -> bool:
         spec = variable.spec
@@ -201,18 +201,17 @@ class Optimizer(PushPull):
         return spec.trainable and "float" in spec.dtype
 
     def variables(self) -> list[Slot]:
-        """Return its slots of all trainable variables that can be optimized (of a float dtype).
+        """Return its slots of all trainable variables of a float dtype.
 
         Raises:
-            UsageError: It has slots, and it is not known here of which variables; see
-                ``compute_gradients``.
+            UsageError: It has slots, but the variables are unknown here; see ``compute_gradients``.
 
         Source: ``tf.compat.v1.train.Optimizer.variables``.
         """
         names = self._rule.slot_names()
         variables = trainable_here("variables", self._arrived) if names else ()
         trained = filter(self._trains, variables)
-        return [Slot(variable, self.holder, name) for variable in trained for name in names]
+        return [Slot(variable, self._holder, name) for variable in trained for name in names]
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration as plain data."""
@@ -223,17 +222,18 @@ class Optimizer(PushPull):
         var_list: Iterable[AnyVariable] | None = None,
         var_names: Iterable[str] | None = None,
     ) -> None:
-        """Exclude variables from weight decay; replaces what an earlier call said.
+        """Exclude variables from weight decay; replaces the result of earlier calls.
 
         Args:
-            var_list: These variables; a shard stands for the whole of its variable.
-            var_names: Those in whose name one of these words occurs, such as "bias".
+            var_list: Variables to exclude; a shard stands for its whole variable.
+            var_names: Words such as "bias"; variables whose name contains one of them are excluded.
 
         Raises:
-            UsageError: The optimizer is in use already: it was pushed through, or a step has
+            UsageError: The optimizer is already in use: it has pushed gradients, or a step has
                 captured it.
-            ConfigurationError: A word is none, or one instead of several; also a ValueError.
-            ValueMismatchError: Something in ``var_list`` is no variable.
+            ConfigurationError: An item is not a word, or a single word was given instead of
+                several. It is also a ValueError.
+            ValueMismatchError: An item of ``var_list`` is not a variable.
 
         Source: ``keras.optimizers.Optimizer.exclude_from_weight_decay``.
         """
@@ -253,75 +253,77 @@ class Optimizer(PushPull):
     @property
     def learning_rate(self) -> float | Schedule:
         """The learning rate: a number, or the schedule that the ps tasks evaluate."""
-        rate = self.holder._rule.learning_rate
+        rate = self._holder._rule.learning_rate
         return rate.value if isinstance(rate, Constant) else rate
 
     async def set_learning_rate(self, learning_rate: float | Schedule) -> None:
         """Set the learning rate on the ps tasks, for the pushes of all workers.
 
-        Only this handle's ``learning_rate`` shows it: workers do not need to know.
+        Only this handle's ``learning_rate`` shows the new value; the copies on workers do not.
 
         Args:
             learning_rate: A number or a schedule.
 
         Raises:
             ConfigurationError: It is neither.
-            UsageError: Inside a step, or outside of a running coordinator.
-            ParameterServerLost: A ps is gone.
+            UsageError: The call is inside a step, or no coordinator is running.
+            ParameterServerLost: A ps is lost.
 
-        Cancellation: Some ps tasks may go on with the old one.
+        Cancellation: Some ps tasks may keep the old rate.
         """
         forbid_in_step("set_learning_rate", instead="call it in main(), or use a schedule")
         rate = as_schedule(learning_rate)
         runtime = await self._runtime("set_learning_rate")
-        holder = self.holder
+        holder = self._holder
         await set_optimizer(runtime.ps, holder.number, self._config, learning_rate=rate.to_config())
         holder._rule.learning_rate = rate
 
     @property
     def iterations(self) -> Iterations:
-        """How many updates it has made: ``await optimizer.iterations.read()``.
+        """The number of updates it has made: ``await optimizer.iterations.read()``.
 
         Source: ``keras.optimizers.Optimizer.iterations``.
         """
-        return Iterations(self.holder)
+        return Iterations(self._holder)
 
     async def apply_gradients(
         self, grads_and_vars: GradsAndVars, global_step: AnyVariable | None = None
     ) -> PushResult:
-        """Push gradients; each ps applies them to its shards at once.
+        """Push gradients; each ps applies them to its shards immediately.
 
         In a replica of ``strategy.run`` the gradients of all replicas are summed and pushed once.
 
-        With a ``staleness_bound`` a step then waits until the others are not too far behind.
+        With a ``staleness_bound``, a step then waits until the others are not too far behind.
 
         Args:
-            grads_and_vars: Pairs of gradient and variable. A gradient is an array (or anything
-                that numpy makes one of without a copy, such as a torch or jax array on the
-                CPU) of the variable's shape and dtype; None is passed over. It is not copied:
-                do not change it before this returns. Of some rows only: ``psync.IndexedSlices``,
-                or TensorFlow's; rows that occur more than once are summed, and rows that do not
-                occur are not touched, nor what this optimizer keeps beside them.
-            global_step: A variable, an integer scalar, that is raised by one: in the same update,
-                if its ps gets a part of it, else once all are applied.
+            grads_and_vars: Pairs of gradient and variable. A gradient is an array of the variable's
+                shape and dtype, or a CPU array of another library, such as torch or jax, that numpy
+                converts without a copy. Pairs with None are skipped. Arrays are not copied: do not
+                change them before this returns. For some rows only, use ``psync.IndexedSlices`` or
+                TensorFlow's; repeated rows are summed, and other rows and their slots do not
+                change.
+            global_step: Integer scalar variable to increase by one: in the same update if its ps
+                receives a part of it, otherwise once all parts are applied.
 
         Returns:
             The outcome, the optimizer's step, and the staleness.
 
         Raises:
-            ValueMismatchError: No gradient at all, a variable twice, one that is not floating, a wrong
-                shape or dtype, a row that the variable does not have, rows where this optimizer
-                needs all of them, or NaN or infinity where it forbids them. Nothing was pushed.
-            UsageError: Outside a step without a running coordinator, or after the step ended; or
-                the ``global_step`` is of another strategy, no integer scalar, or one for each task.
-            ClosureCancelled: In a step that was cancelled.
-            ParameterServerLost: A ps is gone.
+            ValueMismatchError: There is no gradient; a variable occurs twice or is not floating; a
+                shape or dtype is wrong; the variable does not have a row; some rows are given but
+                this optimizer needs all; or there is NaN or infinity although the optimizer forbids
+                it. Nothing was pushed.
+            UsageError: The call is outside a step, and no coordinator is running; or the step has
+                ended; or ``global_step`` belongs to another strategy, is not an integer scalar, or
+                has a value for each task.
+            ClosureCancelled: The step was cancelled.
+            ParameterServerLost: A ps is lost.
 
-        Cancellation: A push once begun ends in the background; gradients must not change
+        Cancellation: A push that has begun completes in the background; gradients must not change
             until then.
 
-        Source: ``tf.compat.v1.train.Optimizer.apply_gradients``. Unlike there, gradients that
-            are pushed again after a worker's loss are applied at most once on each shard.
+        Source: ``tf.compat.v1.train.Optimizer.apply_gradients``. Unlike there, gradients that are
+            pushed again after the loss of a worker are applied at most once on each shard.
         """
         result, _ = await self._pushed(grads_and_vars, global_step, ())
         return result
@@ -378,20 +380,20 @@ class Optimizer(PushPull):
         """Pull the variables and return pairs of gradient and variable.
 
         Args:
-            value_and_grad: Called with the values, one argument each; returns the loss and the
-                gradients in the same order. Of variables that are nested otherwise than in a list
-                it gets the values as one argument, nested alike, and so it returns the gradients.
-                Predictions may follow them, as for ``Trainer``, and are not used.
+            value_and_grad: Function of the values, one argument each, that returns the loss and the
+                gradients in the same order. If the variables are nested in anything but a list, the
+                values are one argument with the same nesting, and so are the returned gradients.
+                Predictions may follow, as for ``Trainer``; they are not used.
             var_list: The variables: one, several, or any nesting of them as ``pull`` takes it.
-                Default: all trainable variables of the strategy. Where steps run in other
-                processes than the program, those that were declared before the step was first
+                Default: all trainable variables of the strategy. If steps run in other processes
+                than the program, the default is the variables declared before the step was first
                 scheduled.
 
         Raises:
-            ValueMismatchError: If the function returns something else, another number of gradients, or
-                nested otherwise; or something in ``var_list`` is no variable.
-            UsageError: Without ``var_list``: there is no trainable variable; or, outside a step,
-                two strategies are running.
+            ValueMismatchError: The function returned another kind of value, another number of
+                gradients, or another nesting; or an item of ``var_list`` is not a variable.
+            UsageError: ``var_list`` is not given, and there is no trainable variable or, outside a
+                step, two strategies are running.
 
         Cancellation: Safe.
         """
@@ -410,9 +412,9 @@ class Optimizer(PushPull):
             The loss.
 
         Raises:
-            PsyncError: As these two.
+            PsyncError: See these two methods.
 
-        Cancellation: As ``apply_gradients``.
+        Cancellation: See ``apply_gradients``.
         """
         loss, grads = await self._value_and_gradients(value_and_grad, var_list)
         await self.apply_gradients(grads, global_step)

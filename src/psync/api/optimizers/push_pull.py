@@ -22,7 +22,7 @@ Answered = tuple[PushResult, list[np.ndarray] | None]
 
 
 class _Pushes(Protocol):
-    push_options: ClassVar[frozenset[str]]
+    _push_options: ClassVar[frozenset[str]]
     _staleness_bound: StalenessBound | None
 
     @property
@@ -34,12 +34,10 @@ class _Pushes(Protocol):
 
 
 class PushPull:
-    """The part of an optimizer that pulls with its pushes.
+    """The part of an optimizer that pulls with its pushes."""
 
-    ``push_options``: names of further arguments of ``apply_gradients``.
-    """
-
-    push_options: ClassVar[frozenset[str]] = frozenset()
+    _push_options: ClassVar[frozenset[str]] = frozenset()
+    """Names of further arguments of ``apply_gradients``."""
 
     async def push_pull(
         self: _Pushes,
@@ -82,7 +80,7 @@ class PushPull:
 
         Source: ``push_pull`` of BytePS.
         """
-        if unknown := sorted(options.keys() - self.push_options):
+        if unknown := sorted(options.keys() - self._push_options):
             raise TypeError(f"push_pull() got an unexpected keyword argument {unknown[0]!r}")
         variables = tuple(dict.fromkeys(leaves(pull)))
         result, values = await self._pushed(grads_and_vars, global_step, variables, **options)

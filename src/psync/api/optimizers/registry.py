@@ -63,7 +63,7 @@ class OptimizerRegistry:
                 optimizer._rule.learning_rate.to_config(),
             )
             for optimizer in sorted(own, key=lambda optimizer: optimizer.number)
-            if optimizer.holder is optimizer  # else it is wrapped
+            if optimizer._holder is optimizer  # else it is wrapped
         ]
 
     def check_unused(self, links: Sequence[PsLink]) -> None:
@@ -95,7 +95,7 @@ class OptimizerRegistry:
 
     def any_synchronous(self) -> bool:
         """Return whether this process has an optimizer whose pushes are counted in steps."""
-        return any(optimizer.synchronous for optimizer in self.known.values())
+        return any(optimizer._synchronous for optimizer in self.known.values())
 
 
 optimizers_here = PerProcess(OptimizerRegistry)

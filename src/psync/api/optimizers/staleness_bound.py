@@ -14,22 +14,22 @@ MAX_STALENESS = 1 << 31
 
 @dataclass(frozen=True)
 class StalenessBound:
-    """How far a worker may run ahead of the others.
+    """A bound on how far a worker may run ahead of the others.
 
-    A round is a step's push through the optimizer that was accepted. After it, ``apply_gradients``
-    returns once the worker is at most ``max_staleness`` rounds ahead of the slowest worker that
-    has work; workers that are idle, dead or out of data are not waited for, nor those that wait
-    themselves, for another optimizer's bound or step: they may fall behind by more. Updates are
-    applied one by one all the same: 0 is lock-step, not the mean of ``SyncReplicasOptimizer``.
+    A round is one accepted push of a step through the optimizer. After it, ``apply_gradients``
+    returns once the worker is at most ``max_staleness`` rounds ahead of the slowest worker that has
+    work. Workers that are idle, dead or out of data do not count, nor do workers that wait for
+    another optimizer's bound or step; they may fall behind by more. Updates are still applied one
+    by one: 0 is lock-step, not the mean of ``SyncReplicasOptimizer``.
 
-    Pushes by the coordinator's own program, outside of a step, are not counted. Each optimizer
-    counts for itself: a step that does not push through it does no round.
+    Pushes by the coordinator's own program, outside a step, are not counted. Each optimizer counts
+    separately: a step that does not push through it makes no round.
 
     Args:
         max_staleness: Rounds, at least 0.
 
     Raises:
-        ConfigurationError: It is no such number.
+        ConfigurationError: ``max_staleness`` is not such a number.
 
     Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
         Parameter Server".
@@ -50,17 +50,17 @@ class StalenessBound:
         object.__setattr__(self, "max_staleness", rounds)
 
     async def end_round(self, runtime: Runtime, optimizer: int) -> None:
-        """Tell ps 0 that a round is done; return when this worker may go on.
+        """Report a completed round to ps 0, and return when this worker may continue.
 
         Args:
-            runtime: Of the step.
-            optimizer: Its number: each one has clocks of its own.
+            runtime: Runtime of the step.
+            optimizer: Number of the optimizer, which has its own clocks.
 
         Raises:
             ConfigurationError: The same optimizer has another bound elsewhere.
-            ParameterServerLost: ps 0 is gone.
+            ParameterServerLost: ps 0 is lost.
 
-        Cancellation: Safe; the round stays done.
+        Cancellation: Safe; the round stays completed.
         """
         number = runtime.rounds[optimizer] = runtime.rounds.get(optimizer, 0) + 1
         message = TickClock(optimizer, self.max_staleness, number)

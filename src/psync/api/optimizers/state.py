@@ -25,19 +25,18 @@ MAX_ITERATIONS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """What became of a push.
+    """The outcome of a push.
 
     Attributes:
-        outcome: ACCEPTED, or DUPLICATE where another run of the closure was first. Synchronous
-            ones also STALE: older than the step, and so not applied.
-        step: Pushes of the optimizer, including this one, as far as the ps tasks know them that
-            have applied it. Synchronous: the token, which is the step at which the replica may go
-            on.
-        staleness: Updates of others since this task's last push: at most so old were the values.
-            Synchronous: steps that were closed since the values were pulled.
-        partial: Synchronous: whether its step was closed with fewer pushes than the target.
-        count: Synchronous: pushes in its step. 0: it counts in none, or in one that was not
-            closed yet when the token was there.
+        outcome: ACCEPTED, or DUPLICATE if another run of the closure was first. A synchronous push
+            may also be STALE: it was older than the step and not applied.
+        step: Pushes of the optimizer including this one, as known to the ps tasks that applied it.
+            Synchronous: the token, which is the step from which the replica continues.
+        staleness: Updates by others since this task's previous push, a bound on the age of the
+            pulled values. Synchronous: steps completed since the values were pulled.
+        partial: Synchronous: whether its step was completed with fewer pushes than the target.
+        count: Synchronous: pushes in its step. 0: the push is in no step, or in one that was not
+            yet complete when the token arrived.
     """
 
     outcome: Outcome
@@ -72,21 +71,21 @@ class Slot:
 
     @property
     def dtype(self) -> str:
-        """Name of its dtype: the variable's, or float32 if that is of half precision."""
+        """Name of its dtype: the variable's, or float32 if the variable has half precision."""
         return slot_dtype(self.variable.dtype).name
 
     @property
     def first_element(self) -> float:
-        """What all its elements are before the first push."""
+        """Value of all its elements before the first push."""
         return self.optimizer._rule.initial_slot(self.name)
 
     async def read(self) -> np.ndarray:
-        """Return the slot's value; it is of the variable's shape.
+        """Return the slot's value, which has the variable's shape.
 
         Raises:
-            UsageError: Neither in a step nor within a running coordinator.
+            UsageError: The call is outside a step, and no coordinator is running.
             ValueMismatchError: The variable's dtype cannot be optimized.
-            ParameterServerLost: A ps is gone.
+            ParameterServerLost: A ps is lost.
 
         Cancellation: Safe.
         """
@@ -98,17 +97,17 @@ class Slot:
         return array
 
     async def assign(self, value: Any) -> Self:
-        """Set the slot's value, as when it comes from a checkpoint.
+        """Set the slot's value, for example from a checkpoint.
 
-        Not while steps push to the variable: what comes last holds.
+        Do not call it while steps push to the variable: the last write wins.
 
         Args:
-            value: An array of the variable's shape, or what numpy makes one of. Not copied.
+            value: Array of the variable's shape, or a value that numpy converts to one. Not copied.
 
         Raises:
-            UsageError: Neither in a step nor within a running coordinator.
+            UsageError: The call is outside a step, and no coordinator is running.
             ValueMismatchError: Shape or dtype do not fit.
-            ParameterServerLost: A ps is gone.
+            ParameterServerLost: A ps is lost.
 
         Cancellation: Some shards are set, others are not.
         """
@@ -135,12 +134,12 @@ class Slot:
 class Iterations:
     """The number of updates that an optimizer has made.
 
-    An update is a push, or as many pushes as ``gradient_accumulation_steps`` says. Each push counts
-    once, whatever ps tasks its variables lie on and however often it was sent. Pushes that have
+    An update is one push, or ``gradient_accumulation_steps`` pushes. Each push counts once,
+    regardless of how many ps tasks hold its variables and how often it was sent. Pushes that have
     returned are counted; those in flight may be.
 
-    Schedules follow the same number, as far as the ps that applies an update knows it: pushes in
-    flight may be missing and, of pushes to other ps tasks only, those of the last 50 ms.
+    Schedules follow the same number as the ps that applies an update knows it. Pushes in flight may
+    be missing, and so may pushes of the last 50 ms that went to other ps tasks only.
     """
 
     optimizer: Optimizer
@@ -149,8 +148,9 @@ class Iterations:
         """Return the number.
 
         Raises:
-            UsageError: Outside a step and a running coordinator, or there is no variable.
-            ParameterServerLost: A ps is gone.
+            UsageError: The call is outside a step, and no coordinator is running; or there
+                is no variable.
+            ParameterServerLost: A ps is lost.
 
         Cancellation: Safe.
         """
@@ -160,13 +160,13 @@ class Iterations:
         return optimizer._rule.iteration(pushes)
 
     async def assign(self, step: int) -> None:
-        """Set the number on all ps tasks, as when it comes from a checkpoint.
+        """Set the number on all ps tasks, for example from a checkpoint.
 
         Raises:
-            UsageError: As ``read``; or it is no number of updates.
-            ParameterServerLost: A ps is gone.
+            UsageError: See ``read``; or the value is not a number of updates.
+            ParameterServerLost: A ps is lost.
 
-        Cancellation: Some ps tasks have heard of it, others have not.
+        Cancellation: Some ps tasks have the new number, others do not.
         """
         optimizer = self.optimizer
         pushes = pushes_of(optimizer, step)

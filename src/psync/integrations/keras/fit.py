@@ -98,8 +98,8 @@ class KerasTrainer(Trainer):
         self._so_far = Counted()  # in this epoch, by closures that callbacks were told of
         super().__init__(
             strategy,
-            dict(served.checkpoint_items()),
-            lambda _, batch: served.train_batch(batch),
+            dict(served._checkpoint_items()),
+            lambda _, batch: served._train_batch(batch),
             served.optimizer,
             checkpoint_directory=checkpoint_directory,
         )
@@ -121,18 +121,18 @@ class KerasTrainer(Trainer):
                         raise  # nothing was updated: it runs where there are data
                     return count - step, counted
                 batch = weighted(batch, class_weight)
-                counted.add(served.train_batch(batch), batch)
+                counted.add(served._train_batch(batch), batch)
             return 0, counted
 
         return run_steps
 
-    async def logs_of(self, sums: Counted) -> dict[str, float]:
+    async def _logs_of(self, sums: Counted) -> dict[str, float]:
         self._so_far.add_all(sums)  # as Keras has it: of the epoch, and not of the batch
         if self._so_far.spec is None:
             return {}
         return await asyncio.to_thread(self._results, self._so_far)
 
-    async def values_of(
+    async def _values_of(
         self, closures: Sequence[RemoteValue[Any]], ended: bool
     ) -> tuple[dict[str, float], bool]:
         results = [result async for result in _returned(closures)]
@@ -148,7 +148,7 @@ class KerasTrainer(Trainer):
         coordinator = ClusterCoordinator(self.strategy)
 
         def evaluate_shard(shard: Shard) -> Counted:
-            counted, steps = Counted(), served.loaded()
+            counted, steps = Counted(), served._steps()
             for batch in shard() if isinstance(shard, partial) else shard:
                 counted.add(steps.test(batch), batch)
             return counted
@@ -179,7 +179,7 @@ class KerasTrainer(Trainer):
         rows = batch_size * math.ceil(size / batch_size / closures)  # of each, which pulls once
 
         def predict_part(part: Any) -> Any:
-            steps, length = served.loaded(), len(keras.tree.flatten(part)[0])
+            steps, length = served._steps(), len(keras.tree.flatten(part)[0])
             starts = range(0, length, batch_size)
             return _joined([steps.predict(_cut(part, i, i + batch_size)) for i in starts])
 
@@ -191,7 +191,7 @@ class KerasTrainer(Trainer):
 
     def _results(self, counted: Counted) -> dict[str, float]:
         """Return what the model's metrics say of counted batches."""
-        model = self._served.chief_model()
+        model = self._served._chief_model()
         build_metrics(model, counted.spec)
         set_metrics(model, counted.sums)
         logs: dict[str, float] = pythonify_logs(model.get_metrics_result())
@@ -227,7 +227,7 @@ class KerasCallbacks(psync.callbacks.Callback):
                 )
         self._has_batches = any(_has_batches(callback) for callback in callbacks)
         self._served = served
-        self._model = served.chief_model()
+        self._model = served._chief_model()
         self._seen = bool(callbacks)  # whether anybody looks at the model
         self._list = keras.callbacks.CallbackList(
             list(callbacks), add_history=True, model=self._model, **params
@@ -270,7 +270,7 @@ class KerasCallbacks(psync.callbacks.Callback):
         if self._model.stop_training:
             self.trainer.stop_training = True
         if changed:
-            await self._served.load_values(changed)
+            await self._served._load_values(changed)
         if changed or rate is not None:
             self.trainer.unsaved = True
         if rate is not None:
@@ -281,7 +281,7 @@ class KerasCallbacks(psync.callbacks.Callback):
         before, rate = self._values(), self._rate()
         getattr(self._list, method)(*arguments)
         if self._seen:
-            self._served.check_unchanged()
+            self._served._check_unchanged()
         changed = {
             name: value for name, value in self._values().items()
             if not np.array_equal(value, before[name], equal_nan="float" in value.dtype.name)
@@ -301,7 +301,7 @@ class KerasCallbacks(psync.callbacks.Callback):
             optimizer.iterations.assign(await self._served.optimizer.iterations.read())
 
     def _values(self) -> dict[str, np.ndarray]:
-        return self._served.chief_values() if self._seen else {}
+        return self._served._chief_values() if self._seen else {}
 
     def _rate(self) -> float | None:
         """Return the learning rate of the model's optimizer; None: it is a schedule's."""

@@ -60,42 +60,41 @@ class _Live:
 
 
 class PSModel(ServedVariables):
-    """A compiled Keras model whose variables are on the ps tasks, and whose workers train it.
+    """A compiled Keras model whose variables are on the ps tasks, and which the workers train.
 
-    Made in ``strategy.scope()``; used while a ``ClusterCoordinator`` runs. The model is built here
-    and once on each worker. Variables are called by their Keras paths without the model's own name,
-    after ``name``: "net/dense/kernel". Their first values are those of the model that is built
-    here.
+    Make it in ``strategy.scope()``; use it while a ``ClusterCoordinator`` runs. The model is built
+    here and once on each worker. Variables have their Keras paths without the model's own name,
+    after ``name``: "net/dense/kernel". Their initial values are those of the model built here.
 
-    - The model's optimizer becomes the update rule on the ps tasks, with its schedule, clipping,
-      weight decay and accumulation; what it has learnt so far does not.
+    - The model's optimizer becomes the update rule on the ps tasks, including its schedule,
+      clipping, weight decay and accumulation, but without its present state.
     - Metrics of all workers are added up exactly; each batch counts once.
-    - What the model changes itself, moving statistics and seeds of dropout, is merged over workers.
-      Each worker draws masks of its own.
+    - State that the model changes itself, moving statistics and seeds of dropout, is merged over
+      workers. Each worker draws its own masks.
     - Layers with ``trainable=False`` are frozen: their values are pulled once.
     - Callbacks of Keras run in the program, on a model with the present values.
 
     Args:
-        build_model: Returns a compiled and built ``keras.Model``; the same architecture wherever it
-            runs. It travels to the workers.
-        name: Prefix of the variables' names, an identifier; None: there is none.
-        synchronous: Makes the optimizer synchronous: gets the psync optimizer that stands for the
-            model's and returns what is to be used, such as ``lambda rule:
+        build_model: Function that returns a compiled and built ``keras.Model``, with the same
+            architecture wherever it runs. It travels to the workers.
+        name: Prefix of the variables' names, an identifier; None: no prefix.
+        synchronous: Function that makes the optimizer synchronous: it gets the psync optimizer that
+            stands for the model's and returns the one to use, such as ``lambda rule:
             psync.SyncReplicasOptimizer(rule, 2, deterministic=True)``. None: asynchronous.
-        state: How what the model changes itself is merged: "mean", "first" or "local"; see
+        state: How state that the model changes itself is merged: "mean", "first" or "local"; see
             ``psync.integrations.merging``.
         cast_gradients: Whether gradients of another floating dtype than their variable's are cast.
-        checkpoint_directory: As of ``Trainer``: where all is saved after each epoch, and from where
-            ``fit`` resumes.
+        checkpoint_directory: Directory where everything is saved after each epoch, and from where
+            ``fit`` resumes; see ``Trainer``.
 
     Attributes:
         optimizer: The psync optimizer.
 
     Raises:
-        ConfigurationError: Keras is not installed or has another backend; an argument is none; the
-            model is not compiled, not built, or has a step of its own; its optimizer, its learning
-            rate or a constraint has no rule here.
-        UsageError: Outside of a strategy's scope, or inside a step.
+        ConfigurationError: Keras is not installed or has another backend; an argument is invalid;
+            the model is not compiled, not built, or has a custom train step; or its optimizer, its
+            learning rate or a constraint has no rule here.
+        UsageError: Outside a strategy's scope, or inside a step.
 
     Example:
         with strategy.scope():
@@ -171,52 +170,54 @@ class PSModel(ServedVariables):
         verbose: bool | str = "auto",
         **unknown: Never,
     ) -> keras.callbacks.History:
-        """Train, with the strategy's coordinator or one of its own; see ``Trainer.fit``.
+        """Train with the strategy's coordinator, or with a temporary one; see ``Trainer.fit``.
 
         Without async: ``psync.wait(model.fit(…))``, under ``psync.blocking``.
 
         Args:
             dataset: A function that each worker calls, with an ``InputContext`` if it takes one,
-                and that returns batches: x, (x, y) or (x, y, sample_weight); or what else
-                ``ClusterCoordinator.create_per_worker_dataset`` takes.
+                and that returns batches: x, (x, y) or (x, y, sample_weight). Or any other argument
+                of ``ClusterCoordinator.create_per_worker_dataset``.
             epochs: Number of the last epoch, plus 1.
-            steps_per_epoch: Steps of all workers together; a step is a batch of one worker.
-            validation_data: As ``evaluate`` takes it.
-            callbacks: Of Keras, called in a thread of the program with logs as Keras has them; or
-                of psync. What they change of the model (weights, the learning rate of the
-                optimizer, ``stop_training``) holds for all. Hooks of batches are called when a
-                closure has ended, with the values of the epoch so far.
-            steps_per_execution: Steps of one closure: more cost less, and are lost together.
-                Default: as in the model's ``compile(steps_per_execution=…)``.
-            validation_batch_size: Of validation data that are arrays.
-            validation_freq: After each n-th epoch.
-            initial_epoch: From 0. Default: where the last checkpoint was saved, else 0.
-            class_weight: Class → weight of its examples in the loss and in weighted metrics, 1 if
-                it is missing. For batches (x, y) with one array y: class numbers, or one-hot.
-                Weights of single examples come with the batches: (x, y, sample_weight).
-            verbose: False, "lines", "bar"; "auto" or True: a bar on a terminal, else lines.
-            unknown: None. Other arguments of Keras are refused, with what there is instead.
+            steps_per_epoch: Number of steps of all workers together; a step is a batch of one
+                worker.
+            validation_data: Data for ``evaluate``.
+            callbacks: Callbacks of Keras, called in a thread of the program with Keras's logs; or
+                of psync. Their changes to the model (weights, the learning rate of the optimizer,
+                ``stop_training``) apply to all tasks. Batch hooks are called when a closure has
+                ended, with the values of the epoch so far.
+            steps_per_execution: Number of steps in one closure: more are cheaper, and are lost
+                together. Default: that of the model's ``compile(steps_per_execution=…)``.
+            validation_batch_size: Batch size of validation data that are arrays.
+            validation_freq: Number of epochs between validations.
+            initial_epoch: Number of the first epoch, from 0. Default: that of the last checkpoint,
+                otherwise 0.
+            class_weight: Mapping class → weight of its examples in the loss and in weighted
+                metrics; 1 for missing classes. For batches (x, y) with one array y: class numbers,
+                or one-hot. For weights of single examples, use batches (x, y, sample_weight).
+            verbose: False, "lines", "bar"; "auto" or True: a bar on a terminal, otherwise lines.
+            unknown: Other arguments of Keras; they are refused, with the alternative.
 
         Returns:
-            As of Keras, of the epochs that ran now: ``history`` and ``epoch``. If the data of
-            all workers began and ended in one epoch, training ended with it.
+            Keras's ``history`` and ``epoch``, of the epochs that ran now. If the data of all
+            workers began and ended in one epoch, training ended with it.
 
         Raises:
-            ConfigurationError: An argument is out of range, the dataset has no batch, a callback
-                cannot work here, a metric's values cannot be added up, a worker builds another
-                model than was declared, or the program's was compiled again, or has other layers
-                that are trainable.
-            ValueMismatchError: A gradient is none that its variable can take.
-            ClosedError: The strategy's coordinator was closed before, and its variables are gone.
-            Exception: What a step or a callback raised.
+            ConfigurationError: An argument is out of range; the dataset has no batch; a callback
+                cannot work here; a metric's values cannot be added up; a worker builds another
+                model than the declared one; or the program's model was compiled again, or has other
+                trainable layers.
+            ValueMismatchError: A gradient does not match its variable.
+            ClosedError: The strategy's coordinator was closed before, and its variables are lost.
+            Exception: An exception of a step or a callback.
 
-        Cancellation: As ``Trainer.fit``.
+        Cancellation: See ``Trainer.fit``.
         """
         _, trainer = self._of_program("fit")
         check_arguments(unknown)
         what = "fit: expected class_weight to be a dict, such as {0: 1.0, 1: 5.0}"
         trainer.class_weight = checked_kind(what, class_weight or {}, dict)
-        self.check_unchanged()
+        self._check_unchanged()
         callbacks = callbacks or ()
         others = [each for each in callbacks if not isinstance(each, keras.callbacks.Callback)]
         of_keras = [each for each in callbacks if isinstance(each, keras.callbacks.Callback)]
@@ -243,20 +244,20 @@ class PSModel(ServedVariables):
         return hooks.history
 
     async def evaluate(self, data: Any, *, batch_size: int = 32) -> dict[str, float]:
-        """Return loss and metrics on data by name, each example counted exactly once.
+        """Return loss and metrics on data by name; each example counts exactly once.
 
         Args:
             data: (x, y) or (x, y, sample_weight), arrays of one length; a function (shard, number
                 of shards) → finite iterable of batches, called on workers; or a list of shards,
                 each a finite iterable of batches.
-            batch_size: Of arrays.
+            batch_size: Batch size of arrays.
 
         Raises:
-            ConfigurationError: The data are none, or a number is out of range.
+            ConfigurationError: The data is none of these, or a number is out of range.
             ClosedError: No coordinator runs.
-            Exception: What a step raised.
+            Exception: An exception of a step.
 
-        Cancellation: What was scheduled goes on.
+        Cancellation: Scheduled closures continue.
         """
         _, trainer = self._of_program("evaluate")
         return await trainer.evaluate(data, batch_size=batch_size)
@@ -266,17 +267,17 @@ class PSModel(ServedVariables):
 
         Args:
             x: An array, or a nesting of arrays of one length, as the model takes it.
-            batch_size: Of what a worker computes at once.
+            batch_size: Number of examples that a worker computes at a time.
 
         Returns:
-            Arrays, nested as the model's outputs.
+            Arrays, nested like the model's outputs.
 
         Raises:
             ConfigurationError: There is no example, or a number is out of range.
             ClosedError: No coordinator runs.
-            Exception: What a step raised.
+            Exception: An exception of a step.
 
-        Cancellation: What was scheduled goes on.
+        Cancellation: Scheduled closures continue.
         """
         _, trainer = self._of_program("predict")
         return await trainer.predict(x, batch_size=batch_size)
@@ -286,74 +287,75 @@ class PSModel(ServedVariables):
 
         Raises:
             UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: A ps is gone.
+            ParameterServerLost: A ps is lost.
 
         Cancellation: Safe.
         """
-        values = await self.read_values()
+        values = await self._read_values()
         return [values[name] for name in self._weights]
 
     async def set_weights(self, weights: Sequence[Any]) -> None:
         """Set values, in the order of Keras's ``get_weights()``; slots of the optimizer stay.
 
         Raises:
-            UsageError: Their number or a shape differs; inside a step, or outside of a running
-                coordinator. Nothing was changed.
+            UsageError: The number of weights or a shape differs; inside a step; or outside of a
+                running coordinator. Nothing was changed.
             ValueMismatchError: A dtype cannot hold the numbers. Nothing was changed.
-            ParameterServerLost: A ps is gone.
+            ParameterServerLost: A ps is lost.
 
         Cancellation: Once begun, it ends in the background.
         """
         kinds = {name: self._kinds[name] for name in self._weights}
-        await self.load_values(weights_of(kinds, weights))
+        await self._load_values(weights_of(kinds, weights))
 
     async def pull(self) -> keras.Model:
         """Return the program's own Keras model with the present values: to save, to export.
 
-        Always the same object. Changes of it stay here: ``set_weights`` sends them.
+        It is the same object every time. Changes to it stay local: ``set_weights`` sends them.
 
         Raises:
             UsageError: Outside of a running coordinator, or inside a step.
-            ParameterServerLost: A ps is gone.
+            ParameterServerLost: A ps is lost.
 
         Cancellation: Safe.
         """
         built, _ = self._of_program("pull")
-        values = await self.read_values()
+        values = await self._read_values()
         await asyncio.to_thread(built.assign, values)
         return built.model
 
     # For ``fit``.
 
-    def chief_model(self) -> keras.Model:
+    def _chief_model(self) -> keras.Model:
         """Return the program's own model as it is."""
         return self._of_program("its own model")[0].model
 
-    def chief_values(self) -> dict[str, np.ndarray]:
+    def _chief_values(self) -> dict[str, np.ndarray]:
         """Return the values of the program's own model; copies."""
         values = self._of_program("its own model")[0].values()
         return {name: np.array(value) for name, value in values.items()}
 
-    def check_unchanged(self) -> None:
+    def _check_unchanged(self) -> None:
         """Check that the program's own model is trained as it was when it was declared."""
         self._of_program("its own model")[0].check_unchanged()
 
-    def loaded(self) -> Steps:
-        """Return what computes with this task's model, which has the present values; in a step.
+    def _steps(self) -> Steps:
+        """Return an object that computes with this task's model and the present values; in a step.
 
         Raises:
-            ConfigurationError: What ``build_model`` returns here differs from what was declared.
-            PsyncError: As ``psync.pull``.
+            ConfigurationError: The model that ``build_model`` returns here differs from the
+                declared one.
+            PsyncError: See ``psync.pull``.
         """
         return self._loaded()[0]
 
-    def train_batch(self, batch: Any) -> np.ndarray:
-        """Pull, compute, push, in a plain step; return what the batch adds to metrics."""
+    def _train_batch(self, batch: Any) -> np.ndarray:
+        """Pull, compute and push, in a plain step; return the batch's contribution to metrics."""
         steps, values = self._loaded()
         gradients, sums = steps.train(batch)
         merged = self._state.names
         before = {name: values[name] for name in merged}
-        wait(self.push_values(gradients, before, steps.state(merged)))
+        wait(self._push_values(gradients, before, steps.state(merged)))
         return sums
 
     def _loaded(self) -> tuple[Steps, dict[str, np.ndarray]]:
@@ -365,8 +367,8 @@ class PSModel(ServedVariables):
 
     async def _pulled(self) -> tuple[_Live, dict[str, np.ndarray], int | None]:
         """Return this task's model, which is built if it has none yet, and values to load."""
-        live = await self.kept_here(self._begin)
-        return live, *(await self.pull_values(live.version))
+        live = await self._kept_here(self._begin)
+        return live, *(await self._pull_values(live.version))
 
     def _begin(self) -> _Live:
         closure = current_closure()

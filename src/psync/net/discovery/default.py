@@ -50,25 +50,27 @@ def resolve_cluster(environ: Environ | None = None) -> ClusterResolver:
 
     The first of these that applies:
 
-    1. a cluster that is open here: a ``LocalCluster``, or one of ``psync.integrations``, between
-       its start and its stop; inside ``psync.run``, what that was given or has found;
-    2. ``TF_CONFIG``, which ``psync run`` sets, too;
-    3. torchrun (``TORCHELASTIC_RUN_ID``): rank 0 is the chief;
-    4. SLURM: a job step of several tasks, as srun starts it;
-    5. Kubernetes: ``PSYNC_SERVICE`` names the headless service, as in the manifests of
-       ``psync launch kubernetes``.
+    1. An open cluster of this program: a ``LocalCluster``, or one of ``psync.integrations``,
+       between its start and its stop; inside ``psync.run``, the resolver it was given or has found.
+    2. ``TF_CONFIG``, which ``psync run`` sets as well.
+    3. torchrun (``TORCHELASTIC_RUN_ID``): rank 0 is the chief.
+    4. SLURM: a job step of several tasks, as started by srun.
+    5. Kubernetes: ``PSYNC_SERVICE`` names the headless service, as in the manifests of ``psync
+       launch kubernetes``.
 
-    ``PSYNC_JOBS`` says how many tasks each job has, for the last three: ``ps=2,worker=4``. There is
-    one chief unless it says ``chief=0``. Under torchrun and SLURM the tasks are known, so one that
-    is not named is counted: one ps, and all others are workers. ``PSYNC_PORT`` is where tasks
-    listen; under SLURM the first one of each node.
+    The last three use two more variables:
+
+    - ``PSYNC_JOBS``, the number of tasks of each job: ``ps=2,worker=4``. There is one chief unless
+      it says ``chief=0``. Under torchrun and SLURM the total is known; by default there is one ps,
+      and the remaining tasks are workers.
+    - ``PSYNC_PORT``, the port of each task; under SLURM the port of the first task of each node.
 
     Args:
-        environ: Where variables are looked up; None: the environment of this process, and what is
-            open in this program.
+        environ: Mapping of environment variables; None: the environment of this process, and the
+            open clusters of this program.
 
     Raises:
-        ConfigurationError: None applies, with a hint; or one does, and its variables are malformed.
+        ConfigurationError: None applies (with a hint), or the variables of one are malformed.
 
     Example:
         resolver = psync.resolve_cluster()

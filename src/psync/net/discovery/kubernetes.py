@@ -44,58 +44,57 @@ _SOURCE = "KubernetesClusterResolver"
 
 
 class ExecutableLocation(enum.Enum):
-    """Where this process runs: that says how it finds the Kubernetes API."""
+    """Where this process runs, which determines how it finds the Kubernetes API."""
 
     WITHIN_CLUSTER = "within_cluster"  # in a pod: by the pod's service account
     OFF_CLUSTER = "off_cluster"  # elsewhere: by the user's kubeconfig
 
 
 class PodLister(Protocol):
-    """What is used of ``kubernetes.client.CoreV1Api``."""
+    """The part of ``kubernetes.client.CoreV1Api`` that psync uses."""
 
     def list_namespaced_pod(self, namespace: str, *, label_selector: str) -> Any:
-        """Return an object whose ``items`` are the pods of a namespace that have these labels."""
+        """Return an object whose ``items`` are the pods of a namespace with these labels."""
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """The pods of StatefulSets or indexed Jobs, by name; or those that carry given labels.
+    """A cluster of the pods of StatefulSets or indexed Jobs, by name; or of pods with given labels.
 
-    **By name**, if ``jobs`` and ``service`` say what there is: task 2 of job ``ps`` is at
-    ``SERVICE-ps-2.SERVICE``. So it is if each job is a StatefulSet or an indexed Job named
-    ``SERVICE-JOB``, whose pods have the headless service as their ``serviceName`` or ``subdomain``.
-    The service needs ``publishNotReadyAddresses: true``. The API is not asked.
+    **By name**, if ``jobs`` and ``service`` are given: task 2 of job ``ps`` is at
+    ``SERVICE-ps-2.SERVICE``. Each job is a StatefulSet or an indexed Job named ``SERVICE-JOB``,
+    whose pods have the headless service as their ``serviceName`` or ``subdomain``. The service
+    needs ``publishNotReadyAddresses: true``. The API is not used.
 
     **By labels**, if ``job_to_label_mapping`` or ``override_client`` is given, or the location is
-    off the cluster: the tasks of a job are the pods of its first selector in the order of their
-    names, with numbers as numbers, then those of the next. ``cluster_spec`` blocks until all of
-    them run; pods that have ended are passed over. The API is asked again each time.
+    off the cluster. The tasks of a job are the pods of its first selector in the order of their
+    names (numbers as numbers), then those of the next one. ``cluster_spec`` blocks until all of
+    them run; pods that have ended are skipped. Each call asks the API again.
 
-    Either way the task of this process is the one that its pod's name says (``HOSTNAME``), unless
+    In both cases, the pod's name (``HOSTNAME``) determines the task of this process, unless
     ``task_type`` and ``task_id`` are assigned.
 
     Args:
-        job_to_label_mapping: Label selectors of each job: ``{"ps": ["job-name=ps"], …}``. None,
-            where the API is asked: ``{"worker": ["job-name=tensorflow"]}``.
-        tf_server_port: Where each task listens.
-        rpc_layer: What ``master()`` puts before addresses.
-        override_client: Asked instead of the Kubernetes API: see ``PodLister``.
+        job_to_label_mapping: Label selectors of each job: ``{"ps": ["job-name=ps"], …}``. None, if
+            the API is used: ``{"worker": ["job-name=tensorflow"]}``.
+        tf_server_port: Port on which each task listens.
+        rpc_layer: Prefix of the addresses that ``master()`` returns.
+        override_client: Object to ask instead of the Kubernetes API: see ``PodLister``.
         executable_location: Where this process runs, as an ``ExecutableLocation`` or its value.
-        jobs: Number of tasks of each job: ``{"chief": 1, "ps": 2, "worker": 4}``. By labels, so
-            many pods are waited for; of a job that is not named, as many as there are.
-        service: The headless service.
-        names: StatefulSet or indexed Job of a job, where that is not ``SERVICE-JOB``. For a JobSet
-            ``train``, which is its own service, ``{"ps": "train-ps-0", …}``.
-        namespace: Of the pods. None: by name, that of this pod, without being named; by labels,
-            that of this pod, or of the kubeconfig's context.
-        use_pod_ip: By labels, whether a task is at its pod's address instead of its host's. That of
-            the host is for pods that share their host's network.
-        timeout_s: By labels, seconds for which pods are waited for.
-        environ: Where ``HOSTNAME`` is looked up; None: the environment of this process.
+        jobs: Number of tasks of each job: ``{"chief": 1, "ps": 2, "worker": 4}``. By labels, number
+            of pods to wait for; for a job that is not named, all existing pods.
+        service: Name of the headless service.
+        names: Names of a job's StatefulSet or indexed Job if it is not ``SERVICE-JOB``. For a
+            JobSet ``train``, which is its own service, ``{"ps": "train-ps-0", …}``.
+        namespace: Namespace of the pods. None: by name, that of this pod, which is not written out;
+            by labels, that of this pod, or of the kubeconfig's context.
+        use_pod_ip: Whether, by labels, a task is at its pod's address. Otherwise it is at its
+            host's address, for pods that share their host's network.
+        timeout_s: Seconds to wait for pods, by labels.
+        environ: Mapping in which ``HOSTNAME`` is looked up; None: the environment of this process.
 
     Raises:
-        ImportError: If the API is needed, and the package ``kubernetes`` is not installed.
-        ConfigurationError: If an argument is not what it should be, or there is no configuration of
-            the API.
+        ImportError: The API is needed, and the package ``kubernetes`` is not installed.
+        ConfigurationError: An argument is invalid, or there is no configuration of the API.
 
     Source: TensorFlow ``KubernetesClusterResolver``, which knows labels only.
     """
@@ -158,11 +157,11 @@ class KubernetesClusterResolver(ClusterResolver):
         )
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the tasks; by labels, once all their pods run. Blocks meanwhile.
+        """Return the tasks; by labels, block until all their pods run.
 
         Raises:
-            ConnectFailed: If the API does not answer, or refuses, or pods do not run in time.
-            ConfigurationError: If two tasks have one address.
+            ConnectFailed: The API does not answer, or refuses; or pods do not run in time.
+            ConfigurationError: Two tasks have one address.
         """
         return self._found.cluster_spec()
 

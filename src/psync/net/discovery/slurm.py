@@ -27,31 +27,32 @@ _COUNT = re.compile(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?")
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """The tasks of this SLURM job step, given out to the jobs of a cluster.
+    """A cluster of the tasks of this SLURM job step.
 
-    The step's tasks are counted node by node, in SLURM's order of the nodes; the jobs take them in
-    the order of their names: of ``{"chief": 1, "ps": 2, "worker": 4}`` the chief is rank 0, the ps
-    tasks are ranks 1 and 2. Task n of a node listens at ``port_base + n`` there. The environment is
-    read once, by the constructor.
+    The step's tasks are numbered node by node, in SLURM's order of the nodes. Jobs take them in the
+    order of the job names: with ``{"chief": 1, "ps": 2, "worker": 4}`` the chief is rank 0, the ps
+    tasks are ranks 1 and 2. Task n of a node listens on port ``port_base + n``. The constructor
+    reads the environment once.
 
     Args:
-        jobs: Tasks of each job; together as many as the step has. None: all are workers.
+        jobs: Number of tasks of each job; the total must be that of the step. None: all are
+            workers.
         port_base: Port of the first task of each node.
-        gpus_per_node: GPUs of each node; None: what ``gpus_per_task`` needs.
-        gpus_per_task: GPUs of each task; None: its share of ``gpus_per_node``. psync itself looks
-            for none, and without either counts none.
-        tasks_per_node: Of each node by name, or of all; None: as SLURM says.
-        auto_set_gpu: Whether ``CUDA_VISIBLE_DEVICES`` of this process is set to its task's GPUs,
-            where it has some.
-        rpc_layer: What ``master()`` puts before addresses.
-        environ: Where SLURM's variables are looked up, and ``CUDA_VISIBLE_DEVICES`` is set; None:
-            the environment of this process.
+        gpus_per_node: Number of GPUs of each node; None: as many as ``gpus_per_task`` needs.
+        gpus_per_task: Number of GPUs of each task; None: its share of ``gpus_per_node``. psync does
+            not detect GPUs; with neither argument it counts none.
+        tasks_per_node: Number of tasks of each node by name, or of all nodes; None: SLURM's.
+        auto_set_gpu: Whether to set ``CUDA_VISIBLE_DEVICES`` of this process to its task's GPUs, if
+            it has any.
+        rpc_layer: Prefix of the addresses that ``master()`` returns.
+        environ: Mapping in which SLURM's variables are looked up and ``CUDA_VISIBLE_DEVICES`` is
+            set; None: the environment of this process.
 
     Raises:
-        ConfigurationError: If a variable is missing or malformed (``SLURM_PROCID``,
-            ``SLURM_STEP_NUM_TASKS``, ``SLURM_STEP_NODELIST``, ``SLURM_STEP_TASKS_PER_NODE``), the
-            jobs do not have as many tasks as the step, a node has not enough GPUs, or SLURM runs
-            this task on another node than it is counted on.
+        ConfigurationError: A variable is missing or malformed (``SLURM_PROCID``,
+            ``SLURM_STEP_NUM_TASKS``, ``SLURM_STEP_NODELIST``, ``SLURM_STEP_TASKS_PER_NODE``); the
+            jobs and the step differ in their number of tasks; a node has too few GPUs; or SLURM
+            runs this task on another node than expected.
 
     Source: TensorFlow ``SlurmClusterResolver``; there nodes are sorted as text, so that n10 comes
         before n9 and tasks get addresses of other nodes than they run on.

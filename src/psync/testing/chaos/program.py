@@ -255,7 +255,7 @@ class Program:
         done = []
         for number, value in self._running.items():
             outcomes = await value
-            done.append([number, value.closure.id, *outcomes])
+            done.append([number, value.closure_id, *outcomes])
         self._running.clear()
         self._journal.say("done", closures=done)
 

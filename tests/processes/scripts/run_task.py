@@ -1,6 +1,6 @@
 """Serves as a task of a cluster that the command line describes, without TF_CONFIG.
 
-serve_task.py CLUSTER JOB INDEX; the cluster as JSON.
+run_task.py CLUSTER JOB INDEX; the cluster as JSON.
 """
 
 import asyncio
@@ -15,4 +15,4 @@ resolver = psync.SimpleClusterResolver(
     psync.ClusterSpec(json.loads(cluster)), task_type=job, task_id=int(index)
 )
 logging.basicConfig(level=logging.INFO)
-asyncio.run(psync.serve(resolver))
+asyncio.run(psync.run_task(resolver))
