@@ -19,7 +19,11 @@ from psync.errors import (
 )
 from psync.wire.remote_errors import exception_of, failure_of
 
-TREE = {name: cls for name, cls in vars(errors).items() if isinstance(cls, type)}
+TREE = {
+    name: cls
+    for name, cls in vars(errors).items()
+    if isinstance(cls, type) and cls.__name__ == name  # earlier names are the same classes
+}
 MADE = {
     TaskLost: lambda cls: cls("/job:ps/task:0", "is gone", hint="start it"),
     RemoteError: lambda cls: cls("/job:worker/task:1", "ValueError", "bad", "Traceback …\n"),

@@ -51,12 +51,10 @@ DatasetFunction: TypeAlias = Callable[[InputContext], Iterable[T]] | Callable[[]
 class InputOptions:
     """Options for distributing a dataset.
 
-    ``shard_policy`` sets a worker's share of n workers:
-
-    - "file": every n-th file; needs at least n files.
-    - "data": every n-th element. Each worker loads all elements and drops the others.
-    - "off": everything.
-    - "auto": "file" if possible, otherwise "data".
+    Attributes:
+        shard_policy: A worker's share of n workers. "file": every n-th file, of at least n files.
+            "data": every n-th element; each worker loads all elements and drops the others. "off":
+            everything. "auto": "file" if possible, otherwise "data".
 
     Source: ``tf.distribute.InputOptions`` and ``tf.data.experimental.AutoShardPolicy``.
     """

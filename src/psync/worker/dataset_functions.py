@@ -23,6 +23,11 @@ from psync.serialization.captures import name_of, type_name
 class InputContext:
     """Information for a dataset function about the worker that it runs on.
 
+    Attributes:
+        num_input_pipelines: Number of workers.
+        input_pipeline_id: Index of this worker among them.
+        num_replicas_in_sync: Number of replicas of a synchronous step.
+
     Source: ``tf.distribute.InputContext``. There every worker is pipeline 0 of 1 unless the dataset
         is distributed; here each worker gets its own index, so that it can take its share.
     """
@@ -65,6 +70,10 @@ class InputContext:
 @dataclass(frozen=True, slots=True)
 class ValueContext:
     """Information for a value function about the replica that its value is for.
+
+    Attributes:
+        replica_id_in_sync_group: Index of the replica.
+        num_replicas_in_sync: Number of replicas of a synchronous step.
 
     Source: ``tf.distribute.experimental.ValueContext``.
     """
