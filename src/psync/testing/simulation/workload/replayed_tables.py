@@ -176,7 +176,7 @@ class Spread(Dense):
                     if values[part][0, column] != self._before[part][0, column]
                 }
                 steps += [self._step_of(value) for value in found]
-            if len(set(steps)) < len(steps) or max(steps, default=0) >= made + torn:
+            if len(set(steps)) < len(steps) or max(steps, default=-1) >= made + torn:
                 said = f"ps {ps} gave its pushes the steps {sorted(steps)}, of {made} in all"
                 yield "steps", f"{look.when}: {self.name}: {said}"
         if len(set(self._ps.values())) > 1 and made:
