@@ -309,7 +309,7 @@ def test_a_state_of_other_shards_is_refused() -> None:
     state = visits(["a", Path("b"), (1, range(3)), None]).state()
     visits(["a", Path("b"), (1, range(3)), None], state=state)
     for shards in (["x", Path("b"), (1, range(3)), None], ["a", "b", (1, range(3)), None]):
-        with pytest.raises(ConfigurationError, match=r"^state: it is of other shards than are"):
+        with pytest.raises(ConfigurationError, match=r"^state: saved for other"):
             visits(shards, state=state)
     with pytest.raises(ConfigurationError, match=r"^state: expected one of 1 shards"):
         visits(["a"], state=state)

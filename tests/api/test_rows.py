@@ -244,7 +244,7 @@ def test_a_number_that_does_not_fit_is_refused() -> None:
 
 
 def test_a_scalar_has_no_rows() -> None:
-    with pytest.raises(IndexValueError, match="the variable is a scalar, it has no rows"):
+    with pytest.raises(IndexValueError, match="the variable is a scalar and has no rows"):
         at_once(declared(1, 0.0).scatter_add(([0], 1)))
 
 

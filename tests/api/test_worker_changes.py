@@ -377,8 +377,8 @@ async def test_nobody_waits_for_the_recovery_of_a_ps_that_is_given_up(tmp_path):
         given_up.note("ps-1:1", "exited with code 9 and is not started again")
         with pytest.raises(
             ParameterServerLost,
-            match="going back to a checkpoint has failed: /job:"
-            "ps/task:1 exited with code 9 and is not started again",
+            match="the rollback to a checkpoint failed: /job:ps/task:1 exited with code 9 and is "
+            "not started again",
         ):
             async with asyncio.timeout(1):
                 await v.read()

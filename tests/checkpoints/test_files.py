@@ -264,7 +264,7 @@ def test_something_else_in_the_place_of_a_file_is_an_error_at_once(
 def test_a_file_that_becomes_a_pipe_is_an_error_at_once(saved: Path) -> None:
     reader = Reader(saved)
     put("pipe", saved / "data-1.safetensors")
-    with pytest.raises(CheckpointError, match="expected a file, got something else"):
+    with pytest.raises(CheckpointError, match="expected a regular file, got something else"):
         reader.check(reader.manifest.tensors["w"])
 
 

@@ -80,7 +80,7 @@ def test_entry_points_of_installed_packages_are_loaded(place: Path) -> None:
         ),
         ("x = 1\n1 / 0", "ZeroDivisionError: division by zero (at PLACE:2)"),
         ("raise SystemExit(3)", "SystemExit: 3 (at PLACE:1)"),
-        (RULE.format(name="sgd"), "update rule 'sgd' of psync_mine: there is one of this name"),
+        (RULE.format(name="sgd"), "update rule 'sgd' of psync_mine: the name is"),
         ("def broken(:", "SyntaxError: "),
     ],
 )
