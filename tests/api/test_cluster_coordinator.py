@@ -437,7 +437,7 @@ async def test_a_join_that_times_out_says_what_runs_where():
         assert text.startswith("join did not end within 5 s: closure 0 (")
         assert "slow) on /job:worker/task:0; " in text
         assert "2 more wait for their turn" in text
-        assert "what was scheduled goes on" in text
+        assert "scheduled closures continue" in text
         await coordinator.join()
 
 

@@ -266,7 +266,7 @@ def test_options_say_what_is_possible() -> None:
     with pytest.raises(ConfigurationError, match=r'^shard_policy "file": expected at least'):
         strategy.experimental_distribute_dataset([1], InputOptions("file"))
     with pytest.raises(
-        ConfigurationError, match=r'expected "auto" or "off" .* got "data"\nhint: t'
+        ConfigurationError, match=r'expected "auto" or "off" .* got "data"\nhint: l'
     ):
         strategy.distribute_datasets_from_function(list, InputOptions("data"))
     with pytest.raises(UsageError, match="needs the arguments a, b"):

@@ -49,8 +49,9 @@ def test_the_global_step_stays_the_same() -> None:
     group.of_step(step)
     with pytest.raises(ConfigurationError) as caught:
         group.of_step(other)
-    assert caught.value.message == 'sync: expected the same global step "step" as before, got '
-    '"other"'
+    assert caught.value.message == (
+        'sync: expected the same global step "step" as before, got "other"'
+    )
 
 
 def test_the_step_of_another_strategy_is_another_one() -> None:

@@ -126,7 +126,7 @@ async def test_a_report_never_costs_the_result_of_a_run(
     async with psync.report(folder / "run.html"), coordinating() as (_, coordinator):
         await _a_moment(coordinator)
         folder.rmdir()
-    assert f"report {folder / 'run.html'} cannot be written: see {elsewhere}" in caplog.text
+    assert f"report {folder / 'run.html'} cannot be written; it is in {elsewhere}" in caplog.text
     assert [path.name for path in elsewhere.glob("*/*")] == ["run.html"]
 
 

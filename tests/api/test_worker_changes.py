@@ -68,7 +68,7 @@ async def test_a_worker_may_be_added_under_the_index_that_it_calls_itself():
     ("address", "index", "text"),
     [
         ("nonsense", None, "expected a port"),
-        (":1", None, "names no host"),
+        (":1", None, "has no host"),
         ("worker-0:1", None, "have the same address"),
         ("ps-0:1", None, "have the same address"),
         ("worker-2:1", 1, "the cluster has a worker 1 already, at worker-1:1"),

@@ -103,7 +103,7 @@ class TestCompleteOrAbsent:
             Reader(saved)
 
     def test_a_name_is_used_once(self, saved: Path) -> None:
-        with pytest.raises(CheckpointError, match="exists already"):
+        with pytest.raises(CheckpointError, match="already exists"):
             save(saved.parent)
 
     def test_a_removed_one_is_gone(self, saved: Path) -> None:
