@@ -55,7 +55,7 @@ async def test_where_nobody_answers_the_hint_says_what_a_chief_needs() -> None:
     member = Membership(platform(), "chief:1", "b:1")
     with pytest.raises(ConnectFailed) as caught:
         await member.begin()
-    assert "does not end in psync.run(main)" in str(caught.value.hint)
+    assert "only if it ends in psync.run(main)" in str(caught.value.hint)
     await member.end()
 
 

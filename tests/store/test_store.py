@@ -194,7 +194,7 @@ class TestCopy:
 
     def test_another_shard_under_the_key_is_an_error(self, store: ShardStore) -> None:
         store.create(spec_of((3,), variable_id=1))
-        with pytest.raises(PartitionError, match="exists already"):
+        with pytest.raises(PartitionError, match="already exists"):
             store.copy(spec_of(variable_id=1), (0, 0))
 
 

@@ -73,7 +73,7 @@ def test_address_is_split(address: str, parts: tuple[str, int | None]) -> None:
         ("host:٣", "address 'host:٣': expected a port from 0 to 65535 at its end"),
         ("::1:2222", "address '::1:2222': '::1' is not a host"),
         ("grpc://host:1", "address 'grpc://host:1': 'grpc://host' is not a host"),
-        ("my host:1", "address 'my host:1': 'my host' is no host"),
+        ("my host:1", "address 'my host:1': 'my host' is not a host"),
         ("[::g]:1", "address '[::g]:1': Only hex digits permitted in 'g' in '::g'"),
         ("[::1]", "address '[::1]': '[:' is not a host"),
         ("a..b:1", "address 'a..b:1': 'a..b' is not a host name"),

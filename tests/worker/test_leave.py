@@ -363,7 +363,7 @@ async def test_a_worker_that_leaves_is_attached_by_nobody():
         control, _ = [
             await endpoint.connect("worker-0:1", W0, lane) for lane in ("control", "bulk")
         ]
-        with pytest.raises(WorkerLost, match=f"{W0} is leaving"):
+        with pytest.raises(WorkerLost, match=f"{W0} is about to leave"):
             await control.call(
                 AttachWorker(0, 1, 10**6, 10**6, "origin", "program", ["ps-0:1"], 15.0)
             )
