@@ -70,7 +70,7 @@ def split_address(address: str) -> tuple[str, int | None]:
         except ValueError as exc:
             raise ConfigurationError(f"address {address!r}: {exc}", hint=_ADDRESS_HINT) from None
     elif not _HOST.fullmatch(host):
-        raise ConfigurationError(f"address {address!r}: {host!r} is no host", hint=_ADDRESS_HINT)
+        raise ConfigurationError(f"address {address!r}: {host!r} is not a host", hint=_ADDRESS_HINT)
     if not colon or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
         raise ConfigurationError(
             f"address {address!r}: expected a port from 0 to 65535 at its end", hint=_ADDRESS_HINT

@@ -440,7 +440,7 @@ async def test_a_join_that_times_out_says_what_runs_where():
         assert text.startswith("join did not end within 5 s: closure 0 (")
         assert "slow) on /job:worker/task:0; " in text
         assert "2 more wait for their turn" in text
-        assert "what was scheduled goes on" in text
+        assert "scheduled closures continue" in text
         await coordinator.join()
 
 
@@ -801,8 +801,9 @@ def test_what_lives_on_the_coordinator_cannot_be_captured() -> None:
     trainer = psync.Trainer(strategy, [variable], print, psync.optimizers.SGD(1.0))
     for captured, text, hint in (
         (coordinator, "the coordinator lives on the chief", "return a value from the step"),
-        (strategy, "the strategy lives on the coordinator", "use psync.get_strategy() in the step"),
-        (strategy.extended, "the strategy lives on the coordinator", "use psync.get_strategy() in"),
+        (strategy, "the strategy lives on the coordinator", "call psync.get_strategy() in the"),
+        (strategy.extended, "the strategy lives on the coordinator", "call psync.get_strategy() "
+        "in"),
         (
             psync.LocalCluster(1, 1, processes=False),
             "the cluster's processes belong to the chief", "call it in the program",
@@ -964,7 +965,7 @@ async def test_it_is_used_on_its_own_loop_only():
         await asyncio.to_thread(call)
         await asyncio.to_thread(asyncio.run, on_another_loop())
         for error in found:
-            assert "schedule on another event loop" in str(error)
+            assert "schedule on a different event loop" in str(error)
         assert len(found) == 2
 
 
@@ -992,7 +993,7 @@ async def test_closing_in_the_middle_ends_everything_and_frees_the_workers():
             await waiting
         with pytest.raises(ClosedError, match="schedule: the coordinator is not running"):
             coordinator.schedule(forever)
-        with pytest.raises(ClosedError, match="was closed, its variables are gone"):
+        with pytest.raises(ClosedError, match="was closed, and its variables with it"):
             await coordinator.start()
         await event_of("stopped").wait()
         async with psync.ClusterCoordinator(cluster.strategy()) as second:
@@ -1064,7 +1065,7 @@ async def test_a_late_worker_with_another_secret_is_reported_and_tried_again(cap
         async with psync.ClusterCoordinator(cluster.strategy(), min_workers=1) as coordinator:
             await cluster.start("worker-1", memory_cluster.Secret(b"f" * 32))
             await asyncio.sleep(10)
-            assert "/job:worker/task:1 cannot take part" in caplog.text
+            assert "/job:worker/task:1 cannot join" in caplog.text
             await cluster.stop("worker-1")
             await cluster.start("worker-1")
             await asyncio.sleep(10)
@@ -1082,13 +1083,13 @@ async def test_leaving_without_join_says_what_is_thrown_away(caplog):
         value = coordinator.schedule(unheard)
         with pytest.raises(ValueError, match="unheard"):
             await value
-    assert "closing without join, which would have raised ValueError: unheard of" in caplog.text
+    assert "closing without join; join would have raised ValueError: unheard of" in caplog.text
     caplog.clear()
     async with training(1, 1) as (_, coordinator):
         coordinator.schedule(endless)
         coordinator.schedule(endless)
     assert [record.message for record in caplog.records] == [
-        "closing cancels what is not done (2), and join was not awaited"
+        "closing cancels 2 unfinished closures; join was not awaited"
     ]
     caplog.clear()
 

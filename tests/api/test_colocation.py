@@ -53,7 +53,7 @@ def test_beside_several_shards_another_shape_is_an_error_that_leaves_nothing_beh
         with strategy.colocate_vars_with(table), pytest.raises(PartitionError) as caught:
             psync.Variable(np.zeros(4), name="v")
         v = psync.Variable(0.0, name="v")
-    assert 'expected shape (4, 2), as "table" has, beside whose 2 shards' in str(caught.value)
+    assert 'expected shape (4, 2), as "table" has, with whose 2 shards' in str(caught.value)
     assert "colocate_vars_with(table.variables[0])" in str(caught.value)
     assert (v.name, v.spec.shards[0].ps) == ("v", 0)
 

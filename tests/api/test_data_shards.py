@@ -309,9 +309,9 @@ def test_a_state_of_other_shards_is_refused() -> None:
     state = visits(["a", Path("b"), (1, range(3)), None]).state()
     visits(["a", Path("b"), (1, range(3)), None], state=state)
     for shards in (["x", Path("b"), (1, range(3)), None], ["a", "b", (1, range(3)), None]):
-        with pytest.raises(ConfigurationError, match=r"^state: it is of other shards than are"):
+        with pytest.raises(ConfigurationError, match=r"^state: saved for other"):
             visits(shards, state=state)
-    with pytest.raises(ConfigurationError, match=r"^state: expected one of 1 shards"):
+    with pytest.raises(ConfigurationError, match=r"^state: expected a state of 1 shards"):
         visits(["a"], state=state)
     # What cannot be told apart by its text is not compared.
     arrays = [np.zeros(2), np.ones(2)]
@@ -392,5 +392,5 @@ async def test_a_checkpoint_holds_visits(tmp_path: Path):
         await coordinator.join()
         assert later.epoch == 1
         other = coordinator.distribute_once(["a", "b", "d"], num_epochs=2)
-        with pytest.raises(CheckpointMismatch, match="of other shards"):
+        with pytest.raises(CheckpointMismatch, match="for other shards"):
             await psync.Checkpoint(visits=other).restore(path)

@@ -379,7 +379,7 @@ def test_iterators_belong_to_steps_and_datasets_to_the_coordinator():
     with pytest.raises(SerializationError, match=r"iterator = iter\(dataset\)"):
         FunctionTable().register(lambda: iter(dataset))
     built = per_worker(lambda: [1]).build()
-    with pytest.raises(UsageError, match="on the coordinator: its elements are for workers"):
+    with pytest.raises(UsageError, match="on the coordinator: only workers read its elements"):
         list(built)
     with inside_a_step():
         with pytest.raises(RuntimeError, match=r"iter\(\) on a per-worker dataset inside a step"):
@@ -506,7 +506,7 @@ def test_what_is_no_dataset_is_refused_where_it_is_given():
     with pytest.raises(UsageError, match=r"tuple of arrays\nhint: psync.data.from_arrays"):
         per_worker((np.zeros(3), np.zeros(3)))
     for source in (per_worker([1]), iter(per_worker([1]))):
-        with pytest.raises(UsageError, match="which is per worker already"):
+        with pytest.raises(UsageError, match="which is already per worker"):
             per_worker(source)
     with pytest.raises(
         SerializationError, match=r"^the dataset holds \[0\] \(_thread.lock\), which"

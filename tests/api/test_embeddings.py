@@ -102,7 +102,7 @@ async def test_the_safe_lookup_leaves_out_what_is_invalid_and_fills_rows_without
         without = ([[0, 0], [2, 1]], [4, 5], (3, 4))
         with pytest.raises(ValueMismatchError, match="row 1 of sp_ids has no id") as caught:
             await psync.embedding_lookup_sparse(table, without)
-        assert "safe_embedding_lookup_sparse gives zeros" in str(caught.value)
+        assert "safe_embedding_lookup_sparse returns zeros" in str(caught.value)
         rows = await psync.safe_embedding_lookup_sparse(table, without)
         np.testing.assert_array_equal(rows, [TABLE[4], [0, 0], TABLE[5]])
 
@@ -182,7 +182,7 @@ def test_params_that_are_none_are_errors() -> None:
         ([a, wide], PartitionError, r'expected rows of shape \(2,\) float32, as "a" has'),
         ([b, a], PartitionError, 'expected "b" to have 9 rows, got 4'),
         (copies, UsageError, 'variable "copies" is synchronized on read'),
-        (scalar, PartitionError, '"s" is a scalar, it has no rows'),
+        (scalar, PartitionError, '"s" is a scalar and has no rows'),
     ):
         with pytest.raises(kind, match=text):
             at_once(psync.embedding_lookup(params, [0]))

@@ -49,7 +49,9 @@ def test_the_global_step_stays_the_same() -> None:
     group.of_step(step)
     with pytest.raises(ConfigurationError) as caught:
         group.of_step(other)
-    assert caught.value.message == 'sync: expected the global step "step", as before, got "other"'
+    assert caught.value.message == (
+        'sync: expected the same global step "step" as before, got "other"'
+    )
 
 
 def test_the_step_of_another_strategy_is_another_one() -> None:
@@ -80,7 +82,7 @@ def test_averages_that_follow_another_step_are_refused() -> None:
     group = config()
     group.add_averages(psync.ExponentialMovingAverage(0.75, num_updates=other), [v])
     assert (group.averaged_by, group.sync.num_updates) == (other, True)
-    with pytest.raises(ConfigurationError, match='averages follows "other", and not the glob'):
+    with pytest.raises(ConfigurationError, match='averages depends on "other", not on the glob'):
         group.of_step(step)
     assert group.of_step(other)
 
@@ -97,7 +99,7 @@ def test_averages_are_of_one_strategy_and_the_global_step_too() -> None:
         config().add_averages(psync.ExponentialMovingAverage(0.75), [v, w])
     group = config()
     group.add_averages(psync.ExponentialMovingAverage(0.75), [v])
-    with pytest.raises(ConfigurationError, match='"step", which belongs to another program or'):
+    with pytest.raises(ConfigurationError, match="to different programs or"):
         group.of_step(step)
 
 

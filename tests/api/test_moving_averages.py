@@ -152,7 +152,7 @@ class TestPlaces:
 
     def test_a_variable_whose_strategy_is_elsewhere_is_an_error(self) -> None:
         w, _ = variables(strategy_of())
-        with pytest.raises(UsageError, match='"w": its strategy is not here'):
+        with pytest.raises(UsageError, match='"w": its strategy is not in this process'):
             psync.ExponentialMovingAverage(0.9).apply([w])
 
 
@@ -312,7 +312,7 @@ class TestUpdating:
         strategy = strategy_of()
         w, _ = variables(strategy)
         ema = psync.ExponentialMovingAverage(0.9)
-        with pytest.raises(UsageError, match="update of moving averages: nothing is averaged"):
+        with pytest.raises(UsageError, match="update of moving averages: no variable is averaged"):
             at_once(ema.update())
         ema.apply([w])
         with pytest.raises(UsageError, match="update of moving averages: no connection to the ps"):

@@ -123,11 +123,11 @@ async def test_arrays_of_the_caller_are_filled_and_returned() -> None:
 @pytest.mark.parametrize(
     ("out", "text"),
     [
-        ({"w": np.zeros(2)}, "out: expected a dict with the keys of the variables"),
-        ([np.zeros(2)], "out: expected a dict with the keys of the variables"),
+        ({"w": np.zeros(2)}, "out: expected a dict with the same keys as the variables"),
+        ([np.zeros(2)], "out: expected a dict with the same keys as the variables"),
         (
             {"w": np.zeros(2), "rest": []},
-            "out: expected 1 items in a list or tuple, as the variables",
+            "out: expected 1 items in a list or tuple, one for each variable",
         ),
         ({"w": np.zeros(2), "rest": 5}, "out: expected 1 items in a list or tuple"),
         ({"w": np.zeros(3), "rest": [np.zeros(2)]}, 'out for "w": expected a writable C-contig'),

@@ -208,9 +208,9 @@ def test_a_variable_has_a_length_and_cannot_be_iterated() -> None:
     with pytest.raises(TypeError, match=r"len\(\) of variable \"s\""):
         len(declared(1, 0.0, "s"))
     for use in (lambda: list(v), lambda: 3 in v, lambda: v * 2, lambda: v < 1, lambda: float(v)):
-        with pytest.raises(UsageError, match='variable "v" is not an array here'):
+        with pytest.raises(UsageError, match='variable "v" is not an array'):
             use()
-    with pytest.raises(UsageError, match='part of variable "v" is not an array here') as caught:
+    with pytest.raises(UsageError, match='part of variable "v" is not an array') as caught:
         v[2:7] + 1
     assert "`part = await v[…]`" in str(caught.value)
     assert repr(v[2:7]) == '<part of "v", to be awaited>'
@@ -244,7 +244,7 @@ def test_a_number_that_does_not_fit_is_refused() -> None:
 
 
 def test_a_scalar_has_no_rows() -> None:
-    with pytest.raises(IndexValueError, match="the variable is a scalar, it has no rows"):
+    with pytest.raises(IndexValueError, match="the variable is a scalar and has no rows"):
         at_once(declared(1, 0.0).scatter_add(([0], 1)))
 
 

@@ -118,7 +118,7 @@ async def test_a_report_never_costs_the_result_of_a_run(
 ) -> None:
     async with psync.report(tmp_path / "run.html"):
         pass
-    assert "there is no report" in caplog.text
+    assert "no report was written" in caplog.text
     folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
     folder.mkdir()
     elsewhere.mkdir()
@@ -126,7 +126,7 @@ async def test_a_report_never_costs_the_result_of_a_run(
     async with psync.report(folder / "run.html"), coordinating() as (_, coordinator):
         await _a_moment(coordinator)
         folder.rmdir()
-    assert f"report {folder / 'run.html'} cannot be written: see {elsewhere}" in caplog.text
+    assert f"report {folder / 'run.html'} cannot be written; it is in {elsewhere}" in caplog.text
     assert [path.name for path in elsewhere.glob("*/*")] == ["run.html"]
 
 
@@ -137,7 +137,7 @@ async def test_a_report_is_refused_before_the_run(tmp_path: Path) -> None:
     report = psync.report(tmp_path / "run.html")
     async with report:
         pass
-    with pytest.raises(UsageError, match="it was entered before"):
+    with pytest.raises(UsageError, match="it can be entered only once"):
         async with report:
             pass
 
@@ -151,7 +151,7 @@ async def test_a_report_whose_log_has_vanished_never_costs_the_result_of_a_run(
         await _a_moment(coordinator)
         for path in (tmp_path / "logs").iterdir():
             path.unlink()
-    assert "there is no report" in caplog.text
+    assert "no report was written" in caplog.text
 
 
 async def test_nothing_is_left_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

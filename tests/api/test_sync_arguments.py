@@ -114,7 +114,7 @@ def test_a_weight_is_a_number_within_what_can_be_summed() -> None:
 
 
 def test_what_waits_for_others_itself_is_not_wrapped() -> None:
-    with pytest.raises(ConfigurationError, match="'inner' is synchronous already"):
+    with pytest.raises(ConfigurationError, match="'inner' is already synchronous"):
         check_wrapped("sync", psync.SyncReplicasOptimizer(optimizers.SGD(1), 2, name="inner"))
     bounded = optimizers.SGD(0.1, name="bounded", staleness_bound=psync.StalenessBound(1))
     with pytest.raises(ConfigurationError, match="'bounded' has a staleness bound"):

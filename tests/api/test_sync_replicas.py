@@ -593,7 +593,7 @@ def test_one_that_is_made_in_a_step_is_an_error() -> None:
         (
             lambda m: ([(np.ones(2, np.float32), m.v)], None),
             ConfigurationError,
-            "global_step is None, and without it nobody knows which gradients are stale",
+            "global_step is None, and stale gradients are detected by it",
         ),
         (
             lambda m: ([(np.ones(2, np.float32), m.v)], 3),
@@ -637,9 +637,9 @@ async def test_the_program_is_no_replica() -> None:
         with pytest.raises(UsageError) as caught:
             await SyncReplicasOptimizer(sgd(), 1).apply_gradients([([1.0, 1.0], m.v)], m.step)
         assert str(caught.value) == (
-            "apply_gradients of a synchronous optimizer outside a step: the program is no replica, "
-            "and would wait for others\n"
-            "hint: do it in a function given to schedule, or in a training session"
+            "apply_gradients of a synchronous optimizer outside a step: the program is not a "
+            "replica and would wait forever\nhint: call it in a scheduled step function, or in a "
+            "training session"
         )
 
 

@@ -78,7 +78,7 @@ def test_what_the_dtype_cannot_hold_is_refused() -> None:
             variable.scatter_sub(rows), variable.scatter_mul(rows),
             variable.scatter_min(rows), variable.scatter_max(rows),
         ):  # fmt: skip
-            with pytest.raises(ValueMismatchError, match=r"can hold, got (300|1e\+300)"):
+            with pytest.raises(ValueMismatchError, match=r"got (300|1e\+300)"):
                 at_once(refused)
 
 

@@ -47,5 +47,5 @@ def test_a_function_that_returns_no_gradients_is_an_error(answer: Any) -> None:
 
 
 def test_gradients_that_are_nested_otherwise_are_an_error() -> None:
-    with pytest.raises(ValueMismatchError, match="gradients: expected a dict with the keys"):
+    with pytest.raises(ValueMismatchError, match="gradients: expected a dict with the same keys"):
         at_once(value_and_gradients(lambda values: (0, [1, 2]), {"rate": 0.5}))

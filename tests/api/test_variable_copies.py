@@ -41,7 +41,7 @@ def test_the_first_replica_is_worker_0() -> None:
 
 
 def test_without_an_aggregation_the_copies_do_not_become_one() -> None:
-    with pytest.raises(ReplicaValueError, match='read of "n": each worker has a copy of its own'):
+    with pytest.raises(ReplicaValueError, match='read of "n": each worker has its own value'):
         aggregated(COPIES, NONE, 'read of "n"')
 
 

@@ -32,7 +32,7 @@ def test_a_nesting_stays_as_it_is_if_it_has_variables() -> None:
 
 
 async def test_the_trainable_variables_of_the_strategy_that_runs_are_meant() -> None:
-    with pytest.raises(UsageError, match="minimize: no trainable variable is known here"):
+    with pytest.raises(UsageError, match="minimize: no trainable variable is declared here"):
         trainable_here("minimize", ())
     async with training() as (strategy, _):
         with strategy.scope():

@@ -375,7 +375,7 @@ def test_a_handle_is_not_an_array() -> None:
         'numpy.matmul: variable "v" is not an array: its value is stored on ps tasks\n'
         "hint: await its value first: `value = await v.read()`, or `await psync.pull((v, w))`"
     )
-    with pytest.raises(UsageError, match='truth: variable "v" is not an array here'):
+    with pytest.raises(UsageError, match='truth: variable "v" is not an array'):
         bool(v)
 
 

@@ -68,7 +68,7 @@ async def test_a_worker_may_be_added_under_the_index_that_it_calls_itself():
     ("address", "index", "text"),
     [
         ("nonsense", None, "expected a port"),
-        (":1", None, "names no host"),
+        (":1", None, "has no host"),
         ("worker-0:1", None, "have the same address"),
         ("ps-0:1", None, "have the same address"),
         ("worker-2:1", 1, "the cluster has a worker 1 already, at worker-1:1"),
@@ -377,8 +377,8 @@ async def test_nobody_waits_for_the_recovery_of_a_ps_that_is_given_up(tmp_path):
         given_up.note("ps-1:1", "exited with code 9 and is not started again")
         with pytest.raises(
             ParameterServerLost,
-            match="going back to a checkpoint has failed: /job:"
-            "ps/task:1 exited with code 9 and is not started again",
+            match="the rollback to a checkpoint failed: /job:ps/task:1 exited with code 9 and is "
+            "not started again",
         ):
             async with asyncio.timeout(1):
                 await v.read()

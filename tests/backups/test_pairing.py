@@ -45,6 +45,7 @@ def test_deterministic_groups_are_refused_by_name_and_others_are_not() -> None:
         check_deterministic("/job:ps/task:0", "/job:ps/task:1", ["a", "b"])
     assert caught.value.message == (
         "a, b: deterministic=True, but /job:ps/task:0 and its backup in the process of "
-        "/job:ps/task:1 do not compute the same bits: their CPU, numpy or C library differ"
+        "/job:ps/task:1 do not compute bit-identical results: their CPU, numpy or C library "
+        "differ"
     )
-    assert "machines of one kind" in str(caught.value)
+    assert "identical machines" in str(caught.value)

@@ -121,7 +121,7 @@ async def test_a_backup_that_cannot_be_reached_under_a_newer_coordinator_replace
         w = await create(cluster)
         newer = cluster.client(CHIEF, NEXT)
         await attach(newer, 1, NEXT)  # its process refuses all that comes from before
-        with pytest.raises(Exception, match="its backup does not follow"):
+        with pytest.raises(Exception, match="its backup is not complete"):
             await say(cluster, 0, BackUp(2, "/job:ps/task:1", "ps1:1", False))
         assert not is_deposed(cluster.ps[0])
         (value,) = await pull(cluster.chief, w)

@@ -104,9 +104,9 @@ def test_no_row_of_that_name_and_missing_programs_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "peers", "--rows", "sideways"]) == 2
-    assert "no row has 'sideways' in its name" in capsys.readouterr().err
+    assert "no row name contains 'sideways'" in capsys.readouterr().err
     assert main(["bench", "peers", "--scripts", str(tmp_path), "--out", str(tmp_path)]) == 2
-    assert "it comes with the sources of psync" in capsys.readouterr().err
+    assert "it is part of psync's sources" in capsys.readouterr().err
 
 
 def _stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before_answer: str = "0") -> list[str]:
@@ -148,7 +148,7 @@ def test_nothing_to_resume_and_no_checkout_are_said(
 ) -> None:
     options = _stub(monkeypatch, tmp_path)
     assert main([*options, "--resume"]) == 2
-    assert "there is nothing to resume" in capsys.readouterr().err
+    assert "nothing to resume" in capsys.readouterr().err
     assert main([*options, "--against", str(tmp_path)]) == 2
     assert "git worktree add" in capsys.readouterr().err
 

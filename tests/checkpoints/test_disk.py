@@ -92,7 +92,7 @@ def test_one_that_is_removed_cannot_come_back_without_its_files(
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
-        with pytest.raises(OSError, match="expected a file, got something else"):
+        with pytest.raises(OSError, match="expected a regular file, got something else"):
             open(path, "rb", opener=regular)
     with open(tmp_path / "new", "wb", opener=regular) as file:
         assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == 0o600

@@ -104,7 +104,7 @@ class TestCompleteOrAbsent:
             Reader(saved)
 
     def test_a_name_is_used_once(self, saved: Path) -> None:
-        with pytest.raises(CheckpointError, match="exists already"):
+        with pytest.raises(CheckpointError, match="already exists"):
             save(saved.parent)
 
     def test_a_removed_one_is_gone(self, saved: Path) -> None:
@@ -269,7 +269,7 @@ def test_something_else_in_the_place_of_a_file_is_an_error_at_once(
 def test_a_file_that_becomes_a_pipe_is_an_error_at_once(saved: Path) -> None:
     reader = Reader(saved)
     put("pipe", saved / "data-1.safetensors")
-    with pytest.raises(CheckpointError, match="expected a file, got something else"):
+    with pytest.raises(CheckpointError, match="expected a regular file, got something else"):
         reader.check(reader.manifest.tensors["w"])
 
 

@@ -205,5 +205,5 @@ class TestWithoutLocks:
 
 def test_something_else_in_its_place_is_an_error_at_once(path: Path) -> None:
     os.mkfifo(path)
-    with pytest.raises(OSError, match="expected a file"):
+    with pytest.raises(OSError, match="expected a regular file"):
         owned(path)

@@ -130,6 +130,6 @@ class TestSavedSnapshots:
         with caplog.at_level(logging.WARNING):
             snapshots()
         assert snapshots.handed == paths[1]
-        assert "ckpt-00000002 cannot be gone back to" in caplog.text
+        assert "cannot roll back to ckpt-00000002" in caplog.text
         shutil.rmtree(tmp_path)
         assert snapshots() is None

@@ -61,7 +61,9 @@ def test_a_file_that_is_not_here_as_its_writer_says_leaves_no_checkpoint(tmp_pat
         data_file = written_by_another(writer, "ps-0")
         writer.add_file("ps-0", data_file.close(), data_file.slices[:1])
         spoil(data_file.path)
-        with pytest.raises(CheckpointError, match=r"looking at .*ps-0|were written there, 100 are"):
+        with pytest.raises(
+            CheckpointError, match=r"looking at .*ps-0|were written by the ps, 100 are"
+        ):
             writer.commit()
         writer.abandon()
     assert list(tmp_path.iterdir()) == []

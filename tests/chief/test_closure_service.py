@@ -168,7 +168,7 @@ def test_functions_and_arguments_are_fetched_while_somebody_needs_them():
     assert isinstance(reply, Reply)
     assert reply.segments == world.function.payload.segments
     assert world.said(FetchArguments(0)).segments
-    with pytest.raises(UsageError, match="a function that nobody needs any more"):
+    with pytest.raises(UsageError, match="a function that is no longer needed"):
         world.said(FetchFunction(b"unknown"))
     with pytest.raises(UsageError, match="closure 7, which has ended"):
         world.said(FetchArguments(7))

@@ -81,7 +81,7 @@ async def test_a_worker_that_refuses_is_reported_and_tried_again(
         await cluster.start("worker-1")
     await asyncio.sleep(100)
     worker = cluster.tasks["worker-1"]
-    assert "worker/task:1 cannot take part: not today" in caplog.text
+    assert "worker/task:1 cannot join: not today" in caplog.text
     assert worker.statistics()["network"]["connections"] <= 2  # of one attempt at most
     await cluster.stop("worker-1")
     await cluster.start("worker-1")

@@ -89,8 +89,8 @@ class TestDtypes:
         with pytest.raises(PartitionError) as caught:
             declared(value, dtype)
         assert str(caught.value) == (
-            f"{SUBJECT}: {came} values would change by becoming {dtype}\n"
-            "hint: round them, or choose another dtype"
+            f"{SUBJECT}: {came} values would change when converted to {dtype}\nhint: round them, "
+            "or use another dtype"
         )
 
     @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ class TestShapes:
     def test_a_shape_is_made_of_whole_numbers(self, shape: Any) -> None:
         with pytest.raises(PartitionError) as caught:
             declared(lambda: 0, "float32", shape)
-        assert caught.value.message == f"{SUBJECT}: expected a shape of whole numbers, got {shape}"
+        assert caught.value.message == f"{SUBJECT}: expected a shape of integers, got {shape}"
 
     def test_numpy_integers_are_whole_numbers(self) -> None:
         assert declared(lambda: 0, "float32", (np.int64(2),))[1] == (2,)  # type: ignore[arg-type]
@@ -207,8 +207,8 @@ class TestCallables:
         with pytest.raises(PartitionError) as caught:
             declared(lambda shape: np.zeros(shape), dtype, shape)
         assert caught.value.message == (
-            f"{SUBJECT}: expected an initial_value that is called without arguments or with "
-            "(shape, offset) of a shard"
+            f"{SUBJECT}: expected an initial_value that takes no arguments, or the (shape, offset) "
+            "of a shard"
         )
 
     @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ class TestInitialShards:
             made(lambda: np.zeros((5, 2)), (5, 2))
             made(lambda shape, offset: np.zeros(shape), (5, 2))
         assert [record.message for record in caplog.records] == [
-            f"{SUBJECT}: its initial_value makes all elements at once"
+            f"{SUBJECT}: its initial_value creates all elements at once, not shard by shard"
         ]
 
     def test_a_value_that_does_not_fit_names_the_line_and_the_shard(self) -> None:
@@ -338,7 +338,9 @@ class TestConstants:
         assert array.tolist() == [[1, 1, 1]] * 3
 
     def test_a_value_that_would_change_by_its_dtype_is_an_error(self) -> None:
-        with pytest.raises(PartitionError, match="float64 values would change by becoming int32"):
+        with pytest.raises(
+            PartitionError, match="float64 values would change when converted to int32"
+        ):
             declared(np.broadcast_to(0.5, (3, 3)), "int32")
 
     @pytest.mark.parametrize(
@@ -401,8 +403,8 @@ class TestSplit:
                 place=lambda n: 0, where=WHERE,
             )  # fmt: skip
         assert str(caught.value) == (
-            f"{SUBJECT}: a shard of shape (1048576, 1024) float64 has 8589934592 bytes, at most "
-            "1073741824 are possible\nhint: cut it into more: ParameterServerStrategy(…, "
+            f"{SUBJECT}: a shard of shape (1048576, 1024) float64 has 8589934592 bytes, expected "
+            "at most 1073741824\nhint: split it into more shards: ParameterServerStrategy(…, "
             "variable_partitioner=psync.MaxSizePartitioner(256 << 20))"
         )
 

@@ -94,7 +94,7 @@ async def test_one_that_is_given_up_before_it_came_is_no_error_of_the_program(
     with caplog.at_level(logging.ERROR):
         await links.workers.give_up(W2, "exited with code 1")
         await taking_in
-    assert f"{W2} at worker-2:1 was not taken in: {W2} exited with code 1" in caplog.text
+    assert f"{W2} at worker-2:1 was not added: {W2} exited with code 1" in caplog.text
     assert owner.events == ["given up"]
 
 

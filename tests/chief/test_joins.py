@@ -179,7 +179,9 @@ def test_who_waits_until_the_deadline_is_told_on_whom(turns):
     now = turns.time()
     with pytest.raises(DeadlineExceeded, match=r"within 5 s: closure 0 on w0") as info:
         at_once(world.joins.wait(now, 5.0, join))
-    assert info.value.hint == "what was scheduled goes on; join again, or cancel RemoteValues"
+    assert (
+        info.value.hint == "scheduled closures continue; join again, or cancel their RemoteValues"
+    )
     assert not join.done()
     world.tell(world.queue.finished("w0", [0], 0.0))
     at_once(world.joins.wait(now, 5.0, join))

@@ -53,7 +53,7 @@ async def test_a_connection_to_a_ps_that_breaks_is_made_again(links, owner, clus
     with caplog.at_level(logging.INFO):
         cluster.network.cut("ps-0:1")
         await asyncio.sleep(5)
-    assert "/job:ps/task:0 cannot be reached; waiting for it" in caplog.text
+    assert "/job:ps/task:0 is unreachable; waiting for it" in caplog.text
     assert "/job:ps/task:0 is reachable again" in caplog.text
     assert [each for each in caplog.records if each.levelno > logging.INFO] == []
     assert owner.lost == []

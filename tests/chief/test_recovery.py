@@ -202,7 +202,7 @@ async def test_a_ps_may_die_before_anything_was_created_on_it(
             await lose(cluster, lost)
             await asyncio.sleep(20)
             await trains(coordinator, variables)
-    assert "nothing was computed yet: it starts afresh" in caplog.text
+    assert "nothing has been computed yet: it starts again" in caplog.text
 
 
 @pytest.mark.promise("failures.ps-before-work")
@@ -499,14 +499,14 @@ async def test_that_nothing_was_saved_is_said_in_reports_and_once_a_ps_is_lost(
         await asyncio.wait_for(coordinator.backed_up(), 5)
         await coordinator.join()
         describe = chief_of(coordinator).describe
-        assert unsaved not in "".join(describe()), "nothing was computed yet"
+        assert unsaved not in "".join(describe()), "nothing has been computed yet"
         await v.read()
         assert f"{unsaved}: a ps that is lost ends the program" in describe()
         assert unsaved not in caplog.text
         await cluster.stop("ps-0")
         with pytest.raises(ParameterServerLost):
             await v.read()
-        assert f"/job:ps/task:0 cannot be brought back: {unsaved}" in caplog.text
+        assert f"/job:ps/task:0 cannot be recovered: {unsaved}" in caplog.text
     async with coordinating(1, 1) as (_, coordinator):
         with coordinator.strategy.scope():
             v = psync.Variable(0.0, name="v")

@@ -194,7 +194,7 @@ def test_what_no_checkpoint_can_bring_back_is_the_end_of_all_ps_tasks() -> None:
     assert isinstance(end, End)
     assert end.all_lost
     assert str(end.error).startswith(
-        "/job:ps/task:1 was lost, and going back to a checkpoint has failed: there is no checkpoint"
+        "/job:ps/task:1 was lost, and the rollback to a checkpoint failed: there is no checkpoint"
     )
     assert cluster.rule.gone is end.error
 
@@ -212,7 +212,7 @@ def test_without_a_backup_and_a_checkpoint_a_loss_is_the_end_and_later_ones_say_
     cluster = Cluster(1, None, saved=False)
     (end,) = cluster.lose(1)
     assert end.error is cluster.rule.lost_ps[1]
-    assert end.why == f"/job:ps/task:1 cannot be brought back: {UNSAVED}: "
+    assert end.why == f"/job:ps/task:1 cannot be recovered: {UNSAVED}: "
     assert cluster.lose(0) == []
     assert cluster.rule.gone is not None
     assert cluster.rule.gone.args == away(1).args
@@ -311,7 +311,7 @@ def test_who_is_closed_recovers_nothing_and_lets_go_of_what_waits(recovering: bo
         (end,) = cluster.rule.close()
         assert isinstance(end, End)
         assert end.all_lost
-        assert "/job:ps/task:1 was lost, and the coordinator was closed meanwhile" in str(end.error)
+        assert "/job:ps/task:1 was lost while the coordinator was being closed" in str(end.error)
     else:
         assert cluster.rule.close() == []
     assert cluster.rule.state is State.CLOSED

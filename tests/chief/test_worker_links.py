@@ -111,7 +111,7 @@ async def test_one_that_is_set_aside_comes_back_as_soon_as_no_other_takes_part(
             cluster.network.cut("worker-1:1")
             await asyncio.sleep(ALONE_S + 0.5)
         assert owner.events[9:] == ["-1", "+1"] * 8
-        assert "it is not set aside, since no other worker takes part" in caplog.text
+        assert "it is not set aside, because there is no other worker" in caplog.text
         await cluster.start("worker-0")
         await asyncio.sleep(10)
     assert owner.events[25:] == ["+0"]
@@ -174,7 +174,7 @@ async def test_a_worker_that_is_gone_as_soon_as_it_is_attached_is_set_aside_too(
         await cluster.start("worker-1")
     with caplog.at_level(logging.WARNING):
         await asyncio.sleep(20)
-    assert f"{W1} is lost again and again; it is set aside for 30 s" in caplog.text
+    assert f"{W1} is lost repeatedly; it is set aside for 30 s" in caplog.text
     await cluster.stop("worker-1")
     await cluster.start("worker-1")
     await asyncio.sleep(10)

@@ -145,7 +145,7 @@ def test_what_an_optimizer_keeps_once_is_updated_where_all_agree() -> None:
     assert at_once(made.extended.update_non_slot(device, in_update_context, group=False)) == (True,)
     with pytest.raises(ReplicaValueError, match="update_non_slot: a destination is missing"):
         at_once(made.extended.update_non_slot(None, print))
-    with pytest.raises(ReplicaValueError, match="non_slot_devices: expected a variable at least"):
+    with pytest.raises(ReplicaValueError, match="non_slot_devices: expected at least one variable"):
         made.extended.non_slot_devices([])
     with pytest.raises(ReplicaValueError, match="non_slot_devices: expected a variable, got str"):
         made.extended.non_slot_devices([v, "w"])

@@ -233,9 +233,9 @@ def test_another_declaration_than_the_chiefs_is_an_error(
         check_shards(store_with(HELD), CheckShards([other]))
     name, _, _, _, shape, dtype = other
     assert str(caught.value) == (
-        'the chief has declared variable "w" (float32, shard 0 of shape (2, 3)), and this task '
-        f'in its place variable "{name}" ({dtype}, shard 0 of shape {tuple(shape)})\n'
-        "hint: every task must declare the same variables in the same order, before its session"
+        'the chief has declared variable "w" (float32, shard 0 of shape (2, 3)), but this task '
+        f'declared variable "{name}" ({dtype}, shard 0 of shape {tuple(shape)})\nhint: every task '
+        "must declare the same variables in the same order, before its session"
     )
 
 

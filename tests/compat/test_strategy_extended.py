@@ -151,7 +151,7 @@ def test_an_asynchronous_iterator_will_do() -> None:
         (lambda: iter([1, 2]), 3, EndOfData, "the iterator ended after 2 of 3 elements"),
         (lambda: [1], 1, UsageError, r"expected an iterator, got list\nhint: iter"),
         *(
-            (lambda: iter([1]), iterations, UsageError, "expected iterations of 1 at least")
+            (lambda: iter([1]), iterations, UsageError, "expected at least 1 iteration")
             for iterations in (0, -1, 1.5, True)
         ),
     ],

@@ -445,8 +445,8 @@ async def test_variables_that_differ_from_the_chiefs_are_an_error() -> None:
         with pytest.raises(psync.ConfigurationError) as caught:
             await other
         assert caught.value.message == (
-            'the chief has declared variable "w" (float32, shard 0 of shape (4,)), and this task '
-            'in its place variable "extra" (float32, shard 0 of shape (2,))'
+            'the chief has declared variable "w" (float32, shard 0 of shape (4,)), but this task '
+            'declared variable "extra" (float32, shard 0 of shape (2,))'
         )
         with pytest.raises(psync.RemoteError, match="the chief has declared variable"):
             await chief
@@ -687,7 +687,7 @@ async def test_a_chief_does_not_wait_for_ever_for_a_step_that_does_not_end(
         chief, other = cluster.run(main, "worker", 0), cluster.run(main, "worker", 1)
         with caplog.at_level(logging.WARNING):
             assert await chief == "ended"
-        assert "others are still in a step after 30 s" in caplog.text
+        assert "other tasks are still in a step after 30 s" in caplog.text
         other.cancel()
 
 

@@ -293,7 +293,7 @@ async def test_a_step_that_awaits_on_a_loop_of_its_own_fails_and_harms_no_later_
                 return asyncio.run(work())
 
             for work in (pulled, pushed):
-                with pytest.raises(UsageError, match="on another event loop than the one"):
+                with pytest.raises(UsageError, match="on a different event loop than the"):
                     await coordinator.fetch(coordinator.schedule(own_loop, (work,)))
                 assert await coordinator.fetch(coordinator.schedule(pulled)) == W.sum()
 
@@ -316,7 +316,7 @@ async def test_so_does_a_replica_that_meets_the_others_there(what: str) -> None:
             def own_loop() -> Any:
                 return asyncio.run(meet())
 
-            with pytest.raises(PsyncError, match="on another event loop than the one"):
+            with pytest.raises(PsyncError, match="on a different event loop than the"):
                 await strategy.run(own_loop)
             assert await strategy.run(meet) is not None
 

@@ -77,7 +77,9 @@ async def test_what_rounds_another_way_is_paired_counted_and_logged_once(caplog:
             for name in ("ps-0", "ps-1"):
                 assert cluster.ps(name).statistics()["backup"]["unequal"] == 1
                 assert any("last bits may differ" in line for line in cluster.ps(name).describe())
-            told = [each for each in caplog.messages if "do not compute the same bits" in each]
+            told = [
+                each for each in caplog.messages if "do not compute bit-identical results" in each
+            ]
             assert len(told) == 2  # one a pairing
             await cluster.kill("ps-1")
             await anext(coordinator.events())

@@ -50,7 +50,7 @@ def test_synchronization_none_is_an_error_and_auto_is_on_write() -> None:
         task_id=0,
     )
     strategy = psync.ParameterServerStrategy(resolver)
-    with pytest.raises(ValueError, match="synchronization NONE is not possible"):
+    with pytest.raises(ValueError, match="synchronization NONE is not supported"):
         variable(strategy, 0.0, VariableSynchronization.NONE, NONE)
     kinds = {type(variable(strategy, 0.0, kind, NONE)) for kind in (AUTO, ON_WRITE)}
     assert kinds == {psync.Variable}
@@ -152,7 +152,7 @@ async def test_adding_to_a_sum_in_cross_replica_context_is_an_error() -> None:
 async def test_rows_cannot_be_scattered_to() -> None:
     async with coordinating(num_workers=1) as (_, coordinator):
         v = variable(coordinator.strategy, np.zeros((2, 1)), ON_READ, SUM)
-        with pytest.raises(NotImplementedError, match="cannot be scattered to"):
+        with pytest.raises(NotImplementedError, match="does not support scatter updates"):
             await v.scatter_add(([0], [[1.0]]))
 
 

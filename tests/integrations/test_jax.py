@@ -209,7 +209,7 @@ async def test_what_is_no_gradient_is_refused() -> None:
         gone.delete()
         with pytest.raises(ValueMismatchError, match='gradient "b" was deleted'):
             await served.push({"w": None, "b": gone})
-        with pytest.raises(UsageError, match="got a state, and was made without one"):
+        with pytest.raises(UsageError, match="got a state, but was created without one"):
             await served.push(PARAMS, state=STATS)
 
 
@@ -345,7 +345,7 @@ async def test_numbers_of_64_bits_are_refused_where_jax_has_none() -> None:
         with jax.enable_x64(True):
             served = served_of(strategy, {"w": jnp.ones(2)}, name="net")
         assert served.variable("w").dtype == np.float64
-        with pytest.raises(ConfigurationError, match='"net/w" is float64, and jax has no 64-bit'):
+        with pytest.raises(ConfigurationError, match='"net/w" is float64, but jax has no 64-bit'):
             await served.pull()
 
 

@@ -170,7 +170,7 @@ async def test_a_gradient_of_a_frozen_parameter_is_refused() -> None:
             await served.push()
 
         with pytest.raises(
-            ValueMismatchError, match='parameter "weight" has a gradient, and was froz'
+            ValueMismatchError, match='parameter "weight" has a gradient, but was froz'
         ):
             await in_step(coordinator, step)
 

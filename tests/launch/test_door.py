@@ -116,7 +116,9 @@ async def test_another_python_is_refused_with_both_versions() -> None:
         peer = await scene.knock()
         with pytest.raises(ConfigurationError) as caught:
             await peer.call(JoinCluster("b:1", -1, "2.7"))
-        assert f"the chief runs Python {PYTHON}, but the worker at b:1 2.7" in str(caught.value)
+        assert f"the chief runs Python {PYTHON}, but the worker at b:1 runs 2.7" in str(
+            caught.value
+        )
         with pytest.raises(ConfigurationError, match="address 'b'"):
             await peer.call(JoinCluster("b", -1, PYTHON))
         assert scene.heard == []
@@ -125,5 +127,5 @@ async def test_another_python_is_refused_with_both_versions() -> None:
 async def test_without_the_secret_nobody_gets_in() -> None:
     async with open_door() as scene:
         stranger = Platform(scene.network, Secret(b"a secret of another cluster"))
-        with pytest.raises(AuthenticationError, match="does not hold the same secret"):
+        with pytest.raises(AuthenticationError, match="does not have the same secret"):
             await scene.knock(stranger)

@@ -58,7 +58,7 @@ def test_workers_fill_one_host_after_the_other_and_ps_tasks_are_dealt_out() -> N
     assert [plan.place("worker", index) for index in range(3)] == [("a", 0), ("a", 1), ("b", 0)]
     assert [plan.place("ps", index)[0] for index in range(3)] == ["a", "b", "a"]
     plan.check(3)
-    with pytest.raises(ConfigurationError, match="4 workers, and a:2,b:1 has room for 3"):
+    with pytest.raises(ConfigurationError, match="4 workers, but a:2,b:1 has room for 3"):
         plan.check(4)
 
 

@@ -16,7 +16,7 @@ def test_towards_this_machine_it_is_the_loopback_interface() -> None:
 
 
 def test_a_name_that_nobody_knows_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"nobody\.invalid:1 cannot be reached: "):
+    with pytest.raises(ConfigurationError, match=r"nobody\.invalid:1 is unreachable: "):
         interface_towards("nobody.invalid:1")
 
 

@@ -80,7 +80,7 @@ def test_entry_points_of_installed_packages_are_loaded(place: Path) -> None:
         ),
         ("x = 1\n1 / 0", "ZeroDivisionError: division by zero (at PLACE:2)"),
         ("raise SystemExit(3)", "SystemExit: 3 (at PLACE:1)"),
-        (RULE.format(name="sgd"), "update rule 'sgd' of psync_mine: there is one of this name"),
+        (RULE.format(name="sgd"), "update rule 'sgd' of psync_mine: the name is"),
         ("def broken(:", "SyntaxError: "),
     ],
 )
@@ -108,7 +108,7 @@ def test_a_launcher_looks_for_them_and_loads_nothing(place: Path) -> None:
     check_found(["psync_mine", "psync_mine.deeper"], [str(place)])
     with pytest.raises(ConfigurationError, match="no module or package 'psync_nothing'") as caught:
         check_found(["psync_nothing.rules"], ["/a", str(place)])
-    assert caught.value.hint == f"it was looked for in '/a', '{place}'"
+    assert caught.value.hint == f"searched in '/a', '{place}'"
 
 
 def test_names_are_handed_on_beside_those_that_are_there() -> None:

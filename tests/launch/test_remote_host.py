@@ -85,7 +85,7 @@ async def test_a_connection_that_is_lost_takes_its_tasks_and_comes_back_at_their
 @pytest.mark.parametrize(
     ("command", "python", "error", "hint"),
     [
-        ("echo no route >&2; exit 255", "python3", "b cannot be reached: no route", "`ssh b true`"),
+        ("echo no route >&2; exit 255", "python3", "b is unreachable: no route", "`ssh b true`"),
         (HERE, "/no/such", "/no/such cannot be run there: ", "--remote-python"),
         (
             "echo \"No module named 'psync'\" >&2; exit 1", "python3",

@@ -143,8 +143,8 @@ async def test_an_address_in_use_is_told_with_a_remedy(place: str, tmp_path: Pat
             f"/job:ps/task:1 cannot listen on {pair.address}: address already in use"
         )
         assert caught.value.hint == (
-            "does another process listen there, a task of an earlier run perhaps? "
-            "is it an address of this machine?"
+            "is another process listening there, such as a task of an earlier run? is it an "
+            "address of this machine?"
         )
         await other.close()
         await pair.peer.ping()
@@ -271,7 +271,7 @@ async def test_somebody_who_is_not_psync(place: str, tmp_path: Path) -> None:
     ("ours", "theirs", "told"),
     [
         (SECRET, OTHER_SECRET, f"{PS} does not have the same secret as this task"),
-        (SECRET, None, f"this task has a secret, {PS} has none"),
+        (SECRET, None, f"this task has a secret, but {PS} has none"),
         (None, SECRET, f"the peer refused the connection: {PS} has a secret, the peer has none"),
     ],
 )

@@ -130,7 +130,7 @@ def test_a_misspelt_setting_is_said(
     name: str, meant: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(name, "0")
-    said = f"{name} is not a psync variable; did you mean {meant} meant?"
+    said = f"{name} is not a psync variable; did you mean {meant}?"
     with fresh_process():
         for _ in range(2):
             platform_of(resolver(), LOCAL, insecure=True)

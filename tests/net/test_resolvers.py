@@ -177,8 +177,8 @@ def test_text_that_is_not_json_is_an_error_at_access(text: str) -> None:
          "to 65535 at its end"),
         ({"cluster": {"ps": ["p:1", "p:1"]}}, "cluster: /job:ps/task:0 and /job:ps/task:1 have the "
          "same address 'p:1'"),
-        ({"cluster": {"master": ["m:1"], "chief": ["c:1"]}}, "cluster: the cluster has a 'chief' "
-         "and a 'master', which mean the same"),
+        ({"cluster": {"master": ["m:1"], "chief": ["c:1"]}}, "cluster: the cluster has both a "
+         "'chief' and a 'master', which are the same job"),
         ({"cluster": CLUSTER, "task": 3}, "task: expected an object, got 3"),
         ({"cluster": CLUSTER}, "task.type is missing"),
         ({"cluster": CLUSTER, "task": {"index": 0}}, "task.type is missing"),

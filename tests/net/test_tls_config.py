@@ -72,7 +72,7 @@ def test_without_mutual_tls_a_task_that_connects_needs_no_certificate(
         ([KEY], f"{KEY} is set, and {CA} is not"),
         ([CA, CERT], f"{CERT} is set, and {KEY} is not"),
         ([CA, KEY], f"{KEY} is set, and {CERT} is not"),
-        ([CA], f"{CA} is set, and {CERT} is not: both sides of a connection present a certificate"),
+        ([CA], f"{CA} is set, but {CERT} is not: both sides of a connection present a certificate"),
     ],
 )
 def test_what_is_missing_is_named(names: list[str], told: str, environ: dict[str, str]) -> None:

@@ -96,7 +96,7 @@ async def test_a_task_without_a_certificate_cannot_listen(
     bare = load_tls({"PSYNC_TLS_CA_FILE": environ["PSYNC_TLS_CA_FILE"], "PSYNC_TLS_MUTUAL": "0"})
     assert bare is not None
     ps = new_endpoint(TlsNetwork(SocketNetwork(), bare))
-    with pytest.raises(ConfigurationError, match="needs a certificate of its own"):
+    with pytest.raises(ConfigurationError, match="needs its own certificate"):
         await ps.listen("127.0.0.1:0")
     await ps.close()
 

@@ -46,8 +46,8 @@ def test_an_index_that_is_there_twice_is_an_error_that_names_it() -> None:
     with pytest.raises(KeyError) as caught:
         UnionClusterResolver(FIRST, simple({"worker": {1: "x:1", 3: "y:1"}})).cluster_spec()
     assert str(caught.value) == (
-        "UnionClusterResolver: job 'worker': several resolvers give task 1\n"
-        "hint: where one of them gives indices, lists count from 0"
+        "UnionClusterResolver: job 'worker': several resolvers give task 1\nhint: if one resolver "
+        "gives indices, lists of the others count from 0"
     )
 
 

@@ -196,7 +196,7 @@ def test_what_is_gathered_stands_one_after_the_other_along_the_axis() -> None:
 def test_what_cannot_be_gathered_is_refused() -> None:
     with pytest.raises(ReplicaValueError, match="differ along axis 1 only, got \\(4, 2\\), \\(2,"):
         gather_arrays([ROWS_4, ROWS_2], 1)
-    with pytest.raises(ReplicaValueError, match="rank 1 at least"):
+    with pytest.raises(ReplicaValueError, match="rank 1 or more"):
         gather_arrays([1, 2], 0)
     with pytest.raises(ReplicaValueError, match="expected one axis"):
         gather_arrays([ROWS_2], [0, 1])

@@ -223,7 +223,7 @@ def test_an_axis_counts_in_values_of_replicas() -> None:
 
 def test_values_are_gathered_wherever_they_stand() -> None:
     value = (PerReplica([[1], [2]]), ARRAY, PerReplica([np.ones(1), np.zeros(2)]))
-    with pytest.raises(ReplicaValueError, match="rank 1 at least"):
+    with pytest.raises(ReplicaValueError, match="rank 1 or more"):
         gather_distributed(value, 0)  # the first holds numbers, in lists
     assert [part.tolist() for part in gather_distributed(value[1:], 0)] == [[1, 1], [1, 0, 0]]
     assert gather_values([{"x": ARRAY}, {"x": ARRAY}], 0)["x"].shape == (4,)

@@ -126,7 +126,7 @@ def test_what_is_registered_is_listed_in_order() -> None:
 @pytest.mark.usefixtures("registry")
 def test_one_name_is_of_one_class() -> None:
     rule_configs.register_rule(own_rules.Momentum)
-    with pytest.raises(ConfigurationError, match=r"'tests\.momentum' of .*, of own_rules"):
+    with pytest.raises(ConfigurationError, match=r"'tests\.momentum' of .* by own_rules"):
         rule_configs.register_rule(type("Other", (own_rules.Momentum,), {}))
 
 

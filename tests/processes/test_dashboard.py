@@ -138,7 +138,7 @@ def test_without_a_coordinator_there_is_no_report_and_the_exit_code_stays(tmp_pa
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (run.returncode, report.exists()) == (7, False)
-    assert "psync: there is no report: no coordinator has run\n" in run.stderr
+    assert "psync: no report was written: no coordinator has run\n" in run.stderr
 
 
 def test_two_programs_do_not_write_one_log(tmp_path: Path) -> None:

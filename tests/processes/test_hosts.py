@@ -138,7 +138,7 @@ def test_a_run_is_scaled_within_the_room_that_hosts_have(
         assert first in run.there(4)
         full = scale(5)
         assert full.returncode == 2
-        assert "5 workers, and a:2,b:2 has room for 4" in full.stderr
+        assert "5 workers, but a:2,b:2 has room for 4" in full.stderr
         assert scale(2).returncode == 0
         assert first in run.there(2)
         assert scale(3).returncode == 0
@@ -240,7 +240,7 @@ def test_a_run_that_cannot_begin_says_why_in_one_line(
         return refused(environ, *command(hosts, *args, named=named))
 
     nowhere = said(named="a,nobody.invalid")
-    assert "host nobody.invalid cannot be reached: ssh: Could not resolve hostname" in nowhere
+    assert "host nobody.invalid is unreachable: ssh: Could not resolve hostname" in nowhere
     assert "`ssh nobody.invalid true` must work without a question" in nowhere
     config = hosts.directory / "ssh_config"
     other = hosts.directory / "other_config"
@@ -262,5 +262,5 @@ def test_a_run_that_cannot_begin_says_why_in_one_line(
     assert "a is named twice" in said(named="a:1,a:1")
     assert "expected a number of workers" in said(named="a:many")
     assert "expected names with numbers of workers" in said(named="-oProxyCommand=x")
-    assert "3 workers, and a:1,b:1 has room for 2" in said("--workers", "3")
+    assert "3 workers, but a:1,b:1 has room for 2" in said("--workers", "3")
     assert "psync: error: nossh: " in said("--ssh", "nossh")

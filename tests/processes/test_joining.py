@@ -64,7 +64,7 @@ def test_workers_join_leave_by_sigterm_and_end_with_the_program(
         assert chief.end() == 0
         code, said = end_of(second)
         assert code == 0
-        assert "asks to stop: the chief has ended" in said
+        assert "asks it to stop: the chief has ended" in said
 
 
 def test_one_that_is_killed_is_replaced_by_another_one(environ: dict[str, str]) -> None:
@@ -110,7 +110,7 @@ def test_whoever_cannot_join_says_why_in_one_line(environ: dict[str, str]) -> No
     with program(RUN, environ) as chief:
         at = chief.greeting
         other = {**environ, "PSYNC_SECRET": "another secret of thirty-two bytes"}
-        assert "/job:chief/task:0 does not hold the same secret" in refused(other, at)
+        assert "/job:chief/task:0 does not have the same secret" in refused(other, at)
         none = {name: text for name, text in environ.items() if name != "PSYNC_SECRET"}
         assert "no secret is set" in refused(none, at)
         with socket.socket() as silent:  # it has a port, and does not listen there

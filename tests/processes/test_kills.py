@@ -190,7 +190,7 @@ def test_closures_of_a_killed_worker_run_elsewhere_and_it_takes_part_again(
     with caplog.at_level(logging.INFO, "psync"):
         run(main)
     assert "worker-0 was killed by SIGKILL and restarts" in caplog.text
-    assert "/job:worker/task:0 takes part again" in caplog.text
+    assert "/job:worker/task:0 has rejoined" in caplog.text
 
 
 def test_a_worker_that_dies_too_often_is_given_up(caplog: pytest.LogCaptureFixture) -> None:

@@ -173,7 +173,7 @@ NOISE = (
 )
 """Of connections that end and begin as they should; a log without --debug has none of it."""
 
-CHECKPOINT = r"/job:ps/task:1 at \S+ .*; all ps tasks go back to the newest checkpoint"
+CHECKPOINT = r"/job:ps/task:1 at \S+ .*; all ps tasks roll back to the newest checkpoint"
 BACKUP = r"/job:ps/task:1 at \S+ .*; its backup takes over"
 NO_WAY_BACK = r"/job:ps/task:1 cannot be brought back: no CheckpointManager has saved .*"
 WORKER = r"/job:worker/task:1 is lost \(.*\); its closures run again"

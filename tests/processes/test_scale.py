@@ -70,7 +70,7 @@ def test_a_run_gets_more_workers_and_fewer(environ: dict[str, str]) -> None:
             run.terminate()
     none = scale(environ, "2")
     assert none.returncode == 2
-    assert "no program of this user runs" in none.stderr
+    assert "no program of this user is running" in none.stderr
 
 
 def test_a_chief_that_is_started_again_knows_the_workers_of_now(environ: dict[str, str]) -> None:

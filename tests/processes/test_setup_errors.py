@@ -312,8 +312,8 @@ def test_without_a_launcher_the_task_is_told(job: str) -> None:
         run = cluster.run(job, 0, script("no_run.py"))
     assert run.code == 1
     assert run.err.splitlines()[-2:] == [
-        f"psync.errors.ConfigurationError: this process is a {job}, which serves the coordinator "
-        "of the chief and opens none",
+        f"psync.errors.ConfigurationError: this process is a {job}, which serves the chief's "
+        "coordinator and cannot open its own",
         "hint: psync.run(main), instead of asyncio.run(main()), runs main on the chief and serves "
-        "on all others",
+        "on all other tasks",
     ]

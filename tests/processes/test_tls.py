@@ -88,8 +88,9 @@ def test_tasks_started_by_hand_train_and_a_chief_without_tls_is_told(certs: Cert
         plain = cluster.run("chief", 0, script("idle.py"))
         assert plain.code == 2
         assert "Traceback" not in plain.err
-        assert "psync: error: the peer refused the connection: it uses TLS, but this task does not" in (
-            plain.err
+        assert (
+            "psync: error: the peer refused the connection: it uses TLS, but this task does not"
+            in (plain.err)
         )
         assert "hint: set PSYNC_TLS_CA_FILE, PSYNC_TLS_CERT_FILE and " in plain.err
         good = cluster.run("chief", 0, script("steps.py", "counts"), environ=certs)
@@ -191,8 +192,8 @@ def test_a_key_that_others_can_read_is_one_error(certs: Certs, tmp_path: Path) -
     ended = run(environ)
     assert ended.returncode == 2
     assert ended.stderr == (
-        f"psync: error: PSYNC_TLS_KEY_FILE ({key}): others than its owner can read or change it "
-        f"(mode 0640)\nhint: chmod 600 {key}\n"
+        f"psync: error: PSYNC_TLS_KEY_FILE ({key}): users other than its owner can read or change "
+        f"it (mode 0640)\nhint: chmod 600 {key}\n"
     )
     with by_hand() as cluster:
         for job in ("ps", "chief"):

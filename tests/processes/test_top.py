@@ -74,7 +74,7 @@ def test_a_run_is_seen_while_it_lasts(environ: dict[str, str]) -> None:
         assert run.returncode == 0
     ended = top(environ, "--once")
     assert ended.returncode == 2
-    assert ended.stderr.startswith("psync: error: no program of this user runs")
+    assert ended.stderr.startswith("psync: error: no program of this user is running")
 
 
 def test_a_training_session_is_seen_and_of_two_programs_the_one_that_is_chosen(

@@ -144,7 +144,7 @@ def test_sigterm_is_noted_while_a_step_computes_on_the_loop_and_the_second_one_k
                 victim = cluster.tasks["worker-0"]
                 victim.send_signal(signal.SIGTERM)
                 err = ""
-                while "SIGTERM waits for what computes on the event loop" not in err:
+                while "SIGTERM waits for a computation on the event loop" not in err:
                     err += capfd.readouterr().err
                     await asyncio.sleep(0.05)
                 victim.send_signal(signal.SIGTERM)

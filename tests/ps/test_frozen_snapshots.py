@@ -200,7 +200,7 @@ class TestWriting:
             reading = cluster.ps[0]._snapshots._frozen._cut.frozen.letting_go(0)
             next(reading)
             await call(cluster.chief, DropFrozen(1))
-            with pytest.raises(CheckpointError, match="not held any more"):
+            with pytest.raises(CheckpointError, match="no longer held"):
                 next(reading)
             with pytest.raises(CutLost):
                 await write(cluster, state, tmp_path / "a")

@@ -69,7 +69,7 @@ def test_the_file_is_one_that_other_programs_read(frozen: Frozen, tmp_path: Path
 
 def test_blocks_are_let_go_of(frozen: Frozen, tmp_path: Path) -> None:
     written(tmp_path / "a", frozen)
-    with pytest.raises(CheckpointError, match="not held any more"):
+    with pytest.raises(CheckpointError, match="no longer held"):
         frozen.views(0)
 
 

@@ -132,7 +132,7 @@ def test_contexts_left_in_the_wrong_order_are_named():
     outer, inner = cross_replica(strategy()), cross_replica(strategy())
     outer.__enter__()
     inner.__enter__()
-    with pytest.raises(RuntimeError, match="left before another"):
+    with pytest.raises(RuntimeError, match="exited before one"):
         outer.__exit__(None, None, None)
     inner.__exit__(None, None, None)
     outer.__exit__(None, None, None)

@@ -61,7 +61,7 @@ def test_leaving_in_the_wrong_order_is_an_error_that_hides_no_other():
     outer, inner = Enter(CrossReplica("s", 1)), Enter(CrossReplica("s", 1))
     outer.__enter__()
     inner.__enter__()
-    with pytest.raises(UsageError, match="left before another"):
+    with pytest.raises(UsageError, match="exited before one"):
         outer.__exit__(None, None, None)
     error = ValueError()
     inner.__exit__(ValueError, error, None)

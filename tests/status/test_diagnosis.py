@@ -186,7 +186,7 @@ def test_a_closure_that_does_not_end() -> None:
         (
             shares(0.6, pull=0.1, push=0.3),
             "for ps tasks 40% of the time (10% for values, 30% until pushes have arrived), and "
-            "compute for 60%: send fewer bytes",
+            "compute for 60%: send fewer",
         ),
         (
             shares(0.5, wait=0.4),

@@ -152,7 +152,7 @@ def test_nothing_anywhere_is_no_error_whoever_began_when() -> None:
 def test_a_ps_that_was_started_again_is_named(life: int) -> None:
     whole = holdings(variable("w"), lives=(5, life))
     lost = [whole[0], Holding(life)]
-    with pytest.raises(AttachError, match=r"/job:ps/task:1 has lost what it held") as info:
+    with pytest.raises(AttachError, match=r"/job:ps/task:1 has lost its shards") as info:
         Adoption(lost)
     assert "checkpoint" in str(info.value)
 
@@ -165,7 +165,7 @@ def test_a_cluster_in_which_another_program_has_begun_anew_is_not_attached_to() 
 
 @pytest.mark.parametrize("lives", [(0, 0), (5, 0)])
 def test_what_no_program_was_told_to_be_whole_is_not_attached_to(lives: tuple[int, int]) -> None:
-    with pytest.raises(AttachError, match=r"/job:ps/task:1 holds may be half done") as info:
+    with pytest.raises(AttachError, match=r"/job:ps/task:1 may be inconsistent") as info:
         Adoption(holdings(variable("w"), lives=lives))
     assert "checkpoint" in str(info.value)
 

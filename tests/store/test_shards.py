@@ -78,7 +78,9 @@ class TestTable:
         for _ in range(2):
             table.define_optimizer(0, SGD(0.5).to_config())
         table.define_optimizer(0, {**SGD(0.5).to_config(), "excluded_names": ()})  # the same
-        with pytest.raises(ConfigurationError, match="optimizer 0 on /job:ps/task:1 is defined"):
+        with pytest.raises(
+            ConfigurationError, match="optimizer 0 on /job:ps/task:1 is already defined"
+        ):
             table.define_optimizer(0, SGD(0.25).to_config())
 
     def test_values_are_copied_into_memory_of_the_given_pool(self) -> None:

@@ -301,7 +301,7 @@ class TestFrozen:
         for start, stop in [(-1, 3), (4, 3), (0, len(whole) + 1)]:
             with pytest.raises(CheckpointError, match="the value of shard 0 of variable 1: no"):
                 snapshot.part(1, start, stop)
-        with pytest.raises(CheckpointError, match="item 9 of a snapshot is not held"):
+        with pytest.raises(CheckpointError, match="item 9 of a snapshot is"):
             snapshot.part(9, 0, 0)
 
     def test_blocks_are_let_go_of_one_by_one(self, store: ShardStore) -> None:
@@ -313,7 +313,7 @@ class TestFrozen:
             del view
             held.append([values.block(i).held() for i in range(3)])
         assert held == [[False, True, True], [False, False, True], [False] * 3]
-        with pytest.raises(CheckpointError, match="not held any more"):
+        with pytest.raises(CheckpointError, match="no longer held"):
             snapshot.views(1)
         assert snapshot.views(0)
 
@@ -325,7 +325,7 @@ class TestFrozen:
         snapshot.drop()
         with pytest.raises(CheckpointError, match="its snapshot is no longer held"):
             next(reading)
-        with pytest.raises(CheckpointError, match="not held any more"):
+        with pytest.raises(CheckpointError, match="no longer held"):
             snapshot.views(0)
 
 

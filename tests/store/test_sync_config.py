@@ -32,8 +32,8 @@ from sync_tools import config
         ({"needed": 2, "sparse_divisor": "all"}, 'expected sparse_divisor "per_index" or "total"'),
         ({"needed": 2, "decay": 1.0}, "decay in"),
         ({"needed": 2, "total": 3, "deterministic": True}, "every replica in every step"),
-        ({"needed": 2, "strict": True, "tensorflow_compat": True}, "free tokens"),
-        ({"needed": 2, "deterministic": True, "tensorflow_compat": True}, "free tokens"),
+        ({"needed": 2, "strict": True, "tensorflow_compat": True}, "unbound tokens"),
+        ({"needed": 2, "deterministic": True, "tensorflow_compat": True}, "unbound tokens"),
     ],
 )
 def test_what_contradicts_itself_is_refused(options: dict[str, Any], text: str) -> None:

@@ -42,7 +42,7 @@ def test_what_is_not_known_must_be_defined(table: GroupTable) -> None:
 
 def test_a_group_is_not_defined_as_something_else(table: GroupTable) -> None:
     table.define(GROUP, CONFIG.to_config())
-    with pytest.raises(ConfigurationError, match="another configuration than at first"):
+    with pytest.raises(ConfigurationError, match="a different configuration than at first"):
         table.define(GROUP, dataclasses.replace(CONFIG, strict=True).to_config())
 
 

@@ -210,7 +210,7 @@ class TestStaging:
     def test_a_group_is_what_it_was_at_first(self) -> None:
         ps = Group()
         ps.stage(A, {ps.w: 1.0})
-        with pytest.raises(ConfigurationError, match="another configuration than at first"):
+        with pytest.raises(ConfigurationError, match="a different configuration than at first"):
             ps.stage(B, {ps.w: 1.0}, config=ps.config | {"reduction": "sum"})
         undefined = StagePush(GROUP + 1, None, 1, -1, 1, [ps.w])
         with pytest.raises(RemoteProtocolError, match="group 10 is not defined"):

@@ -295,9 +295,8 @@ class TestBudget:
         with pytest.raises(ConfigurationError) as caught:
             reserve(staging, B, 1, nbytes=2)
         assert str(caught.value) == (
-            "sync on /job:ps/task:1: 99 of 100 bytes for pushes of steps that are not closed yet "
-            "are taken, and 2 more are needed\n"
-            "hint: set PSYNC_LIMIT_STAGING_BYTES=101 or more on the ps tasks"
+            "sync on /job:ps/task:1: pushes of open steps use 99 of 100 bytes, and 2 more are "
+            "needed\nhint: set PSYNC_LIMIT_STAGING_BYTES=101 or more on the ps tasks"
         )
         reserve(staging, B, 1, nbytes=1)
 

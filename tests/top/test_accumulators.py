@@ -293,7 +293,7 @@ class TestCancellation:
     def test_a_take_of_another_accumulator_is_refused(self) -> None:
         take = take_grad(accumulator(), 1)
         message = refusal(cancel, accumulator(), take, error=UsageError)
-        assert message == "expected one of its own takes"
+        assert message == "expected a take of this accumulator"
         assert take.state is WAITING
 
 

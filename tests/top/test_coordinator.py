@@ -234,7 +234,7 @@ async def test_a_worker_that_comes_back_takes_part_again(caplog):
         await cluster.start("worker-1")
         await asyncio.sleep(5)
         assert "/job:worker/task:1 is lost" in caplog.text
-        assert "/job:worker/task:1 takes part again" in caplog.text
+        assert "/job:worker/task:1 has rejoined" in caplog.text
 
         async def who():
             await asyncio.sleep(1)

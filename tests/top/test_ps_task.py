@@ -307,7 +307,7 @@ class TestBadInput:
                     Assign(51, 1, -1, 0, 90, members, "mul"), [floats],
                 ),
                 (
-                    ConfigurationError, "optimizer 1 on /job:ps/task:0 is defined already",
+                    ConfigurationError, "optimizer 1 on /job:ps/task:0 is already defined",
                     a_push(config=SGD(0.1).to_config()), [floats],
                 ),
                 (

@@ -193,8 +193,14 @@ def raising(*_: Any) -> Any:
         (returning(lambda v, *_: v, slots=("m",)), r"to return \(value, \{'m'\}\), got an array"),
         (returning(lambda v, *_: (v, {}), slots=("m",)), r"to return \(value, \{'m'\}\)"),
         (returning(lambda v, s, g, _: v.__iadd__(g)), "read-only"),
-        (returning(lambda v, *_: v + next(counter)), "update gave other bits when it was called"),
-        (returning(lambda v, s, g, _: v - g / np.linalg.norm(g)), "if it does not see the others"),
+        (
+            returning(lambda v, *_: v + next(counter)),
+            "update returned a different result when called",
+        ),
+        (
+            returning(lambda v, s, g, _: v - g / np.linalg.norm(g)),
+            "depending on the other elements",
+        ),
     ],
 )
 def test_refuses(rule: Any, message: str) -> None:

@@ -318,9 +318,9 @@ def test_a_schedule_is_a_frozen_dataclass_with_checked_arguments() -> None:
 
 @pytest.mark.usefixtures("registry")
 def test_a_schedule_of_a_name_that_is_taken_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"'Constant' of .*there is one of this name"):
+    with pytest.raises(ConfigurationError, match=r"'Constant' of .*the name is"):
         schedules.register(type("Constant", (schedules.Constant,), {}))
-    with pytest.raises(ConfigurationError, match=r"'Halving' of .*, of own_rules"):
+    with pytest.raises(ConfigurationError, match=r"'Halving' of .* by own_rules"):
         schedules.register(type("Halving", (schedules.Constant,), {}))
     with pytest.raises(ConfigurationError, match="expected a subclass of"):
         schedules.register(int)  # type: ignore[type-var]

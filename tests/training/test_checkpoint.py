@@ -200,7 +200,7 @@ class TestMistakes:
             {"sgd/learning_rate": state, "sgd": sgd},
             {"sgd": sgd, "sgd/learning_rate": state},
         ):
-            with pytest.raises(UsageError, match=r"two things are called 'model/(a/b|1|sgd/\w+)'"):
+            with pytest.raises(UsageError, match=r"two objects are called 'model/(a/b|1|sgd/\w+)'"):
                 psync.Checkpoint(model=model)
 
     def test_without_a_coordinator_nothing_is_left_behind(self, tmp_path: Path) -> None:

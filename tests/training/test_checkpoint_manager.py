@@ -53,7 +53,7 @@ async def test_a_number_may_be_given_once(tmp_path: Path) -> None:
         manager = psync.CheckpointManager(psync.Checkpoint(w=w), tmp_path)
         assert (await manager.save(np.array(7))).name == "ckpt-00000007"  # type: ignore[arg-type]
         assert (await manager.save(checkpoint_number=120)).name == "ckpt-00000120"
-        with pytest.raises(CheckpointError, match="exists already"):
+        with pytest.raises(CheckpointError, match="already exists"):
             await manager.save(checkpoint_number=120)
         assert (await manager.save()).name == "ckpt-00000121"
 

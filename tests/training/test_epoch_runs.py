@@ -334,4 +334,4 @@ async def test_data_that_end_in_what_a_checkpoint_lacks_end_training_too(
         await here.fit(trainer, data=few)
         assert here.history.epoch == [0]
         assert await here.count.read() == STEPS
-    assert f"training ends with epoch 1 of {EPOCHS}: the workers' data began" in caplog.text
+    assert f"training ends with epoch 1 of {EPOCHS}: the workers' data started" in caplog.text

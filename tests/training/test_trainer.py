@@ -144,7 +144,7 @@ class TestEnds:
             )
             assert history.epoch == [0]
             assert await examples(trainer) == 3 * 8
-        assert "training ends with epoch 1 of 5: the workers' data began and ended" in caplog.text
+        assert "training ends with epoch 1 of 5: the workers' data started and ended" in caplog.text
 
     @pytest.mark.parametrize("steps", [6, 9, 12])  # of ten batches
     async def test_an_epoch_goes_on_with_the_data_where_the_one_before_has_stopped(
@@ -514,7 +514,7 @@ class TestMistakes:
                 True,
             ),
             ((0.0, {"w": np.zeros((2, 1), "f4")}), "mae need predictions", False),
-            ((0.0, [1], Y[:8]), "gradients: expected a dict with the keys", False),
+            ((0.0, [1], Y[:8]), "gradients: expected a dict with the same keys", False),
         ],
     )
     async def test_what_a_step_computes_is_checked(

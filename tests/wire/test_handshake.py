@@ -115,8 +115,8 @@ def test_a_client_without_a_secret_is_refused_at_once() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs", "told"),
     [
-        (SECRET, None, f"this task has a secret, {PS} has none"),
-        (None, SECRET, f"this task has no secret, {PS} has one"),
+        (SECRET, None, f"this task has a secret, but {PS} has none"),
+        (None, SECRET, f"this task has no secret, but {PS} has one"),
     ],
 )
 def test_a_client_says_who_lacks_the_secret(

@@ -264,7 +264,7 @@ def test_no_secret_against_one() -> None:
         f"the peer refused the connection: {PS} has a secret, the peer has none"
     )
     error = refused_by(new_server(None), new_client())
-    assert error.message == f"this task has a secret, {PS} has none"
+    assert error.message == f"this task has a secret, but {PS} has none"
 
 
 def test_another_task_than_expected() -> None:

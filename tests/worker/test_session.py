@@ -168,7 +168,7 @@ async def test_an_error_within_psync_ends_the_session_and_the_closures_run_again
 
         results.add = breaks
         assert await coordinator.schedule(lambda: 5) == 5
-        assert "worker 0 cannot go on" in caplog.text
+        assert "worker 0 cannot continue" in caplog.text
         assert coordinator.statistics()["closures"].put_back == 1
 
 

@@ -403,8 +403,8 @@ class RecoveryRule:
         if self._has_checkpoints():
             self._strategy, what = Rollback(self), "all ps tasks roll back to the newest checkpoint"
         elif self._may_start_afresh() and self.begin_fresh_start():
-            self._strategy, what = FreshStart(self), "nothing has been computed yet: it starts "
-            "again"
+            self._strategy = FreshStart(self)
+            what = "nothing has been computed yet: it starts again"
         else:
             why = f"{error.task} cannot be recovered: {UNSAVED}: " if self.started else ""
             return self.end(error, why=why)

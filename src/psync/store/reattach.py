@@ -46,7 +46,7 @@ Place = tuple[str, int]
 Identity = tuple[int, int]
 """An optimizer: (lineage in which it was made known, its number then); the same on all ps tasks."""
 
-BACK = "attach=False begins anew: go on from the last checkpoint"
+BACK = "pass attach=False to start again from the last checkpoint"
 
 
 @dataclass(frozen=True, slots=True)

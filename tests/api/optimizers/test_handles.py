@@ -140,7 +140,7 @@ REFUSED: dict[str, Refusal] = {
     ),
     "twice": (
         lambda v, w: [(np.zeros(2, np.float32), v)] * 2,
-        'apply_gradients: variable "v" occurs twice',
+        'apply_gradients: variable "v" appears twice',
     ),
     "not a variable": (
         lambda v, w: [(np.zeros(2, np.float32), "v")],
@@ -239,7 +239,7 @@ def test_a_whole_variable_and_one_of_its_shards_are_the_same_twice() -> None:
     with strategy_of(2, halves).scope():
         v = psync.Variable(np.zeros(4, np.float32), name="v")
     pairs = [(np.zeros(4, np.float32), v), (np.zeros(2, np.float32), v.variables[0])]
-    with pytest.raises(ValueMismatchError, match='variable "v/part_0" occurs twice'):
+    with pytest.raises(ValueMismatchError, match='variable "v/part_0" appears twice'):
         at_once(optimizers.SGD(0.1).apply_gradients(pairs))
 
 
@@ -396,9 +396,8 @@ async def test_an_optimizer_takes_the_trainable_variables_along_to_other_process
     with inside_a_step("another strategy"), pytest.raises(UsageError) as caught:
         trained_by(again)
     assert str(caught.value) == (
-        "minimize: no trainable variable is known here\n"
-        "hint: declare variables before the step that captures this optimizer is first scheduled, "
-        "or say which variables"
+        "minimize: no trainable variable is declared here\nhint: declare variables before the step "
+        "that captures this optimizer is first scheduled, or say which variables"
     )
 
 
@@ -479,6 +478,6 @@ async def test_an_optimizer_that_another_process_made_is_refused() -> None:
         with pytest.raises(UsageError) as caught:
             await elsewhere.apply_gradients([(np.float32(1), v)])
     assert str(caught.value) == (
-        "optimizer 'mine' was made on this worker, where nobody shares its slots\n"
-        "hint: make it in main(), on the coordinator, and let the step capture it"
+        "optimizer 'mine' was created on this worker, so its slots would not be shared\nhint: "
+        "create it in main(), on the coordinator, and let the step capture it"
     )

@@ -117,7 +117,7 @@ async def test_model_checkpoints_are_of_the_present_values(tmp_path: Path) -> No
     async with training(1, 1) as (strategy, _):
         model = served_of(strategy)
         callback = keras.callbacks.BackupAndRestore(tmp_path / "b")
-        with pytest.raises(ConfigurationError, match="without what the optimizer keeps"):
+        with pytest.raises(ConfigurationError, match="without the optimizer's slots"):
             await model.fit(batches, 1, 1, callbacks=[callback], verbose=False)
         saves = keras.callbacks.ModelCheckpoint(
             tmp_path / "{epoch}.weights.h5", "loss", save_weights_only=True

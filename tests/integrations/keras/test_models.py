@@ -48,7 +48,7 @@ def test_a_step_of_the_users_own_is_refused() -> None:
         model.compile("sgd", "mse")
         return model
 
-    assert "Own has a train_step of its own" in refusal(build)
+    assert "Own overrides train_step" in refusal(build)
 
 
 def test_a_constraint_is_refused() -> None:

@@ -103,7 +103,7 @@ def test_no_package_and_no_right_is_needed(monkeypatch: pytest.MonkeyPatch) -> N
         ({"service": "a.b"}, "expected a name of lower-case letters, digits and dashes, got 'a.b'"),
         (
             {"job_to_label_mapping": {"ps": ["a=b"]}},
-            "service and names are for pods that are found",
+            "service and names find pods",
         ),
     ],
 )

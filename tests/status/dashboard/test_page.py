@@ -120,7 +120,7 @@ async def test_what_the_server_says_stands_on_the_page() -> None:
 async def test_a_thousand_workers_fit() -> None:
     page, complaints = await browse(live(1000), "--dump-dom")
     assert complaints == []
-    assert "Worker 7 is gone" in texts(page, "why")
+    assert "Worker 7 is lost" in texts(page, "why")
     assert "40 of 1,000: those in trouble, then the slowest" in texts(page, "workers-note")
     assert not re.search(r'id="states-card"[^>]*hidden', page)
     assert page.count("<td") < 1000
@@ -152,7 +152,7 @@ async def test_a_report_is_the_page_of_the_whole_run_without_a_server(tmp_path: 
     assert page.count('class="uplot') == 4
     assert '<button type="button" data-span="run" aria-pressed="true">' in page
     assert re.search(r'id="slider"[^>]*max="1000000059"', page)
-    assert "Worker 7 is gone" in texts(page, "why")
+    assert "Worker 7 is lost" in texts(page, "why")
     assert "ended" in texts(page, "state")
     assert "&lt;b&gt;worker 0&lt;/b&gt; takes part" in page
 

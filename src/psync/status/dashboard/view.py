@@ -264,8 +264,9 @@ def missing(status: Status) -> Mapping[str, str]:
             "and Trainer.fit reports its own."
         )
     if not status.steps.staleness:
-        found["staleness"] = "No push has been counted yet: steps push nothing, or have not "
-        "started."
+        found["staleness"] = (
+            "No push has been counted yet: steps push nothing, or have not started."
+        )
     if all(worker.work is None for worker in status.workers):
         found["work"] = (
             "Workers have not reported yet how they spend their time, so lanes show only their "
