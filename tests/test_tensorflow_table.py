@@ -1,4 +1,4 @@
-"""docs/howto/tensorflow.md: what its tables name is there, and each row is run or says why not."""
+"""docs/howto/tensorflow.md: the names of its lists and tables exist, and name their tests."""
 
 from __future__ import annotations
 
@@ -44,32 +44,50 @@ def names_in(file: str) -> set[str]:
     return {function.name for function in functions if function.name.startswith("test_")}
 
 
+def assert_there(test: str) -> None:
+    file, _, name = test.partition("::")
+    assert names_in(file), file
+    assert not name or name in names_in(file), test
+
+
 def test_there_are_rows() -> None:
-    assert len(ROWS) > 150
+    assert len(ROWS) > 70
     assert len({row.tensorflow for row in ROWS}) == len(ROWS)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.tensorflow)
-def test_each_row_names_tests_that_are_there_or_a_reason(row: Row) -> None:
+def test_each_row_names_tests_that_are_there(row: Row) -> None:
     tests = CODE.findall(row.test)
-    if not tests:
-        assert (row.psync, row.test) == ("–", "–")
-        assert len(row.differs.split()) > 5
-        return
-    assert row.psync != "–"
+    assert tests
     assert row.test == ", ".join(f"`{test}`" for test in tests)
     for test in tests:
-        file, _, name = test.partition("::")
-        assert names_in(file), file
-        assert not name or name in names_in(file), test
+        assert_there(test)
+
+
+def lists() -> list[tuple[str, str]]:
+    """The lists of names without a difference: where they are in psync, and one name each."""
+    bullets = re.findall(r"^- (?:In|Of) `(psync[\w.]*)`: ((?:.|\n  )*)", DOCUMENT, re.M)
+    return [(place, name) for place, names in bullets for name in CODE.findall(names)]
+
+
+@pytest.mark.parametrize(("place", "name"), lists())
+def test_each_name_of_a_list_is_there(place: str, name: str) -> None:
+    last = name.partition("(")[0].rpartition(".")[2]
+    assert_name_is_there(f"{place}.{last}")
+
+
+def test_each_group_of_lists_names_its_tests_in_a_comment() -> None:
+    comments = re.findall(r"^<!-- tests: (.*) -->$", DOCUMENT, re.M)
+    assert len(comments) == len(re.findall(r"\n\n- (?:In|Of) `psync", DOCUMENT))
+    for test in ", ".join(comments).split(", "):
+        assert_there(test)
 
 
 def public_names() -> set[str]:
     return set(re.findall(r"\bpsync(?:\.[A-Za-z_]\w*)+", DOCUMENT))
 
 
-@pytest.mark.parametrize("name", sorted(public_names()))
-def test_each_name_of_psync_is_there(name: str) -> None:
+def assert_name_is_there(name: str) -> None:
     first, *rest = name.removeprefix("psync.").split(".")
     assert first in psync.__all__
     found = getattr(psync, first)
@@ -79,3 +97,8 @@ def test_each_name_of_psync_is_there(name: str) -> None:
         if re.search(rf"Attributes:\n(.*\n)*? +{part}: ", found.__doc__ or ""):
             return
         found = getattr(found, part)
+
+
+@pytest.mark.parametrize("name", sorted(public_names()))
+def test_each_name_of_psync_is_there(name: str) -> None:
+    assert_name_is_there(name)

@@ -1,4 +1,4 @@
-"""The ported programs of docs/howto/tensorflow.md, as they stand there."""
+"""The ported programs of docs/howto/tensorflow.md: examples/tensorflow."""
 
 from __future__ import annotations
 
@@ -16,14 +16,21 @@ from tasks_by_hand import children_of, ended, plain_environ, wait_for_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "howto" / "tensorflow.md"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "tensorflow"
 
 
-def test_the_ported_script_learns_on_two_workers(tmp_path: Path) -> None:
-    code = re.findall(r"```python\n# after\n(.*?)```", DOCUMENT.read_text(), flags=re.S)[0]
-    script = tmp_path / "train.py"
-    script.write_text(code)
-    command = ["psync", "run", str(script), "--ps", "2", "--workers", "2"]
+def test_the_page_shows_lines_of_the_programs() -> None:
+    page = (ROOT / "docs" / "howto" / "tensorflow.md").read_text()
+    diffs = re.findall(r"```diff\n(.*?)```", page, flags=re.S)
+    for diff, name in zip(diffs, ["train.py", "replica.py"], strict=True):
+        lines = iter((EXAMPLES / name).read_text().splitlines())
+        for shown in re.findall(r"^[+ ](.*)$", diff, flags=re.M):
+            assert shown in lines, f"{name} has no such line after the one before: {shown}"
+
+
+def test_the_ported_script_learns_on_two_workers() -> None:
+    command = ["psync", "run", str(EXAMPLES / "train.py"), "--ps", "2", "--workers", "2"]
     run = ended(
         subprocess.Popen(
             [sys.executable, "-m", *command],
@@ -43,7 +50,7 @@ def test_the_ported_script_learns_on_two_workers(tmp_path: Path) -> None:
 
 def replica_program(tmp_path: Path, *options: str, **changed: str) -> subprocess.Popen[str]:
     """Start the ported replica program, with numbers of its own."""
-    code = re.findall(r"```python\n# after\n(.*?)```", DOCUMENT.read_text(), flags=re.S)[1]
+    code = (EXAMPLES / "replica.py").read_text()
     for option, value in changed.items():
         code, count = re.subn(rf"\b{option}=\d+", f"{option}={value}", code)
         assert count == 1
