@@ -1,4 +1,4 @@
-"""The figures of ``helpers/figures.py`` may only fall; lower a ceiling when the code is below it."""
+"""Ceilings of the figures in ``helpers/figures.py``; lower one when the code is below it."""
 
 from __future__ import annotations
 
