@@ -370,7 +370,7 @@ class ArrayAccumulator(Accumulator[GradientT, ResultT]):
             with np.errstate(over="ignore"):  # it is found below
                 made = array.astype(self.dtype)
             if (beyond := overflow(array, made)) is not None:
-                raise self._refused(f"expected values that {self.dtype} can hold, got {beyond}")
+                raise self._refused(f"expected values in the range of {self.dtype}, got {beyond}")
             array = made
         if array.dtype.newbyteorder("=") != self.dtype:
             raise self._refused(f"expected a gradient of {self.dtype}, got {array.dtype}")

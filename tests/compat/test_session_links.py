@@ -157,5 +157,5 @@ async def test_a_worker_that_declares_more_than_the_chief_is_told_every_time() -
         declared = [known, declaration(cluster, "more", (4,))]
         comparison = Comparison(declared, cluster.client())
         for _ in range(2):
-            with pytest.raises(ConfigurationError, match='has not declared variable "more"'):
+            with pytest.raises(ConfigurationError, match='did not declare variable "more"'):
                 await comparison.ensure()

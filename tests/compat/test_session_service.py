@@ -241,5 +241,5 @@ def test_another_declaration_than_the_chiefs_is_an_error(
 
 def test_what_the_chief_has_not_declared_is_an_error() -> None:
     said = CheckShards([("more", 1, 0, 0, [2], "float32")])
-    with pytest.raises(ConfigurationError, match='has not declared variable "more"'):
+    with pytest.raises(ConfigurationError, match='did not declare variable "more"'):
         check_shards(store_with(HELD), said)

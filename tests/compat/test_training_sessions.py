@@ -457,7 +457,7 @@ async def test_outside_its_session_a_strategy_serves_no_more() -> None:
         strategy = cluster.strategy(job="worker")
         w, _ = declare(strategy)
         async with MonitoredTrainingSession(strategy):
-            with pytest.raises(psync.UsageError, match="is running already"):
+            with pytest.raises(psync.UsageError, match="is already running"):
                 await MonitoredTrainingSession(strategy).__aenter__()
         with pytest.raises(psync.ClosedError):
             await w.read()
@@ -758,7 +758,7 @@ async def test_a_session_is_used_on_its_own_loop_only() -> None:
                 session.wait_until_stopped,
                 lambda: session.__aexit__(None, None, None),
             ):
-                with pytest.raises(psync.UsageError, match="on another event loop") as caught:
+                with pytest.raises(psync.UsageError, match="on a different event loop") as caught:
                     await asyncio.to_thread(lambda call=call: asyncio.run(call()))
                 told.append(str(caught.value))
             await session.run(step)

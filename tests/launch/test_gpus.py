@@ -52,7 +52,7 @@ def test_too_few_are_an_error_that_says_what_there_is(devices: str, shown: str) 
     with pytest.raises(ConfigurationError) as caught:
         shares(1, devices, 3)
     assert caught.value.message == (
-        f"gpus_per_worker: 3 workers with 1 each need 3 GPUs, and {shown}"
+        f"gpus_per_worker: 3 workers with 1 each need 3 GPUs, but {shown}"
     )
 
 

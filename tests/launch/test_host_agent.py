@@ -132,7 +132,7 @@ def test_it_ends_also_while_nobody_reads_what_its_tasks_print(agent: Agent) -> N
     ("changes", "error"),
     [
         ({"directory": "/no/such"}, "/no/such: No such file or directory"),
-        ({"script": "none.py"}, f"{SCRIPTS}/none.py is not there"),
+        ({"script": "none.py"}, f"{SCRIPTS}/none.py does not exist"),
         ({"gpus": 1, "environ": {"CUDA_VISIBLE_DEVICES": "0"}}, "2 workers with 1 each need 2"),
     ],
 )

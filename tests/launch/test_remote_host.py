@@ -95,7 +95,7 @@ async def test_a_connection_that_is_lost_takes_its_tasks_and_comes_back_at_their
         ("exit 4", "python3", "psync could not start there: ssh exited with code 4", None),
         (
             "echo 'PSYNC-HOST {\"psync\": \"0\", \"python\": \"2.7\"}'; cat", "python3",
-            "host b: psync 0 with Python 2.7, this machine has psync", "--remote-python",
+            "host b has psync 0 with Python 2.7, this machine has psync", "--remote-python",
         ),
     ],
 )  # fmt: skip

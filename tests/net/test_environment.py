@@ -57,7 +57,7 @@ def test_without_a_secret_nothing_runs() -> None:
     with pytest.raises(ConfigurationError) as caught:
         platform_of(resolver(), LOCAL)
     assert caught.value.message == (
-        f"no secret is set, and every user of this machine could run code on this task ({LOCAL})"
+        f"no secret is set, so every user of this machine could run code on this task ({LOCAL})"
     )
     assert caught.value.hint is not None
     assert "PSYNC_SECRET_FILE" in caught.value.hint

@@ -115,7 +115,8 @@ def test_file_that_others_can_read_or_change_is_refused(tmp_path: Path, mode: in
     with pytest.raises(ConfigurationError) as caught:
         load_secret({"PSYNC_SECRET_FILE": str(path)})
     assert caught.value.message == (
-        f"PSYNC_SECRET_FILE ({path}): users other than its owner can read or change it (mode {mode:04o})"
+        f"PSYNC_SECRET_FILE ({path}): users other than its owner can read or change it "
+        f"(mode {mode:04o})"
     )
     assert caught.value.hint == f"chmod 600 {path}"
 
@@ -165,7 +166,7 @@ def test_task_without_secret_is_refused_with_three_ways_out() -> None:
     with pytest.raises(ConfigurationError) as caught:
         require_secret(None, False, "10.0.0.1:2222", refuse_to_warn)
     assert caught.value.message == (
-        "no secret is set, and everybody who can reach it could run code on this task "
+        "no secret is set, so everybody who can reach it could run code on this task "
         "(10.0.0.1:2222)"
     )
     hint = caught.value.hint or ""

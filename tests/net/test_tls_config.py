@@ -68,10 +68,10 @@ def test_without_mutual_tls_a_task_that_connects_needs_no_certificate(
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        ([CERT, KEY], f"{CERT} is set, and {CA} is not"),
-        ([KEY], f"{KEY} is set, and {CA} is not"),
-        ([CA, CERT], f"{CERT} is set, and {KEY} is not"),
-        ([CA, KEY], f"{KEY} is set, and {CERT} is not"),
+        ([CERT, KEY], f"{CERT} is set, but {CA} is not"),
+        ([KEY], f"{KEY} is set, but {CA} is not"),
+        ([CA, CERT], f"{CERT} is set, but {KEY} is not"),
+        ([CA, KEY], f"{KEY} is set, but {CERT} is not"),
         ([CA], f"{CA} is set, but {CERT} is not: both sides of a connection present a certificate"),
     ],
 )
@@ -81,7 +81,7 @@ def test_what_is_missing_is_named(names: list[str], told: str, environ: dict[str
 
 def test_mutual_tls_is_said_with_0_and_1(environ: dict[str, str]) -> None:
     assert refused({**environ, MUTUAL: "no"}).message == f"{MUTUAL}: expected 0 or 1, got 'no'"
-    assert refused({MUTUAL: "1"}).message == f"{MUTUAL} is 1, and {CA} is not set"
+    assert refused({MUTUAL: "1"}).message == f"{MUTUAL} is 1, but {CA} is not set"
 
 
 @pytest.mark.parametrize("name", [CA, CERT, KEY])
@@ -98,7 +98,8 @@ def test_a_key_that_others_can_read_or_change_is_refused(
     os.chmod(environ[KEY], mode)
     error = refused(environ)
     assert error.message == (
-        f"{KEY} ({environ[KEY]}): users other than its owner can read or change it (mode {mode:04o})"
+        f"{KEY} ({environ[KEY]}): users other than its owner can read or change it "
+        f"(mode {mode:04o})"
     )
     assert error.hint == f"chmod 600 {environ[KEY]}"
 

@@ -93,5 +93,5 @@ def test_wrong_arguments_are_named() -> None:
         UnionClusterResolver()
     with pytest.raises(TypeError, match=r"expected psync.ClusterResolver objects, got 'ps'"):
         UnionClusterResolver(FIRST, "ps")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="no argument 'environment'"):
+    with pytest.raises(ConfigurationError, match="unknown argument 'environment'"):
         UnionClusterResolver(FIRST, environment="cloud")

@@ -108,8 +108,8 @@ def test_without_a_cluster_a_script_says_how_to_start_one() -> None:
     run = subprocess.run(command, env=plain_environ(), capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert run.stderr == (
-        "psync: error: this process belongs to no cluster: none is open in the program, and no "
-        "variables of TF_CONFIG, torchrun, SLURM, Kubernetes describe one\n"
+        "psync: error: this process belongs to no cluster: the program has opened none, "
+        "and the variables of TF_CONFIG, torchrun, SLURM, Kubernetes describe none\n"
         f"hint: to train on this machine: psync run {command[1]} --ps 1 --workers 2; or open a "
         "psync.LocalCluster(1, 2) in the program, and start that by asyncio.run\n"
     )

@@ -139,8 +139,8 @@ def test_a_ps_that_was_started_again_meanwhile_is_told_to_the_program(tmp_path: 
         cluster.start("ps", 1, command)
         last = ended(cluster.start("chief", 0, command))
         assert last.code == 1
-        assert "/job:ps/task:1 has lost what it held" in last.err
-        assert "go on from the last checkpoint" in last.err
+        assert "/job:ps/task:1 has lost its shards" in last.err
+        assert "from the last checkpoint" in last.err
 
 
 @pytest.mark.promise("failures.chief-updates-in-progress")

@@ -175,7 +175,7 @@ NOISE = (
 
 CHECKPOINT = r"/job:ps/task:1 at \S+ .*; all ps tasks roll back to the newest checkpoint"
 BACKUP = r"/job:ps/task:1 at \S+ .*; its backup takes over"
-NO_WAY_BACK = r"/job:ps/task:1 cannot be brought back: no CheckpointManager has saved .*"
+NO_WAY_BACK = r"/job:ps/task:1 cannot be recovered: no CheckpointManager has saved .*"
 WORKER = r"/job:worker/task:1 is lost \(.*\); its closures run again"
 
 
@@ -183,9 +183,9 @@ WORKER = r"/job:worker/task:1 is lost \(.*\); its closures run again"
     ("mode", "victim", "alarm", "news"),
     [
         ("checkpoint", "ps-1", f"WARNING {CHECKPOINT}", ("recovered in", "is reachable again")),
-        ("backup", "ps-1", f"WARNING {BACKUP}", ("nothing is undone", "is reachable again")),
+        ("backup", "ps-1", f"WARNING {BACKUP}", ("no update is lost", "is reachable again")),
         ("nothing", "ps-1", f"ERROR {NO_WAY_BACK}", ()),
-        ("nothing", "worker-1", f"WARNING {WORKER}", ("takes part again",)),
+        ("nothing", "worker-1", f"WARNING {WORKER}", ("has rejoined",)),
         ("checkpoint", "chief-0", "", ("restored",)),
     ],
 )

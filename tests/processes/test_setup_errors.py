@@ -107,7 +107,7 @@ def test_without_a_secret_no_task_starts(job: str) -> None:
         run = cluster.run(job, 0, IDLE, secret=None)
         address = cluster.cluster[job][0]
     assert reason_of(run) == (
-        f"no secret is set, and every user of this machine could run code on this task ({address})"
+        f"no secret is set, so every user of this machine could run code on this task ({address})"
     )
     assert "hint: set PSYNC_SECRET, or PSYNC_SECRET_FILE" in run.err
     assert "--insecure" in run.err

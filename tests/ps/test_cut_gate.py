@@ -146,7 +146,7 @@ async def test_the_gate_opens_after_a_while_by_itself(
         v = await cluster.create("v", [0.0])
         await say(cluster.chief, Gate(1))
         await push(cluster.client(WORKER), [v], [1])
-        assert "is given up" in caplog.text
+        assert "is cancelled" in caplog.text
 
 
 @pytest.mark.virtual_time

@@ -62,9 +62,9 @@ def test_a_body_may_be_pieces_of_whole_shards(store: ShardStore) -> None:
     assert gradients[0][0] == 9  # where it lies
     assert not known.fits([4, 16])
     assert not known.fits([13, 7])
-    with pytest.raises(ValueMismatchError, match="declared anew"):
+    with pytest.raises(ValueMismatchError, match="declared again"):
         known.body_of([memoryview(bytes(4)), memoryview(bytes(16))], "ps")
-    with pytest.raises(ValueMismatchError, match="declared anew"):
+    with pytest.raises(ValueMismatchError, match="declared again"):
         known.body_of([memoryview(bytes(12)), memoryview(bytes(12))], "ps")
 
 

@@ -167,7 +167,7 @@ class TestGoingBack:
             await prepare(cluster, state)
             half = MiB + 12
             for place, data in enumerate(items):
-                with pytest.raises(UsageError, match=f"not complete.* variable {v.variable_id} is"):
+                with pytest.raises(UsageError, match=f"incomplete.* variable {v.variable_id} is"):
                     await take(cluster)
                 await fill(cluster, place, data[half:], start=half)
                 await fill(cluster, place, data[:half])

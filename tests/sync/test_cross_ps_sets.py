@@ -204,7 +204,7 @@ class TestWholePushes:
                 await send(cluster.replica(1), [(1, 99, 0)], np.ones(2, np.float32))
             with pytest.raises(ValueMismatchError):
                 await send(cluster.replica(2), [member(c)], np.ones(2, bool))
-            with pytest.raises(RemoteProtocolError, match="there are 2 ps tasks"):
+            with pytest.raises(RemoteProtocolError, match="there are only 2 ps tasks"):
                 await send(cluster.replica(3), [(2, 0, 0)], np.ones(2, np.float32))
             with pytest.raises(RemoteProtocolError, match="not defined"):
                 await send(cluster.replica(4), None, np.ones(3, np.float32))

@@ -274,8 +274,8 @@ class TestBudget:
         with pytest.raises(ConfigurationError) as caught:
             reserve(staging, A, 2, nbytes=34)
         assert str(caught.value) == (
-            "sync on /job:ps/task:1: a step may need 3 pushes of 34 bytes (102 bytes) at once, and "
-            "the budget is 100 bytes\n"
+            "sync on /job:ps/task:1: a step may need 3 pushes of 34 bytes (102 bytes) at the same "
+            "time, but the budget is 100 bytes\n"
             "hint: set PSYNC_LIMIT_STAGING_BYTES=102 or more on the ps tasks, or spread the "
             "variables over more of them"
         )

@@ -418,7 +418,7 @@ def test_defining_again_changes_nothing_and_must_be_the_same() -> None:
     steps.push(0, 0)
     steps.define(GROUP, config(2), 9)
     assert steps.step(GROUP) == 0
-    with pytest.raises(ConfigurationError, match="another configuration"):
+    with pytest.raises(ConfigurationError, match="a different configuration"):
         steps.define(GROUP, config(3), 0)
 
 

@@ -235,11 +235,11 @@ def test_wrong_python_types_are_type_errors(cluster: Any, message: str) -> None:
         ),
         (
             {"ps": ["host:0"]},
-            "/job:ps/task:0: address 'host:0' names no port that the other tasks could connect to",
+            "/job:ps/task:0: address 'host:0' has no port that the other tasks could connect to",
         ),
         (
             {"ps": [":1"]},
-            "/job:ps/task:0: address ':1' names no host that the other tasks could connect to",
+            "/job:ps/task:0: address ':1' has no host that the other tasks could connect to",
         ),
     ],
 )

@@ -318,7 +318,9 @@ async def test_data_that_end_between_epochs_end_training_as_they_do_within_one(
         await here.fit(here.make(None), saves, told, epochs=7, data=few)
         assert here.history.epoch == [*range(5)]
         assert await here.count.read() == 4 * STEPS
-    assert "training ends with epoch 5 of 7: the workers' data began and ended in it" in caplog.text
+    assert (
+        "training ends with epoch 5 of 7: the workers' data started and ended in it" in caplog.text
+    )
 
 
 async def test_data_that_end_in_what_a_checkpoint_lacks_end_training_too(

@@ -192,7 +192,7 @@ class TestWhatBelongsToVariablesThatAreCalledOtherwiseByNow:
             slot = momentum.get_slot(tree["b"], "momentum")
             assert slot is not None
             assert (await slot.read()).tolist() == [11, 11]
-        assert f"variable names in {path} are not known" in caplog.text
+        assert f"variable names in {path} are unknown" in caplog.text
 
 
 class TestCheckpointsOfEarlierVersions:

@@ -71,7 +71,7 @@ def load_tls(environ: Mapping[str, str]) -> Tls | None:
         return None
     if ca is None:
         raise ConfigurationError(
-            f"{CERT_FILE if cert else KEY_FILE} is set, and {CA_FILE} is not",
+            f"{CERT_FILE if cert else KEY_FILE} is set, but {CA_FILE} is not",
             hint=f"name the authority that signed all tasks' certificates; {HOW_TO_MAKE_THEM}",
         )
     if (cert is None) is not (key is None):

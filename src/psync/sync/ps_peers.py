@@ -317,7 +317,7 @@ class AllPs:
         ps, *_ = config.global_step
         if not 0 <= ps < len(self._attach.ps_addresses):
             raise ConfigurationError(
-                f"{config.name}: its global step is on ps {ps}, and there are "
+                f"{config.name}: its global step is on ps {ps}, but there are only "
                 f"{len(self._attach.ps_addresses)} ps tasks"
             )
         if ps:

@@ -124,9 +124,9 @@ def test_jobs_that_are_not_named_are_counted(
         ("ps=-1", 4, "as in chief=1,ps=2,worker=4"),
         ("ps=1,ps=2", 4, "as in chief=1,ps=2,worker=4"),
         ("server=1", 4, "as in chief=1,ps=2,worker=4"),
-        ("ps=2", None, "expected a number of workers, which SLURM does not tell"),
-        ("ps=3", 4, "expected 1 chief, 3 ps and at least 1 worker, and SLURM has started 4 tasks"),
-        ("ps=1,worker=3", 4, "expected 5 tasks, and SLURM has started 4 tasks"),
+        ("ps=2", None, "expected a number of workers, which SLURM does not provide"),
+        ("ps=3", 4, "expected 1 chief, 3 ps and at least 1 worker, but SLURM has started 4 tasks"),
+        ("ps=1,worker=3", 4, "expected 5 tasks, but SLURM has started 4 tasks"),
     ],
 )
 def test_jobs_that_do_not_fit_are_told(text: str, num_tasks: int | None, told: str) -> None:

@@ -130,7 +130,7 @@ def test_a_missing_variable_is_named(variable: str) -> None:
     [
         ({"SLURM_PROCID": "x"}, {}, "SLURM_PROCID: expected a number, got 'x'"),
         ({"SLURM_PROCID": "5"}, {}, "SLURM_PROCID: expected a rank below 5, got '5'"),
-        ({}, {"jobs": {"ps": 1, "worker": 2}}, "the jobs have 3 tasks .*, the job step has 5"),
+        ({}, {"jobs": {"ps": 1, "worker": 2}}, "the jobs have 3 tasks .*, but the job step has 5"),
         ({}, {"jobs": {"ps": -1, "worker": 6}}, "jobs: expected whole numbers"),
         ({}, {"jobs": {"ps": 2.0, "worker": 3}}, "jobs: expected whole numbers"),
         ({}, {"jobs": {"p s": 5}}, "job name 'p s'"),
