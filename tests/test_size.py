@@ -10,14 +10,14 @@ import pytest
 from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
-    "core": 52_949,
-    "src": 66_751,
+    "core": 52_950,
+    "src": 66_752,
     "nodes": 611_500,
     "tests": 127_000,
     "net": 5_562,
     "api": 4_087,
     "store": 3_625,
-    "sync": 3_582,
+    "sync": 3_583,
     "ps": 3_365,
     "top": 3_279,
     "status": 3_023,
