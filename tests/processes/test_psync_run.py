@@ -172,7 +172,8 @@ def test_a_worker_that_is_killed_is_started_again() -> None:
         run.tell_chief("exit 0")
         assert run.wait() == 0
         assert run.errors == (
-            "psync: worker-1 was killed by SIGKILL and is started again (at most 3 times a minute)\n"
+            "psync: worker-1 was killed by SIGKILL and is started again "
+            "(at most 3 times a minute)\n"
         )
 
 

@@ -72,7 +72,8 @@ class ShareNumbers:
         """
         if not 0 < ps < self._num_ps:
             raise RemoteProtocolError(
-                f"{self._task}: a set with shards on ps {ps}, but there are only {self._num_ps} ps tasks"
+                f"{self._task}: a set with shards on ps {ps}, but there are only "
+                f"{self._num_ps} ps tasks"
             )
         key = (ps, tuple((variable, index) for variable, index in members))
         number = self._known.get(key)
