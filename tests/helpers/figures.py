@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import gc
 import io
 import os
 import sys
@@ -83,6 +84,8 @@ class Calls:
         self.native = 0
 
     def __enter__(self) -> Calls:
+        gc.collect()
+        gc.disable()  # what other tests have left is not of this operation
         threading.setprofile(self._count)
         sys.setprofile(self._count)
         return self
@@ -90,6 +93,7 @@ class Calls:
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
         threading.setprofile(None)
+        gc.enable()
 
     def _count(self, frame: FrameType, event: str, _: Any) -> None:
         if event not in ("call", "c_call"):

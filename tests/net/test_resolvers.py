@@ -195,6 +195,8 @@ def test_text_that_is_not_json_is_an_error_at_access(text: str) -> None:
         (task("ps", -1), "task.index is -1, and the job 'ps' has tasks 0 to 1"),
         ({"task": {"type": "ps", "index": 0}}, "cluster is missing or empty"),
         ({}, "cluster is missing or empty"),
+        ({"sparseCluster": CLUSTER, "task": {"type": "ps"}},
+         "sparseCluster is not supported, expected cluster"),
         ({"cluster": {**CLUSTER, "gpu": ["g:1"]}, "task": {"type": "ps", "index": 0}},
          "cluster.gpu: expected the jobs 'chief', 'worker', 'ps' or 'evaluator', got 'gpu'"),
         ({"cluster": {"chief": ["c:1"], "worker": ["w:1"]}, "task": {"type": "chief", "index": 0}},

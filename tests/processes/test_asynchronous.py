@@ -125,7 +125,7 @@ def test_without_a_cluster_a_script_says_how_to_start_one() -> None:
 def test_workers_that_die_in_a_push_leave_exact_counts(point: str) -> None:
     run = ended(steps("counts", "--max-restarts", "1000", PSYNC_FAILPOINTS=f"{point}=kill@9"))
     assert (run.code, run.out) == (0, "40.0 [40.0, 40.0, 40.0]\n"), run.err
-    assert "was killed by SIGKILL and restarts" in run.err
+    assert "was killed by SIGKILL and is started again" in run.err
 
 
 @pytest.mark.promise("failures.ps-without-checkpoint")
@@ -138,7 +138,7 @@ def test_a_killed_ps_ends_the_program_with_an_error_soon() -> None:
     assert time.monotonic() - began < 20  # two seconds, and the end of all tasks
     # The variable is on ps 0, but the coordinator watches over all of them.
     assert lost.code == 1
-    assert "psync: ps-1 was killed by SIGKILL and restarts" in lost.err
+    assert "psync: ps-1 was killed by SIGKILL and is started again" in lost.err
     assert re.search(
         r"psync\.errors\.ParameterServerLost: /job:ps/task:1 at \S+ was restarted and has lost",
         lost.err,

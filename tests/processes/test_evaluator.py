@@ -77,7 +77,7 @@ def test_it_evaluates_what_training_saves_and_may_be_killed_at_any_time(tmp_path
         saved = run.save(1)
         assert run.wait_for("[evaluator-0] found ckpt-00000001 ") == f"{saved} at step 5"
         os.kill(pid, signal.SIGKILL)
-        run.wait_for_error("evaluator-0 was killed by SIGKILL and restarts")
+        run.wait_for_error("evaluator-0 was killed by SIGKILL and is started again")
         again = int(run.wait_for("[evaluator-0] evaluator "))
         assert run.wait_for("[evaluator-0] found ckpt-00000001 ") == f"{saved} at step 5"
         run.save(2)

@@ -56,7 +56,7 @@ def test_ratings_are_learned_as_well_as_noise_allows_though_a_worker_is_killed()
     os.kill(pid_of(running, "worker", 1), signal.SIGKILL)
     end = ended(running)
     assert end.code == 0, end.err
-    assert "worker-1 was killed by SIGKILL and restarts" in end.err
+    assert "worker-1 was killed by SIGKILL and is started again" in end.err
     reached, noise, least = map(float, re.findall(r": (0\.\d+)$", end.out, re.M))
     assert noise < least < reached < 1.1 * least
 

@@ -119,7 +119,7 @@ def test_a_worker_that_is_killed_is_started_again_there(
         assert run.ask("add 400") == "begun"
         killed = min(before)
         os.kill(killed, signal.SIGKILL)
-        assert "was killed by SIGKILL and restarts" in run.wait_for_error("SIGKILL")
+        assert "was killed by SIGKILL and is started again" in run.wait_for_error("SIGKILL")
         assert run.line() == "total 400"
         assert before - run.there(4) == {killed}
         assert run.end() == 0

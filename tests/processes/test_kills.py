@@ -189,7 +189,7 @@ def test_closures_of_a_killed_worker_run_elsewhere_and_it_takes_part_again(
 
     with caplog.at_level(logging.INFO, "psync"):
         run(main)
-    assert "worker-0 was killed by SIGKILL and restarts" in caplog.text
+    assert "worker-0 was killed by SIGKILL and is started again" in caplog.text
     assert "/job:worker/task:0 has rejoined" in caplog.text
 
 
@@ -326,5 +326,5 @@ def test_a_killed_ps_ends_the_run_with_a_clear_error_soon(
                     await coordinator.join()
 
     run(main)
-    again = "restarts" if max_restarts else "is not started again"
+    again = "is started again" if max_restarts else "is not started again"
     assert f"ps-0 was killed by SIGKILL and {again}" in caplog.text

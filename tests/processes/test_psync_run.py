@@ -172,14 +172,15 @@ def test_a_worker_that_is_killed_is_started_again() -> None:
         run.tell_chief("exit 0")
         assert run.wait() == 0
         assert run.errors == (
-            "psync: worker-1 was killed by SIGKILL and restarts (at most 3 times a minute)\n"
+            "psync: worker-1 was killed by SIGKILL and is started again "
+            "(at most 3 times a minute)\n"
         )
 
 
 def test_a_worker_that_dies_too_often_ends_the_run() -> None:
     with launched("workers-exit", "7", num_workers=1, max_restarts=2) as run:
         assert run.wait() == 1
-        again = "psync: worker-0 exited with code 7 and restarts (at most 2 times a minute)"
+        again = "psync: worker-0 exited with code 7 and is started again (at most 2 times a minute)"
         end = "psync: error: worker-0 exited with code 7, 3 deaths within a minute: the run ends"
         assert run.errors.splitlines() == [again, again, end]
 
@@ -213,7 +214,7 @@ def test_a_ps_that_is_killed_is_started_again() -> None:
         run.tell_chief("exit 0")
         assert run.wait() == 0
         assert run.errors == (
-            "psync: ps-0 was killed by SIGKILL and restarts (at most 3 times a minute)\n"
+            "psync: ps-0 was killed by SIGKILL and is started again (at most 3 times a minute)\n"
         )
 
 
@@ -222,8 +223,8 @@ def test_a_ps_that_dies_too_often_is_left_to_the_chief() -> None:
         run.wait_ready(*ALL)
         for _ in range(2):
             os.kill(run.pids.pop("ps-0"), signal.SIGKILL)
-            if "restarts" not in run.errors:
-                run.wait_error("restarts (at most 1 times a minute)\n")
+            if "is started again" not in run.errors:
+                run.wait_error("is started again (at most 1 times a minute)\n")
                 run.wait_ready("ps-0")
         run.wait_error(
             "psync: ps-0 was killed by SIGKILL, 2 deaths within a minute: it is not started again\n"
@@ -268,8 +269,8 @@ def test_a_chief_that_fails_is_started_again_and_told_how_often() -> None:
         assert counts == ["0", "1", "2"]
         assert {name: pid for name, pid in run.pids.items() if name != "chief-0"} == others
         assert run.errors.splitlines() == [
-            "psync: the chief exited with code 1 and restarts (1 of at most 2 times)",
-            "psync: the chief was killed by SIGABRT and restarts (2 of at most 2 times)",
+            "psync: the chief exited with code 1 and is started again (1 of at most 2 times)",
+            "psync: the chief was killed by SIGABRT and is started again (2 of at most 2 times)",
         ]
 
 
@@ -342,7 +343,7 @@ def test_an_evaluator_that_is_killed_too_often_is_left_alone() -> None:
         os.kill(run.pids["evaluator-0"], signal.SIGKILL)
         run.wait_ready("evaluator-0")
         os.kill(run.pids["evaluator-0"], signal.SIGKILL)
-        run.wait_error("psync: evaluator-0 was killed by SIGKILL and restarts\n")
+        run.wait_error("psync: evaluator-0 was killed by SIGKILL and is started again\n")
         run.wait_error(
             "psync: evaluator-0 was killed by SIGKILL and is not started again; training goes on\n"
         )

@@ -93,7 +93,7 @@ def test_a_ps_that_is_killed_before_anything_was_computed_costs_nothing(
 
     def kill_victim() -> None:
         kill(run, victim)
-        wait_for_line(run, f"psync: {victim} was killed by SIGKILL and restarts")
+        wait_for_line(run, f"psync: {victim} was killed by SIGKILL and is started again")
 
     wait_for_line(run, "strategy", "stdout")
     kill_victim()  # whatever the chief has come to
@@ -125,7 +125,7 @@ def test_a_chief_that_is_killed_goes_on_from_its_checkpoint_with_the_tasks_that_
     assert changed == {"chief-0"}
     (workers,) = re.findall(r"^workers (.*)$", end.out, re.M)
     assert {int(pid) for pid in workers.split()} <= {after["worker-0"], after["worker-1"]}
-    assert "psync: the chief was killed by SIGKILL and restarts (1 of at most 2 times)" in (
+    assert "psync: the chief was killed by SIGKILL and is started again (1 of at most 2 times)" in (
         end.err.splitlines()
     )
     assert "Traceback" not in end.err
@@ -144,7 +144,7 @@ def test_with_a_ps_that_is_killed_the_run_goes_on_from_the_checkpoint(
     end = ended(run)
     assert end.code == 0, end.err
     assert_sixty_steps(end.out)
-    again = f"psync: {victim} was killed by SIGKILL and restarts (at most 3 times a minute)"
+    again = f"psync: {victim} was killed by SIGKILL and is started again (at most 3 times a minute)"
     assert again in end.err.splitlines()
     wait_until_gone(before)
 
@@ -158,7 +158,7 @@ def test_a_worker_that_is_killed_costs_no_step(tmp_path: Path) -> None:
     end = ended(run)
     assert end.code == 0, end.err
     assert_sixty_steps(end.out)
-    assert "worker-1 was killed by SIGKILL and restarts (at most 3 times" in end.err
+    assert "worker-1 was killed by SIGKILL and is started again (at most 3 times" in end.err
     assert "the chief" not in end.err
     wait_until_gone(before)
 
@@ -235,7 +235,7 @@ def test_a_chief_that_is_killed_too_often_ends_the_run() -> None:
     end = ended(run)
     assert end.code == 128 + signal.SIGKILL
     first, last = (line for line in end.err.splitlines() if line.startswith("psync: the chief"))
-    assert first.endswith("restarts (1 of at most 1 times)")
+    assert first.endswith("is started again (1 of at most 1 times)")
     assert last == "psync: the chief was killed by SIGKILL, after 1 restart"
     wait_until_gone(tasks)
 
@@ -248,7 +248,7 @@ def test_a_launcher_that_is_killed_leaves_nobody_whatever_it_would_start_again(
     before = children_of(run.pid)
     if victim != "launcher":  # in the middle of a restart
         os.kill(before[victim], signal.SIGKILL)
-        wait_for_line(run, "restarts")
+        wait_for_line(run, "is started again")
     os.kill(run.pid, signal.SIGKILL)
     assert ended(run).code == -signal.SIGKILL  # also: nobody holds its stdout, the chief's own
     wait_until_gone(before)
@@ -258,7 +258,7 @@ def test_a_ps_that_dies_without_a_checkpoint_fails_the_chief_which_then_begins_a
     run = psync_run("--chief-restarts", "1", *script("steps.py"), "--", "endless")
     wait_for_line(run, "running", "stdout")
     kill(run, "ps-1")
-    wait_for_line(run, "the chief exited with code 1 and restarts")
+    wait_for_line(run, "the chief exited with code 1 and is started again")
     wait_for_line(run, "running", "stdout")
     before = children_of(run.pid)
     assert interrupt(run).code == 130
@@ -273,7 +273,7 @@ def test_workers_that_run_the_program_themselves_find_the_next_chief() -> None:
     assert end.code == 0, end.err
     assert "chief-0: step 150, w [150.0, 150.0, 150.0, 150.0]" in end.out
     for index in range(2):
-        line = f"psync: worker-{index} exited with code 1 and restarts, as the chief was"
+        line = f"psync: worker-{index} exited with code 1 and is started again, as the chief was"
         assert line in end.err.splitlines()
 
 

@@ -47,7 +47,7 @@ def reason_of(run: Ended) -> str:
         ('{"cluster": {"ps": ', "TF_CONFIG: expected a JSON object, got text that is not JSON"),
         (f'{{"cluster": {{"sp": ["h:1"]}}, {TASK}}}', "TF_CONFIG: cluster.sp: expected the jobs"),
         (f'{{"cluster": {{"ps": ["h"]}}, {TASK}}}', "address 'h': expected a port"),
-        (f'{{"cluster": {{"ps": ["h:0"]}}, {TASK}}}', "address 'h:0' names no port"),
+        (f'{{"cluster": {{"ps": ["h:0"]}}, {TASK}}}', "address 'h:0' has no port"),
         ('{"cluster": {"ps": ["h:1"]}}', "TF_CONFIG: task.type is missing"),
         (
             '{"cluster": {"ps": ["h:1"]}, "task": {"type": "ps", "index": 1}}',

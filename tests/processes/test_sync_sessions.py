@@ -86,7 +86,7 @@ def test_a_worker_that_is_killed_is_started_again_and_takes_part_again() -> None
     assert "chief-0: step 150, w [150.0, 150.0, 150.0, 150.0]" in run.out
     (accepted,) = re.findall(r"worker-1: (\d+) accepted", run.out)
     assert 0 < int(accepted) < 150
-    assert "worker-1 was killed by SIGKILL and restarts" in run.err
+    assert "worker-1 was killed by SIGKILL and is started again" in run.err
     assert_gone(first, second)
 
 

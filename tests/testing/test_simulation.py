@@ -356,7 +356,7 @@ def test_marks_of_a_fail_over_while_a_step_is_closing() -> None:
     assert found.keys() >= {
         "ps 0 dies while a step is closing",
         "a fail-over while a step is closing",
-        "a ps restarts during a fail-over",
+        "a ps is started again during a fail-over",
         "a promoted ps 0 closes a step again",
         "a process that serves several ps tasks dies",
     }

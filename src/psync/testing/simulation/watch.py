@@ -18,7 +18,8 @@ AT_ONCE_S = 0.01
 _COPIED = re.compile(r"INFO /job:ps/task:\d+: its backup in the process of /job:ps/task:(\d+) is")
 _SERVED = re.compile(r"INFO /job:ps/task:(\d+) is served by its backup, in the process of "
                      r"/job:ps/task:(\d+)")  # fmt: skip
-_LOST = re.compile(r"\w+ /job:(\w+)/task:(\d+)(?: at \S+)? (?:is lost|cannot be reached|was)")
+_LOST = re.compile(r"\w+ /job:(\w+)/task:(\d+)(?: at \S+)? "
+                   r"(?:is lost|cannot be reached|is unreachable|was)")  # fmt: skip
 
 
 def marks_of(trace: Sequence[Any]) -> dict[str, int]:
