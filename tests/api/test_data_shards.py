@@ -333,7 +333,7 @@ def test_a_state_of_other_shards_is_refused() -> None:
         ([], "^shards: expected at least one, got an empty list$"),
         (
             range(10**12),
-            r"^shards: expected at most 1048576, got 1000000000000: each .*\nhint: let",
+            r"^shards: expected at most 1048576, got 1000000000000: each .*\nhint: make",
         ),
     ],
 )

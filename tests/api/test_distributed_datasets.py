@@ -220,7 +220,7 @@ def test_the_spec_is_taken_from_the_elements_and_asks_for_no_more_than_two() -> 
             r"got a function\nhint: for a function use "
             r"distribute_datasets_from_function",
         ),
-        (list, r"got a type\nhint: distribute_datasets_from_function"),
+        (list, r"got a type\nhint: for a function use distribute_datasets_from_function"),
         ((n for n in [1]), "a generator can be iterated over only once"),
         (np.zeros(3), r"got an array\nhint: psync.data.from_arrays"),
         (None, "^dataset: expected an iterable of batches, got NoneType$"),
