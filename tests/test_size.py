@@ -10,7 +10,7 @@ from figures import OPERATIONS, per_operation, sizes
 
 SIZES = {
     "core": 52_950,
-    "src": 66_752,
+    "src": 66_753,
     "nodes": 611_500,
     "tests": 127_000,
     "net": 5_562,
@@ -34,7 +34,7 @@ SIZES = {
     "replicas": 1_015,
     "checkpoints": 899,
     "serialization": 867,
-    "testing": 9_927,
+    "testing": 9_928,
     "integrations": 2_478,
     "bench": 1_397,
 }

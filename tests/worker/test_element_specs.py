@@ -64,7 +64,7 @@ def test_no_element_has_no_spec() -> None:
     ("elements", "message"),
     [
         ([1, 2.0], r"^elements of one dataset differ in dtype: int64 and float64$"),
-        ([(1, 2), [1, 2]], r"differ in structure: of type tuple and of type list\nhint: give every"),
+        ([(1, 2), [1, 2]], r"differ in structure: of type tuple and of type list\nhint: give"),
         ([(1, 2), 1], r"differ in structure: of type tuple and of type array"),
         ([(1, 2), None], r"differ in structure: of type tuple and of type NoneType"),
         ([None, 1], r"differ in structure: of type NoneType and of type array"),
