@@ -325,7 +325,7 @@ def test_what_it_is_made_with_is_checked() -> None:
     with pytest.raises(ConfigurationError, match="expected trainable to be a function of a name"):
         served_of(strategy, trainable="w")
     with pytest.raises(
-        ConfigurationError, match="params has no leaf to train\nhint: there are b, w"
+        ConfigurationError, match="params has no leaf to train\nhint: leaves: b, w"
     ):
         served_of(strategy, trainable=lambda name: False)
     with pytest.raises(ConfigurationError, match=r"one of 'mean', 'first', 'local', got 'sum'"):

@@ -326,7 +326,7 @@ async def test_without_a_gradient_or_a_pull_there_is_nothing_to_push() -> None:
             await served.push()
 
         with pytest.raises(
-            ValueMismatchError, match="PSModule 'served_module': no gradient to push"
+            ValueMismatchError, match="PSModule 'ps_module': no gradient to push"
         ):
             await in_step(coordinator, without_backward)
         with pytest.raises(UsageError, match="push in a step that has not pulled"):

@@ -240,7 +240,7 @@ async def test_arguments_of_keras_that_it_does_not_have_are_refused_with_what_th
             ({"batch_size": 3}, "from_arrays"),
             ({"epoch": 3}, "docstring of PSModel.fit"),
         ):
-            message = f"fit: argument {next(iter(others))}, .*\nhint: .*{hint}"
+            message = f"fit: argument {next(iter(others))} is not .*\nhint: .*{hint}"
             with pytest.raises(ConfigurationError, match=message):
                 await model.fit(batches, 1, 1, **others)
         with pytest.raises(ConfigurationError, match=r"class_weight to be a dict, .* got list"):
