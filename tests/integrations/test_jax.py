@@ -324,9 +324,7 @@ def test_what_it_is_made_with_is_checked() -> None:
         served_of(strategy, optimizer="adam")
     with pytest.raises(ConfigurationError, match="expected trainable to be a function of a name"):
         served_of(strategy, trainable="w")
-    with pytest.raises(
-        ConfigurationError, match="params has no leaf to train\nhint: leaves: b, w"
-    ):
+    with pytest.raises(ConfigurationError, match="params has no leaf to train\nhint: leaves: b, w"):
         served_of(strategy, trainable=lambda name: False)
     with pytest.raises(ConfigurationError, match=r"one of 'mean', 'first', 'local', got 'sum'"):
         served_of(strategy, merge="sum")

@@ -325,9 +325,7 @@ async def test_without_a_gradient_or_a_pull_there_is_nothing_to_push() -> None:
         async def without_pull() -> None:
             await served.push()
 
-        with pytest.raises(
-            ValueMismatchError, match="PSModule 'ps_module': no gradient to push"
-        ):
+        with pytest.raises(ValueMismatchError, match="PSModule 'ps_module': no gradient to push"):
             await in_step(coordinator, without_backward)
         with pytest.raises(UsageError, match="push in a step that has not pulled"):
             await in_step(coordinator, without_pull)
