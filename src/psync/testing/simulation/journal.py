@@ -334,7 +334,7 @@ class Journal:
         if not _is_heard():
             return
         self.events.append(event)
-        self.say("event", f"{event}")
+        self.say("event", repr(event))
         if isinstance(event, FailoverEvent):
             self.moved |= dict(zip(event.lost, event.served_by, strict=True))
         if isinstance(event, RollbackEvent):
