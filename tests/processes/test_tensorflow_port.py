@@ -1,4 +1,4 @@
-"""The ported programs of docs/howto/tensorflow.md: examples/tensorflow."""
+"""The ported programs of docs/howto/tensorflow.md: examples/ported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tasks_by_hand import children_of, ended, plain_environ, wait_for_line
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples" / "tensorflow"
+EXAMPLES = ROOT / "examples" / "ported"
 
 
 def test_the_page_shows_lines_of_the_programs() -> None:

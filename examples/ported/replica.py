@@ -1,7 +1,7 @@
 """A port of a TensorFlow 1 program, where each task runs the whole program in a session.
 
-    psync run examples/tensorflow/replica.py --ps 2 --workers 2
-    psync run examples/tensorflow/replica.py --ps 2 --workers 2 -- --synchronous
+    psync run examples/ported/replica.py --ps 2 --workers 2
+    psync run examples/ported/replica.py --ps 2 --workers 2 -- --synchronous
 
 docs/howto/tensorflow.md compares it with its original. Checkpoints are in train_logs.
 """

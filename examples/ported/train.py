@@ -1,6 +1,6 @@
 """A port of a program for tf.distribute.ParameterServerStrategy.
 
-    psync run examples/tensorflow/train.py --ps 2 --workers 2
+    psync run examples/ported/train.py --ps 2 --workers 2
 
 It learns the weights of a linear function. docs/howto/tensorflow.md compares it with its original.
 """
