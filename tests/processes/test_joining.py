@@ -124,4 +124,4 @@ def test_whoever_cannot_join_says_why_in_one_line(environ: dict[str, str]) -> No
         assert chief.end() == 0
     ended = refused(environ, at)
     assert "connection refused" in ended
-    assert "One that has ended" in ended
+    assert "join only while it runs" in ended
