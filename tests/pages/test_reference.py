@@ -6,6 +6,7 @@ import enum
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 from types import ModuleType
 from typing import Any
@@ -72,6 +73,7 @@ def public_classes() -> dict[str, type]:
         elif value is not psync.testing:  # a network in memory, and its parts
             own = [each for each in vars(value) if vars(value)[each] in classes_of(value)]
             found |= {f"psync.{name}.{each}": getattr(value, each) for each in own}
+    os.environ.setdefault("KERAS_BACKEND", "jax")
     for library, name in SERVED.items():
         if importlib.util.find_spec(library) is not None:
             home = f"psync.integrations.{library}"
