@@ -93,7 +93,7 @@ class RollbackStep(Enum):
     ATTACH = "wait until every ps is there"
     LOAD = "let every ps prepare its snapshot"
     SWITCH = "let every ps restore it, in a new timeline"
-    CREATE = "create variables again on those that were lost"
+    CREATE = "let every ps go on alone, then create variables again on those that were lost"
     ADOPT = "let every ps say that it may be attached from now on"
 
 
