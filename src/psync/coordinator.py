@@ -46,11 +46,16 @@ from psync.replicas.gang_runner import GangRunner
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import EMPTY, check_size, pack_arguments
 from psync.serialization.remote_value import RemoteValue
-from psync.wire import worker_messages
-from psync.wire.messages import Done
-from psync.wire.recovery_messages import EndSession, LeaveCluster
-from psync.wire.sync_messages import FinishSteps
-from psync.wire.worker_messages import CancelClosures, ReachCollective, ReleaseIterators
+from psync.wire import messages
+from psync.wire.messages import (
+    CancelClosures,
+    Done,
+    EndSession,
+    FinishSteps,
+    LeaveCluster,
+    ReachCollective,
+    ReleaseIterators,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -487,7 +492,7 @@ class Coordinator:
             elif isinstance(action, Cancel):
                 self.workers.notify(action.worker, CancelClosures(list(action.ids)))
             elif isinstance(action, GiveBack):
-                self.workers.notify(action.worker, worker_messages.GiveBack(list(action.ids)))
+                self.workers.notify(action.worker, messages.GiveBack(list(action.ids)))
         if self._queue.has_failed is not self._final.refused:
             self._final.look_for_errors()
         if self.joins.waiting:

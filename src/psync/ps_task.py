@@ -53,10 +53,20 @@ from psync.store.snapshot import Loaded
 from psync.sync.groups import CLOSER
 from psync.sync.ps_services import PsProcess, PsServices
 from psync.wire.codec import Message
-from psync.wire.messages import AskSpans, AskStatistics, Done, Hello, Refused, Shutdown, Statistics
-from psync.wire.ps_messages import AttachPs, PsAttached
-from psync.wire.recovery_messages import RestoreSnapshot
-from psync.wire.session_messages import ON_EACH_PS, ON_PS_0
+from psync.wire.messages import (
+    ON_EACH_PS,
+    ON_PS_0,
+    AskSpans,
+    AskStatistics,
+    AttachPs,
+    Done,
+    Hello,
+    PsAttached,
+    Refused,
+    RestoreSnapshot,
+    Shutdown,
+    Statistics,
+)
 
 if TYPE_CHECKING:
     from psync.compat.session_service import SessionService

@@ -38,16 +38,22 @@ from psync.net.tracing.recorder import SpanRecorder
 from psync.net.transport import Listener
 from psync.numerics.block_pool import BlockPool
 from psync.wire.codec import Message
-from psync.wire.messages import AskSpans, AskStatistics, Done, Shutdown, Statistics
-from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, LeaveCluster
-from psync.wire.worker_messages import (
+from psync.wire.messages import (
     AskPosition,
+    AskSpans,
+    AskStatistics,
     AttachWorker,
     CancelClosures,
+    CoordinatorGranted,
+    Done,
     GiveBack,
+    GrantCoordinator,
+    LeaveCluster,
     ReleaseIterators,
     RunClosures,
     RunReplica,
+    Shutdown,
+    Statistics,
 )
 from psync.worker.iterators import IteratorTable
 from psync.worker.session import Session

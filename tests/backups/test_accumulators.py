@@ -20,17 +20,17 @@ from psync.net.peer import Received
 from psync.ps.accumulators import AccumulatorService
 from psync.ps_task import PsTask
 from psync.store.ledger_snapshot import gradients_of
-from psync.wire.accumulator_messages import (
+from psync.wire.codec import encode
+from psync.wire.messages import (
     ApplyGradient,
     DefineAccumulator,
+    Fence,
     ForgetTakes,
     GradientApplied,
     GradientTaken,
     SetAccumulatorStep,
     TakeGradient,
 )
-from psync.wire.codec import encode
-from psync.wire.ps_messages import Fence
 from psync.wire.tensors import to_bytes_view
 
 DTYPES = {

@@ -15,8 +15,7 @@ from psync.errors import DeadlineExceeded, FencedError
 from psync.ps.executor import Entry
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog
-from psync.wire.ps_messages import AttachPs, Fence
-from psync.wire.recovery_messages import BackUp, BeginBackup, FillBackup
+from psync.wire.messages import AttachPs, BackUp, BeginBackup, Fence, FillBackup
 
 
 async def test_over_connections_that_break_each_entry_is_done_once() -> None:

@@ -16,12 +16,12 @@ from psync.ps.succession import RANGE
 from psync.ps_task import PsTask
 from psync.store.reattach import Holding
 from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.ps_messages import AttachPs
-from psync.wire.recovery_messages import (
+from psync.wire.messages import (
     AskServed,
+    AttachPs,
     BackUp,
     DescribeShards,
+    Done,
     EndFormer,
     Promote,
     ServedHere,

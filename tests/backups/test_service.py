@@ -19,10 +19,15 @@ from psync.client.shard_locks import assign_at_once
 from psync.errors import ConnectionLost, ParameterServerLost, PsyncError, UsageError
 from psync.net.peer import Reply
 from psync.testing.simulation.ps_oracle import faults_of_pairs
-from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator, TakeGradient
-from psync.wire.messages import Done
-from psync.wire.ps_messages import Fence, Push
-from psync.wire.recovery_messages import BackUp
+from psync.wire.messages import (
+    ApplyGradient,
+    BackUp,
+    DefineAccumulator,
+    Done,
+    Fence,
+    Push,
+    TakeGradient,
+)
 from psync.wire.tensors import to_bytes_view
 from snapshot_tools import freeze, prepare, take, write
 

@@ -11,8 +11,7 @@ from psync.chief.attached_workers import AttachedWorkers, WorkerRecord
 from psync.errors import ConnectionLost
 from psync.net.peer import Received
 from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.worker_messages import CancelClosures
+from psync.wire.messages import CancelClosures, Done
 
 W2, W10, AWAY = (f"/job:worker/task:{index}" for index in (2, 10, 11))
 

@@ -21,7 +21,7 @@ from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import pack, pack_arguments
 from psync.serialization.remote_value import RemoteValue
 from psync.wire.codec import Message
-from psync.wire.worker_messages import ClosureResults, FetchArguments, FetchFunction, GivenBack
+from psync.wire.messages import ClosureResults, FetchArguments, FetchFunction, GivenBack
 
 WORKER, GIVEN_UP = "/job:worker/task:0", "/job:worker/task:1"
 

@@ -15,7 +15,7 @@ from psync.chief.declarations import Declaration, beside, split
 from psync.errors import ParameterServerLost, PartitionError, UnknownVariableError
 from psync.partitioners import FixedShardsPartitioner
 from psync.specs import DTYPE_NAMES, VariableSpec, dtype_of
-from psync.wire.ps_messages import CreateShards
+from psync.wire.messages import CreateShards
 
 pytestmark = pytest.mark.asyncio
 

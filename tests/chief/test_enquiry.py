@@ -11,8 +11,7 @@ from memory_cluster import cluster_of
 from psync.chief.enquiry import absent, enquire
 from psync.errors import RemoteProtocolError
 from psync.net.peer import Handler, Reply
-from psync.wire.messages import Done
-from psync.wire.recovery_messages import GrantCoordinator
+from psync.wire.messages import Done, GrantCoordinator
 
 pytestmark = pytest.mark.virtual_time
 PS = ("/job:ps/task:0", "ps-0:1")

@@ -22,8 +22,7 @@ from psync.errors import AttachError, FencedError
 from psync.net.peer import Handler
 from psync.net.process_state import fresh_process
 from psync.testing import settle
-from psync.wire.ps_messages import AttachPs, Push, TellCounts
-from psync.wire.recovery_messages import AdoptShards, Gate, LogEntries
+from psync.wire.messages import AdoptShards, AttachPs, Gate, LogEntries, Push, TellCounts
 from snapshot_store import keep_snapshots
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.promise("failures.chief-attach")]

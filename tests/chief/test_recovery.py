@@ -22,8 +22,7 @@ from psync.closures.rollback import CutCalls
 from psync.errors import ConnectFailed, FencedError, ParameterServerLost, WorkerLost
 from psync.ps_task import PsTask
 from psync.store.snapshot_state import SnapshotState
-from psync.wire.ps_messages import FinalBelow
-from psync.wire.sync_messages import ReportSchedule
+from psync.wire.messages import FinalBelow, ReportSchedule
 from replica_training import declared, run
 from snapshot_store import keep_snapshots
 

@@ -20,8 +20,7 @@ from psync.ps_task import PsTask
 from psync.testing import settle
 from psync.training import checkpoint
 from psync.wire.codec import Message
-from psync.wire.ps_messages import CreateShards
-from psync.wire.recovery_messages import RestoreSnapshot
+from psync.wire.messages import CreateShards, RestoreSnapshot
 from snapshot_store import keep_snapshots
 
 pytestmark = pytest.mark.virtual_time

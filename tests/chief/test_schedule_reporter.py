@@ -23,8 +23,7 @@ from psync.net.peer import Peer
 from psync.net.process_state import fresh_process
 from psync.wire.closure_numbers import numbered
 from psync.wire.codec import Message
-from psync.wire.ps_messages import FinalBelow
-from psync.wire.sync_messages import ReportSchedule
+from psync.wire.messages import FinalBelow, ReportSchedule
 
 pytestmark = pytest.mark.virtual_time
 

@@ -17,8 +17,7 @@ from psync.cluster_roles import CHIEF
 from psync.errors import FencedError, RemoteProtocolError
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Reply
-from psync.wire.messages import Done
-from psync.wire.recovery_messages import AskServed, EndFormer, LogTaken
+from psync.wire.messages import AskServed, Done, EndFormer, LogTaken
 
 pytestmark = pytest.mark.virtual_time
 

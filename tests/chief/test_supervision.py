@@ -16,7 +16,7 @@ from psync.net.endpoint import Endpoint
 from psync.ps.succession import RANGE
 from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork
-from psync.wire.worker_messages import AttachWorker
+from psync.wire.messages import AttachWorker
 from psync.worker_task import WorkerTask
 
 pytestmark = pytest.mark.virtual_time

@@ -14,7 +14,7 @@ from psync.chief.cluster_links import ClusterLinks
 from psync.closures.flapping import ALONE_S, FIRST_S
 from psync.errors import ConnectFailed, ConnectionLost, ProtocolError
 from psync.net.peer import Handler
-from psync.wire.recovery_messages import EndSession
+from psync.wire.messages import EndSession
 from psync.worker_task import WorkerTask
 
 pytestmark = pytest.mark.virtual_time

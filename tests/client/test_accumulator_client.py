@@ -13,7 +13,7 @@ from inside import ledger_of
 from ps_cluster import OTHER, WORKER, PsCluster, until
 from psync.client.accumulator_client import AccumulatorClient, Place
 from psync.errors import ConfigurationError
-from psync.wire.accumulator_messages import AccumulatorState, DefineAccumulator, GradientApplied
+from psync.wire.messages import AccumulatorState, DefineAccumulator, GradientApplied
 from psync.wire.tensors import to_bytes_view
 
 pytestmark = pytest.mark.virtual_time

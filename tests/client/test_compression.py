@@ -24,7 +24,7 @@ from psync.numerics.scatter import IndexedSlices
 from psync.numerics.update_rule import SGD
 from psync.specs import VariableSpec
 from psync.wire.codec import Message
-from psync.wire.ps_messages import Pull, Push, Pushed
+from psync.wire.messages import Pull, Push, Pushed
 
 pytestmark = pytest.mark.asyncio
 

@@ -9,7 +9,7 @@ import pytest
 from psync.client.known_pushes import KnownPushes
 from psync.client.plans import Plan, make_plan
 from psync.specs import STEP_BITS, ShardSpec, VariableSpec
-from psync.wire.ps_messages import Pushed
+from psync.wire.messages import Pushed
 
 EPOCH = 1 << STEP_BITS
 

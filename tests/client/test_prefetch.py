@@ -25,8 +25,7 @@ from psync.client.ps_client import PsClient
 from psync.client.ps_link import always
 from psync.numerics.block_pool import BlockPool
 from psync.specs import VariableSpec
-from psync.wire.messages import AskStatistics
-from psync.wire.ps_messages import Pull
+from psync.wire.messages import AskStatistics, Pull
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.usefixtures("slow_machine")]
 

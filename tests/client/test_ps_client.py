@@ -24,8 +24,7 @@ from psync.numerics.update_rule import SGD
 from psync.specs import ShardSpec, VariableSpec
 from psync.testing.sabotage import FailpointError, Failpoints
 from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.ps_messages import Pull, Pulled, Push, Pushed
+from psync.wire.messages import Done, Pull, Pulled, Push, Pushed
 
 LARGE = 1 << 18  # elements of float32: 1 MiB, beyond what is applied at once
 

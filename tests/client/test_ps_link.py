@@ -28,8 +28,7 @@ from psync.net.peer import Handler, Later, Peer, Received
 from psync.net.secret import Secret
 from psync.ps_task import PsTask
 from psync.wire.codec import Message
-from psync.wire.messages import AskStatistics, Done, Statistics
-from psync.wire.ps_messages import Pull, Pulled
+from psync.wire.messages import AskStatistics, Done, Pull, Pulled, Statistics
 
 pytestmark = pytest.mark.asyncio
 

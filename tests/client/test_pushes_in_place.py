@@ -19,8 +19,7 @@ from psync.net.shared.loans import Loan
 from psync.specs import VariableSpec
 from psync.testing import memory_sharing
 from psync.wire.frames import Buffer
-from psync.wire.ps_messages import Push
-from psync.wire.sync_messages import AskStep, Contributed
+from psync.wire.messages import AskStep, Contributed, Push
 from sync_cluster import GROUP, SyncCluster, SyncReplica
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(20)]

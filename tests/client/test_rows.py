@@ -19,8 +19,7 @@ from psync.net.peer import Handler, Reply
 from psync.numerics.scatter import SCATTER_OPS, IndexedSlices
 from psync.numerics.update_rule import SGD
 from psync.specs import ShardSpec, VariableSpec
-from psync.wire.messages import Done
-from psync.wire.ps_messages import PullRows, RowsPulled
+from psync.wire.messages import Done, PullRows, RowsPulled
 
 aio = pytest.mark.asyncio
 

@@ -20,7 +20,7 @@ from psync.errors import LockLost
 from psync.specs import VariableSpec
 from psync.testing.sabotage import FailpointError, Failpoints
 from psync.wire.limits import Limits
-from psync.wire.lock_messages import LockShards, RenewLock, UnlockShards
+from psync.wire.messages import LockShards, RenewLock, UnlockShards
 
 ROWS = 7  # 3, 2 and 2 of them on three ps tasks
 

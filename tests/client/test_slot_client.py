@@ -12,7 +12,7 @@ from psync.client.optimizer_client import num_pushes, set_optimizer, set_slot
 from psync.errors import ConfigurationError
 from psync.numerics.update_rule import SGD
 from psync.specs import count_of, marked_after
-from psync.wire.ps_messages import SetOptimizer
+from psync.wire.messages import SetOptimizer
 
 pytestmark = pytest.mark.asyncio
 

@@ -28,9 +28,16 @@ from psync.specs import VariableSpec
 from psync.store.sync_config import SyncConfig
 from psync.testing.sabotage import FailpointError, Failpoints
 from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.session_messages import EndTraining
-from psync.wire.sync_messages import AskStep, Contribute, Contributed, InitTokens, Staged, StagePush
+from psync.wire.messages import (
+    AskStep,
+    Contribute,
+    Contributed,
+    Done,
+    EndTraining,
+    InitTokens,
+    Staged,
+    StagePush,
+)
 
 LARGE = 1 << 15  # elements of float32: 128 KiB, more than goes whole to ps 0
 HUGE = 1 << 19  # 2 MiB, beyond what is sent without asking

@@ -10,7 +10,7 @@ import psync
 from memory_cluster import cluster_of
 from ps_cluster import heard, until
 from psync.compat.chief_queue_runner import ChiefQueueRunner
-from psync.wire.session_messages import AwaitEnd, EndTraining
+from psync.wire.messages import AwaitEnd, EndTraining
 
 
 @pytest.mark.parametrize("end", ["of training", "of its task"])

@@ -14,7 +14,7 @@ from psync.chief.declarations import Declaration
 from psync.compat.session_links import Comparison, SessionLinks, wait_over
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, TrainingEnded
 from psync.net.secret import Secret
-from psync.wire.session_messages import AwaitEnd, EndTraining
+from psync.wire.messages import AwaitEnd, EndTraining
 
 WORKER = "/job:worker/task:0"
 CHIEF_TASK = "/job:chief/task:0"

@@ -28,16 +28,18 @@ from psync.specs import ShardSpec
 from psync.store.store import ShardStore
 from psync.sync.staleness_service import ClockService
 from psync.wire.codec import Message
-from psync.wire.messages import AskStatistics, Done, Statistics
-from psync.wire.session_messages import (
+from psync.wire.messages import (
+    AskStatistics,
     AwaitEnd,
     CheckShards,
     Declared,
+    Done,
     EndTraining,
     EnterSession,
     LeaveSession,
     ReplicaFailed,
     SessionEntered,
+    Statistics,
     TrainingOver,
 )
 

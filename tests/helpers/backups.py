@@ -8,7 +8,7 @@ import numpy as np
 
 from ps_cluster import PsCluster
 from psync.wire.codec import Message
-from psync.wire.recovery_messages import BackUp, Promote, Promoted
+from psync.wire.messages import BackUp, Promote, Promoted
 
 W = np.arange(6, dtype=np.float32)
 

@@ -21,8 +21,7 @@ from psync.net.transport import Network, SocketNetwork
 from psync.testing import MemoryNetwork
 from psync.wire.codec import Message
 from psync.wire.limits import DEFAULT_LIMITS, Limits
-from psync.wire.messages import Done, Hello, Refused
-from psync.wire.ps_messages import Push
+from psync.wire.messages import Done, Hello, Push, Refused
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 SECRET = Secret(b"a secret of the whole cluster")

@@ -16,7 +16,7 @@ from psync.ps.executor import Entry
 from psync.store.commit_log import CommitLog, LogState
 from psync.wire.codec import Message, decode, encode
 from psync.wire.handshake import RELEASE
-from psync.wire.recovery_messages import (
+from psync.wire.messages import (
     BackUp,
     BackupBegun,
     BeginBackup,

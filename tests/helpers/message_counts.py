@@ -24,7 +24,7 @@ from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer
 from psync.wire.codec import decode
 from psync.wire.frames import PREFIX_BYTES, Kind
-from psync.wire.recovery_messages import LogEntries, LogTaken
+from psync.wire.messages import LogEntries, LogTaken
 
 WARM_UP, TIMES = 5, 10
 CLOSURES = 1_000

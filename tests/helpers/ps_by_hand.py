@@ -27,7 +27,7 @@ from psync.store.sync_config import SyncConfig
 from psync.sync.ps_services import PsProcess, PsServices
 from psync.wire.codec import Message, decode, encode
 from psync.wire.limits import DEFAULT_LIMITS, Limits
-from psync.wire.ps_messages import AttachPs, Pull, Pulled
+from psync.wire.messages import AttachPs, Pull, Pulled
 from psync.wire.tensors import to_bytes_view
 
 PS = "/job:ps/task:1"

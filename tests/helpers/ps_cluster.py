@@ -28,7 +28,7 @@ from psync.testing import MemoryNetwork
 from psync.testing.sabotage import Failpoints, SabotagedParts
 from psync.wire.codec import Message
 from psync.wire.limits import DEFAULT_LIMITS, Limits
-from psync.wire.ps_messages import AttachPs, Pushed
+from psync.wire.messages import AttachPs, Pushed
 
 CHIEF = "/job:chief/task:0"
 WORKER = "/job:worker/task:0"

@@ -12,11 +12,19 @@ from psync.net.peer import Later, Reply
 from psync.numerics.update_rule import SGD
 from psync.store.store import Key
 from psync.store.sync_config import SyncConfig
-from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator, TakeGradient
 from psync.wire.codec import Message
-from psync.wire.ps_messages import Assign, Push
-from psync.wire.recovery_messages import Gated
-from psync.wire.sync_messages import Contribute, FinishSteps, ReportSchedule, StagePush
+from psync.wire.messages import (
+    ApplyGradient,
+    Assign,
+    Contribute,
+    DefineAccumulator,
+    FinishSteps,
+    Gated,
+    Push,
+    ReportSchedule,
+    StagePush,
+    TakeGradient,
+)
 from stage import CHIEF, Stage
 from stage_words import NAMES, PLACES, error_words, message_words, task_words
 

@@ -30,9 +30,16 @@ from psync.ps import comparison
 from psync.ps.computes import Place
 from psync.store.store import Key
 from psync.testing import settle
-from psync.wire.lock_messages import LockShards, UnlockShards
-from psync.wire.ps_messages import CreateShards, Fence, FinalBelow
-from psync.wire.recovery_messages import Admit, Gate, OpenGate
+from psync.wire.messages import (
+    Admit,
+    CreateShards,
+    Fence,
+    FinalBelow,
+    Gate,
+    LockShards,
+    OpenGate,
+    UnlockShards,
+)
 from script_clients import GROUP, Clients, Sent, group_config, listed
 from stage import CHIEF, Stage
 from stage_words import (

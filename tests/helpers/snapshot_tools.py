@@ -12,8 +12,8 @@ from psync.client.ps_client import PsClient
 from psync.net.peer import Received
 from psync.store.snapshot import SnapshotState
 from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.recovery_messages import (
+from psync.wire.messages import (
+    Done,
     FillSnapshot,
     Freeze,
     Frozen,

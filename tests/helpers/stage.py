@@ -33,8 +33,8 @@ from psync.store.store import Key
 from psync.sync.ps_services import PsServices
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import Message, decode, encode
-from psync.wire.ps_messages import AttachPs
-from psync.wire.recovery_messages import (
+from psync.wire.messages import (
+    AttachPs,
     BackUp,
     Promote,
     Promoted,

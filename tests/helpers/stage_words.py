@@ -9,46 +9,52 @@ import msgpack
 
 from psync.errors import PsyncError
 from psync.store.push_counts import PushCount
-from psync.wire.accumulator_messages import (
-    ApplyGradient,
-    DefineAccumulator,
-    ForgetTakes,
-    GradientApplied,
-    GradientTaken,
-    TakeGradient,
-)
 from psync.wire.codec import Message, decode
-from psync.wire.lock_messages import AssignLocked, LockShards, UnlockShards
-from psync.wire.log_messages import (
+from psync.wire.messages import (
+    Admit,
+    ApplyGradient,
+    Assign,
+    AssignLocked,
     BeginGroup,
     CheckState,
-    CountPush,
-    EndTakes,
-    ForgetPush,
-    HoldGradients,
-    HoldPush,
-    KeepAnswers,
-    NormsMeasured,
-    SetGroups,
-    SetMembers,
-    StepApplied,
-    Tick,
-)
-from psync.wire.messages import Done
-from psync.wire.ps_messages import Assign, DefineOptimizer, Fence, FinalBelow, Push, Pushed
-from psync.wire.recovery_messages import Admit, Gate, Gated, OpenGate
-from psync.wire.sync_messages import (
     CloseStep,
     Contribute,
     Contributed,
+    CountPush,
+    DefineAccumulator,
+    DefineOptimizer,
     DescribeSet,
+    Done,
+    EndTakes,
+    Fence,
+    FinalBelow,
     FinishSteps,
+    ForgetPush,
+    ForgetTakes,
+    Gate,
+    Gated,
+    GradientApplied,
+    GradientTaken,
+    HoldGradients,
+    HoldPush,
+    KeepAnswers,
+    LockShards,
     MeasureStep,
+    NormsMeasured,
+    OpenGate,
+    Push,
+    Pushed,
     ReportSchedule,
+    SetGroups,
+    SetMembers,
     SetSizes,
     Staged,
     StagePush,
+    StepApplied,
     StepMeasured,
+    TakeGradient,
+    Tick,
+    UnlockShards,
 )
 
 NAMES = {(0, 0): "w", (1, 0): "v", (2, 0): "x", (3, 0): "y", (4, 0): "z", (9, 0): "step"}

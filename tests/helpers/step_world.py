@@ -16,10 +16,10 @@ from backup_by_hand import BackupByHand
 from ps_by_hand import COORDINATOR, PsByHand, group_config
 from psync.errors import NotEnoughReplicas
 from psync.net.peer import Later, Reply
-from psync.wire.ps_messages import Fence
-from psync.wire.sync_messages import (
+from psync.wire.messages import (
     Contribute,
     Contributed,
+    Fence,
     FinishSteps,
     InitTokens,
     ReportSchedule,

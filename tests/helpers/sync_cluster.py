@@ -17,7 +17,7 @@ from psync.store.sync_config import SyncConfig
 from psync.testing.sabotage import Failpoints
 from psync.wire.codec import Message
 from psync.wire.limits import Limits
-from psync.wire.sync_messages import Contributed, ReportSchedule
+from psync.wire.messages import Contributed, ReportSchedule
 
 GROUP = 9
 

@@ -14,8 +14,7 @@ from psync.ps.life import Life
 from psync.store.commit_log import CommitLog, LogNames
 from psync.sync.ps_services import PsServices
 from psync.wire.codec import Message, decode
-from psync.wire.log_messages import CheckState
-from psync.wire.ps_messages import DefineOptimizer
+from psync.wire.messages import CheckState, DefineOptimizer
 from stage_words import entry_words, error_words
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import psync
 from memory_cluster import cluster_of, session_cluster
 from psync.net.peer import Received
 from psync.testing import settle
-from psync.wire.sync_messages import Contributed, TickClock
+from psync.wire.messages import Contributed, TickClock
 from sync_cluster import GROUP, SyncCluster, SyncReplica
 
 pytestmark = pytest.mark.virtual_time

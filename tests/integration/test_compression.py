@@ -16,7 +16,7 @@ from psync import ConfigurationError, Outcome, optimizers
 from psync.net.peer import Handler
 from psync.ps_task import PsTask
 from psync.testing import run_virtual
-from psync.wire.sync_messages import Contribute, StagePush
+from psync.wire.messages import Contribute, StagePush
 
 SMALL, MIDDLE, LARGE = 10, 12_000, 40_000  # columns: of two rows of float32
 

@@ -20,8 +20,7 @@ from ps_cluster import heard, until
 from psync.chief.events import FailoverEvent
 from psync.errors import AttachError, FencedError, ParameterServerLost
 from psync.net.process_state import fresh_process
-from psync.wire.ps_messages import AttachPs
-from psync.wire.recovery_messages import AskServed, Promote
+from psync.wire.messages import AskServed, AttachPs, Promote
 from replica_training import add, check, declared, run
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.promise("failures.chief-after-failover")]

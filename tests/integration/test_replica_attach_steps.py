@@ -10,7 +10,7 @@ import pytest
 from chief_lives import at, backing_one_another_up, fail_over, life, silence
 from inside import points_of
 from psync.net.process_state import fresh_process
-from psync.wire.recovery_messages import Promote
+from psync.wire.messages import Promote
 from replica_training import LARGE, SMALL, StepsTraining
 
 pytestmark = pytest.mark.virtual_time

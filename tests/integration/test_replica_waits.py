@@ -30,10 +30,7 @@ from psync.net.process_state import fresh_process
 from psync.ps_task import PsTask
 from psync.testing import settle
 from psync.wire.codec import Message
-from psync.wire.lock_messages import LockShards, UnlockShards
-from psync.wire.ps_messages import AttachPs, PsAttached
-from psync.wire.recovery_messages import BackUp
-from psync.wire.sync_messages import CloseStep
+from psync.wire.messages import AttachPs, BackUp, CloseStep, LockShards, PsAttached, UnlockShards
 from replica_training import LARGE, SMALL, ColumnsTraining, StepsTraining
 from sync_cluster import SyncCluster
 

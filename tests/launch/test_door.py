@@ -18,8 +18,7 @@ from psync.net.platform import Platform
 from psync.net.secret import Secret
 from psync.net.workforce import Workforce
 from psync.testing import MemoryNetwork
-from psync.wire.join_messages import JoinCluster, Joined
-from psync.wire.recovery_messages import LeaveCluster
+from psync.wire.messages import JoinCluster, Joined, LeaveCluster
 
 CHIEF = "/job:chief/task:0"
 

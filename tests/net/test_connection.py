@@ -33,9 +33,8 @@ from psync.wire.codec import encode
 from psync.wire.frames import Buffer, Frame, Kind, encode_frame
 from psync.wire.handshake import BULK, LANES, ClientHandshake, ServerHandshake
 from psync.wire.limits import DEFAULT_LIMITS
-from psync.wire.messages import AskStatistics, Done, Refused
+from psync.wire.messages import AskStatistics, Done, FinalBelow, Pull, Pulled, Refused
 from psync.wire.protocol import Protocol
-from psync.wire.ps_messages import FinalBelow, Pull, Pulled
 from turns import Turns, linked, peered
 
 KIB, MIB = 1 << 10, 1 << 20

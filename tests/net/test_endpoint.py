@@ -41,8 +41,7 @@ from psync.net.secret import Secret
 from psync.net.transport import SocketNetwork
 from psync.testing import MemoryNetwork, settle
 from psync.wire.limits import Limits
-from psync.wire.messages import AskStatistics, Done, Hello, Refused
-from psync.wire.ps_messages import Pull, Pulled
+from psync.wire.messages import AskStatistics, Done, Hello, Pull, Pulled, Refused
 
 OTHER_SECRET = Secret(b"the secret of another cluster")
 SERVED: Handlers = {AskStatistics: Handler(done)}

@@ -38,10 +38,20 @@ from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import Message, encode
 from psync.wire.frames import FrameDecoder, Kind, Segment, encode_frame
 from psync.wire.limits import Limits
-from psync.wire.messages import AskStatistics, Done, Hello, Statistics
-from psync.wire.ps_messages import FinalBelow, Pull, Pulled, Push, Pushed
+from psync.wire.messages import (
+    AskStatistics,
+    Done,
+    FetchFunction,
+    FinalBelow,
+    Function,
+    Hello,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+    Statistics,
+)
 from psync.wire.tensors import to_bytes_view
-from psync.wire.worker_messages import FetchFunction, Function
 from turns import Turns, peered
 
 KIB = 1 << 10

@@ -20,8 +20,7 @@ from psync.errors import (
 from psync.net.peer import Handler, Later, Peer, Reply
 from psync.testing import MemoryNetwork, settle
 from psync.wire.limits import Limits
-from psync.wire.messages import AskStatistics, Done
-from psync.wire.ps_messages import Assign, FinalBelow, Pull, Pulled, Push
+from psync.wire.messages import AskStatistics, Assign, Done, FinalBelow, Pull, Pulled, Push
 from psync.wire.tensors import to_bytes_view
 from turns import Turns, peered
 

@@ -19,7 +19,7 @@ from psync.net.tls_config import Tls
 from psync.net.transport import Network, SocketNetwork
 from psync.testing import MemoryNetwork
 from psync.testing.link import Link
-from psync.wire.ps_messages import Pull, Pulled
+from psync.wire.messages import Pull, Pulled
 from tls_files import authority, tls_of
 from turns import Turns, linked
 

@@ -22,19 +22,19 @@ from psync.errors import (
 )
 from psync.net.peer import Received
 from psync.ps.takes import HostedAccumulator
-from psync.wire.accumulator_messages import (
+from psync.wire.codec import Message
+from psync.wire.messages import (
     AccumulatorState,
     ApplyGradient,
     AskAccumulator,
     DefineAccumulator,
+    Done,
+    Fence,
     ForgetTakes,
     GradientApplied,
     GradientTaken,
     TakeGradient,
 )
-from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.ps_messages import Fence
 from psync.wire.tensors import to_bytes_view
 
 pytestmark = pytest.mark.virtual_time

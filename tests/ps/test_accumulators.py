@@ -20,19 +20,20 @@ from psync.errors import (
 )
 from psync.net.peer import Reply
 from psync.ps.takes import HostedAccumulator
-from psync.wire.accumulator_messages import (
+from psync.wire.codec import Message
+from psync.wire.messages import (
     AccumulatorState,
     ApplyGradient,
     AskAccumulator,
     DefineAccumulator,
+    Done,
+    Fence,
+    FinalBelow,
     ForgetTakes,
     GradientApplied,
     GradientTaken,
     TakeGradient,
 )
-from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.ps_messages import Fence, FinalBelow
 from psync.wire.tensors import to_bytes_view
 
 DENSE = DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False, 0)

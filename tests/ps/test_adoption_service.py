@@ -29,9 +29,15 @@ from psync.ps_task import PsTask
 from psync.store.reattach import Holding, Orders
 from psync.testing import settle
 from psync.wire.codec import Message
-from psync.wire.lock_messages import LockShards
-from psync.wire.ps_messages import AttachPs, DefineOptimizer, SetOptimizer
-from psync.wire.recovery_messages import AdoptShards, DescribeShards, ShardsDescribed
+from psync.wire.messages import (
+    AdoptShards,
+    AttachPs,
+    DefineOptimizer,
+    DescribeShards,
+    LockShards,
+    SetOptimizer,
+    ShardsDescribed,
+)
 from sync_cluster import SyncCluster
 
 LARGE = 2 << 20  # elements: its updates take several turns of the loop

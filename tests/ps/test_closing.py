@@ -11,7 +11,7 @@ from inside import endpoint_of, handlers_of, peers_of, store_of
 from ps_cluster import assign, pull, until
 from psync.net.peer import Handler, Reply
 from psync.numerics.update_rule import SGD
-from psync.wire.sync_messages import MeasureStep
+from psync.wire.messages import MeasureStep
 from sync_cluster import SyncCluster
 
 CHUNK = (1 << 16, 1 << 20)

@@ -16,7 +16,7 @@ from psync.client import plans
 from psync.errors import FencedError, UsageError
 from psync.numerics.update_rule import SGD
 from psync.ps.count_teller import INTERVAL_S
-from psync.wire.ps_messages import TellCounts
+from psync.wire.messages import TellCounts
 
 CONFIG = SGD(1.0).to_config()
 

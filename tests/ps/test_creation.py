@@ -14,8 +14,7 @@ from ps_cluster import PsCluster, pull, until
 from psync.client.ps_client import PsClient
 from psync.errors import PartitionError, RemoteProtocolError, ValueMismatchError
 from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.ps_messages import CreateShards, Pull
+from psync.wire.messages import CreateShards, Done, Pull
 from psync.wire.tensors import to_bytes_view
 
 MiB = 1 << 20

@@ -15,9 +15,7 @@ from psync.errors import CutLost, FencedError, LockLost, UsageError
 from psync.ps import cut_gate
 from psync.testing import settle
 from psync.wire.codec import Message
-from psync.wire.lock_messages import AssignLocked, LockShards
-from psync.wire.ps_messages import Fence
-from psync.wire.recovery_messages import Admit, Gate, OpenGate
+from psync.wire.messages import Admit, AssignLocked, Fence, Gate, LockShards, OpenGate
 
 
 async def say(client: PsClient, message: Message, ps: int = 0) -> Any:

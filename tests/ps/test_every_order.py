@@ -27,10 +27,18 @@ from psync.net.peer import Reply
 from psync.numerics.update_rule import SGD
 from psync.store.sync_config import SyncConfig
 from psync.testing import VirtualClockLoop, settle
-from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator, TakeGradient
 from psync.wire.codec import Message
-from psync.wire.ps_messages import Assign, CreateShards, Fence, Push
-from psync.wire.sync_messages import Contribute, ReportSchedule
+from psync.wire.messages import (
+    ApplyGradient,
+    Assign,
+    Contribute,
+    CreateShards,
+    DefineAccumulator,
+    Fence,
+    Push,
+    ReportSchedule,
+    TakeGradient,
+)
 from stage import CHIEF, Stage
 
 W, V, Z, STEP = (0, 0), (1, 0), (4, 0), (9, 0)

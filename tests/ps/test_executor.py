@@ -24,9 +24,7 @@ from psync.store.commit_log import CommitLog
 from psync.store.store import ShardStore
 from psync.testing import settle
 from psync.wire.codec import decode
-from psync.wire.log_messages import CheckState
-from psync.wire.messages import Done
-from psync.wire.ps_messages import Fence, Pushed
+from psync.wire.messages import CheckState, Done, Fence, Pushed
 from turns import Turns
 
 PS = "/job:ps/task:0"

@@ -20,8 +20,8 @@ from psync.errors import (
 from psync.numerics.moment_rules import Adam
 from psync.specs import VariableSpec
 from psync.store.snapshot import SnapshotState
-from psync.wire.messages import Done
-from psync.wire.recovery_messages import (
+from psync.wire.messages import (
+    Done,
     DropFrozen,
     Freeze,
     WriteFrozen,

@@ -19,7 +19,7 @@ from psync.ps.takes import (
 )
 from psync.store.dense_accumulators import ConditionalAccumulator
 from psync.store.sparse_accumulators import SparseConditionalAccumulator
-from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator, GradientTaken
+from psync.wire.messages import ApplyGradient, DefineAccumulator, GradientTaken
 from psync.wire.tensors import to_bytes_view
 
 DENSE = DefineAccumulator("g", "dense", "float32", [None, 2], "SUM", "", True, 3)

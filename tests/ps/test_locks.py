@@ -27,8 +27,15 @@ from psync.ps.locks import MAX_LEASE_S
 from psync.specs import VariableSpec
 from psync.testing import settle
 from psync.wire.codec import Message
-from psync.wire.lock_messages import AssignLocked, LockShards, PullLocked, RenewLock, UnlockShards
-from psync.wire.ps_messages import Assign, Pushed
+from psync.wire.messages import (
+    Assign,
+    AssignLocked,
+    LockShards,
+    PullLocked,
+    Pushed,
+    RenewLock,
+    UnlockShards,
+)
 
 
 async def say(client: PsClient, message: Message, ps: int = 0, **options: Any) -> Any:

@@ -13,7 +13,7 @@ from ps_cluster import PsCluster, pull
 from psync.errors import RemoteProtocolError, UsageError, ValueMismatchError
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.update_rule import SGD
-from psync.wire.ps_messages import Measured, MeasurePush
+from psync.wire.messages import Measured, MeasurePush
 
 CONFIG = Lamb(0.5).to_config()
 

@@ -14,7 +14,7 @@ from ps_cluster import PsCluster, hold, pull, until
 from psync.errors import UnknownVariableError, UsageError, ValueMismatchError
 from psync.numerics.update_rule import SGD
 from psync.wire.codec import Message
-from psync.wire.ps_messages import SetOptimizer, SetSlots
+from psync.wire.messages import SetOptimizer, SetSlots
 
 MOMENTUM = SGD(0.5, momentum=0.5).to_config()
 

@@ -10,7 +10,7 @@ from psync.numerics.update_rule import SGD
 from psync.schedules import Constant
 from psync.testing import settle
 from psync.wire.codec import Message
-from psync.wire.ps_messages import CreateShards, Push, SetOptimizer, SetSlots
+from psync.wire.messages import CreateShards, Push, SetOptimizer, SetSlots
 from stage import CHIEF, Stage
 
 W, COPY = (0, 0), (1, 0)

@@ -11,8 +11,7 @@ from ps_by_hand import A, PsByHand, joined
 from ps_cluster import CONFIG, PsCluster, hold, pull
 from psync.errors import LockLost, UsageError
 from psync.numerics.compression import marker
-from psync.wire.lock_messages import PullLocked
-from psync.wire.ps_messages import Pull, Push
+from psync.wire.messages import Pull, PullLocked, Push
 
 
 def test_values_and_slots_are_pulled_and_counted() -> None:

@@ -16,7 +16,7 @@ from psync.net.platform import Platform
 from psync.ps.report import describe_ps
 from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork
-from psync.wire.recovery_messages import Gate, OpenGate
+from psync.wire.messages import Gate, OpenGate
 
 
 @pytest.mark.virtual_time

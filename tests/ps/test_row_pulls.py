@@ -22,7 +22,7 @@ from psync.errors import (
 from psync.net.peer import Received
 from psync.ps_task import PsTask
 from psync.wire.limits import Limits
-from psync.wire.ps_messages import PullRows, RowsPulled
+from psync.wire.messages import PullRows, RowsPulled
 from psync.wire.tensors import to_bytes_view
 
 aio = pytest.mark.asyncio

@@ -13,7 +13,7 @@ from psync.specs import ShardSpec, dtype_of
 from psync.store.commit_log import LogNames
 from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
-from psync.wire.ps_messages import Assign, Push
+from psync.wire.messages import Assign, Push
 from psync.wire.tensors import to_bytes_view
 
 CLIENT = ("/job:worker/task:0", 5)

@@ -30,34 +30,31 @@ from psync.schedules import Constant
 from psync.specs import VariableSpec
 from psync.store.ledger_snapshot import LedgerState, SenderState
 from psync.store.snapshot import SnapshotState
-from psync.wire.accumulator_messages import (
-    AccumulatorState,
-    AskAccumulator,
-    DefineAccumulator,
-    GradientApplied,
-)
 from psync.wire.codec import Message, encode
-from psync.wire.messages import AskStatistics, Done
-from psync.wire.ps_messages import (
-    AskOptimizer,
-    Fence,
-    OptimizerState,
-    Pushed,
-    SetOptimizer,
-)
-from psync.wire.recovery_messages import (
+from psync.wire.messages import (
+    AccumulatorState,
     Admit,
+    AskAccumulator,
+    AskOptimizer,
+    AskStatistics,
+    CloseStep,
+    DefineAccumulator,
+    Done,
     DropFrozen,
+    Fence,
     FillSnapshot,
     Freeze,
     Gate,
+    GradientApplied,
     OpenGate,
+    OptimizerState,
     PrepareSnapshot,
+    Pushed,
     ReadFrozen,
     RestoreSnapshot,
+    SetOptimizer,
     WriteFrozen,
 )
-from psync.wire.sync_messages import CloseStep
 from snapshot_tools import call, fill, freeze, prepare, read_all, take, write
 from sync_cluster import GROUP, SyncCluster, SyncReplica
 

@@ -12,9 +12,7 @@ from psync.errors import FencedError
 from psync.net.chief_presence import ChiefPresence
 from psync.ps.succession import RANGE
 from psync.ps_task import PsTask
-from psync.wire.messages import Shutdown
-from psync.wire.ps_messages import AttachPs
-from psync.wire.recovery_messages import AskServed, GrantCoordinator
+from psync.wire.messages import AskServed, AttachPs, GrantCoordinator, Shutdown
 from sync_cluster import ask
 
 FIRST = 100  # incarnation of the coordinator that there is at first

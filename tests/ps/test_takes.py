@@ -12,9 +12,7 @@ from psync.net.peer import Reply
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.takes import GradientTakes, HostedAccumulator, TakeWaits
-from psync.wire.accumulator_messages import DefineAccumulator, ForgetTakes, TakeGradient
-from psync.wire.log_messages import EndTakes
-from psync.wire.messages import Done
+from psync.wire.messages import DefineAccumulator, Done, EndTakes, ForgetTakes, TakeGradient
 
 A, B = ("/job:worker/task:0", 7), ("/job:worker/task:1", 7)
 

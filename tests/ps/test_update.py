@@ -13,8 +13,7 @@ from psync.specs import ShardSpec
 from psync.store.commit_log import LogNames
 from psync.store.ledger import Duplicate, Fresh, Ledger
 from psync.store.store import ShardStore
-from psync.wire.lock_messages import AssignLocked
-from psync.wire.ps_messages import Assign, AverageShards, Push
+from psync.wire.messages import Assign, AssignLocked, AverageShards, Push
 from psync.wire.tensors import to_bytes_view
 
 CLIENT = ("/job:worker/task:0", 5)

@@ -36,8 +36,15 @@ from psync.store.ledger import Client
 from psync.store.store import Key
 from psync.wire.closure_numbers import numbered, pack_kept
 from psync.wire.codec import Message
-from psync.wire.messages import AskStatistics, Statistics
-from psync.wire.ps_messages import Assign, AverageShards, FinalBelow, Push, Pushed
+from psync.wire.messages import (
+    AskStatistics,
+    Assign,
+    AverageShards,
+    FinalBelow,
+    Push,
+    Pushed,
+    Statistics,
+)
 
 MiB = 1 << 20
 LARGE = 8 * MiB // 4  # elements of float32: several blocks, applied with the loop running between

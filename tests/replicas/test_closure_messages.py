@@ -19,7 +19,7 @@ from psync.replicas.closure_messages import (
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import EMPTY, pack, pack_arguments
 from psync.serialization.remote_value import RemoteValue
-from psync.wire.worker_messages import RunReplica
+from psync.wire.messages import RunReplica
 from psync.worker.inputs import _unpack
 
 TABLE = FunctionTable()

@@ -25,8 +25,7 @@ from psync.serialization.failures import describe_exception
 from psync.serialization.payloads import pack, unpack
 from psync.testing import settle
 from psync.wire.limits import DEFAULT_LIMITS, Limits
-from psync.wire.messages import Done
-from psync.wire.worker_messages import Merged, ReachCollective
+from psync.wire.messages import Done, Merged, ReachCollective
 
 
 class Coordinator:

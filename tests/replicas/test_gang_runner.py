@@ -28,7 +28,7 @@ from psync.errors import (
 )
 from psync.replicas.gang_runner import GangRunner
 from psync.wire.limits import Limits
-from psync.wire.worker_messages import ReachCollective
+from psync.wire.messages import ReachCollective
 
 
 async def reduced(value: object = 1, op: str = "sum") -> object:

@@ -15,8 +15,7 @@ from ps_cluster import CONFIG, WORKER, PsCluster, hold, pull, until
 from psync.client.ps_client import PsClient
 from psync.errors import FencedError, PsyncError, RemoteError, UsageError, ValueMismatchError
 from psync.specs import VariableSpec
-from psync.wire.ps_messages import Assign, Fence, Push
-from psync.wire.sync_messages import StagePush
+from psync.wire.messages import Assign, Fence, Push, StagePush
 from psync.wire.tensors import to_bytes_view
 from sync_tools import GROUP, config
 

@@ -26,7 +26,7 @@ from psync.specs import ShardSpec, VariableSpec
 from psync.store.store import ShardStore
 from psync.sync import cross_ps_sets
 from psync.sync.cross_ps_sets import ShareNumbers, WholeSet, whole_set_of
-from psync.wire.sync_messages import CloseStep, Contribute, DescribeSet, SetSizes
+from psync.wire.messages import CloseStep, Contribute, DescribeSet, SetSizes
 from psync.wire.tensors import to_bytes_view
 from sync_cluster import GROUP, SyncCluster, SyncReplica, ask
 

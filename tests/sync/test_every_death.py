@@ -20,8 +20,7 @@ from psync.numerics.update_rule import SGD
 from psync.store.sync_config import SyncConfig
 from psync.testing import VirtualClockLoop, settle
 from psync.wire.codec import Message
-from psync.wire.ps_messages import Push
-from psync.wire.sync_messages import Contribute, StagePush
+from psync.wire.messages import Contribute, Push, StagePush
 from stage import Stage
 
 W, X, STEP = (0, 0), (2, 0), (9, 0)

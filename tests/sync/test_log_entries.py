@@ -25,8 +25,15 @@ from psync.sync.log_entries import (
 from psync.sync.step_update import Part
 from psync.sync.steps import SyncSteps
 from psync.wire.codec import Message
-from psync.wire.log_messages import CountPush, HoldPush, NormsMeasured, SetGroups
-from psync.wire.sync_messages import CloseStep, Contribute, StagePush
+from psync.wire.messages import (
+    CloseStep,
+    Contribute,
+    CountPush,
+    HoldPush,
+    NormsMeasured,
+    SetGroups,
+    StagePush,
+)
 
 GROUP = 9
 RAW = {"name": "sync"}

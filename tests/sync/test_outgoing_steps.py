@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ps_by_hand import COORDINATOR, A, B, PsByHand, group_config
-from psync.wire.sync_messages import Contribute, FinishSteps, InitTokens, StagePush
+from psync.wire.messages import Contribute, FinishSteps, InitTokens, StagePush
 from step_world import World, pair
 from turns import Turns
 

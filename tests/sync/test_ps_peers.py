@@ -25,10 +25,15 @@ from psync.ps_task import PsTask
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Values
 from psync.sync.ps_peers import AllPs
-from psync.wire.messages import AskStatistics, Statistics
-from psync.wire.ps_messages import AttachPs
-from psync.wire.recovery_messages import BackUp, Promote, Promoted
-from psync.wire.sync_messages import CloseStep
+from psync.wire.messages import (
+    AskStatistics,
+    AttachPs,
+    BackUp,
+    CloseStep,
+    Promote,
+    Promoted,
+    Statistics,
+)
 from sync_cluster import GROUP, SyncCluster
 
 pytestmark = pytest.mark.asyncio

@@ -21,11 +21,16 @@ from psync.ps.life import Life
 from psync.ps_task import PsTask
 from psync.store.commit_log import LogState
 from psync.testing import MemoryNetwork
-from psync.wire.accumulator_messages import DefineAccumulator, TakeGradient
-from psync.wire.lock_messages import LockShards
-from psync.wire.messages import Done
-from psync.wire.ps_messages import AttachPs, Fence
-from psync.wire.recovery_messages import Gate, LogEntries
+from psync.wire.messages import (
+    AttachPs,
+    DefineAccumulator,
+    Done,
+    Fence,
+    Gate,
+    LockShards,
+    LogEntries,
+    TakeGradient,
+)
 from sync_cluster import ask
 
 ACCUMULATOR = DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False, 0)

@@ -32,9 +32,7 @@ from psync.store.sync_config import SyncConfig
 from psync.testing import settle
 from psync.wire.codec import Message
 from psync.wire.limits import Limits
-from psync.wire.messages import Done
-from psync.wire.ps_messages import Fence, Pull, Pulled
-from psync.wire.sync_messages import CloseStep, Staged, StagePush
+from psync.wire.messages import CloseStep, Done, Fence, Pull, Pulled, Staged, StagePush
 from psync.wire.tensors import to_bytes_view
 from sync_cluster import GROUP, SyncCluster, ask
 

@@ -12,9 +12,16 @@ from ps_by_hand import COORDINATOR, A, PsByHand
 from ps_cluster import CHIEF, OTHER, WORKER, PsCluster
 from psync.client.ps_client import PsClient
 from psync.errors import ConfigurationError, FencedError, RemoteProtocolError
-from psync.wire.messages import AskStatistics, Done, Statistics
-from psync.wire.ps_messages import Fence
-from psync.wire.sync_messages import AwaitWaiters, ClockTicked, ReportSchedule, TickClock
+from psync.wire.messages import (
+    AskStatistics,
+    AwaitWaiters,
+    ClockTicked,
+    Done,
+    Fence,
+    ReportSchedule,
+    Statistics,
+    TickClock,
+)
 
 pytestmark = pytest.mark.virtual_time
 

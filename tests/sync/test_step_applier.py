@@ -11,9 +11,7 @@ from ps_by_hand import PS_0, A, PsByHand, group_config
 from psync.errors import FencedError
 from psync.net.peer import Later, Reply
 from psync.store.store import Key
-from psync.wire.lock_messages import LockShards
-from psync.wire.messages import Done
-from psync.wire.sync_messages import CloseStep, Staged, StagePush
+from psync.wire.messages import CloseStep, Done, LockShards, Staged, StagePush
 from turns import Turns
 
 GROUP = 9

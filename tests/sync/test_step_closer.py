@@ -20,12 +20,15 @@ from psync.errors import (
 )
 from psync.testing import settle
 from psync.testing.sabotage import Failpoints
-from psync.wire.ps_messages import AttachPs, Fence, FinalBelow, Pull
-from psync.wire.sync_messages import (
+from psync.wire.messages import (
     AskStep,
+    AttachPs,
     Contribute,
     Contributed,
+    Fence,
+    FinalBelow,
     InitTokens,
+    Pull,
     ReportSchedule,
     SyncStep,
 )

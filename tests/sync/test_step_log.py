@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from ps_by_hand import COORDINATOR
-from psync.wire.ps_messages import FinalBelow
+from psync.wire.messages import FinalBelow
 from step_world import WORKERS, World
 from turns import Turns
 

@@ -23,7 +23,7 @@ from psync.specs import VariableSpec
 from psync.store.store import Key
 from psync.testing import settle
 from psync.testing.sabotage import Failpoints
-from psync.wire.sync_messages import (
+from psync.wire.messages import (
     CloseStep,
     Contributed,
     MeasureStep,

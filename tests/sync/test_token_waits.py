@@ -12,7 +12,7 @@ from psync.net.peer import Reply
 from psync.sync.cross_ps_sets import ShareNumbers, WholeSet
 from psync.sync.pushes import Answer, Refuse
 from psync.sync.token_waits import PushKey, TokenWaits
-from psync.wire.sync_messages import Contributed
+from psync.wire.messages import Contributed
 from sync_cluster import GROUP
 
 CONFIG = group_config()

@@ -16,7 +16,7 @@ from psync.net.shared.channel import SideChannel
 from psync.net.shared.regions import make_region, region_of
 from psync.testing import MemoryNetwork, memory_sharing
 from psync.testing.memory_sharing import MemoryChannel, channels
-from psync.wire.ps_messages import Pull, Pulled
+from psync.wire.messages import Pull, Pulled
 from turns import Turns
 
 

@@ -42,8 +42,17 @@ from psync.numerics.update_rule import SGD
 from psync.ps import shard_sets
 from psync.ps_task import PsTask
 from psync.wire.codec import Message
-from psync.wire.messages import AskStatistics, Done, Shutdown, Statistics
-from psync.wire.ps_messages import Assign, CreateShards, Fence, Pull, Push
+from psync.wire.messages import (
+    AskStatistics,
+    Assign,
+    CreateShards,
+    Done,
+    Fence,
+    Pull,
+    Push,
+    Shutdown,
+    Statistics,
+)
 from psync.wire.tensors import to_bytes_view
 
 MiB = 1 << 20

@@ -20,8 +20,7 @@ from psync.errors import (
 )
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer
-from psync.wire.messages import AskStatistics, Done, Shutdown, Statistics
-from psync.wire.worker_messages import AttachWorker, RunClosures
+from psync.wire.messages import AskStatistics, AttachWorker, Done, RunClosures, Shutdown, Statistics
 
 
 def attachment(coordinator: int, incarnation: int = 5) -> AttachWorker:

@@ -23,8 +23,7 @@ from psync.replicas.closure_messages import (
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import EMPTY, pack_arguments
 from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.worker_messages import FetchArguments, FetchFunction
+from psync.wire.messages import Done, FetchArguments, FetchFunction
 from psync.worker import inputs
 from psync.worker.inputs import ClosureInputs, HeldClosure
 from psync.worker.iterators import IteratorTable

@@ -15,8 +15,7 @@ from psync.errors import UsageError, WorkerLost
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler
 from psync.wire.handshake import BULK
-from psync.wire.recovery_messages import EndSession, LeaveCluster
-from psync.wire.worker_messages import AttachWorker, GivenBack, RunClosures
+from psync.wire.messages import AttachWorker, EndSession, GivenBack, LeaveCluster, RunClosures
 from psync.worker_task import WorkerTask
 
 pytestmark = pytest.mark.virtual_time

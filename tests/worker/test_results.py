@@ -11,7 +11,7 @@ import pytest
 from psync.serialization.payloads import pack
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.worker_messages import ClosureResults
+from psync.wire.messages import ClosureResults
 from psync.worker.results import CANCELLED, ClosureEnd, ResultsToSend, failed
 from turns import Turns
 

@@ -26,7 +26,7 @@ from psync.ps.takes import definition_of, other_parameters, rule_of
 from psync.specs import Outcome, dtype_of
 from psync.store.dense_accumulators import ConditionalAccumulator as DenseRule
 from psync.store.sparse_accumulators import SparseConditionalAccumulator as SparseRule
-from psync.wire.accumulator_messages import GradientApplied, GradientTaken
+from psync.wire.messages import GradientApplied, GradientTaken
 from psync.wire.tensors import to_bytes_view
 
 

@@ -25,7 +25,7 @@ from psync.serialization.captures import name_of, refers_to, type_name
 from psync.serialization.functions import Function, FunctionTable
 from psync.serialization.payloads import pack
 from psync.specs import checked_integer, checked_kind
-from psync.wire.worker_messages import AskPosition, IteratorPosition
+from psync.wire.messages import AskPosition, IteratorPosition
 from psync.worker.data_sources import (
     POLICIES,
     Dataset,

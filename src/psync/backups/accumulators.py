@@ -25,10 +25,8 @@ from psync.ps.shard_sets import NO_BYTES
 from psync.ps.takes import HostedAccumulator, TakeName, Taker, Wanted
 from psync.store.ledger import Client
 from psync.store.ledger_snapshot import GradientStates, gradients_of, note_gradients
-from psync.wire.accumulator_messages import GradientApplied
 from psync.wire.codec import Message, decode, encode
-from psync.wire.log_messages import HoldGradients, KeepAnswers
-from psync.wire.messages import Done
+from psync.wire.messages import Done, GradientApplied, HoldGradients, KeepAnswers
 from psync.wire.tensors import to_bytes_view
 
 T = TypeVar("T")

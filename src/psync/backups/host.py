@@ -51,17 +51,19 @@ from psync.store.snapshot import Loaded, load_snapshot
 from psync.store.snapshot_state import SnapshotState
 from psync.store.store import ShardStore
 from psync.wire.codec import Message, decode
-from psync.wire.log_messages import CheckState
-from psync.wire.messages import Done
-from psync.wire.ps_messages import Assign, AttachPs, Push
-from psync.wire.recovery_messages import (
+from psync.wire.messages import (
+    Assign,
+    AttachPs,
     BackupBegun,
     BeginBackup,
+    CheckState,
+    Done,
     FillBackup,
     LogEntries,
     LogTaken,
     Promote,
     Promoted,
+    Push,
 )
 
 logger = logging.getLogger(__name__)

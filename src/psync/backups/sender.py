@@ -33,8 +33,8 @@ from psync.store.commit_log import CommitLog, LogState, Numbered
 from psync.store.snapshot import Frozen
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
-from psync.wire.ps_messages import AttachPs
-from psync.wire.recovery_messages import (
+from psync.wire.messages import (
+    AttachPs,
     BackUp,
     BackupBegun,
     BeginBackup,

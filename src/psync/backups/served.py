@@ -20,8 +20,7 @@ from psync.backups.locate_ps import Primary
 from psync.net.peer import Handler, Peer, Reply
 from psync.ps.succession import check_newest
 from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.recovery_messages import AskServed, EndFormer, ServedHere
+from psync.wire.messages import AskServed, Done, EndFormer, ServedHere
 
 
 class ServedService:

@@ -41,8 +41,7 @@ from psync.store.snapshot import Frozen
 from psync.store.store import ShardStore
 from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.recovery_messages import BackUp
+from psync.wire.messages import BackUp, Done
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class Section(Protocol):
 
     To add one: a class with these three, in ``PsServices.sections``, which is what digests and
     backups are made of; its changes through ``Executor.submit``; the messages of ``entries`` in
-    ``wire.log_messages``. A backup executes these when it has the snapshot, in the order of the
+    ``wire.messages``. A backup executes these when it has the snapshot, in the order of the
     sections; no two may replay the same message. ``backups.accumulators`` is a small one.
 
     Its own handlers are listed in ``PsServices.handlers``. If it remembers clients it is told who

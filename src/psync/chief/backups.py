@@ -31,7 +31,7 @@ from psync.errors import (
     VersionMismatch,
 )
 from psync.net.peer import Peer
-from psync.wire.recovery_messages import BackUp, Promote, Promoted
+from psync.wire.messages import BackUp, Promote, Promoted
 
 logger = logging.getLogger(__name__)
 

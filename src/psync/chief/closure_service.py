@@ -21,7 +21,7 @@ from psync.serialization.failures import rebuild_exception
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import EMPTY, Payload
 from psync.wire.codec import Message
-from psync.wire.worker_messages import ClosureResults, FetchArguments, FetchFunction, GivenBack
+from psync.wire.messages import ClosureResults, FetchArguments, FetchFunction, GivenBack
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,7 @@ from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.numerics.block_pool import BlockPool
 from psync.wire.closure_numbers import Kept, pack_kept
-from psync.wire.messages import AskStatistics, Statistics
-from psync.wire.ps_messages import FinalBelow
+from psync.wire.messages import AskStatistics, FinalBelow, Statistics
 
 logger = logging.getLogger(__name__)
 

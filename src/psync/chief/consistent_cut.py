@@ -43,7 +43,7 @@ from psync.specs import dtype_of
 from psync.store.snapshot import SnapshotState
 from psync.store.untrusted_json import read_json, to_json
 from psync.wire.codec import Message
-from psync.wire.recovery_messages import (
+from psync.wire.messages import (
     Admit,
     DropFrozen,
     Freeze,

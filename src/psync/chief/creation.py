@@ -21,7 +21,7 @@ from psync.chief.reattachment import Reattachment
 from psync.client.calls import all_of
 from psync.client.ps_client import PsClient
 from psync.specs import ShardSpec
-from psync.wire.ps_messages import CreateShards
+from psync.wire.messages import CreateShards
 from psync.wire.tensors import to_bytes_view
 
 MESSAGE_BYTES = 16 << 20

@@ -33,10 +33,10 @@ from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.store.reattach import BACK
 from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.recovery_messages import (
+from psync.wire.messages import (
     AskServed,
     CoordinatorGranted,
+    Done,
     EndFormer,
     GrantCoordinator,
     ServedHere,

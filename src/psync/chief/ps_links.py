@@ -13,9 +13,8 @@ from psync.client.optimizer_client import note_plugins
 from psync.client.ps_link import PsLink, ask
 from psync.closures.membership import Fence, Membership
 from psync.errors import FencedError, ParameterServerLost, PsyncError
-from psync.wire import ps_messages
-from psync.wire.messages import Done
-from psync.wire.ps_messages import AttachPs
+from psync.wire import messages
+from psync.wire.messages import AttachPs, Done
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +147,6 @@ class PsLinks:
     async def _fence(self, fence: Fence) -> None:
         link = next(link for link in self.links if link.task == fence.ps)
         try:
-            await ask(link, ps_messages.Fence(fence.task, fence.below), Done)
+            await ask(link, messages.Fence(fence.task, fence.below), Done)
         except PsyncError as exc:
             logger.warning("a fence was not accepted: %s", exc)

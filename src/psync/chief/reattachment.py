@@ -39,8 +39,7 @@ from psync.store.reattach import (
     Orders,
     partial_updates,
 )
-from psync.wire.messages import Done
-from psync.wire.recovery_messages import AdoptShards, DescribeShards, ShardsDescribed
+from psync.wire.messages import AdoptShards, DescribeShards, Done, ShardsDescribed
 
 logger = logging.getLogger(__name__)
 

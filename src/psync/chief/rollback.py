@@ -38,8 +38,14 @@ from psync.store.reattach import Orders
 from psync.store.snapshot_state import SnapshotState
 from psync.store.untrusted_json import to_json
 from psync.wire.codec import Message
-from psync.wire.messages import AskStatistics, Statistics
-from psync.wire.recovery_messages import AdoptShards, FillSnapshot, PrepareSnapshot, RestoreSnapshot
+from psync.wire.messages import (
+    AdoptShards,
+    AskStatistics,
+    FillSnapshot,
+    PrepareSnapshot,
+    RestoreSnapshot,
+    Statistics,
+)
 
 logger = logging.getLogger(__name__)
 

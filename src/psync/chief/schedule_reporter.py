@@ -20,7 +20,7 @@ from psync.closures.schedule_report import ScheduleReports, ScheduleState
 from psync.cluster import parse_task_name
 from psync.errors import ClosedError, FencedError, ParameterServerLost, PsyncError
 from psync.wire.closure_numbers import Kept
-from psync.wire.sync_messages import AwaitWaiters, ReportSchedule
+from psync.wire.messages import AwaitWaiters, ReportSchedule
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from psync.errors import (
     WorkerLost,
 )
 from psync.net.peer import Peer
-from psync.wire.recovery_messages import EndSession, LeaveCluster
-from psync.wire.worker_messages import AttachWorker
+from psync.wire.messages import AttachWorker, EndSession, LeaveCluster
 
 logger = logging.getLogger(__name__)
 

@@ -15,21 +15,21 @@ from psync.client.ps_client import PsClient
 from psync.client.ps_link import Call, ask, expect
 from psync.errors import UnknownVariableError
 from psync.net.peer import Received
-from psync.wire.accumulator_messages import (
+from psync.wire.closure_numbers import PART_BITS
+from psync.wire.codec import Message
+from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.messages import (
     AccumulatorState,
     ApplyGradient,
     AskAccumulator,
     DefineAccumulator,
+    Done,
     ForgetTakes,
     GradientApplied,
     GradientTaken,
     SetAccumulatorStep,
     TakeGradient,
 )
-from psync.wire.closure_numbers import PART_BITS
-from psync.wire.codec import Message
-from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.messages import Done
 
 T = TypeVar("T")
 

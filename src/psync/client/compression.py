@@ -30,8 +30,7 @@ from psync.client.plans import Plan
 from psync.numerics.compression import WIDE, Compression, compensate, narrow_dtype, widen_into
 from psync.numerics.scatter import IndexedSlices
 from psync.numerics.sums import PIECE_BYTES
-from psync.wire.ps_messages import Pushed
-from psync.wire.sync_messages import Contributed
+from psync.wire.messages import Contributed, Pushed
 
 if TYPE_CHECKING:
     from psync.client.ps_client import PsClient

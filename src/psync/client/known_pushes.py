@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from psync.client.plans import Plan
 from psync.specs import STEP_BITS, count_of
 from psync.store.push_counts import HOME
-from psync.wire.ps_messages import Pushed
+from psync.wire.messages import Pushed
 
 
 class KnownPushes:

@@ -26,9 +26,9 @@ from psync.numerics.update_rule import UpdateRule
 from psync.specs import ShardSpec, VariableSpec, count_of, dtype_of, marked_after
 from psync.store.push_counts import total_of
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.messages import Done
-from psync.wire.ps_messages import (
+from psync.wire.messages import (
     AskOptimizer,
+    Done,
     Measured,
     MeasurePush,
     OptimizerState,

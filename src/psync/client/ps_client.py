@@ -32,14 +32,15 @@ from psync.specs import ShardSpec, VariableSpec
 from psync.wire.closure_numbers import PART_BITS
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.lock_messages import AssignLocked, PullLocked
-from psync.wire.messages import Done
-from psync.wire.ps_messages import (
+from psync.wire.messages import (
     Assign,
+    AssignLocked,
     AverageShards,
     DefineOptimizer,
+    Done,
     Pull,
     Pulled,
+    PullLocked,
     Push,
     Pushed,
 )

@@ -23,7 +23,7 @@ from psync.numerics.scatter import IndexedSlices, distinct, merged
 from psync.numerics.update_rule import slot_dtype
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.ps_messages import PullRows, RowsPulled
+from psync.wire.messages import PullRows, RowsPulled
 from psync.wire.tensors import to_bytes_view
 
 ROWS_PER_REQUEST_BYTES = 32 << 20

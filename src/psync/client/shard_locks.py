@@ -34,8 +34,7 @@ from psync.client.pulled_steps import PulledSteps
 from psync.errors import LockLost, PsyncError
 from psync.net.process_state import PerProcess
 from psync.wire.codec import Message
-from psync.wire.lock_messages import LockShards, RenewLock, UnlockShards
-from psync.wire.ps_messages import Pushed
+from psync.wire.messages import LockShards, Pushed, RenewLock, UnlockShards
 
 logger = logging.getLogger(__name__)
 

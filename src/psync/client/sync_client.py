@@ -46,7 +46,7 @@ from psync.numerics.block_pool import BlockPool
 from psync.numerics.scatter import IndexedSlices
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES, Segment
-from psync.wire.sync_messages import (
+from psync.wire.messages import (
     AskStep,
     Contribute,
     Contributed,

@@ -37,9 +37,9 @@ from psync.numerics.block_pool import BlockPool
 from psync.serialization.failures import describe_exception
 from psync.specs import ShardSpec
 from psync.wire.codec import Message
-from psync.wire.messages import AskStatistics, Statistics
-from psync.wire.ps_messages import AttachPs
-from psync.wire.session_messages import (
+from psync.wire.messages import (
+    AskStatistics,
+    AttachPs,
     AwaitEnd,
     CheckShards,
     Declared,
@@ -48,6 +48,7 @@ from psync.wire.session_messages import (
     LeaveSession,
     ReplicaFailed,
     SessionEntered,
+    Statistics,
     TrainingOver,
 )
 

@@ -28,11 +28,11 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.store.store import ShardStore
 from psync.sync.ps_services import PsServices
 from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.session_messages import (
+from psync.wire.messages import (
     AwaitEnd,
     CheckShards,
     Declared,
+    Done,
     EndTraining,
     EnterSession,
     LeaveSession,

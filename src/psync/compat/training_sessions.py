@@ -43,7 +43,7 @@ from psync.net.environment import note_training_began, platform_of, training_ove
 from psync.net.resolvers import training_cluster
 from psync.status.sampling import SessionFacts, SessionSource
 from psync.status.serving import ServedStatus
-from psync.wire.session_messages import TrainingOver
+from psync.wire.messages import TrainingOver
 
 logger = logging.getLogger(__name__)
 

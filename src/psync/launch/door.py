@@ -22,9 +22,7 @@ from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.net.workforce import Workforce
-from psync.wire.join_messages import JoinCluster, Joined
-from psync.wire.messages import Done
-from psync.wire.recovery_messages import LeaveCluster
+from psync.wire.messages import Done, JoinCluster, Joined, LeaveCluster
 
 logger = logging.getLogger(__name__)
 

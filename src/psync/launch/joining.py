@@ -34,8 +34,7 @@ from psync.net.platform import Platform
 from psync.net.resolvers import SimpleClusterResolver
 from psync.net.secret import load_secret
 from psync.net.transport import BACKLOG
-from psync.wire.join_messages import JoinCluster, Joined
-from psync.wire.recovery_messages import LeaveCluster
+from psync.wire.messages import JoinCluster, Joined, LeaveCluster
 
 logger = logging.getLogger(__name__)
 

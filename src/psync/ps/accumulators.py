@@ -55,19 +55,19 @@ from psync.ps.takes import (
     settle,
 )
 from psync.store.ledger import Client, Duplicate, Fresh, Ledger, Ticket
-from psync.wire.accumulator_messages import (
+from psync.wire.codec import Message
+from psync.wire.messages import (
     AccumulatorState,
     ApplyGradient,
     AskAccumulator,
     DefineAccumulator,
+    Done,
+    EndTakes,
     ForgetTakes,
     GradientApplied,
     SetAccumulatorStep,
     TakeGradient,
 )
-from psync.wire.codec import Message
-from psync.wire.log_messages import EndTakes
-from psync.wire.messages import Done
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from psync.errors import PsyncError
 from psync.store.commit_log import chained
 from psync.store.ledger import Client
-from psync.wire.log_messages import CheckState
+from psync.wire.messages import CheckState
 
 CHECK_EVERY = 1024
 """Entries between two comparisons."""

@@ -29,7 +29,7 @@ from psync.net.peer import Received
 from psync.net.platform import Platform
 from psync.numerics.block_pool import BlockPool
 from psync.store.store import ShardStore
-from psync.wire.ps_messages import CountsHeard, TellCounts
+from psync.wire.messages import CountsHeard, TellCounts
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from psync.ps.shard_sets import NO_BYTES, memory_for
 from psync.specs import ShardSpec, dtype_of
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.ps_messages import CreateShards
+from psync.wire.messages import CreateShards, Done
 from psync.wire.tensors import array_from_bytes
 
 Source = Key | np.ndarray | None

@@ -28,8 +28,7 @@ from psync.ps.cooperative_work import Changing
 from psync.store.ledger import Client, Ledger
 from psync.store.update_gate import UpdateGate
 from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.recovery_messages import Admit, Gate, Gated, OpenGate
+from psync.wire.messages import Admit, Done, Gate, Gated, OpenGate
 
 logger = logging.getLogger(__name__)
 

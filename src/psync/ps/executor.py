@@ -40,9 +40,7 @@ from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull
 from psync.store.ledger import Client
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, encode
-from psync.wire.log_messages import CheckState
-from psync.wire.messages import Done
-from psync.wire.ps_messages import DefineOptimizer
+from psync.wire.messages import CheckState, DefineOptimizer, Done
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from psync.ps.snapshot_files import has_text, write_items
 from psync.store.snapshot import Frozen
 from psync.store.untrusted_json import read_json, to_json
 from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.recovery_messages import (
+from psync.wire.messages import (
+    Done,
     DropFrozen,
     Freeze,
     FrozenBytes,
@@ -37,7 +37,7 @@ from psync.wire.recovery_messages import (
     WriteFrozen,
     Written,
 )
-from psync.wire.recovery_messages import Frozen as FrozenAnswer
+from psync.wire.messages import Frozen as FrozenAnswer
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,7 @@ from psync.store.ledger import Client
 from psync.store.locks import Claim, LockTable
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message
-from psync.wire.lock_messages import AssignLocked, LockShards, PullLocked, RenewLock, UnlockShards
-from psync.wire.messages import Done
+from psync.wire.messages import AssignLocked, Done, LockShards, PullLocked, RenewLock, UnlockShards
 
 logger = logging.getLogger(__name__)
 

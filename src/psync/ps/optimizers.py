@@ -24,10 +24,10 @@ from psync.ps.shard_sets import ShardSet, memory_for, set_of
 from psync.specs import dtype_of
 from psync.store.store import ShardStore, Work
 from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.ps_messages import (
+from psync.wire.messages import (
     AskOptimizer,
     DefineOptimizer,
+    Done,
     Measured,
     MeasurePush,
     OptimizerState,

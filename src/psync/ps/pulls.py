@@ -27,8 +27,7 @@ from psync.store.store import Key, ShardStore, Work
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
 from psync.wire.limits import Limits
-from psync.wire.lock_messages import PullLocked
-from psync.wire.ps_messages import Pull, Pulled, PullRows, RowsPulled
+from psync.wire.messages import Pull, Pulled, PullLocked, PullRows, RowsPulled
 from psync.wire.tensors import Joined
 
 

@@ -27,8 +27,7 @@ from psync.store.bundles import runs_of
 from psync.store.rows import RowValues
 from psync.store.store import Key, ShardStore
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.ps_messages import Assign, MeasurePush, Pull, Push
-from psync.wire.sync_messages import DescribeSet, StagePush
+from psync.wire.messages import Assign, DescribeSet, MeasurePush, Pull, Push, StagePush
 from psync.wire.tensors import to_bytes_view
 
 NO_BYTES = memoryview(b"")

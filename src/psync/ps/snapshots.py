@@ -38,12 +38,16 @@ from psync.store.shards import Optimizer
 from psync.store.snapshot import Loaded, SnapshotState, load_snapshot
 from psync.store.store import ShardStore
 from psync.store.untrusted_json import read_json
-from psync.wire.accumulator_messages import DefineAccumulator
 from psync.wire.closure_numbers import Finality
 from psync.wire.codec import Message, decode, encode
-from psync.wire.messages import Done
-from psync.wire.ps_messages import Pushed
-from psync.wire.recovery_messages import FillSnapshot, PrepareSnapshot, RestoreSnapshot
+from psync.wire.messages import (
+    DefineAccumulator,
+    Done,
+    FillSnapshot,
+    PrepareSnapshot,
+    Pushed,
+    RestoreSnapshot,
+)
 
 
 def pack_answer(answer: object) -> bytes | None:

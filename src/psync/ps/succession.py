@@ -21,11 +21,11 @@ from psync.store.previous_store import FormerStore
 from psync.store.reattach import Orders
 from psync.store.store import ShardStore
 from psync.wire.codec import Message
-from psync.wire.messages import Done
-from psync.wire.recovery_messages import (
+from psync.wire.messages import (
     AdoptShards,
     CoordinatorGranted,
     DescribeShards,
+    Done,
     GrantCoordinator,
     ShardsDescribed,
 )

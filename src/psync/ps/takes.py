@@ -42,15 +42,15 @@ from psync.specs import dtype_name, dtype_of
 from psync.store.dense_accumulators import ConditionalAccumulator
 from psync.store.ledger import Client
 from psync.store.sparse_accumulators import SparseConditionalAccumulator, SparseGradient
-from psync.wire.accumulator_messages import (
+from psync.wire.messages import (
     ApplyGradient,
     DefineAccumulator,
+    Done,
+    EndTakes,
     ForgetTakes,
     GradientTaken,
     TakeGradient,
 )
-from psync.wire.log_messages import EndTakes
-from psync.wire.messages import Done
 from psync.wire.tensors import to_bytes_view
 
 

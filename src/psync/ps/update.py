@@ -24,8 +24,7 @@ from psync.store.rows import RowValues
 from psync.store.shard import nothing
 from psync.store.store import AssignOp, Key, ShardStore, Work, ones
 from psync.wire.codec import Message
-from psync.wire.lock_messages import AssignLocked
-from psync.wire.ps_messages import Assign, AverageShards, Push
+from psync.wire.messages import Assign, AssignLocked, AverageShards, Push
 
 _PS = operator.itemgetter(0)
 

@@ -42,9 +42,7 @@ from psync.store.locks import Claim
 from psync.store.push_counts import HOME
 from psync.store.store import Key, ShardStore
 from psync.wire.codec import Message, decode, encode
-from psync.wire.lock_messages import AssignLocked
-from psync.wire.messages import Failure
-from psync.wire.ps_messages import Assign, AverageShards, Push, Pushed
+from psync.wire.messages import Assign, AssignLocked, AverageShards, Failure, Push, Pushed
 from psync.wire.remote_errors import exception_of, failure_of
 
 MAX_STALENESS = 255

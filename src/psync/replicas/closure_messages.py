@@ -14,9 +14,9 @@ from psync.net.peer import Reply
 from psync.serialization.functions import Function
 from psync.serialization.payloads import EMPTY, Payload
 from psync.serialization.remote_value import RemoteValue
-from psync.wire import worker_messages
+from psync.wire import messages
 from psync.wire.codec import Message
-from psync.wire.worker_messages import Arguments, RunClosures, RunReplica
+from psync.wire.messages import Arguments, RunClosures, RunReplica
 
 INLINE_BYTES = 16 << 10
 """Larger arguments are fetched by the worker when it is about to run the closure: a worker
@@ -183,4 +183,4 @@ def arguments_reply(call: ScheduledCall) -> Reply:
 
 def function_reply(function: Function) -> Reply:
     """Return the answer to FetchFunction."""
-    return Reply(worker_messages.Function(function.name), function.payload.segments)
+    return Reply(messages.Function(function.name), function.payload.segments)

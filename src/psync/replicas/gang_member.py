@@ -17,7 +17,7 @@ from psync.serialization.failures import rebuild_exception
 from psync.serialization.payloads import Payload, Segment, check_size, pack, unpack
 from psync.wire.codec import Message
 from psync.wire.limits import Limits
-from psync.wire.worker_messages import Merged, ReachCollective
+from psync.wire.messages import Merged, ReachCollective
 
 
 @dataclass(slots=True, eq=False)

@@ -25,7 +25,7 @@ from psync.serialization.functions import Function
 from psync.serialization.payloads import Payload, check_size, pack, unpack
 from psync.serialization.remote_value import RemoteValue
 from psync.wire.limits import Limits
-from psync.wire.worker_messages import Merged
+from psync.wire.messages import Merged
 
 
 class Arrival(NamedTuple):

@@ -49,7 +49,7 @@ from psync.serialization.failures import text_of
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import Payload, check_size, pack_arguments
 from psync.wire.limits import Limits
-from psync.wire.worker_messages import ReachCollective
+from psync.wire.messages import ReachCollective
 
 logger = logging.getLogger(__name__)
 

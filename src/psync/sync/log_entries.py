@@ -27,8 +27,15 @@ from psync.sync.pushes import Contribution
 from psync.sync.step_update import Part
 from psync.sync.tokens import Replica
 from psync.wire.codec import Message
-from psync.wire.log_messages import CountPush, HoldPush, NormsMeasured, SetGroups
-from psync.wire.sync_messages import CloseStep, Contribute, StagePush
+from psync.wire.messages import (
+    CloseStep,
+    Contribute,
+    CountPush,
+    HoldPush,
+    NormsMeasured,
+    SetGroups,
+    StagePush,
+)
 from psync.wire.tensors import to_bytes_view
 
 FROM_CLOSER: Client = (CLOSER, 0)

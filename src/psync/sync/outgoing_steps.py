@@ -47,11 +47,8 @@ from psync.sync.step_rounds import StepRounds
 from psync.sync.steps import Action, SyncSteps
 from psync.sync.token_waits import TokenWaits
 from psync.wire.codec import Message, decode, encode
-from psync.wire.log_messages import NormsMeasured, StepApplied
-from psync.wire.messages import Failure
-from psync.wire.ps_messages import Fence
+from psync.wire.messages import Failure, Fence, FinishSteps, NormsMeasured, StepApplied
 from psync.wire.remote_errors import exception_of, failure_of
-from psync.wire.sync_messages import FinishSteps
 
 logger = logging.getLogger(__name__)
 

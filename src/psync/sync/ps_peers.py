@@ -35,11 +35,11 @@ from psync.sync.groups import CLOSER, step_variable
 from psync.sync.ps_sync import PsSync
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.messages import Done
-from psync.wire.ps_messages import AttachPs
-from psync.wire.sync_messages import (
+from psync.wire.messages import (
+    AttachPs,
     CloseStep,
     DescribeSet,
+    Done,
     MeasureStep,
     SetSizes,
     StepMeasured,

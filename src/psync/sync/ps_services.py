@@ -63,23 +63,25 @@ from psync.sync.step_closer import StepCloser
 from psync.sync.tokens import Replica
 from psync.wire.closure_numbers import unpack_kept
 from psync.wire.codec import Message
-from psync.wire.lock_messages import LockShards, PullLocked
-from psync.wire.log_messages import CheckState
-from psync.wire.messages import Done
-from psync.wire.ps_messages import (
+from psync.wire.messages import (
     AskOptimizer,
     AttachPs,
+    AwaitWaiters,
+    CheckState,
     CountsHeard,
     CreateShards,
     DefineOptimizer,
+    Done,
     Fence,
     FinalBelow,
+    LockShards,
     Pull,
+    PullLocked,
+    ReportSchedule,
     SetOptimizer,
     SetSlots,
     TellCounts,
 )
-from psync.wire.sync_messages import AwaitWaiters, ReportSchedule
 
 logger = logging.getLogger(__name__)
 

@@ -39,13 +39,16 @@ from psync.sync.step_applier import StepApplier
 from psync.sync.step_update import Part
 from psync.sync.tokens import Replica
 from psync.wire.codec import Message
-from psync.wire.log_messages import CountPush, HoldPush, NormsMeasured, SetGroups
-from psync.wire.messages import Done
-from psync.wire.sync_messages import (
+from psync.wire.messages import (
     CloseStep,
     Contribute,
+    CountPush,
     DescribeSet,
+    Done,
+    HoldPush,
     MeasureStep,
+    NormsMeasured,
+    SetGroups,
     SetSizes,
     Staged,
     StagePush,

@@ -22,7 +22,7 @@ from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.peer import Handler, Peer, Reply
 from psync.sync.staleness import Release, Replica, RoundClocks, Tick
 from psync.wire.codec import Message
-from psync.wire.sync_messages import ClockTicked, ReportSchedule, TickClock
+from psync.wire.messages import ClockTicked, ReportSchedule, TickClock
 
 _Waiting = dict[Tick, list[asyncio.Future[int]]]
 """Several futures where a request was repeated; each gets the rounds that the worker is ahead."""

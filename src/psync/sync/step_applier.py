@@ -25,9 +25,8 @@ from psync.sync.log_entries import FROM_CLOSER, closing_entry
 from psync.sync.staging import Staging
 from psync.sync.step_update import Average, Part, StepUpdate, averages_of
 from psync.wire.codec import decode, encode
-from psync.wire.messages import Failure
+from psync.wire.messages import CloseStep, Failure, MeasureStep
 from psync.wire.remote_errors import exception_of, failure_of
-from psync.wire.sync_messages import CloseStep, MeasureStep
 
 
 class StepApplier:

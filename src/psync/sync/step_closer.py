@@ -48,26 +48,24 @@ from psync.sync.steps import Action, SyncSteps
 from psync.sync.token_waits import PushKey, TokenWaits
 from psync.sync.tokens import Replica
 from psync.wire.codec import Message
-from psync.wire.log_messages import (
+from psync.wire.messages import (
+    AskStep,
+    AttachPs,
     BeginGroup,
+    Contribute,
     CountPush,
+    Done,
     EndSteps,
+    FinishSteps,
     ForgetPush,
+    InitTokens,
     NormsMeasured,
+    ReportSchedule,
     SetGroups,
     SetMembers,
     StepApplied,
-    Tick,
-)
-from psync.wire.messages import Done
-from psync.wire.ps_messages import AttachPs
-from psync.wire.sync_messages import (
-    AskStep,
-    Contribute,
-    FinishSteps,
-    InitTokens,
-    ReportSchedule,
     SyncStep,
+    Tick,
 )
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from psync.sync.cross_ps_sets import Share, Values
 from psync.sync.groups import Listed, OutgoingStep
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
-from psync.wire.sync_messages import CloseStep, MeasureStep
+from psync.wire.messages import CloseStep, MeasureStep
 
 Ended = Callable[[Values, Exception | None], None]
 """What is called at the end: with the values that were wanted, or with the first error."""

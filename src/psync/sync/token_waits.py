@@ -16,7 +16,7 @@ from psync.sync.cross_ps_sets import Share, Values, WholeSet
 from psync.sync.ps_sync import PsSync
 from psync.sync.pushes import Answer, Refuse
 from psync.sync.tokens import Replica
-from psync.wire.sync_messages import Contributed
+from psync.wire.messages import Contributed
 
 PushKey = tuple[int, Replica, int]
 """Group, replica, number of the push."""

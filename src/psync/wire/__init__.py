@@ -2,15 +2,15 @@
 
 Pure: knows errors and specs, does no I/O. ``frames`` has the layout of bytes, ``codec`` turns
 messages into msgpack headers, ``protocol`` runs one connection from the handshake on; ``messages``
-has what every connection begins with, ``*_messages`` what each pair of tasks says to each other.
+has all messages.
 
-To add a message: a frozen class in the ``*_messages`` of its pair, with the next number
-(``codec.message`` refuses one that is taken); a line of golden bytes in the test of that module; a
-handler in the service's ``handlers()``, which ``sync.ps_services``, ``ps_task``, ``worker_task``
-and ``coordinator`` gather. What changes a ps and is no update belongs in ``ps_services.LOGGED``, or
-its backup would not have it; what the ledger does not judge, in ``NOT_JUDGED``. Both are for
-creation, updates, synchronous parts, locks, pulls and the gate; other services guard and submit by
-themselves. A new module has a line in ``catalogue``.
+To add a message: a frozen class in ``messages``, with the next number (``codec.message`` refuses
+one that is taken); a line of golden bytes in ``tests/wire/test_messages.py``; a handler in the
+service's ``handlers()``, which ``sync.ps_services``, ``ps_task``, ``worker_task`` and
+``coordinator`` gather. What changes a ps and is no update belongs in ``ps_services.LOGGED``, or its
+backup would not have it; what the ledger does not judge, in ``NOT_JUDGED``. Both are for creation,
+updates, synchronous parts, locks, pulls and the gate; other services guard and submit by
+themselves.
 
 Which of them may be lost: any, with its connection. Then
 

@@ -1,12 +1,12 @@
-"""Messages that all tasks share: handshake, generic replies, statistics, shutdown.
+"""All messages between tasks: one frozen class each, with a number of its own.
 
-Messages lie by the pair of tasks that exchange them, each a frozen class with a number of its own;
-``catalogue`` names the modules. Fields of tuples come back as lists: msgpack knows one kind of
-array.
+They stand by the pair of tasks that exchange them. Fields of tuples come back as lists: msgpack
+knows one kind of array.
 """
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 from psync.wire.codec import Message, message
@@ -111,3 +111,1384 @@ class AskSpans(Message):
 
     reader: str  # tells apart who asks
     last: bool
+
+
+# To a ps: attach, create shards, pull and push values and rows, define optimizers.
+
+# From the coordinator.
+
+
+@message(32)
+class AttachPs(Message):
+    """The coordinator takes a ps into its cluster; answered by PsAttached.
+
+    A coordinator incarnation that the ps has not seen yet fences the older one, and what was held
+    for that is dropped, or kept to be adopted; see ``DescribeShards``.
+    """
+
+    coordinator: int
+    ps_addresses: list[str]  # of all ps tasks: ps 0 talks to the others
+    ps_timeout_s: float
+    keep: bool = False  # what is held; what has begun is then carried to its end first
+    moves: int = 0  # how often a ps was served elsewhere before: of two addresses the newer counts
+
+
+@message(137)
+class PsAttached(Message):
+    """The ps serves this coordinator."""
+
+    # ("rule" or "schedule", name, version) of what plugins have registered in its process
+    plugins: list[tuple[str, str, int]]
+
+
+@message(33)
+class CreateShards(Message):
+    """Declared shards and their first values; idempotent. Segments: those that are sent."""
+
+    # (variable name, variable id, shard index, offset, shape, dtype)
+    shards: list[tuple[str, int, int, int, list[int], str]]
+    # For each what it begins with: another shard's value, so many bytes that are each of its
+    # elements, or None: its value is in the segments.
+    sources: list[tuple[int, int] | bytes | None]
+
+
+@message(39)
+class Fence(Message):
+    """Refuse incarnations of a task below this one; answered by Done."""
+
+    task: str
+    below: int
+
+
+@message(40)
+class FinalBelow(Message):
+    """All closures with smaller ids are final, and forgotten if they are not kept.
+
+    A segment holds those that are kept, as ``closure_numbers.pack_kept`` packs them. A header would
+    be too small: a rollback may undo as many data shards as there are.
+    """
+
+    closure: int
+    # Of the ps tasks, when it was sent: a rollback since then may have undone what was done.
+    timeline: int = 0
+
+
+# Values.
+
+
+@message(34)
+class Pull(Message):
+    """Values of a set of shards, or of one slot of each. Answered by Pulled.
+
+    ``members`` defines set ``set_id`` for this connection; later requests leave it out.
+    """
+
+    set_id: int
+    members: list[tuple[int, int]] | None
+    optimizer: int  # -1: the values themselves
+    slot: str
+
+
+@message(35)
+class Pulled(Message):
+    """Segments: one per member of the set, in its order.
+
+    ``steps``: (group, step) of each synchronous group that has closed a step on this ps: the
+    values are at least of that step. A group that is not named is where it began.
+    """
+
+    steps: list[tuple[int, int]]
+
+
+@message(72)
+class PullRows(Message):
+    """Some rows of shards, or of one slot of each. Answered by RowsPulled.
+
+    Segments: one for each part whose step is 0, its ``count`` row numbers (int64, in any order).
+    """
+
+    # (variable id, shard index, count, start, stop, step). Rows are local, they count from the
+    # shard's first one. Step 0: those in the body; else range(start, stop, step).
+    parts: list[tuple[int, int, int, int, int, int]]
+    optimizer: int  # -1: the values themselves
+    slot: str
+
+
+@message(73)
+class RowsPulled(Message):
+    """Segments: the rows of each part, in the order in which it names them."""
+
+    steps: list[tuple[int, int]]  # as in Pulled
+
+
+@message(36)
+class Push(Message):
+    """Gradients for a set of shards. Segments: one per member. Answered by Pushed."""
+
+    sequence: int  # of this client, from 1
+    acked_below: int  # the client has the answers to all smaller sequences
+    closure: int  # id, or -1 outside a closure
+    ordinal: int  # of the call within the closure
+    set_id: int
+    members: list[tuple[int, int]] | None
+    optimizer: int
+    config: dict[str, Any] | None  # defines the optimizer for this connection
+    # Of this optimizer, pushes without a part on this ps that the client knows of, marked; see
+    # ``store.push_counts``.
+    elsewhere: int
+    # None: all members are dense. Else for each member -1, or the number n of its rows that the
+    # gradient has: its segment is n local row numbers (int64, ascending), then n rows of values.
+    rows: list[int] | None = None
+    # Of layerwise optimizers, for each member the ratio of its whole variable. None: the ps finds
+    # it, from the shard alone.
+    ratios: list[float] | None = None
+    # (ps, sequence there) of the other messages of the same update. None: it is the only one.
+    spread: list[tuple[int, int]] | None = None
+    # The set whose values the answer should bring, read once this is applied, as a Pull of that
+    # set would bring them; -1: none.
+    pull: int = -1
+    pull_members: list[tuple[int, int]] | None = None
+    raised: tuple[int, int] | None = None  # a shard of one number, which becomes one more with it
+    place: int = 0  # which of the update's messages it is, see ``store.push_counts``
+
+
+@message(80)
+class MeasurePush(Message):
+    """What would this push do? Changes nothing. Segments: one per member. Answered by Measured."""
+
+    set_id: int
+    members: list[tuple[int, int]] | None
+    optimizer: int
+    config: dict[str, Any]  # defines it
+    elsewhere: int  # as in Push
+
+
+@message(81)
+class Measured(Message):
+    """For each member the sums of squares of the parameter and of its update."""
+
+    sums: list[tuple[float, float]]
+
+
+@message(37)
+class Assign(Message):
+    """Values for a set of shards. Segments: one per member. Answered by Pushed."""
+
+    sequence: int
+    acked_below: int
+    closure: int
+    ordinal: int
+    set_id: int
+    members: list[tuple[int, int]] | None
+    op: str  # "assign", "add", "sub" or "max"; for rows also "mul", "div" or "min"
+    rows: list[int] | None = None  # as in Push
+    spread: list[tuple[int, int]] | None = None  # as in Push
+
+
+@message(38)
+class Pushed(Message):
+    """What became of a push or assign. Segments: the values that a Push wanted, if they came."""
+
+    outcome: str  # "accepted", "stale" or "duplicate"
+    step: int  # pushes of the optimizer that this ps knows of then, marked; 0 for an assign
+    # Of the values, as in Pulled. None: there are none; some shard was busy with another update.
+    steps: list[tuple[int, int]] | None = None
+    elsewhere: int = 0  # of these pushes those without a part on this ps, marked
+
+
+@message(61)
+class AverageShards(Message):
+    """Move averages towards the present values of shards on the same ps. Answered by Pushed."""
+
+    sequence: int
+    acked_below: int
+    closure: int
+    ordinal: int
+    # (variable id of the average, id of the variable that it follows, index of both shards)
+    shards: list[tuple[int, int, int]]
+    decay: float  # average -= (1 - decay) * (average - value)
+    spread: list[tuple[int, int]] | None = None  # as in Push
+
+
+# Optimizers, and what they keep: set from outside by a program that restores it.
+
+
+@message(41)
+class DefineOptimizer(Message):
+    """Make an optimizer known before its first push; answered by Done."""
+
+    optimizer: int
+    config: dict[str, Any]
+
+
+@message(127)
+class AskOptimizer(Message):
+    """How many pushes has an optimizer applied? Answered by OptimizerState."""
+
+    optimizer: int
+    config: dict[str, Any]  # defines it
+
+
+@message(124)
+class OptimizerState(Message):
+    """As of now, see ``store.push_counts.Counts``."""
+
+    base: int
+    own: int
+    steps: int
+
+
+@message(125)
+class SetSlots(Message):
+    """Values for slots of shards; idempotent. Segments: one per member. Answered by Done."""
+
+    optimizer: int
+    config: dict[str, Any]  # defines it
+    members: list[tuple[int, int, str]]  # variable id, shard index, slot
+
+
+@message(126)
+class SetOptimizer(Message):
+    """Let an optimizer go on otherwise; idempotent. Answered by Done."""
+
+    optimizer: int
+    config: dict[str, Any]  # defines it
+    step: int  # pushes that it has applied, marked with a new epoch; -1: as it is
+    learning_rate: dict[str, Any] | None  # config of a schedule; None: as it is
+
+
+# Between ps tasks.
+
+
+@message(152)
+class TellCounts(Message):
+    """ps k → ps 0, ps 0 → ps k: pushes without a part on some ps. Answered by CountsHeard.
+
+    Idempotent.
+    """
+
+    # (optimizer, its config, base, [(ps, pushes without a part there)]), see ``store.push_counts``
+    counts: list[tuple[int, dict[str, Any], int, list[tuple[int, int]]]]
+
+
+@message(153)
+class CountsHeard(Message):
+    """What was told is known."""
+
+    is_news: bool  # much of it was; else there is no hurry to tell more
+
+
+# Locks of shards, for consistent reads and atomic assigns over several ps tasks.
+
+
+@message(115)
+class LockShards(Message):
+    """Lock shards, all of them or none; who changes them waits. Answered by Done, once it is so.
+
+    The lock ends when it is given up, with the connection over which it was asked for, and when it
+    was not renewed for the time of its lease. The same number again asks anew.
+    """
+
+    lock: int  # number of the lock, unique in its client
+    members: list[tuple[int, int]]
+    lease_s: float
+
+
+@message(116)
+class UnlockShards(Message):
+    """Give a lock up, held or not; idempotent. Answered by Done."""
+
+    lock: int
+
+
+@message(117)
+class RenewLock(Message):
+    """Let the lease of a lock begin anew. Answered by Done, or LockLost."""
+
+    lock: int
+
+
+@message(118)
+class PullLocked(Pull):
+    """A pull of shards that are locked by the one who asks. Answered by Pulled, or LockLost."""
+
+    lock: int
+
+
+@message(119)
+class AssignLocked(Assign):
+    """An assign to shards that are locked by the one who asks. Answered by Pushed, or LockLost."""
+
+    lock: int = 0  # ``rows`` before it has a default, too
+
+
+# Conditional accumulators, by their names: programs add gradients and take their mean.
+
+
+@message(62)
+class DefineAccumulator(Message):
+    """Make an accumulator known; idempotent, and refused if it is another than at first.
+
+    Answered by Done.
+    """
+
+    name: str
+    kind: str  # "dense" or "sparse"
+    dtype: str
+    shape: list[int | None] | None  # None: not known, as a whole or a dimension
+    reduction: str  # "MEAN" or "SUM"
+    divisor: str  # of sparse means: "per_index" or "total"
+    forbid_nonfinite: bool
+    max_staleness: int
+
+
+@message(63)
+class ApplyGradient(Message):
+    """Add a gradient to an accumulator. Answered by GradientApplied.
+
+    Segments: the values; of a sparse gradient the indices (int64) before them.
+    """
+
+    sequence: int  # shared with pushes and assigns, as are the next three
+    acked_below: int
+    closure: int
+    ordinal: int
+    accumulator: str
+    shape: list[int]  # of the values
+    dense_shape: list[int] | None  # of the array that the rows are of, if it is known
+    local_step: int
+    weight: float
+
+
+@message(64)
+class SetAccumulatorStep(Message):
+    """Set the step of an accumulator. Answered by GradientApplied."""
+
+    sequence: int
+    acked_below: int
+    closure: int
+    ordinal: int
+    accumulator: str
+    step: int
+
+
+@message(65)
+class GradientApplied(Message):
+    """What became of a gradient, or of a new step."""
+
+    outcome: str  # "accepted", "stale" or "duplicate"
+    count: int  # gradients held now
+    step: int  # of the accumulator now
+
+
+@message(66)
+class TakeGradient(Message):
+    """Wait for gradients and take what they amount to. Answered by GradientTaken.
+
+    The same take again, after a lost connection, gets the same answer.
+    """
+
+    accumulator: str
+    take: int  # of this client, from 1, anew for each accumulator
+    acked_below: int  # the client has the answers to all smaller numbers, or wants them no more
+    num_required: int
+
+
+@message(67)
+class GradientTaken(Message):
+    """Segments: the values; of a sparse gradient the indices (int64) before them."""
+
+    count: int  # gradients that were taken
+    step: int  # of the accumulator after it
+    shape: list[int]  # of the values
+    dense_shape: list[int] | None  # of the array that the rows are of; -1: not known
+
+
+@message(68)
+class ForgetTakes(Message):
+    """This client has the answers to all takes with smaller numbers, or wants them no more."""
+
+    accumulator: str
+    acked_below: int
+
+
+@message(69)
+class AskAccumulator(Message):
+    """How far is an accumulator? Answered by AccumulatorState."""
+
+    accumulator: str
+
+
+@message(70)
+class AccumulatorState(Message):
+    """As of now."""
+
+    count: int  # gradients held
+    step: int
+
+
+# Synchronous steps and staleness clocks. A *group* is one SyncReplicasOptimizer, by its number.
+# A *push* is one call of its ``apply_gradients``, numbered from 1 by the client, for each group.
+
+# Worker → ps.
+
+
+@message(42)
+class StagePush(Message):
+    """Worker → ps: keep this part of a push until ps 0 has decided. Answered by Staged.
+
+    Segments: one per member. The same push again replaces it; else it stays until its step is
+    closed.
+    """
+
+    group: int
+    config: dict[str, Any] | None  # of the group; defines it for this connection
+    push: int
+    local_step: int  # of the values that the gradients were computed from; -1: the first
+    set_id: int
+    members: list[tuple[int, int]] | None
+    rows: list[int] | None = None  # as in Push
+
+
+@message(43)
+class Staged(Message):
+    """``stale``: the step is over here, nothing was kept."""
+
+    stale: bool
+
+
+@message(44)
+class Contribute(Message):
+    """Worker → ps 0: all parts of a push are staged; decide, and answer when there is a token.
+
+    Answered by Contributed, after the step is closed or while other tokens are left. A small push
+    comes along whole, of a larger one ps 0's own part if that is small; ps 0 hands on what belongs
+    to others with CloseStep. Segments: one per member.
+    """
+
+    group: int
+    config: dict[str, Any] | None
+    push: int
+    acked_below: int  # the client has the answers to all smaller numbers
+    closure: int  # id, or -1 outside a closure
+    ordinal: int  # of the call within the closure
+    variable_set: bytes  # digest of all variables of the push
+    local_step: int  # -1: values of before the group's first step
+    weight: float
+    set_id: int  # of what comes along; -1: nothing. Such sets are numbered apart from others
+    members: list[tuple[int, int, int]] | None  # (ps, variable, index); those of a ps together
+    ahead: int  # set whose values are wanted with the token, if it is that of a new step; -1: none
+    ahead_members: list[tuple[int, int, int]] | None
+    rows: list[int] | None = None  # as in Push; only of what ps 0 keeps itself
+    spread: bool = False  # whether a variable of the push lies on several ps tasks
+
+
+@message(45)
+class Contributed(Message):
+    """What became of a push, and the token: the worker's next local step.
+
+    Segments: the values that were wanted, one per member, of step ``token`` or later; or none.
+    """
+
+    outcome: str  # "accepted", "stale" or "duplicate"
+    staleness: int  # steps that were closed since the values were pulled
+    token: int
+    partial: bool  # the step that it was counted in was closed with fewer than the target
+    count: int  # pushes in the step that it was counted in, if that is closed; else 0
+
+
+@message(46)
+class AskStep(Message):
+    """Worker → ps 0, before many bytes travel: is this step still open? Answered by SyncStep."""
+
+    group: int
+
+
+@message(47)
+class SyncStep(Message):
+    """The group's present step, and its first one; both -1 if nobody has pushed yet."""
+
+    step: int
+    first: int
+
+
+@message(50)
+class InitTokens(Message):
+    """Put the initial tokens of a group, once; answered by SyncStep. ``count`` -1: the default."""
+
+    group: int
+    config: dict[str, Any]
+    count: int
+
+
+# ps 0 → every ps.
+
+
+@message(90)
+class DescribeSet(Message):
+    """ps 0 → ps: are these shards there, and may a group push to them? Answered by SetSizes.
+
+    Defines the set for this connection.
+    """
+
+    set_id: int
+    members: list[tuple[int, int]]
+    group: int  # -1: their values are wanted, and no more
+    config: dict[str, Any] | None
+
+
+@message(91)
+class SetSizes(Message):
+    """Bytes of each shard of a set."""
+
+    sizes: list[int]
+
+
+@message(48)
+class CloseStep(Message):
+    """ps 0 → every ps: apply the mean of these pushes; idempotent by ``step``. Answered by Done.
+
+    Afterwards the group is at ``step + 1`` and what is staged for ``step`` or before is dropped.
+    Segments: one per part that comes along. Segments of the answer: the values of the sets in
+    ``ahead`` afterwards, one per shard; none if shards are busy.
+    """
+
+    group: int
+    config: dict[str, Any] | None  # None: the ps knows it
+    step: int
+    # (task, incarnation, push, weight), in the order in which they are summed
+    pushes: list[tuple[str, int, int, float]]
+    along: list[int] = field(default_factory=list)  # of each push: its set, -1: staged, or not here
+    sets: list[tuple[int, list[tuple[int, int]]]] = field(default_factory=list)  # defined with this
+    ahead: list[int] = field(default_factory=list)
+    # (variable id, factor): what limits the norm of the mean of a variable, and the trust ratio of
+    # its update. None: the ps finds it by itself, if the rule needs it.
+    scales: list[tuple[int, float]] | None = None
+    ratios: list[tuple[int, float]] | None = None
+
+
+@message(82)
+class MeasureStep(CloseStep):
+    """ps 0 → every ps: what would closing this step do? Changes nothing. Answered by StepMeasured.
+
+    The same as the ``CloseStep`` that follows, but for the factors that are not known yet.
+    """
+
+    what: str = "gradients"  # or "updates", by the mean times its scales; see ``step_norms``
+
+
+@message(83)
+class StepMeasured(Message):
+    """Sums of squares of each shard that the step changes on this ps; see ``step_norms``."""
+
+    sums: list[tuple[int, int, float, float]]  # (variable id, shard index, …)
+
+
+# Coordinator → ps 0.
+
+
+@message(15)
+class AwaitWaiters(Message):
+    """Coordinator → ps 0: say when workers wait for each other, or are about to.
+
+    Answered by Done. Only then is the schedule of use to ps 0; see ``ReportSchedule``.
+    """
+
+
+@message(49)
+class ReportSchedule(Message):
+    """Coordinator → ps 0: who takes part and what is left to do; the newest version counts.
+
+    ``in_flight`` is meant only if ``queued`` is false: then nothing else will be started.
+    """
+
+    version: int
+    workers: list[tuple[int, int]]  # (index, incarnation) of those alive and not out of data
+    missing: list[str]  # names of the others
+    queued: bool  # closures that a worker could begin now have not been begun
+    in_flight: list[tuple[int, int]]  # (closure, worker index)
+
+
+@message(71)
+class FinishSteps(Message):
+    """Coordinator → ps 0: nothing is left to do, so nobody will complete what was counted.
+
+    Answered by Done when it has been applied.
+    """
+
+
+# Clocks: nobody runs too far ahead of the slowest.
+
+
+@message(56)
+class TickClock(Message):
+    """Worker → ps 0: one more round is done. Answered by ClockTicked when it may go on."""
+
+    bound: int  # number of the optimizer
+    max_staleness: int
+    tick: int  # number of this tick of the client, from 1: a repetition counts once
+
+
+@message(57)
+class ClockTicked(Message):
+    """How far ahead of the slowest the worker's clock is, in rounds."""
+
+    ahead: int
+
+
+# In the logs of ps tasks alone: inputs of judging that came over no connection so. What came over
+# one is in the log as the message that it is. A peer that sends one of these is refused.
+
+
+@message(135)
+class CheckState(Message):
+    """Take a digest of the state that judging has made; here is the last one, and the chain."""
+
+    number: int  # of this check in the log
+    last: bytes  # digest of the check before; b"": there was none
+    chain: int  # over the entries before this one, see ``commit_log.chained``
+
+
+# Of synchronous steps, on ps 0.
+
+
+@message(30)
+class BeginGroup(Message):
+    """A group begins at this step, the value of its global step; again changes nothing."""
+
+    group: int
+    config: dict[str, Any]
+    step: int
+
+
+@message(31)
+class CountPush(Message):
+    """A Contribute, with a set of the log's own. Segments: what came along with it, if anything.
+
+    The fields from ``group`` on as in Contribute.
+    """
+
+    group: int
+    push: int
+    acked_below: int
+    closure: int
+    ordinal: int
+    variable_set: bytes
+    local_step: int
+    weight: float
+    set_id: int
+    members: list[tuple[int, int, int]] | None
+    lengths: list[int]  # bytes of each shard of what came along whole
+    rows: list[int] | None
+    spread: bool
+
+
+@message(128)
+class ForgetPush(Message):
+    """No request of this client waits for the answer to a push any more."""
+
+    group: int
+    push: int
+
+
+@message(129)
+class SetMembers(Message):
+    """Who takes part, and what is left to do: a ReportSchedule, and when it came."""
+
+    now: float  # of the clock of the log
+    alive: list[tuple[str, int]]  # (task, incarnation)
+    missing: list[str]
+    queued: bool
+    in_flight: list[int]  # closures
+
+
+@message(130)
+class Tick(Message):
+    """It is so late: what was to be done at a time is done."""
+
+    now: float  # of the clock of the log
+
+
+@message(131)
+class NormsMeasured(Message):
+    """The factors with which a step that is decided is closed; see CloseStep."""
+
+    group: int
+    step: int
+    scales: list[tuple[int, float]] | None
+    ratios: list[tuple[int, float]] | None
+
+
+@message(132)
+class StepApplied(Message):
+    """Every ps has applied a step, or one could not."""
+
+    group: int
+    step: int
+    failure: bytes  # a Failure, encoded; b"": there is none
+
+
+@message(133)
+class EndSteps(Message):
+    """Training has ended."""
+
+    reason: str
+
+
+@message(96)
+class SetGroups(Message):
+    """How far the groups are, of a snapshot that comes with a log.
+
+    Segment: on ps 0 ``SyncSteps.snapshot``, as msgpack.
+    """
+
+    groups: list[tuple[int, dict[str, Any], int]]  # (group, configuration, step here; -1: none)
+    spread: list[int]  # groups with a variable on several ps tasks
+
+
+@message(134)
+class HoldPush(Message):
+    """A part that is staged, of a snapshot that comes with a log. Segments: that."""
+
+    group: int
+    push: int
+    local_step: int
+    set_id: int
+    members: list[tuple[int, int, int]]  # (ps, variable, index)
+    whole: bool  # it came along with Contribute, perhaps with what belongs to other ps tasks
+    lengths: list[int]  # then: bytes of each shard
+    rows: list[int] | None
+
+
+# Of conditional accumulators.
+
+
+@message(121)
+class EndTakes(Message):
+    """No request of this client waits for these takes: those that wait wait no longer."""
+
+    takes: list[tuple[str, int]]  # (accumulator, number)
+
+
+@message(122)
+class HoldGradients(Message):
+    """What is in an accumulator, of a snapshot that comes with a log.
+
+    Segments: the bytes of the arrays of its sum, in pieces of 8 MiB.
+    """
+
+    accumulator: str
+    count: int  # gradients; 0: this message says nothing of them, nor do the next three
+    weight: float  # sum of their weights
+    shape: list[int]  # of the sum; of a sparse one: of a row
+    rows: int  # of a sparse one
+    # (task, incarnation, below which number it has its takes or wants them no more)
+    takers: list[tuple[str, int, int]]
+    waiting: list[tuple[str, int, int, int]]  # (task, incarnation, number, gradients required)
+
+
+@message(123)
+class KeepAnswers(Message):
+    """What was answered of accumulators and may be asked again.
+
+    Segments: of all takes.
+    """
+
+    # As in ``ledger_snapshot.GradientStates``.
+    answers: list[tuple[str, int, int, int, int, bytes]]
+    calls: list[tuple[int, int, bytes, str]]
+    # (task, incarnation, accumulator, number, GradientTaken, number of segments)
+    takes: list[tuple[str, int, str, int, bytes, int]]
+
+
+ONLY_IN_LOGS = (
+    CheckState,
+    BeginGroup,
+    CountPush,
+    ForgetPush,
+    SetMembers,
+    Tick,
+    NormsMeasured,
+    StepApplied,
+    EndSteps,
+    SetGroups,
+    HoldPush,
+    EndTakes,
+    HoldGradients,
+    KeepAnswers,
+)
+
+
+# Consistent cuts, snapshots, backups, recovery, workers that leave. A *cut* is one position on
+# every ps: every update is wholly in it or wholly out. A *snapshot* is that of a ps at a cut: a
+# state, as JSON, and arrays, its *items*, by their place in the state. See docs/design.md.
+
+# Coordinator → ps: a cut.
+
+
+@message(74)
+class Gate(Message):
+    """Begin no update that has not been begun, and close no step; answered by Gated."""
+
+    cut: int  # number of the cut, from 1, of this coordinator
+
+
+@message(75)
+class Gated(Message):
+    """No step is being closed here, and these messages belong to updates that have begun here."""
+
+    # (ps, client's task, its incarnation, sequence)
+    others: list[tuple[int, str, int, int]]
+
+
+@message(76)
+class Admit(Message):
+    """Let these messages through the gate; answered by Done once all of them are settled."""
+
+    cut: int
+    updates: list[tuple[str, int, int]]  # (client's task, its incarnation, sequence)
+
+
+@message(77)
+class Freeze(Message):
+    """Hold the present contents until DropFrozen; answered by Frozen."""
+
+    cut: int
+
+
+@message(78)
+class Frozen(Message):
+    """Segment: the state of the snapshot."""
+
+    # Closures whose gradients count in a synchronous step that has not been applied.
+    pending: list[int]
+
+
+@message(79)
+class OpenGate(Message):
+    """Go on with updates; answered by Done, also if there is no such gate."""
+
+    cut: int
+
+
+@message(84)
+class DropFrozen(Message):
+    """Hold the contents no longer; answered by Done, also if they are not held."""
+
+    cut: int
+
+
+@message(87)
+class WriteFrozen(Message):
+    """Write items of a snapshot to a new file, if you see its directory. Answered by Written.
+
+    Segment: a JSON list of [item, name in the file], in the order in which they are to lie there.
+    """
+
+    cut: int
+    path: str  # of a safetensors file, which must not exist
+    nonce: str  # the text of the file "nonce" beside it: who reads another, or none, writes nothing
+
+
+@message(88)
+class Written(Message):
+    """The file is on the disk. Segment: a JSON list of [first byte, bytes, crc32], one an item."""
+
+    size: int | None  # of the file, in bytes; None: there is none, as the directory is not seen
+
+
+@message(89)
+class ReadFrozen(Message):
+    """Bytes of an item of a snapshot; answered by FrozenBytes."""
+
+    cut: int
+    item: int
+    start: int  # first byte
+    stop: int  # the one after the last; at most 16 MiB on
+
+
+@message(92)
+class FrozenBytes(Message):
+    """Segment: the bytes."""
+
+
+# Coordinator → ps: back to a snapshot.
+
+
+@message(93)
+class PrepareSnapshot(Message):
+    """Make ready to hold another snapshot; what is held now stays. Answered by Done when ready.
+
+    Segments: the state of the snapshot; then, if there is a path, a JSON list of [item, first byte,
+    bytes, crc32] in the file. Else the bytes follow, by FillSnapshot.
+    """
+
+    load: int  # number of this loading; one that was begun before is given up
+    path: str  # of a file that this ps can read, or ""
+
+
+@message(94)
+class FillSnapshot(Message):
+    """Bytes of an item of the snapshot that is being prepared; answered by Done. Segment: they."""
+
+    load: int
+    item: int
+    start: int  # first byte
+
+
+@message(95)
+class RestoreSnapshot(Message):
+    """Hold the prepared snapshot from now on, under a new timeline; answered by Done.
+
+    What was begun before is given up. A repetition changes nothing.
+    """
+
+    load: int
+    timeline: int
+    fences: list[tuple[str, int]]  # (task, lowest incarnation of it that may still be served)
+
+
+# A ps and its backup.
+
+
+@message(97)
+class BackUp(Message):
+    """Coordinator → ps: have a backup in the process of another ps; answered by Done.
+
+    With ``lost``, the answer comes when that backup does not follow any more; else when it has
+    all that is answered. An earlier backup is given up.
+    """
+
+    epoch: int  # grows with each that a coordinator says
+    task: str  # the other ps
+    address: str  # where it listens; "": go on without a backup
+    lost: bool
+
+
+@message(98)
+class BeginBackup(Message):
+    """Ps → the process of its backup: a snapshot of me comes; answered by BackupBegun.
+
+    Segment: its state. Its items follow, by FillBackup, then LogEntries, from ``first`` on.
+    """
+
+    ps: int
+    epoch: int
+    coordinator: int  # as in AttachPs, also the next two
+    ps_addresses: list[str]
+    ps_timeout_s: float
+    timeline: int
+    first: int  # number of the first entry that the snapshot does not have
+    lineage: int  # of what is backed up, see ``reattach``
+    release: str  # the version of psync that the ps runs, and its plugins
+
+
+@message(136)
+class BackupBegun(Message):
+    """This process runs the same version of psync, and awaits the snapshot."""
+
+    numerics: str  # fingerprint of its arithmetic
+
+
+@message(99)
+class FillBackup(Message):
+    """Bytes of an item of such a snapshot; answered by Done. Segment: they."""
+
+    ps: int
+    epoch: int
+    item: int
+    start: int  # first byte
+
+
+@message(102)
+class LogEntries(Message):
+    """What a ps is about to do, in order; answered by LogTaken. Segments: those of all entries.
+
+    An entry: (who asked for it, its incarnation, the message that asked, number of segments).
+    """
+
+    ps: int
+    epoch: int
+    first: int  # number of the first entry
+    entries: list[tuple[str, int, bytes, int]]
+
+
+@message(103)
+class LogTaken(Message):
+    """The backup has all entries up to this one, and will do them in order."""
+
+    upto: int
+
+
+@message(104)
+class Promote(Message):
+    """Coordinator → the process of a backup: let it serve. Answered by Promoted."""
+
+    ps: int
+    epoch: int
+    coordinator: int
+    fences: list[tuple[str, int]]  # (task, lowest incarnation of it that may still be served)
+
+
+@message(114)
+class Promoted(Message):
+    """It serves."""
+
+    address: str
+
+
+# Workers that leave.
+
+
+@message(112)
+class LeaveCluster(Message):
+    """Worker → coordinator: send nothing more; answered by Done, after which nothing more comes.
+
+    Coordinator → worker: leave, and end; answered by Done, at once.
+    """
+
+    reason: str
+
+
+@message(113)
+class EndSession(Message):
+    """Worker → coordinator: this session ends; answered by Done, once all before it is heard.
+
+    In order: the worker has left, and has said all that it has to say. Else: it cannot go on.
+    """
+
+    reason: str
+    in_order: bool
+
+
+# A coordinator that comes, or comes back.
+
+
+@message(108)
+class GrantCoordinator(Message):
+    """Under which incarnation may I be the coordinator? Answered by CoordinatorGranted.
+
+    ps 0 grants a new one; every other task says which is the highest that it has served.
+    """
+
+    previous: int  # what ps 0 has granted this coordinator before; 0: nothing
+    seen: int  # the highest that another task has served, as far as it is known; 0: none
+
+
+@message(109)
+class CoordinatorGranted(Message):
+    """See GrantCoordinator."""
+
+    incarnation: int
+
+
+@message(6)
+class AskServed(Message):
+    """Which ps tasks are served in this process? Answered by ServedHere.
+
+    From then on no backup of an earlier coordinator is made or begins to serve here.
+    """
+
+
+@message(7)
+class ServedHere(Message):
+    """See AskServed, and ``locate_ps``."""
+
+    # (ps, address or "", coordinator, timeline, epoch, process of its backup or -1, its epoch)
+    primaries: list[tuple[int, str, int, int, int, int, int]]
+    copies: list[tuple[int, int, int]]  # (ps, coordinator, epoch) of backups that do not serve
+
+
+@message(14)
+class EndFormer(Message):
+    """All ps tasks are attached: end what earlier coordinators have left in this process.
+
+    Answered by Done.
+    """
+
+
+@message(110)
+class DescribeShards(Message):
+    """What do you hold of earlier programs that nobody has adopted? Answered by ShardsDescribed."""
+
+
+@message(111)
+class ShardsDescribed(Message):
+    """Segment: ``reattach.Holding`` as JSON."""
+
+
+@message(120)
+class AdoptShards(Message):
+    """Let the present program have what an earlier one has left; idempotent. Answered by Done.
+
+    Segment: ``reattach.Adopted`` as JSON.
+    """
+
+    lineage: int  # the number by which all ps tasks know this state from now on; 0: as it is
+    last: bool  # drop what is left then
+
+
+# Coordinator and workers: closures, their inputs and results, gangs.
+
+
+@message(16)
+class AttachWorker(Message):
+    """The coordinator takes a worker into its cluster; answered by Done."""
+
+    worker_index: int
+    num_workers: int
+    incarnation: int  # that the worker bears from now on
+    coordinator: int  # incarnation of the coordinator
+    origin: str  # of the strategy: marks its variables
+    program: str  # of the coordinator's process: marks its optimizers
+    ps_addresses: list[str]
+    ps_timeout_s: float  # a ps that cannot be reached for this many seconds is lost
+
+
+# Closures.
+
+
+@message(17)
+class RunClosures(Message):
+    """Closures for a worker, in order. Segments: each closure's pickled arguments.
+
+    A closure: (id, function key, number of segments or -1 when the worker has to fetch
+    the arguments when it is about to run it, number of segments of each RemoteValue input).
+    """
+
+    closures: list[tuple[int, bytes, int, list[int]]]
+    numbers: list[tuple[int, int]] | None = None
+    """(id, number on ps tasks) of those that have another there: see ``closure_numbers``."""
+
+
+@message(18)
+class GiveBack(Message):
+    """Return those of these closures that have not started."""
+
+    closures: list[int]
+
+
+@message(19)
+class GivenBack(Message):
+    """Worker's answer to GiveBack: these have not started and never will, here."""
+
+    closures: list[int]
+
+
+@message(20)
+class CancelClosures(Message):
+    """Stop these closures; each still ends with a result."""
+
+    closures: list[int]
+
+
+@message(21)
+class ClosureResults(Message):
+    """Closures that ended. Segments: each one's pickled result or exception.
+
+    A result: (id, outcome, number of segments, error or None), where outcome is "ok",
+    "error", "end_of_data" or "cancelled".
+    """
+
+    results: list[tuple[int, str, int, tuple[str, str, str] | None]]
+    mean_seconds: float  # of those that succeeded
+    # (number on ps tasks, calls that it has made) of those that succeeded and updated something
+    updates: list[tuple[int, int]] | None = None
+    # (step function, operation, times) of operations that were refused: their step had returned
+    late: list[tuple[str, str, int]] | None = None
+    stop: tuple[int, str] | None = None  # a closure's id, and why it asks for the end of training
+
+
+@message(22)
+class FetchFunction(Message):
+    """Worker → coordinator: send a step function. Answered by Function."""
+
+    key: bytes
+
+
+@message(23)
+class Function(Message):
+    """A pickled function. Segments: the pickle, then its buffers."""
+
+    name: str
+
+
+@message(24)
+class FetchArguments(Message):
+    """Worker → coordinator: send the arguments of a closure. Answered by Arguments."""
+
+    closure: int
+
+
+@message(25)
+class Arguments(Message):
+    """Segments as in RunClosures."""
+
+    segments: int
+    remote_values: list[int]
+
+
+# Per-worker iterators.
+
+
+@message(26)
+class ReleaseIterators(Message):
+    """Per-worker iterators that nobody on the coordinator refers to any more."""
+
+    uids: list[str]
+
+
+@message(100)
+class AskPosition(Message):
+    """Coordinator → worker: how far is an iterator? Answered by IteratorPosition."""
+
+    uid: str
+
+
+@message(101)
+class IteratorPosition(Message):
+    """As of now."""
+
+    position: int  # batches that steps were handed, and were before; -1: nobody has needed it yet
+
+
+# Gangs: one function on all workers at once, whose replicas meet.
+
+
+@message(105)
+class RunReplica(Message):
+    """Coordinator → worker: run this closure as one of a gang. Segments: as in RunClosures."""
+
+    closure: tuple[int, bytes, int, list[int]]  # as in RunClosures
+    replica_id: int
+    num_replicas: int
+
+
+@message(106)
+class ReachCollective(Message):
+    """Worker → coordinator: a replica has come to its next collective. Answered by Merged.
+
+    The answer waits until all replicas have come to it. Segments: the pickled function and this
+    replica's value.
+    """
+
+    closure: int
+    what: str  # names it; must be the same for all replicas
+
+
+@message(107)
+class Merged(Message):
+    """What the function of a collective returned or raised. Segments: that, pickled."""
+
+    error: tuple[str, str, str] | None  # as in ClosureResults; None: it returned
+
+
+# The chief and a worker that joins a running cluster, knowing its address only. The connection
+# stays open while the worker is there; LeaveCluster over it says that the worker has left.
+
+
+@message(150)
+class JoinCluster(Message):
+    """Worker → chief: take me into the cluster; answered by Joined, at once."""
+
+    address: str  # where it listens
+    index: int  # what it was called before the connection was lost; -1: it is new
+    python: str  # version of its interpreter, as in "3.11": functions travel as its bytecode
+
+
+@message(151)
+class Joined(Message):
+    """See JoinCluster."""
+
+    index: int  # of its task
+
+
+# Training sessions without a coordinator: declare, enter, leave, end of training.
+
+# Who takes part.
+
+
+@message(54)
+class Declared(Message):
+    """Chief of a session → ps 0: the variables are there, workers may enter.
+
+    Answered by Done, when so many wait; until then nobody enters.
+    """
+
+    trains: bool  # whether the chief is a replica itself
+    num_workers: int
+
+
+@message(52)
+class EnterSession(Message):
+    """Worker → ps 0: one that no coordinator has attached takes part. Answered by SessionEntered.
+
+    The answer waits until a chief has attached the ps and ``Declared`` was said; it is
+    TrainingOver if training has ended by then.
+    """
+
+    incarnation: int  # under which the worker was started
+
+
+@message(53)
+class SessionEntered(Message):
+    """The worker is a replica, under this incarnation, which is above the chief's."""
+
+    incarnation: int
+
+
+@message(58)
+class CheckShards(Message):
+    """Worker of a session → ps: do you hold these? Answered by Done."""
+
+    # (variable name, variable id, shard index, offset, shape, dtype)
+    shards: list[tuple[str, int, int, int, list[int], str]]
+
+
+@message(55)
+class LeaveSession(Message):
+    """A worker that entered has ended its loop; answered by Done.
+
+    From the chief it ends training, and is answered by TrainingOver when all others have left.
+    """
+
+
+@message(139)
+class ReplicaFailed(Message):
+    """A worker that entered has left by an error, which ends training; answered by Done."""
+
+    type_name: str
+    message: str
+    traceback: str
+
+
+# The end of training, of coordinators, too.
+
+
+@message(51)
+class EndTraining(Message):
+    """Close the token channel: who waits, or pushes later, is told. Answered by Done."""
+
+    reason: str
+    failed: bool  # whether it ends before its time
+
+
+@message(59)
+class AwaitEnd(Message):
+    """Answered by TrainingOver, once training has ended."""
+
+
+@message(60)
+class TrainingOver(Message):
+    """Why training has ended, as EndTraining said it."""
+
+    reason: str
+    failed: bool
+    # Of a replica: (its name, type name, message, traceback); None: no such error has ended it.
+    error: tuple[str, str, str, str] | None
+
+
+# Requests, by who serves them.
+
+ON_PS_0 = (Declared, EnterSession, LeaveSession, ReplicaFailed, EndTraining, AwaitEnd)
+ON_EACH_PS = (CheckShards,)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import enum
 
-import psync.wire.catalogue  # noqa: F401  # so that every message can be decoded
 from psync.errors import LocalProtocolError, RemoteProtocolError
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import Buffer, Frame, FrameDecoder, Kind, Sink, encode_frame

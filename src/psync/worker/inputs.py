@@ -18,7 +18,7 @@ from psync.net.peer import Received
 from psync.serialization.functions import is_coroutine_step, load_function
 from psync.serialization.payloads import Payload, unpack_arguments
 from psync.wire.codec import Message
-from psync.wire.worker_messages import Arguments, FetchArguments, FetchFunction, Function
+from psync.wire.messages import Arguments, FetchArguments, FetchFunction, Function
 from psync.worker.dataset_functions import InputContext
 from psync.worker.iterators import (
     IteratorHandle,

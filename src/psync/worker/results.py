@@ -14,7 +14,7 @@ from psync.net.peer import Peer
 from psync.serialization.failures import describe_exception, text_of
 from psync.serialization.payloads import EMPTY, Payload
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.worker_messages import ClosureResults
+from psync.wire.messages import ClosureResults
 
 
 class ClosureEnd(NamedTuple):

@@ -35,14 +35,15 @@ from psync.replicas.gang_member import GangMember
 from psync.serialization.payloads import check_size, pack
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.recovery_messages import EndSession, LeaveCluster
-from psync.wire.worker_messages import (
+from psync.wire.messages import (
     AskPosition,
     AttachWorker,
     CancelClosures,
+    EndSession,
     GiveBack,
     GivenBack,
     IteratorPosition,
+    LeaveCluster,
     ReleaseIterators,
     RunClosures,
     RunReplica,

@@ -18,7 +18,7 @@ from psync import Outcome, SyncReplicasOptimizer, UsageError
 from psync.api.reads import runtime_of
 from psync.client import plans, prefetch
 from psync.optimizers import SGD
-from psync.wire.ps_messages import Pull, Push
+from psync.wire.messages import Pull, Push
 
 STEPS = 6
 

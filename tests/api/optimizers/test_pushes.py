@@ -10,7 +10,7 @@ from local_training import in_step, training
 from psync import Outcome, PushResult, optimizers
 from psync.api.optimizers.handles import result_of
 from psync.specs import marked_after
-from psync.wire.ps_messages import Pushed
+from psync.wire.messages import Pushed
 
 SET_TO_2 = marked_after(90, 2)
 

@@ -30,8 +30,7 @@ from psync.wire import lent
 from psync.wire.frames import Kind
 from psync.wire.handshake import BULK
 from psync.wire.limits import Limits
-from psync.wire.messages import AskStatistics, Done
-from psync.wire.ps_messages import Pull, Pulled
+from psync.wire.messages import AskStatistics, Done, Pull, Pulled
 from psync.wire.tensors import to_bytes_view
 
 MIB = 1 << 20

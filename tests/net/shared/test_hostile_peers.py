@@ -30,7 +30,7 @@ from psync.net.shared.regions import SEALS, SLAB_BYTES
 from psync.net.transport import SocketNetwork
 from psync.wire.frames import Kind
 from psync.wire.lent import Extent
-from psync.wire.ps_messages import Pull, Pulled
+from psync.wire.messages import Pull, Pulled
 from psync.wire.tensors import to_bytes_view
 
 MIB = 1 << 20

@@ -8,10 +8,25 @@ from psync.net.tracing.lanes import Names, Slice, label, samples_of, slices_of, 
 from psync.net.tracing.readings import TaskLog, logs_of
 from psync.wire.codec import Message
 from psync.wire.frames import Kind
-from psync.wire.messages import AskSpans, Done, Failure, Shutdown, Statistics
-from psync.wire.ps_messages import Pull, Pulled, PullRows, Push, Pushed, RowsPulled
-from psync.wire.sync_messages import Contribute, Contributed
-from psync.wire.worker_messages import ClosureResults, GivenBack, RunClosures, RunReplica
+from psync.wire.messages import (
+    AskSpans,
+    ClosureResults,
+    Contribute,
+    Contributed,
+    Done,
+    Failure,
+    GivenBack,
+    Pull,
+    Pulled,
+    PullRows,
+    Push,
+    Pushed,
+    RowsPulled,
+    RunClosures,
+    RunReplica,
+    Shutdown,
+    Statistics,
+)
 from traced_by_hand import CHIEF, PS, WORKER, ByHand, exchange
 
 COMPUTE, PULL = 0, 1

@@ -6,8 +6,7 @@ import pytest
 
 from psync.net.tracing.readings import logs_of, pairs_of
 from psync.wire.frames import Kind
-from psync.wire.messages import AskStatistics, Failure, Shutdown, Statistics
-from psync.wire.worker_messages import GiveBack
+from psync.wire.messages import AskStatistics, Failure, GiveBack, Shutdown, Statistics
 from traced_by_hand import CHIEF, PS, WORKER, ByHand, exchange
 
 ASK, TOLD = AskStatistics(), Statistics({"a": 1})

@@ -14,7 +14,7 @@ from psync.client.sync_client import SyncClient
 from psync.errors import PsyncError
 from psync.net.peer import Handler
 from psync.testing.sabotage import FailpointError, Failpoints, SabotagedParts
-from psync.wire.sync_messages import Contribute, StagePush
+from psync.wire.messages import Contribute, StagePush
 from sync_cluster import SyncCluster, SyncReplica
 
 LARGE = np.ones((2, 20_000), np.float32)  # each half is staged

@@ -27,8 +27,7 @@ from psync.testing.sabotage.message_loss import (
     LossyServer,
     MessageLosses,
 )
-from psync.wire.messages import Done
-from psync.wire.ps_messages import FinalBelow, Push
+from psync.wire.messages import Done, FinalBelow, Push
 
 each_place = pytest.mark.parametrize("place", PLACES)
 

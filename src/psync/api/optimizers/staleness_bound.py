@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from psync.client.runtime import Runtime
 from psync.specs import checked_integer
-from psync.wire.sync_messages import TickClock
+from psync.wire.messages import TickClock
 
 MAX_STALENESS = 1 << 31
 """More rounds than anybody is ever ahead: no bound at all is ``staleness_bound=None``."""

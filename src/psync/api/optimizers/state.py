@@ -14,7 +14,7 @@ from psync.client.optimizer_client import num_pushes, set_optimizer, set_slot
 from psync.numerics.casting import fitting
 from psync.numerics.update_rule import slot_dtype
 from psync.specs import STEP_BITS, Outcome, VariableSpec, checked_integer, count_of
-from psync.wire.ps_messages import Pushed
+from psync.wire.messages import Pushed
 
 if TYPE_CHECKING:
     from psync.api.optimizers.handles import Optimizer

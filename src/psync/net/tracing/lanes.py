@@ -13,10 +13,17 @@ from typing import Any
 
 from psync.net.tracing.readings import Half, Link, TaskLog
 from psync.wire.codec import Message
-from psync.wire.messages import AskSpans
-from psync.wire.ps_messages import PullRows, Pushed
-from psync.wire.sync_messages import Contribute, Contributed
-from psync.wire.worker_messages import ClosureResults, GivenBack, RunClosures, RunReplica
+from psync.wire.messages import (
+    AskSpans,
+    ClosureResults,
+    Contribute,
+    Contributed,
+    GivenBack,
+    PullRows,
+    Pushed,
+    RunClosures,
+    RunReplica,
+)
 
 KINDS = ("compute", "pull", "push", "wait")  # as ``client.work_meter``
 

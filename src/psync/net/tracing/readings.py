@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+import psync.wire.messages  # noqa: F401  # so that every message can be decoded
 from psync.errors import PsyncError
-from psync.wire import catalogue  # noqa: F401  # so that every message can be decoded
 from psync.wire.codec import Message, decode
 from psync.wire.frames import Kind
 

@@ -43,7 +43,7 @@ from psync.store.shards import Optimizer
 from psync.store.snapshot import Frozen
 from psync.store.store import ShardStore
 from psync.sync.ps_services import PsServices
-from psync.wire.ps_messages import Pushed
+from psync.wire.messages import Pushed
 from psync.wire.tensors import array_from_bytes, to_bytes_view
 
 VARIABLE = "PSYNC_TESTING_APPLY_LOG"

@@ -25,7 +25,7 @@ from psync.sync.outgoing_steps import OutgoingSteps
 from psync.sync.ps_sync import PsSync
 from psync.sync.step_applier import StepApplier
 from psync.sync.step_rounds import StepRounds
-from psync.wire.ps_messages import Push
+from psync.wire.messages import Push
 from psync.worker.session import Session
 
 T = TypeVar("T")

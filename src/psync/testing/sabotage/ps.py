@@ -14,8 +14,7 @@ from psync.ps_task import PsTask
 from psync.store.snapshot import Loaded
 from psync.testing.sabotage.apply_log import ApplyLog
 from psync.testing.sabotage.weakened_rules import WeakLedger
-from psync.wire.ps_messages import AttachPs
-from psync.wire.recovery_messages import RestoreSnapshot
+from psync.wire.messages import AttachPs, RestoreSnapshot
 
 
 class SabotagedPs(PsTask):

@@ -37,7 +37,7 @@ from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
 from psync.sync.steps import SyncSteps
 from psync.wire.codec import decode, encode
-from psync.wire.ps_messages import FinalBelow, Push, TellCounts
+from psync.wire.messages import FinalBelow, Push, TellCounts
 
 Make = Callable[[Callable[..., Any]], Any]
 """Given what is there, returns what takes its place."""
