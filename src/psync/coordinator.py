@@ -38,7 +38,7 @@ from psync.closures.queue import ClosureQueue
 from psync.closures.schedule_report import ScheduleReports
 from psync.cluster import ClusterSpec
 from psync.errors import ClosedError, DeadlineExceeded
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Handler, Request
 from psync.net.platform import Platform
 from psync.replicas.closure_messages import ScheduledCall, ScheduledClosures, starting
 from psync.replicas.context import forbid_in_merge
@@ -466,14 +466,16 @@ class Coordinator:
         )
         self.links.workers.end_session(worker, error, blame=True)
 
-    def _worker_leaves(self, peer: Peer, message: LeaveCluster, _: list[memoryview]) -> Reply:
+    def _worker_leaves(self, request: Request[LeaveCluster]) -> None:
+        peer, message = request.peer, request.message
         if self.links.workers.leaves(peer, message):
             self.perform(self._queue.worker_leaves(peer.task))
-        return Reply(Done())
+        request.answer(Done())
 
-    def _session_ends(self, peer: Peer, message: EndSession, _: list[memoryview]) -> Reply:
+    def _session_ends(self, request: Request[EndSession]) -> None:
+        peer, message = request.peer, request.message
         self.links.workers.session_ends(peer, message)
-        return Reply(Done())
+        request.answer(Done())
 
     # What closures come to.
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,8 @@ from psync.backups.served import ServedService
 from psync.cluster_roles import CHIEF, ENQUIRER
 from psync.errors import ConnectionLost, FencedError, UsageError
 from psync.net.chief_presence import ChiefPresence
+from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.net.tracing.recorder import SpanRecorder
 from psync.net.transport import Listener
@@ -109,7 +109,7 @@ class PsTask:
         self._work = LongWork(self.task, self.stopped.set)
         parts, pool, work, check = platform.parts, self._pool, self._work, self._check_coordinator
         self._process = PsProcess(
-            task, index, platform, pool, work, check, self._served, self._depose
+            task, index, platform, pool, work, check, self._served, self._depose, self._cut_off
         )
         nothing = self._nothing(0)
         self.services = parts.of(PsServices)(self._process, self.life, None, 0, nothing)
@@ -127,7 +127,7 @@ class PsTask:
         granting = GrantService(lambda: self.newest, platform.new_incarnation, grants)
         handlers: dict[type[Message], Handler] = {
             AttachPs: Handler(self._attach),
-            AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
+            AskStatistics: Handler(lambda request: request.answer(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
             **self._adoption.handlers(),
             **self._snapshots.handlers(),
@@ -234,7 +234,7 @@ class PsTask:
         """Incarnation of the newest coordinator that was heard of in this process; 0: none."""
         return max(self.floor, self._host.newest)
 
-    def _check_coordinator(self, peer: Peer) -> None:
+    def _check_coordinator(self, peer: Connection) -> None:
         attach = self.services.attach
         if attach is None or (peer.task, peer.incarnation) != (CHIEF, attach.coordinator):
             check_chief(peer)
@@ -253,11 +253,24 @@ class PsTask:
             return Refused("fenced", exc.message)
         return None
 
-    async def _attached(self) -> Reply:
-        await self._adoption.settled()
-        return Reply(PsAttached(registered()))
+    def _cut_off(self) -> None:
+        """Close the connections of tasks that have been replaced: so nobody asks at each message.
 
-    def _attach(self, peer: Peer, message: AttachPs, _: list[memoryview]) -> Awaitable[Reply]:
+        What they make instead is refused, see ``_admit``. Other ps tasks are refused by message.
+        """
+        for peer in self._endpoint.peers:
+            if not peer.task.startswith("/job:ps/"):
+                try:
+                    self.services.ledger.check_incarnation(*peer.client)
+                except FencedError as exc:
+                    peer.abort(exc)
+
+    async def _attach(self, request: Request[AttachPs]) -> None:
+        self._take_up(request.peer, request.message)
+        await self._adoption.settled()
+        request.answer(PsAttached(registered()))
+
+    def _take_up(self, peer: Connection, message: AttachPs) -> None:
         check_chief(peer)
         if message.coordinator != peer.incarnation:
             expected = f"{self.task}: expected AttachPs for incarnation {peer.incarnation}"
@@ -269,7 +282,6 @@ class PsTask:
             self._begin(message)
         else:
             self.services.moved(message.ps_addresses, message.moves)
-        return self._attached()
 
     def _begin(self, attach: AttachPs) -> None:
         """Begin empty for a newer coordinator."""
@@ -287,6 +299,7 @@ class PsTask:
         # Where variables are kept, a step that is decided is applied.
         patience_s = attach.ps_timeout_s if attach.keep else None
         self._replace(attach, 0, self._nothing(attach.coordinator), patience_s)
+        self._cut_off()
         self._adoption.begin(
             before.store, before.ledger, before.coordinator, attach.coordinator, keep=attach.keep
         )
@@ -295,17 +308,18 @@ class PsTask:
         if not attach.keep:  # else it may have to go on with what is here, see EndFormer
             self._host.end_below(attach.coordinator)
 
-    def _of_session(self, peer: Peer, message: Message, body: list[memoryview]) -> Any:
+    def _of_session(self, request: Request[Any]) -> None:
         if self._sessions is None:
             make = import_module("psync.compat.session_service").SessionService
             self._sessions = make(self._endpoint, lambda: self.services, self._check_coordinator)
-        return self._sessions.handlers()[type(message)].run(peer, message, body)
+        self._sessions.handlers()[type(request.message)].run(request)
 
-    def _shutdown(self, peer: Peer, message: Shutdown, _: list[memoryview]) -> Reply:
+    def _shutdown(self, request: Request[Shutdown]) -> None:
+        peer, message = request.peer, request.message
         check_newest(peer, self.task, self.newest)
         logger.info("%s: %s asks it to stop: %s", self.task, peer.task, message.reason)
         self.stopped.set()
-        return Reply(Done())
+        request.answer(Done())
 
     # Rollback.
 
@@ -398,7 +412,7 @@ class PsTask:
         return await self.start()
 
 
-def _sets_of(peer: Peer) -> dict[str, list[int]]:
+def _sets_of(peer: Connection) -> dict[str, list[int]]:
     """Return the variables of each set that a connection has defined; of ps 0's: "whole 3"."""
     sets = peer.state.get("sets", {}).items()
     whole = peer.state.get("whole_sets", {}).items()

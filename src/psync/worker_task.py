@@ -30,8 +30,8 @@ from psync.errors import (
     WorkerLost,
 )
 from psync.net.chief_presence import ChiefPresence
+from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.net.shielding import shielded
 from psync.net.tracing.recorder import SpanRecorder
@@ -96,7 +96,8 @@ class WorkerTask:
         self._session: Session | None = None
         self._newest_coordinator = 0  # the highest incarnation of one that was served
         self._clients: Endpoint | None = None  # makes the session's connections to ps tasks
-        self._lanes: dict[tuple[str, int, str], Peer] = {}  # newest of each coordinator and lane
+        # The newest of each coordinator and lane.
+        self._lanes: dict[tuple[str, int, str], Connection] = {}
         self._endpoint.on_peer.append(self._note_lane)
         self.chief = ChiefPresence(self._endpoint)
         self._ending: set[asyncio.Task[None]] = set()
@@ -146,10 +147,11 @@ class WorkerTask:
         finally:
             self.stopped.set()
 
-    def _leave_soon(self, peer: Peer, message: LeaveCluster, _: list[memoryview]) -> Reply:
+    def _leave_soon(self, request: Request[LeaveCluster]) -> None:
+        peer, message = request.peer, request.message
         self._session_of(peer)
         self._begin_leaving(message.reason, "")
-        return Reply(Done())
+        request.answer(Done())
 
     def _begin_leaving(self, reason: str, hint: str) -> asyncio.Task[None]:
         if self._leaving is None:
@@ -179,9 +181,9 @@ class WorkerTask:
             AskPosition: Handler(self._position),
             LeaveCluster: Handler(self._leave_soon),
             GrantCoordinator: Handler(
-                lambda *_: Reply(CoordinatorGranted(self._newest_coordinator))
+                lambda request: request.answer(CoordinatorGranted(self._newest_coordinator))
             ),
-            AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
+            AskStatistics: Handler(lambda request: request.answer(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
         }
 
@@ -191,17 +193,18 @@ class WorkerTask:
         What others send is ignored: it was sent before they knew.
         """
 
-        def run(peer: Peer, message: Message, segments: list[memoryview]) -> None:
+        def run(request: Request[Any]) -> None:
             session = self._session
-            if session is not None and peer is session.control:
-                method_of(session)(message, segments)
+            if session is not None and request.peer is session.control:
+                method_of(session)(request.message, request.segments)
 
         return Handler(run)
 
-    def _position(self, peer: Peer, message: AskPosition, _: list[memoryview]) -> Reply:
-        return Reply(self._session_of(peer).iterator_position(message))
+    def _position(self, request: Request[AskPosition]) -> None:
+        peer, message = request.peer, request.message
+        request.answer(self._session_of(peer).iterator_position(message))
 
-    def _session_of(self, peer: Peer) -> Session:
+    def _session_of(self, peer: Connection) -> Session:
         """Return the session if its coordinator asks; else raise UsageError."""
         session = self._session
         if session is None or peer is not session.control:
@@ -210,11 +213,11 @@ class WorkerTask:
             )
         return session
 
-    def _note_lane(self, peer: Peer) -> None:
+    def _note_lane(self, peer: Connection) -> None:
         self._lanes[(peer.task, peer.incarnation, peer.lane)] = peer
         peer.on_closed.append(self._forget_lane)
 
-    def _forget_lane(self, peer: Peer) -> None:
+    def _forget_lane(self, peer: Connection) -> None:
         key = (peer.task, peer.incarnation, peer.lane)
         if self._lanes.get(key) is peer:
             del self._lanes[key]
@@ -225,7 +228,8 @@ class WorkerTask:
             session.control.abort()  # without the other lane this one is of no use
             session.bulk.abort()
 
-    def _attach(self, peer: Peer, message: AttachWorker, _: list[memoryview]) -> Reply:
+    def _attach(self, request: Request[AttachWorker]) -> None:
+        peer, message = request.peer, request.message
         if not peer.task.startswith("/job:chief/") or peer.lane != "control":
             raise UsageError(
                 f"{self.task}: expected a coordinator's control connection, got {peer.task}, "
@@ -258,7 +262,7 @@ class WorkerTask:
         )
         self._unwatch.callback(self._recorder.watch_endpoint(clients))
         self._unwatch.callback(watch_session(self._recorder, self._session))
-        return Reply(Done())
+        request.answer(Done())
 
     def _lost_ps(self, error: ParameterServerLost) -> None:
         """A ps cannot be reached from here: begin anew, once the coordinator says so.
@@ -274,7 +278,8 @@ class WorkerTask:
         session.stop(error.message)
         self._end_session()
 
-    def _shutdown(self, peer: Peer, message: Shutdown, _: list[memoryview]) -> Reply:
+    def _shutdown(self, request: Request[Shutdown]) -> None:
+        peer, message = request.peer, request.message
         if not peer.task.startswith("/job:chief/"):
             raise UsageError(f"{self.task}: expected a coordinator, got {peer.task}")
         session = self._session  # without one any chief may stop it
@@ -282,9 +287,9 @@ class WorkerTask:
             raise self._fenced(peer, session.attach.coordinator)
         logger.info("%s: %s asks it to stop: %s", self.task, peer.task, message.reason)
         self.stopped.set()
-        return Reply(Done())
+        request.answer(Done())
 
-    def _fenced(self, peer: Peer, newest: int) -> FencedError:
+    def _fenced(self, peer: Connection, newest: int) -> FencedError:
         return FencedError(
             f"{self.task} works for a newer coordinator than {peer.task}: "
             f"incarnation {newest}, not {peer.incarnation}"

@@ -19,13 +19,13 @@ from psync.client.runtime import Runtime
 from psync.client.scopes import OTHER_STRATEGY_HINT, Scope, runtime_here, scope_for
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
-from psync.net.peer import Received
 from psync.net.process_state import PerProcess
 from psync.numerics.blocks import bytes_of
 from psync.ps.takes import definition_of, other_parameters, rule_of
 from psync.specs import Outcome, dtype_of
 from psync.store.dense_accumulators import ConditionalAccumulator as DenseRule
 from psync.store.sparse_accumulators import SparseConditionalAccumulator as SparseRule
+from psync.wire.frames import Frame
 from psync.wire.messages import GradientApplied, GradientTaken
 from psync.wire.tensors import to_bytes_view
 
@@ -148,7 +148,7 @@ class AccumulatorHandle:
         runtime = await self._runtime("take_grad")
         return self._arrays(await runtime.accumulators.take(self.place, required))
 
-    def _arrays(self, received: Received) -> tuple[GradientTaken, list[np.ndarray]]:
+    def _arrays(self, received: Frame) -> tuple[GradientTaken, list[np.ndarray]]:
         message = cast(GradientTaken, received.message)
         dtypes = [self.dtype] if message.dense_shape is None else [dtype_of("int64"), self.dtype]
         segments: Sequence[Any] = received.segments or [b""] * len(dtypes)

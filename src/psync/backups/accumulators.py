@@ -17,7 +17,7 @@ import numpy as np
 
 from psync.accumulators import Held
 from psync.errors import RemoteProtocolError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Handler, Request
 from psync.numerics.blocks import bytes_of
 from psync.ps.accumulators import AccumulatorService
 from psync.ps.executor import Listed
@@ -84,7 +84,8 @@ class AccumulatorSection:
             HoldGradients: Handler(self._hold), KeepAnswers: Handler(self._keep),
         }  # fmt: skip
 
-    async def _hold(self, _: Peer, message: HoldGradients, body: list[memoryview]) -> Reply:
+    async def _hold(self, request: Request[HoldGradients]) -> None:
+        message, body = request.message, request.segments
         hosted = self._service.hosted[message.accumulator]  # its snapshot has it
         if message.count:
             await _fill(
@@ -94,9 +95,10 @@ class AccumulatorSection:
             hosted.takers[task, incarnation] = Taker(acked_below)
         for task, incarnation, number, num_required in message.waiting:
             hosted.enter(TakeName((task, incarnation), message.accumulator, number), num_required)
-        return Reply(Done())
+        request.answer(Done())
 
-    def _keep(self, _: Peer, message: KeepAnswers, body: list[memoryview]) -> Reply:
+    def _keep(self, request: Request[KeepAnswers]) -> None:
+        message, body = request.message, request.segments
         note_gradients(self._service.ledger, GradientStates(message.answers, message.calls), decode)
         at = 0
         for task, incarnation, accumulator, number, packed, count in message.takes:
@@ -104,9 +106,9 @@ class AccumulatorSection:
             at += count
             client = (task, incarnation)
             name = TakeName(client, accumulator, number)
-            kept = Wanted(name, None, Reply(decode(packed), segments))
+            kept = Wanted(name, None, (decode(packed), segments))
             self._service.hosted[accumulator].takers[client].takes[number] = kept
-        return Reply(Done())
+        request.answer(Done())
 
 
 def _entry(message: Message, body: Sequence[memoryview] = ()) -> Listed:
@@ -133,8 +135,9 @@ def _kept(hosted: HostedAccumulator) -> Iterator[tuple[KeepAnswers, Sequence[mem
         for wanted in taker.takes.values():
             if wanted.answer is not None:
                 (task, incarnation), accumulator, number = wanted.name
-                segments = [cast(memoryview, each) for each in wanted.answer.segments]
-                packed = encode(wanted.answer.message)
+                answer, brought = wanted.answer
+                segments = [cast(memoryview, each) for each in brought]
+                packed = encode(answer)
                 listed = task, incarnation, accumulator, number, packed, len(segments)
                 yield KeepAnswers([], [], [listed]), segments
 

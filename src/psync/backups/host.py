@@ -30,14 +30,14 @@ import asyncio
 import functools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from psync.backups.locate_ps import Copy, Primary
 from psync.backups.pairing import Computation, check_release
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
-from psync.net.peer import AsIfFrom, Handler, Later, Peer, Reply
+from psync.net.connection import AsIfFrom, Connection, Handler, OwnRequest, Request
 from psync.net.platform import Parts
 from psync.net.shielding import shielded
 from psync.net.transport import Listener
@@ -105,9 +105,9 @@ class BackupTask(Protocol):
 @dataclass(slots=True)
 class _Entry:
     number: int
-    peer: AsIfFrom
+    client: tuple[str, int]
     message: Message
-    body: list[memoryview]
+    body: Sequence[memoryview]
     nbytes: int
 
 
@@ -127,6 +127,7 @@ class _Backup:
         self.pending_bytes = 0  # of these
         self._state: dict[str, Any] = {}  # sets, by their numbers in the log
         self._doing: asyncio.Task[None] | None = None
+        self._spawned: list[asyncio.Task[None]] = []  # by the entry that is done just now
         self._changed = asyncio.Event()  # an entry is done
         self.chain = 0  # over the entries of the log
         self.diverged = False  # it was compared, and is another one
@@ -168,13 +169,15 @@ class _Backup:
         )
         self.task.take_over(attach, loaded, order.timeline, order.lineage)
 
-    def add(self, number: int, sent: tuple[str, int, bytes, int], body: list[memoryview]) -> None:
+    def add(
+        self, number: int, sent: tuple[str, int, bytes, int], body: Sequence[memoryview]
+    ) -> None:
         """Take the next entry."""
         task, incarnation, header, _ = sent
         message, nbytes = decode(header), sum(map(len, body))
         if not body and isinstance(message, Push | Assign):
             body = [NO_BYTES]  # of shards without elements
-        entry = _Entry(number, AsIfFrom(task, incarnation, self._state), message, body, nbytes)
+        entry = _Entry(number, (task, incarnation), message, body, nbytes)
         self.waiting += 1
         self.pending_bytes += nbytes
         self.taken = number
@@ -191,25 +194,29 @@ class _Backup:
             begun = 0
             while self._entries and not self.is_damaged:
                 entry = self._entries.popleft()
-                outcome: object
+                peer = AsIfFrom(entry.client, self._state, self._spawn)
+                done = functools.partial(self._done, entry)
+                request = OwnRequest(peer, entry.message, entry.body, done)
                 try:
-                    run = self.task.handler(type(entry.message)).run
-                    outcome = run(cast(Peer, entry.peer), entry.message, entry.body)
-                    if isinstance(outcome, Awaitable) and not isinstance(outcome, Later):
-                        outcome = await outcome
+                    self.task.handler(type(entry.message)).run(request)
                 except Exception as exc:
-                    outcome = exc
-                if isinstance(outcome, Later):
-                    outcome.deliver_to(functools.partial(self._done, entry))
+                    request.fail(exc)
+                while self._spawned:
+                    await asyncio.wait((self._spawned.pop(),))
+                if not request.over:
                     await self.task.executed()  # what the next one names may be made by this one
-                else:
-                    self._done(entry, outcome)
                 begun += 1
                 if not begun % 64:
                     await asyncio.sleep(0)
         finally:
             self._doing = None
             self._changed.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """An entry takes more than a turn: the next one comes after it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._spawned.append(task)
+        return task
 
     def _done(self, entry: _Entry, outcome: object) -> None:
         self.waiting -= 1
@@ -319,7 +326,8 @@ class BackupHost:
 
     # They are fed.
 
-    def _begin(self, peer: Peer, message: BeginBackup, body: list[memoryview]) -> Reply:
+    def _begin(self, request: Request[BeginBackup]) -> None:
+        peer, message, body = request.peer, request.message, request.segments
         sender = f"/job:ps/task:{message.ps}"
         if peer.task != sender:
             raise UsageError(f"{self._task}: {peer.task} is not {sender}")
@@ -338,7 +346,8 @@ class BackupHost:
             if not newer and message.epoch < oldest:
                 raise FencedError(f"{sender} has been replaced by its backup")
             if message == known.order:  # a repetition: it may have all of the snapshot, and more
-                return Reply(begun)
+                request.answer(begun)
+                return
         where = f"snapshot of {sender}"
         state = SnapshotState.from_bytes(bytes(body[0]), where)
         store = self._parts.of(ShardStore)(sender, self._pool)
@@ -347,9 +356,9 @@ class BackupHost:
         if known is not None:
             self._end(known)
         self._backups[message.ps] = _Backup(message, self._make(message.ps), loaded, sender)
-        return Reply(begun)
+        request.answer(begun)
 
-    def _known(self, peer: Peer, ps: int, epoch: int) -> _Backup:
+    def _known(self, peer: Connection, ps: int, epoch: int) -> _Backup:
         known = self._backups.get(ps)
         if known is None:
             raise UsageError(f"{self._task} has no backup of /job:ps/task:{ps}")
@@ -364,7 +373,8 @@ class BackupHost:
             raise PsyncError(f"the backup of {known.sender} {why}")
         return known
 
-    async def _fill(self, peer: Peer, message: FillBackup, body: list[memoryview]) -> Reply:
+    async def _fill(self, request: Request[FillBackup]) -> None:
+        peer, message, body = request.peer, request.message, request.segments
         known = self._known(peer, message.ps, message.epoch)
         if known.loaded is None:
             raise UsageError(f"the snapshot of {known.sender} is complete")
@@ -373,12 +383,11 @@ class BackupHost:
             for _ in known.loaded.write(message.item, at, data):
                 await asyncio.sleep(0)
             at += len(data)
-        return Reply(Done())
+        request.answer(Done())
 
-    def _log(
-        self, peer: Peer, message: LogEntries, body: list[memoryview]
-    ) -> Reply | Awaitable[Reply]:
-        known = self._known(peer, message.ps, message.epoch)
+    def _log(self, request: Request[LogEntries]) -> None:
+        message, body = request.message, request.segments
+        known = self._known(request.peer, message.ps, message.epoch)
         known.complete()
         if message.first > known.taken + 1:
             raise RemoteProtocolError(
@@ -393,12 +402,16 @@ class BackupHost:
             if number > known.taken:  # else it came before, over a connection that is lost
                 known.add(number, entry, segments)
         # In the turn in which they came: the next message has the entries that follow.
-        answer = Reply(LogTaken(known.taken))
-        return answer if known.pending_bytes <= MAX_PENDING_BYTES else _when_settled(known, answer)
+        answer = LogTaken(known.taken)
+        if known.pending_bytes <= MAX_PENDING_BYTES:
+            request.answer(answer)
+        else:
+            request.start(_when_settled(request, known, answer))
 
     # To serve.
 
-    async def _promote(self, peer: Peer, message: Promote, _: list[memoryview]) -> Reply:
+    async def _promote(self, request: Request[Promote]) -> None:
+        peer, message = request.peer, request.message
         known = self._backups.get(message.ps)
         if known is None or known.order.coordinator != message.coordinator:
             raise UsageError(f"{self._task} has no backup of /job:ps/task:{message.ps}")
@@ -413,7 +426,7 @@ class BackupHost:
                 raise FencedError(f"{self._task}: there is a newer backup of {known.sender}")
             known.epoch = message.epoch
             known.address = asyncio.ensure_future(self._serve(known, message.fences))
-        return Reply(Promoted(await shielded(cast("asyncio.Task[str]", known.address))))
+        request.answer(Promoted(await shielded(cast("asyncio.Task[str]", known.address))))
 
     async def _serve(self, known: _Backup, fences: Sequence[tuple[str, int]]) -> str:
         await known.settle()
@@ -449,6 +462,6 @@ class BackupHost:
             await asyncio.wait(list(self._ending))
 
 
-async def _when_settled(known: _Backup, answer: Reply) -> Reply:
+async def _when_settled(request: Request[Any], known: _Backup, answer: LogTaken) -> None:
     await known.settle(MAX_PENDING_BYTES)
-    return answer
+    request.answer(answer)

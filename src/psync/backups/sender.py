@@ -25,14 +25,14 @@ from psync.errors import (
     PsyncError,
     RemoteProtocolError,
 )
+from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Peer, Received
 from psync.net.platform import Platform
 from psync.ps.executor import MAX_KEPT_BYTES, Entry
 from psync.store.commit_log import CommitLog, LogState, Numbered
 from psync.store.snapshot import Frozen
 from psync.wire.codec import Message
-from psync.wire.frames import Segment
+from psync.wire.frames import Frame, Segment
 from psync.wire.messages import (
     AttachPs,
     BackUp,
@@ -110,7 +110,7 @@ class BackupSender:
         incarnation = served.attach.coordinator + order.epoch
         self._task = f"/job:ps/task:{served.ps}"
         self._endpoint = Endpoint(platform, self._task, incarnation, {})
-        self._peer: Peer | None = None
+        self._peer: Connection | None = None
         self._incarnation: int | None = None  # of the process of the backup
         self._under_way = 0
         self._ships = False  # the snapshot is there
@@ -208,7 +208,7 @@ class BackupSender:
                 return
             self._send(self._peer, batch)
 
-    def _send(self, peer: Peer, batch: Sequence[Numbered[Entry]]) -> None:
+    def _send(self, peer: Connection, batch: Sequence[Numbered[Entry]]) -> None:
         entries = [(*each.entry.client, each.entry.header, len(each.entry.body)) for each in batch]
         segments = [segment for each in batch for segment in each.entry.body]
         message = LogEntries(self._served.ps, self.order.epoch, batch[0].number, entries)
@@ -223,7 +223,7 @@ class BackupSender:
             self._under_way -= 1
             self._fail(exc)
 
-    def _heard(self, peer: Peer, outcome: Received | Exception) -> None:
+    def _heard(self, peer: Connection, outcome: Frame | Exception) -> None:
         if peer is not self._peer or self.ended.is_set():
             return  # of a connection that is over
         self._under_way -= 1
@@ -243,7 +243,7 @@ class BackupSender:
         self._advanced()
         self.ship()
 
-    async def _connect(self) -> Peer:
+    async def _connect(self) -> Connection:
         try:
             peer = await self._endpoint.connect_retrying(
                 self.order.address, self.order.task, timeout_s=RECONNECT_S, level=logging.DEBUG
@@ -258,7 +258,7 @@ class BackupSender:
         peer.on_closed.append(self._lost)
         return peer
 
-    def _lost(self, peer: Peer) -> None:
+    def _lost(self, peer: Connection) -> None:
         """Connect again, also if nothing is to be sent: is the backup there?"""
         if peer is self._peer and self._ships and not self.ended.is_set():
             self._peer, self._under_way = None, 0

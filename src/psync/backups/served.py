@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from psync.backups.host import BackupHost
 from psync.backups.locate_ps import Primary
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Handler, Request
 from psync.ps.succession import check_newest
 from psync.wire.codec import Message
 from psync.wire.messages import AskServed, Done, EndFormer, ServedHere
@@ -52,17 +52,19 @@ class ServedService:
         """Return who serves which message."""
         return {AskServed: Handler(self._ask), EndFormer: Handler(self._end)}
 
-    async def _ask(self, peer: Peer, message: AskServed, _: list[memoryview]) -> Reply:
+    async def _ask(self, request: Request[AskServed]) -> None:
+        peer = request.peer
         check_newest(peer, self._task, self._newest())
         self._host.fence(peer.incarnation)
         primaries, copies = await self._host.found()
         own = self._primary("", 0)
         if own is not None:
             primaries.append(own)
-        return Reply(ServedHere([dataclasses.astuple(each) for each in primaries], copies))
+        request.answer(ServedHere([dataclasses.astuple(each) for each in primaries], copies))
 
-    def _end(self, peer: Peer, message: EndFormer, _: list[memoryview]) -> Reply:
+    def _end(self, request: Request[EndFormer]) -> None:
+        peer = request.peer
         check_newest(peer, self._task, self._newest())
         self._host.end_below(peer.incarnation)
         self._end_below(peer.incarnation)
-        return Reply(Done())
+        request.answer(Done())

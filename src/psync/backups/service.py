@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from psync.backups.pairing import Computation, check_deterministic
@@ -31,7 +31,7 @@ from psync.errors import (
     TransportError,
     UsageError,
 )
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
 from psync.net.shielding import shielded
 from psync.ps.cooperative_work import LongWork
@@ -116,7 +116,7 @@ class BackupService:
         served: Callable[[], Served | None],
         store: ShardStore,
         work: LongWork,
-        check_coordinator: Callable[[Peer], None],
+        check_coordinator: Callable[[Connection], None],
         freeze: Callable[[], Frozen],
         executor: Executor,
         begun: Callable[[], None],
@@ -203,23 +203,28 @@ class BackupService:
 
     # The coordinator's word.
 
-    def _back_up(
-        self, peer: Peer, message: BackUp, _: list[memoryview]
-    ) -> Reply | Awaitable[Reply]:
-        self._check_coordinator(peer)
+    async def _back_up(self, request: Request[BackUp]) -> None:
+        message = request.message
+        self._check_coordinator(request.peer)
         if message.lost:
-            return self._until_lost(message)
+            await self._until_lost(message)
+        else:
+            self._order(message)
+            await self._copied()
+        request.answer(Done())
+
+    def _order(self, message: BackUp) -> None:
         if message.epoch < self._epoch:
             raise UsageError(f"backup order {message.epoch} is older than {self._epoch}")
         if message.epoch == self._epoch:
-            return self._when_copied()  # it was asked before, over a connection that is lost
+            return  # it was asked before, over a connection that is lost
         served = self._served()
         if served is None:  # the backup of nothing would be no backup
             raise ParameterServerLost(self._store.task, "has been replaced by its backup")
         self._epoch = message.epoch
         self._drop()
         if not message.address:
-            return Reply(Done())
+            return
         executor = self.executor
         self._begun()
         self._sender = sender = self._platform.parts.of(BackupSender)(
@@ -229,11 +234,14 @@ class BackupService:
         executor.on_entry = sender.ship
         self._copying = asyncio.get_running_loop().create_task(self._copy(executor, sender))
         self._copying.add_done_callback(_seen)
-        return self._when_copied()
 
-    async def _frozen(
-        self, executor: Executor, sender: BackupSender, first: int
-    ) -> tuple[Frozen, int, list[Entry]]:
+    async def _hold(
+        self,
+        executor: Executor,
+        sender: BackupSender,
+        first: int,
+        held: list[tuple[Frozen, int, list[Entry]]],
+    ) -> None:
         """Hold what the ps holds between two entries, the later of which is ``first``."""
         await executor.computes.settled()
         entries = [each for section in self._sections for each in await section.entries()]
@@ -245,7 +253,8 @@ class BackupService:
             except BusyError:  # a shard is read or filled by what is no entry
                 await self._work.next_turn()
             else:
-                return frozen, first, [executor.in_full(*each) for each in entries]
+                held.append((frozen, first, [executor.in_full(*each) for each in entries]))
+                return
 
     async def _copy(self, executor: Executor, sender: BackupSender) -> None:
         began = asyncio.get_running_loop().time()
@@ -258,10 +267,11 @@ class BackupService:
                 # Entries from now on are kept for the backup, though the snapshot may have to wait
                 # for its turn; all before them are in it.
                 first = executor.begin_copy(self._steps.groups()) + 1
-                snapshot = await executor.in_turn(lambda: self._frozen(executor, sender, first))
+                held: list[tuple[Frozen, int, list[Entry]]] = []
+                await executor.turn(lambda: self._hold(executor, sender, first, held))
             finally:
                 self._steps.resume(why)
-            await sender.copy(*snapshot)
+            await sender.copy(*held[0])
         except BaseException:
             if self._sender is sender and not self._over:
                 executor.log.give_up()
@@ -272,21 +282,19 @@ class BackupService:
             sender.order.task, asyncio.get_running_loop().time() - began,
         )  # fmt: skip
 
-    async def _when_copied(self) -> Reply:
+    async def _copied(self) -> None:
         if self._copying is not None:
             try:
                 await shielded(self._copying)
             except TransportError as exc:  # who asks would take it for a loss of his own
                 raise PsyncError(f"its backup is not complete: {exc.message}") from exc
-        return Reply(Done())
 
-    async def _until_lost(self, message: BackUp) -> Reply:
+    async def _until_lost(self, message: BackUp) -> None:
         sender = self._sender
         if sender is not None and sender.order.epoch == message.epoch:
             await sender.ended.wait()
             if self._over:
                 raise FencedError(f"{self._store.task} now serves other contents")
-        return Reply(Done())
 
     def _depose(self) -> None:
         self._deposed()  # first: nobody is to hear of it from here

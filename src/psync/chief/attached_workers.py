@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from psync.cluster import parse_task_name
 from psync.errors import PsyncError, TransportError, UsageError
-from psync.net.peer import Peer
+from psync.net.connection import Connection
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
 from psync.wire.messages import AskStatistics, Statistics
@@ -41,7 +41,7 @@ class WorkerRecord:
     failed: int = 0  # closures that have raised on it
     last_error: tuple[float, str] | None = None  # loop time, and what the last of them has raised
     # Of its session:
-    peers: tuple[Peer, Peer] | None = None  # control and bulk, while it takes part
+    peers: tuple[Connection, Connection] | None = None  # control and bulk, while it takes part
     leaving: bool = False  # it has said that it leaves
     reason: str = ""  # what it gave as its reason for leaving, or for not going on
     sent_away: bool | None = None  # ended by us; True: what it runs is to blame
@@ -67,20 +67,20 @@ class AttachedWorkers:
     def __len__(self) -> int:
         return len(self._controls())
 
-    def _controls(self) -> dict[str, Peer]:
+    def _controls(self) -> dict[str, Connection]:
         """Return their control connections."""
         return {name: each.peers[0] for name, each in self._workers.items() if each.peers}
 
-    def current(self, peer: Peer) -> WorkerRecord | None:
+    def current(self, peer: Connection) -> WorkerRecord | None:
         """Return whose connection this is, unless that was given up."""
         worker = self._workers.get(peer.task)
         return worker if worker is not None and peer in (worker.peers or ()) else None
 
-    def is_current(self, peer: Peer) -> bool:
+    def is_current(self, peer: Connection) -> bool:
         """Return whether this is a connection of a worker that was not given up."""
         return self.current(peer) is not None
 
-    def heard(self, peer: Peer) -> bool:
+    def heard(self, peer: Connection) -> bool:
         """Do as ``is_current``, and note that its worker has just said how closures ended."""
         worker = self.current(peer)
         if worker is None:
@@ -119,7 +119,7 @@ class AttachedWorkers:
         """
         deadline = asyncio.get_running_loop().time() + within_s
 
-        async def ask(control: Peer) -> dict[str, float]:
+        async def ask(control: Connection) -> dict[str, float]:
             try:
                 message = (await control.call(AskStatistics(), deadline=deadline)).message
             except PsyncError:
@@ -140,7 +140,7 @@ class AttachedWorkers:
         Cancellation: Safe.
         """
 
-        async def ask(control: Peer) -> Message | None:
+        async def ask(control: Connection) -> Message | None:
             try:
                 return (await control.call(message)).message
             except (TransportError, UsageError):  # lost, or no worker of ours any more

@@ -30,7 +30,7 @@ from psync.errors import (
     PsyncError,
     VersionMismatch,
 )
-from psync.net.peer import Peer
+from psync.net.connection import Connection
 from psync.wire.messages import BackUp, Promote, Promoted
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Backups:
         self._epochs: dict[int, int] = {}  # under which complete backups were ordered
         # By ps, process and its incarnation: why it refuses to be the host, and always will.
         self._refusals: dict[tuple[int, int, int], PsyncError] = {}
-        self._peers: dict[int, Peer] = {}  # to processes
+        self._peers: dict[int, Connection] = {}  # to processes
         self._keepers: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._closed = False
@@ -182,7 +182,7 @@ class Backups:
                         return host
             await asyncio.sleep(PAUSE_S)
 
-    async def _connect(self, process: int) -> Peer:
+    async def _connect(self, process: int) -> Connection:
         """Connect to a process, at the address that it had when all began."""
         peer = self._peers.get(process)
         if peer is None or not peer.is_open:

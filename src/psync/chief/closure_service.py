@@ -15,7 +15,7 @@ from psync.closures.closure import Closure, State
 from psync.closures.queue import Action, ClosureQueue
 from psync.closures.schedule_report import ScheduleReports
 from psync.errors import ParameterServerLost, RemoteProtocolError, UsageError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Handler, Request
 from psync.replicas.closure_messages import ScheduledCall, arguments_reply, function_reply
 from psync.serialization.failures import rebuild_exception
 from psync.serialization.functions import FunctionTable
@@ -66,7 +66,8 @@ class ClosureService:
             FetchArguments: Handler(self._fetch_arguments),
         }
 
-    def _results(self, peer: Peer, message: ClosureResults, segments: list[memoryview]) -> None:
+    def _results(self, request: Request[ClosureResults]) -> None:
+        peer, message, segments = request.peer, request.message, request.segments
         if not self.workers.heard(peer):
             return  # of a worker that was given up: its closures run elsewhere
         ended = []
@@ -139,18 +140,21 @@ class ClosureService:
             self.workers.note_error(worker, f"{closure}: {type_name}: {text}"[:MAX_ERROR_CHARS])
             self.perform(actions)
 
-    def _given_back(self, peer: Peer, message: GivenBack, _: list[memoryview]) -> None:
+    def _given_back(self, request: Request[GivenBack]) -> None:
+        peer, message = request.peer, request.message
         if self.workers.is_current(peer):
             self.perform(self.queue.given_back(peer.task, message.closures))
 
-    def _fetch_function(self, peer: Peer, message: FetchFunction, _: list[memoryview]) -> Reply:
+    def _fetch_function(self, request: Request[FetchFunction]) -> None:
+        peer, message = request.peer, request.message
         function = self.functions.lookup(message.key)
         if function is None:
             raise UsageError(f"{peer.task} asked for a function that is no longer needed")
-        return function_reply(function)
+        request.answer(*function_reply(function))
 
-    def _fetch_arguments(self, peer: Peer, message: FetchArguments, _: list[memoryview]) -> Reply:
+    def _fetch_arguments(self, request: Request[FetchArguments]) -> None:
+        peer, message = request.peer, request.message
         closure = self.closures.get(message.closure)
         if closure is None:
             raise UsageError(f"{peer.task} asked for closure {message.closure}, which has ended")
-        return arguments_reply(closure.payload)
+        request.answer(*arguments_reply(closure.payload))

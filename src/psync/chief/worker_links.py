@@ -26,7 +26,7 @@ from psync.errors import (
     TransportError,
     WorkerLost,
 )
-from psync.net.peer import Peer
+from psync.net.connection import Connection
 from psync.wire.messages import AttachWorker, EndSession, LeaveCluster
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ class WorkerLinks:
 
     # What workers say.
 
-    def leaves(self, peer: Peer, message: LeaveCluster) -> bool:
+    def leaves(self, peer: Connection, message: LeaveCluster) -> bool:
         """A worker is about to leave; return whether that is news."""
         worker = self.attached.current(peer)
         if worker is None or worker.leaving:
@@ -224,7 +224,7 @@ class WorkerLinks:
         self._note_one_less()
         return True
 
-    def session_ends(self, peer: Peer, message: EndSession) -> None:
+    def session_ends(self, peer: Connection, message: EndSession) -> None:
         """A worker has nothing more to say."""
         worker = self._workers.get(peer.task)
         if worker is None or peer.lane != "control" or (worker.peers and peer not in worker.peers):
@@ -338,7 +338,7 @@ class WorkerLinks:
                 worker.name,
             )
 
-    async def _attach(self, worker: WorkerRecord) -> tuple[Peer, Peer] | None:
+    async def _attach(self, worker: WorkerRecord) -> tuple[Connection, Connection] | None:
         """Return its control and bulk connection; None if one is gone already.
 
         Raises:
@@ -407,11 +407,11 @@ class WorkerLinks:
         self.on_forgotten(worker.name)
 
 
-async def wait_any_closed(*peers: Peer) -> None:
+async def wait_any_closed(*peers: Connection) -> None:
     """Wait until one of the connections is gone. Cancellation: safe."""
     gone = asyncio.Event()
 
-    def listener(_: Peer) -> None:
+    def listener(_: Connection) -> None:
         gone.set()
 
     for peer in peers:

@@ -14,10 +14,9 @@ from psync.client.numbers import Numbers
 from psync.client.ps_client import PsClient
 from psync.client.ps_link import Call, ask, expect
 from psync.errors import UnknownVariableError
-from psync.net.peer import Received
 from psync.wire.closure_numbers import PART_BITS
 from psync.wire.codec import Message
-from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.frames import SMALL_BODY_BYTES, Frame
 from psync.wire.messages import (
     AccumulatorState,
     ApplyGradient,
@@ -118,7 +117,7 @@ class AccumulatorClient:
             ),
         )
 
-    async def take(self, place: Place, num_required: int) -> Received:
+    async def take(self, place: Place, num_required: int) -> Frame:
         """Wait for gradients, and take what they amount to.
 
         Returns:
@@ -132,7 +131,7 @@ class AccumulatorClient:
         link, name = self._ps.links[place.ps], place.definition.name
         takes = self._known.setdefault(name, _Known()).takes
 
-        async def call() -> Received:
+        async def call() -> Frame:
             with self._ps.work.wait, self._ps.outgoing.numbered([takes]) as (number,):
                 return await link.call(
                     lambda peer: TakeGradient(name, number, takes.acked_below, num_required),

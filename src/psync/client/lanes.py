@@ -25,8 +25,8 @@ from psync.errors import (
     ParameterServerLost,
     PsyncError,
 )
+from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Peer
 from psync.wire.handshake import LANES
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Lanes:
         self.away_for_s = math.inf  # without any connection, once there was one; then it is lost
         self.lost_after_s = lost_after_s  # inf: it may not be up yet, so as long as it takes
         self._life = 0  # how often it was revived
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, Connection] = {}
         self._connecting = {lane: asyncio.Lock() for lane in LANES}
         self._attempts: dict[str, asyncio.Timeout] = {}  # to connect
         self._keepalive: asyncio.Task[None] | None = None
@@ -82,7 +82,7 @@ class Lanes:
             return "connected"
         return "unconnected" if self.incarnation is None else "broken"
 
-    async def peer(self, lane: str) -> Peer:
+    async def peer(self, lane: str) -> Connection:
         """Return an open connection.
 
         Raises:
@@ -129,7 +129,7 @@ class Lanes:
                 self._keepalive = asyncio.get_running_loop().create_task(self._keep_alive())
             return peer
 
-    async def _connect_here(self, lane: str) -> Peer:
+    async def _connect_here(self, lane: str) -> Connection:
         """Connect, unless the ps is looked for elsewhere meanwhile, see ``revive``."""
         try:
             async with asyncio.timeout(None) as attempt:
@@ -140,7 +140,7 @@ class Lanes:
         finally:
             del self._attempts[lane]
 
-    async def _connect(self, lane: str) -> Peer:
+    async def _connect(self, lane: str) -> Connection:
         """Connect, with patience for a ps that is slow or far, and less for one that has ended.
 
         A ps listens as long as it lives. Where nobody listens any more, it has ended; where
@@ -264,7 +264,7 @@ class Lanes:
             self.on_lost(error)  # which may revive it at once
         return error
 
-    def _open_peers(self) -> list[Peer]:
+    def _open_peers(self) -> list[Connection]:
         return [peer for peer in self._peers.values() if peer.is_open]
 
     async def _keep_alive(self) -> None:

@@ -18,14 +18,14 @@ from psync.client.ps_client import PsClient, members_for
 from psync.client.ps_link import Call, PsLink, always, expect, together
 from psync.client.runtime import Runtime
 from psync.errors import ConfigurationError, RemoteProtocolError
-from psync.net.peer import Peer, Received
+from psync.net.connection import Connection
 from psync.numerics.layerwise_rules import LayerwiseRule, Sums
 from psync.numerics.rule_configs import registered_in
 from psync.numerics.scatter import IndexedSlices
 from psync.numerics.update_rule import UpdateRule
 from psync.specs import ShardSpec, VariableSpec, count_of, dtype_of, marked_after
 from psync.store.push_counts import total_of
-from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.frames import SMALL_BODY_BYTES, Frame
 from psync.wire.messages import (
     AskOptimizer,
     Done,
@@ -42,7 +42,7 @@ from psync.wire.tensors import to_bytes_view
 T = TypeVar("T")
 
 
-def note_plugins(link: PsLink, received: Received) -> None:
+def note_plugins(link: PsLink, received: Frame) -> None:
     """Note what a ps has answered when it was attached.
 
     Raises:
@@ -212,7 +212,7 @@ async def trust_ratios(
         return None
 
     def call(request: Request) -> Call[Measured]:
-        def build(peer: Peer) -> MeasurePush:
+        def build(peer: Connection) -> MeasurePush:
             members = members_for(peer, request)
             known = elsewhere.get(request.ps, 0)
             return MeasurePush(request.set_id, members, optimizer, config, known)

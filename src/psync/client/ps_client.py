@@ -23,8 +23,8 @@ from psync.client.ps_link import Body, Call, PsLink, Where, always, together
 from psync.client.pulled_steps import PulledSteps
 from psync.client.rows import PsRows, check_exist
 from psync.client.work_meter import WorkMeter
+from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Peer
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.compression import Compression
 from psync.numerics.scatter import IndexedSlices, check_scatter, merged
@@ -183,7 +183,7 @@ class PsClient(PsRows):
     def _pull(
         self, request: Request, where: Where, optimizer: int, slot: str, lock: int
     ) -> Call[Pulled]:
-        def build(peer: Peer) -> Pull:
+        def build(peer: Connection) -> Pull:
             what = request.set_id, members_for(peer, request), optimizer, slot
             return PullLocked(*what, lock) if lock else Pull(*what)
 
@@ -434,7 +434,7 @@ class PsClient(PsRows):
         spread = [*drawn[:at], *drawn[at + 1 :]] if len(drawn) > 1 else None
         call = ordinal << PART_BITS | request.part
 
-        def message(peer: Peer) -> Message:
+        def message(peer: Connection) -> Message:
             identity = drawn[at][1], link.updates.acked_below, closure, call
             own = request, identity, members_for(peer, request), rows, spread
             if landing is None:
@@ -449,6 +449,6 @@ class PsClient(PsRows):
         )  # fmt: skip
 
 
-def members_for(peer: Peer, request: Request) -> list[tuple[int, int]] | None:
+def members_for(peer: Connection, request: Request) -> list[tuple[int, int]] | None:
     """Return the shards of a request's set, or None where the ps knows them by its number."""
     return None if request.set_id in peer.state["sets"] else request.members

@@ -24,10 +24,10 @@ from psync.errors import (
     ParameterServerLost,
     RemoteProtocolError,
 )
-from psync.net.peer import Into, Peer, Received
+from psync.net.connection import Connection, Into
 from psync.numerics.rule_configs import Registered
 from psync.wire.codec import Message, check
-from psync.wire.frames import Segment
+from psync.wire.frames import Frame, Segment
 from psync.wire.lent import Borrowed
 from psync.wire.tensors import to_bytes_view
 
@@ -70,7 +70,7 @@ class PsLink(Lanes):
 
     async def call(
         self,
-        build: Callable[[Peer], Message],
+        build: Callable[[Connection], Message],
         segments: Sequence[Segment] = (),
         *,
         bulk: bool = False,
@@ -80,14 +80,14 @@ class PsLink(Lanes):
         cut: bool = False,
         urgent: bool = False,
         copied: bool = False,
-    ) -> Received:
+    ) -> Frame:
         """Send a request that may be repeated, over and over until it is answered.
 
         Args:
             build: Makes the message for a connection: what it defines depends on that.
-            segments: As for ``Peer.call``.
+            segments: As for ``Connection.call``.
             bulk: Whether a large body goes or comes.
-            into: As for ``Peer.call``.
+            into: As for ``Connection.call``.
             set_ids: The sets that the ps knows once it has answered: not before, as messages may
                 overtake one another.
             locked: Whether it is about a lock, or said under one: then nothing may be in front of
@@ -95,7 +95,7 @@ class PsLink(Lanes):
             cut: Whether it is about a cut, or a backup: then nothing may be in front of it that
                 waits at a gate, or for the backup.
             urgent: Whether it is part of a recovery: others wait while that goes on, see ``hold``.
-            copied: As for ``Peer.call``.
+            copied: As for ``Connection.call``.
 
         Raises:
             ParameterServerLost: See ``peer``, also for its other errors.
@@ -143,9 +143,9 @@ class PsLink(Lanes):
 
     def ask(
         self,
-        build: Callable[[Peer], Message],
+        build: Callable[[Connection], Message],
         segments: Sequence[Segment],
-        then: Callable[[Received | Exception], None],
+        then: Callable[[Frame | Exception], None],
         *,
         bulk: bool = False,
         into: Into | None = None,
@@ -163,14 +163,14 @@ class PsLink(Lanes):
             into: Where the reply's body belongs.
             set_ids: The sets that the ps knows once it has answered.
             locked: Whether it is said under a lock.
-            copied: As for ``Peer.call``.
+            copied: As for ``Connection.call``.
 
         Returns:
             The request, which can be given up.
         """
         question = Question()
 
-        def call() -> Coroutine[Any, Any, Received]:
+        def call() -> Coroutine[Any, Any, Frame]:
             return self.call(
                 build, segments, bulk=bulk, into=into, set_ids=set_ids, locked=locked,
                 copied=copied,
@@ -187,7 +187,7 @@ class PsLink(Lanes):
             again()
             return question
 
-        def answered(outcome: Received | Exception) -> None:
+        def answered(outcome: Frame | Exception) -> None:
             question.end = None  # which leads back here: memory would be held until it is collected
             self.num_calls += 1
             if isinstance(outcome, ConnectionLost):
@@ -211,7 +211,7 @@ class PsLink(Lanes):
         return question
 
     @staticmethod
-    def _note_known(peer: Peer, set_ids: Iterable[int]) -> None:
+    def _note_known(peer: Connection, set_ids: Iterable[int]) -> None:
         known: set[int] = peer.state["sets"]
         known.update(set_ids)
         if len(known) >= SETS_PER_CONNECTION:
@@ -221,7 +221,7 @@ class PsLink(Lanes):
     def lends(self) -> bool:
         """Whether large bodies do not travel to it, since it reads this task's memory."""
         peer = self._peers.get("bulk")
-        return peer is not None and peer.is_open and peer.connection.sharing is not None
+        return peer is not None and peer.is_open and peer.sharing is not None
 
     def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Send a notification if there is a connection."""
@@ -275,7 +275,7 @@ class Call(NamedTuple, Generic[M]):
     """A request to a ps, for ``together``; other arguments of ``PsLink.ask`` as there."""
 
     link: PsLink
-    build: Callable[[Peer], Message]
+    build: Callable[[Connection], Message]
     kind: type[M]  # of the answer
     question: str  # for messages: "a pull"
     segments: Sequence[Segment] = ()
@@ -309,7 +309,7 @@ class Answers(Generic[M]):
 
     def __init__(self, calls: Sequence[Call[M]]) -> None:
         self._calls = calls
-        self._outcomes: list[Received | Exception | None] = [None] * len(calls)
+        self._outcomes: list[Frame | Exception | None] = [None] * len(calls)
         self._missing = len(calls)
         self._questions: list[Question] = []
         self._settled: asyncio.Future[None] | None = None  # while somebody waits
@@ -329,7 +329,7 @@ class Answers(Generic[M]):
             )
         )  # fmt: skip
 
-    def _note(self, position: int, outcome: Received | Exception) -> None:
+    def _note(self, position: int, outcome: Frame | Exception) -> None:
         """One of them is there."""
         self._outcomes[position] = outcome
         self._missing -= 1
@@ -380,7 +380,7 @@ class Answers(Generic[M]):
         return messages
 
 
-def expect(received: Received, kind: type[M], who: str, question: str) -> M:
+def expect(received: Frame, kind: type[M], who: str, question: str) -> M:
     """Return the message of an answer.
 
     Args:
@@ -418,9 +418,9 @@ async def ask(
 
 
 async def _tell(
-    then: Callable[[Received | Exception], None], call: Callable[[], Awaitable[Received]]
+    then: Callable[[Frame | Exception], None], call: Callable[[], Awaitable[Frame]]
 ) -> None:
-    outcome: Received | Exception
+    outcome: Frame | Exception
     try:
         outcome = await call()
     except Exception as exc:
@@ -428,6 +428,6 @@ async def _tell(
     then(outcome)
 
 
-def always(message: Message) -> Callable[[Peer], Message]:
+def always(message: Message) -> Callable[[Connection], Message]:
     """Return what makes this message for any connection, see ``PsLink.call``."""
     return lambda peer: message

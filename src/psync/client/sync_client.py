@@ -41,7 +41,7 @@ from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.ps_client import PsClient, members_for
 from psync.client.ps_link import Call, ask, expect
 from psync.errors import ConfigurationError, PsyncError, RemoteProtocolError
-from psync.net.peer import Peer
+from psync.net.connection import Connection
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.scatter import IndexedSlices
 from psync.wire.codec import Message
@@ -187,7 +187,7 @@ class SyncClient:
                 next_set = wanted.plan.whole
                 asyncio.get_running_loop().call_soon(wanted.make_room, self._pool)  # meanwhile
 
-            def build(peer: Peer) -> Contribute:
+            def build(peer: Connection) -> Contribute:
                 if wanted is not None:
                     wanted.arrays = None  # of an answer that did not come in whole
                 return Contribute(
@@ -312,7 +312,7 @@ class SyncClient:
         request = part.request
         place = request.ps, push.group
 
-        def build(peer: Peer) -> StagePush:
+        def build(peer: Connection) -> StagePush:
             return StagePush(
                 push.group, None if place in self._staging else push.config, push.number,
                 push.local_step, request.set_id, members_for(peer, request), part.rows,
@@ -333,7 +333,7 @@ def _small_part_of_ps_0(parts: Sequence[_Part]) -> _Part | None:
     return None
 
 
-def _named(peer: Peer, known: Whole | None) -> tuple[int, list[tuple[int, int, int]] | None]:
+def _named(peer: Connection, known: Whole | None) -> tuple[int, list[tuple[int, int, int]] | None]:
     """Return what a message says of a set: its number, and its shards unless they are known.
 
     ps 0 numbers such sets apart; among those of the link they have negative numbers.

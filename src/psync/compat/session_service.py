@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from psync.compat.session_members import (
@@ -23,8 +23,8 @@ from psync.compat.session_members import (
     TellOver,
 )
 from psync.errors import ConfigurationError, UnknownVariableError, UsageError
+from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Handler, Peer, Reply
 from psync.store.store import ShardStore
 from psync.sync.ps_services import PsServices
 from psync.wire.codec import Message
@@ -59,7 +59,7 @@ class SessionService:
         self,
         endpoint: Endpoint,
         services: Callable[[], PsServices],
-        check_coordinator: Callable[[Peer], None],
+        check_coordinator: Callable[[Connection], None],
     ) -> None:
         self._services = services
         self._check_coordinator = check_coordinator
@@ -80,9 +80,7 @@ class SessionService:
             Declared: Handler(self._declared),
             EndTraining: Handler(self._end),
             AwaitEnd: Handler(self._await_end),
-            CheckShards: Handler(
-                lambda _, message, __: check_shards(self._services().store, message)
-            ),
+            CheckShards: Handler(self._check_shards),
         }
 
     def statistics(self) -> dict[str, Any]:
@@ -93,14 +91,14 @@ class SessionService:
         """A chief has attached this ps."""
         self._perform(self._members.attached(coordinator))
 
-    def _note_peer(self, peer: Peer) -> None:
+    def _note_peer(self, peer: Connection) -> None:
         replica = (peer.task, peer.incarnation)
         self._open[replica] = self._open.get(replica, 0) + 1
         self._members.connected(*replica)
         peer.on_closed.append(self._note_closed)
         self._set_timer()
 
-    def _note_closed(self, peer: Peer) -> None:
+    def _note_closed(self, peer: Connection) -> None:
         replica = (peer.task, peer.incarnation)
         self._open[replica] -= 1
         if not self._open[replica]:
@@ -115,17 +113,20 @@ class SessionService:
 
     # Requests.
 
-    def _enter(self, peer: Peer, message: EnterSession, _: list[memoryview]) -> Awaitable[Reply]:
+    async def _enter(self, request: Request[EnterSession]) -> None:
+        peer, message = request.peer, request.message
         if not peer.task.startswith("/job:worker/"):
             raise UsageError(f"{peer.task} is not a worker")
-        return self._answered(
-            lambda waiter: self._members.ask(waiter, peer.task, message.incarnation, _now())
+        await self._answer(
+            request,
+            lambda waiter: self._members.ask(waiter, peer.task, message.incarnation, _now()),
         )
 
-    def _declared(self, peer: Peer, message: Declared, _: list[memoryview]) -> Awaitable[Reply]:
+    async def _declared(self, request: Request[Declared]) -> None:
+        peer, message = request.peer, request.message
         self._check_coordinator(peer)
 
-        def declare(waiter: asyncio.Future[Reply]) -> list[Action]:
+        def declare(waiter: asyncio.Future[Message]) -> list[Action]:
             now = _now()
             actions = self._members.declared(
                 waiter, peer.task, message.trains, message.num_workers, now
@@ -134,37 +135,45 @@ class SessionService:
                 self._members.disconnected(peer.task, peer.incarnation, now)
             return actions
 
-        return self._answered(declare)
+        await self._answer(request, declare)
 
-    def _leave(
-        self, peer: Peer, message: LeaveSession, _: list[memoryview]
-    ) -> Reply | Awaitable[Reply]:
+    async def _leave(self, request: Request[LeaveSession]) -> None:
+        peer = request.peer
         if peer.task.startswith("/job:chief/"):
             self._check_coordinator(peer)
-            return self._answered(lambda waiter: self._members.leave_as_chief(waiter, _now()))
-        self._perform(self._members.leave(peer.task, peer.incarnation, _now()))
-        return Reply(Done())
+            await self._answer(request, lambda waiter: self._members.leave_as_chief(waiter, _now()))
+        else:
+            self._perform(self._members.leave(peer.task, peer.incarnation, _now()))
+            request.answer(Done())
 
-    def _fail(self, peer: Peer, message: ReplicaFailed, _: list[memoryview]) -> Reply:
+    def _fail(self, request: Request[ReplicaFailed]) -> None:
+        peer, message = request.peer, request.message
         error = message.type_name, message.message, message.traceback
         self._perform(self._members.fail(peer.task, peer.incarnation, error, _now()))
-        return Reply(Done())
+        request.answer(Done())
 
-    def _end(self, peer: Peer, message: EndTraining, _: list[memoryview]) -> Reply:
+    def _end(self, request: Request[EndTraining]) -> None:
+        peer, message = request.peer, request.message
         if peer.task.startswith("/job:chief/"):
             self._check_coordinator(peer)
         self._perform(self._members.end(message.reason, message.failed))
-        return Reply(Done())
+        request.answer(Done())
 
-    def _await_end(self, peer: Peer, message: AwaitEnd, _: list[memoryview]) -> Awaitable[Reply]:
-        return self._answered(self._members.await_end)
+    def _check_shards(self, request: Request[CheckShards]) -> None:
+        check_shards(self._services().store, request.message)
+        request.answer(Done())
 
-    async def _answered(self, ask: Callable[[asyncio.Future[Reply]], list[Action]]) -> Reply:
-        """Wait for the answer that the rule gives at some time."""
-        waiter: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+    async def _await_end(self, request: Request[AwaitEnd]) -> None:
+        await self._answer(request, self._members.await_end)
+
+    async def _answer(
+        self, request: Request[Any], ask: Callable[[asyncio.Future[Message]], list[Action]]
+    ) -> None:
+        """Answer with what the rule says at some time."""
+        waiter: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._perform(ask(waiter))
         try:
-            return await waiter
+            request.answer(await waiter)
         finally:
             self._members.forget(waiter)
             self._set_timer()
@@ -222,8 +231,8 @@ class SessionService:
         self._perform(self._members.tick(_now()))
 
 
-def check_shards(store: ShardStore, message: CheckShards) -> Reply:
-    """Answer whether a ps holds what the sender has declared.
+def check_shards(store: ShardStore, message: CheckShards) -> None:
+    """Check whether a ps holds what the sender has declared.
 
     Raises:
         ConfigurationError: A shard is not here, or of another variable, shape or dtype.
@@ -243,7 +252,6 @@ def check_shards(store: ShardStore, message: CheckShards) -> Reply:
                 f"of shape {spec.shape}), but this task declared {declared}",
                 hint=SAME_ORDER,
             )
-    return Reply(Done())
 
 
 def _now() -> float:
@@ -252,10 +260,10 @@ def _now() -> float:
 
 def _settle(waiter: object, answer: Message | Exception) -> None:
     """Answer whoever waits; it may have given up meanwhile."""
-    future = cast("asyncio.Future[Reply]", waiter)
+    future = cast("asyncio.Future[Message]", waiter)
     if future.done():
         return
     if isinstance(answer, Exception):
         future.set_exception(answer)
     else:
-        future.set_result(Reply(answer))
+        future.set_result(answer)

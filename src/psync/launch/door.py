@@ -18,8 +18,8 @@ from psync.cluster import split_address, task_name
 from psync.cluster_roles import CHIEF
 from psync.errors import ConfigurationError
 from psync.launch.interfaces import PYTHON
+from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.net.workforce import Workforce
 from psync.wire.messages import Done, JoinCluster, Joined, LeaveCluster
@@ -38,7 +38,7 @@ class _Member:
     """A worker that has joined."""
 
     address: str
-    peer: Peer  # its newest connection
+    peer: Connection  # its newest connection
     forgetting: asyncio.TimerHandle | None = None  # while it is missed
 
 
@@ -87,7 +87,8 @@ class Door:
         self._members.clear()
         await self._endpoint.close()
 
-    def _join(self, peer: Peer, message: JoinCluster, _: list[memoryview]) -> Reply:
+    def _join(self, request: Request[JoinCluster]) -> None:
+        peer, message = request.peer, request.message
         if message.python != PYTHON:
             raise ConfigurationError(
                 f"the chief runs Python {PYTHON}, but the worker at {message.address} runs "
@@ -107,15 +108,16 @@ class Door:
         logger.info("%s joins, from %s", name, message.address)
         self._added[name] = message.address
         self._workforce.change({index: message.address}, ())
-        return Reply(Joined(index))
+        request.answer(Joined(index))
 
-    def _leave(self, peer: Peer, message: LeaveCluster, _: list[memoryview]) -> Reply:
+    def _leave(self, request: Request[LeaveCluster]) -> None:
+        peer, message = request.peer, request.message
         for index, member in list(self._members.items()):
             if member.peer is peer:
                 self._forget(index, message.reason)
-        return Reply(Done())
+        request.answer(Done())
 
-    def _miss(self, index: int, peer: Peer) -> None:
+    def _miss(self, index: int, peer: Connection) -> None:
         member = self._members.get(index)
         if member is not None and member.peer is peer:
             loop = asyncio.get_running_loop()

@@ -27,9 +27,9 @@ from psync.errors import (
 )
 from psync.launch.identity import OwnTask
 from psync.launch.interfaces import PYTHON, interface_towards, joined_with
+from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
 from psync.net.environment import platform_of
-from psync.net.peer import Peer
 from psync.net.platform import Platform
 from psync.net.resolvers import SimpleClusterResolver
 from psync.net.secret import load_secret
@@ -59,7 +59,7 @@ class Membership:
         self._chief = chief
         self._address = address
         self.index = -1
-        self._peer: Peer | None = None
+        self._peer: Connection | None = None
 
     async def begin(self) -> None:
         """Be taken in.
@@ -82,7 +82,7 @@ class Membership:
             ) from exc
         await self._ask(self._peer)
 
-    async def _ask(self, peer: Peer) -> None:
+    async def _ask(self, peer: Connection) -> None:
         received = (await peer.call(JoinCluster(self._address, self.index, PYTHON))).message
         if not isinstance(received, Joined):
             raise RemoteProtocolError(

@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 from psync.errors import ConfigurationError, TrainingEnded
+from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Peer
 from psync.net.transport import Network
 
 logger = logging.getLogger(__name__)
@@ -125,14 +125,14 @@ class ChiefPresence:
         """Count connections to another endpoint of this process, too."""
         endpoint.on_peer.append(self._note_peer)
 
-    def _note_peer(self, peer: Peer) -> None:
+    def _note_peer(self, peer: Connection) -> None:
         if peer.task.startswith("/job:chief/"):
             self.has_come = True
             self._connections += 1
             self._changed.set()
             peer.on_closed.append(self._note_closed)
 
-    def _note_closed(self, peer: Peer) -> None:
+    def _note_closed(self, peer: Connection) -> None:
         self._connections -= 1
         self._changed.set()
 

@@ -1,7 +1,13 @@
-"""One asyncio connection: the wire protocol on a transport, without copies of large messages.
+"""One open connection to another task: frames, our requests, theirs, and backpressure.
 
 ``Connection`` is an ``asyncio.BufferedProtocol``: the transport reads from the socket into
-the memory that the wire protocol names, which for a large segment is its destination.
+the memory that the decoder names, which for a large segment is its destination. It matches replies
+to our requests, and hands theirs to handlers; ``endpoint.Endpoint`` makes connections. One message
+is handled before the next one of the same connection is read.
+
+A handler gets a ``Request`` and answers it once, now or later, with ``answer`` or ``fail``. One
+that needs no waiting answers in the turn of the loop in which the request came: no task is made for
+a small pull. One that waits may keep the request, or go on in a coroutine (``Request.start``).
 
 A large message is written with one ``writelines`` and never copied: uvloop (and asyncio
 from 3.12 on) keeps references to the buffers until the kernel has taken them, so nothing
@@ -20,23 +26,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
-from psync.errors import ConnectionLost, LocalProtocolError, PsyncError
+from psync.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    LocalProtocolError,
+    PsyncError,
+    RemoteProtocolError,
+)
 from psync.net.shared.bodies import Sharing, Waker
 from psync.net.shared.channel import SideChannel
 from psync.net.shared.loans import Loan
 from psync.net.shared.regions import SharedMemory
 from psync.net.transport import name_of, set_options
+from psync.numerics.block_pool import BlockPool
 from psync.wire import protocol as wire
-from psync.wire.codec import Message, encode
+from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import (
+    MAGIC,
+    PREFIX,
     PREFIX_BYTES,
     SMALL_BODY_BYTES,
+    VERSION,
     Buffer,
     Frame,
     Kind,
@@ -44,9 +62,11 @@ from psync.wire.frames import (
     encode_head,
     flat,
 )
-from psync.wire.handshake import BULK
-from psync.wire.lent import LENT_ABOVE_BYTES, Extent
-from psync.wire.messages import Refused
+from psync.wire.handshake import BULK, ClientHandshake, ServerHandshake
+from psync.wire.lent import LENT_ABOVE_BYTES, Borrowed, Extent
+from psync.wire.limits import Limits
+from psync.wire.messages import Failure, Refused
+from psync.wire.remote_errors import exception_of, failure_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +76,228 @@ WRITE_HIGH_BYTES = 4 << 20
 SENT = 256
 """Added to the kind of a message that is shown to a tap, if it goes out."""
 
+# Members of an enum are slow to look up.
+_REQUEST, _REPLY, _ERROR, _NOTIFY = map(int, (Kind.REQUEST, Kind.REPLY, Kind.ERROR, Kind.NOTIFY))
+_CANCEL, _PING, _PONG = map(int, (Kind.CANCEL, Kind.PING, Kind.PONG))
 _RETURN, _FORGET = int(Kind.RETURN), int(Kind.FORGET)
+
+M = TypeVar("M", bound=Message)
 
 Tap = Callable[[int, int, bytes, int], None]
 """Shown each message: its kind, request id, header, and the bytes of its body."""
+
+Into = Callable[[Message, tuple[int, ...], "Borrowed | None"], Sequence[memoryview]]
+"""Returns memory for a reply's body, given its message and the lengths of its segments; or that
+body itself, kept where it is, if it is lent."""
+
+Then = Callable[[Frame | Exception], None]
+"""Told the reply (a frame, with ``message`` and ``segments``), or why there is none."""
+
+Answer = tuple[Message, Sequence[Segment]]
+"""A message and its segments."""
+
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+
+class Request(Frame, Generic[M]):
+    """A request or notification of the peer's; it is answered once, now or later.
+
+    Attributes:
+        message: What came.
+        segments: Its body, where ``Handler.prepare`` has put it.
+        peer: The connection over which it came.
+        over: It was answered, or nobody wants an answer any more.
+        on_given_up: Called with the request when its caller gives it up, or the connection goes,
+            before it was answered; not if it is served by a coroutine, which is cancelled instead,
+            unless only the connection goes.
+    """
+
+    __slots__ = ("in_coroutine", "is_held", "on_given_up", "over", "peer", "task")
+
+    message: M
+    peer: Connection
+    over: bool
+    is_held: bool  # its body counts, and its caller may give it up
+    in_coroutine: bool  # it is served by one
+    task: asyncio.Task[Any] | None  # once that has begun
+    on_given_up: Callable[[Request[Any]], None] | None
+
+    def answer(self, message: Message, segments: Sequence[Segment] = ()) -> None:
+        """Answer; nothing if that is over. To a notification nothing is sent."""
+        if self.over:
+            return
+        self.over = True
+        peer = self.peer
+        # One that has waited goes out at once: others of this turn are still to be answered.
+        has_waited = self.is_held
+        if has_waited:
+            peer.release(self)
+        if self.request_id:
+            at_once = has_waited and not self.in_coroutine
+            try:
+                peer.send(_REPLY, self.request_id, message, segments, at_once=at_once)
+            except LocalProtocolError as exc:
+                peer.send(_ERROR, self.request_id, failure_of(exc))
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error; nothing if that is over. A notification ends the connection."""
+        if self.over:
+            return
+        self.over = True
+        if self.is_held:
+            self.peer.release(self)
+        if self.request_id:
+            self.peer.send(_ERROR, self.request_id, failure_of(error))
+        elif isinstance(error, Exception):
+            self.peer.fail(error)  # nobody waits for an answer, but it must not be lost
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Go on in a coroutine; what it raises is the answer.
+
+        It is cancelled when the caller gives up, or this task closes; not when the connection goes.
+        A caller that gives up cancels it at its first await at the earliest: what was noted before
+        can be undone there.
+        """
+        self.in_coroutine = True
+        self.peer.spawn(self._run(work)).add_done_callback(functools.partial(self._has_run, work))
+
+    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        self.task = asyncio.current_task()
+        if self.over and self.task is not None:  # it was given up, but begins all the same
+            self.task.cancel()
+        try:
+            await work
+        except asyncio.CancelledError as exc:
+            self.fail(exc)
+            raise
+        except Exception as exc:
+            self.fail(exc)
+        finally:
+            self.in_coroutine, self.task = False, None
+        if self.peer.is_closed and not self.over:  # what waits for its time
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Nobody wants the answer any more."""
+        self.over = True
+        if self.in_coroutine:  # its body counts until that has ended
+            if self.task is not None:
+                self.task.cancel()
+            return
+        if self.is_held:
+            self.peer.release(self)
+        if self.on_given_up is not None:
+            self.on_given_up(self)
+
+    def _has_run(self, work: Coroutine[Any, Any, None], _: asyncio.Task[None]) -> None:
+        self.in_coroutine, self.task = False, None
+        work.close()  # if the task was cancelled before its first step
+        if self.is_held and (self.over or not self.request_id):
+            self.peer.release(self)
+
+
+class OwnRequest(Request[M]):
+    """A request that a task makes to itself, or reads from a log: the outcome goes to a callback.
+
+    Args:
+        peer: Whom it is from.
+        message: What it says.
+        segments: Its body.
+        then: Told the answer (message, segments), or the error; once.
+    """
+
+    __slots__ = ("_then",)
+
+    def __init__(
+        self,
+        peer: Connection | AsIfFrom,
+        message: M,
+        segments: Sequence[memoryview],
+        then: Callable[[Answer | BaseException], None],
+    ) -> None:
+        super().__init__(_REQUEST, 1, b"", (), 0, segments, message)
+        self.peer = peer  # type: ignore[assignment]
+        self.over = self.is_held = self.in_coroutine = False
+        self.task = self.on_given_up = None
+        self._then = then
+
+    def answer(self, message: Message, segments: Sequence[Segment] = ()) -> None:
+        """Tell the callback."""
+        if not self.over:
+            self.over = True
+            self._then((message, segments))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the callback."""
+        if not self.over:
+            self.over = True
+            self._then(error)
+
+
+@dataclass(slots=True, eq=False)
+class AsIfFrom:
+    """Stands for the connection over which an entry of a log came to the ps that has the log."""
+
+    client: tuple[str, int]
+    state: dict[str, Any]
+    spawn: Spawn
+    lane: str = "control"
+    is_closed: bool = False
+    on_closed: list[Any] = field(default_factory=list)
+
+    @property
+    def task(self) -> str:
+        """Name of the task that has sent it."""
+        return self.client[0]
+
+    @property
+    def incarnation(self) -> int:
+        """Of that task."""
+        return self.client[1]
+
+
+class Handler:
+    """How one type of message is served.
+
+    Args:
+        serve: Called with the request once it is complete, in the order in which they came. What it
+            raises is the answer. A coroutine function runs in a task, see ``Request.start``.
+        prepare: Called with the request when its header is there, if it has segments. Returns
+            where the body belongs, as views whose borders need not be those of the segments, and
+            which are the ``segments`` of the request; or raises to refuse it before memory is
+            taken. A body that is lent (``borrowed``) may be kept, and returned, as it is.
+    """
+
+    __slots__ = ("prepare", "run", "serve")
+
+    def __init__(
+        self,
+        serve: Callable[[Request[Any]], Any],
+        prepare: Callable[[Request[Any]], Sequence[memoryview]] | None = None,
+    ) -> None:
+        self.serve = serve
+        self.run: Callable[[Request[Any]], object] = serve
+        if inspect.iscoroutinefunction(serve):
+            self.run = lambda request: request.start(serve(request))
+        self.prepare = prepare
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A request of ours that is not answered yet."""
+
+    number: int
+    buffers: list[Buffer]
+    then: Then | asyncio.Future[Frame]  # gets the outcome
+    into: Into | None  # where the reply's body belongs, or None: anywhere
+
+    def settle(self, outcome: Frame | Exception) -> None:
+        if not isinstance(self.then, asyncio.Future):
+            self.then(outcome)
+        elif isinstance(outcome, Exception):
+            fail(self.then, outcome)
+        elif not self.then.done():
+            self.then.set_result(outcome)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,167 +310,430 @@ class _Waiting:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection: feeds the wire protocol, writes what it and its owner say.
+    """One connection to another task.
 
-    Invariant: after any fault in the middle of a frame the connection is aborted, since
-    nobody knows how much was read or written.
+    Invariants: After any fault in the middle of a frame the connection is aborted, since nobody
+    knows how much was read or written. Each call ends with its reply, the peer's error,
+    ConnectionLost or DeadlineExceeded; none is left hanging when the connection goes. Each request
+    of the peer is answered once, unless the peer gives it up or the connection goes.
 
     Args:
-        protocol: Shakes hands; its decoder cuts what is read into frames.
-        opened: Called when the handshake is over.
-        received: Called with each frame that came in. What it raises ends the connection.
-        closed: Called once when the connection is gone, with the reason, also when it never opened.
-            Must not raise.
+        handshake: This side's half.
+        handlers: Who serves which message.
+        pool: Memory for received segments.
+        limits: In force for both directions.
+        spawn: Starts a handler that takes time.
+        report_opened: Told when the handshake is over.
+        report_closed: Told when the connection is gone, unless it was never made; with the reason.
         memory: Of this task, to be shared with peers of its host; None: it is not.
     """
 
     def __init__(
         self,
-        protocol: wire.Protocol,
-        opened: Callable[[], None],
-        received: Callable[[Frame], None],
-        closed: Callable[[Exception | None], None],
+        handshake: ClientHandshake | ServerHandshake,
+        handlers: dict[type[Message], Handler],
+        pool: BlockPool,
+        limits: Limits,
+        spawn: Spawn,
+        report_opened: Callable[[Connection], None],
+        report_closed: Callable[[Connection, Exception | None], None],
         memory: SharedMemory | None = None,
     ) -> None:
-        self.wire = protocol
+        self.wire = wire.Protocol(handshake, limits, self._sink, Request)
+        self.task = ""  # the peer's name; proven, and "" until the connection is open
+        self.incarnation = 0  # the peer's
+        self.client = ("", 0)  # both
+        self.lane = ""  # one of handshake.LANES
         self.peername = "?"  # address of the other side, for messages
+        self.state: dict[str, Any] = {}  # what handlers keep per connection
+        self.error: Exception | None = None  # why it closed, once it has
+        self.is_open = False  # the handshake is over, and the connection not gone
+        self.is_closed = False
+        self.ended_here = False  # by ``abort``
+        self.on_closed: list[Callable[[Connection], None]] = []  # told once, in order
         # Told where the peer is, as its socket says it, before anything is said; may close.
         self.on_made: Callable[[object], None] | None = None
+        self.tap: Tap | None = None  # while somebody traces, see ``net.tracing.recorder``
         self.bytes_received = 0
         self.bytes_sent = 0
-        self.tap: Tap | None = None  # while somebody traces, see ``net.tracing.recorder``
-        self._decoder = protocol.decoder
-        # Where the next bytes belong is the decoder's to say, and asked for each read.
-        self.get_buffer = protocol.decoder.get_buffer  # type: ignore[method-assign]
-        self._opened = opened
-        self._received = received
-        self._closed = closed
+        self.sharing: Sharing | None = None  # of memory; None: the peer is elsewhere
+        self.spawn = spawn
+        self._handlers = handlers
+        self._pool = pool
+        self._limits = limits
+        self._report_opened = report_opened
+        self._report_closed = report_closed
+        self._memory = memory
         self._loop = asyncio.get_running_loop()
+        self._decoder = self.wire.decoder
+        # Where the next bytes belong is the decoder's to say, and asked for each read.
+        self.get_buffer = self._decoder.get_buffer  # type: ignore[method-assign]
         self._transport: Any = None  # asyncio.Transport; None until connected
         self._deadline: asyncio.TimerHandle  # of the handshake; from connection_made on
-        self._error: Exception | None = None  # why it is being closed
-        self._open = False  # handshake over
+        self._reason: Exception | None = None  # why it is being closed
         self._closing = False  # nothing is sent or handed over any more
+        self._gone = asyncio.Event()
+        # Our requests.
+        self._calls: dict[int, _Call] = {}
+        self._next_id = 1
+        self._pongs: deque[asyncio.Future[None]] = deque()
+        # Theirs.
+        self._serving: dict[int, Request[Any]] = {}  # that take time, by id
+        self._unfinished_bytes = 0  # bodies that handlers still work on
+        self._reading_paused = False  # because of these
+        self._copying_paused = False  # because a body is copied
+        self._read_pauses = 0  # reasons not to read
+        # What is sent.
         self._writable = True  # whether the transport has room for large messages
         self._small: list[Buffer] = []  # small messages of this turn of the loop
         self._small_bytes = 0
         self._flush_due = False
         self._waiting: deque[_Waiting] = deque()  # large messages, until there is room
-        self._read_pauses = 0  # reasons not to read
-        self._memory = memory
-        self._sharing: Sharing | None = None  # of memory, with the peer
         self._room = asyncio.Event()  # set while large messages need not wait, and at the end
         self._room.set()
         self._in_order = False  # whether small messages wait behind large ones
 
-    # asyncio.BufferedProtocol.
+    def __repr__(self) -> str:
+        state = "open" if self.is_open else "closed" if self.is_closed else "opening"
+        return f"<Connection {self.task or '?'} {self.lane} {state}, {len(self._calls)} calls>"
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the handshake."""
-        self._transport = transport
-        self._deadline = self._loop.call_later(self.wire.limits.handshake_seconds, self._give_up)
-        if self._closing:  # before it was up
-            self._transport.abort()
-            return
-        self._transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
-        with contextlib.suppress(OSError):  # the peer may be gone already
-            set_options(transport.get_extra_info("socket"))
-            self.peername = name_of(transport.get_extra_info("peername"))
-        if self.on_made is not None:
-            self.on_made(transport.get_extra_info("peername"))
-            if self._closing:
-                return
-        self._go_on_shaking_hands()
+    def statistics(self) -> dict[str, int]:
+        """Return how many requests are open, ours and theirs, and the bytes of their bodies."""
+        return {
+            "calls": len(self._calls),
+            "serving": len(self._serving),
+            "unfinished_bytes": self._unfinished_bytes,
+        }
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there was a transport: only then is the end reported."""
+        return self._transport is not None
+
+    # Our requests.
+
+    async def call(
+        self,
+        message: Message,
+        segments: Sequence[Segment] = (),
+        *,
+        into: Into | None = None,
+        deadline: float | None = None,
+        copied: bool = False,
+    ) -> Frame:
+        """Send a request and wait for its reply.
+
+        Args:
+            message: The request.
+            segments: Its body. Above 64 KiB it is not copied, and must not change before the
+                reply; if there is none, because of a cancellation or a deadline, before the
+                connection is closed, or what was lent of it is given back.
+            into: Says where the reply's body belongs. The reply's ``segments`` are then empty.
+            deadline: Loop time (seconds) at which to give up; None: never.
+            copied: Whether the body is copied, also where the peer could read it as it is.
+
+        Returns:
+            The reply, with ``message`` and ``segments``.
+
+        Raises:
+            ConnectionLost: The connection went; the request may or may not have been served.
+            DeadlineExceeded: There is no reply in time; the request may or may not be served.
+            LocalProtocolError: The request is larger than the limits allow.
+            PsyncError: What the handler there raised; RemoteError for foreign exceptions.
+
+        Cancellation: The peer is told and memory given by ``into`` is not written any more.
+        """
+        future: asyncio.Future[Frame] = self._loop.create_future()
+        call = self._ask(message, segments, future, into, copied)
+        timer: asyncio.TimerHandle | None = None
+        if deadline is not None:
+            seconds = deadline - self._loop.time()
+            timer = self._loop.call_at(deadline, self._expire, call, message, seconds)
+        try:
+            return await future
+        finally:
+            if call.number in self._calls:
+                self._give_up(call)
+            if timer is not None:
+                timer.cancel()
+
+    def _expire(self, call: _Call, message: Message, seconds: float) -> None:
+        self._give_up(call)
+        limit = f"{round(max(0.0, seconds), 3):g} s"
+        what = f"{self.task} did not answer {type(message).__name__} within {limit}"
+        call.settle(DeadlineExceeded(what))
+
+    def ask(
+        self,
+        message: Message,
+        segments: Sequence[Segment],
+        then: Then,
+        into: Into | None = None,
+        *,
+        copied: bool = False,
+    ) -> Callable[[], None]:
+        """Send a request as ``call`` does, without a coroutine that waits for its reply.
+
+        Args:
+            message: As for ``call``.
+            segments: As for ``call``.
+            then: Called once with the reply, or with what ``call`` would raise. Must not raise.
+            into: As for ``call``.
+            copied: As for ``call``.
+
+        Returns:
+            What to call to give the request up: then nothing else is called, and memory of
+            ``into`` is not written any more.
+
+        Raises:
+            ConnectionLost, LocalProtocolError: As ``call``: nothing was sent.
+        """
+        return functools.partial(self._give_up, self._ask(message, segments, then, into, copied))
+
+    def _ask(
+        self,
+        message: Message,
+        segments: Sequence[Segment],
+        then: Then | asyncio.Future[Frame],
+        into: Into | None,
+        copied: bool,
+    ) -> _Call:
+        if not self.is_open:
+            raise self._lost() if self.is_closed else ConnectionLost("there is no connection yet")
+        number = self._next_id
+        # The first of several need not wait for the others, and most are alone.
+        buffers = self.send(
+            _REQUEST, number, message, segments, at_once=not self._calls, copied=copied
+        )
+        self._next_id = number + 1
+        call = self._calls[number] = _Call(number, buffers, then, into)
+        return call
+
+    def _give_up(self, call: _Call) -> None:
+        """Nobody wants an answer any more; nothing if it is there."""
+        if self._calls.pop(call.number, None) is not None:
+            self._decoder.redirect(call)
+            if not self._withdraw(call.buffers):
+                self.send(_CANCEL, call.number)
+
+    def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
+        """Send a message that has no reply; lost without a word if the connection is gone.
+
+        Raises:
+            LocalProtocolError: It is larger than the limits allow.
+        """
+        if self.is_open:
+            self.send(_NOTIFY, 0, message, segments)
+
+    async def ping(self) -> None:
+        """Wait for the peer's loop to answer.
+
+        Raises:
+            ConnectionLost: The connection went.
+
+        Cancellation: Safe.
+        """
+        if not self.is_open:
+            raise self._lost()
+        pong: asyncio.Future[None] = self._loop.create_future()
+        self._pongs.append(pong)
+        self.send(_PING, 0)
+        await pong
+
+    def _lost(self) -> ConnectionLost:
+        what = f"the connection to {self.task or 'the peer'}"
+        if self.error is None:
+            return ConnectionLost(f"{what} was closed")
+        text = self.error.message if isinstance(self.error, PsyncError) else str(self.error)
+        lost = ConnectionLost(f"{what} was lost: {text}")
+        lost.__cause__ = self.error
+        return lost
+
+    # What comes in.
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Decode what came, hand it to the owner, and send what the owner has to say to it."""
+        """Decode what came, serve or settle it, and send what there is to say to it."""
         self.bytes_received += nbytes
         if self._closing:
             return
         self._flush_due = True  # below: no need to come back for it
+        decoder = self._decoder
         try:
-            if self._open:
-                frame = self._decoder.buffer_updated(nbytes)
+            if self.is_open:
+                frame = decoder.received(nbytes)
             else:
                 self.wire.bind(self._transport.get_extra_info("channel_binding", b""))
                 self.wire.received(nbytes)
                 frame = self._go_on_shaking_hands()
-            self._hand_over(frame)
+            while frame is not None and not self._closing:
+                kind = frame.kind
+                if self.tap is not None and kind not in (_RETURN, _FORGET):
+                    self.tap(kind, frame.request_id, frame.header, frame.nbytes)
+                if kind == _REPLY or kind == _ERROR:
+                    self._settle(frame)
+                elif kind == _REQUEST or kind == _NOTIFY:
+                    self._serve(frame)  # type: ignore[arg-type]  # the decoder makes these
+                else:
+                    self._handle_other(kind, frame.request_id)
+                frame = decoder.next_frame() if decoder.start != decoder.end else None
+            if decoder.copying is not None or self._copying_paused:
+                self._go_on_copying()
         except Exception as exc:
             self.fail(exc)
-        self.flush()
-
-    def _hand_over(self, frame: Frame | None) -> None:
-        """Hand this frame to the owner, and all others that are there."""
-        while frame is not None and not self._closing:
-            if self._sharing is not None and frame.kind in (_RETURN, _FORGET):
-                self._sharing.told(frame.kind == _RETURN, frame.request_id)
-            else:
-                if self.tap is not None:
-                    self.tap(frame.kind, frame.request_id, frame.header, frame.nbytes)
-                self._received(frame)
-            frame = self._decoder.next_frame()
-        if self._sharing is not None and self._decoder.is_copying and not self._closing:
-            self.pause_reading()  # until all of that body is there
-            self._loop.call_soon(self._go_on_copying)
+        if self.sharing is not None:
+            self.flush()
+        else:
+            self._flush_due = False
+            if self._small:
+                self._write_small()
 
     def _go_on_copying(self) -> None:
-        if self._closing:
+        """Until all of a body that is lent is there nothing else is read."""
+        copying = self._decoder.copying is not None and not self._closing
+        if copying != self._copying_paused:
+            self._copying_paused = copying
+            self.pause_reading() if copying else self.resume_reading()
+        if copying:
+            self._loop.call_soon(self.buffer_updated, 0)
+
+    def _handle_other(self, kind: int, request_id: int) -> None:
+        if kind == _PING:
+            self.send(_PONG, 0)
+        elif kind == _PONG:
+            if self._pongs and not (pong := self._pongs.popleft()).done():
+                pong.set_result(None)
+        elif kind == _CANCEL:
+            if (request := self._serving.pop(request_id, None)) is not None:
+                request.give_up()
+        elif self.sharing is not None and kind in (_RETURN, _FORGET):
+            self.sharing.told(kind == _RETURN, request_id)
+        else:
+            raise RemoteProtocolError(f"got a frame {Kind(kind).name} after the handshake")
+
+    def _settle(self, frame: Frame) -> None:
+        """A reply is there, or an error."""
+        number = frame.request_id
+        call = self._calls.get(number)
+        if call is None:  # we gave up
             return
-        self._flush_due = True
+        outcome: Frame | Exception = frame
+        if frame.kind == _ERROR:
+            failure = decode(frame.header)
+            if not isinstance(failure, Failure):
+                raise RemoteProtocolError(f"got {type(failure).__name__} in a frame ERROR")
+            outcome = exception_of(failure, self.task)
+        elif frame.message is None:
+            frame.message = decode(frame.header)
+        del self._calls[number]  # not before: what is there fails with the connection
+        call.settle(outcome)
+
+    # Where bodies go.
+
+    def _sink(self, frame: Frame) -> Sequence[memoryview] | None:
+        kind = frame.kind
+        if kind == _REPLY:
+            call = self._calls.get(frame.request_id)
+            if call is None:
+                return None
+            if call.into is not None:
+                frame.token = call
+                frame.message = decode(frame.header)
+                try:
+                    return _fitting(call.into(frame.message, frame.lengths, frame.borrowed), frame)
+                except Exception as exc:
+                    del self._calls[frame.request_id]
+                    call.settle(exc)
+                    return None
+        elif kind == _REQUEST or kind == _NOTIFY:
+            assert isinstance(frame, Request)
+            prepare = self._handler_of(frame).prepare
+            if prepare is not None:
+                try:
+                    frame.segments = _fitting(prepare(frame), frame)
+                    return frame.segments
+                except Exception as exc:
+                    frame.token = exc
+                    return None
+        else:
+            raise RemoteProtocolError(f"got a frame {Kind(kind).name} with a body")
+        segments: list[memoryview] = []
+        frame.segments = segments
+        # Small bodies share one buffer; large segments get recycled ones of their own.
+        if frame.nbytes <= SMALL_BODY_BYTES:
+            whole = memoryview(bytearray(frame.nbytes))
+            at = 0
+            for length in frame.lengths:
+                segments.append(whole[at : at + length])
+                at += length
+            return [whole]
+        segments += [self._pool.lend(length).data for length in frame.lengths]
+        return segments
+
+    # Their requests.
+
+    def _handler_of(self, request: Request[Any]) -> Handler:
+        """Decode a request, and return who serves it.
+
+        Raises:
+            RemoteProtocolError: Nobody does.
+        """
+        message = request.message = decode(request.header)
+        request.peer = self
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise RemoteProtocolError(f"this task does not serve {type(message).__name__}")
+        return handler
+
+    def _serve(self, request: Request[Any]) -> None:
+        """Serve a request or notification that is complete.
+
+        Raises:
+            RemoteProtocolError: The peer must not send that.
+        """
+        number, message = request.request_id, request.message
+        if (number == 0) is (request.kind == _REQUEST) or number in self._serving:
+            raise RemoteProtocolError(f"request id {number} cannot be used")
+        if message is None:
+            message = request.message = decode(request.header)
+            request.peer = self
+        request.over = request.is_held = request.in_coroutine = False
+        request.task = request.on_given_up = None
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise RemoteProtocolError(f"this task does not serve {type(message).__name__}")
         try:
-            frame = self._decoder.copy_more()
-            if self._decoder.is_copying:
-                self._loop.call_soon(self._go_on_copying)
-            else:
-                self.resume_reading()
-                self._hand_over(frame or self._decoder.next_frame())
+            if isinstance(request.token, Exception):  # of ``prepare``
+                raise request.token
+            handler.run(request)
         except Exception as exc:
-            self.fail(exc)
-        self.flush()
+            request.fail(exc)
+        else:
+            if not request.over and (number or request.in_coroutine):
+                self._hold(request)
 
-    def eof_received(self) -> bool:
-        """Close: half-open connections have no use here."""
-        return False
+    def _hold(self, request: Request[Any]) -> None:
+        """It takes time. Bodies that handlers work on are bounded: above that no more is read."""
+        request.is_held = True
+        if request.request_id:
+            self._serving[request.request_id] = request
+        self._unfinished_bytes += request.nbytes
+        if self._unfinished_bytes > self._limits.unfinished_bytes and not self._reading_paused:
+            self._reading_paused = True
+            self.pause_reading()
 
-    def pause_writing(self) -> None:
-        """The transport holds more than it should."""
-        self._writable = False
-        self._room.clear()
+    def release(self, request: Request[Any]) -> None:
+        """It is answered, or nobody works on it any more."""
+        request.is_held = False
+        if self._serving.get(request.request_id) is request:
+            del self._serving[request.request_id]
+        self._unfinished_bytes -= request.nbytes
+        if self._reading_paused and self._unfinished_bytes <= self._limits.unfinished_bytes:
+            self._reading_paused = False
+            self.resume_reading()
 
-    def resume_writing(self) -> None:
-        """The transport has room again: large messages that waited go on."""
-        self._writable = True
-        self._go_on_writing()
+    # What is sent.
 
-    def _go_on_writing(self) -> None:
-        while self._waiting and self._writable and not self._closing:
-            if self._waiting[0].copy is not None:
-                if not self._waiting[0].copy():
-                    self._loop.call_soon(self._go_on_writing)
-                    return
-                self._waiting[0].copy = None
-            self._write_large(self._waiting.popleft())
-        if self._writable:
-            self._room.set()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the owner, once."""
-        error = self._error or exc
-        if error is None and self._decoder.receiving and not self._closing:
-            error = ConnectionLost("the peer closed the connection in the middle of a message")
-        self._closing = True
-        self._small.clear()
-        self._waiting.clear()
-        self._room.set()
-        self._deadline.cancel()
-        if self._sharing is not None:
-            self._sharing.close()
-        self._closed(error)
-
-    # For the owner.
-
-    def send_message(
+    def send(
         self,
         kind: int,
         request_id: int,
@@ -242,7 +743,7 @@ class Connection(asyncio.BufferedProtocol):
         at_once: bool = False,
         copied: bool = False,
     ) -> list[Buffer]:
-        """Make a frame, ``send`` it, and return its buffers.
+        """Make a frame and send it; return its buffers.
 
         ``at_once``: a small one waits for no others of this turn, which costs another turn.
         ``copied``: the peer is lent a copy of the segments, and never their own memory.
@@ -251,46 +752,48 @@ class Connection(asyncio.BufferedProtocol):
             LocalProtocolError: It is larger than the limits allow.
         """
         loan: Loan | None = None
-        extents: Sequence[Extent] = ()
+        body: list[Buffer] = []
+        nbytes = 0
         try:
             header = b"" if message is None else encode(message)
-            lengths, body = flat(segments) if segments else ((), [])
-            nbytes = sum(lengths)
-            if nbytes > LENT_ABOVE_BYTES and self._sharing is not None:
-                loan = self._sharing.lend(body, nbytes, copied=copied)
-                extents = () if loan is None else loan.extents
-            head = encode_head(kind, request_id, header, lengths, extents, self.wire.limits)
+            if not segments and len(header) <= self._limits.header_bytes:
+                head = PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, len(header), 0, 0) + header
+            else:
+                lengths, body = flat(segments)
+                nbytes = sum(lengths)
+                extents: Sequence[Extent] = ()
+                if nbytes > LENT_ABOVE_BYTES and self.sharing is not None:
+                    loan = self.sharing.lend(body, nbytes, copied=copied)
+                    extents = () if loan is None else loan.extents
+                head = encode_head(kind, request_id, header, lengths, extents, self._limits)
         except LocalProtocolError as exc:
-            if loan is not None and self._sharing is not None:
-                self._sharing.withdrawn(loan)
+            if loan is not None and self.sharing is not None:
+                self.sharing.withdrawn(loan)
             exc.add_note(f"while sending {type(message).__name__} to {self.wire.peer_task}")
             raise
         if self.tap is not None:
             table = len(head) - PREFIX_BYTES - len(header)  # lengths, extents
             self.tap(kind | SENT, request_id, header, table + nbytes)
         buffers: list[Buffer] = [head] if loan is not None else [head, *body]
-        self._send(buffers, nbytes + len(head), loan, at_once)
-        return buffers
-
-    def send(self, buffers: list[Buffer]) -> None:
-        """Send one message, none of whose buffers may change if it is above 64 KiB."""
-        self._send(buffers, sum(map(len, buffers)), None, False)
-
-    def _send(self, buffers: list[Buffer], nbytes: int, loan: Loan | None, at_once: bool) -> None:
         if self._closing:
-            return
-        if nbytes <= SMALL_BODY_BYTES and loan is None:
-            if self._in_order and self._waiting:
-                self._waiting.append(_Waiting([b"".join(buffers)]))
-                return
-            self._small.append(buffers[0] if len(buffers) == 1 else b"".join(buffers))
+            return buffers
+        nbytes += len(head)
+        if nbytes > SMALL_BODY_BYTES or loan is not None:
+            self._send_large(buffers, loan)
+        elif self._in_order and self._waiting:
+            self._waiting.append(_Waiting([b"".join(buffers)]))
+        else:
+            self._small.append(head if len(buffers) == 1 else b"".join(buffers))
             self._small_bytes += nbytes
             if self._small_bytes > SMALL_BODY_BYTES or (at_once and not self._flush_due):
                 self.flush()
             elif not self._flush_due:
                 self._flush_due = True
                 self._loop.call_soon(self.flush)
-            return
+        return buffers
+
+    def _send_large(self, buffers: list[Buffer], loan: Loan | None) -> None:
+        """Send buffers none of which may change."""
         idle = self._writable and not self._waiting
         if idle and loan is None:
             self.flush()
@@ -304,25 +807,51 @@ class Connection(asyncio.BufferedProtocol):
 
     def flush(self) -> None:
         """Write small messages now, not at the end of this turn: the peer can begin with them."""
-        if self._sharing is not None and self._sharing.has_to_say:
+        if self.sharing is not None and self.sharing.has_to_say:
             # First: the peer may need the memory for what comes after them.
             self._flush_due, small, self._small = True, self._small, []
             self._say_returns()
             self._small += small
         self._flush_due = False
         if self._small:
-            small = self._small
-            self._small, self._small_bytes = [], 0
-            if not self._closing:
-                self._write([small[0] if len(small) == 1 else b"".join(small)])
+            self._write_small()
 
-    def withdraw(self, buffers: list[Buffer]) -> bool:
-        """Take back a message given to ``send``; return False if that is too late."""
+    def _write_small(self) -> None:
+        small, self._small, self._small_bytes = self._small, [], 0
+        if not self._closing and not self._transport.is_closing():
+            data = small[0] if len(small) == 1 else b"".join(small)
+            self.bytes_sent += len(data)
+            self._transport.writelines([data])
+
+    def _write(self, buffers: list[Buffer]) -> None:
+        if not self._transport.is_closing():
+            self.bytes_sent += sum(map(len, buffers))
+            self._transport.writelines(buffers)
+
+    def _go_on_writing(self) -> None:
+        while self._waiting and self._writable and not self._closing:
+            if self._waiting[0].copy is not None:
+                if not self._waiting[0].copy():
+                    self._loop.call_soon(self._go_on_writing)
+                    return
+                self._waiting[0].copy = None
+            self._write_large(self._waiting.popleft())
+        if self._writable:
+            self._room.set()
+
+    def _write_large(self, message: _Waiting) -> None:
+        if message.loan is not None and self.sharing is not None:
+            self.sharing.sent(message.loan)
+        self.flush()
+        self._write(message.buffers)
+
+    def _withdraw(self, buffers: list[Buffer]) -> bool:
+        """Take back what was to be sent; return False if that is too late."""
         for index, waiting in enumerate(self._waiting):
             if waiting.buffers is buffers:
                 del self._waiting[index]
-                if waiting.loan is not None and self._sharing is not None:
-                    self._sharing.withdrawn(waiting.loan)
+                if waiting.loan is not None and self.sharing is not None:
+                    self.sharing.withdrawn(waiting.loan)
                 return True
         return False
 
@@ -332,6 +861,16 @@ class Connection(asyncio.BufferedProtocol):
         For whoever makes the next large message only then. Cancellation: safe.
         """
         await self._room.wait()
+
+    def pause_writing(self) -> None:
+        """The transport holds more than it should."""
+        self._writable = False
+        self._room.clear()
+
+    def resume_writing(self) -> None:
+        """The transport has room again: large messages that waited go on."""
+        self._writable = True
+        self._go_on_writing()
 
     def pause_reading(self) -> None:
         """Stop taking bytes from the peer, until ``resume_reading`` has been called as often."""
@@ -344,6 +883,69 @@ class Connection(asyncio.BufferedProtocol):
         self._read_pauses -= 1
         if not (self._read_pauses or self._closing):
             self._transport.resume_reading()
+
+    # Its beginning.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start the handshake."""
+        self._transport = transport
+        self._deadline = self._loop.call_later(self._limits.handshake_seconds, self._expire_opening)
+        if self._closing:  # before it was up
+            self._transport.abort()
+            return
+        self._transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
+        with contextlib.suppress(OSError):  # the peer may be gone already
+            set_options(transport.get_extra_info("socket"))
+            self.peername = name_of(transport.get_extra_info("peername"))
+        if self.on_made is not None:
+            self.on_made(transport.get_extra_info("peername"))
+            if self._closing:
+                return
+        self._go_on_shaking_hands()
+
+    def _go_on_shaking_hands(self) -> Frame | None:
+        """Say what there is to say; once open, return the first frame if it is there."""
+        self._write(self.wire.data_to_send())
+        if self.wire.state is wire.State.CLOSED:
+            self.close()
+        elif self.wire.state is wire.State.OPEN:
+            self.task, self.incarnation = self.wire.peer_task, self.wire.peer_incarnation
+            self.client, self.lane = (self.task, self.incarnation), self.wire.lane
+            self.is_open = True
+            self._in_order = self.lane != BULK
+            self._deadline.cancel()
+            self._report_opened(self)
+            if not self._closing:
+                return self._decoder.next_frame()
+        return None
+
+    def _expire_opening(self) -> None:
+        seconds = self._limits.handshake_seconds
+        self._end(ConnectionLost(f"the handshake was not over within {seconds} s"))
+
+    def refuse(self, refused: Refused) -> None:
+        """Turn the peer away in the middle of its handshake, and say why."""
+        if not self._closing:
+            self.wire.refuse(refused)
+            self._go_on_shaking_hands()
+
+    def share(self, channel: SideChannel) -> None:
+        """The peer is a task of this host: what is large is lent. Before anything is said."""
+        if self._memory is None:
+            channel.close()
+            return
+        self.sharing = Sharing(self._memory, channel, Waker(self._say_returns))
+        self._decoder.borrow = self.sharing.borrow
+
+    def _say_returns(self) -> None:
+        assert self.sharing is not None, "it says that there is something"
+        returns, gone = self.sharing.due()
+        for number in returns:
+            self.send(_RETURN, number)
+        for number in gone:
+            self.send(_FORGET, number)
+
+    # Its end.
 
     def close(self) -> None:
         """Close once everything is written."""
@@ -360,91 +962,81 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.close()
 
     def abort(self, error: Exception | None = None) -> None:
-        """Close at once; ``error`` is what the owner is told."""
+        """Close at once; open calls fail with ConnectionLost caused by ``error``.
+
+        The caller knows why, and logs it if a user needs it.
+        """
+        self.ended_here = True
+        self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
         self._closing = True
-        if self._error is None:
-            self._error = error
+        if self._reason is None:
+            self._reason = error
         if self._transport is not None:
             self._transport.abort()
-        if self._sharing is not None and not self._open:
+        if self.sharing is not None and not self.is_open:
             # Nothing is lent; and uvloop tells no end of a connection whose making was cancelled.
-            self._sharing.close()
-
-    def refuse(self, refused: Refused) -> None:
-        """Turn the peer away in the middle of its handshake, and say why."""
-        if not self._closing:
-            self.wire.refuse(refused)
-            self._go_on_shaking_hands()
+            self.sharing.close()
 
     def fail(self, error: Exception) -> None:
         """Close because of ``error``, and say where it came from if that was not foreseen."""
         if not isinstance(error, PsyncError):
             logger.error("a message of %s failed", self.wire.peer_task, exc_info=error)
-        if self._open or self._closing:
-            self.abort(error)
+        if self.is_open or self._closing:
+            self._end(error)
             return
-        self._error = error
+        self._reason = error
         self._write(self.wire.data_to_send())  # what a stranger may know of it
         self._closing = True
         self._transport.close()  # once that is on its way; within the deadline
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether there was a transport: only then is the owner told of its end."""
-        return self._transport is not None
+    def eof_received(self) -> bool:
+        """Close: half-open connections have no use here."""
+        return False
 
-    # Sharing memory.
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail what is open, and tell who asked to be told, once."""
+        error = self._reason or exc
+        if error is None and self._decoder.receiving and not self._closing:
+            error = ConnectionLost("the peer closed the connection in the middle of a message")
+        self._closing = True
+        self._small.clear()
+        self._waiting.clear()
+        self._room.set()
+        self._deadline.cancel()
+        if self.sharing is not None:
+            self.sharing.close()
+        self.is_open, self.is_closed, self.error = False, True, error
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.settle(self._lost())
+        for pong in self._pongs:
+            fail(pong, self._lost())
+        self._pongs.clear()
+        self._gone.set()
+        # What waits for its time is given up; handlers go on.
+        for request in list(self._serving.values()):
+            if not request.in_coroutine:
+                request.give_up()
+        self._report_closed(self, error)
+        for listener in self.on_closed:
+            listener(self)
 
-    def share(self, channel: SideChannel) -> None:
-        """The peer is a task of this host: what is large is lent. Before anything is said."""
-        if self._memory is None:
-            channel.close()
-            return
-        self._sharing = Sharing(self._memory, channel, Waker(self._say_returns))
-        self._decoder.borrow = self._sharing.borrow
+    async def wait_closed(self) -> None:
+        """Wait until the connection is gone. Cancellation: safe."""
+        await self._gone.wait()
 
-    @property
-    def sharing(self) -> Sharing | None:
-        """What is lent over this connection; None: the peer is elsewhere."""
-        return self._sharing
 
-    def _say_returns(self) -> None:
-        assert self._sharing is not None, "it says that there is something"
-        returns, gone = self._sharing.due()
-        for number in returns:
-            self.send_message(_RETURN, number)
-        for number in gone:
-            self.send_message(_FORGET, number)
+def fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    """End a wait; who waited may have been cancelled meanwhile and never look at it."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()
 
-    # Writing.
 
-    def _write_large(self, message: _Waiting) -> None:
-        if message.loan is not None and self._sharing is not None:
-            self._sharing.sent(message.loan)
-        self.flush()
-        self._write(message.buffers)
-
-    def _write(self, buffers: list[Buffer]) -> None:
-        if not self._transport.is_closing():
-            self.bytes_sent += sum(map(len, buffers))
-            self._transport.writelines(buffers)
-
-    # Handshake.
-
-    def _go_on_shaking_hands(self) -> Frame | None:
-        """Say what there is to say; once open, return the first frame if it is there."""
-        self._write(self.wire.data_to_send())
-        if self.wire.state is wire.State.CLOSED:
-            self.close()
-        elif self.wire.state is wire.State.OPEN:
-            self._open = True
-            self._in_order = self.wire.lane != BULK
-            self._deadline.cancel()
-            self._opened()
-            if not self._closing:
-                return self._decoder.next_frame()
-        return None
-
-    def _give_up(self) -> None:
-        seconds = self.wire.limits.handshake_seconds
-        self.abort(ConnectionLost(f"the handshake was not over within {seconds} s"))
+def _fitting(views: Sequence[memoryview], frame: Frame) -> list[memoryview]:
+    given = len(views[0]) if len(views) == 1 else sum(map(len, views))
+    if given != frame.nbytes:
+        raise LocalProtocolError(f"{given} bytes of memory were given for a body of {frame.nbytes}")
+    return list(views)

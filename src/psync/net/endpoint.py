@@ -20,7 +20,7 @@ from psync.errors import (
     ProtocolError,
     PsyncError,
 )
-from psync.net.connection import Tap
+from psync.net.connection import Connection, Handler, Tap
 from psync.net.handshake_limits import (
     DISPLACED,
     FailedHandshakes,
@@ -29,9 +29,7 @@ from psync.net.handshake_limits import (
     displaced,
     source_of,
 )
-from psync.net.peer import Handler, Peer
 from psync.net.platform import Platform
-from psync.net.serving import RequestServer
 from psync.net.shared.bodies import Sharing, bytes_now
 from psync.net.transport import Listener, one_line, reason
 from psync.numerics.block_pool import BlockPool
@@ -84,24 +82,24 @@ class Endpoint:
         self.handlers = handlers
         self.pool = pool if pool is not None else BlockPool()
         self._sharings: weakref.WeakSet[Sharing] = weakref.WeakSet()  # of connections that are gone
-        self.on_peer: list[Callable[[Peer], None]] = []  # told of each accepted connection
+        self.on_peer: list[Callable[[Connection], None]] = []  # told of each accepted connection
         self._admit = admit
-        self._peers: dict[Peer, None] = {}  # open, or in their handshake, in this order
+        self._peers: dict[Connection, None] = {}  # open, or in their handshake, in this order
         # Bytes over connections that are gone.
         self._sent = self._received = self._lent = self._borrowed = 0
         # Of them, accepted ones in their handshake, the oldest first, and where they come from.
-        self._unproven: dict[Peer, Place] = {}
+        self._unproven: dict[Connection, Place] = {}
         self._failures = FailedHandshakes(platform.limits.handshake_failures)
         self._log_quota = LogQuota()
         self._untold: asyncio.TimerHandle | None = None  # None: every line was written
         self._untold_level = logging.NOTSET  # the highest of the lines that were not
         self._tasks: set[asyncio.Task[None]] = set()  # handlers that run
         self._listeners: list[Listener] = []
-        self._tap_of: Callable[[Peer], Tap] | None = None
+        self._tap_of: Callable[[Connection], Tap] | None = None
         self._closed = False
 
     @property
-    def peers(self) -> list[Peer]:
+    def peers(self) -> list[Connection]:
         """The open connections."""
         return [peer for peer in self._peers if peer.is_open]
 
@@ -143,7 +141,7 @@ class Endpoint:
             await asyncio.sleep(backoff(attempt, self.platform.uniform()))
             attempt += 1
 
-    async def connect(self, address: str, expect: str, lane: str = "control") -> Peer:
+    async def connect(self, address: str, expect: str, lane: str = "control") -> Connection:
         """Open one connection to the task ``expect`` at ``address``; one attempt.
 
         Raises:
@@ -158,7 +156,7 @@ class Endpoint:
         self._check_not_closed()
         over = asyncio.Event()  # the handshake
 
-        def on_closed(peer: Peer, error: Exception | None) -> None:
+        def on_closed(peer: Connection, error: Exception | None) -> None:
             self._forget(peer)
             if peer.task:  # else the caller is told
                 self._report_closed(peer, error)
@@ -173,7 +171,7 @@ class Endpoint:
         peer = self._new_peer(handshake, lambda peer: over.set(), on_closed)
         try:
             async with asyncio.timeout(seconds):
-                await self.platform.network.connect(address, lambda: peer.connection)
+                await self.platform.network.connect(address, lambda: peer)
                 await over.wait()
             if not peer.task:
                 if isinstance(peer.error, ProtocolError | AuthenticationError | FencedError):
@@ -203,7 +201,7 @@ class Endpoint:
         *,
         timeout_s: float | None = None,
         level: int = logging.WARNING,
-    ) -> Peer:
+    ) -> Connection:
         """As ``connect``, again and again with growing pauses until it works.
 
         Args:
@@ -282,20 +280,19 @@ class Endpoint:
     def statistics(self) -> dict[str, int]:
         """Return how many connections are open, or are not yet, and the bytes over all so far."""
         num_open = len(self.peers)
-        connections = [peer.connection for peer in self._peers]
-        sharings = [each.sharing for each in connections if each.sharing is not None]
+        sharings = [each.sharing for each in self._peers if each.sharing is not None]
         return {
             "connections": num_open,
-            "handshakes": len(connections) - num_open,
-            "bytes_sent": self._sent + sum(each.bytes_sent for each in connections),
-            "bytes_received": self._received + sum(each.bytes_received for each in connections),
+            "handshakes": len(self._peers) - num_open,
+            "bytes_sent": self._sent + sum(each.bytes_sent for each in self._peers),
+            "bytes_received": self._received + sum(each.bytes_received for each in self._peers),
             "bytes_lent": self._lent + sum(each.bytes_lent for each in sharings),
             "bytes_borrowed": self._borrowed + sum(each.bytes_borrowed for each in sharings),
             **bytes_now({*sharings, *self._sharings}),
             **self.platform.memory.statistics(),
         }
 
-    def tap(self, tap_of: Callable[[Peer], Tap] | None) -> None:
+    def tap(self, tap_of: Callable[[Connection], Tap] | None) -> None:
         """Show each message of all connections, also of those that come, to a tap of their own.
 
         Args:
@@ -303,15 +300,14 @@ class Endpoint:
         """
         self._tap_of = tap_of
         for peer in self._peers:
-            peer.connection.tap = None if tap_of is None else tap_of(peer)
+            peer.tap = None if tap_of is None else tap_of(peer)
 
-    def _forget(self, peer: Peer) -> None:
+    def _forget(self, peer: Connection) -> None:
         """A connection is gone; what it has carried still counts."""
         if self._peers.pop(peer, self) is None:
-            connection = peer.connection
-            self._sent += connection.bytes_sent
-            self._received += connection.bytes_received
-            if (sharing := connection.sharing) is not None:
+            self._sent += peer.bytes_sent
+            self._received += peer.bytes_received
+            if (sharing := peer.sharing) is not None:
                 self._lent += sharing.bytes_lent
                 self._borrowed += sharing.bytes_borrowed
                 self._sharings.add(sharing)
@@ -327,14 +323,14 @@ class Endpoint:
         is_full = len(self._peers) >= limits.connections
         peer = self._new_peer(handshake, self._on_accepted_opened, self._on_accepted_closed)
         if is_full:
-            peer.connection.wire.refuse(Refused("full", f"it has {limits.connections} connections"))
+            peer.wire.refuse(Refused("full", f"it has {limits.connections} connections"))
         else:
-            peer.connection.on_made = functools.partial(self._take_place, peer)
+            peer.on_made = functools.partial(self._take_place, peer)
         if self._closed:
             peer.abort()
-        return peer.connection
+        return peer
 
-    def _take_place(self, peer: Peer, peername: object) -> None:
+    def _take_place(self, peer: Connection, peername: object) -> None:
         source, now = source_of(peername), asyncio.get_running_loop().time()
         if not self._failures.allows(source, now):
             peer.abort()
@@ -343,21 +339,21 @@ class Endpoint:
         oldest = displaced(self._unproven, place, self.platform.limits.handshakes)
         if oldest is not None:
             self._count_failure(self._unproven.pop(oldest).source, DISPLACED)
-            oldest.connection.refuse(Refused("full", "its place was needed for a newer connection"))
+            oldest.refuse(Refused("full", "its place was needed for a newer connection"))
         self._unproven[peer] = place
 
-    def _on_accepted_opened(self, peer: Peer) -> None:
+    def _on_accepted_opened(self, peer: Connection) -> None:
         self._failures.succeeded(self._unproven.pop(peer).source)
         for listener in self.on_peer:
             listener(peer)
 
-    def _on_accepted_closed(self, peer: Peer, error: Exception | None) -> None:
+    def _on_accepted_closed(self, peer: Connection, error: Exception | None) -> None:
         self._forget(peer)
         place = self._unproven.pop(peer, None)
         self._report_closed(peer, error)
         if place is None or self._closed:
             return
-        refused = peer.connection.wire.refused
+        refused = peer.wire.refused
         if refused is not None and refused.reason in _PROVED:
             self._failures.succeeded(place.source)
         else:
@@ -376,23 +372,21 @@ class Endpoint:
     def _new_peer(
         self,
         handshake: ClientHandshake | ServerHandshake,
-        on_opened: Callable[[Peer], None],
-        on_closed: Callable[[Peer, Exception | None], None],
-    ) -> Peer:
-        peer = Peer(
+        on_opened: Callable[[Connection], None],
+        on_closed: Callable[[Connection, Exception | None], None],
+    ) -> Connection:
+        peer = self.platform.parts.of(Connection)(
             handshake, self.handlers, self.pool, self.platform.limits, self._spawn,
-            on_opened, on_closed, self.platform.parts.of(RequestServer),
-            self.platform.memory,
+            on_opened, on_closed,            self.platform.memory,
         )  # fmt: skip
         self._peers[peer] = None
         if self._tap_of is not None:
-            peer.connection.tap = self._tap_of(peer)
+            peer.tap = self._tap_of(peer)
         return peer
 
-    def _report_closed(self, peer: Peer, error: Exception | None) -> None:
-        connection = peer.connection
-        refused = connection.wire.refused
-        who = f"{peer.task or connection.wire.peer_task or 'a stranger'} ({connection.peername})"
+    def _report_closed(self, peer: Connection, error: Exception | None) -> None:
+        refused = peer.wire.refused
+        who = f"{peer.task or peer.wire.peer_task or 'a stranger'} ({peer.peername})"
         if refused is not None:
             # Whoever finds no room tries again, and says so himself when it takes too long. A task
             # that is fenced has begun anew, or is told by the error that it gets.
@@ -402,7 +396,7 @@ class Endpoint:
             log(level, "%s refused %s: %s", self.task, who, refused.detail)
         elif self._closed:
             return
-        elif connection.wire.state is State.AWAIT_PROOF and not isinstance(error, PsyncError):
+        elif peer.wire.state is State.AWAIT_PROOF and not isinstance(error, PsyncError):
             # It has seen our proof. It died, or it has another secret: that stands in its own log.
             self._log_stranger(
                 logging.DEBUG, "%s: %s left before its handshake was over", self.task, who
@@ -441,7 +435,7 @@ class Endpoint:
 
     async def _wait_closed(self) -> None:
         for peer in list(self._peers):
-            if peer.connection.is_connected:
+            if peer.is_connected:
                 await peer.wait_closed()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

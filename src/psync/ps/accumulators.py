@@ -27,9 +27,8 @@ matters: that is a fact of the message alone.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from psync.accumulators import count_nonfinite
@@ -39,12 +38,12 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Handler, OwnRequest, Request
 from psync.numerics.blocks import bytes_of
 from psync.numerics.sums import cuts
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
-from psync.ps.executor import Answer, Executor
+from psync.ps.executor import Executor, nobodys
 from psync.ps.takes import (
     GradientTakes,
     HostedAccumulator,
@@ -61,7 +60,6 @@ from psync.wire.messages import (
     ApplyGradient,
     AskAccumulator,
     DefineAccumulator,
-    Done,
     EndTakes,
     ForgetTakes,
     GradientApplied,
@@ -74,7 +72,7 @@ logger = logging.getLogger(__name__)
 MAX_ACCUMULATORS = 65_536
 """Of one ps. Their names come from peers."""
 
-Turn = Callable[[Client, Any, Sequence[memoryview]], Reply | Compute | None]
+Turn = Callable[[Request[Any]], Compute | None]
 """Judges what a message says."""
 
 
@@ -126,7 +124,9 @@ class AccumulatorService:
             ApplyGradient: Handler(self._gradient),
             SetAccumulatorStep: Handler(self._do),
             TakeGradient: Handler(self._take),
-            ForgetTakes: Handler(self._notified),
+            ForgetTakes: Handler(
+                lambda request: self._do(nobodys(request.peer.client, request.message))
+            ),
             AskAccumulator: Handler(self._ask),
         }
 
@@ -189,24 +189,14 @@ class AccumulatorService:
             raise UnknownVariableError(f'{self._task}: accumulator "{name}" is not defined')
         return hosted
 
-    def _do(
-        self, peer: Peer, message: Message, body: Sequence[memoryview]
-    ) -> Reply | Answer | None:
+    def _do(self, request: Request[Any]) -> None:
         """Do what a message says when it is its turn."""
-        return self._in_turn((peer.task, peer.incarnation), message, body)
+        turn, message = self._turns[type(request.message)], request.message
+        self._executor.submit(request, message, request.segments, lambda: turn(request))
 
-    def _in_turn(
-        self, client: Client, message: Message, body: Sequence[memoryview] = ()
-    ) -> Reply | Answer | None:
-        turn = self._turns[type(message)]
-        return self._executor.submit(client, message, body, lambda: turn(client, message, body))
-
-    def _notified(self, peer: Peer, message: ForgetTakes, _: list[memoryview]) -> None:
-        client = (peer.task, peer.incarnation)
-        self._executor.note(client, message, (), lambda: self._forget(client, message, ()))
-
-    def _define(self, client: Client, message: DefineAccumulator, _: Sequence[memoryview]) -> Reply:
-        self.ledger.check_incarnation(*client)
+    def _define(self, request: Request[DefineAccumulator]) -> None:
+        message = request.message
+        self.ledger.check_incarnation(*request.peer.client)
         known = self.hosted.get(message.name)
         if known is None:
             if len(self.hosted) >= MAX_ACCUMULATORS:
@@ -214,85 +204,76 @@ class AccumulatorService:
             self.hosted[message.name] = HostedAccumulator(message)
         elif known.definition != message:
             raise other_parameters(known.definition, message)
-        return Reply(Done())
 
-    def _ask(self, peer: Peer, message: AskAccumulator, _: list[memoryview]) -> Reply:
-        rule = self._known((peer.task, peer.incarnation), message.accumulator).rule
-        return Reply(AccumulatorState(rule.num_accumulated(), rule.step))
+    def _ask(self, request: Request[AskAccumulator]) -> None:
+        rule = self._known(request.peer.client, request.message.accumulator).rule
+        request.answer(AccumulatorState(rule.num_accumulated(), rule.step))
 
     # What changes an accumulator.
 
-    def _gradient(
-        self, peer: Peer, message: ApplyGradient, body: Sequence[memoryview]
-    ) -> Reply | Answer | Awaitable[Reply | Answer | None] | None:
-        hosted = self.hosted.get(message.accumulator)
-        is_large = sum(map(len, body)) > INLINE_BYTES
+    def _gradient(self, request: Request[ApplyGradient]) -> None:
+        hosted = self.hosted.get(request.message.accumulator)
+        is_large = sum(map(len, request.segments)) > INLINE_BYTES
         if is_large and hosted is not None and hosted.rule.forbid_nonfinite:
-            return self._when_looked_through((peer.task, peer.incarnation), message, body, hosted)
-        return self._do(peer, message, body)
+            request.start(self._when_looked_through(request, hosted))
+        else:
+            self._do(request)
 
     async def _when_looked_through(
-        self,
-        client: Client,
-        message: ApplyGradient,
-        body: Sequence[memoryview],
-        hosted: HostedAccumulator,
-    ) -> Reply | Answer | None:
+        self, request: Request[ApplyGradient], hosted: HostedAccumulator
+    ) -> None:
         """Count values that are not finite, with the loop running in between; then do it."""
+        body = request.segments
         data, dtype = bytes_of(body[-1]), hosted.rule.dtype
         values = data[: data.size // dtype.itemsize * dtype.itemsize].view(dtype)
         nonfinite = 0
         for part in cuts(values.size, dtype.itemsize):
             nonfinite += count_nonfinite(values[part])
             await asyncio.sleep(0)
-        return self._executor.submit(
-            client, message, body, lambda: self._apply(client, message, body, nonfinite)
+        self._executor.submit(
+            request, request.message, body, lambda: self._apply(request, nonfinite)
         )
 
     def _apply(
-        self,
-        client: Client,
-        message: ApplyGradient,
-        body: Sequence[memoryview],
-        nonfinite: int | None = None,
-    ) -> Reply | Compute:
+        self, request: Request[ApplyGradient], nonfinite: int | None = None
+    ) -> Compute | None:
+        client, message, body = request.peer.client, request.message, request.segments
         hosted = self._known(client, message.accumulator)
         rule = hosted.rule
         given = gradient_of(message, body, rule)
 
-        def offer(ticket: Ticket) -> Reply | Compute:
+        def offer(ticket: Ticket) -> Compute | None:
             nbytes = rule.nbytes + sum(map(len, body))
             applied = rule.offer(given, message.local_step, message.weight, nonfinite)
             answer = GradientApplied(applied.outcome.value, applied.count, applied.step)
             if applied.adding is None:  # nothing has changed: the closure's next run is judged anew
                 self.ledger.refuse(client, message.sequence)
-                return Reply(answer)
+                request.answer(answer)
+                return None
             self.ledger.record(ticket, answer)
-            return self._takes.add(hosted, applied, Reply(answer), nbytes)
+            return self._takes.add(request, hosted, applied, answer, nbytes)
 
-        return self._update(client, message, hosted, offer)
+        return self._update(request, hosted, offer)
 
-    def _set_step(
-        self, client: Client, message: SetAccumulatorStep, _: Sequence[memoryview]
-    ) -> Reply | Compute:
-        hosted = self._known(client, message.accumulator)
+    def _set_step(self, request: Request[SetAccumulatorStep]) -> Compute | None:
+        hosted = self._known(request.peer.client, request.message.accumulator)
 
-        def set_step(ticket: Ticket) -> Reply:
-            warning = hosted.rule.set_global_step(message.step)
+        def set_step(ticket: Ticket) -> None:
+            warning = hosted.rule.set_global_step(request.message.step)
             if warning is not None:
                 logger.warning("%s: %s", self._task, warning)
-            return Reply(self.ledger.record(ticket, _state("accepted", hosted)))
+            request.answer(self.ledger.record(ticket, _state("accepted", hosted)))
 
-        return self._update(client, message, hosted, set_step)
+        return self._update(request, hosted, set_step)
 
     def _update(
         self,
-        client: Client,
-        message: ApplyGradient | SetAccumulatorStep,
+        request: Request[ApplyGradient] | Request[SetAccumulatorStep],
         hosted: HostedAccumulator,
-        act: Callable[[Ticket], Reply | Compute],
-    ) -> Reply | Compute:
+        act: Callable[[Ticket], Compute | None],
+    ) -> Compute | None:
         """Do what changes an accumulator, at most once."""
+        client, message = request.peer.client, request.message
         closure = message.closure if message.closure >= 0 else None
         what = f"{type(message).__name__} {message.accumulator}"
         try:
@@ -310,53 +291,45 @@ class AccumulatorService:
         else:
             answer = self.ledger.record(verdict.ticket, _state("duplicate", hosted))
         # What it repeats may not be added yet.
-        return Compute([message.accumulator], lambda: Reply(answer))
+        return Compute([message.accumulator], lambda: request.answer(answer))
 
     # Takes.
 
-    def _take(
-        self, peer: Peer, message: TakeGradient, _: list[memoryview]
-    ) -> Reply | Awaitable[Reply]:
+    def _take(self, request: Request[TakeGradient]) -> None:
+        peer, message = request.peer, request.message
         if peer.is_closed:
             raise ConnectionLost(f"{self._task}: {peer.task} has gone")
-        client = (peer.task, peer.incarnation)
-        name = TakeName(client, message.accumulator, message.take)
+        name = TakeName(peer.client, message.accumulator, message.take)
         future = self._waits.add(name, peer)
-        try:
-            turn = self._in_turn(client, message)
-        except PsyncError:
+
+        def entered(outcome: object) -> None:
+            if isinstance(outcome, PsyncError):  # refused; any other: the task ends, see below
+                settle(future, outcome)
+
+        self._do(OwnRequest(peer, message, [], entered))
+        if future.done():
             self._waits.end(name, future)
-            raise
-        except Exception:
-            turn = None  # the task ends, and its backup answers
-        if isinstance(turn, Answer):
-            turn.deliver_to(functools.partial(_refused, future))
-        return future.result() if future.done() else self._waits.answer(name, future)
-
-    def _enter(
-        self, client: Client, message: TakeGradient, _: Sequence[memoryview]
-    ) -> Compute | None:
-        return self._takes.enter(self._known(client, message.accumulator), client, message)
-
-    def _forget(
-        self, client: Client, message: ForgetTakes, _: Sequence[memoryview]
-    ) -> Compute | None:
-        hosted = self.hosted.get(message.accumulator)  # a notification: nobody hears of an error
-        return None if hosted is None else self._takes.forget(hosted, client, message)
+            request.answer(*future.result())
+        else:  # if the task ends, its backup answers
+            request.start(self._waits.answer(request, name, future))
 
     def _left(self, client: Client, takes: Sequence[TakeName]) -> None:
-        message = EndTakes([(name.accumulator, name.number) for name in takes])
-        self._executor.note(client, message, (), lambda: self._end(client, message, ()))
+        listed = [(name.accumulator, name.number) for name in takes]
+        self._do(nobodys(client, EndTakes(listed)))
 
-    def _end(self, client: Client, message: EndTakes, _: Sequence[memoryview]) -> Compute | None:
-        return self._takes.end(self.hosted, client, message)
+    def _enter(self, request: Request[TakeGradient]) -> Compute | None:
+        client, message = request.peer.client, request.message
+        return self._takes.enter(self._known(client, message.accumulator), client, message)
+
+    def _forget(self, request: Request[ForgetTakes]) -> Compute | None:
+        hosted = self.hosted.get(request.message.accumulator)  # nobody hears of an error
+        if hosted is None:
+            return None
+        return self._takes.forget(hosted, request.peer.client, request.message)
+
+    def _end(self, request: Request[EndTakes]) -> Compute | None:
+        return self._takes.end(self.hosted, request.peer.client, request.message)
 
 
 def _state(outcome: str, hosted: HostedAccumulator) -> GradientApplied:
     return GradientApplied(outcome, hosted.rule.num_accumulated(), hosted.rule.step)
-
-
-def _refused(future: asyncio.Future[Reply], outcome: Reply | Exception) -> None:
-    """End a wait if its take is refused; if a compute has failed, the backup answers."""
-    if isinstance(outcome, PsyncError):
-        settle(future, outcome)

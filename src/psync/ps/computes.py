@@ -9,7 +9,7 @@ is judged; a large one piece by piece, with the loop running in between.
 Nothing can refuse a compute: what could be wrong was judged before. One that fails has torn its
 shards, and the task ends; so does a backup's process, and not the other one of the pair. The one
 exception are rules of users (``psync.rules``): their results are swapped in, so a rule that raises
-leaves its shard whole. Such a compute goes to its end, and ``Compute.reply`` raises what the answer
+leaves its shard whole. Such a compute goes to its end, and ``Compute.done`` raises what the answer
 is.
 """
 
@@ -20,8 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from psync.errors import BusyError, PsyncError
-from psync.net.peer import Reply
+from psync.errors import BusyError
 from psync.ps.cooperative_work import LongWork
 from psync.store.store import Key, ShardStore
 
@@ -41,17 +40,10 @@ class Compute:
     """What an entry does to arrays."""
 
     keys: Sequence[Place]  # of what it reads or changes
-    reply: Callable[[], Reply]  # makes the answer, when it is done; raises a RuleError instead
+    done: Callable[[], None]  # answers, when it is done; raises a RuleError instead
     nbytes: int = 0  # that it touches
     at_once: Callable[[], None] = _nothing  # does it, if that is little
     in_pieces: Callable[[], Awaitable[None]] | None = None  # or else; None: there is nothing to do
-
-    def outcome(self) -> Reply | PsyncError:
-        """Return the answer, or the error that is the answer."""
-        try:
-            return self.reply()
-        except PsyncError as exc:
-            return exc
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -163,7 +163,7 @@ class LongWork(Changing):
         self._updates: set[asyncio.Task[Any]] = set()  # never cancelled
         self._threads = ComputeThreads()
 
-    def to_the_end(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+    def to_the_end(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Carry work out whatever becomes of its request: half an update is none."""
         task = asyncio.get_running_loop().create_task(work)
         self._updates.add(task)

@@ -25,10 +25,10 @@ from typing import Any
 
 from psync.client.ps_link import PsLink, Question, always
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Received
 from psync.net.platform import Platform
 from psync.numerics.block_pool import BlockPool
 from psync.store.store import ShardStore
+from psync.wire.frames import Frame
 from psync.wire.messages import CountsHeard, TellCounts
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class CountTeller:
         self,
         ps: int,
         news: Sequence[tuple[int, dict[str, Any], int, list[tuple[int, int]]]],
-        outcome: Received | Exception,
+        outcome: Frame | Exception,
     ) -> None:
         if isinstance(outcome, Exception):
             logger.debug("/job:ps/task:%d was not told how many pushes there are: %s", ps, outcome)

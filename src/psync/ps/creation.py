@@ -6,12 +6,12 @@ so a lost connection repeats it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from psync.errors import RemoteProtocolError, ValueMismatchError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Connection, Handler, Request
 from psync.numerics.block_pool import BlockPool
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.ps.shard_sets import NO_BYTES, memory_for
@@ -44,7 +44,7 @@ class ShardCreation:
         store: ShardStore,
         work: LongWork,
         pool: BlockPool,
-        check_coordinator: Callable[[Peer], None],
+        check_coordinator: Callable[[Connection], None],
     ) -> None:
         self._task = task
         self._index = index
@@ -57,27 +57,27 @@ class ShardCreation:
         """Return who serves which message."""
         return {CreateShards: Handler(self._create, self._prepare)}
 
-    def _prepare(
-        self, peer: Peer, message: CreateShards, lengths: tuple[int, ...]
-    ) -> Sequence[memoryview]:
+    def _prepare(self, request: Request[CreateShards]) -> Sequence[memoryview]:
+        peer, message = request.peer, request.message
+        lengths = request.lengths
         self._check_coordinator(peer)
         shards = self._to_create(message)
         if lengths != tuple(spec.nbytes for spec, source in shards if source is None):
             raise ValueMismatchError(f"{self._task}: initial values do not have the shards' sizes")
         return memory_for(self._pool, sum(lengths))
 
-    def _create(
-        self, peer: Peer, message: CreateShards, body: list[memoryview]
-    ) -> Awaitable[Reply]:
-        self._check_coordinator(peer)
+    async def _create(self, request: Request[CreateShards]) -> None:
+        message, body = request.message, request.segments
+        self._check_coordinator(request.peer)
         shards = self._to_create(message)
         if not body and None in message.sources:
             raise ValueMismatchError(f"{self._task}: no initial values for {len(shards)} shards")
-        return self._work.to_the_end(self._fill(shards, *body))
+        await self._work.to_the_end(self._fill(shards, *body))
+        request.answer(Done())
 
     async def _fill(
         self, shards: Sequence[tuple[ShardSpec, Source]], body: memoryview = NO_BYTES
-    ) -> Reply:
+    ) -> None:
         store, start = self._store, 0
         for spec, source in shards:
             if isinstance(source, np.ndarray):
@@ -93,7 +93,6 @@ class ShardCreation:
                 store.create(spec, view)
             elif store.create(spec):
                 await self._work.finish(store.assign(spec.key, "assign", view))
-        return Reply(Done())
 
     async def _copy(self, spec: ShardSpec, source: Key) -> None:
         """Take up a shard that begins as another one is now."""

@@ -22,7 +22,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from psync.errors import CutLost
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Parts
 from psync.ps.cooperative_work import Changing
 from psync.store.ledger import Client, Ledger
@@ -60,7 +60,7 @@ class GateService(Changing):
         task: str,
         ledger: Ledger,
         exempt: str,
-        check_coordinator: Callable[[Peer], None],
+        check_coordinator: Callable[[Connection], None],
         pause_steps: Callable[[], Awaitable[None]],
         resume_steps: Callable[[], None],
         parts: Parts,
@@ -76,7 +76,7 @@ class GateService(Changing):
         self._under_way = 0  # updates that take longer than a turn
         self._locked_out: set[tuple[Client, int]] = set()  # messages that wait for a lock
         self._timer: asyncio.TimerHandle | None = None
-        self._peers: set[Peer] = set()  # whose end is heard of
+        self._peers: set[Connection] = set()  # whose end is heard of
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -159,7 +159,8 @@ class GateService(Changing):
 
     # Messages.
 
-    async def _shut(self, peer: Peer, message: Gate, _: list[memoryview]) -> Reply:
+    async def _shut(self, request: Request[Gate]) -> None:
+        peer, message = request.peer, request.message
         self._check_coordinator(peer)
         if not self._gate.shut(message.cut):  # what said that it is over was faster
             raise CutLost(f"{self._task}: cut {message.cut} is over")
@@ -171,9 +172,10 @@ class GateService(Changing):
         await self._pause_steps()
         while self._under_way:
             await self.changed()
-        return Reply(Gated(self._ledger.others()))
+        request.answer(Gated(self._ledger.others()))
 
-    async def _admit(self, peer: Peer, message: Admit, _: list[memoryview]) -> Reply:
+    async def _admit(self, request: Request[Admit]) -> None:
+        peer, message = request.peer, request.message
         self._check_coordinator(peer)
         updates = [((task, incarnation), number) for task, incarnation, number in message.updates]
         self._gate.admit(message.cut, updates)
@@ -192,12 +194,13 @@ class GateService(Changing):
                     await self.changed()
                     continue
             looks_left -= 1
-        return Reply(Done())
+        request.answer(Done())
 
-    def _open_for(self, peer: Peer, message: OpenGate, _: list[memoryview]) -> Reply:
+    def _open_for(self, request: Request[OpenGate]) -> None:
+        peer, message = request.peer, request.message
         self._check_coordinator(peer)
         self._open(message.cut)
-        return Reply(Done())
+        request.answer(Done())
 
     # Opening.
 
@@ -208,7 +211,7 @@ class GateService(Changing):
             self._resume_steps()
             self.wake()
 
-    def _connection_lost(self, peer: Peer) -> None:
+    def _connection_lost(self, peer: Connection) -> None:
         self._peers.discard(peer)
         self._open(self._gate.cut)
 

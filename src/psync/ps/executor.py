@@ -22,17 +22,15 @@ task: nobody knows what is half done.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from psync.errors import ClosedError, FencedError, PsyncError
-from psync.net.peer import Handler, Later, Peer, Reply
-from psync.net.serving import fail
+from psync.net.connection import AsIfFrom, Handler, OwnRequest, Request, fail
 from psync.ps.comparison import Comparison
 from psync.ps.computes import Compute, Computes, Touches
 from psync.ps.cooperative_work import LongWork
@@ -60,11 +58,11 @@ Build = Callable[[LogNames], Message]
 Listed = tuple[Client, Message | Build, Sequence[memoryview]]
 """(client, message, segments) of an entry."""
 
-Outcome = Reply | Compute | Awaitable[Reply | None] | None
-"""Of an act: the answer, what comes before it, or what to wait for, with all later entries."""
+Outcome = Compute | Coroutine[Any, Any, None] | None
+"""Of an act: what comes before the answer, or what to wait for, with all later entries."""
 
 Act = Callable[[], Outcome]
-"""Judges an entry, and does what takes no arrays."""
+"""Judges an entry, and does what takes no arrays. What it leaves unanswered is answered by Done."""
 
 Ended = Callable[[], None] | None
 Claim = Callable[[], Callable[[], None]]
@@ -80,33 +78,11 @@ class Entry:
     body: Sequence[memoryview]
 
 
-class Answer(Later):
-    """The answer to an entry that is not executed yet, or computed; may be awaited as well."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(lambda _: None)  # an entry is executed whoever waits
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        """Wait for it. Cancellation: safe, the entry is executed all the same."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-        def deliver(outcome: Reply | Exception) -> None:
-            if isinstance(outcome, Exception):
-                fail(future, outcome)
-            elif not future.done():
-                future.set_result(outcome)
-
-        self.deliver_to(deliver)
-        return (yield from future)
-
-
 @dataclass(slots=True)
 class _Queued:
     number: int  # 0: it is no entry, and comes between two
     act: Act
-    answer: Answer
+    request: Request[Any]
     ended: Ended
 
 
@@ -159,83 +135,103 @@ class Executor:
 
     def submit(
         self,
-        client: Client,
+        request: Request[Any],
         message: Message | Build,
         body: Sequence[memoryview],
         act: Act,
         claim: Claim | None = None,
-    ) -> Reply | Answer | None:
+        client: Client | None = None,
+    ) -> None:
         """Give an entry its number, and execute it as soon as the backup has it.
 
         Args:
-            client: Who asks.
-            message: What for; or makes it, with the names that the log has for sets and groups.
+            request: Of whom it is, and who gets the answer, or the error; FencedError or
+                ClosedError if another ps has taken this one's place, or this one ends.
+            message: The entry; or makes it, with the names that the log has for sets and groups.
             body: Its segments.
             act: Judges it.
             claim: Called if it is not done in this turn.
-
-        Returns:
-            What ``act`` has returned, if it is done; else what will be the answer.
-
-        Raises:
-            FencedError, ClosedError: Another ps has taken this one's place; or this one ends.
-            PsyncError: It was refused.
+            client: Whose entry it is; None: the one's who asks.
         """
         if self._over is not None:
-            raise self._over.with_traceback(None)
-        number = self._append(client, message, body)
+            request.fail(self._over.with_traceback(None))
+            return
+        number = self._append(client or request.peer.client, message, body)
         if self._is_free and (self.log.state is LogState.ALONE or self._may_execute(number)):
-            return self._execute_now(number, act, claim)
-        return self._enqueue(number, act, None if claim is None else claim())
+            self._execute(number, act, request, claim, None)
+            if self._queue:  # what it has brought with it
+                self.advance()
+        else:
+            self._enqueue(number, act, request, None if claim is None else claim())
 
     def note(
         self, client: Client, message: Message | Build, body: Sequence[memoryview], act: Act
     ) -> None:
         """Submit an entry for whose answer nobody waits: nobody hears of an error, either."""
-        with contextlib.suppress(PsyncError):  # it is refused, or the log has ended
-            self.submit(client, message, body, act)
+        self.submit(nobodys(client), message, body, act)
 
-    def in_turn(self, act: Callable[[], Any]) -> Any:
+    def in_turn(self, act: Act, request: Request[Any] | None = None) -> None:
         """Do something between two entries: all up to now are executed, and none after them.
 
-        Returns:
-            What ``act`` has returned, or if that is to be awaited, or its turn comes later, what
-            will be its result.
+        Args:
+            act: Does it.
+            request: Gets the answer; None: nobody does.
         """
+        request = request or nobodys(self._coordinator)
         if self._over is not None:
-            raise self._over.with_traceback(None)
-        if self._is_free:
-            return self._execute_now(0, act, None)
-        return self._enqueue(0, act, None)
+            request.fail(self._over.with_traceback(None))
+        elif self._is_free:
+            self._execute(0, act, request, None, None)
+            if self._queue:
+                self.advance()
+        else:
+            self._enqueue(0, act, request, None)
 
-    def logged(
-        self, handler: Handler, touches: Touches | None = None, *, notified: bool = False
-    ) -> Handler:
+    async def run(self, client: Client, message: Message, act: Callable[[Any], Outcome]) -> None:
+        """Submit an entry, and wait until it is executed. Raises what the act raises.
+
+        Cancellation: Safe; it is executed all the same.
+        """
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.submit(awaited(client, done), message, (), lambda: act(message))
+        await done
+
+    async def turn(self, act: Act) -> None:
+        """Do something as ``in_turn``, and wait for its end. Raises what it raises.
+
+        Cancellation: Safe; it is done all the same.
+        """
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.in_turn(act, awaited(self._coordinator, done))
+        await done
+
+    def logged(self, handler: Handler, touches: Touches | None = None) -> Handler:
         """Return a handler whose messages are entries, and are acted upon by another one.
 
         Args:
             handler: Acts upon them.
             touches: What has to be computed before.
-            notified: Whether they are notifications, see ``note``.
         """
-        submit = self.note if notified else self.submit
+        serve = cast(Callable[[Request[Any]], Outcome], handler.serve)
 
-        def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
-            client = (peer.task, peer.incarnation)
-            act = cast(Act, functools.partial(handler.run, peer, message, body))
-            if touches is None:
-                return submit(client, message, body, act)
-            return submit(client, message, body, lambda: self._settled(act, touches(message)))
+        def run(request: Request[Any]) -> None:
+            act = functools.partial(serve, request)
+            if touches is not None:
+                act = functools.partial(self._settled, act, touches(request.message))
+            # Of a notification nobody hears of an error.
+            asks = request if request.request_id else nobodys(request.peer.client)
+            self.submit(asks, request.message, request.segments, act)
 
         return Handler(run, handler.prepare)
 
     def _settled(self, act: Act, keys: Sequence[Key]) -> Outcome:
         return self._when_settled(act, keys) if self.computes.waits_at(keys) else act()
 
-    async def _when_settled(self, act: Act, keys: Sequence[Key]) -> Reply | None:
+    async def _when_settled(self, act: Act, keys: Sequence[Key]) -> None:
         await self.computes.settled(keys)
-        outcome = cast(Reply | Awaitable[Reply | None] | None, act())
-        return await outcome if isinstance(outcome, Awaitable) else outcome
+        outcome = act()
+        if outcome is not None:
+            await cast(Coroutine[Any, Any, None], outcome)
 
     def begin_copy(self, groups: Iterable[int] = ()) -> int:
         """Keep all entries from now on for a new backup; return the number of the last before.
@@ -258,9 +254,9 @@ class Executor:
 
     # A backup that is not what it should be.
 
-    def compare(self, message: CheckState) -> Reply | Answer | None:
+    def compare(self, request: Request[CheckState]) -> None:
         """Execute a check, on a backup."""
-        return self.in_turn(lambda: self._comparison.execute(message))  # type: ignore[no-any-return]
+        self.in_turn(lambda: self._comparison.execute(request.message), request)
 
     def _append(self, client: Client, message: Message | Build, body: Sequence[memoryview]) -> int:
         """Give an entry its number; with a backup, ship it, after what that must know before."""
@@ -272,7 +268,8 @@ class Executor:
             self._keep(self._coordinator, DefineOptimizer(new, dict(known[new].config)), ())
         if (check := self._comparison.due()) is not None:
             act = functools.partial(self._comparison.execute, check)
-            self._enqueue(self._keep(self._coordinator, check, ()), act, None)
+            entry = self._keep(self._coordinator, check, ())
+            self._enqueue(entry, act, nobodys(self._coordinator), None)
         number = self._keep(client, message, body)
         self.on_entry()
         return number
@@ -293,45 +290,48 @@ class Executor:
         """Whether nothing is before what comes now."""
         return not self._queue and not self._acting and self._busy is None
 
-    def _enqueue(self, number: int, act: Act, ended: Ended) -> Answer:
-        answer = Answer()
-        self._queue.append(_Queued(number, act, answer, ended))
+    def _enqueue(self, number: int, act: Act, request: Request[Any], ended: Ended) -> None:
+        self._queue.append(_Queued(number, act, request, ended))
         self.advance()
-        return answer
 
-    def _execute_now(self, number: int, act: Act, claim: Claim | None) -> Reply | Answer | None:
-        outcome = self._judge(act)
-        if isinstance(outcome, Compute):
-            if self.computes.done_now(outcome):
-                try:
-                    outcome = outcome.reply()
-                except PsyncError:  # a rule of a user's raised
-                    self._look_soon()
-                    raise
-            else:
-                compute, outcome = outcome, Answer()
-                self._compute(compute, outcome, None if claim is None else claim())
-        elif outcome is not None and not isinstance(outcome, Reply):
-            answer = Answer()
-            self._await(_Queued(number, act, answer, None if claim is None else claim()), outcome)
-            outcome = answer
-        if self._queue:  # what it has brought with it
-            self.advance()
-        return outcome
-
-    def _judge(self, act: Act) -> Outcome:
+    def _execute(
+        self, number: int, act: Act, request: Request[Any], claim: Claim | None, ended: Ended
+    ) -> None:
+        failed: Exception | None = None
         self._acting = True
         try:
-            return act()
-        except PsyncError:
-            if self._queue:
-                self._look_soon()
-            raise
+            outcome = act()
         except Exception as exc:
-            self._work.give_up(exc)
-            raise
-        finally:
-            self._acting = False
+            outcome, failed = None, exc
+            if not isinstance(exc, PsyncError):
+                self._work.give_up(exc)
+        self._acting = False
+        if isinstance(outcome, Compute):
+            try:
+                if not self.computes.done_now(outcome):
+                    self._compute(outcome, request, ended if claim is None else claim())
+                    return
+                outcome.done()
+            except Exception as exc:
+                failed = exc
+        elif outcome is not None:
+            ended = ended if claim is None else claim()
+            under_way = self._wait(number, request, ended, outcome)
+            self._busy = asyncio.get_running_loop().create_task(under_way)
+            return
+        if failed is not None or ended is not None or not request.over:
+            _end(request, ended, failed)
+
+    def _compute(self, compute: Compute, request: Request[Any], ended: Ended) -> None:
+        def done(failed: Exception | None) -> None:
+            if failed is None:
+                try:
+                    compute.done()
+                except PsyncError as exc:
+                    failed = exc
+            _end(request, ended, failed)
+
+        self.computes.add(compute, done)
 
     def advance(self) -> None:
         """Execute what may be executed; called when the backup has more, or is given up."""
@@ -347,7 +347,7 @@ class Executor:
                 return
             done += 1
             self._queue.popleft()
-            self._execute(head)
+            self._execute(head.number, head.act, head.request, None, head.ended)
 
     def _may_execute(self, number: int) -> bool:
         try:
@@ -364,38 +364,22 @@ class Executor:
         self._again = False
         self.advance()
 
-    def _execute(self, queued: _Queued) -> None:
+    async def _wait(
+        self,
+        number: int,
+        request: Request[Any],
+        ended: Ended,
+        under_way: Coroutine[Any, Any, None],
+    ) -> None:
+        failed: Exception | None = None
         try:
-            outcome = self._judge(queued.act)
-            if isinstance(outcome, Compute):
-                if not self.computes.done_now(outcome):
-                    self._compute(outcome, queued.answer, queued.ended)
-                    return
-                outcome = outcome.reply()
+            await under_way
         except Exception as exc:
-            _settle(queued.answer, queued.ended, exc)
-            return
-        if outcome is None or isinstance(outcome, Reply):
-            _settle(queued.answer, queued.ended, outcome)
-        else:
-            self._await(queued, outcome)
-
-    def _compute(self, compute: Compute, answer: Answer, ended: Ended) -> None:
-        self.computes.add(compute, lambda exc: _settle(answer, ended, exc or compute.outcome()))
-
-    def _await(self, queued: _Queued, under_way: Awaitable[Reply | None]) -> None:
-        self._busy = asyncio.get_running_loop().create_task(self._wait(queued, under_way))
-
-    async def _wait(self, queued: _Queued, under_way: Awaitable[Reply | None]) -> None:
-        outcome: Reply | Exception | None
-        try:
-            outcome = await under_way
-        except Exception as exc:
-            outcome = exc
-            if queued.number and not isinstance(exc, PsyncError):
+            failed = exc
+            if number and not isinstance(exc, PsyncError):
                 self._work.give_up(exc)
         self._busy = None
-        _settle(queued.answer, queued.ended, outcome)
+        _end(request, ended, failed)
         self.advance()
 
     # Ends.
@@ -411,7 +395,7 @@ class Executor:
             self._over = error or ClosedError(f"{self._task} ends")
         while self._queue:
             queued = self._queue.popleft()
-            _settle(queued.answer, queued.ended, self._over)
+            _end(queued.request, queued.ended, self._over)
 
     async def finish(self) -> None:
         """Execute all that was submitted; there is no backup that it waits for.
@@ -429,11 +413,39 @@ class Executor:
             await asyncio.wait((self._busy,))
 
 
-def _settle(answer: Answer, ended: Ended, outcome: Reply | Exception | None) -> None:
+def _end(request: Request[Any], ended: Ended, failed: Exception | None) -> None:
     if ended is not None:
         ended()
-    answer.give(Reply(Done()) if outcome is None else outcome)
+    if failed is not None:
+        request.fail(failed)
+    elif not request.over:
+        request.answer(_DONE)
 
+
+def awaited(client: Client, done: asyncio.Future[None]) -> Request[Any]:
+    """Return a request of a client's; a future ends with it."""
+
+    def then(outcome: object) -> None:
+        if isinstance(outcome, BaseException):
+            fail(done, outcome)
+        elif not done.done():
+            done.set_result(None)
+
+    spawn = asyncio.get_running_loop().create_task
+    return OwnRequest(AsIfFrom(client, {}, spawn), None, [], then)
+
+
+def nobodys(client: Client, message: Any = None) -> Request[Any]:
+    """Return a request of a client's for whose answer nobody waits."""
+    spawn = asyncio.get_running_loop().create_task
+    return OwnRequest(AsIfFrom(client, {}, spawn), message, [], _drop)
+
+
+def _drop(_: object) -> None:
+    """Nobody waits."""
+
+
+_DONE = Done()
 
 _NOBODY = Entry(("", 0), b"", ())
 """In place of an entry that nobody is to have."""

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from psync.checkpoints.writer import NONCE
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Answer, Connection, Handler, Request
 from psync.net.shielding import shielded
 from psync.ps.cooperative_work import LongWork
 from psync.ps.snapshot_files import has_text, write_items
@@ -50,10 +50,12 @@ class _Cut:
     """What is held for one cut."""
 
     number: int
-    peer: Peer  # with whose connection it ends
+    peer: Connection  # with whose connection it ends
     frozen: Frozen
-    answer: Reply
-    writes: dict[str, Awaitable[Reply]] = field(default_factory=dict)  # by path; never cancelled
+    answer: Answer
+    writes: dict[str, asyncio.Future[Answer]] = field(
+        default_factory=dict
+    )  # by path; never cancelled
 
 
 class Freezable(Protocol):
@@ -87,7 +89,7 @@ class FrozenSnapshots:
         self,
         task: str,
         work: LongWork,
-        check_coordinator: Callable[[Peer], None],
+        check_coordinator: Callable[[Connection], None],
         served: Callable[[], Freezable],
     ) -> None:
         self._task = task
@@ -120,12 +122,14 @@ class FrozenSnapshots:
             "written_bytes": self._written_bytes,
         }
 
-    async def _freeze(self, peer: Peer, message: Freeze, body: list[memoryview]) -> Reply:
+    async def _freeze(self, request: Request[Freeze]) -> None:
+        peer, message = request.peer, request.message
         self._check_coordinator(peer)
         if self._cut is not None and self._cut.number == message.cut:
             self._cut.peer = peer
             self._watch(peer)
-            return self._cut.answer
+            request.answer(*self._cut.answer)
+            return
         served = self._served()
         served.check_gate(message.cut)
         for _ in served.settling():  # nothing changes meanwhile, as the gate is shut
@@ -137,68 +141,70 @@ class FrozenSnapshots:
             raise ConnectionLost(f"{self._task}: {peer.task} has gone")
         self.let_go()
         self._frozen += 1
-        answer = Reply(FrozenAnswer(pending), [frozen.state.to_bytes()])
+        answer = FrozenAnswer(pending), [frozen.state.to_bytes()]
         self._cut = _Cut(message.cut, peer, frozen, answer)
         self._watch(peer)
-        return answer
+        request.answer(*answer)
 
-    def _watch(self, peer: Peer) -> None:
+    def _watch(self, peer: Connection) -> None:
         if self._connection_lost not in peer.on_closed:
             peer.on_closed.append(self._connection_lost)
 
-    def _connection_lost(self, peer: Peer) -> None:
+    def _connection_lost(self, peer: Connection) -> None:
         if self._cut is not None and self._cut.peer is peer:
             self.let_go()
 
-    def _held(self, peer: Peer, cut: int) -> _Cut:
+    def _held(self, peer: Connection, cut: int) -> _Cut:
         self._check_coordinator(peer)
         if self._cut is None or self._cut.number != cut:
             raise CutLost(f"{self._task} does not hold cut {cut} any more")
         return self._cut
 
-    def _drop(self, peer: Peer, message: DropFrozen, _: list[memoryview]) -> Reply:
+    def _drop(self, request: Request[DropFrozen]) -> None:
+        peer, message = request.peer, request.message
         self._check_coordinator(peer)
         if self._cut is not None and self._cut.number == message.cut:
             self.let_go()
-        return Reply(Done())
+        request.answer(Done())
 
-    def _read(self, peer: Peer, message: ReadFrozen, _: list[memoryview]) -> Reply:
+    def _read(self, request: Request[ReadFrozen]) -> None:
+        peer, message = request.peer, request.message
         cut = self._held(peer, message.cut)
         if message.stop - message.start > MAX_READ_BYTES:
             raise RemoteProtocolError(
                 f"{self._task}: expected at most {MAX_READ_BYTES} bytes to be read at once"
             )
         part = cut.frozen.part(message.item, message.start, message.stop)
-        return Reply(FrozenBytes(), [part])
+        request.answer(FrozenBytes(), [part])
 
-    def _write(self, peer: Peer, message: WriteFrozen, body: list[memoryview]) -> Awaitable[Reply]:
-        cut = self._held(peer, message.cut)
+    def _write(self, request: Request[WriteFrozen]) -> None:
+        message, body = request.message, request.segments
+        cut = self._held(request.peer, message.cut)
         under_way = cut.writes.get(message.path)
         if under_way is None:
             listed, where = body[0] if body else b"", f"{self._task}: items to be written"
             items = read_json(bytes(listed), list[tuple[int, str]], where)
             under_way = self._work.to_the_end(self._written(cut, message, items))
             cut.writes[message.path] = under_way
-        return again(under_way)
+        request.start(answered(request, under_way))
 
     async def _written(
         self, cut: _Cut, message: WriteFrozen, items: list[tuple[int, str]]
-    ) -> Reply:
+    ) -> Answer:
         path = Path(message.path)
         if not await asyncio.to_thread(has_text, path.with_name(NONCE), message.nonce):
-            return Reply(Written(None))
+            return Written(None), ()
         size, places = await asyncio.to_thread(write_items, path, cut.frozen, items)
         self._written_bytes += size
-        return Reply(Written(size), [to_json(places)])
+        return Written(size), [to_json(places)]
 
 
-def again(under_way: Awaitable[Reply]) -> Awaitable[Reply]:
+async def answered(request: Request[Any], work: asyncio.Future[Answer]) -> None:
     """Wait for work for which others may wait, too; or nobody any more, who would see its error."""
-    work = asyncio.ensure_future(under_way)
     work.add_done_callback(_seen)
-    return shielded(work)
+    request.answer(*await shielded(work))
 
 
-def _seen(work: asyncio.Future[Reply]) -> None:
+def _seen(work: asyncio.Future[Answer]) -> None:
     if not work.cancelled() and (error := work.exception()) is not None:
         logger.debug("what a snapshot was asked for failed: %s", error)

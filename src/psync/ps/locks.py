@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from psync.errors import ClosedError, LockLost, UsageError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Connection, Handler, Request
 from psync.store.ledger import Client
 from psync.store.locks import Claim, LockTable
 from psync.store.store import Key, ShardStore
@@ -41,7 +41,7 @@ Holder = tuple[str, int, int]
 class _Lock:
     """One that is held or asked for."""
 
-    peer: Peer  # with whose connection it ends
+    peer: Connection  # with whose connection it ends
     claim: Claim
     lease_s: float
     timer: asyncio.TimerHandle | None = None  # once it is held
@@ -62,7 +62,7 @@ class PsLocks:
         self.table = LockTable()
         self._locks: dict[Holder, _Lock] = {}
         self._turns: dict[Claim, asyncio.Future[None]] = {}  # of those who wait
-        self._peers: set[Peer] = set()  # whose end is heard of
+        self._peers: set[Connection] = set()  # whose end is heard of
         self._closed = False
 
     def handlers(self) -> dict[type[Message], Handler]:
@@ -142,9 +142,8 @@ class PsLocks:
 
     # Messages.
 
-    def _lock(
-        self, peer: Peer, message: LockShards, _: list[memoryview]
-    ) -> Reply | Awaitable[Reply]:
+    def _lock(self, request: Request[LockShards]) -> None:
+        peer, message = request.peer, request.message
         if self._closed:
             raise ClosedError(f"{self._task} is ending and accepts no more locks")
         if not 0 < message.lease_s <= MAX_LEASE_S:
@@ -162,12 +161,13 @@ class PsLocks:
             peer.on_closed.append(self._connection_lost)
         lock = _Lock(peer, self.table.claim(keys, exclusive=True), message.lease_s)
         self._locks[holder] = lock
-        if not lock.claim.held:
-            return self._lock_later(holder, lock)
-        self._start_lease(holder, lock)
-        return Reply(Done())
+        if lock.claim.held:
+            self._start_lease(holder, lock)
+            request.answer(Done())
+        else:
+            request.start(self._lock_later(request, holder, lock))
 
-    async def _lock_later(self, holder: Holder, lock: _Lock) -> Reply:
+    async def _lock_later(self, request: Request[LockShards], holder: Holder, lock: _Lock) -> None:
         try:
             await self.turn(lock.claim)
         except BaseException:
@@ -177,20 +177,22 @@ class PsLocks:
         if self._locks.get(holder) is not lock:  # its turn came, and its end before it was told
             raise self._lost(holder[2])
         self._start_lease(holder, lock)
-        return Reply(Done())
+        request.answer(Done())
 
-    def _renew(self, peer: Peer, message: RenewLock, _: list[memoryview]) -> Reply:
+    def _renew(self, request: Request[RenewLock]) -> None:
+        peer, message = request.peer, request.message
         holder = _holder(peer, message.lock)
         lock = self._locks.get(holder)
         if lock is None or lock.timer is None:
             raise self._lost(message.lock)
         lock.timer.cancel()
         self._start_lease(holder, lock)
-        return Reply(Done())
+        request.answer(Done())
 
-    def _unlock(self, peer: Peer, message: UnlockShards, _: list[memoryview]) -> Reply:
+    def _unlock(self, request: Request[UnlockShards]) -> None:
+        peer, message = request.peer, request.message
         self._drop(_holder(peer, message.lock))
-        return Reply(Done())
+        request.answer(Done())
 
     # Ends.
 
@@ -209,7 +211,7 @@ class PsLocks:
         self.expired += 1
         self._drop(holder)
 
-    def _connection_lost(self, peer: Peer) -> None:
+    def _connection_lost(self, peer: Connection) -> None:
         self._peers.discard(peer)
         for holder in [holder for holder, lock in self._locks.items() if lock.peer is peer]:
             self._drop(holder)
@@ -228,5 +230,5 @@ class PsLocks:
         )
 
 
-def _holder(peer: Peer, number: int) -> Holder:
+def _holder(peer: Connection, number: int) -> Holder:
     return (peer.task, peer.incarnation, number)

@@ -10,12 +10,12 @@ applied.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from psync.errors import ValueMismatchError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Handler, Request
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.layerwise_rules import Sums
 from psync.numerics.update_rule import slot_dtype
@@ -70,14 +70,15 @@ class SlotService:
             AskOptimizer: Handler(self._ask_optimizer),
         }
 
-    def _define(self, peer: Peer, message: DefineOptimizer, _: list[memoryview]) -> Reply:
+    def _define(self, request: Request[DefineOptimizer]) -> None:
+        message = request.message
         self._store.define_optimizer(message.optimizer, message.config)
-        return Reply(Done())
+        request.answer(Done())
 
-    def _prepare(
-        self, peer: Peer, message: SetSlots, lengths: tuple[int, ...]
-    ) -> Sequence[memoryview]:
+    def _prepare(self, request: Request[SetSlots]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
+        message = request.message
+        lengths = request.lengths
         if lengths != self._lengths(message):
             raise ValueMismatchError(f"{self._task}: values of slots do not have the slots' sizes")
         return memory_for(self._pool, sum(lengths))
@@ -87,14 +88,16 @@ class SlotService:
         specs = [self._store.spec((variable, index)) for variable, index, _ in message.members]
         return tuple(spec.size * slot_dtype(dtype_of(spec.dtype)).itemsize for spec in specs)
 
-    def _set_slots(self, peer: Peer, message: SetSlots, body: list[memoryview]) -> Awaitable[Reply]:
+    async def _set_slots(self, request: Request[SetSlots]) -> None:
+        message, body = request.message, request.segments
         lengths = self._lengths(message)
         whole = body[0] if body else memoryview(b"")
         if len(whole) != sum(lengths):
             raise ValueMismatchError(f"{self._task}: values of slots do not have the slots' sizes")
-        return self._work.to_the_end(self._load(message, lengths, whole))
+        await self._work.to_the_end(self._load(message, lengths, whole))
+        request.answer(Done())
 
-    async def _load(self, message: SetSlots, lengths: Sequence[int], body: memoryview) -> Reply:
+    async def _load(self, message: SetSlots, lengths: Sequence[int], body: memoryview) -> None:
         at = 0
         for (variable, index, slot), nbytes in zip(message.members, lengths, strict=True):
             work = await self._work.when_idle(
@@ -103,9 +106,9 @@ class SlotService:
             )  # fmt: skip
             await self._work.finish(work)
             at += nbytes
-        return Reply(Done())
 
-    def _set_optimizer(self, peer: Peer, message: SetOptimizer, _: list[memoryview]) -> Reply:
+    def _set_optimizer(self, request: Request[SetOptimizer]) -> None:
+        message = request.message
         store, optimizer = self._store, message.optimizer
         store.define_optimizer(optimizer, message.config)
         if message.learning_rate is not None:
@@ -113,11 +116,12 @@ class SlotService:
         if message.step >= 0:
             store.set_count(optimizer, message.step)
             self._counted()
-        return Reply(Done())
+        request.answer(Done())
 
-    def _ask_optimizer(self, peer: Peer, message: AskOptimizer, _: list[memoryview]) -> Reply:
+    def _ask_optimizer(self, request: Request[AskOptimizer]) -> None:
+        message = request.message
         self._store.define_optimizer(message.optimizer, message.config)
-        return Reply(OptimizerState(*self._store.push_count(message.optimizer).counts))
+        request.answer(OptimizerState(*self._store.push_count(message.optimizer).counts))
 
 
 class MeasureService:
@@ -140,39 +144,40 @@ class MeasureService:
         """Return who serves which message."""
         return {MeasurePush: Handler(self._measure, self._prepare)}
 
-    def _prepare(
-        self, peer: Peer, message: MeasurePush, lengths: tuple[int, ...]
-    ) -> Sequence[memoryview]:
+    def _prepare(self, request: Request[MeasurePush]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
+        peer, message = request.peer, request.message
+        lengths = request.lengths
         known = set_of(peer, message, self._task)
         self._store.define_optimizer(message.optimizer, message.config)
         known.look_up(self._store)
         known.check_lengths(lengths, self._task)
         return memory_for(self._pool, sum(lengths))
 
-    def _measure(
-        self, peer: Peer, message: MeasurePush, body: list[memoryview]
-    ) -> Reply | Awaitable[Reply]:
-        known = set_of(peer, message, self._task).look_up(self._store)
-        whole = known.body_of(body, self._task)
+    def _measure(self, request: Request[MeasurePush]) -> None:
+        message = request.message
+        known = set_of(request.peer, message, self._task).look_up(self._store)
+        whole = known.body_of(request.segments, self._task)
         gradients = known.gradients(self._store, message.optimizer, whole)
         self._store.check_rate(message.optimizer, self._step_of(message))
         if not self._work.fits_now(self._store, known.keys, sum(known.costs)):
-            return self._work.to_the_end(self._measure_slowly(message, known, gradients))
+            request.start(self._measure_slowly(request, known, gradients))
+            return
         sums: list[Sums] = []
         for position in range(len(known.keys)):
             for _ in self._begin(message, known, gradients, position, sums):
                 pass
-        return Reply(Measured(sums))
+        request.answer(Measured(sums))
 
     async def _measure_slowly(
-        self, message: MeasurePush, known: ShardSet, gradients: Sequence[np.ndarray]
-    ) -> Reply:
+        self, request: Request[MeasurePush], known: ShardSet, gradients: Sequence[np.ndarray]
+    ) -> None:
         sums: list[Sums] = []
-        await self._work.shard_by_shard(
-            known.costs, lambda i: self._begin(message, known, gradients, i, sums)
+        work = self._work.shard_by_shard(
+            known.costs, lambda i: self._begin(request.message, known, gradients, i, sums)
         )
-        return Reply(Measured(sums))
+        await self._work.to_the_end(work)
+        request.answer(Measured(sums))
 
     def _begin(
         self,

@@ -8,13 +8,14 @@ one buffer, of a bounded size; a range of rows is answered with the shard's memo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from psync.errors import BusyError, RemoteProtocolError, UsageError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Handler, Request
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.blocks import bytes_of
 from psync.numerics.compression import WIDE, narrow_dtype, round_blocks
@@ -64,19 +65,24 @@ class PsPulls:
         """Return who serves which message."""
         return {Pull: Handler(self._pull), PullLocked: Handler(self._pull_locked)}
 
-    def _pull(self, peer: Peer, message: Pull, _: list[memoryview]) -> Reply | Awaitable[Reply]:
-        known = set_of(peer, message, self._task)
+    def _pull(self, request: Request[Pull] | Request[PullLocked]) -> None:
+        message = request.message
+        known = set_of(request.peer, message, self._task)
         keys = known.keys
         read = self._reader(message)
         self.pulls += 1
         if known.compression is not None:
-            return self._pull_narrow(known, message)
+            request.start(self._pull_narrow(request, known))
+            return
         try:
             if message.optimizer < 0:
-                return Reply(Pulled(self._steps()), self._values(known))
-            return Reply(Pulled(self._steps()), [read(key) for key in keys])
+                values = self._values(known)
+            else:
+                values = [read(key) for key in keys]
         except BusyError:
-            return self._pull_later(keys, read)
+            request.start(self._pull_later(request, keys, read))
+        else:
+            request.answer(Pulled(self._steps()), values)
 
     def _values(self, known: ShardSet) -> Sequence[Segment]:
         """Return a segment for each shard of a set. Raises BusyError: one is busy."""
@@ -97,12 +103,10 @@ class PsPulls:
         self.pulls += 1
         return self._steps(), values
 
-    def _pull_locked(
-        self, peer: Peer, message: PullLocked, body: list[memoryview]
-    ) -> Reply | Awaitable[Reply]:
-        keys = set_of(peer, message, self._task).keys
-        self._locks.check((peer.task, peer.incarnation), message, keys)
-        return self._pull(peer, message, body)
+    def _pull_locked(self, request: Request[PullLocked]) -> None:
+        keys = set_of(request.peer, request.message, self._task).keys
+        self._locks.check(request.peer.client, request.message, keys)
+        self._pull(request)
 
     def _reader(self, message: Pull) -> Callable[[Key], list[memoryview]]:
         store = self._store
@@ -111,15 +115,19 @@ class PsPulls:
         return lambda key: store.read_slot(key, message.optimizer, message.slot)
 
     async def _pull_later(
-        self, keys: Sequence[Key], read: Callable[[Key], list[memoryview]]
-    ) -> Reply:
+        self,
+        request: Request[Any],
+        keys: Sequence[Key],
+        read: Callable[[Key], list[memoryview]],
+    ) -> None:
         """Read shard by shard: under steady updates never all of them are idle at once."""
         steps = self._steps()
-        return Reply(Pulled(steps), [await self._work.when_idle(read, key) for key in keys])
+        values = [await self._work.when_idle(read, key) for key in keys]
+        request.answer(Pulled(steps), values)
 
-    async def _pull_narrow(self, known: ShardSet, message: Pull) -> Reply:
+    async def _pull_narrow(self, request: Request[Any], known: ShardSet) -> None:
         """Read shard by shard, then round what was read: that stays as it is meanwhile."""
-        if message.optimizer >= 0:
+        if request.message.optimizer >= 0:
             raise RemoteProtocolError(f"{self._task}: slots are not pulled compressed")
         assert known.compression is not None, "it was looked at"
         steps, dtype = self._steps(), narrow_dtype(known.compression)
@@ -139,7 +147,7 @@ class PsPulls:
                     done = 0
                     await asyncio.sleep(cooperative_work.PIECE_S)
             segments.append(memory)
-        return Reply(Pulled(steps), segments)
+        request.answer(Pulled(steps), segments)
 
 
 MAX_NUMBER = 1 << 62
@@ -193,9 +201,9 @@ class RowPulls:
         """Return who serves which message."""
         return {PullRows: Handler(self._pull, self._prepare)}
 
-    def _prepare(
-        self, peer: Peer, message: PullRows, lengths: tuple[int, ...]
-    ) -> Sequence[memoryview]:
+    def _prepare(self, request: Request[PullRows]) -> Sequence[memoryview]:
+        message = request.message
+        lengths = request.lengths
         counts = [part[2] for part in message.parts if not part[5]]
         if lengths != tuple(count * ROW_NUMBER_BYTES for count in counts):
             raise RemoteProtocolError(
@@ -204,11 +212,9 @@ class RowPulls:
             )
         return memory_for(self._pool, sum(lengths), varies=True)
 
-    def _pull(
-        self, peer: Peer, message: PullRows, body: list[memoryview]
-    ) -> Reply | Awaitable[Reply]:
-        store = self._store
-        wanted = self._wanted(store, message, body)
+    def _pull(self, request: Request[PullRows]) -> None:
+        store, message = self._store, request.message
+        wanted = self._wanted(store, message, request.segments)
         gathered = [one for one in wanted if not one.consecutive]
         self.pulls += 1
         memory = NO_BYTES
@@ -216,7 +222,8 @@ class RowPulls:
             (memory,) = memory_for(self._pool, sum(one.nbytes for one in gathered), varies=True)
         cost = sum(store.rows_cost(one.key, one.rows) for one in gathered)
         if not self._work.fits_now(store, [one.key for one in wanted], cost):
-            return self._pull_slowly(store, message, wanted, memory)
+            request.start(self._pull_slowly(request, wanted, memory))
+            return
         segments: list[Segment] = []
         for one in wanted:
             if one.consecutive:
@@ -225,12 +232,12 @@ class RowPulls:
             for _ in _begun(store, message, one, memory):
                 pass
             segments.append(memory[one.start : one.start + one.nbytes])
-        return Reply(RowsPulled(self._steps()), segments)
+        request.answer(RowsPulled(self._steps()), segments)
 
     async def _pull_slowly(
-        self, store: ShardStore, message: PullRows, wanted: Sequence[WantedRows], memory: memoryview
-    ) -> Reply:
-        steps = self._steps()
+        self, request: Request[PullRows], wanted: Sequence[WantedRows], memory: memoryview
+    ) -> None:
+        store, message, steps = self._store, request.message, self._steps()
         segments: list[Segment] = []
         for one in wanted:
             if one.consecutive:
@@ -239,10 +246,10 @@ class RowPulls:
             work = await self._work.when_idle(_begun, store, message, one, memory)
             await self._work.finish(work)
             segments.append(memory[one.start : one.start + one.nbytes])
-        return Reply(RowsPulled(steps), segments)
+        request.answer(RowsPulled(steps), segments)
 
     def _wanted(
-        self, store: ShardStore, message: PullRows, body: list[memoryview]
+        self, store: ShardStore, message: PullRows, body: Sequence[memoryview]
     ) -> list[WantedRows]:
         """Return what is asked for, all of which exists."""
         wanted: list[WantedRows] = []

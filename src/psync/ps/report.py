@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from psync.net.peer import Peer
+from psync.net.connection import Connection
 
 MAX_LISTED = 20
 """Peers and locks that are named."""
@@ -23,7 +23,7 @@ def describe_ps(
     statistics: Mapping[str, Any],
     waits: Collection[str],
     waiting: Collection[tuple[str, int]],
-    peers: Collection[Peer],
+    peers: Collection[Connection],
 ) -> list[str]:
     """Describe a ps.
 

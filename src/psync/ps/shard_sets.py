@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
 from psync.errors import RemoteProtocolError, UsageError, ValueMismatchError
-from psync.net.peer import Peer
+from psync.net.connection import Connection, Request
 from psync.numerics.block_pool import BlockPool, roomy
 from psync.numerics.blocks import bytes_of
 from psync.numerics.common_blocks import Adjacent
@@ -274,7 +274,7 @@ class ShardSet:
 
 
 def set_of(
-    peer: Peer,
+    peer: Connection,
     message: Pull | Push | MeasurePush | Assign | StagePush | DescribeSet,
     task: str,
 ) -> ShardSet:
@@ -288,7 +288,7 @@ def set_of(
 
 
 def numbered_set(
-    peer: Peer, number: int, members: Sequence[tuple[int, int]] | None, task: str
+    peer: Connection, number: int, members: Sequence[tuple[int, int]] | None, task: str
 ) -> ShardSet:
     """Return the set that a connection calls by a number; see ``set_of``."""
     sets: dict[int, ShardSet] | None = peer.state.get("sets")
@@ -320,7 +320,7 @@ def memory_for(pool: BlockPool, nbytes: int, *, varies: bool = False) -> Sequenc
 
 
 def body_in_place(
-    peer: Peer, pool: BlockPool, known: ShardSet, nbytes: int, *, is_alone: bool
+    request: Request[Any], pool: BlockPool, known: ShardSet, nbytes: int, *, is_alone: bool
 ) -> Body:
     """As ``memory_for``, but the body itself where it is lent, for this ps alone.
 
@@ -328,13 +328,13 @@ def body_in_place(
     else; but a backup must compute with the same ones, see ``owned``.
 
     Args:
-        peer: Whose message is being prepared for.
+        request: Which is being prepared for.
         pool: Where memory comes from otherwise.
         known: Whose body it is.
         nbytes: Size of the body.
         is_alone: Whether there is no backup.
     """
-    lent = peer.lent
+    lent = request.borrowed
     if lent is None or not is_alone or not known.fits(list(map(len, lent.views))):
         return memory_for(pool, nbytes)
     return lent.keep()

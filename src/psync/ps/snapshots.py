@@ -13,7 +13,7 @@ is the other direction.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from psync.errors import (
     RemoteProtocolError,
     UsageError,
 )
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Answer, Connection, Handler, Request
 from psync.net.platform import Parts
 from psync.numerics.block_pool import BlockPool
 from psync.ps.cooperative_work import LongWork
-from psync.ps.frozen_snapshots import Freezable, FrozenSnapshots, again
+from psync.ps.frozen_snapshots import Freezable, FrozenSnapshots, answered
 from psync.ps.snapshot_files import read_items
 from psync.ps.takes import rule_of
 from psync.store.ledger import Ledger
@@ -146,7 +146,7 @@ class _Load:
 
     number: int
     loaded: Loaded | None = None  # None: its state is being read
-    ready: Awaitable[Reply] | None = None  # never cancelled
+    ready: asyncio.Future[Answer] | None = None  # never cancelled
     given_up: bool = False
 
 
@@ -169,7 +169,7 @@ class Snapshots:
         task: str,
         work: LongWork,
         pool: BlockPool,
-        check_coordinator: Callable[[Peer], None],
+        check_coordinator: Callable[[Connection], None],
         served: Callable[[], Freezable],
         floor: Callable[[], int],
         take: Callable[[Loaded, RestoreSnapshot], None],
@@ -211,10 +211,9 @@ class Snapshots:
             "taken": self._takes,
         }
 
-    def _prepare(
-        self, peer: Peer, message: PrepareSnapshot, body: list[memoryview]
-    ) -> Awaitable[Reply]:
-        self._check_coordinator(peer)
+    def _prepare(self, request: Request[PrepareSnapshot]) -> None:
+        message, body = request.message, request.segments
+        self._check_coordinator(request.peer)
         load = self._load
         if load is None or load.number != message.load:
             if message.load <= self._taken or (load is not None and message.load < load.number):
@@ -224,9 +223,9 @@ class Snapshots:
             load = self._load = _Load(message.load)
             load.ready = self._work.to_the_end(self._prepared(load, message.path, body))
         assert load.ready is not None, "it has been begun"
-        return again(load.ready)
+        request.start(answered(request, load.ready))
 
-    async def _prepared(self, load: _Load, path: str, body: list[memoryview]) -> Reply:
+    async def _prepared(self, load: _Load, path: str, body: Sequence[memoryview]) -> Answer:
         where = f"{self._task}: snapshot {load.number}"
         try:
             if len(body) != 1 + bool(path):
@@ -243,7 +242,7 @@ class Snapshots:
             if self._load is load:
                 self._give_up()  # so that it can be tried again
             raise
-        return Reply(Done())
+        return Done(), ()
 
     def _load_state(self, state: SnapshotState) -> Loaded:
         store = self._parts.of(ShardStore)(self._task, self._pool)
@@ -256,21 +255,23 @@ class Snapshots:
             if load.loaded is not None:
                 load.loaded.give_up()
 
-    def _loaded(self, peer: Peer, number: int) -> Loaded:
+    def _loaded(self, peer: Connection, number: int) -> Loaded:
         self._check_coordinator(peer)
         load = self._load
         if load is None or load.number != number or load.loaded is None:
             raise UsageError(f"{self._task}: snapshot {number} is not being prepared")
         return load.loaded
 
-    async def _fill(self, peer: Peer, message: FillSnapshot, body: list[memoryview]) -> Reply:
+    async def _fill(self, request: Request[FillSnapshot]) -> None:
+        peer, message, body = request.peer, request.message, request.segments
         loaded = self._loaded(peer, message.load)
         for data in body:
             for _ in loaded.write(message.item, message.start, data):
                 await asyncio.sleep(0)
-        return Reply(Done())
+        request.answer(Done())
 
-    def _take(self, peer: Peer, message: RestoreSnapshot, _: list[memoryview]) -> Reply:
+    def _take(self, request: Request[RestoreSnapshot]) -> None:
+        peer, message = request.peer, request.message
         self._check_coordinator(peer)
         if message.load != self._taken:
             loaded = self._loaded(peer, message.load)
@@ -285,4 +286,4 @@ class Snapshots:
             self._serve(loaded, message)
             self._taken = message.load
             self._takes += 1
-        return Reply(Done())
+        request.answer(Done())

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable
 
 from psync.errors import FencedError, UsageError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Connection, Handler, Request
 from psync.ps.cooperative_work import LongWork
 from psync.store.ledger import Ledger
 from psync.store.previous_store import FormerStore
@@ -31,13 +31,13 @@ from psync.wire.messages import (
 )
 
 
-def check_chief(peer: Peer) -> None:
+def check_chief(peer: Connection) -> None:
     """Raise UsageError unless a peer is a coordinator."""
     if not peer.task.startswith("/job:chief/"):
         raise UsageError(f"{peer.task} is not a coordinator")
 
 
-def check_newest(peer: Peer, task: str, newest: int) -> None:
+def check_newest(peer: Connection, task: str, newest: int) -> None:
     """Raise FencedError if a coordinator has been replaced: it may not know."""
     check_chief(peer)
     if peer.incarnation < newest:
@@ -59,7 +59,7 @@ class AdoptionService:
         self,
         task: str,
         work: LongWork,
-        check_coordinator: Callable[[Peer], None],
+        check_coordinator: Callable[[Connection], None],
         store: Callable[[], ShardStore],
         adopted: Callable[[], None],
     ) -> None:
@@ -100,8 +100,8 @@ class AdoptionService:
             settle = self._settle(before, store, ledger, previous)
             self._settling = asyncio.get_running_loop().create_task(settle)
 
-    async def settled(self) -> Reply:
-        """Answer AttachPs once what has begun before is at its end.
+    async def settled(self) -> None:
+        """Wait until what has begun before is at its end.
 
         Raises:
             FencedError: A coordinator has come meanwhile for whom nothing is kept.
@@ -114,7 +114,6 @@ class AdoptionService:
             if settling.cancelled():
                 raise FencedError(f"{self._task} serves a newer coordinator")
             settling.result()
-        return Reply(Done())
 
     @property
     def lineage(self) -> int:
@@ -152,11 +151,13 @@ class AdoptionService:
         await self._work.drain()
         self._former.take(store, ledger, previous)
 
-    def _describe(self, peer: Peer, message: DescribeShards, _: list[memoryview]) -> Reply:
+    def _describe(self, request: Request[DescribeShards]) -> None:
+        peer = request.peer
         self._check_coordinator(peer)
-        return Reply(ShardsDescribed(), [self._former.describe().to_bytes()])
+        request.answer(ShardsDescribed(), [self._former.describe().to_bytes()])
 
-    def _adopt(self, peer: Peer, message: AdoptShards, body: list[memoryview]) -> Reply:
+    def _adopt(self, request: Request[AdoptShards]) -> None:
+        peer, message, body = request.peer, request.message, request.segments
         self._check_coordinator(peer)
         self._former.adopt(Orders.from_bytes(b"".join(body)), self._store())
         self._adopted()
@@ -164,7 +165,7 @@ class AdoptionService:
             self._former.drop()
         if message.lineage:
             self._former.lineage = message.lineage
-        return Reply(Done())
+        request.answer(Done())
 
 
 class GrantService:
@@ -190,13 +191,14 @@ class GrantService:
         """Return who serves which message."""
         return {GrantCoordinator: Handler(self._grant)}
 
-    def _grant(self, peer: Peer, message: GrantCoordinator, _: list[memoryview]) -> Reply:
+    def _grant(self, request: Request[GrantCoordinator]) -> None:
+        peer, message = request.peer, request.message
         check_chief(peer)
         granted = self._newest()
         if self._grants is not None:
             self._grants.note(granted)
             granted = self._grants.grant(self._clock(), message.previous, message.seen)
-        return Reply(CoordinatorGranted(granted))
+        request.answer(CoordinatorGranted(granted))
 
 
 RANGE = 1 << 20

@@ -32,7 +32,7 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.net.peer import Peer, Reply
+from psync.net.connection import Answer, Connection, Request
 from psync.numerics.blocks import bytes_of
 from psync.numerics.sums import Pieces, at_once, sum_dtype
 from psync.ps.computes import Compute
@@ -42,10 +42,10 @@ from psync.specs import dtype_name, dtype_of
 from psync.store.dense_accumulators import ConditionalAccumulator
 from psync.store.ledger import Client
 from psync.store.sparse_accumulators import SparseConditionalAccumulator, SparseGradient
+from psync.wire.codec import Message
 from psync.wire.messages import (
     ApplyGradient,
     DefineAccumulator,
-    Done,
     EndTakes,
     ForgetTakes,
     GradientTaken,
@@ -68,7 +68,7 @@ class Wanted:
 
     name: TakeName
     take: Take[Any] | None  # None: the one that is backed up has made its value
-    answer: Reply | None = None  # once its value is made
+    answer: Answer | None = None  # once its value is made
 
 
 @dataclass(slots=True)
@@ -189,14 +189,14 @@ def gradient_of(
     return indices, values, message.dense_shape
 
 
-def reply_of(take: Take[Any]) -> Reply:
+def reply_of(take: Take[Any]) -> Answer:
     result: np.ndarray | SparseGradient = take.result()
     if isinstance(result, SparseGradient):
         arrays, dense_shape = [result.indices, result.values], list(result.dense_shape)
     else:
         arrays, dense_shape = [result], None
     message = GradientTaken(take.count, take.step, list(arrays[-1].shape), dense_shape)
-    return Reply(message, [to_bytes_view(array) for array in arrays])
+    return message, [to_bytes_view(array) for array in arrays]
 
 
 _TAKES = "takes"  # in a peer's state: the takes that are waited for on its connection
@@ -214,12 +214,12 @@ class TakeWaits:
     def __init__(self, task: str, left: Callable[[Client, list[TakeName]], None]) -> None:
         self._task = task
         self._left = left
-        self._waiting: dict[TakeName, dict[asyncio.Future[Reply], Peer]] = {}
-        self._peers: set[Peer] = set()  # whose end is heard of
+        self._waiting: dict[TakeName, dict[asyncio.Future[Answer], Connection]] = {}
+        self._peers: set[Connection] = set()  # whose end is heard of
 
-    def add(self, name: TakeName, peer: Peer) -> asyncio.Future[Reply]:
+    def add(self, name: TakeName, peer: Connection) -> asyncio.Future[Answer]:
         """Let a request wait; return what gets its answer."""
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(name, {})[future] = peer
         if peer not in self._peers:
             self._peers.add(peer)
@@ -228,21 +228,23 @@ class TakeWaits:
         peer.state[_TAKES].add(name)
         return future
 
-    async def answer(self, name: TakeName, future: asyncio.Future[Reply]) -> Reply:
-        """Return the answer when it is there.
+    async def answer(
+        self, request: Request[Any], name: TakeName, future: asyncio.Future[Answer]
+    ) -> None:
+        """Answer when there is an answer.
 
         Cancellation: The request waits no longer.
         """
         try:
-            return await future
+            request.answer(*await future)
         finally:
             self.end(name, future)
 
-    def end(self, name: TakeName, future: asyncio.Future[Reply]) -> None:
+    def end(self, name: TakeName, future: asyncio.Future[Answer]) -> None:
         """Let a request wait no longer; one that has its answer does not."""
         self._end([(name, future)])
 
-    def settle(self, name: TakeName, outcome: Reply | Exception) -> None:
+    def settle(self, name: TakeName, outcome: Answer | Exception) -> None:
         """Answer all requests that wait for a take."""
         for future, peer in self._waiting.pop(name, {}).items():
             peer.state[_TAKES].discard(name)
@@ -256,7 +258,7 @@ class TakeWaits:
             peer.on_closed.remove(self._note_closed)
         self._peers.clear()
 
-    def _note_closed(self, peer: Peer) -> None:
+    def _note_closed(self, peer: Connection) -> None:
         self._peers.discard(peer)
         waits = [
             (name, future)
@@ -269,7 +271,7 @@ class TakeWaits:
             settle(future, error)
         self._end(waits)
 
-    def _end(self, waits: Iterable[tuple[TakeName, asyncio.Future[Reply]]]) -> None:
+    def _end(self, waits: Iterable[tuple[TakeName, asyncio.Future[Answer]]]) -> None:
         left: dict[Client, list[TakeName]] = {}
         for name, future in waits:
             futures = self._waiting.get(name, {})
@@ -285,18 +287,15 @@ class TakeWaits:
             self._left(client, names)
 
 
-def settle(future: asyncio.Future[Reply], outcome: Reply | Exception) -> None:
+def settle(future: asyncio.Future[Answer], outcome: Answer | Exception) -> None:
     """End a wait; who waited may have been cancelled meanwhile and never look at it."""
     if future.done():
         return
-    if isinstance(outcome, Reply):
-        future.set_result(outcome)
-    else:
+    if isinstance(outcome, Exception):
         future.set_exception(outcome)
         future.exception()
-
-
-_DONE = Reply(Done())
+    else:
+        future.set_result(outcome)
 
 
 class GradientTakes:
@@ -401,12 +400,19 @@ class GradientTakes:
         return self._compute(names, making, nbytes, completed)
 
     def add(
-        self, hosted: HostedAccumulator, applied: Applied[Any], answer: Reply, nbytes: int
+        self,
+        request: Request[Any],
+        hosted: HostedAccumulator,
+        applied: Applied[Any],
+        answer: Message,
+        nbytes: int,
     ) -> Compute:
         """Add a gradient that has been accepted, and complete what it has completed."""
         take = applied.completed
         completed = {} if take is None else {take: hosted.waiting.pop(take)}
-        return self._compute([hosted.rule.name], applied.work(), nbytes, completed, answer)
+        return self._compute(
+            [hosted.rule.name], applied.work(), nbytes, completed, lambda: request.answer(answer)
+        )
 
     def _compute(
         self,
@@ -414,14 +420,14 @@ class GradientTakes:
         pieces: Pieces[None],
         nbytes: int,
         completed: Mapping[Take[Any], Wanted],
-        answer: Reply = _DONE,
+        answer: Callable[[], None] = lambda: None,
     ) -> Compute:
-        def reply() -> Reply:
+        def done() -> None:
             for take, wanted in completed.items():
                 wanted.answer = reply_of(take)
                 self._waits.settle(wanted.name, wanted.answer)
-            return answer
+            answer()
 
         return Compute(
-            accumulators, reply, nbytes, lambda: at_once(pieces), lambda: self._work.finish(pieces)
+            accumulators, done, nbytes, lambda: at_once(pieces), lambda: self._work.finish(pieces)
         )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
 
 from psync.errors import UsageError, ValueMismatchError
+from psync.net.connection import Request
 from psync.numerics.common_blocks import Adjacent
 from psync.ps.cooperative_work import SHARD_BYTES
 from psync.ps.shard_sets import Body, ShardSet
@@ -33,8 +34,7 @@ _PS = operator.itemgetter(0)
 class Update:
     """A push, assign or average that has come in whole, and what it is applied to."""
 
-    client: Client
-    message: Push | Assign | AverageShards
+    request: Request[Any]  # gets the answer
     known: ShardSet
     body: Body  # of averages nothing
     store: ShardStore  # both stay the same, even if a new coordinator
@@ -48,6 +48,11 @@ class Update:
     followed: Sequence[Key] = ()  # by the averages: one per shard
     runs: Sequence[slice] = ()  # of shards that are updated together; (): each by itself
     costs: Sequence[int] = ()  # bytes that the update of each run or shard touches
+    client: Client = field(init=False)
+    message: Push | Assign | AverageShards = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.client, self.message = self.request.peer.client, self.request.message
 
     def entry(self, names: LogNames) -> Message:
         """Return it as the log has it: its set by a number of the log's own, and no lock."""

@@ -20,17 +20,17 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, cast
 
 from psync.cluster import parse_task_name
 from psync.errors import PsyncError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Handler, Request
 from psync.numerics.block_pool import BlockPool
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.cut_gate import GateService
-from psync.ps.executor import Answer, Executor, Listed
+from psync.ps.executor import Executor, Listed
 from psync.ps.locks import PsLocks
 from psync.ps.optimizers import MeasureService, SlotService
 from psync.ps.pulls import PsPulls
@@ -132,10 +132,10 @@ class PsUpdates:
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            Push: Handler(self._update, self._prepare_update),
-            Assign: Handler(self._update, self._prepare_update),
-            AssignLocked: Handler(self._update, self._prepare_update),
-            AverageShards: Handler(self._average),
+            Push: Handler(self._arrived, self._prepare_update),
+            Assign: Handler(self._arrived, self._prepare_update),
+            AssignLocked: Handler(self._arrived, self._prepare_update),
+            AverageShards: Handler(self._average_arrived),
             **self._slots.handlers(),
             **self._measures.handlers(),
         }
@@ -160,10 +160,10 @@ class PsUpdates:
             AverageShards: Handler(self._average_arrived),
         }
 
-    def _prepare_update(
-        self, peer: Peer, message: Push | Assign, lengths: tuple[int, ...]
-    ) -> Sequence[memoryview]:
+    def _prepare_update(self, request: Request[Push | Assign]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
+        peer, message = request.peer, request.message
+        lengths = request.lengths
         try:
             known = set_of(peer, message, self._task)
             if isinstance(message, Push) and message.config is not None:
@@ -171,32 +171,25 @@ class PsUpdates:
             known.look_up(self._store)
             known.check_lengths(lengths, self._task, message.rows)
         except Exception:
-            self._refused(peer, message)
+            self._refused(request)
             raise
         if message.rows is not None:
             return memory_for(self._pool, sum(lengths), varies=True)
-        if peer.lent is not None and isinstance(message, Push):
+        if request.borrowed is not None and isinstance(message, Push):
             is_alone = self._executor.is_alone
-            return body_in_place(peer, self._pool, known, known.nbytes, is_alone=is_alone)
+            return body_in_place(request, self._pool, known, known.nbytes, is_alone=is_alone)
         return memory_for(self._pool, known.nbytes)
 
-    def _refused(self, peer: Peer, message: Push | Assign | AverageShards) -> None:
+    def _refused(self, request: Request[Any]) -> None:
         """Note that a message was refused before it was judged: no cut waits for it."""
-        self._ledger.refuse((peer.task, peer.incarnation), message.sequence)
+        self._ledger.refuse(request.peer.client, request.message.sequence)
         self._gate.wake()
 
-    def _update(
-        self, peer: Peer, message: Push | Assign, body: list[memoryview]
-    ) -> Reply | Answer | Awaitable[Reply | Answer]:
-        self._ledger.check_incarnation(peer.task, peer.incarnation)
-        return self._arrived(peer, message, body)
-
-    def _arrived(
-        self, peer: Peer, message: Push | Assign, body: list[memoryview]
-    ) -> Reply | Answer | Awaitable[Reply | Answer]:
+    def _arrived(self, request: Request[Any]) -> None:
+        peer, message = request.peer, request.message
         try:
             known = set_of(peer, message, self._task).look_up(self._store)
-            whole = known.body_of(body, self._task, message.rows)
+            whole = known.body_of(request.segments, self._task, message.rows)
             needed: Sequence[Key] = known.keys
             wanted: ShardSet | None = None
             if isinstance(message, Push):
@@ -208,36 +201,23 @@ class PsUpdates:
                     self._store.spec(raised)  # raises if it is not here
                     needed = (*needed, raised)
         except Exception:
-            self._refused(peer, message)
+            self._refused(request)
             raise
-        client = (peer.task, peer.incarnation)
-        return self._admit(
-            Update(client, message, known, whole, self._store, self._ledger, needed, wanted)
-        )
+        self._admit(Update(request, known, whole, self._store, self._ledger, needed, wanted))
 
-    def _average(
-        self, peer: Peer, message: AverageShards, body: list[memoryview]
-    ) -> Reply | Answer | Awaitable[Reply | Answer]:
-        self._ledger.check_incarnation(peer.task, peer.incarnation)
-        return self._average_arrived(peer, message, body)
-
-    def _average_arrived(
-        self, peer: Peer, message: AverageShards, _: list[memoryview]
-    ) -> Reply | Answer | Awaitable[Reply | Answer]:
+    def _average_arrived(self, request: Request[AverageShards]) -> None:
+        message = request.message
         known = ShardSet(tuple((average, index) for average, _, index in message.shards))
         try:
             known.look_up(self._store)
         except Exception:
-            self._refused(peer, message)
+            self._refused(request)
             raise
-        client = (peer.task, peer.incarnation)
-        return self._admit(
-            Update(client, message, known, (), self._store, self._ledger, known.keys)
-        )
+        self._admit(Update(request, known, (), self._store, self._ledger, known.keys))
 
     # Admission: nothing is noted of an update that waits, which has not begun.
 
-    def _admit(self, update: Update) -> Reply | Answer | Awaitable[Reply | Answer]:
+    def _admit(self, update: Update) -> None:
         locked: Claim | None = None
         must_wait = self._gate.holds(update.client, update.message.sequence)
         if isinstance(update.message, AssignLocked):
@@ -246,16 +226,16 @@ class PsUpdates:
                 locked = self._locks.table.begin(update.needed)
         elif self._locks.table.blocks(update.needed):
             must_wait = True
-        if not must_wait:
-            return self._submit(update)
-        self._gate.arrived(update.client, update.message.sequence)
-        return self._carried(self._when_admitted(update, locked))
+        if must_wait:  # it is applied even if its request is given up
+            self._gate.arrived(update.client, update.message.sequence)
+            self._carry(self._when_admitted(update, locked))
+        else:
+            self._submit(update)
 
-    def _carried(self, waiting: Coroutine[Any, Any, Reply | Answer]) -> Awaitable[Reply | Answer]:
-        """Let an update that has to wait be applied, even if its request is given up."""
-        return self._work.to_the_end(waiting)
+    def _carry(self, waiting: Coroutine[Any, Any, None]) -> None:
+        self._work.to_the_end(waiting)
 
-    async def _when_admitted(self, update: Update, locked: Claim | None) -> Reply | Answer:
+    async def _when_admitted(self, update: Update, locked: Claim | None) -> None:
         message = update.client, update.message.sequence
         try:
             while True:
@@ -265,34 +245,32 @@ class PsUpdates:
                     try:
                         await self._locks.turn(claim)
                         if not self._gate.holds(*message):
-                            return self._submit(update)
+                            self._submit(update)
+                            return
                     finally:
                         self._locks.end(claim)
                         self._gate.waits_for_lock(*message, waits=False)
                 elif not self._gate.holds(*message):
-                    return self._submit(update)
+                    self._submit(update)
+                    return
                 await self._gate.turn(*message)
-        except PsyncError as exc:  # no error of this task, for whose end nobody may wait
-            answer = Answer()
-            answer.give(exc)
-            return answer
+        except PsyncError as exc:
+            update.request.fail(exc)
         finally:
             if locked is not None:
                 self._locks.end(locked)
             self._gate.passed(*message)
 
-    def _submit(self, update: Update) -> Reply | Answer:
+    def _submit(self, update: Update) -> None:
         if not self._executor.is_alone:  # any more: it may have waited
             update.body = owned(self._pool, update.body)
-        answer = self._executor.submit(
-            update.client,
+        self._executor.submit(
+            update.request,
             update.entry,
             update.body,
             lambda: self._judge(update),
             lambda: self._claim(update),
         )
-        assert answer is not None, "an update has an answer"
-        return answer
 
     def _claim(self, update: Update) -> Callable[[], None]:
         """An update takes longer than a turn: it is under way for cuts, and for who locks."""
@@ -307,7 +285,7 @@ class PsUpdates:
 
     # In log order.
 
-    def _judge(self, update: Update) -> Reply | Compute:
+    def _judge(self, update: Update) -> Compute:
         try:
             verdict = update.judge()
             if isinstance(verdict, Duplicate):  # the first one may not be applied yet
@@ -342,7 +320,7 @@ class PsUpdates:
             functools.partial(self._work.shard_by_shard, update.costs, update.work),
         )
 
-    def _applied(self, update: Update, answer: Pushed) -> Reply:
+    def _applied(self, update: Update, answer: Pushed) -> None:
         """All shards have it, and nobody was told yet."""
         if self._gate.is_shut:
             self._gate.wake()
@@ -352,22 +330,24 @@ class PsUpdates:
                 client, sequence, call = update.identity
                 self._ledger.note_failure(client, sequence, call, encode(failure_of(failed)))
                 raise failed
-        return self._reply(update, answer)
+        self._answer(update, answer)
 
-    def _reply(self, update: Update, answer: Pushed) -> Reply:
-        """Return the answer, with the values that were asked for if no shard is busy."""
+    def _answer(self, update: Update, answer: Pushed) -> None:
+        """Answer, with the values that were asked for if no shard is busy."""
         if update.wanted is not None and (read := self._pulls.read_now(update.wanted)) is not None:
             steps, values = read
-            return Reply(Pushed(answer.outcome, answer.step, steps, answer.elsewhere), values)
-        return Reply(answer)
+            brought = Pushed(answer.outcome, answer.step, steps, answer.elsewhere)
+            update.request.answer(brought, values)
+        else:
+            update.request.answer(answer)
 
     def _answering(self, update: Update, answer: Pushed) -> Compute:
         """Return what answers once the shards are as an earlier update has left them."""
 
-        def reply() -> Reply:
+        def done() -> None:
             failure = self._ledger.failure_of(*update.identity)
             if failure is not None:
                 raise exception_of(cast(Failure, decode(failure)), self._task)
-            return self._reply(update, answer)
+            self._answer(update, answer)
 
-        return Compute(update.needed, reply)
+        return Compute(update.needed, done)

@@ -10,12 +10,12 @@ from typing import Any
 from psync.closures.closure import NO_DATA, Closure, Needs
 from psync.closures.identities import Identity
 from psync.errors import LocalProtocolError, UsageError
-from psync.net.peer import Reply
 from psync.serialization.functions import Function
 from psync.serialization.payloads import EMPTY, Payload
 from psync.serialization.remote_value import RemoteValue
 from psync.wire import messages
 from psync.wire.codec import Message
+from psync.wire.frames import Segment
 from psync.wire.messages import Arguments, RunClosures, RunReplica
 
 INLINE_BYTES = 16 << 10
@@ -175,12 +175,12 @@ def starting(closures: Sequence[Closure]) -> tuple[Message, list[Any]]:
     return message if replica is None else RunReplica(message.closures[0], *replica), segments
 
 
-def arguments_reply(call: ScheduledCall) -> Reply:
+def arguments_reply(call: ScheduledCall) -> tuple[Message, Sequence[Segment]]:
     """Return the answer to FetchArguments."""
     segments, counts = call.segments()
-    return Reply(Arguments(len(segments) - sum(counts), counts), segments)
+    return Arguments(len(segments) - sum(counts), counts), segments
 
 
-def function_reply(function: Function) -> Reply:
+def function_reply(function: Function) -> tuple[Message, Sequence[Segment]]:
     """Return the answer to FetchFunction."""
-    return Reply(messages.Function(function.name), function.payload.segments)
+    return messages.Function(function.name), function.payload.segments

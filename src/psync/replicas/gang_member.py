@@ -10,12 +10,12 @@ from typing import Any
 from psync.client.context import ClosureContext
 from psync.cluster_roles import CHIEF
 from psync.errors import RemoteProtocolError
-from psync.net.peer import Received
 from psync.net.shielding import shielded
 from psync.replicas.collectives import Collective
 from psync.serialization.failures import rebuild_exception
 from psync.serialization.payloads import Payload, Segment, check_size, pack, unpack
 from psync.wire.codec import Message
+from psync.wire.frames import Frame
 from psync.wire.limits import Limits
 from psync.wire.messages import Merged, ReachCollective
 
@@ -27,7 +27,7 @@ class GangMember:
     replica_id: int  # which one it is
     num_replicas: int  # how many there are
     closure: ClosureContext  # that runs it
-    call: Callable[[Message, Sequence[Segment]], Awaitable[Received]]
+    call: Callable[[Message, Sequence[Segment]], Awaitable[Frame]]
     """Sends a request with its segments to the coordinator and waits for the reply."""
     limits: Limits  # for what it sends
     main_by_name: bool  # whether classes of ``__main__`` travel by name
@@ -70,7 +70,7 @@ class GangMember:
             )
         return unpack(result.data, result.buffers)
 
-    async def _ask(self, message: Message, segments: Sequence[Segment]) -> Received:
+    async def _ask(self, message: Message, segments: Sequence[Segment]) -> Frame:
         """Call the coordinator, and tell it if the step gives up.
 
         A step that is stopped has not given up: the coordinator knows of it, or of the end of this

@@ -17,7 +17,7 @@ from psync.closures.closure import Replica
 from psync.closures.gang import Gang
 from psync.closures.open import Barrier
 from psync.errors import ClosureInputError, ReplicaValueError
-from psync.net.peer import Reply
+from psync.net.connection import Answer
 from psync.numerics.replica_values import local_results
 from psync.replicas.context import cross_replica
 from psync.serialization.failures import describe_exception
@@ -32,7 +32,7 @@ class Arrival(NamedTuple):
     """A replica in a collective, until it is answered."""
 
     payload: Payload  # (function, value)
-    answer: asyncio.Future[Reply]
+    answer: asyncio.Future[Answer]
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +55,8 @@ class GangRun:
     arrivals: list[dict[int, Arrival]] = field(default_factory=list)
     """Of each replica, by number, those not answered."""
     num_arrived: list[int] = field(default_factory=list)  # collectives that each has come to
-    replies: dict[int, list[Reply]] = field(default_factory=dict)  # by number; for each replica
-    merges: dict[int, asyncio.Task[list[Reply]]] = field(default_factory=dict)
+    replies: dict[int, list[Answer]] = field(default_factory=dict)  # by number; for each replica
+    merges: dict[int, asyncio.Task[list[Answer]]] = field(default_factory=dict)
 
     @property
     def begun(self) -> Gang:
@@ -110,7 +110,7 @@ def fail(future: asyncio.Future[Any], error: BaseException) -> None:
 
 async def merge(
     strategy: Any, brought: Sequence[Payload], limits: Limits, *, main_by_name: bool
-) -> list[Reply]:
+) -> list[Answer]:
     """Call the function of a collective with the values of all replicas.
 
     Args:
@@ -136,10 +136,10 @@ async def merge(
         described = describe_exception(exc, main_by_name=main_by_name)
         error = (described.type_name, described.message, described.traceback_text)
         segments = described.payload.segments if described.payload is not None else ()
-        return [Reply(Merged(error), segments)] * count
+        return [(Merged(error), segments)] * count
 
 
-def _replies(result: Any, count: int, limits: Limits, main_by_name: bool) -> list[Reply]:
+def _replies(result: Any, count: int, limits: Limits, main_by_name: bool) -> list[Answer]:
     """Return each replica's part of what a merge function returned.
 
     Raises:
@@ -152,9 +152,9 @@ def _replies(result: Any, count: int, limits: Limits, main_by_name: bool) -> lis
             f"the merge function returned values of {len(parts)} replicas, expected {count}"
         )
     subject = "what the merge function returned"
-    replies = []
+    replies: list[Answer] = []
     for part in parts:
         payload = pack(part, subject=subject, main_by_name=main_by_name)
         check_size(payload, subject, limits)
-        replies.append(Reply(Merged(None), payload.segments))
+        replies.append((Merged(None), payload.segments))
     return replies * (count // len(parts))

@@ -16,7 +16,7 @@ import asyncio
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,8 @@ from psync.errors import (
     PsyncError,
     UsageError,
 )
-from psync.net.peer import Peer, Reply
+from psync.net.connection import Answer as Reached
+from psync.net.connection import Connection, Request
 from psync.net.shielding import shielded
 from psync.numerics.replica_values import local_results, regroup
 from psync.replicas.closure_messages import ScheduledCall, ScheduledClosures
@@ -67,7 +68,7 @@ class GangRunner:
     limits: Limits  # for what is sent
     main_by_name: bool  # whether classes of ``__main__`` travel by name
     ready: Callable[[], list[str]]  # returns the workers that are ready for closures, by index
-    is_current: Callable[[Peer], bool]
+    is_current: Callable[[Connection], bool]
     """Whether a peer is a connection of a worker that was not given up."""
     prepare: Callable[[], None]  # creates what is declared; the queue is paused meanwhile
     perform: Callable[[Sequence[Action]], None]  # does what the queue decided
@@ -232,10 +233,9 @@ class GangRunner:
 
     # Collectives.
 
-    def reached(
-        self, peer: Peer, message: ReachCollective, segments: list[memoryview]
-    ) -> Coroutine[Any, Any, Reply]:
+    def reached(self, request: Request[ReachCollective]) -> None:
         """A replica has come to a collective."""
+        peer, message = request.peer, request.message
         run = self.runs[0] if self.runs else None
         replica = run.replica_of(message.closure) if run is not None else None
         if run is None or run.gang is None or replica is None:
@@ -243,16 +243,18 @@ class GangRunner:
         closure = run.closures[replica]
         if not self.is_current(peer) or closure.worker != peer.task or closure.is_final:
             raise FencedError(f"{message.what}: {peer.task} does not run {closure}")
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        arrival = Arrival(Payload.from_segments(segments), answer)
+        answer: asyncio.Future[Reached] = asyncio.get_running_loop().create_future()
+        arrival = Arrival(Payload.from_segments(request.segments), answer)
         run.arrivals[replica][run.num_arrived[replica]] = arrival
         run.num_arrived[replica] += 1
         self._perform(run, run.gang.arrive(replica, message.what))
-        return self._answer(run, replica, answer)
+        request.start(self._answer(request, run, replica, answer))
 
-    async def _answer(self, run: GangRun, replica: int, answer: asyncio.Future[Reply]) -> Reply:
+    async def _answer(
+        self, request: Request[Any], run: GangRun, replica: int, answer: asyncio.Future[Reached]
+    ) -> None:
         try:
-            return await shielded(answer)
+            request.answer(*await shielded(answer))
         except asyncio.CancelledError:
             if answer.cancelled():
                 raise ClosureCancelled("the replica has ended") from None
@@ -296,7 +298,7 @@ class GangRunner:
         if gang.state is GangState.ENDED and self.runs and self.runs[0] is run:
             self._end(run, gang.error)
 
-    def _merged(self, run: GangRun, number: int, task: asyncio.Task[list[Reply]]) -> None:
+    def _merged(self, run: GangRun, number: int, task: asyncio.Task[list[Reached]]) -> None:
         """The function of a collective has ended, was cancelled, or has cancelled itself."""
         del run.merges[number]
         if task.cancelled() or task.exception() is not None:

@@ -22,8 +22,8 @@ from psync.errors import (
     RemoteProtocolError,
     TransportError,
 )
+from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Peer, Received
 from psync.net.platform import Platform
 from psync.net.secret import Secret
 from psync.net.tracing.readings import Reading
@@ -31,6 +31,7 @@ from psync.net.transport import SocketNetwork
 from psync.status.model import Status
 from psync.status.run_files import Run
 from psync.wire.codec import Message
+from psync.wire.frames import Frame
 from psync.wire.messages import AskSpans, AskStatistics, Statistics
 
 READER = "/job:status/task:0"
@@ -68,7 +69,7 @@ async def reading_status(run: Run) -> AsyncIterator[StatusReader]:
 class StatusReader:
     """A connection to a run that is asked for its status again and again."""
 
-    def __init__(self, run: Run, peer: Peer) -> None:
+    def __init__(self, run: Run, peer: Connection) -> None:
         self._run = run
         self._peer = peer
 
@@ -87,7 +88,7 @@ class StatusReader:
             raise RemoteProtocolError(f"{self._run}: expected a status, got something else")
         return Status.from_json(bytes(received.segments[0]))
 
-    async def _ask(self, message: Message) -> Received:
+    async def _ask(self, message: Message) -> Frame:
         try:
             deadline = asyncio.get_running_loop().time() + ANSWERS_WITHIN_S
             return await self._peer.call(message, deadline=deadline)

@@ -22,7 +22,7 @@ from psync.closures.membership import TaskState
 from psync.closures.queue import QueueStatistics
 from psync.cluster_roles import CHIEF
 from psync.errors import ClosedError, PsyncError
-from psync.net.peer import Peer
+from psync.net.connection import Connection
 from psync.net.shielding import shielded
 from psync.net.tracing.collecting import SpanCollector
 from psync.net.tracing.recorder import SpanRecorder
@@ -169,7 +169,7 @@ class ClusterSource(ABC):
         self._newest = self._loop.time(), began, asked
         return status_of(self._reading(began, asked), self._history)
 
-    def _controls(self) -> dict[str, Peer]:
+    def _controls(self) -> dict[str, Connection]:
         """Return a connection to each task that there is."""
         return {peer.task: peer for peer in self._endpoint.peers if peer.lane == "control"}
 
@@ -184,7 +184,7 @@ class ClusterSource(ABC):
         recorder.watch_endpoint(self._endpoint)
         return recorder
 
-    async def _ask(self, ps: Peer) -> None:
+    async def _ask(self, ps: Connection) -> None:
         """Ask a ps over the connection that it has: nothing is sent again, or waits for it."""
         try:
             deadline = self._loop.time() + PS_ANSWERS_WITHIN_S
@@ -267,7 +267,7 @@ class StatusSource(ClusterSource):
                 self._asked_at[worker.name] = self._loop.time()
         self._turn = (self._turn + count) % max(1, len(workers))
 
-    async def _ask_worker(self, name: str, control: Peer) -> None:
+    async def _ask_worker(self, name: str, control: Connection) -> None:
         try:
             received = await control.call(AskStatistics())
         except PsyncError:

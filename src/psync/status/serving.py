@@ -19,8 +19,8 @@ import msgpack
 
 from psync.cluster_roles import CHIEF
 from psync.errors import ConfigurationError
+from psync.net.connection import Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform, random_hex
 from psync.net.secret import Secret
 from psync.net.tls import TlsNetwork
@@ -141,14 +141,15 @@ async def _serve(source: ClusterSource, metrics: str, stack: contextlib.AsyncExi
     path = directory / f"{os.getpid()}-{random_hex(4)}{SUFFIX}"
     token, address = random_hex(TOKEN_BYTES), f"unix:{path.with_suffix('.sock')}"
 
-    async def answer(peer: Peer, message: AskStatistics, _: list[memoryview]) -> Reply:
+    async def answer(request: Request[AskStatistics]) -> None:
         status = await source.status()
-        return Reply(Statistics({}), [status.to_json().encode()])
+        request.answer(Statistics({}), [status.to_json().encode()])
 
-    async def spans(peer: Peer, message: AskSpans, _: list[memoryview]) -> Reply:
+    async def spans(request: Request[AskSpans]) -> None:
+        message = request.message
         readings = await source.spans.read(message.reader, last=message.last)
         told = [(reading.task, reading.asked, reading.got) for reading in readings]
-        return Reply(Statistics({"readings": told}), [reading.body for reading in readings])
+        request.answer(Statistics({"readings": told}), [reading.body for reading in readings])
 
     platform = Platform(SocketNetwork(), Secret(token.encode()))
     handlers: dict[type[Message], Handler] = {

@@ -40,7 +40,7 @@ final, and not kept. What remains is one small record per task that ever sent an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -147,6 +147,8 @@ class Ledger:
     def __init__(self, floor: int = 0) -> None:
         self._floor = floor
         self._senders: dict[str, _Sender] = {}  # by task
+        # Told of a task of which lower incarnations than this are not served any more.
+        self.on_fence: Callable[[str, int], None] | None = None
         self._closures: dict[int, dict[int, _Applied]] = {}  # by first run, by ordinal
         self.final = Finality()
         self._failures: dict[FailureKey, bytes] = {}  # of updates that failed while computed
@@ -353,6 +355,8 @@ class Ledger:
         sender = self._senders.get(task)
         if sender is None or sender.incarnation < incarnation:
             self._senders[task] = _Sender(incarnation)
+            if self.on_fence is not None:
+                self.on_fence(task, incarnation)
             self._forget_failures()
             for client in [c for c in self._refused if c[0] == task and c[1] < incarnation]:
                 del self._refused[client]

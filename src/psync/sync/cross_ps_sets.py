@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from psync.errors import RemoteProtocolError, UsageError, ValueMismatchError
-from psync.net.peer import Peer
+from psync.net.connection import Connection
 from psync.ps.shard_sets import MAX_SETS, NO_BYTES, Body, ShardSet
 from psync.store.store import Key, ShardStore
 from psync.wire.frames import SMALL_BODY_BYTES
@@ -204,7 +204,7 @@ class WholeSet:
 
 
 def whole_set_of(
-    peer: Peer,
+    peer: Connection,
     number: int,
     members: Sequence[Sequence[int]] | None,
     numbers: ShareNumbers,

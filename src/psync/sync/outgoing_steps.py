@@ -32,10 +32,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from psync.errors import PsyncError
-from psync.net.peer import Received, Reply
+from psync.net.connection import AsIfFrom, OwnRequest
 from psync.net.platform import Parts
 from psync.ps.cooperative_work import Changing
-from psync.ps.executor import Answer
 from psync.store.ledger import Client
 from psync.sync.cross_ps_sets import Values
 from psync.sync.groups import CLOSER, KnownGroup, Listed, OutgoingStep
@@ -47,6 +46,7 @@ from psync.sync.step_rounds import StepRounds
 from psync.sync.steps import Action, SyncSteps
 from psync.sync.token_waits import TokenWaits
 from psync.wire.codec import Message, decode, encode
+from psync.wire.frames import Frame
 from psync.wire.messages import Failure, Fence, FinishSteps, NormsMeasured, StepApplied
 from psync.wire.remote_errors import exception_of, failure_of
 
@@ -135,18 +135,14 @@ class OutgoingSteps(Changing):
     def _submit(self, close: Close, message: Message, act: Callable[[], None]) -> None:
         """Put into the log how far a step is; once that has ended, another one carries it again."""
 
-        def dropped(outcome: Reply | Exception) -> None:
+        def dropped(outcome: object) -> None:
             if isinstance(outcome, PsyncError):
                 self._carried.discard(close.group)
                 self.wake()
 
-        try:
-            answer = self._sync.executor.submit(FROM_CLOSER, message, (), act)
-        except PsyncError as exc:
-            dropped(exc)
-        else:
-            if isinstance(answer, Answer):
-                answer.deliver_to(dropped)
+        spawn = asyncio.get_running_loop().create_task
+        request = OwnRequest(AsIfFrom(FROM_CLOSER, {}, spawn), message, (), dropped)
+        self._sync.executor.submit(request, message, (), act)
 
     def note_factors(self, message: NormsMeasured) -> None:
         """Execute an entry: a step that is outgoing is to be closed with these factors."""
@@ -199,11 +195,7 @@ class OutgoingSteps(Changing):
         asked = False  # after what is in the log by now
         while not self._is_over:
             if not self._carried and not self.pauses:
-                answer = self._sync.executor.submit(
-                    client, message, (), lambda: self.close_all(message)
-                )
-                if isinstance(answer, Answer):
-                    await answer
+                await self._sync.executor.run(client, message, self.close_all)
                 asked = True
             if asked and self._steps.is_settled:
                 return
@@ -268,7 +260,7 @@ class OutgoingSteps(Changing):
             await asyncio.wait(list(self._told))
 
 
-async def _fence_others(calls: Sequence[asyncio.Task[Received]]) -> None:
+async def _fence_others(calls: Sequence[asyncio.Task[Frame]]) -> None:
     for failed in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(failed, Exception):
             logger.warning("%s: a ps was not told of a fence: %s", CLOSER, failed)

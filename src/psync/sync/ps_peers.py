@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Container, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Coroutine, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar
@@ -22,19 +22,19 @@ from psync.errors import (
     ParameterServerLost,
     RemoteProtocolError,
 )
+from psync.net.connection import AsIfFrom, Connection, OwnRequest, Request
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Peer, Received, Reply
 from psync.net.platform import Platform
 from psync.numerics.block_pool import BlockPool
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import Answer
 from psync.store.step_norms import ShardSums
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Along, Share, Values, WholeSet
 from psync.sync.groups import CLOSER, step_variable
+from psync.sync.log_entries import FROM_CLOSER
 from psync.sync.ps_sync import PsSync
 from psync.wire.codec import Message
-from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.frames import SMALL_BODY_BYTES, Frame
 from psync.wire.messages import (
     AttachPs,
     CloseStep,
@@ -89,7 +89,7 @@ class AllPs:
         """Whether there is more than one ps."""
         return len(self._attach.ps_addresses) > 1
 
-    def ask_others(self, message: Message) -> list[asyncio.Task[Received]]:
+    def ask_others(self, message: Message) -> list[asyncio.Task[Frame]]:
         """Begin to ask all other ps tasks the same; all at once.
 
         Returns:
@@ -149,7 +149,7 @@ class AllPs:
         """
         values: Values = {}
 
-        def brought(ps: int, received: Received) -> None:
+        def brought(ps: int, received: Frame) -> None:
             ahead = [share for share in wanted if share.ps == ps]
             came = iter(received.segments)
             if received.segments:
@@ -157,8 +157,8 @@ class AllPs:
                     (share.number, list(islice(came, len(share.members)))) for share in ahead
                 )
 
-        def own() -> Reply | Answer | Awaitable[Reply]:
-            return self._sync.applier.close(message, (), lambda: Reply(Done()))
+        def own(request: Request[Any]) -> None:
+            self._sync.applier.close(request, (), lambda: request.answer(_DONE))
 
         self._to_all(message, along, wanted, own, brought, lambda failed: then(values, failed))
 
@@ -178,7 +178,7 @@ class AllPs:
         """
         sums: list[ShardSums] = []
 
-        def measured(ps: int, received: Received) -> None:
+        def measured(ps: int, received: Frame) -> None:
             if not isinstance(received.message, StepMeasured):
                 raise RemoteProtocolError(
                     f"/job:ps/task:{ps} measured a step with {type(received.message).__name__}"
@@ -186,16 +186,17 @@ class AllPs:
             for variable, index, first, second in received.message.sums:
                 sums.append((variable, index, first, second))
 
-        async def add(measured: Awaitable[list[ShardSums]]) -> Reply:
+        async def add(request: Request[Any], measured: Awaitable[list[ShardSums]]) -> None:
             sums.extend(await measured)
-            return Reply(Done())
+            request.answer(_DONE)
 
-        def own() -> Reply | Awaitable[Reply]:
+        def own(request: Request[Any]) -> None:
             mine = self._sync.applier.measure(message)
-            if not isinstance(mine, list):
-                return add(mine)
-            sums.extend(mine)
-            return Reply(Done())
+            if isinstance(mine, list):
+                sums.extend(mine)
+                request.answer(_DONE)
+            else:
+                request.start(add(request, mine))
 
         self._to_all(message, along, (), own, measured, lambda failed: then(sums, failed))
 
@@ -204,8 +205,8 @@ class AllPs:
         message: CloseStep,
         along: Sequence[Sequence[Along]],
         wanted: Collection[Share],
-        own: Callable[[], Reply | Answer | Awaitable[Reply]],
-        heard: Callable[[int, Received], None],
+        own: Callable[[Request[Any]], None],
+        heard: Callable[[int, Frame], None],
         then: Callable[[Exception | None], None],
     ) -> None:
         """Tell all of a step; ``heard`` gets each answer, ``then`` is called when all are there.
@@ -222,24 +223,29 @@ class AllPs:
             if not missing:
                 then(failed)
 
+        def own_done(outcome: object) -> None:
+            done(outcome if isinstance(outcome, Exception) else None)
+
+        # It runs to completion, but it may wait for a lock, or in the log.
+        request = OwnRequest(AsIfFrom(FROM_CLOSER, {}, self._start), message, (), own_done)
         try:
             others = self._others()
-            mine = own()
+            missing += len(others)
+            own(request)
         except Exception as exc:
-            done(exc)
+            request.fail(exc)
+        if failed is not None:
+            if missing:
+                then(failed)
             return
-        missing += len(others)
         for link in others:
             self._tell(link, message, along, wanted, heard, done)
-        if isinstance(mine, Answer):
-            mine.deliver_to(lambda outcome: done(_error_of(outcome)))
-        elif isinstance(mine, Reply):
-            done(None)
-        else:
-            # It runs to completion, but it may wait for a lock, or in the log.
-            own_part = asyncio.ensure_future(_say_how_it_ended(mine, done))
-            self._own_parts.add(own_part)
-            own_part.add_done_callback(self._own_parts.discard)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._own_parts.add(task)
+        task.add_done_callback(self._own_parts.discard)
+        return task
 
     def _tell(
         self,
@@ -247,7 +253,7 @@ class AllPs:
         message: CloseStep,
         along: Sequence[Sequence[Along]],
         wanted: Collection[Share],
-        heard: Callable[[int, Received], None],
+        heard: Callable[[int, Frame], None],
         done: Callable[[Exception | None], None],
     ) -> None:
         ps, group = link.index, message.group
@@ -265,7 +271,7 @@ class AllPs:
                     segments.append(body)
             numbers.append(number)
 
-        def build(peer: Peer) -> CloseStep:
+        def build(peer: Connection) -> CloseStep:
             known: Container[int] = peer.state.get("sets", ())
             return replace(
                 message,
@@ -275,7 +281,7 @@ class AllPs:
                 ahead=[share.number for share in ahead],
             )
 
-        def answered(outcome: Received | Exception) -> None:
+        def answered(outcome: Frame | Exception) -> None:
             if isinstance(outcome, FencedError):
                 if self._moves:
                     self._await_move(link, moved)
@@ -365,7 +371,7 @@ class AllPs:
             link.lost_after_s = math.inf
             link.on_lost = lambda _, link=link: link.hold()
 
-    async def _ask_one(self, ps: int, message: Message, **options: Any) -> Received:
+    async def _ask_one(self, ps: int, message: Message, **options: Any) -> Frame:
         """Ask a ps; where it is served by its backup, that."""
         link = self._links().links[ps]
         return await self._asking(link, lambda: link.call(always(message), **options))
@@ -406,10 +412,6 @@ class AllPs:
             link.release()
 
 
-def _error_of(outcome: Reply | Exception) -> Exception | None:
-    return outcome if isinstance(outcome, Exception) else None
-
-
 def _came_back(link: PsLink, refused: NotServedError) -> ParameterServerLost:
     """Return what it means that a ps without a backup serves nothing: it was started again.
 
@@ -420,12 +422,4 @@ def _came_back(link: PsLink, refused: NotServedError) -> ParameterServerLost:
     return lost
 
 
-async def _say_how_it_ended(
-    under_way: Awaitable[Reply], done: Callable[[Exception | None], None]
-) -> None:
-    try:
-        await under_way
-    except Exception as exc:
-        done(exc)
-    else:
-        done(None)
+_DONE = Done()

@@ -8,7 +8,7 @@ What a ps task has lives as long as
     a coordinator  the numbers of what other ps tasks hold (``ShareNumbers``)
     a timeline     store, ledger, and all that serves them: ``PsServices``. A newer coordinator, a
                    rollback and a replacement by the backup end it, and build another one
-    a connection   the sets of variables that it has named, the requests that wait (``Peer.state``)
+    a connection   the sets of variables that it has named, in its ``state``; requests that wait
 
 The state of a ps, which its backup has as well, is the ``sections`` of ``PsServices``: shards,
 slots, optimizers and the ledger (``updates``); accumulators and their takes; groups, staged parts
@@ -36,7 +36,7 @@ from psync.backups.sender import Served
 from psync.backups.service import BackupService, Section
 from psync.cluster import parse_task_name
 from psync.errors import ConfigurationError, ConnectionLost, FencedError, PsyncError, UsageError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
 from psync.numerics.block_pool import BlockPool
 from psync.ps.accumulators import AccumulatorService
@@ -106,9 +106,10 @@ class PsProcess:
     platform: Platform
     pool: BlockPool
     work: LongWork
-    check_coordinator: Callable[[Peer], None]  # raises unless a peer is the one that is served
+    check_coordinator: Callable[[Connection], None]  # raises unless a peer is that which is served
     served: Callable[[], Served | None]  # who may be backed up, as of now
     deposed: Callable[[], None]  # told that the backup serves in its place
+    cut_off: Callable[[], None]  # closes the connections of tasks that are not served any more
 
 
 class PsServices:
@@ -139,6 +140,7 @@ class PsServices:
         platform, task, work, pool = process.platform, process.task, process.work, process.pool
         self.attach, self.timeline = attach, timeline
         self.store, self.ledger = store, ledger = contents.store, contents.ledger
+        ledger.on_fence = lambda *_: process.cut_off()
         self._process = process
         self._unheard: set[int] = set()  # optimizers of which others tell in vain
         self._ended = False  # something else is served; a step may still be on its way
@@ -190,7 +192,7 @@ class PsServices:
         self.replayed: dict[type[Message], Handler] = {}
         if life is Life.HOSTED:
             self._expect_moves()
-            self.replayed = {CheckState: Handler(lambda _, each, __: executor.compare(each))}
+            self.replayed = {CheckState: Handler(executor.compare)}
             for section in self.sections:
                 self.replayed.update(section.replayed())
 
@@ -235,8 +237,9 @@ class PsServices:
         }  # fmt: skip
         for service in (creation, self.updates, self.sync, self.locks, self.pulls, self.gate):
             handlers.update(service.handlers())
-        for kind in NOT_JUDGED & handlers.keys():
-            handlers[kind] = self._of_served(handlers[kind])
+        if not self.sync.serves:  # this task has just been started again, or its backup serves
+            for kind in NOT_JUDGED & handlers.keys():
+                handlers[kind] = Handler(lambda _: self.sync.check_served())
         # What is copied, or set as a whole, and how updates are computed: between computes.
         touches: dict[type[Message], Touches] = {
             CreateShards: copied_by,
@@ -244,9 +247,7 @@ class PsServices:
             SetOptimizer: lambda _: self.store.keys(),
         }
         for kind in LOGGED:
-            handlers[kind] = self.executor.logged(
-                handlers[kind], touches.get(kind), notified=kind is FinalBelow
-            )
+            handlers[kind] = self.executor.logged(handlers[kind], touches.get(kind))
         return {
             **handlers,
             AwaitWaiters: Handler(self._await_waiters),
@@ -257,19 +258,6 @@ class PsServices:
             **self.backup.handlers(),
             **({} if self.closer is None else self.closer.handlers()),
         }
-
-    def _of_served(self, handler: Handler) -> Handler:
-        """Refuse whoever was replaced, over a connection that it had before.
-
-        And ps 0, if this task has just been started again: it is not refused at the handshake.
-        """
-
-        def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
-            self.ledger.check_incarnation(peer.task, peer.incarnation)
-            self.sync.check_served()
-            return handler.run(peer, message, body)
-
-        return Handler(run, handler.prepare)
 
     def describe(self) -> list[str]:
         """Say who waits here; for reports."""
@@ -376,10 +364,11 @@ class PsServices:
         if self.teller is not None and addresses != known:
             self.teller.move(addresses)
 
-    def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Any:
+    def _fence(self, request: Request[Fence]) -> Compute | None:
+        peer, message = request.peer, request.message
         if peer.task != CLOSER or peer.incarnation != self.closer_incarnation:
             self._process.check_coordinator(peer)
-        return self.refuse_below(message.task, message.below) or Reply(Done())
+        return self.refuse_below(message.task, message.below)
 
     def refuse_below(self, task: str, below: int) -> Compute | None:
         """Serve no lower incarnation of a task; in its turn, as takes may be completed by that."""
@@ -390,15 +379,17 @@ class PsServices:
             self.closer.lost(task, below)
         return self.accumulators.fence(task, below)
 
-    def _final_below(self, peer: Peer, message: FinalBelow, body: list[memoryview]) -> None:
+    def _final_below(self, request: Request[FinalBelow]) -> None:
+        peer, message, body = request.peer, request.message, request.segments
         if (peer.incarnation, message.timeline) == (self.coordinator, self.timeline):
             kept = unpack_kept(body)
             self.ledger.final_below(message.closure, kept)
             if self.closer is not None:
                 self.closer.steps.final_below(message.closure, kept)
 
-    def _hear_counts(self, peer: Peer, message: TellCounts, _: list[memoryview]) -> Reply:
+    def _hear_counts(self, request: Request[TellCounts]) -> None:
         """Another ps says how many pushes are counted there."""
+        peer, message = request.peer, request.message
         task = self._process.task
         if self.attach is None or peer.incarnation != self.closer_incarnation:
             raise FencedError(f"{task} serves another timeline than {peer.task}")
@@ -422,19 +413,21 @@ class PsServices:
             news = self.store.hear_count(number, index, base, row, self._process.index)
             is_news |= news > max(1, self.store.push_count(number).known >> NEWS_SHIFT)
         self.updates.counted()
-        return Reply(CountsHeard(is_news))
+        request.answer(CountsHeard(is_news))
 
-    async def _await_waiters(self, peer: Peer, message: AwaitWaiters, _: list[memoryview]) -> Reply:
+    async def _await_waiters(self, request: Request[AwaitWaiters]) -> None:
+        peer = request.peer
         self._process.check_coordinator(peer)
         await self.clocks.wanted.wait()
-        return Reply(Done())
+        request.answer(Done())
 
-    def _report_schedule(self, peer: Peer, message: ReportSchedule, _: list[memoryview]) -> Reply:
+    def _report_schedule(self, request: Request[ReportSchedule]) -> None:
+        peer, message = request.peer, request.message
         self._process.check_coordinator(peer)
         self.clocks.hear(message)
         if self.closer is not None:
             self.closer.hear(message)
-        return Reply(Done())
+        request.answer(Done())
 
     # Ends.
 

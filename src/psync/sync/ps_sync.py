@@ -20,11 +20,11 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from psync.errors import BusyError, NotServedError, RemoteProtocolError, UsageError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Connection, Handler, Request
 from psync.net.platform import Platform
 from psync.numerics.block_pool import BlockPool
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import Answer, Executor, Listed
+from psync.ps.executor import Executor, Listed
 from psync.ps.locks import PsLocks
 from psync.ps.shard_sets import Body, ShardSet, body_in_place, memory_for, numbered_set, set_of
 from psync.store.ledger import Ledger
@@ -99,7 +99,7 @@ class PsSync(GroupTable):
         self.staging = Staging(platform.limits.staging_bytes, task)
         make = platform.parts.of(StepApplier)
         self.applier = make(self, ledger, self.staging, work, locks, executor)
-        self._serves = serves
+        self.serves = serves
         self._pool = pool
 
     def handlers(self) -> dict[type[Message], Handler]:
@@ -114,7 +114,7 @@ class PsSync(GroupTable):
     def replayed(self) -> dict[type[Message], Handler]:
         """Return who does which entry of the log of the one whose backup this is."""
         return {
-            SetGroups: Handler(self.set_groups),
+            SetGroups: Handler(self._set_groups),
             HoldPush: Handler(self._hold),
             StagePush: Handler(self._replay_stage),
             CloseStep: Handler(self._replay_close),
@@ -130,66 +130,62 @@ class PsSync(GroupTable):
 
     # Staging.
 
-    def _prepare_part(
-        self, peer: Peer, message: StagePush, lengths: tuple[int, ...]
-    ) -> Sequence[memoryview]:
+    def _prepare_part(self, request: Request[StagePush]) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
-        self.ledger.check_incarnation(peer.task, peer.incarnation)
+        peer, message = request.peer, request.message
+        lengths = request.lengths
         known = set_of(peer, message, self._task).look_up(self.store)
         known.check_lengths(lengths, self._task, message.rows)
-        return self.reserve(peer, message, sum(lengths), known)
+        return self.reserve(request, sum(lengths), known)
 
     def reserve(
         self,
-        peer: Peer,
-        message: StagePush | Contribute,
+        request: Request[StagePush] | Request[Contribute],
         nbytes: int,
         known: ShardSet | None = None,
     ) -> Sequence[memoryview]:
         """Take memory for a part that is about to arrive.
 
         Args:
-            peer: Who sends it.
-            message: With which it comes.
+            request: With which it comes.
             nbytes: Its size.
             known: Of which shards it is, if it may stay where it is lent.
         """
+        message, replica = request.message, request.peer.client
         config = self.define(message.group, message.config)
-        replica = (peer.task, peer.incarnation)
         # What is stale is dropped once it is here.
         self.staging.reserve(
             message.group, replica, message.push, message.local_step, nbytes, config
         )
         if known is None or message.rows is not None:
             return memory_for(self._pool, nbytes, varies=message.rows is not None)
-        return body_in_place(peer, self._pool, known, nbytes, is_alone=self.executor.is_alone)
+        return body_in_place(request, self._pool, known, nbytes, is_alone=self.executor.is_alone)
 
-    def _stage(
-        self, peer: Peer, message: StagePush, body: list[memoryview]
-    ) -> Reply | Answer | None:
-        known = set_of(peer, message, self._task).look_up(self.store)
-        part = self._part_with(message, known, known.body_of(body, self._task, message.rows))
-        replica = (peer.task, peer.incarnation)
-        if self.staging.is_expected(message.group, replica, message.push):
-            return self._submit(replica, message, part)
-        self.ledger.check_incarnation(*replica)
-        return Reply(Staged(stale=True))
-
-    def _replay_stage(
-        self, peer: Peer, message: StagePush, body: list[memoryview]
-    ) -> Reply | Answer | None:
-        self.define(message.group, message.config)
-        known = set_of(peer, message, self._task).look_up(self.store)
+    def _stage(self, request: Request[StagePush]) -> None:
+        message, replica = request.message, request.peer.client
+        known = set_of(request.peer, message, self._task).look_up(self.store)
+        body = known.body_of(request.segments, self._task, message.rows)
         part = self._part_with(message, known, body)
-        return self._submit((peer.task, peer.incarnation), message, part)
+        if self.staging.is_expected(message.group, replica, message.push):
+            self._submit(request, part)
+        else:
+            request.answer(Staged(stale=True))
 
-    def _submit(self, replica: Replica, message: StagePush, part: Part) -> Reply | Answer | None:
+    def _replay_stage(self, request: Request[StagePush]) -> None:
+        message = request.message
+        self.define(message.group, message.config)
+        known = set_of(request.peer, message, self._task).look_up(self.store)
+        self._submit(request, self._part_with(message, known, request.segments))
+
+    def _submit(self, request: Request[StagePush], part: Part) -> None:
+        message = request.message
         entry = staged_entry(part, message, self.raw_config(message.group))
 
-        def keep() -> Reply:
-            return Reply(Staged(not self.keep(replica, message, part)))
+        def keep() -> None:
+            kept = self.keep(request.peer.client, message, part)
+            request.answer(Staged(not kept))
 
-        return self.executor.submit(replica, entry, body_of(part), keep)
+        self.executor.submit(request, entry, body_of(part), keep)
 
     def _part_with(self, message: StagePush | HoldPush, known: ShardSet, body: Body) -> Part:
         """Return the part of a push that belongs to this ps.
@@ -231,20 +227,21 @@ class PsSync(GroupTable):
         part: Part | None = self.staging.staged(group, replica, push)
         return part
 
-    def replayed_part(self, peer: Peer, message: CountPush, body: list[memoryview]) -> Part | None:
+    def replayed_part(self, request: Request[CountPush]) -> Part | None:
         """Return what has come along with a push, as the log says it; None: nothing."""
-        if message.set_id < 0:
+        if request.message.set_id < 0:
             return None
-        return self._whole_part(peer, message, body)
+        return self._whole_part(request.peer, request.message, request.segments)
 
-    def _whole_part(self, peer: Peer, message: CountPush | HoldPush, body: Body) -> Part:
+    def _whole_part(self, peer: Connection, message: CountPush | HoldPush, body: Body) -> Part:
         known = whole_set_of(peer, message.set_id, message.members, self.shares, self._task)
         if message.rows is None:
             known.fit(self.store, tuple(message.lengths), self._task)
         return self.part_of(message, known, body)
 
-    def _hold(self, peer: Peer, message: HoldPush, body: list[memoryview]) -> Reply:
+    def _hold(self, request: Request[HoldPush]) -> None:
         """Keep a part that is staged over there, whether its sender lives or not."""
+        peer, message, body = request.peer, request.message, request.segments
         if message.whole:
             part = self._whole_part(peer, message, body)
         else:
@@ -255,9 +252,13 @@ class PsSync(GroupTable):
         self.staging.stage(
             message.group, replica, message.push, message.local_step, part.nbytes, part
         )
-        return Reply(Done())
+        request.answer(Done())
 
-    def set_groups(self, _: Peer, message: SetGroups, __: list[memoryview]) -> Reply:
+    def _set_groups(self, request: Request[SetGroups]) -> None:
+        self.set_groups(request.message)
+        request.answer(_DONE)
+
+    def set_groups(self, message: SetGroups) -> None:
         """Know the groups that the one knows whose backup this is."""
         for group, config, step in message.groups:
             self.define(group, config)
@@ -266,7 +267,6 @@ class PsSync(GroupTable):
                 self.staging.applied(group, step - 1)
         for group in message.spread:
             self.known(group, None).spread = True
-        return Reply(Done())
 
     def control(self) -> list[Any]:
         """Return what is staged and decided, as plain data in an order of its own, for a digest."""
@@ -303,45 +303,42 @@ class PsSync(GroupTable):
         ]
         return [() if part is None else part.along for part in parts]
 
-    def _describe(self, peer: Peer, message: DescribeSet, _: list[memoryview]) -> Reply:
+    def _describe(self, request: Request[DescribeSet]) -> None:
+        peer, message = request.peer, request.message
         self._check_closer(peer)
         known = set_of(peer, message, self._task).look_up(self.store)
         if message.group >= 0:
             self.define(message.group, message.config)
             known.gradients(self.store, message.group, memory_for(self._pool, known.nbytes))
-        return Reply(SetSizes(list(known.lengths)))
+        request.answer(SetSizes(list(known.lengths)))
 
     # Measuring.
 
-    def _measure_for(
-        self, peer: Peer, message: MeasureStep, segments: list[memoryview]
-    ) -> Reply | Awaitable[Reply]:
-        along = self._came_along(peer, message, segments)
-        sums = self.applier.measure(message, along)
-        return self._measured(sums) if isinstance(sums, list) else self._measured_after(sums)
+    def _measure_for(self, request: Request[MeasureStep]) -> None:
+        sums = self.applier.measure(request.message, self._came_along(request))
+        if isinstance(sums, list):
+            request.answer(StepMeasured(sums))
+        else:
+            request.start(self._measured(request, sums))
 
-    async def _measured_after(self, under_way: Awaitable[list[ShardSums]]) -> Reply:
-        return self._measured(await under_way)
-
-    def _measured(self, sums: list[ShardSums]) -> Reply:
-        return Reply(StepMeasured(sums))
+    async def _measured(
+        self, request: Request[MeasureStep], under_way: Awaitable[list[ShardSums]]
+    ) -> None:
+        request.answer(StepMeasured(await under_way))
 
     # Closing.
 
-    def _close_for(
-        self, peer: Peer, message: CloseStep, segments: list[memoryview]
-    ) -> Reply | Answer | Awaitable[Reply]:
-        along = self._came_along(peer, message, segments)
-        wanted = [numbered_set(peer, number, None, self._task) for number in message.ahead]
-        return self.applier.close(message, along, lambda: Reply(Done(), self.values_of(wanted)))
+    def _close_for(self, request: Request[CloseStep]) -> None:
+        along = self._came_along(request)
+        ahead = request.message.ahead
+        wanted = [numbered_set(request.peer, number, None, self._task) for number in ahead]
+        self.applier.close(request, along, lambda: request.answer(_DONE, self.values_of(wanted)))
 
-    def _replay_close(
-        self, peer: Peer, message: CloseStep, segments: list[memoryview]
-    ) -> Reply | Answer | Awaitable[Reply]:
-        along = self._parts_along(peer, message, segments)
-        return self.applier.close(message, along, lambda: Reply(Done()))
+    def _replay_close(self, request: Request[CloseStep]) -> None:
+        along = self._parts_along(request)
+        self.applier.close(request, along, lambda: request.answer(_DONE))
 
-    def _check_closer(self, peer: Peer) -> None:
+    def _check_closer(self, peer: Connection) -> None:
         self.ledger.check_incarnation(peer.task, peer.incarnation)
         if peer.task != CLOSER:
             raise UsageError(f"{self._task}: {peer.task} may not close a step, only {CLOSER}")
@@ -349,20 +346,21 @@ class PsSync(GroupTable):
 
     def check_served(self) -> None:
         """Raise NotServedError unless this process serves its ps, for a coordinator."""
-        if not self._serves:
+        if not self.serves:
             raise NotServedError(f"{self._task} is not, or no longer, served by this process")
 
     def _came_along(
-        self, peer: Peer, message: CloseStep, segments: Sequence[memoryview]
+        self, request: Request[CloseStep] | Request[MeasureStep]
     ) -> Sequence[Part | None]:
         """Return the part of each push that has come with the word to close or measure the step."""
-        self._check_closer(peer)
-        return self._parts_along(peer, message, segments)
+        self._check_closer(request.peer)
+        return self._parts_along(request)
 
     def _parts_along(
-        self, peer: Peer, message: CloseStep, segments: Sequence[memoryview]
+        self, request: Request[CloseStep] | Request[MeasureStep]
     ) -> Sequence[Part | None]:
         """Return the part of each push that has come with a closing; () is all None."""
+        peer, message, segments = request.peer, request.message, request.segments
         self.define(message.group, message.config)
         for number, members in message.sets:
             numbered_set(peer, number, members, self._task)
@@ -387,3 +385,6 @@ class PsSync(GroupTable):
             return [self.store.read(key) for known in wanted for key in known.keys]
         except BusyError:
             return []
+
+
+_DONE = Done()

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 from psync.cluster import task_name
 from psync.errors import ConfigurationError, RemoteProtocolError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Handler, Request
 from psync.sync.staleness import Release, Replica, RoundClocks, Tick
 from psync.wire.codec import Message
 from psync.wire.messages import ClockTicked, ReportSchedule, TickClock
 
-_Waiting = dict[Tick, list[asyncio.Future[int]]]
-"""Several futures where a request was repeated; each gets the rounds that the worker is ahead."""
+_Waiting = dict[Tick, list[Request[TickClock]]]
+"""Several requests where one was repeated; each gets the rounds that the worker is ahead."""
 
 
 class ClockService:
@@ -120,10 +121,8 @@ class ClockService:
             for number, (clocks, _) in self._bounds.items()
         }
 
-    def _tick(
-        self, peer: Peer, message: TickClock, _: list[memoryview]
-    ) -> Reply | Awaitable[Reply]:
-        self._check_incarnation(peer.task, peer.incarnation)
+    def _tick(self, request: Request[TickClock]) -> None:
+        peer, message = request.peer, request.message
         if message.tick < 1 or message.max_staleness < 0:
             raise RemoteProtocolError(
                 f"{self._task}: expected a tick from 1 and a bound from 0 of {peer.task}, got "
@@ -131,26 +130,23 @@ class ClockService:
             )
         if not self._known.is_set():
             self.wanted.set()
-            return self._tick_later(peer, message)
-        return self._judge(peer, message)
+            request.start(self._tick_later(request))
+        else:
+            self._judge(request)
 
-    async def _tick_later(self, peer: Peer, message: TickClock) -> Reply:
+    async def _tick_later(self, request: Request[TickClock]) -> None:
         await self._known.wait()
-        self._check_incarnation(peer.task, peer.incarnation)
-        reply = self._judge(peer, message)
-        return reply if isinstance(reply, Reply) else await reply
+        self._check_incarnation(*request.peer.client)
+        self._judge(request)
 
-    def _judge(self, peer: Peer, message: TickClock) -> Reply | Awaitable[Reply]:
-        clocks, waiting = self._bound(message)
-        tick = Tick(peer.task, peer.incarnation, message.tick)
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        waiting.setdefault(tick, []).append(future)
+    def _judge(self, request: Request[TickClock]) -> None:
+        clocks, waiting = self._bound(request.message)
+        tick = Tick(*request.peer.client, request.message.tick)
+        waiting.setdefault(tick, []).append(request)
+        request.on_given_up = functools.partial(self._given_up, clocks, waiting, tick)
         _perform(waiting, clocks.tick(*tick))
         if len(self._bounds) > 1:
             self.look_again()
-        if future.done():
-            return Reply(ClockTicked(future.result()))
-        return self._wait(clocks, waiting, tick, future)
 
     def _bound(self, message: TickClock) -> tuple[RoundClocks, _Waiting]:
         bound = self._bounds.get(message.bound)
@@ -167,19 +163,16 @@ class ClockService:
             )
         return bound
 
-    async def _wait(
-        self, clocks: RoundClocks, waiting: _Waiting, tick: Tick, future: asyncio.Future[int]
-    ) -> Reply:
-        try:
-            return Reply(ClockTicked(await future))
-        finally:
-            futures = waiting.get(tick, [])
-            if future in futures:  # who asked does not want to know any more
-                futures.remove(future)
-                if not futures:
-                    del waiting[tick]
-                    clocks.cancel(tick)
-                    self.look_again()
+    def _given_up(
+        self, clocks: RoundClocks, waiting: _Waiting, tick: Tick, request: Request[Any]
+    ) -> None:
+        requests = waiting.get(tick, [])
+        if request in requests and not request.peer.is_closed:  # else it is asked again
+            requests.remove(request)
+            if not requests:
+                del waiting[tick]
+                clocks.cancel(tick)
+                self.look_again()
 
 
 def _worker(index: int) -> str:
@@ -188,6 +181,5 @@ def _worker(index: int) -> str:
 
 def _perform(waiting: _Waiting, releases: Iterable[Release]) -> None:
     for release in releases:
-        for future in waiting.pop(release.tick):
-            if not future.done():
-                future.set_result(release.ahead)
+        for request in waiting.pop(release.tick):
+            request.answer(ClockTicked(release.ahead))

@@ -8,14 +8,15 @@ locks before it is an entry.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
-from psync.net.peer import Reply
+from psync.net.connection import Request
 from psync.numerics.layerwise_rules import Sums
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import Answer, Executor
+from psync.ps.executor import Executor, awaited
 from psync.ps.locks import PsLocks
 from psync.store.ledger import STEP, Ledger
 from psync.store.step_norms import ShardSums, StepNorms
@@ -90,14 +91,17 @@ class StepApplier:
         return update.sums_by_shard(sums)
 
     def close(
-        self, message: CloseStep, along: Sequence[Part | None], reply: Callable[[], Reply]
-    ) -> Reply | Answer | Awaitable[Reply]:
+        self,
+        request: Request[CloseStep],
+        along: Sequence[Part | None],
+        answer: Callable[[], None],
+    ) -> None:
         """Apply a step that ps 0 has decided; one that is closed is not applied again.
 
         Args:
-            message: What it has said.
+            request: What it has said; it is answered, or fails.
             along: The part of each push that came with it, or None; () is all None.
-            reply: Makes the answer, once the step is applied.
+            answer: Answers, once the step is applied.
 
         Raises:
             RemoteProtocolError: A part of it is still coming in.
@@ -105,63 +109,66 @@ class StepApplier:
             RuleError: A rule of a user's raised for some shard, which is as it was; all others are
                 updated. ps 0 then ends the group (``outgoing_steps``).
         """
+        message = request.message
         known = self._table.known(message.group, message.config)
-        reply = self._unless_failed(message, reply)
+        answer = self._unless_failed(message, answer)
         if self._is_closed(message):
-            again: Reply | Answer = self._executor.in_turn(lambda: Compute(known.touched, reply))
-            return again
+            self._executor.in_turn(lambda: Compute(known.touched, answer), request)
+            return
         self._staging.check_here(message.group, message.step, message.pushes)
         keys = self._keys_of(message, known, along)
         if self._locks.table.blocks(keys):
-            return self._when_unlocked(message, known, along, reply, keys)
-        return self._submit(message, known, along, reply, keys)
+            request.start(self._when_unlocked(request, known, along, answer, keys))
+        else:
+            self._submit(request, message, known, along, answer, keys)
 
     async def _when_unlocked(
         self,
-        message: CloseStep,
+        request: Request[CloseStep],
         known: KnownGroup,
         along: Sequence[Part | None],
-        reply: Callable[[], Reply],
+        answer: Callable[[], None],
         keys: Sequence[Key],
-    ) -> Reply:
+    ) -> None:
         claim = self._locks.claim(keys)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             await self._locks.turn(claim)
-            answer = self._submit(message, known, along, reply, keys)
-            return answer if isinstance(answer, Reply) else await answer
+            closing = awaited(FROM_CLOSER, done)
+            self._submit(closing, request.message, known, along, answer, keys)
+            await done
         finally:
             self._locks.end(claim)
 
     def _submit(
         self,
+        request: Request[Any],
         message: CloseStep,
         known: KnownGroup,
         along: Sequence[Part | None],
-        reply: Callable[[], Reply],
+        answer: Callable[[], None],
         keys: Sequence[Key],
-    ) -> Reply | Answer:
+    ) -> None:
         def claim() -> Callable[[], None]:
             claimed = self._locks.table.begin(keys)
             return lambda: self._locks.end(claimed)
 
         def act() -> Compute:
-            return self._judge(message, known, along, reply)
+            return self._judge(message, known, along, answer)
 
-        answer = self._executor.submit(
-            FROM_CLOSER, *closing_entry(message, known.raw, along), act, claim
+        self._executor.submit(
+            request, *closing_entry(message, known.raw, along), act, claim, FROM_CLOSER
         )
-        assert answer is not None, "a closing has an answer"
-        return answer
 
     def _judge(
         self,
         message: CloseStep,
         known: KnownGroup,
         along: Sequence[Part | None],
-        reply: Callable[[], Reply],
+        answer: Callable[[], None],
     ) -> Compute:
         if self._is_closed(message):
-            return Compute(known.touched, reply)
+            return Compute(known.touched, answer)
         update = self._gather(message, known, along)
         update.begin()
         nbytes = self._staging.close(message.group, message.step, message.pushes)
@@ -177,7 +184,7 @@ class StepApplier:
             await self._work.shard_by_shard(update.costs, update.work)
             self._applied(update, nbytes)
 
-        return Compute(update.touched, reply, update.cost, at_once, in_pieces)
+        return Compute(update.touched, answer, update.cost, at_once, in_pieces)
 
     def _applied(self, update: StepUpdate, nbytes: int) -> None:
         """A step is applied here, and ps 0 does not know yet."""
@@ -187,14 +194,14 @@ class StepApplier:
             failure = encode(failure_of(failed))
             self._ledger.note_failure((STEP, update.group), update.step, None, failure)
 
-    def _unless_failed(self, message: CloseStep, reply: Callable[[], Reply]) -> Callable[[], Reply]:
+    def _unless_failed(self, message: CloseStep, answer: Callable[[], None]) -> Callable[[], None]:
         """Return what answers, when a step is applied; raises RuleError where a rule did."""
 
-        def checked() -> Reply:
+        def checked() -> None:
             failure = self._ledger.failure_of((STEP, message.group), message.step, None)
             if failure is not None:
                 raise exception_of(cast(Failure, decode(failure)), self._store.task)
-            return reply()
+            answer()
 
         return checked
 

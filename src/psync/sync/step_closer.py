@@ -21,19 +21,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgpack
 
 from psync.cluster import task_name
 from psync.errors import ClosedError, FencedError, PsyncError, ValueMismatchError
-from psync.net.peer import Handler, Later, Peer, Reply
+from psync.net.connection import Connection, Handler, OwnRequest, Request
 from psync.net.platform import Platform
 from psync.net.shielding import shielded
 from psync.numerics.block_pool import BlockPool
 from psync.ps.cooperative_work import LongWork
-from psync.ps.executor import Answer, Build, Listed
+from psync.ps.executor import Build, Listed
 from psync.store.ledger import Client
 from psync.sync.cross_ps_sets import FOR_VALUES, WholeSet, whole_set_of
 from psync.sync.groups import CLOSER
@@ -141,17 +141,21 @@ class StepCloser:
         """Return who executes which entry of the log of the one whose backup this is."""
 
         def replay(act: Callable[[Any], None]) -> Handler:
-            return Handler(lambda peer, message, _: self._submit(_client(peer), message, act))
+            def run(request: Request[Any]) -> None:
+                message = request.message
+                self._sync.executor.submit(request, message, (), lambda: act(message))
+
+            return Handler(run)
+
+        def forget(request: Request[ForgetPush]) -> None:
+            act = functools.partial(self._forget, request.peer.client, request.message)
+            self._sync.executor.submit(request, request.message, (), act)
 
         return {
             **self._sync.replayed(),
             SetGroups: Handler(self._restore),
             CountPush: Handler(self._replay_count),
-            ForgetPush: Handler(
-                lambda peer, message, _: self._submit(
-                    _client(peer), message, functools.partial(self._forget, _client(peer))
-                )
-            ),
+            ForgetPush: Handler(forget),
             BeginGroup: replay(self._define),
             SetMembers: replay(self._set_members),
             Tick: replay(self._tick),
@@ -161,11 +165,6 @@ class StepCloser:
             InitTokens: replay(self._put_initial),
             FinishSteps: replay(self.outgoing.close_all),
         }
-
-    def _submit(
-        self, client: Client, message: Message, act: Callable[[Any], None]
-    ) -> Reply | Answer | None:
-        return self._sync.executor.submit(client, message, (), lambda: act(message))
 
     def _note(self, message: Message, act: Callable[[Any], None]) -> None:
         """Put into the log what nobody waits for; nothing once that has ended."""
@@ -199,32 +198,32 @@ class StepCloser:
             await asyncio.wait(list(self._beginning.values()))
         await self.outgoing.drain()
 
-    def _restore(self, peer: Peer, message: SetGroups, body: list[memoryview]) -> Reply:
+    def _restore(self, request: Request[SetGroups]) -> None:
         """Be where the rule is of the one whose backup this is."""
-        reply = self._sync.set_groups(peer, message, body)
+        message = request.message
+        self._sync.set_groups(message)
         configs = {group: self._sync.define(group, None) for group, *_ in message.groups}
-        self.steps.restore(state := msgpack.unpackb(body[0]), configs)
+        self.steps.restore(state := msgpack.unpackb(request.segments[0]), configs)
         self._clock.note(state["now"])
         self.outgoing.restore()
-        return reply
+        request.answer(Done())
 
     # Pushes.
 
-    def _prepare_contribute(
-        self, peer: Peer, message: Contribute, lengths: tuple[int, ...]
-    ) -> Sequence[memoryview]:
-        self._check(peer)
-        known = whole_set_of(peer, message.set_id, message.members, self._sync.shares, CLOSER)
+    def _prepare_contribute(self, request: Request[Contribute]) -> Sequence[memoryview]:
+        message, lengths = request.message, request.lengths
+        self._check()
+        shares = self._sync.shares
+        known = whole_set_of(request.peer, message.set_id, message.members, shares, CLOSER)
         known.fit(self._sync.store, lengths, CLOSER, message.rows)
-        return self._sync.reserve(peer, message, sum(lengths))
+        return self._sync.reserve(request, sum(lengths))
 
-    def _contribute(
-        self, peer: Peer, message: Contribute, body: list[memoryview]
-    ) -> Later | Awaitable[Later]:
-        self._check(peer)
+    def _contribute(self, request: Request[Contribute]) -> None:
+        peer, message = request.peer, request.message
+        self._check()
         brought = wanted = None
         if message.set_id >= 0:
-            if not body:
+            if not request.segments:
                 raise ValueMismatchError(
                     f"{CLOSER}: no arrays come with a push that should bring them"
                 )
@@ -238,63 +237,52 @@ class StepCloser:
             and (brought is None or message.group in brought.checked_for)
             and (wanted is None or FOR_VALUES in wanted.checked_for)
         ):
-            return self._take(peer, message, brought, body, wanted)
-        return self._contribute_first(peer, message, brought, body, wanted)
+            self._take(request, brought, wanted)
+        else:
+            request.start(self._contribute_first(request, brought, wanted))
 
     async def _contribute_first(
-        self,
-        peer: Peer,
-        message: Contribute,
-        brought: WholeSet | None,
-        body: list[memoryview],
-        wanted: WholeSet | None,
-    ) -> Later:
+        self, request: Request[Contribute], brought: WholeSet | None, wanted: WholeSet | None
+    ) -> None:
         """The group is new: its first step is that of the global step; or a set is."""
-        group = message.group
-        if not self._is_ready(group, message.config):
-            await self._begin(group, message.config)
+        group, config = request.message.group, request.message.config
+        if not self._is_ready(group, config):
+            await self._begin(group, config)
         if brought is not None and group not in brought.checked_for:
             await self.all_ps.describe(brought, group, self._sync.raw_config(group))
         if wanted is not None and FOR_VALUES not in wanted.checked_for:
             await self.all_ps.describe(wanted, FOR_VALUES, None)
-        self._check(peer)
-        return self._take(peer, message, brought, body, wanted)
+        self._check()
+        self._take(request, brought, wanted)
 
     def _take(
-        self,
-        peer: Peer,
-        message: Contribute,
-        brought: WholeSet | None,
-        body: list[memoryview],
-        wanted: WholeSet | None,
-    ) -> Later:
-        part = None if brought is None else self._sync.part_of(message, brought, body)
-        replica = _client(peer)
-        waiter = self._waits.add((message.group, replica, message.push), wanted)
-        try:
-            self._submit_push(replica, message, part, counted_entry(message, part))
-        except PsyncError as exc:
-            self._waits.answer(Refuse(message.group, replica, message.push, exc))
-        return waiter
+        self, request: Request[Contribute], brought: WholeSet | None, wanted: WholeSet | None
+    ) -> None:
+        message, replica = request.message, request.peer.client
+        part = None if brought is None else self._sync.part_of(message, brought, request.segments)
+        self._waits.add(request, (message.group, replica, message.push), wanted)
 
-    def _replay_count(
-        self, peer: Peer, message: CountPush, body: list[memoryview]
-    ) -> Reply | Answer | None:
-        part = self._sync.replayed_part(peer, message, body)
-        return self._submit_push(_client(peer), message, part, message)
+        def counted(outcome: object) -> None:
+            if isinstance(outcome, PsyncError):
+                self._waits.answer(Refuse(message.group, replica, message.push, outcome))
+
+        entry = OwnRequest(request.peer, message, (), counted)
+        self._submit_push(entry, part, counted_entry(message, part))
+
+    def _replay_count(self, request: Request[CountPush]) -> None:
+        self._submit_push(request, self._sync.replayed_part(request), request.message)
 
     def _submit_push(
         self,
-        replica: Replica,
-        message: Contribute | CountPush,
+        request: Request[Contribute] | Request[CountPush],
         part: Part | None,
         entry: Message | Build,
-    ) -> Reply | Answer | None:
+    ) -> None:
         def act() -> None:
-            self._perform(self._judge(replica, message, part))
+            self._perform(self._judge(request.peer.client, request.message, part))
             self.outgoing.wake()  # a join waits
 
-        return self._sync.executor.submit(replica, entry, body_of(part), act)
+        self._sync.executor.submit(request, entry, body_of(part), act)
 
     def _judge(
         self, replica: Replica, message: Contribute | CountPush, part: Part | None
@@ -320,31 +308,30 @@ class StepCloser:
         self.steps.forget(message.group, replica, message.push)
         self._waits_changed()
 
-    def _ask_step(self, peer: Peer, message: AskStep, _: list[memoryview]) -> Reply:
-        self._check(peer)
-        return Reply(SyncStep(*self.steps.present_and_first(message.group)))
+    def _ask_step(self, request: Request[AskStep]) -> None:
+        self._check()
+        request.answer(SyncStep(*self.steps.present_and_first(request.message.group)))
 
-    async def _init_tokens(self, peer: Peer, message: InitTokens, _: list[memoryview]) -> Reply:
-        self._check(peer)
+    async def _init_tokens(self, request: Request[InitTokens]) -> None:
+        message = request.message
+        self._check()
         if not self._is_ready(message.group, message.config):
             await self._begin(message.group, message.config)
-            self._check(peer)
-        answer = self._submit(_client(peer), message, self._put_initial)
-        if isinstance(answer, Answer):
-            await answer
-        return Reply(SyncStep(*self.steps.present_and_first(message.group)))
+            self._check()
+        await self._sync.executor.run(request.peer.client, message, self._put_initial)
+        request.answer(SyncStep(*self.steps.present_and_first(message.group)))
 
     def _put_initial(self, message: InitTokens) -> None:
         self._perform(self.steps.init_tokens(message.group, message.count))
 
-    async def _finish(self, peer: Peer, message: FinishSteps, _: list[memoryview]) -> Reply:
-        if _client(peer) != self._coordinator:
-            raise FencedError(f"{CLOSER}: {peer.task} is not the coordinator that it serves")
-        await self.outgoing.finish(_client(peer), message)
-        return Reply(Done())
+    async def _finish(self, request: Request[FinishSteps]) -> None:
+        client = request.peer.client
+        if client != self._coordinator:
+            raise FencedError(f"{CLOSER}: {client[0]} is not the coordinator that it serves")
+        await self.outgoing.finish(client, request.message)
+        request.answer(Done())
 
-    def _check(self, peer: Peer) -> None:
-        self._sync.ledger.check_incarnation(peer.task, peer.incarnation)
+    def _check(self) -> None:
         if self._over is not None:
             raise self._over.with_traceback(None)  # it is raised many times
 
@@ -373,9 +360,7 @@ class StepCloser:
     async def _read_first(self, group: int) -> None:
         step = await self.all_ps.read_global_step(self._sync.define(group, None))
         message = BeginGroup(group, self._sync.raw_config(group), step)
-        answer = self._submit(FROM_CLOSER, message, self._define)
-        if isinstance(answer, Answer):
-            await answer
+        await self._sync.executor.run(FROM_CLOSER, message, self._define)
 
     def _begun(self, group: int, task: asyncio.Task[None]) -> None:
         del self._beginning[group]
@@ -446,5 +431,5 @@ class StepCloser:
         self._waits_changed()
 
 
-def _client(peer: Peer) -> Client:
+def _client(peer: Connection) -> Client:
     return peer.task, peer.incarnation

@@ -11,12 +11,12 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 
 from psync.errors import PsyncError
-from psync.net.peer import Later, Reply
+from psync.net.connection import Request
 from psync.sync.cross_ps_sets import Share, Values, WholeSet
 from psync.sync.ps_sync import PsSync
 from psync.sync.pushes import Answer, Refuse
 from psync.sync.tokens import Replica
-from psync.wire.messages import Contributed
+from psync.wire.messages import Contribute, Contributed
 
 PushKey = tuple[int, Replica, int]
 """Group, replica, number of the push."""
@@ -33,7 +33,7 @@ class TokenWaits:
     def __init__(self, sync: PsSync, left: Callable[[PushKey], None]) -> None:
         self._sync = sync
         self._on_left = left
-        self._waiting: dict[PushKey, list[Later]] = {}
+        self._waiting: dict[PushKey, list[Request[Contribute]]] = {}
         self._wanted: dict[PushKey, WholeSet] = {}  # with the token
         self._brought: Values | None = None  # by other ps tasks, while tokens are given
 
@@ -41,20 +41,20 @@ class TokenWaits:
         """Return for how many pushes somebody waits."""
         return len(self._waiting)
 
-    def add(self, key: PushKey, wanted: WholeSet | None) -> Later:
-        """Return what will be the answer to a request.
+    def add(self, request: Request[Contribute], key: PushKey, wanted: WholeSet | None) -> None:
+        """Let a request wait.
 
         Args:
+            request: Who waits.
             key: Of the push.
             wanted: Whose values are to go with the token of a new step; None: nothing's.
         """
-        waiter = Later(functools.partial(self._left, key))
-        self._waiting.setdefault(key, []).append(waiter)
+        request.on_given_up = functools.partial(self._left, key)
+        self._waiting.setdefault(key, []).append(request)
         if wanted is not None:
             self._wanted[key] = wanted
-        return waiter
 
-    def _left(self, key: PushKey, waiter: Later) -> None:
+    def _left(self, key: PushKey, waiter: Request[Contribute]) -> None:
         """Somebody waits no more; perhaps nobody waits for this push now."""
         waiters = self._waiting.get(key, [])
         if waiter in waiters:
@@ -70,7 +70,7 @@ class TokenWaits:
         self._wanted.clear()
         for waiters in waiting.values():
             for waiter in waiters:
-                waiter.give(error)
+                waiter.fail(error)
 
     def answer(self, action: Answer | Refuse) -> None:
         """Tell whoever waits for a push what has become of it."""
@@ -79,16 +79,14 @@ class TokenWaits:
         wanted = self._wanted.pop(key, None)
         if isinstance(action, Refuse):
             for waiter in waiters:
-                waiter.give(action.error)
+                waiter.fail(action.error)
             return
-        reply = Reply(
-            Contributed(
-                action.outcome, action.staleness, action.token, action.partial, action.count
-            ),
-            () if wanted is None else self._values_of(wanted),
+        answer = Contributed(
+            action.outcome, action.staleness, action.token, action.partial, action.count
         )
+        values = () if wanted is None else self._values_of(wanted)
         for waiter in waiters:
-            waiter.give(reply)
+            waiter.answer(answer, values)
 
     # Values that go with tokens.
 

@@ -36,6 +36,7 @@ from psync.errors import (
     RemoteProtocolError,
     VersionMismatch,
 )
+from psync.wire.codec import Message
 from psync.wire.lent import EXTENT, EXTENT_BYTES, Borrow, Borrowed, Copying, Extent
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.tensors import Joined
@@ -96,15 +97,19 @@ Segment = Buffer | Sequence[memoryview]
 
 @dataclass(slots=True, eq=False)
 class Frame:
-    """One received frame; its segments are complete once the decoder returns it."""
+    """One received frame; its segments are complete once the decoder returns it.
+
+    ``message``, ``segments`` and ``token`` are the receiver's to fill.
+    """
 
     kind: int  # a value of Kind
     request_id: int  # 0 where there is none
     header: bytes  # msgpack
     lengths: tuple[int, ...]  # bytes of each segment
     nbytes: int  # of all segments
-    segments: list[memoryview] = field(default_factory=list)  # the sink's to fill
-    token: object = None  # the sink's own business; see ``FrameDecoder.redirect``
+    segments: Sequence[memoryview] = field(default_factory=list)
+    message: Message = None  # type: ignore[assignment]  # once the header is decoded
+    token: object = None  # see ``FrameDecoder.redirect``
     borrowed: Borrowed | None = None  # the body, if it is lent
 
 
@@ -175,12 +180,10 @@ def encode_head(
         LocalProtocolError: If it is more than ``limits`` allow.
     """
     count, body_len = len(lengths), sum(lengths)
-    if not count:
-        if len(header) > limits.header_bytes:
-            _check_sizes(LocalProtocolError, limits, len(header), 0, 0)
+    if not count and len(header) <= limits.header_bytes:
         return PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, len(header), 0, 0) + header
-    if not _are_small(limits, len(header), count, body_len):
-        _check_sizes(LocalProtocolError, limits, len(header), count, body_len)
+    _check_sizes(LocalProtocolError, limits, len(header), count, body_len)
+    if body_len > limits.segment_bytes:
         _check_segments(LocalProtocolError, limits, lengths)
     head = _with_lengths(PREFIX.format, count).pack(
         MAGIC, VERSION, kind, len(extents), request_id, len(header), count, body_len, *lengths
@@ -193,24 +196,36 @@ def encode_head(
 class FrameDecoder:
     """Turns bytes into frames; once broken, stays broken.
 
-    Use: ``get_buffer`` → fill it → ``buffer_updated(n)`` → a frame or None; after a frame,
-    ``next_frame()`` until it returns None.
+    Use: ``get_buffer`` → fill it → ``received(n)`` → a frame or None; after a frame,
+    ``next_frame()`` until it returns None. While a body that is lent is ``copying``,
+    ``received(0)`` copies more of it.
+
+    Args:
+        limits: May be replaced between frames, when the peer has proved itself.
+        sink: Says where bodies go.
+        make: Makes frames.
+
+    Attributes:
+        start: First unread byte of the scratch buffer.
+        end: Behind its last received byte.
+        copying: A body that is lent; None: nothing is being copied.
+        borrow: Finds such bodies; None: the peer has nothing that could be lent.
     """
 
-    def __init__(self, limits: Limits, sink: Sink) -> None:
-        self.limits = limits  # may be replaced between frames, when the peer has proved itself
+    def __init__(self, limits: Limits, sink: Sink, make: type[Frame] = Frame) -> None:
+        self.limits = limits
+        self.start = self.end = 0
+        self.copying: Copying | None = None
+        self.borrow: Borrow | None = None
         self._sink = sink
+        self._make = make
         # Not zeroed: memory that small frames never reach is never taken from the system.
         self._scratch = np.empty(SCRATCH_BYTES, np.uint8).data
-        self._start = 0  # first unread byte of scratch
-        self._end = 0  # behind the last received byte of scratch
         self._frame: Frame | None = None  # whose body is being received, else None
         self._targets: Sequence[memoryview] = ()  # where the rest of the body goes
         self._target = 0  # index of the one being filled
         self._filled = 0  # bytes of it that are there
         self._discard = 0  # bytes of a body still to be thrown away
-        self._copying: Copying | None = None  # of a body that is lent
-        self.borrow: Borrow | None = None  # None: the peer has nothing that could be lent
         self._error: Exception | None = None  # set once broken
 
     def get_buffer(self, sizehint: int = -1) -> memoryview:
@@ -219,14 +234,14 @@ class FrameDecoder:
             return self._targets[self._target][self._filled :]
         if self._discard:
             return self._scratch[: self._discard]
-        if self._start == self._end:
-            self._start = self._end = 0
+        if self.start == self.end:
+            self.start = self.end = 0
             return self._scratch
-        if self._end == len(self._scratch):
+        if self.end == len(self._scratch):
             self._compact(0)
-        return self._scratch[self._end :]
+        return self._scratch[self.end :]
 
-    def buffer_updated(self, nbytes: int) -> Frame | None:
+    def received(self, nbytes: int) -> Frame | None:
         """Account for ``nbytes`` put into the last ``get_buffer()``; return a complete frame.
 
         Raises:
@@ -234,28 +249,74 @@ class FrameDecoder:
                 limits allow.
         """
         if self._targets:
-            return self._body_updated(nbytes)
+            self._advance(nbytes)
+            return None if self._targets else self._body_done()
         if self._discard:
             self._discard -= nbytes
             return None if self._discard else self._body_done()
-        self._end += nbytes
-        return self.next_frame()
+        self.end += nbytes
+        if self.copying is not None:
+            return self._copy_more()
+        if self._error is not None:
+            raise self._error
+        # A prefix and a header, from scratch.
+        start, there = self.start, self.end - self.start
+        if there < PREFIX_BYTES:
+            return None
+        magic, version, kind, extents, request_id, header_len, count, body_len = PREFIX.unpack_from(
+            self._scratch, start
+        )
+        limits = self.limits
+        try:
+            if (
+                magic != MAGIC
+                or version != VERSION
+                or kind not in _KINDS
+                or (extents and (self.borrow is None or not count))
+            ):
+                raise _not_a_frame(magic, version, kind, extents)
+            if (
+                header_len > limits.header_bytes
+                or count > limits.segments
+                or body_len > limits.body_bytes
+                or body_len > limits.segment_bytes
+            ):
+                _check_sizes(FrameTooLarge, limits, header_len, count, body_len)
+            at = start + PREFIX_BYTES + 8 * count + EXTENT_BYTES * extents
+            head = at - start + header_len
+            if there < head:
+                if start + head > len(self._scratch):
+                    self._compact(head)
+                return None
+            header = bytes(self._scratch[at : at + header_len])
+            self.start += head
+            if not (count or body_len):
+                return self._make(kind, request_id, header, (), 0)
+            lengths = _with_lengths("<", count).unpack_from(self._scratch, start + PREFIX_BYTES)
+            if body_len > limits.segment_bytes:
+                _check_segments(FrameTooLarge, limits, lengths)
+            if sum(lengths) != body_len:
+                raise RemoteProtocolError(
+                    f"segments add up to {sum(lengths)} bytes, the prefix says {body_len}"
+                )
+            frame = self._make(kind, request_id, header, lengths, body_len)
+            if extents:
+                named = self._scratch[at - EXTENT_BYTES * extents : at]
+                return self._begin_lent(frame, list(map(Extent._make, EXTENT.iter_unpack(named))))
+            return self._begin_body(frame, body_len)
+        except Exception as exc:
+            self._error = exc
+            raise
 
     def next_frame(self) -> Frame | None:
         """Return the next frame if all of it has arrived already.
 
         Raises:
-            RemoteProtocolError: As ``buffer_updated``.
+            RemoteProtocolError: As ``received``.
         """
         if self._error is not None:
             raise self._error
-        if self._start == self._end:
-            return None
-        try:
-            return self._parse() if self._frame is None else None
-        except Exception as exc:
-            self._error = exc
-            raise
+        return None if self.start == self.end or self._frame is not None else self.received(0)
 
     def redirect(self, token: object) -> None:
         """Throw away the rest of the body whose frame carries ``token``, if one is coming in.
@@ -264,8 +325,8 @@ class FrameDecoder:
         """
         if self._frame is None or self._frame.token is not token:
             return
-        if self._copying is not None:
-            self._copying.stop()
+        if self.copying is not None:
+            self.copying.stop()
         if self._targets:
             self._discard = sum(map(len, self._targets[self._target :])) - self._filled
             self._targets = ()
@@ -273,55 +334,13 @@ class FrameDecoder:
     @property
     def receiving(self) -> bool:
         """Whether the stream would end inside a frame if it ended now."""
-        return self._frame is not None or self._start != self._end
-
-    # Prefix and header: from scratch.
-
-    def _parse(self) -> Frame | None:
-        start, there = self._start, self._end - self._start
-        if there < PREFIX_BYTES:
-            return None
-        magic, version, kind, extents, request_id, header_len, count, body_len = PREFIX.unpack_from(
-            self._scratch, start
-        )
-        limits = self.limits
-        if (
-            magic != MAGIC
-            or version != VERSION
-            or kind not in _KINDS
-            or (extents and (self.borrow is None or not count))
-        ):
-            raise _not_a_frame(magic, version, kind, extents)
-        if not _are_small(limits, header_len, count, body_len):
-            _check_sizes(FrameTooLarge, limits, header_len, count, body_len)
-        at = start + PREFIX_BYTES + 8 * count + EXTENT_BYTES * extents
-        head = at - start + header_len
-        if there < head:
-            if start + head > len(self._scratch):
-                self._compact(head)
-            return None
-        header = bytes(self._scratch[at : at + header_len])
-        self._start += head
-        if not (count or body_len):
-            return Frame(kind, request_id, header, (), 0)
-        lengths = _with_lengths("<", count).unpack_from(self._scratch, start + PREFIX_BYTES)
-        if body_len > limits.segment_bytes:
-            _check_segments(FrameTooLarge, limits, lengths)
-        if sum(lengths) != body_len:
-            raise RemoteProtocolError(
-                f"segments add up to {sum(lengths)} bytes, the prefix says {body_len}"
-            )
-        frame = Frame(kind, request_id, header, lengths, body_len)
-        if extents:
-            named = self._scratch[at - EXTENT_BYTES * extents : at]
-            return self._begin_lent(frame, list(map(Extent._make, EXTENT.iter_unpack(named))))
-        return self._begin_body(frame, body_len)
+        return self._frame is not None or self.start != self.end
 
     def _begin_body(self, frame: Frame, body_len: int) -> Frame | None:
         """Take from scratch what is there of the body; return the frame if that was all."""
         targets = self._sink(frame)
-        start, there = self._start, min(self._end - self._start, body_len)
-        self._start += there
+        start, there = self.start, min(self.end - self.start, body_len)
+        self.start += there
         if targets is None:
             self._discard = body_len - there
             self._frame = frame if self._discard else None
@@ -359,35 +378,26 @@ class FrameDecoder:
         if borrowed.is_kept:
             return frame
         self._frame = frame
-        self._copying = Copying(borrowed, frame.nbytes, targets)
-        return self.copy_more()
+        self.copying = Copying(borrowed, frame.nbytes, targets)
+        return self._copy_more()
 
-    @property
-    def is_copying(self) -> bool:
-        """Whether ``copy_more`` has to be called, and nothing else may be until it has ended."""
-        return self._copying is not None
-
-    def copy_more(self) -> Frame | None:
+    def _copy_more(self) -> Frame | None:
         """Copy a part of a body that is lent; return its frame with the last one."""
-        assert self._copying is not None, "one has begun"
-        if not self._copying.go_on():
+        assert self.copying is not None, "one has begun"
+        if not self.copying.go_on():
             return None
-        self._copying = None
+        self.copying = None
         return self._body_done()
 
     def _compact(self, need: int) -> None:
         """Move what is unread to the front of a scratch buffer of at least ``need`` bytes."""
-        unread = bytes(self._scratch[self._start : self._end])
+        unread = bytes(self._scratch[self.start : self.end])
         if need > len(self._scratch):
             self._scratch = np.empty(need, np.uint8).data
         self._scratch[: len(unread)] = unread
-        self._start, self._end = 0, len(unread)
+        self.start, self.end = 0, len(unread)
 
     # Body: straight into its targets.
-
-    def _body_updated(self, nbytes: int) -> Frame | None:
-        self._advance(nbytes)
-        return None if self._targets else self._body_done()
 
     def _advance(self, nbytes: int) -> None:
         """Count ``nbytes`` more in the current target; go on to one that has room, or to none."""
@@ -418,16 +428,6 @@ def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemotePro
             hint="install the same version of psync for all tasks",
         )
     return RemoteProtocolError(f"unknown frame of kind {kind} with flags {flags:#06x}")
-
-
-def _are_small(limits: Limits, header_len: int, count: int, body_len: int) -> bool:
-    """Whether a frame is within all limits, whatever its segments are."""
-    return (
-        header_len <= limits.header_bytes
-        and count <= limits.segments
-        and body_len <= limits.body_bytes
-        and body_len <= limits.segment_bytes
-    )
 
 
 def _check_sizes(

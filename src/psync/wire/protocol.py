@@ -59,6 +59,7 @@ class Protocol:
         handshake: This side's half.
         limits: In force once the connection is open.
         sink: Where the bodies of frames go, see ``frames.Sink``.
+        make: Makes frames.
     """
 
     def __init__(
@@ -66,10 +67,11 @@ class Protocol:
         handshake: ClientHandshake | ServerHandshake,
         limits: Limits,
         sink: Sink,
+        make: type[Frame] = Frame,
     ) -> None:
         self._handshake = handshake
         self.limits = limits
-        self.decoder = FrameDecoder(HANDSHAKE_LIMITS, sink)
+        self.decoder = FrameDecoder(HANDSHAKE_LIMITS, sink, make)
         self._out: list[Buffer] = []
         self.peer_task = ""  # name of the peer's task; proven once the state is OPEN
         self.peer_incarnation = 0
@@ -97,7 +99,7 @@ class Protocol:
         if self.state is State.CLOSED:
             raise LocalProtocolError("bytes were received on a closed connection")
         try:
-            frame = self.decoder.buffer_updated(nbytes)
+            frame = self.decoder.received(nbytes)
             while frame is not None:
                 self._step(frame)
                 if self.state in (State.OPEN, State.CLOSED):

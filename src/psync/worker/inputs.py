@@ -14,10 +14,10 @@ from typing import Any
 from psync.client.context import ClosureContext
 from psync.client.prefetch import NEVER
 from psync.errors import ClosureInputError, RemoteProtocolError, SerializationError
-from psync.net.peer import Received
 from psync.serialization.functions import is_coroutine_step, load_function
 from psync.serialization.payloads import Payload, unpack_arguments
 from psync.wire.codec import Message
+from psync.wire.frames import Frame
 from psync.wire.messages import Arguments, FetchArguments, FetchFunction, Function
 from psync.worker.dataset_functions import InputContext
 from psync.worker.iterators import (
@@ -68,7 +68,7 @@ class LoadedStep:
 class ClosureInputs:
     """Fetches, unpickles and builds inputs for the closures of one session."""
 
-    fetch: Callable[[Message], Awaitable[Received]]  # a request to the coordinator
+    fetch: Callable[[Message], Awaitable[Frame]]  # a request to the coordinator
     iterators: IteratorTable  # this worker's; new ones are added
     worker_index: int
     ahead: int  # batches that datasets load ahead in threads

@@ -10,7 +10,7 @@ import traceback
 from collections import Counter
 from typing import Any, NamedTuple
 
-from psync.net.peer import Peer
+from psync.net.connection import Connection
 from psync.serialization.failures import describe_exception, text_of
 from psync.serialization.payloads import EMPTY, Payload
 from psync.wire.frames import SMALL_BODY_BYTES
@@ -63,7 +63,7 @@ class ResultsToSend:
         bulk: The one on which large ones do.
     """
 
-    def __init__(self, control: Peer, bulk: Peer) -> None:
+    def __init__(self, control: Connection, bulk: Connection) -> None:
         self._control = control
         self._bulk = bulk
         self._loop = asyncio.get_running_loop()

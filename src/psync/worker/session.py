@@ -27,14 +27,14 @@ from weakref import WeakSet
 from psync.client.context import ClosureContext, here
 from psync.client.runtime import Runtime
 from psync.errors import ClosureCancelled, DeadlineExceeded, EndOfData, TransportError
-from psync.net.peer import Peer, Received
+from psync.net.connection import Connection
 from psync.net.platform import Platform
 from psync.net.shielding import most_are_cancelled
 from psync.net.task_reports import stack_of_task
 from psync.replicas.gang_member import GangMember
 from psync.serialization.payloads import check_size, pack
 from psync.wire.codec import Message
-from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.frames import SMALL_BODY_BYTES, Frame
 from psync.wire.messages import (
     AskPosition,
     AttachWorker,
@@ -91,8 +91,8 @@ class Session:
     def __init__(
         self,
         attach: AttachWorker,
-        control: Peer,
-        bulk: Peer,
+        control: Connection,
+        bulk: Connection,
         runtime: Runtime,
         iterators: IteratorTable,
         platform: Platform,
@@ -193,7 +193,7 @@ class Session:
         finally:
             waiting.cancel()
         await self.runtime.ps.outgoing.drain()
-        await self.bulk.connection.wait_writable()  # what is said next would overtake large results
+        await self.bulk.wait_writable()  # what is said next would overtake large results
         for lane in (self.bulk, self.control):
             await lane.call(EndSession(reason, True), deadline=self._loop.time() + ANSWER_S)
 
@@ -316,7 +316,7 @@ class Session:
             if self._results.nbytes > SMALL_BODY_BYTES:
                 await self._turn()
                 self.runtime.ahead.begin_closure()  # none, but it may wait
-                await self.bulk.connection.wait_writable()
+                await self.bulk.wait_writable()
                 self.runtime.ahead.end_closure()
             if self._now - self._last_turn > TURN_S:
                 await self._turn()
@@ -464,7 +464,7 @@ class Session:
         while self._runner.uncancel() > 0:
             pass
 
-    async def _fetch(self, message: Message) -> Received:
+    async def _fetch(self, message: Message) -> Frame:
         try:
             return await self.bulk.call(message)
         except TransportError as exc:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from psync.errors import PsyncError
-from psync.net.peer import Peer
+from psync.net.connection import Connection
 from psync.net.tracing.readings import Reading
 from psync.net.tracing.recorder import LEASE_S, SpanRecorder
 from psync.wire.messages import AskSpans
@@ -24,8 +24,10 @@ ASKED_AT_ONCE = 100
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    asked: dict[Peer, asyncio.Task[None]] = field(default_factory=dict)  # that have not answered
-    known: set[Peer] = field(default_factory=set)  # asked before
+    asked: dict[Connection, asyncio.Task[None]] = field(
+        default_factory=dict
+    )  # that have not answered
+    known: set[Connection] = field(default_factory=set)  # asked before
     came: list[Reading] = field(default_factory=list)  # not handed out yet
     turn: int = 0  # place of the task that is asked next
     lease: asyncio.TimerHandle | None = None
@@ -39,7 +41,7 @@ class SpanCollector:
         peers: Returns a connection to each of the others.
     """
 
-    def __init__(self, recorder: SpanRecorder, peers: Callable[[], Iterable[Peer]]) -> None:
+    def __init__(self, recorder: SpanRecorder, peers: Callable[[], Iterable[Connection]]) -> None:
         self._recorder = recorder
         self._peers = peers
         self._readers: dict[str, _Reader] = {}
@@ -101,7 +103,7 @@ class SpanCollector:
                 asking = self._ask_one(reader, peer, AskSpans(name, last))
                 reader.asked[peer] = asyncio.get_running_loop().create_task(asking)
 
-    async def _ask_one(self, reader: _Reader, peer: Peer, message: AskSpans) -> None:
+    async def _ask_one(self, reader: _Reader, peer: Connection, message: AskSpans) -> None:
         try:
             asked = self._recorder.now()
             received = await peer.call(message)

@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from psync.net.connection import Tap
+from psync.net.connection import Connection, Request, Tap
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Peer, Reply
 from psync.net.platform import Platform, random_hex
 from psync.wire.messages import AskSpans, Statistics
 
@@ -116,7 +115,7 @@ class SpanRecorder:
         def record(recorder: SpanRecorder | None) -> None:
             endpoint.tap(None if recorder is None else tap_of)
 
-        def tap_of(peer: Peer) -> Tap:
+        def tap_of(peer: Connection) -> Tap:
             return self._tap(endpoint, peer)
 
         return self.watch(record)
@@ -125,9 +124,10 @@ class SpanRecorder:
         """Record something: a name, and what msgpack can carry."""
         self._fresh.append((self.now(), *note))
 
-    def answer(self, peer: Peer, message: AskSpans, _: list[memoryview]) -> Reply:
+    def answer(self, request: Request[AskSpans]) -> None:
         """Serve ``AskSpans``."""
-        return Reply(Statistics({}), [self.read(message.reader, last=message.last)])
+        message = request.message
+        request.answer(Statistics({}), [self.read(message.reader, last=message.last)])
 
     def read(self, name: str, *, last: bool = False) -> bytes:
         """Return what was recorded since this reader has asked last; at first nothing is.
@@ -205,7 +205,7 @@ class SpanRecorder:
         if self._readers:
             watched(None)
 
-    def _tap(self, endpoint: Endpoint, peer: Peer) -> Tap:
+    def _tap(self, endpoint: Endpoint, peer: Connection) -> Tap:
         number, now, append = next(self._numbers), self.now, self._fresh.append
 
         def tap(kind: int, request: int, header: bytes, nbytes: int) -> None:
@@ -216,7 +216,7 @@ class SpanRecorder:
             self._connections[number] = (
                 endpoint.task, endpoint.incarnation, peer.task, peer.incarnation, peer.lane,
             )  # fmt: skip
-            peer.connection.tap = tap
+            peer.tap = tap
             tap(kind, request, header, nbytes)
 
         return first

@@ -33,7 +33,6 @@ import msgpack
 import numpy as np
 
 from psync.errors import ConfigurationError
-from psync.net.peer import Reply
 from psync.ps.update import Update
 from psync.ps.updates import PsUpdates
 from psync.specs import ShardSpec, dtype_name
@@ -167,11 +166,10 @@ class LoggedStore(ShardStore):
 class LoggedUpdates(PsUpdates):
     """Updates of a store whose changes are written down: whose they are."""
 
-    def _applied(self, update: Update, answer: Pushed) -> Reply:
-        reply = super()._applied(update, answer)
+    def _applied(self, update: Update, answer: Pushed) -> None:
+        super()._applied(update, answer)
         if isinstance(self._store, LoggedStore) and self._store.log is not None:
             self._store.log.applied(update)
-        return reply
 
 
 class LoggedServices(PsServices):

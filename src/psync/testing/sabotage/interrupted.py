@@ -15,12 +15,12 @@ from psync.client.plans import Plan
 from psync.client.ps_link import Answers, Call
 from psync.client.sync_client import SyncClient
 from psync.errors import PsyncError
-from psync.net.peer import Received
 from psync.sync.groups import OutgoingStep
 from psync.sync.step_rounds import Ended, StepRounds
 from psync.testing.sabotage.failpoints import Failpoints
 from psync.testing.sabotage.places import BETWEEN_PS, STEP_DECIDED
 from psync.wire.codec import Message
+from psync.wire.frames import Frame
 
 M = TypeVar("M", bound=Message)
 
@@ -53,7 +53,7 @@ class SteppedAnswers(Answers[M]):
         if self._calls:
             self._ask(0)
 
-    def _note(self, position: int, outcome: Received | Exception) -> None:
+    def _note(self, position: int, outcome: Frame | Exception) -> None:
         super()._note(position, outcome)
         following = position + 1
         if following == len(self._calls):

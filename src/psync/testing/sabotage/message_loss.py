@@ -43,10 +43,10 @@ from pathlib import Path
 from typing import Any
 
 from psync.errors import ConfigurationError, ConnectionLost, PsyncError
-from psync.net.serving import Reply, RequestServer
+from psync.net.connection import Connection, Request
 from psync.testing.sabotage.notes import Notes
 from psync.wire.codec import Message, decode
-from psync.wire.frames import Frame, Kind
+from psync.wire.frames import Buffer, Kind
 
 VARIABLE = "PSYNC_TESTING_LOSS"
 
@@ -159,8 +159,8 @@ class MessageLosses:
         return None
 
 
-class LossyServer(RequestServer):
-    """Serves the requests of a peer, and cuts the connection where ``losses`` say so."""
+class LossyConnection(Connection):
+    """Serves the requests of a peer, and is cut where ``losses`` say so."""
 
     losses: MessageLosses  # of the task
 
@@ -168,51 +168,46 @@ class LossyServer(RequestServer):
         super().__init__(*parts)
         self._silent: set[int] = set()  # requests whose answer is lost
 
-    def serve(self, frame: Frame) -> None:
+    def _serve(self, request: Request[Any]) -> None:
         """Serve a request, or lose it or its answer."""
-        if frame.token is None:
-            frame.token = decode(frame.header)
-        kind = type(frame.token).__name__
-        form = self.losses.draw(kind) if isinstance(frame.token, Message) else None
+        kind = type(request.message or decode(request.header)).__name__
+        form = self.losses.draw(kind) if not isinstance(request.token, Exception) else None
         if form == "request":
             self._cut(f"the request {kind} was lost")
             return
         if form == LATE:
             self._cut(f"the request {kind} is late")
-            self.losses.when_it_is_time(kind, functools.partial(self._serve_late, frame))
+            self.losses.when_it_is_time(kind, functools.partial(self._serve_late, request))
             return
-        if form == SLOW and frame.kind == Kind.REQUEST:  # what nobody answers keeps its order
+        if form == SLOW and request.kind == Kind.REQUEST:  # what nobody answers keeps its order
             after_s = self.losses.slowness()
-            asyncio.get_running_loop().call_later(after_s, self._serve_late, frame)
+            asyncio.get_running_loop().call_later(after_s, self._serve_late, request)
             return
         if form == "in_flight":
             self._cut(f"the reply to {kind} was lost while it was worked on")
-        elif form == "reply" and frame.kind == Kind.REQUEST:
-            self._silent.add(frame.request_id)
-        super().serve(frame)
-        if form == "reply" and frame.kind != Kind.REQUEST:  # nobody answers a notification
+        elif form == "reply" and request.kind == Kind.REQUEST:
+            self._silent.add(request.request_id)
+        super()._serve(request)
+        if form == "reply" and request.kind != Kind.REQUEST:  # nobody answers a notification
             self._cut(f"the connection was lost after {kind}")
 
-    def _serve_late(self, frame: Frame) -> None:
+    def _serve_late(self, request: Request[Any]) -> None:
         try:
-            super().serve(frame)
+            super()._serve(request)
         except PsyncError as exc:
-            self._connection.abort(exc)  # if it is there still
+            self.abort(exc)  # if it is there still
 
-    def _answer(self, request_id: int, reply: Reply | None, *, at_once: bool = False) -> None:
-        if request_id in self._silent:
-            self._cut("the reply was lost")
-        else:
-            super()._answer(request_id, reply, at_once=at_once)
-
-    def _answer_error(self, request_id: int, exc: BaseException) -> None:
-        if request_id in self._silent:
-            self._cut("the reply, an error, was lost")
-        else:
-            super()._answer_error(request_id, exc)
+    def send(self, kind: int, request_id: int, *message: Any, **how: Any) -> list[Buffer]:
+        """Send a message, unless it is an answer that is lost."""
+        if kind in (Kind.REPLY, Kind.ERROR) and request_id in self._silent:
+            self._cut(
+                "the reply was lost" if kind == Kind.REPLY else "the reply, an error, was lost"
+            )
+            return []
+        return super().send(kind, request_id, *message, **how)
 
     def _cut(self, reason: str) -> None:
-        self._connection.abort(ConnectionLost(f"{reason} ({VARIABLE})"))
+        self.abort(ConnectionLost(f"{reason} ({VARIABLE})"))
 
 
 def _checked(name: str, rates: Any) -> Mapping[str, float]:

@@ -8,8 +8,8 @@ from typing import TypeVar, cast
 from psync.checkpoints.writer import Writer
 from psync.client.outgoing import Outgoing
 from psync.client.sync_client import SyncClient
+from psync.net.connection import Connection
 from psync.net.platform import Parts, Platform
-from psync.net.serving import RequestServer
 from psync.ps.updates import PsUpdates
 from psync.ps_task import PsTask
 from psync.store.commit_log import CommitLog
@@ -24,7 +24,7 @@ from psync.testing.sabotage.apply_log import LoggedServices, LoggedStore, Logged
 from psync.testing.sabotage.early_writer import EarlyWriter
 from psync.testing.sabotage.failpoints import Failpoints
 from psync.testing.sabotage.interrupted import SteppedOutgoing, SteppedRounds, SteppedSyncClient
-from psync.testing.sabotage.message_loss import LossyServer, MessageLosses
+from psync.testing.sabotage.message_loss import LossyConnection, MessageLosses
 from psync.testing.sabotage.places import PLACES, with_places
 from psync.testing.sabotage.ps import SabotagedPs
 from psync.testing.sabotage.switches import switched_off
@@ -76,7 +76,7 @@ class SabotagedParts(Parts):
         }  # fmt: skip
         self._instead.update(WITHOUT[name] for name in without & WITHOUT.keys())
         if losses is not None:
-            self._instead[RequestServer] = LossyServer
+            self._instead[Connection] = LossyConnection
         if apply_log:
             self._instead |= {
                 ShardStore: LoggedStore, PsUpdates: LoggedUpdates, PsServices: LoggedServices,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
-from psync.net.peer import Peer, Reply
+from psync.net.connection import Connection
 from psync.net.platform import Parts, Platform
 from psync.net.transport import Listener
 from psync.ps.snapshots import Contents
@@ -58,12 +58,11 @@ class SabotagedPs(PsTask):
         super().take(loaded, message)
         self._log.serves()
 
-    def _attach(self, peer: Peer, message: AttachPs, body: list[memoryview]) -> Awaitable[Reply]:
+    def _take_up(self, peer: Connection, message: AttachPs) -> None:
         before = self.floor
-        settled = super()._attach(peer, message, body)
+        super()._take_up(peer, message)
         if self.floor != before:
             self._log.serves()
-        return settled
 
     def _nothing(self, floor: int) -> Contents:
         contents = super()._nothing(floor)

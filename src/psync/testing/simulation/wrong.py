@@ -20,7 +20,7 @@ from psync.closures.identities import Identities, Identity
 from psync.closures.open import OpenClosures
 from psync.closures.queue import ClosureQueue
 from psync.errors import TaskLost
-from psync.net.peer import Handler
+from psync.net.connection import Handler
 from psync.net.shared.bodies import BorrowedBody, Sharing
 from psync.net.shared.loans import Loan
 from psync.ps.computes import Computes
