@@ -138,7 +138,7 @@ async def test_duplicates_travel_once_in_one_request_to_each_ps() -> None:
 
         def received() -> int:
             links = strategy._runtime.ps.links
-            return sum(peer.connection.bytes_received for link in links for peer in peers_of(link))
+            return sum(peer.bytes_received for link in links for peer in peers_of(link))
 
         before = received()
         rows = await psync.embedding_lookup(table, [3, 999] * 500)

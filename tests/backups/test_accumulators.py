@@ -16,11 +16,11 @@ from inside import accumulators_of, backup_of, peers_of, settled, updates_of
 from ps_cluster import OTHER, WORKER, PsCluster, until
 from psync.client.ps_client import PsClient
 from psync.errors import ValueMismatchError
-from psync.net.peer import Received
 from psync.ps.accumulators import AccumulatorService
 from psync.ps_task import PsTask
 from psync.store.ledger_snapshot import gradients_of
 from psync.wire.codec import encode
+from psync.wire.frames import Frame
 from psync.wire.messages import (
     ApplyGradient,
     DefineAccumulator,
@@ -58,7 +58,7 @@ class Scene:
         self.random = np.random.default_rng(5)
         self.sequence = 0
 
-    async def ask(self, client: PsClient, message: Any, *segments: Any) -> Received:
+    async def ask(self, client: PsClient, message: Any, *segments: Any) -> Frame:
         return await client.links[0].call(lambda _: message, segments)
 
     async def apply(

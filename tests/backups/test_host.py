@@ -22,7 +22,7 @@ from inside import (
 from ps_cluster import CHIEF, CONFIG, PsCluster, heard, pull, push
 from psync.backups.fingerprint import fingerprint
 from psync.errors import FencedError, PsyncError, UsageError
-from psync.net.peer import AsIfFrom, Handler, Reply
+from psync.net.connection import AsIfFrom, Handler, Reply
 from psync.ps_task import PsTask
 from psync.wire.codec import Message, decode, encode
 from psync.wire.handshake import RELEASE

@@ -17,7 +17,7 @@ from ps_by_hand import A, PsByHand
 from ps_cluster import CHIEF, CONFIG, PsCluster, assign, pull, push, until
 from psync.client.shard_locks import assign_at_once
 from psync.errors import ConnectionLost, ParameterServerLost, PsyncError, UsageError
-from psync.net.peer import Reply
+from psync.net.connection import Reply
 from psync.testing.simulation.ps_oracle import faults_of_pairs
 from psync.wire.messages import (
     ApplyGradient,

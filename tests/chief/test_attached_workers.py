@@ -9,15 +9,15 @@ import pytest
 
 from psync.chief.attached_workers import AttachedWorkers, WorkerRecord
 from psync.errors import ConnectionLost
-from psync.net.peer import Received
 from psync.wire.codec import Message
+from psync.wire.frames import Frame
 from psync.wire.messages import CancelClosures, Done
 
 W2, W10, AWAY = (f"/job:worker/task:{index}" for index in (2, 10, 11))
 
 
 class Connection:
-    """As a Peer: notes what it is told, and answers or is lost."""
+    """As a Connection: notes what it is told, and answers or is lost."""
 
     def __init__(self, task: str, *, is_lost: bool = False) -> None:
         self.task = task
@@ -27,10 +27,10 @@ class Connection:
     def notify(self, message: Message, segments: Any = ()) -> None:
         self.heard.append(message)
 
-    async def call(self, message: Message) -> Received:
+    async def call(self, message: Message) -> Frame:
         if self._is_lost:
             raise ConnectionLost("gone")
-        return Received(Done(), [])
+        return Frame(Done(), [])
 
 
 @pytest.fixture

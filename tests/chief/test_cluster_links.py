@@ -15,7 +15,7 @@ from memory_cluster import MemoryCluster, cluster_of
 from psync.api.data_shards import MAX_SHARDS
 from psync.chief.cluster_links import ClusterLinks
 from psync.errors import ConnectFailed, UsageError
-from psync.net.peer import Peer
+from psync.net.connection import Connection
 from psync.worker_task import WorkerTask
 
 pytestmark = pytest.mark.virtual_time
@@ -114,7 +114,7 @@ async def test_starting_bears_that_one_of_two_connections_breaks_while_a_worker_
     await cluster.stop("worker-1")
     attach, broken = WorkerTask._attach, []
 
-    async def break_and_attach(self: WorkerTask, peer: Peer, *args: Any) -> Any:
+    async def break_and_attach(self: WorkerTask, peer: Connection, *args: Any) -> Any:
         if not broken:
             broken.append(self._lanes[peer.task, peer.incarnation, "bulk"])
             broken[0].abort()

@@ -10,7 +10,7 @@ from inside import handlers_of
 from memory_cluster import cluster_of
 from psync.chief.enquiry import absent, enquire
 from psync.errors import RemoteProtocolError
-from psync.net.peer import Handler, Reply
+from psync.net.connection import Handler, Reply
 from psync.wire.messages import Done, GrantCoordinator
 
 pytestmark = pytest.mark.virtual_time

@@ -19,7 +19,7 @@ from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
 from ps_cluster import heard, hold
 from psync.client import plans
 from psync.errors import AttachError, FencedError
-from psync.net.peer import Handler
+from psync.net.connection import Handler
 from psync.net.process_state import fresh_process
 from psync.testing import settle
 from psync.wire.messages import AdoptShards, AttachPs, Gate, LogEntries, Push, TellCounts

@@ -15,7 +15,7 @@ from inside import chief_of, handlers_of, ledger_of
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
 from ps_cluster import hold, until
 from psync.errors import PsyncError
-from psync.net.peer import Handler
+from psync.net.connection import Handler, Request
 from psync.ps_task import PsTask
 from psync.testing import settle
 from psync.training import checkpoint
@@ -41,7 +41,8 @@ def before(
     handlers = handlers_of(cluster.tasks[name])
     handler = handlers[kind]
 
-    async def run(peer: Any, message: Any, body: Any) -> Any:
+    async def run(request: Request[Any]) -> None:
+        peer, message, body = request.peer, request.message, request.segments
         handlers[kind] = handler
         await first()
         answer = handler.run(peer, message, body)

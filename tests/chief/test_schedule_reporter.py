@@ -19,7 +19,7 @@ from psync.closures.closure import Closure
 from psync.closures.identities import Identity
 from psync.closures.queue import ClosureQueue
 from psync.errors import ParameterServerLost
-from psync.net.peer import Peer
+from psync.net.connection import Connection
 from psync.net.process_state import fresh_process
 from psync.wire.closure_numbers import numbered
 from psync.wire.codec import Message
@@ -32,15 +32,15 @@ pytestmark = pytest.mark.virtual_time
 def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ReportSchedule]]:
     """All reports that were sent, repetitions too, of a program that begins with no optimizer."""
     sent: list[ReportSchedule] = []
-    call = Peer.call
+    call = Connection.call
 
-    async def recording(self: Peer, message: Message, *args: Any, **kwargs: Any) -> Any:
+    async def recording(self: Connection, message: Message, *args: Any, **kwargs: Any) -> Any:
         if isinstance(message, ReportSchedule):
             assert self.task == "/job:ps/task:0"
             sent.append(message)
         return await call(self, message, *args, **kwargs)
 
-    monkeypatch.setattr(Peer, "call", recording)
+    monkeypatch.setattr(Connection, "call", recording)
     with fresh_process():
         yield sent
 

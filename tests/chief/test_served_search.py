@@ -15,8 +15,8 @@ from ps_cluster import heard
 from psync.chief.enquiry import ServedSearch
 from psync.cluster_roles import CHIEF
 from psync.errors import FencedError, RemoteProtocolError
+from psync.net.connection import Handler, Reply
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Handler, Reply
 from psync.wire.messages import AskServed, Done, EndFormer, LogTaken
 
 pytestmark = pytest.mark.virtual_time

@@ -13,7 +13,7 @@ from memory_cluster import MemoryCluster, cluster_of
 from psync.chief.cluster_links import ClusterLinks
 from psync.closures.flapping import ALONE_S, FIRST_S
 from psync.errors import ConnectFailed, ConnectionLost, ProtocolError
-from psync.net.peer import Handler
+from psync.net.connection import Handler
 from psync.wire.messages import EndSession
 from psync.worker_task import WorkerTask
 

@@ -18,7 +18,7 @@ from psync.client.compression import ErrorFeedback, pull_compressed
 from psync.client.plans import Plan
 from psync.client.ps_client import PsClient
 from psync.errors import ClosedError, RemoteProtocolError, ValueMismatchError
-from psync.net.peer import Handler
+from psync.net.connection import Handler
 from psync.numerics.compression import Compression, narrow_dtype
 from psync.numerics.scatter import IndexedSlices
 from psync.numerics.update_rule import SGD

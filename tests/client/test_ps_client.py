@@ -19,7 +19,7 @@ from psync.errors import (
     UnknownVariableError,
     ValueMismatchError,
 )
-from psync.net.peer import Handler, Reply
+from psync.net.connection import Handler, Reply
 from psync.numerics.update_rule import SGD
 from psync.specs import ShardSpec, VariableSpec
 from psync.testing.sabotage import FailpointError, Failpoints

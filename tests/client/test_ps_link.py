@@ -24,10 +24,11 @@ from psync.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from psync.net.peer import Handler, Later, Peer, Received
+from psync.net.connection import Connection, Handler, Later, Request
 from psync.net.secret import Secret
 from psync.ps_task import PsTask
 from psync.wire.codec import Message
+from psync.wire.frames import Frame
 from psync.wire.messages import AskStatistics, Done, Pull, Pulled, Statistics
 
 pytestmark = pytest.mark.asyncio
@@ -65,7 +66,7 @@ class TestLost:
             endpoint, blocked = endpoint_of(link), []
             connect = endpoint.connect
 
-            async def connect_late(*where: str) -> Peer:
+            async def connect_late(*where: str) -> Connection:
                 if not blocked:
                     blocked.append(where)
                     time.sleep(0.15)  # noqa: ASYNC251  a step of the program, say
@@ -145,7 +146,7 @@ class TestLost:
             link = client.links[0]
             made = []
 
-            def wrong(peer: Peer) -> Message:
+            def wrong(peer: Connection) -> Message:
                 made.append(peer)
                 return Pull("one", None, -1, "")  # type: ignore[arg-type]
 
@@ -314,7 +315,8 @@ async def test_a_question_without_a_coroutine_is_answered_and_asked_again() -> N
         answer = handlers[AskStatistics]
         cuts = iter([True])
 
-        def run(peer: Any, message: Any, segments: list[memoryview]) -> Any:
+        def run(request: Request[Any]) -> None:
+            peer, message, segments = request.peer, request.message, request.segments
             if next(cuts, False):
                 cluster.network.cut("w")
             return answer.run(peer, message, segments)
@@ -339,7 +341,7 @@ async def test_a_question_that_is_given_up_is_answered_no_more() -> None:
         waiting: list[Later] = []
         given_up: list[Later] = []
 
-        def run(peer: Any, message: Any, segments: list[memoryview]) -> Later:
+        def run(request: Request[Any]) -> None:
             waiting.append(Later(given_up.append))
             return waiting[-1]
 
@@ -395,7 +397,7 @@ class Played:
     task = "a ps"
 
     def __init__(self) -> None:
-        self.answer: list[Callable[[Received | Exception], None]] = []
+        self.answer: list[Callable[[Frame | Exception], None]] = []
         self.given_up: list[int] = []
 
     def ask(self, build: object, segments: object, then: Any, **_: object) -> Question:
@@ -410,8 +412,8 @@ class Played:
 
 class TestAnswers:
     @staticmethod
-    def received(number: int) -> Received:
-        return Received(Statistics({"number": number}), [])
+    def received(number: int) -> Frame:
+        return Frame(Statistics({"number": number}), [])
 
     @pytest.mark.parametrize("before", [0, 1, 3])
     async def test_they_come_in_the_order_of_the_questions(self, before: int) -> None:
@@ -463,7 +465,7 @@ class TestAnswers:
 
 
 async def test_an_answer_of_another_kind_is_named_with_who_gave_it() -> None:
-    received = Received(Done(), [])
+    received = Frame(Done(), [])
     assert expect(received, Done, "a ps", "a pull") is received.message
     with pytest.raises(RemoteProtocolError, match=r"^a ps answered a pull with Done"):
         expect(received, Statistics, "a ps", "a pull")

@@ -15,7 +15,7 @@ from psync.client.ps_client import PsClient
 from psync.client.pulled_steps import PulledSteps
 from psync.client.rows import _within
 from psync.errors import RemoteProtocolError, UnknownVariableError, ValueMismatchError
-from psync.net.peer import Handler, Reply
+from psync.net.connection import Handler, Reply
 from psync.numerics.scatter import SCATTER_OPS, IndexedSlices
 from psync.numerics.update_rule import SGD
 from psync.specs import ShardSpec, VariableSpec

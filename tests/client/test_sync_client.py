@@ -21,7 +21,7 @@ from psync.errors import (
     TrainingEnded,
     ValueMismatchError,
 )
-from psync.net.peer import Handler, Reply
+from psync.net.connection import Handler, Reply, Request
 from psync.numerics.update_rule import SGD
 from psync.ps_task import PsTask
 from psync.specs import VariableSpec
@@ -387,7 +387,8 @@ class TestLostConnections:
             staging = handlers[StagePush]
             cuts = iter([True])
 
-            def run(peer: Any, message: Any, segments: list[memoryview]) -> Any:
+            def run(request: Request[Any]) -> None:
+                peer, message, segments = request.peer, request.message, request.segments
                 if next(cuts, False):
                     cluster.network.cut("w")
                 return staging.run(peer, message, segments)

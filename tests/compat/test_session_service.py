@@ -23,7 +23,7 @@ from psync.errors import (
     FencedError,
     UsageError,
 )
-from psync.net.peer import Peer
+from psync.net.connection import Connection
 from psync.specs import ShardSpec
 from psync.store.store import ShardStore
 from psync.sync.staleness_service import ClockService
@@ -97,7 +97,7 @@ def test_only_workers_enter_and_only_the_chief_declares() -> None:
     endpoint: Any = SimpleNamespace(peers=[], on_peer=[])
     check = ps.peer(COORDINATOR)
 
-    def check_coordinator(peer: Peer) -> None:
+    def check_coordinator(peer: Connection) -> None:
         if peer is not check:
             raise FencedError(f"{peer.task} is not the coordinator that it serves")
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar, cast
 
+from asked import Asked, spawn
 from inside import staged_on
 from ps_by_hand import COORDINATOR, PsByHand, joined
-from psync.net.peer import AsIfFrom, Peer
+from psync.net.connection import AsIfFrom
 from psync.ps.executor import Entry
 from psync.ps.snapshots import Contents, unpack_answer
 from psync.store.ledger import Ledger
@@ -57,7 +58,8 @@ class BackupByHand(PsByHand):
         message = decode(entry.header)
         handler = self.services.replayed.get(type(message)) or self._handlers[type(message)]
         body = [memoryview(bytes(segment)) for segment in entry.body]
-        handler.run(cast(Peer, AsIfFrom(*entry.client, self._of_log)), message, body)
+        peer = AsIfFrom(entry.client, self._of_log, spawn)
+        handler.run(Asked(peer, message, body))
 
     def follow(self) -> Iterator[Entry]:
         """Take all entries that there are, one after the other; the primary executes each, too.

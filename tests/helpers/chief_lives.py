@@ -13,7 +13,7 @@ from inside import handlers_of
 from memory_cluster import MemoryCluster
 from psync.api.optimizers.registry import optimizers_here
 from psync.chief.events import FailoverEvent
-from psync.net.peer import Handler
+from psync.net.connection import Handler, Request
 from psync.wire.codec import Message
 
 
@@ -99,7 +99,8 @@ def at(
     handler = handlers[kind]
     unheard: list[asyncio.Future[Any]] = []
 
-    def run(peer: Any, message: Any, body: Any) -> Any:
+    def run(request: Request[Any]) -> None:
+        peer, message, body = request.peer, request.message, request.segments
         reached.set()
         if do() is not False:
             return handler.run(peer, message, body)

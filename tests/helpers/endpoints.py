@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from psync.net.connection import Connection
+from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.net.secret import Secret
 from psync.net.transport import Network, SocketNetwork
@@ -29,9 +28,9 @@ SECRET = Secret(b"a secret of the whole cluster")
 Handlers = dict[type[Message], Handler]
 
 
-def done(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+def done(request: Request[Any]) -> None:
     """A handler that has nothing to do."""
-    return Reply(Done())
+    request.answer(Done())
 
 
 def push(sequence: int = 1) -> Push:
@@ -50,27 +49,25 @@ class Gate:
         self.begun = 0
         self.cancelled = 0
 
-    async def __call__(self, peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+    async def __call__(self, request: Request[Any]) -> None:
         self.begun += 1
         try:
             await self.open.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        return Reply(Done())
+        request.answer(Done())
 
 
 def raising(error: Exception, *, slowly: bool = False) -> Handler:
-    async def later() -> Reply:
+    async def later(request: Request[Any]) -> None:
         await asyncio.sleep(0)
         raise error
 
-    def run(peer: Peer, message: Any, segments: list[memoryview]) -> Awaitable[Reply]:
-        if slowly:
-            return later()
+    def at_once(request: Request[Any]) -> None:
         raise error
 
-    return Handler(run)
+    return Handler(later if slowly else at_once)
 
 
 def new_endpoint(
@@ -97,8 +94,8 @@ class Pair:
     network: Network
     server: Endpoint  # a ps, which listens
     client: Endpoint  # a worker, which has connected
-    peer: Peer  # the ps, as the worker sees it
-    back: Peer  # the worker, as the ps sees it
+    peer: Connection  # the ps, as the worker sees it
+    back: Connection  # the worker, as the ps sees it
     address: str  # where the ps listens
 
 
@@ -116,7 +113,7 @@ async def connected(
     network = MemoryNetwork() if network is None else network
     ps = new_endpoint(network, PS, server, limits=limits)
     worker = new_endpoint(network, WORKER, client, incarnation=2, limits=limits)
-    accepted: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
+    accepted: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
     ps.on_peer.append(lambda peer: accepted.done() or accepted.set_result(peer))
     try:
         listener = await ps.listen(address)
@@ -143,9 +140,9 @@ async def wait_deserted(endpoint: Endpoint) -> None:
         await asyncio.gather(*(peer.wait_closed() for peer in peers))
 
 
-def transport_of(peer: Peer) -> Any:
+def transport_of(peer: Connection) -> Any:
     """What carries a peer's bytes."""
-    return peer.connection._transport
+    return peer._transport
 
 
 def places(directory: Path) -> dict[str, Callable[[], tuple[Network, str]]]:

@@ -28,7 +28,7 @@ import numpy as np
 
 import psync
 from endpoints import connected, done
-from psync.net.peer import Handler
+from psync.net.connection import Handler
 from psync.testing import run_virtual
 from psync.wire.messages import AskStatistics
 

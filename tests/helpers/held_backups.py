@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from asked import peer_of, served
 from inside import backups_of, handlers_of
 from psync.backups.sender import Served
 from psync.errors import FencedError, PsyncError
-from psync.net.peer import AsIfFrom, Peer
 from psync.net.platform import Platform
 from psync.ps.executor import Entry
 from psync.store.commit_log import CommitLog, LogState
@@ -52,16 +52,19 @@ class HeldSender:
         self.error: PsyncError | None = None
         self._served, self._begun, self._advanced = served, begun, advanced
         self._deposed = deposed
-        self._peer = AsIfFrom(f"/job:ps/task:{served.ps}", served.attach.coordinator, {})
+        self._peer = peer_of((f"/job:ps/task:{served.ps}", served.attach.coordinator))
         self._host = self.stage.host(served.ps)
         self.stage.senders[log] = self
 
     async def _tell(self, message: Message, body: Sequence[Any] = ()) -> Message:
         segments = [memoryview(bytes(each)) for each in body]
-        run = handlers_of(self._host)[type(message)].run
-        answer = run(cast(Peer, self._peer), decode(encode(message)), segments)
-        reply = await answer if isinstance(answer, Awaitable) else answer
-        return cast(Message, reply.message)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        handler = handlers_of(self._host)[type(message)]
+        served(handler, self._peer, decode(encode(message)), segments, future.set_result)
+        outcome = await future
+        if isinstance(outcome, Exception):
+            raise outcome
+        return cast(Message, outcome.message)
 
     async def copy(self, frozen: Any, first: int, before: Sequence[Entry] = ()) -> None:
         ps, order, attach = self._served.ps, self.order, self._served.attach

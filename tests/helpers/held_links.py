@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from asked import Asked, frame_of, peer_of
 from inside import handlers_of
 from psync.errors import ClosedError, PsyncError
-from psync.net.peer import AsIfFrom, Later, Peer, Received, Reply
+from psync.net.connection import Connection
 from psync.ps_task import PsTask
 from psync.sync.groups import CLOSER
 from psync.wire.codec import Message, decode, encode
+from psync.wire.frames import Frame
 from stage_words import error_words, message_words
 from traced_log import TracedServices
 
@@ -25,13 +27,13 @@ class Letter:
     """A request of ps 0 to another ps; then its answer."""
 
     link: HeldLink
-    build: Callable[[Peer], Message]
+    build: Callable[[Connection], Message]
     segments: Sequence[Any]
-    then: Callable[[Received | Exception], None]
+    then: Callable[[Frame | Exception], None]
     set_ids: Sequence[int]
     message: Message | None = None  # as it was sent last
     to: PsTask | None = None  # who works on it
-    answer: Received | Exception | None = None
+    answer: Frame | Exception | None = None
 
     def __str__(self) -> str:
         here, there = self.link.owner.name, f"ps {self.link.index}"
@@ -55,14 +57,14 @@ class HeldLink:
         self._connect()
 
     def _connect(self) -> None:
-        self.near = cast(Peer, AsIfFrom(self.task, 0, {"sets": set()}))
-        self.far = cast(Peer, AsIfFrom(CLOSER, self.client.incarnation, {}))
+        self.near = cast(Connection, peer_of((self.task, 0), sets=set()))
+        self.far = cast(Connection, peer_of((CLOSER, self.client.incarnation)))
 
     def ask(
         self,
-        build: Callable[[Peer], Message],
+        build: Callable[[Connection], Message],
         segments: Sequence[Any],
-        then: Callable[[Received | Exception], None],
+        then: Callable[[Frame | Exception], None],
         *,
         set_ids: Iterable[int] = (),
         **_: Any,
@@ -71,15 +73,15 @@ class HeldLink:
 
     async def call(
         self,
-        build: Callable[[Peer], Message],
+        build: Callable[[Connection], Message],
         segments: Sequence[Any] = (),
         *,
         set_ids: Iterable[int] = (),
         **_: Any,
-    ) -> Received:
-        future: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
+    ) -> Frame:
+        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
 
-        def then(outcome: Received | Exception) -> None:
+        def then(outcome: Frame | Exception) -> None:
             if future.done():
                 return
             if isinstance(outcome, Exception):
@@ -163,35 +165,33 @@ class Letters:
             return False
         if letter.answer is not None:
             self.all.remove(letter)
-            if isinstance(letter.answer, Received):
+            if isinstance(letter.answer, Frame):
                 letter.link.near.state["sets"].update(letter.set_ids)
             letter.then(letter.answer)
             return True
         letter.to = self._stage.at[letter.link.address]
         there, message = letter.to, decode(encode(cast(Message, letter.message)))
-        body = [memoryview(bytes(each)) for each in letter.segments]
 
-        def answered(outcome: Reply | Exception) -> None:
+        def answered(outcome: Any) -> None:
             if there in self._stage.dead or letter.to is not there:
                 return
             if isinstance(outcome, Exception):
                 letter.answer = outcome
             else:
                 flat = [bytes(part) for each in outcome.segments for part in _flat(each)]
-                letter.answer = Received(outcome.message, list(map(memoryview, flat)))
+                letter.answer = frame_of(outcome.message, list(map(memoryview, flat)))
             self._stage.say(str(letter))
 
+        asked = Asked(
+            letter.link.far,
+            message,
+            [memoryview(bytes(each)) for each in letter.segments],
+            answered,
+        )
         try:
-            answer = handlers_of(there)[type(message)].run(letter.link.far, message, body)
+            handlers_of(there)[type(message)].run(asked)
         except PsyncError as exc:
-            answered(exc)
-            return True
-        if isinstance(answer, Reply):
-            answered(answer)
-        elif isinstance(answer, Later):
-            answer.deliver_to(answered)
-        else:
-            self._stage.wait_for(answer, answered)
+            asked.fail(exc)
         return True
 
     def drop(self) -> Letter | None:

@@ -17,8 +17,8 @@ from psync.backups.host import BackupHost
 from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink
 from psync.coordinator import Coordinator
+from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Handler, Peer
 from psync.net.platform import Platform
 from psync.numerics.block_pool import BlockPool
 from psync.ps.accumulators import AccumulatorService
@@ -69,7 +69,8 @@ def heard_by(task: Any, *kinds: type[Message]) -> Iterator[list[Any]]:
     handlers = handlers_of(task)
 
     def listening(handler: Handler) -> Handler:
-        def run(peer: Any, message: Any, body: Any) -> Any:
+        def run(request: Request[Any]) -> None:
+            peer, message, body = request.peer, request.message, request.segments
             heard.append(message)
             return handler.run(peer, message, body)
 
@@ -83,7 +84,7 @@ def heard_by(task: Any, *kinds: type[Message]) -> Iterator[list[Any]]:
         handlers.update(before)
 
 
-def peers_of(link: PsLink) -> list[Peer]:
+def peers_of(link: PsLink) -> list[Connection]:
     """The connections of a link to a ps, one a lane."""
     return list(link._peers.values())
 

@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 
 import psync
-from psync.net.connection import SENT, Tap
+from psync.net.connection import SENT, Connection, Tap
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Peer
 from psync.wire.codec import decode
 from psync.wire.frames import PREFIX_BYTES, Kind
 from psync.wire.messages import LogEntries, LogTaken
@@ -40,7 +39,7 @@ class Link(NamedTuple):
     other: str
 
     @classmethod
-    def of(cls, peer: Peer, own: str, header: bytes) -> Link:
+    def of(cls, peer: Connection, own: str, header: bytes) -> Link:
         if header and isinstance(decode(header), LogEntries | LogTaken):
             return cls("ps", "backup")
         jobs = sorted(re.findall(r"/job:(\w+)/", own + peer.task))
@@ -78,7 +77,7 @@ class Counting:
             gc.set_debug(0)
             gc.garbage.clear()
 
-    def tap_of(self, own: str, peer: Peer) -> Tap:
+    def tap_of(self, own: str, peer: Connection) -> Tap:
         """Each message is shown twice: the sender counts it, the receiver knows its body."""
 
         def tap(kind: int, _: int, header: bytes, nbytes: int) -> None:

@@ -6,15 +6,15 @@ request that would have to wait fails the test; it needs a ``PsCluster``.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 
+from asked import Asked, Reply, arrived, peer_of
 from psync.cluster import task_name
 from psync.errors import UsageError
-from psync.net.peer import AsIfFrom, Later, Peer, Reply
+from psync.net.connection import AsIfFrom, Connection
 from psync.net.platform import Platform
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.update_rule import SGD
@@ -65,7 +65,7 @@ class PsByHand:
         self.work = LongWork(self.task, self._stop)
         process = PsProcess(
             self.task, index, platform, self.pool, self.work, _check_coordinator, lambda: None,
-            lambda: None,
+            lambda: None, lambda: None,
         )  # fmt: skip
         addresses = [f"ps{number}:1" for number in range(num_ps)]
         attach = AttachPs(COORDINATOR[1], addresses, 15.0) if serves else None
@@ -92,38 +92,23 @@ class PsByHand:
         self.store.create(spec, to_bytes_view(array))
         return key
 
-    def peer(self, client: tuple[str, int]) -> Peer:
+    def peer(self, client: tuple[str, int]) -> Connection:
         """The connection of a client."""
-        return cast(Peer, self._peers.setdefault(client, AsIfFrom(*client, {})))
+        return cast(Connection, self._peers.setdefault(client, peer_of(client)))
 
-    def arrives(
-        self, client: tuple[str, int], message: Message, *segments: Any
-    ) -> list[memoryview]:
-        """Let the segments of a message come in; return them where the ps has put them."""
-        prepare = self._handlers[type(message)].prepare
-        whole = b"".join(map(bytes, segments))
-        if prepare is None or not segments:
-            return [memoryview(bytes(segment)) for segment in segments]
-        body, at = [], 0
-        for view in prepare(self.peer(client), message, tuple(map(len, segments))):
-            view[:] = whole[at : at + len(view)]
-            at += len(view)
-            body.append(view)
-        assert at == len(whole)
-        return body
+    def arrives(self, client: tuple[str, int], message: Message, *segments: Any) -> Asked:
+        """Let a message come in; its body is where the ps has put it, and it is not served yet."""
+        handler = self._handlers[type(message)]
+        return arrived(handler, self.peer(client), decode(encode(message)), segments)
 
-    def answer(
-        self, client: tuple[str, int], message: Message, body: Iterable[memoryview] = ()
-    ) -> Reply:
-        """Let a message be served whose segments have come; its answer is there at once."""
-        reply = self._handlers[type(message)].run(self.peer(client), message, list(body))
-        assert isinstance(reply, Reply), f"{message} has to wait"
-        return reply
+    def answer(self, asked: Asked) -> Reply:
+        """Let a message be served that has come in; its answer is there at once."""
+        self._handlers[type(asked.message)].run(asked)
+        return asked.result()
 
     def call(self, client: tuple[str, int], message: Message, *segments: Any) -> Reply:
         """Send a message; return the answer."""
-        sent = decode(encode(message))
-        return self.answer(client, sent, self.arrives(client, sent, *segments))
+        return self.answer(self.arrives(client, message, *segments))
 
     def ask(self, client: tuple[str, int], message: Message, *segments: Any) -> Message:
         """Send a message; return the answer without its segments."""
@@ -131,19 +116,13 @@ class PsByHand:
 
     def tell(self, client: tuple[str, int], message: Message, *segments: Any) -> None:
         """Send a message that has no answer."""
-        body = list(map(memoryview, segments))
-        assert self._handlers[type(message)].run(self.peer(client), message, body) is None
+        self._handlers[type(message)].run(self.arrives(client, message, *segments))
 
-    def begin(
-        self, client: tuple[str, int], message: Message, *segments: Any
-    ) -> Reply | Later | asyncio.Task[Reply] | None:
-        """Send a message; return its answer, or what will be that; None: it has none."""
-        sent = decode(encode(message))
-        body = self.arrives(client, sent, *segments)
-        outcome = self._handlers[type(message)].run(self.peer(client), sent, body)
-        if outcome is None or isinstance(outcome, Reply | Later):
-            return outcome
-        return asyncio.get_running_loop().create_task(cast(Any, outcome))
+    def begin(self, client: tuple[str, int], message: Message, *segments: Any) -> Asked:
+        """Send a message; return what gets its answer."""
+        asked = self.arrives(client, message, *segments)
+        self._handlers[type(message)].run(asked)
+        return asked
 
     def pull(self, key: Key) -> tuple[np.ndarray, list[Any]]:
         """The value of a shard, and the steps of groups that it is at least of."""
@@ -174,6 +153,6 @@ def group_config(**more: Any) -> dict[str, Any]:
     return SyncConfig(**(values | more)).to_config()
 
 
-def _check_coordinator(peer: Peer) -> None:
+def _check_coordinator(peer: Connection) -> None:
     if (peer.task, peer.incarnation) != COORDINATOR:
         raise UsageError(f"{peer.task} is not a coordinator")

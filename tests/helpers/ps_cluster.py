@@ -15,8 +15,8 @@ from inside import handlers_of, store_of, work_of
 from psync.chief.creation import Creation
 from psync.chief.declarations import Declaration, split
 from psync.client.ps_client import Plan, PsClient
+from psync.net.connection import Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Handler
 from psync.net.platform import Platform
 from psync.net.secret import Secret
 from psync.numerics.block_pool import BlockPool
@@ -213,7 +213,8 @@ def heard(task: PsTask, kind: type[Message]) -> list[Any]:
     handlers, messages = handlers_of(task), list[Message]()
     handler = handlers[kind]
 
-    def run(peer: Any, message: Any, segments: list[memoryview]) -> Any:
+    def run(request: Request[Any]) -> None:
+        peer, message, segments = request.peer, request.message, request.segments
         messages.append(message)
         return handler.run(peer, message, segments)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from psync.net.peer import Later, Reply
+from asked import Asked, Reply
 from psync.numerics.update_rule import SGD
 from psync.store.store import Key
 from psync.store.sync_config import SyncConfig
@@ -41,7 +41,7 @@ class Sent:
     segments: Sequence[bytes] = ()
     answers: int = 0  # that are awaited since it was sent last; those of before are not looked at
     is_answered: bool = False
-    later: Later | None = None
+    later: Asked | None = None
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Clients:
         awaited, who = sent.answers, task_words(*sent.client)
         asked = (self.stage.former if former else self.stage.serving)[sent.ps]
 
-        def then(outcome: Reply | Exception) -> None:
+        def then(outcome: Any) -> None:
             if awaited != sent.answers:
                 return  # over a connection that has gone since
             sent.is_answered = True

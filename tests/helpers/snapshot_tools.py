@@ -9,9 +9,9 @@ from typing import Any
 
 from ps_cluster import PsCluster
 from psync.client.ps_client import PsClient
-from psync.net.peer import Received
 from psync.store.snapshot import SnapshotState
 from psync.wire.codec import Message
+from psync.wire.frames import Frame
 from psync.wire.messages import (
     Done,
     FillSnapshot,
@@ -29,7 +29,7 @@ from psync.wire.messages import (
 
 async def call(
     client: PsClient, message: Message, segments: Sequence[Any] = (), ps: int = 0
-) -> Received:
+) -> Frame:
     return await client.links[ps].call(lambda _: message, segments)
 
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 
+from asked import Asked, peer_of, served
 from held_backups import HeldSender
 from held_links import HeldClient, Letters
 from inside import backups_of, handlers_of
 from psync.backups.sender import BackupSender
 from psync.client.ps_client import PsClient
-from psync.errors import PsyncError
-from psync.net.peer import AsIfFrom, Later, Peer, Reply
+from psync.net.connection import AsIfFrom, Connection
 from psync.net.platform import Parts, Platform
 from psync.net.secret import Secret
 from psync.ps.computes import Place
@@ -50,12 +50,6 @@ HOSTS = (6, 7)
 In the second one is the backup of what the first one has come to serve."""
 
 SECRET = Secret(b"a secret of at least thirty-two bytes")
-
-
-class Connection(AsIfFrom):
-    """Of a client."""
-
-    is_closed = False
 
 
 class StageParts(Parts):
@@ -175,9 +169,9 @@ class Stage:
 
     # Requests of clients.
 
-    def peer(self, task: PsTask, client: tuple[str, int]) -> Connection:
+    def peer(self, task: PsTask, client: tuple[str, int]) -> AsIfFrom:
         """The connection of a client to a ps."""
-        return self._peers.setdefault((task, *client), Connection(*client, {}))
+        return self._peers.setdefault((task, *client), peer_of(client))
 
     def hang_up(self, index: int, client: tuple[str, int]) -> None:
         """The connection of a client to a ps breaks."""
@@ -193,51 +187,22 @@ class Stage:
         index: int,
         message: Message,
         segments: Sequence[bytes],
-        then: Callable[[Reply | Exception], None],
+        then: Callable[[Any], None],
         *,
         to_former: bool = False,
-    ) -> Later | None:
+    ) -> Asked:
         """Send a request to a ps, as a connection would bring it; ``then`` gets its answer.
 
         Returns:
             What the client may give up.
         """
         task = self.former[index] if to_former else self.serving[index]
-        peer = cast(Peer, self.peer(task, client))
         handler = handlers_of(task)[type(message)]
-        sent = decode(encode(message))
-        try:
-            body = [memoryview(bytes(each)) for each in segments]
-            if handler.prepare is not None and segments:
-                whole = b"".join(segments)
-                body = list(handler.prepare(peer, sent, tuple(map(len, segments))))
-                at = 0
-                for view in body:
-                    view[:] = whole[at : at + len(view)]
-                    at += len(view)
-            answer = handler.run(peer, sent, body)
-        except PsyncError as exc:
-            then(exc)
-            return None
-        if answer is None or isinstance(answer, Reply):
-            if answer is not None:
-                then(answer)
-        elif isinstance(answer, Later):
-            answer.deliver_to(then)
-            return answer
-        else:
-            self.wait_for(answer, then)
-        return None
-
-    def wait_for(self, answer: Awaitable[Any], then: Callable[[Reply | Exception], None]) -> None:
-        """Call ``then`` when an answer is there."""
-        waiting = asyncio.get_running_loop().create_task(_then(answer, then))
-        self._asking.add(waiting)
-        waiting.add_done_callback(self._asking.discard)
+        return served(handler, self.peer(task, client), decode(encode(message)), segments, then)
 
     async def request(self, client: tuple[str, int], index: int, message: Message) -> Message:
         """Send a request and return its answer, which does not wait for anything else."""
-        got: list[Reply | Exception] = []
+        got: list[Any] = []
         self.ask(client, index, message, (), got.append)
         await settle()
         (answer,) = got
@@ -270,7 +235,7 @@ class Stage:
         self.ask(CHIEF, index, order, (), self._ordered)
         await settle()
 
-    def _ordered(self, outcome: Reply | Exception) -> None:
+    def _ordered(self, outcome: object) -> None:
         if isinstance(outcome, Exception):
             self.say(f"the coordinator is told: {error_words(outcome)}")
 
@@ -324,10 +289,10 @@ class Stage:
         epoch = 0 if sender is None else sender.order.epoch
         host = self.host(index)
         task = backups_of(host)[index].task
-        run = handlers_of(host)[Promote].run
-        peer = cast(Peer, AsIfFrom(*CHIEF, {}))
-        answer = run(peer, Promote(index, epoch, CHIEF[1], list(fences)), [])
-        promoted = (await cast(Awaitable[Reply], answer)).message
+        told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        order = Promote(index, epoch, CHIEF[1], list(fences))
+        served(handlers_of(host)[Promote], peer_of(CHIEF), order, (), told.set_result)
+        promoted = (await told).message
         assert isinstance(promoted, Promoted)
         task.services.is_hosted = False
         self.former[index], self.serving[index] = self.serving[index], task
@@ -362,15 +327,3 @@ class Stage:
         spec = store.spec(key)
         data = b"".join(bytes(block) for block in store.read(key))
         return np.frombuffer(data, dtype_of(spec.dtype)).reshape(spec.shape)
-
-
-async def _then(answer: Awaitable[Reply], then: Callable[[Reply | Exception], None]) -> None:
-    outcome: Reply | Later | Exception
-    try:
-        outcome = await answer
-    except PsyncError as exc:
-        outcome = exc
-    if isinstance(outcome, Later):
-        outcome.deliver_to(then)
-    else:
-        then(outcome)

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from asked import Asked, Reply
 from backup_by_hand import BackupByHand
 from ps_by_hand import COORDINATOR, PsByHand, group_config
 from psync.errors import NotEnoughReplicas
-from psync.net.peer import Later, Reply
 from psync.wire.messages import (
     Contribute,
     Contributed,
@@ -44,7 +44,7 @@ class Worker:
     token: int = -1
     request: Contribute | None = None  # is not answered
     staged: StagePush | None = None  # its part, if that is staged before
-    answer: Later | None = None  # where the answer comes; None: the request is not there
+    answer: Asked | None = None  # where the answer comes; None: the request is not there
 
     @property
     def client(self) -> tuple[str, int]:
@@ -107,18 +107,15 @@ class World:
         """A worker sends its request, for the first time or again."""
         if worker.staged is not None:
             part = self.ps.begin(worker.client, worker.staged, ONES)
-            if isinstance(part, Later):
+            if not part.done():
                 self.ship()
             if worker.request is None:  # it was answered meanwhile
                 return
         assert worker.request is not None
         segments = () if worker.request.set_id < 0 else (ONES,)
-        answer = self.ps.begin(worker.client, worker.request, *segments)
-        if isinstance(answer, asyncio.Task):  # the set is new to the connection
+        worker.answer = self.ps.begin(worker.client, worker.request, *segments)
+        if worker.answer.in_coroutine:  # the set is new to the connection
             self.turns.settle()
-            answer = answer.result()
-        assert isinstance(answer, Later)
-        worker.answer = answer
         self.hear()
 
     def hear(self) -> None:

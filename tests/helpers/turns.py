@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from endpoints import PS, SECRET, WORKER, Handlers
-from psync.net.peer import Into, Peer, Received
+from psync.net.connection import Connection, Into
 from psync.numerics.block_pool import BlockPool
 from psync.testing.link import Ends, Fabric, Link
 from psync.wire.codec import Message
+from psync.wire.frames import Frame
 from psync.wire.handshake import ClientHandshake, ServerHandshake
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from recorder import Recorder
@@ -127,17 +128,17 @@ def linked(
 class Peers:
     """A ps and a worker with one connection, whose handlers answer at once, or later by hand."""
 
-    peer: Peer  # the ps, as the worker sees it
-    back: Peer  # the worker, as the ps sees it
+    peer: Connection  # the ps, as the worker sees it
+    back: Connection  # the worker, as the ps sees it
     link: Link
     pool: BlockPool  # of the worker
     _turns: Turns
 
     def ask(
         self, message: Message, segments: Sequence[Any] = (), into: Into | None = None
-    ) -> Received:
+    ) -> Frame:
         """What the ps answers, or raises."""
-        got: list[Received | Exception] = []
+        got: list[Frame | Exception] = []
         self.peer.ask(message, segments, got.append, into)
         self._turns.settle()
         (answer,) = got
@@ -157,18 +158,18 @@ def peered(
 ) -> Peers:
     """Two peers on a link with these ``options``."""
 
-    def end_of(handshake: Any, handlers: Handlers | None, pool: BlockPool) -> Peer:
+    def end_of(handshake: Any, handlers: Handlers | None, pool: BlockPool) -> Connection:
         def nothing(*_: object) -> None: ...
 
         def spawn(slow: Coroutine[Any, Any, None]) -> Any:
             slow.close()
             raise AssertionError("there is no loop that such a handler could run on")
 
-        return Peer(handshake, handlers or {}, pool, limits, spawn, nothing, nothing)
+        return Connection(handshake, handlers or {}, pool, limits, spawn, nothing, nothing)
 
     pool, nonce = BlockPool(), bytes(32)
     back = end_of(ServerHandshake(SECRET.value, PS, 1, nonce), server, BlockPool())
     peer = end_of(ClientHandshake(SECRET.value, WORKER, 2, lane, nonce, PS), client, pool)
-    *_, link = linked(lambda: peer.connection, lambda: back.connection, **options)
+    *_, link = linked(lambda: peer, lambda: back, **options)
     turns.settle()
     return Peers(peer, back, link, pool, turns)

@@ -12,8 +12,8 @@ import pytest
 
 import psync
 from memory_cluster import cluster_of, session_cluster
-from psync.net.peer import Received
 from psync.testing import settle
+from psync.wire.frames import Frame
 from psync.wire.messages import Contributed, TickClock
 from sync_cluster import GROUP, SyncCluster, SyncReplica
 
@@ -79,7 +79,7 @@ async def test_one_that_waits_at_a_clock_goes_on_when_the_other_waits_in_a_group
         assert (group["steps"], group["partial_steps"]) == (2, partial_steps)
 
 
-def tick(replica: SyncReplica, number: int) -> asyncio.Task[Received]:
+def tick(replica: SyncReplica, number: int) -> asyncio.Task[Frame]:
     message = TickClock(GROUP + 1, 0, number)
     return asyncio.create_task(replica.client.links[0].call(lambda _: message))
 

@@ -13,7 +13,7 @@ from inside import handlers_of
 from local_training import training
 from memory_cluster import coordinating, replicated
 from psync import ConfigurationError, Outcome, optimizers
-from psync.net.peer import Handler
+from psync.net.connection import Handler, Request
 from psync.ps_task import PsTask
 from psync.testing import run_virtual
 from psync.wire.messages import Contribute, StagePush
@@ -131,7 +131,8 @@ def noted(task: PsTask, kind: type, sizes: list[int]) -> None:
     handlers = handlers_of(task)
     handler = handlers[kind]
 
-    def run(peer: Any, message: Any, body: list[memoryview]) -> Any:
+    def run(request: Request[Any]) -> None:
+        peer, message, body = request.peer, request.message, request.segments
         sizes.append(sum(map(len, body)))
         return handler.run(peer, message, body)
 

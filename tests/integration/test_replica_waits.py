@@ -25,7 +25,7 @@ from inside import (
 )
 from memory_cluster import MemoryCluster, replicated
 from ps_cluster import CHIEF, hold, pull, until
-from psync.net.peer import Handler
+from psync.net.connection import Handler, Request
 from psync.net.process_state import fresh_process
 from psync.ps_task import PsTask
 from psync.testing import settle
@@ -49,7 +49,8 @@ def held_up(task: PsTask, kind: type[Message]) -> Iterator[Held]:
     handlers = handlers_of(task)
     handler = handlers[kind]
 
-    async def later(peer: Any, message: Any, body: Any) -> Any:
+    async def later(request: Request[Any]) -> None:
+        peer, message, body = request.peer, request.message, request.segments
         held.came.set()
         await held.go_on.wait()
         answer: Any = handler.run(peer, message, body)
@@ -81,7 +82,8 @@ async def test_a_copy_that_is_given_up_while_a_step_is_closed_lets_steps_go_on()
         handlers = handlers_of(cluster.ps("ps-0"))
         handler = handlers[BackUp]
 
-        def note(peer: Any, message: BackUp, body: Any) -> Any:
+        def note(request: Request[BackUp]) -> None:
+            peer, message, body = request.peer, request.message, request.segments
             ordered.append(message.epoch)
             return handler.run(peer, message, body)
 

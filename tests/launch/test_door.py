@@ -12,8 +12,8 @@ from psync.closures.scaling_rule import Load
 from psync.errors import AuthenticationError, ConfigurationError
 from psync.launch.door import FIRST_JOINED, FORGET_AFTER_S, Door
 from psync.launch.interfaces import PYTHON
+from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Peer
 from psync.net.platform import Platform
 from psync.net.secret import Secret
 from psync.net.workforce import Workforce
@@ -44,12 +44,12 @@ class Scene:
     def load(self) -> Load:
         return Load()
 
-    async def knock(self, platform: Platform | None = None) -> Peer:
+    async def knock(self, platform: Platform | None = None) -> Connection:
         endpoint = Endpoint(platform or self.platform, "/job:worker/joining", 1, {})
         self._endpoints.append(endpoint)
         return await endpoint.connect("chief:1", CHIEF)
 
-    async def join(self, address: str, index: int = -1) -> tuple[Peer, int]:
+    async def join(self, address: str, index: int = -1) -> tuple[Connection, int]:
         peer = await self.knock()
         answer = (await peer.call(JoinCluster(address, index, PYTHON))).message
         assert isinstance(answer, Joined)

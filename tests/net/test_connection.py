@@ -25,8 +25,7 @@ from endpoints import (
     wait_deserted,
 )
 from psync.errors import ConnectionLost
-from psync.net.connection import WRITE_HIGH_BYTES, Connection
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import WRITE_HIGH_BYTES, Connection, Handler, Reply, Request
 from psync.net.transport import UNIX_BUFFER_BYTES, USER_TIMEOUT_MS, SocketNetwork
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import encode
@@ -44,9 +43,10 @@ def pull(nbytes: int) -> Pull:
     return Pull(nbytes, None, -1, "")
 
 
-def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+def values(request: Request[Pull]) -> None:
     """Answer with as many bytes as the message asks for."""
-    return Reply(Pulled([]), [bytes(message.set_id)])
+    message = request.message
+    request.answer(Pulled([]), [bytes(message.set_id)])
 
 
 SERVED: Handlers = {Pull: Handler(values), AskStatistics: Handler(done)}
@@ -294,7 +294,8 @@ def test_where_bodies_are_small_everything_comes_in_order(
     draw = random.Random(seed)
     got: list[tuple[int, int]] = []
 
-    def noted(peer: Peer, message: Pull, segments: list[memoryview]) -> None:
+    def noted(request: Request[Pull]) -> None:
+        message, segments = request.message, request.segments
         got.append((message.set_id, sum(map(len, segments))))
 
     pair = peered(turns, {Pull: Handler(noted)}, lane=lane, seed=seed)
@@ -447,7 +448,7 @@ def test_an_owner_that_fails_ends_the_connection_with_a_log(
     def fail(*_: object) -> Reply:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(Peer, "received", fail)
+    monkeypatch.setattr(Connection, "received", fail)
     pair = peered(turns)
     pair.peer.notify(FinalBelow(1))
     turns.settle()
@@ -486,7 +487,8 @@ def test_what_was_read_behind_the_end_is_not_handed_over(turns: Turns) -> None:
     """The owner closes while it deals with the first of two messages of one read."""
     got: list[int] = []
 
-    def handle(peer: Peer, message: FinalBelow, segments: list[memoryview]) -> None:
+    def handle(request: Request[FinalBelow]) -> None:
+        peer, message = request.peer, request.message
         got.append(message.closure)
         peer.close()
 
@@ -514,7 +516,7 @@ async def test_the_kernel_is_asked_to_find_dead_hosts() -> None:
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 5
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 4
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            host, port = peer.connection.peername.rsplit(":", 1)
+            host, port = peer.peername.rsplit(":", 1)
             assert host == "127.0.0.1"
             assert int(port) > 0
 
@@ -539,7 +541,7 @@ async def test_unix_sockets_get_room(tmp_path: Path) -> None:
             untouched.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNIX_BUFFER_BYTES)
             most = untouched.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == most >= default
-        assert pair.back.connection.peername == "a Unix socket"
+        assert pair.back.peername == "a Unix socket"
 
 
 @pytest.mark.promise("input.peers-bounded")
@@ -547,19 +549,20 @@ async def test_unix_sockets_get_room(tmp_path: Path) -> None:
 async def test_a_real_slow_reader_costs_a_bounded_write_buffer(place: str, tmp_path: Path) -> None:
     asked = asyncio.Semaphore(0)
 
-    def counted(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+    def counted(request: Request[Pull]) -> None:
+        peer, message, segments = request.peer, request.message, request.segments
         asked.release()
         return values(peer, message, segments)
 
     network, address = places(tmp_path)[place]()
     async with connected(network, {Pull: Handler(counted)}, address=address) as pair:
-        pair.peer.connection.pause_reading()
+        pair.peer.pause_reading()
         calls = [asyncio.create_task(pair.peer.call(pull(MIB))) for _ in range(40)]
         for _ in calls:
             await asked.acquire()
         unsent = transport_of(pair.back).get_write_buffer_size()
         assert WRITE_HIGH_BYTES < unsent <= WRITE_HIGH_BYTES + 2 * MIB
-        pair.peer.connection.resume_reading()
+        pair.peer.resume_reading()
         for call in calls:
             assert len((await call).segments[0]) == MIB
 

@@ -36,7 +36,7 @@ from psync.errors import (
     FencedError,
     RemoteProtocolError,
 )
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Connection, Handler, Request
 from psync.net.secret import Secret
 from psync.net.transport import SocketNetwork
 from psync.testing import MemoryNetwork, settle
@@ -798,7 +798,7 @@ async def test_a_flood_of_strangers_leaves_places_to_addresses_that_have_proved_
 async def test_closing_fails_the_calls_and_cancels_the_handlers() -> None:
     ended: list[str] = []
 
-    async def handle(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+    async def handle(request: Request[Any]) -> None:
         try:
             await asyncio.get_running_loop().create_future()
         finally:
@@ -821,10 +821,10 @@ async def test_closing_fails_the_calls_and_cancels_the_handlers() -> None:
 async def test_a_handler_may_close_its_own_endpoint() -> None:
     closed = asyncio.Event()
 
-    async def handle(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+    async def handle(request: Request[Any]) -> None:
         await pair.server.close()
         closed.set()
-        return Reply(Done())
+        request.answer(Done())
 
     async with connected(server={AskStatistics: Handler(handle)}) as pair:
         with pytest.raises(ConnectionLost):
@@ -836,8 +836,8 @@ async def test_a_handler_may_close_its_own_endpoint() -> None:
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("reads", [True, False])
 async def test_closing_lets_a_peer_read_what_was_said_but_not_for_ever(reads: bool) -> None:
-    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-        return Reply(Pulled([]), [bytes(1 << 20)])
+    def values(request: Request[Pull]) -> None:
+        request.answer(Pulled([]), [bytes(1 << 20)])
 
     network = MemoryNetwork(chunk=(65_536, 65_536))
     loop = asyncio.get_running_loop()
@@ -970,7 +970,7 @@ async def test_a_listener_for_peers_that_fails_costs_that_connection(
     network = MemoryNetwork()
     ps, worker = new_endpoint(network), new_endpoint(network, WORKER)
 
-    def fail(peer: Peer) -> None:
+    def fail(peer: Connection) -> None:
         raise ZeroDivisionError("oops")
 
     ps.on_peer.append(fail)
@@ -985,13 +985,13 @@ async def test_a_listener_for_peers_that_fails_costs_that_connection(
 
 
 @pytest.fixture
-async def three_tasks() -> AsyncIterator[list[Peer]]:
+async def three_tasks() -> AsyncIterator[list[Connection]]:
     """One ps and two workers: the peers that the ps has."""
     network = MemoryNetwork()
     endpoints = [new_endpoint(network, PS, SERVED)]
     endpoints += [new_endpoint(network, f"/job:worker/task:{n}", SERVED) for n in range(2)]
     await endpoints[0].listen("ps0:1")
-    accepted: list[Peer] = []
+    accepted: list[Connection] = []
     endpoints[0].on_peer.append(accepted.append)
     for endpoint in endpoints[1:]:
         for lane in ("control", "bulk"):
@@ -1003,7 +1003,7 @@ async def three_tasks() -> AsyncIterator[list[Peer]]:
 
 @pytest.mark.virtual_time
 async def test_every_accepted_connection_is_announced_when_it_is_proven(
-    three_tasks: list[Peer],
+    three_tasks: list[Connection],
 ) -> None:
     assert [(peer.task, peer.lane) for peer in three_tasks] == [
         ("/job:worker/task:0", "control"),

@@ -9,9 +9,9 @@ import pytest
 
 from endpoints import connected
 from psync.errors import ConnectionLost, ValueMismatchError
-from psync.net.peer import Handler, Peer
-from psync.net.serving import Later, Received, Reply
+from psync.net.connection import Handler, Later, Reply, Request
 from psync.testing import settle
+from psync.wire.frames import Frame
 from psync.wire.messages import AskStatistics, Done, Statistics
 from turns import Turns, peered
 
@@ -56,7 +56,7 @@ class Waiting:
         self.given_up: list[Later] = []
         self._slowly = slowly
 
-    def __call__(self, peer: Peer, message: Any, segments: list[memoryview]) -> Any:
+    def __call__(self, request: Request[Any]) -> None:
         waiter = Later(self.given_up.append)
         self.waiters.append(waiter)
         return self._later(waiter) if self._slowly else waiter
@@ -73,12 +73,12 @@ def test_the_answer_comes_when_it_is_given_and_leaves_at_once(turns: Turns) -> N
         pair.peer.ask(AskStatistics(), (), got.append)
     turns.settle()
     assert got == []
-    before = pair.back.connection.bytes_sent
+    before = pair.back.bytes_sent
     handler.waiters[1].give(Reply(Statistics({"n": 1})))
-    assert pair.back.connection.bytes_sent > before
+    assert pair.back.bytes_sent > before
     handler.waiters[0].give(ValueMismatchError("no"))
     turns.settle()
-    assert got[0] == Received(Statistics({"n": 1}), [])
+    assert got[0] == Frame(Statistics({"n": 1}), [])
     assert isinstance(got[1], ValueMismatchError)
     assert handler.given_up == []
 
@@ -92,12 +92,12 @@ async def test_the_answer_of_a_handler_that_took_time_comes_when_it_is_given() -
             pair.peer.ask(AskStatistics(), (), got.append)
         await settle()
         assert got == []
-        before = pair.back.connection.bytes_sent
+        before = pair.back.bytes_sent
         handler.waiters[1].give(Reply(Statistics({"n": 1})))
-        assert pair.back.connection.bytes_sent > before
+        assert pair.back.bytes_sent > before
         handler.waiters[0].give(ValueMismatchError("no"))
         await settle()
-        assert got[0] == Received(Statistics({"n": 1}), [])
+        assert got[0] == Frame(Statistics({"n": 1}), [])
         assert isinstance(got[1], ValueMismatchError)
         assert handler.given_up == []
 

@@ -33,7 +33,7 @@ from psync.errors import (
     RemoteProtocolError,
     ValueMismatchError,
 )
-from psync.net.peer import Handler, Into, Later, Peer, Reply
+from psync.net.connection import Connection, Handler, Into, Later, Reply, Request
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import Message, encode
 from psync.wire.frames import FrameDecoder, Kind, Segment, encode_frame
@@ -71,8 +71,9 @@ def views_of(array: np.ndarray) -> Into:
 
 @pytest.mark.parametrize("place", PLACES)
 async def test_both_sides_ask_and_answer_on_one_connection(place: str, tmp_path: Path) -> None:
-    def name(peer: Peer, message: FetchFunction, segments: list[memoryview]) -> Reply:
-        return Reply(Function(f"{peer.task} asked for {message.key!r}"))
+    def name(request: Request[FetchFunction]) -> None:
+        peer, message = request.peer, request.message
+        request.answer(Function(f"{peer.task} asked for {message.key!r}"))
 
     network, address = places(tmp_path)[place]()
     handlers: Handlers = {FetchFunction: Handler(name)}
@@ -91,8 +92,9 @@ async def test_bodies_of_every_size_arrive_whole(
 ) -> None:
     """They are echoed: a request's body comes back as the body of its reply."""
 
-    def echo(peer: Peer, message: Push, segments: list[memoryview]) -> Reply:
-        return Reply(Pushed("accepted", message.sequence), segments)
+    def echo(request: Request[Push]) -> None:
+        message, segments = request.message, request.segments
+        request.answer(Pushed("accepted", message.sequence), segments)
 
     network, address = places(tmp_path)[place]()
     async with connected(network, {Push: Handler(echo)}, address=address) as pair:
@@ -110,12 +112,14 @@ async def test_many_calls_at_once_each_get_their_own_reply(seed: int) -> None:
         await asyncio.sleep(message.sequence % 7 / 10)
         return Reply(Pushed("accepted", message.sequence), segments)
 
-    def handle(peer: Peer, message: Push, segments: list[memoryview]) -> Reply | Awaitable[Reply]:
+    def handle(
+        peer: Connection, message: Push, segments: list[memoryview]
+    ) -> Reply | Awaitable[Reply]:
         if message.sequence % 3 == 0:
             return slow(message, segments)
         return Reply(Pushed("accepted", message.sequence), segments)
 
-    async def ask(peer: Peer, sequence: int) -> None:
+    async def ask(peer: Connection, sequence: int) -> None:
         body = pattern(sequence * 997 % 150_000, seed=sequence)
         got = await peer.call(push(sequence), [to_bytes_view(body)])
         assert got.message == Pushed("accepted", sequence)
@@ -133,13 +137,15 @@ def test_one_message_is_dealt_with_before_the_next_one_is_looked_at(turns: Turns
     """All are read at once, but no body is placed before the one before it was used."""
     order: list[str] = []
 
-    def prepare(peer: Peer, message: Push, lengths: tuple[int, ...]) -> list[memoryview]:
+    def prepare(request: Request[Push]) -> list[memoryview]:
+        message, lengths = request.message, request.lengths
         order.append(f"prepare {message.sequence}")
         return [memoryview(bytearray(length)) for length in lengths]
 
-    def run(peer: Peer, message: Push, segments: list[memoryview]) -> Reply:
+    def run(request: Request[Push]) -> None:
+        message, segments = request.message, request.segments
         order.append(f"run {message.sequence} {bytes(segments[0])!r}")
-        return Reply(Done())
+        request.answer(Done())
 
     pair = peered(turns, {Push: Handler(run, prepare)}, chunk=(65_536, 65_536))
     for sequence, body in ((1, b"a"), (2, b"b"), (3, b"c")):
@@ -153,24 +159,24 @@ def test_one_message_is_dealt_with_before_the_next_one_is_looked_at(turns: Turns
 @pytest.mark.virtual_time
 async def test_the_first_request_is_written_at_once_and_others_share_a_turn() -> None:
     async with connected(server={AskStatistics: Handler(done)}) as pair:
-        sent = [pair.peer.connection.bytes_sent]
+        sent = [pair.peer.bytes_sent]
         calls = []
         for _ in range(3):
             call = asyncio.ensure_future(pair.peer.call(AskStatistics()))
             calls.append(call)
         asyncio.get_running_loop().call_soon(
-            lambda: sent.append(pair.peer.connection.bytes_sent)
+            lambda: sent.append(pair.peer.bytes_sent)
         )  # when all three have been made
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        sent.append(pair.peer.connection.bytes_sent)
+        sent.append(pair.peer.bytes_sent)
         first, others = sent[1] - sent[0], sent[2] - sent[1]
         assert others == 2 * first > 0
         for call in calls:
             assert (await call).message == Done()
         call = asyncio.ensure_future(pair.peer.call(AskStatistics()))
         await asyncio.sleep(0)
-        assert pair.peer.connection.bytes_sent == sent[2] + first  # it is the first again
+        assert pair.peer.bytes_sent == sent[2] + first  # it is the first again
         await call
 
 
@@ -178,7 +184,7 @@ async def test_the_first_request_is_written_at_once_and_others_share_a_turn() ->
 async def test_a_request_above_the_limits_is_not_sent() -> None:
     limits = Limits(header_bytes=2000, segment_bytes=100)
     async with connected(server={Push: Handler(done)}, limits=limits) as pair:
-        before = pair.peer.connection.bytes_sent
+        before = pair.peer.bytes_sent
         for send in (pair.peer.call, pair.peer.notify):
             with pytest.raises(LocalProtocolError) as caught:
                 await send(push(), [bytes(101)])  # type: ignore[func-returns-value,misc]
@@ -186,7 +192,7 @@ async def test_a_request_above_the_limits_is_not_sent() -> None:
             assert caught.value.__notes__ == [f"while sending Push to {PS}"]
         with pytest.raises(LocalProtocolError, match="header of 3005 bytes, at most 2000"):
             await pair.peer.call(FetchFunction(bytes(3000)))
-        assert pair.peer.connection.bytes_sent == before
+        assert pair.peer.bytes_sent == before
         assert pair.peer.statistics()["calls"] == 0
         assert (await pair.peer.call(push(), [bytes(100)])).message == Done()
 
@@ -200,9 +206,9 @@ async def test_a_large_reply_is_read_straight_into_the_callers_array(
 ) -> None:
     source = np.arange(8 << 20, dtype=np.uint64)  # 64 MiB
 
-    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+    def values(request: Request[Pull]) -> None:
         whole = to_bytes_view(source)
-        return Reply(Pulled([]), [[whole[at : at + MIB] for at in range(0, len(whole), MIB)]])
+        request.answer(Pulled([]), [[whole[at : at + MIB] for at in range(0, len(whole), MIB)]])
 
     destination = np.zeros_like(source)
     get_buffer, straight = FrameDecoder.get_buffer, 0
@@ -231,8 +237,8 @@ def test_memory_for_a_reply_may_have_other_borders_than_its_segments(turns: Turn
         asked.append((message, lengths))
         return [to_bytes_view(destination[:7]), to_bytes_view(destination[7:])]
 
-    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-        return Reply(Pulled([]), [b"0123", b"", b"456789"])
+    def values(request: Request[Pull]) -> None:
+        request.answer(Pulled([]), [b"0123", b"", b"456789"])
 
     peered(turns, {Pull: Handler(values)}).ask(pull(), into=into)
     assert asked == [(Pulled([]), (4, 0, 6))]
@@ -240,8 +246,8 @@ def test_memory_for_a_reply_may_have_other_borders_than_its_segments(turns: Turn
 
 
 def test_an_error_in_placing_a_reply_fails_that_call_alone(turns: Turns) -> None:
-    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-        return Reply(Pulled([]), [bytes(100 * KIB)])
+    def values(request: Request[Pull]) -> None:
+        request.answer(Pulled([]), [bytes(100 * KIB)])
 
     def broken(message: Message, lengths: tuple[int, ...], lent: object) -> Sequence[memoryview]:
         raise ValueMismatchError("no room for this")
@@ -256,8 +262,8 @@ def test_an_error_in_placing_a_reply_fails_that_call_alone(turns: Turns) -> None
 
 
 def test_large_segments_are_recycled_once_nobody_sees_them(turns: Turns) -> None:
-    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-        return Reply(Pulled([]), [bytes(100 * KIB)])
+    def values(request: Request[Pull]) -> None:
+        request.answer(Pulled([]), [bytes(100 * KIB)])
 
     pair = peered(turns, {Pull: Handler(values)})
     first = pair.ask(pull())
@@ -273,8 +279,8 @@ def test_large_segments_are_recycled_once_nobody_sees_them(turns: Turns) -> None
 
 @pytest.mark.virtual_time
 async def test_a_call_that_is_cancelled_midway_is_not_written_to_any_more() -> None:
-    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-        return Reply(Pulled([]), [to_bytes_view(np.full(MIB, 7, np.uint8))])
+    def values(request: Request[Pull]) -> None:
+        request.answer(Pulled([]), [to_bytes_view(np.full(MIB, 7, np.uint8))])
 
     network = MemoryNetwork(chunk=(10_000, 20_000))
     async with connected(network, {Pull: Handler(values), AskStatistics: Handler(done)}) as pair:
@@ -352,8 +358,9 @@ async def test_an_answer_that_comes_at_the_very_deadline_is_one_or_the_other(see
 async def test_a_reply_to_a_call_that_was_given_up_is_ignored() -> None:
     """It had been sent already when the cancellation arrived."""
 
-    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-        return Reply(Pulled([]), [bytes(message.set_id)])
+    def values(request: Request[Pull]) -> None:
+        message = request.message
+        request.answer(Pulled([]), [bytes(message.set_id)])
 
     network = MemoryNetwork()
     async with connected(network, {Pull: Handler(values)}) as pair:
@@ -387,9 +394,9 @@ async def test_a_call_cancelled_and_lost_in_the_same_turn_is_quiet() -> None:
 
 @pytest.mark.parametrize("after", [0, 10, 40, 60 * KIB])
 def test_a_peer_that_dies_in_the_middle_of_a_message_is_named(turns: Turns, after: int) -> None:
-    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+    def values(request: Request[Pull]) -> None:
         pair.link.to_client.cut_after(after)
-        return Reply(Pulled([]), [bytes(200 * KIB)])
+        request.answer(Pulled([]), [bytes(200 * KIB)])
 
     pair = peered(turns, {Pull: Handler(values)})
     with pytest.raises(ConnectionLost) as caught:
@@ -403,11 +410,12 @@ def test_a_peer_that_dies_in_the_middle_of_a_message_is_named(turns: Turns, afte
 async def test_an_end_in_the_middle_of_a_message_is_told_apart(place: str, tmp_path: Path) -> None:
     """The peer's process ends in order, with half of a message said."""
 
-    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+    def values(request: Request[Pull]) -> None:
+        peer = request.peer
         half = encode_frame(Kind.REPLY, 1, encode(Pulled([])), [bytes(200 * KIB)])[0]
         transport_of(peer).write(half)
         transport_of(peer).close()
-        return Reply(Pulled([]))
+        request.answer(Pulled([]))
 
     network, address = places(tmp_path)[place]()
     async with connected(network, {Pull: Handler(values)}, address=address) as pair:
@@ -428,7 +436,7 @@ async def test_every_open_call_and_ping_fails_with_the_connection() -> None:
         network.links()[0].to_client.stall()
         waiting.append(asyncio.create_task(pair.peer.ping()))  # type: ignore[arg-type]
         await settle()
-        told: list[Peer] = []
+        told: list[Connection] = []
         pair.peer.on_closed.append(told.append)
         pair.peer.abort(ConnectionLost("it was silent for 15 s"))
         for result in await asyncio.gather(*waiting, return_exceptions=True):
@@ -473,16 +481,16 @@ async def test_a_handler_goes_on_when_its_caller_is_gone() -> None:
 def test_repr_tells_how_a_connection_stands(turns: Turns) -> None:
     answer = Later(lambda later: None)
     pair = peered(turns, {AskStatistics: Handler(lambda *_: answer)}, lane="bulk")
-    assert repr(pair.peer) == f"<Peer {PS} bulk open, 0 calls>"
-    assert repr(pair.back) == f"<Peer {WORKER} bulk open, 0 calls>"
+    assert repr(pair.peer) == f"<Connection {PS} bulk open, 0 calls>"
+    assert repr(pair.back) == f"<Connection {WORKER} bulk open, 0 calls>"
     pair.peer.ask(AskStatistics(), (), lambda answer: None)
     turns.settle()
-    assert repr(pair.peer) == f"<Peer {PS} bulk open, 1 calls>"
+    assert repr(pair.peer) == f"<Connection {PS} bulk open, 1 calls>"
     answer.give(Reply(Done()))
     turns.settle()
     pair.peer.close()
     turns.settle()
-    assert repr(pair.peer) == f"<Peer {PS} bulk closed, 0 calls>"
+    assert repr(pair.peer) == f"<Connection {PS} bulk closed, 0 calls>"
 
 
 # --- pings -----------------------------------------------------------------------------------
@@ -514,9 +522,9 @@ async def test_a_ping_given_up_does_not_take_the_answer_of_the_next_one() -> Non
 
 def raw(
     kind: Kind, request_id: int, message: Message | bytes, segments: Sequence[Segment] = ()
-) -> Callable[[Peer], None]:
+) -> Callable[[Connection], None]:
     header = message if isinstance(message, bytes) else encode(message)
-    return lambda peer: peer.connection.send(encode_frame(kind, request_id, header, segments))
+    return lambda peer: peer.send(encode_frame(kind, request_id, header, segments))
 
 
 @pytest.mark.virtual_time
@@ -539,7 +547,7 @@ def raw(
     ],
 )
 async def test_a_peer_that_breaks_the_protocol_is_dropped(
-    misbehave: Callable[[Peer], None], told: str, caplog: pytest.LogCaptureFixture
+    misbehave: Callable[[Connection], None], told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with connected(server={AskStatistics: Handler(done)}) as pair:
         misbehave(pair.peer)
@@ -575,8 +583,9 @@ def test_a_request_id_is_not_used_twice_at_once(turns: Turns) -> None:
 def test_a_call_whose_answer_is_nonsense_fails(
     turns: Turns, kind: Kind, header: bytes, segments: list[bytes], told: str
 ) -> None:
-    def nonsense(peer: Peer, message: Any, _: list[memoryview]) -> Later:
-        peer.connection.send(encode_frame(kind, 1, header, segments))
+    def nonsense(request: Request[Any]) -> None:
+        peer = request.peer
+        peer.send(encode_frame(kind, 1, header, segments))
         return Later(lambda later: None)
 
     pair = peered(turns, {AskStatistics: Handler(nonsense)})

@@ -17,7 +17,7 @@ from psync.errors import (
     ValueMismatchError,
     WorkerLost,
 )
-from psync.net.peer import Handler, Later, Peer, Reply
+from psync.net.connection import Connection, Handler, Later, Reply, Request
 from psync.testing import MemoryNetwork, settle
 from psync.wire.limits import Limits
 from psync.wire.messages import AskStatistics, Assign, Done, FinalBelow, Pull, Pulled, Push
@@ -66,7 +66,7 @@ async def test_other_errors_come_back_with_their_traceback(slowly: bool) -> None
 
 @pytest.mark.virtual_time
 async def test_a_handler_that_was_cancelled_by_somebody_else_still_answers() -> None:
-    async def handle(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+    async def handle(request: Request[Any]) -> None:
         inner = asyncio.get_running_loop().create_future()
         inner.cancel()
         await inner
@@ -83,7 +83,7 @@ async def test_a_request_is_never_left_without_an_answer(slowly: bool) -> None:
     async def nothing() -> None:
         pass
 
-    def handle(peer: Peer, message: Any, segments: list[memoryview]) -> Any:
+    def handle(request: Request[Any]) -> None:
         return nothing() if slowly else None
 
     async with connected(server={AskStatistics: Handler(handle)}) as pair:
@@ -92,8 +92,8 @@ async def test_a_request_is_never_left_without_an_answer(slowly: bool) -> None:
 
 
 def test_a_reply_above_the_limits_is_an_error_to_the_caller(turns: Turns) -> None:
-    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-        return Reply(Pulled([]), [bytes(101)])
+    def values(request: Request[Pull]) -> None:
+        request.answer(Pulled([]), [bytes(101)])
 
     pair = peered(turns, {Pull: Handler(values)}, limits=Limits(segment_bytes=100))
     with pytest.raises(LocalProtocolError, match="segment of 101 bytes, at most 100"):
@@ -109,14 +109,16 @@ def test_prepare_says_where_a_body_belongs(turns: Turns, size: int) -> None:
     memory = bytearray(size)
     asked: list[tuple[int, ...]] = []
 
-    def prepare(peer: Peer, message: Push, lengths: tuple[int, ...]) -> list[memoryview]:
+    def prepare(request: Request[Push]) -> list[memoryview]:
+        lengths = request.lengths
         asked.append(lengths)
         return [memoryview(memory)]
 
-    def run(peer: Peer, message: Push, segments: list[memoryview]) -> Reply:
+    def run(request: Request[Push]) -> None:
+        segments = request.segments
         assert len(segments) == 1
         assert segments[0].obj is memory
-        return Reply(Done())
+        request.answer(Done())
 
     body = pattern(size)
     peered(turns, {Push: Handler(run, prepare)}).ask(push(), [to_bytes_view(body), b""])
@@ -131,10 +133,12 @@ def test_a_body_that_prepare_refuses_is_thrown_away(turns: Turns, size: int) -> 
         ZeroDivisionError("a mistake"),
     ]
 
-    def prepare(peer: Peer, message: Push, lengths: tuple[int, ...]) -> list[memoryview]:
+    def prepare(request: Request[Push]) -> list[memoryview]:
+        message = request.message
         raise refusals[message.sequence]
 
-    def run(peer: Peer, message: Push, segments: list[memoryview]) -> Reply:
+    def run(request: Request[Push]) -> None:
+        message = request.message
         raise AssertionError("the message was refused")
 
     pair = peered(turns, {Push: Handler(run, prepare), AskStatistics: Handler(done)})
@@ -164,19 +168,21 @@ async def test_notifications_are_dealt_with_in_order_and_not_answered() -> None:
         await asyncio.sleep(1)
         got.append((message.sequence, bytes(segments[0])))
 
-    def handle(peer: Peer, message: Assign, segments: list[memoryview]) -> Awaitable[None] | None:
+    def handle(
+        peer: Connection, message: Assign, segments: list[memoryview]
+    ) -> Awaitable[None] | None:
         if message.op == "add":
             return later(message, segments)
         got.append((message.sequence, bytes(segments[0])))
         return None
 
     async with connected(server={Assign: Handler(handle)}) as pair:  # type: ignore[arg-type]
-        before = pair.peer.connection.bytes_received
+        before = pair.peer.bytes_received
         for sequence, op in ((1, "assign"), (2, "add"), (3, "sub")):
             pair.peer.notify(Assign(sequence, 0, -1, 0, 0, None, op), [b"%d" % sequence])
         await asyncio.sleep(2)
         assert got == [(1, b"1"), (3, b"3"), (2, b"2")]
-        assert pair.peer.connection.bytes_received == before
+        assert pair.peer.bytes_received == before
 
 
 @pytest.mark.virtual_time
@@ -203,7 +209,7 @@ async def test_a_notification_that_fails_ends_the_connection_with_a_log(
 
 
 def test_a_notification_that_prepare_refuses_ends_the_connection(turns: Turns) -> None:
-    def prepare(peer: Peer, message: Push, lengths: tuple[int, ...]) -> list[memoryview]:
+    def prepare(request: Request[Push]) -> list[memoryview]:
         raise FencedError("replaced")
 
     pair = peered(turns, {Push: Handler(done, prepare)})
@@ -232,7 +238,7 @@ async def test_a_request_given_up_before_its_handler_began_leaves_nothing() -> N
         finally:
             noted.remove(sequence)
 
-    def handle(peer: Peer, message: Push, segments: list[memoryview]) -> Awaitable[Reply]:
+    def handle(peer: Connection, message: Push, segments: list[memoryview]) -> Awaitable[Reply]:
         if message.sequence == 0:
             futures.append(asyncio.get_running_loop().create_future())
             return futures[0]
@@ -290,7 +296,7 @@ async def test_requests_are_read_only_while_the_handlers_bodies_fit_the_limit() 
 async def test_a_body_counts_until_its_answer_is_given_though_the_handler_has_ended() -> None:
     given: list[Later] = []
 
-    async def handle(peer: Peer, message: Push, segments: list[memoryview]) -> Later:
+    async def handle(request: Request[Push]) -> None:
         await asyncio.sleep(0)
         given.append(Later(lambda _: None))
         return given[-1]
@@ -333,9 +339,10 @@ async def test_a_request_larger_than_that_limit_is_served_nevertheless() -> None
 
 @pytest.mark.virtual_time
 async def test_two_sides_full_of_each_others_requests_do_not_wait_for_ever() -> None:
-    async def echo(peer: Peer, message: Push, segments: list[memoryview]) -> Reply:
+    async def echo(request: Request[Push]) -> None:
+        segments = request.segments
         await asyncio.sleep(0.1)
-        return Reply(Done(), segments)
+        request.answer(Done(), segments)
 
     handlers: Handlers = {Push: Handler(echo)}
     limits = Limits(unfinished_bytes=100 * KIB)

@@ -13,7 +13,7 @@ import pytest
 
 from endpoints import Handlers, connected, pattern
 from psync.errors import AuthenticationError, ConnectionLost, PsyncError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Handler, Request
 from psync.net.tls import BELOW_HIGH_BYTES, LINGER_S, PIECE_BYTES, TlsChannel, TlsNetwork
 from psync.net.tls_config import Tls
 from psync.net.transport import Network, SocketNetwork
@@ -127,9 +127,10 @@ async def test_tensors_go_through_both_ways(place: str, tls: Tls, tmp_path: Path
     sent = pattern(9 * MIB + 5)
     got: list[int] = []
 
-    def echo(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+    def echo(request: Request[Pull]) -> None:
+        segments = request.segments
         got.extend(map(len, segments))
-        return Reply(Pulled([]), [memoryview(sent), b"small", *segments])
+        request.answer(Pulled([]), [memoryview(sent), b"small", *segments])
 
     handlers: Handlers = {Pull: Handler(echo)}
     below: Network = MemoryNetwork() if place == "memory" else SocketNetwork()

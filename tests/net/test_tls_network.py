@@ -24,7 +24,7 @@ from endpoints import (
     wait_deserted,
 )
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, PsyncError
-from psync.net.peer import Handler
+from psync.net.connection import Handler
 from psync.net.signing import Authority
 from psync.net.tls import TlsNetwork
 from psync.net.tls_config import Tls, load_tls

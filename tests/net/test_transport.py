@@ -18,7 +18,7 @@ from psync.errors import ConfigurationError
 from psync.net.transport import SocketNetwork, reason
 
 
-class Peer(asyncio.BufferedProtocol):
+class Connection(asyncio.BufferedProtocol):
     """Greets, and keeps what it hears."""
 
     def __init__(self, greeting: bytes = b"") -> None:
@@ -46,8 +46,8 @@ class Peer(asyncio.BufferedProtocol):
 
 async def greeted(network: SocketNetwork, address: str) -> bytes:
     """Connect, and return the first thing that is heard."""
-    _, peer = await network.connect(address, Peer)
-    assert isinstance(peer, Peer)
+    _, peer = await network.connect(address, Connection)
+    assert isinstance(peer, Connection)
     await peer.heard_something.wait()
     peer.transport.close()
     await peer.gone.wait()
@@ -59,10 +59,10 @@ class Greeters:
 
     def __init__(self, greeting: bytes = b"hello") -> None:
         self.greeting = greeting
-        self.made: list[Peer] = []
+        self.made: list[Connection] = []
 
-    def __call__(self) -> Peer:
-        self.made.append(Peer(self.greeting))
+    def __call__(self) -> Connection:
+        self.made.append(Connection(self.greeting))
         return self.made[-1]
 
     async def wait_gone(self) -> None:
@@ -112,13 +112,13 @@ async def test_an_empty_host_listens_on_all_interfaces() -> None:
 async def test_closing_a_listener_frees_the_address_and_leaves_connections_open() -> None:
     network, greeters = SocketNetwork(), Greeters()
     listener = await network.listen("127.0.0.1:0", greeters)
-    _, peer = await network.connect(listener.address, Peer)
-    assert isinstance(peer, Peer)
+    _, peer = await network.connect(listener.address, Connection)
+    assert isinstance(peer, Connection)
     await peer.heard_something.wait()
     listener.close()
     await listener.wait_closed()
     with pytest.raises(ConnectionRefusedError):
-        await network.connect(listener.address, Peer)
+        await network.connect(listener.address, Connection)
     peer.transport.write(b"still here")
     await greeters.made[0].heard_something.wait()
     assert greeters.made[0].heard == b"still here"
@@ -158,7 +158,7 @@ async def test_an_address_in_use_is_refused_and_left_alone(kind: str, tmp_path: 
 )
 async def test_why_there_is_no_connection(address: str, told: str) -> None:
     with pytest.raises(OSError) as caught:  # noqa: PT011  # its text is what is tested
-        await SocketNetwork().connect(address, Peer)
+        await SocketNetwork().connect(address, Connection)
     assert reason(caught.value).startswith(told)
 
 
@@ -169,7 +169,7 @@ def test_a_reason_without_a_number_is_told_in_its_own_words() -> None:
 async def test_what_is_no_address_is_refused() -> None:
     for attempt in (SocketNetwork().listen, SocketNetwork().connect):
         with pytest.raises(ConfigurationError, match="expected a port"):
-            await attempt("nowhere", Peer)
+            await attempt("nowhere", Connection)
 
 
 # --- sockets that a launcher passed on -------------------------------------------------------
@@ -195,7 +195,7 @@ async def test_a_socket_that_was_passed_on_is_taken_over(kind: str, tmp_path: Pa
     listener.close()
     await listener.wait_closed()
     with pytest.raises(ConnectionRefusedError):
-        await network.connect(address, Peer)
+        await network.connect(address, Connection)
     assert kind == "tcp" or path.exists(), "it is its launcher's"
 
 
@@ -219,7 +219,7 @@ async def test_a_unix_socket_is_for_its_owner_alone_and_goes_with_the_listener(
 
 
 async def test_a_file_that_is_gone_already_is_no_error(tmp_path: Path) -> None:
-    listener = await SocketNetwork().listen(f"unix:{tmp_path}/ps0", Peer)
+    listener = await SocketNetwork().listen(f"unix:{tmp_path}/ps0", Connection)
     (tmp_path / "ps0").unlink()
     listener.close()
     await listener.wait_closed()
@@ -252,7 +252,7 @@ async def test_a_unix_socket_with_a_full_backlog_is_alive(tmp_path: Path) -> Non
             except BlockingIOError:
                 break
         with pytest.raises(OSError, match="in use"):
-            await SocketNetwork().listen(f"unix:{path}", Peer)
+            await SocketNetwork().listen(f"unix:{path}", Connection)
         for sock in waiting:
             sock.close()
 
@@ -272,7 +272,7 @@ async def test_what_is_no_socket_is_an_error_and_never_removed(
     if make is not None:
         make(path)
     with pytest.raises(OSError, match=r"in use|No such file") as caught:
-        await SocketNetwork().listen(f"unix:{path}", Peer)
+        await SocketNetwork().listen(f"unix:{path}", Connection)
     assert caught.value.errno == error
     assert path.exists() is (make is not None)
 
@@ -285,10 +285,10 @@ async def test_a_listener_that_could_not_start_leaves_no_socket_open(
 
     monkeypatch.setattr(os, "chmod", fail)
     with pytest.raises(PermissionError):
-        await SocketNetwork().listen(f"unix:{tmp_path}/ps0", Peer)
+        await SocketNetwork().listen(f"unix:{tmp_path}/ps0", Connection)
     monkeypatch.undo()
     with socket.create_server(("127.0.0.1", 0)) as wrong:
         with pytest.raises((ValueError, OSError)):
             await SocketNetwork({f"unix:{tmp_path}/ps1": wrong}).listen(
-                f"unix:{tmp_path}/ps1", Peer
+                f"unix:{tmp_path}/ps1", Connection
             )

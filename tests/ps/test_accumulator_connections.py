@@ -20,9 +20,9 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.net.peer import Received
 from psync.ps.takes import HostedAccumulator
 from psync.wire.codec import Message
+from psync.wire.frames import Frame
 from psync.wire.messages import (
     AccumulatorState,
     ApplyGradient,
@@ -63,7 +63,7 @@ class Scene:
 
     async def call(
         self, client: PsClient, message: Message, segments: Sequence[memoryview] = ()
-    ) -> Received:
+    ) -> Frame:
         return await client.links[0].call(lambda _: message, segments)
 
     async def ask(self, *args: Any) -> Message:

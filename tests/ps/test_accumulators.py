@@ -18,7 +18,7 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.net.peer import Reply
+from psync.net.connection import Reply
 from psync.ps.takes import HostedAccumulator
 from psync.wire.codec import Message
 from psync.wire.messages import (

@@ -9,7 +9,7 @@ import numpy as np
 
 from inside import endpoint_of, handlers_of, peers_of, store_of
 from ps_cluster import assign, pull, until
-from psync.net.peer import Handler, Reply
+from psync.net.connection import Handler, Reply
 from psync.numerics.update_rule import SGD
 from psync.wire.messages import MeasureStep
 from sync_cluster import SyncCluster
@@ -50,7 +50,7 @@ async def test_a_step_that_is_applied_while_connections_are_closed_spares_what_i
         reading = asyncio.ensure_future(pull(reader, small))
         await asyncio.sleep(0)
         for peer in peers_of(reader.links[0]):
-            peer.connection.pause_reading()
+            peer.pause_reading()
         closing = asyncio.ensure_future(cluster.ps[0].close())
         await until(lambda: endpoint_of(cluster.ps[0])._closed)
         for _ in range(20):

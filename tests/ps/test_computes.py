@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psync.errors import BusyError, PsyncError
-from psync.net.peer import Reply
+from psync.net.connection import Reply
 from psync.numerics.block_pool import BlockPool
 from psync.ps.computes import Compute, Computes, Place
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from local_training import at_once
 from psync.errors import ClosedError, FencedError, PsyncError, UsageError
-from psync.net.peer import AsIfFrom, Handler, Peer, Reply
+from psync.net.connection import AsIfFrom, Connection, Handler, Reply, Request
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.update_rule import SGD
 from psync.ps.computes import Compute
@@ -394,11 +394,12 @@ def test_a_logged_handler_gets_its_message_in_its_turn() -> None:
     ps = Ps(paired=True)
     got: list[Any] = []
 
-    def run(peer: Peer, message: Any, body: list[memoryview]) -> Reply:
+    def run(request: Request[Any]) -> None:
+        peer, message, body = request.peer, request.message, request.segments
         got.append((peer.task, message, body))
         return DONE
 
-    peer = cast(Peer, AsIfFrom(*CLIENT, {}))
+    peer = cast(Connection, AsIfFrom(*CLIENT, {}))
     answer = cast(Answer, ps.executor.logged(Handler(run)).run(peer, NOTE, []))
     assert got == []
     ps.taken(1)
@@ -409,7 +410,7 @@ def test_a_logged_handler_gets_its_message_in_its_turn() -> None:
 @pytest.mark.parametrize("paired", [False, True])
 def test_nobody_hears_of_the_error_of_a_notification(paired: bool) -> None:
     ps = Ps(paired=paired)
-    peer = cast(Peer, AsIfFrom(*CLIENT, {}))
+    peer = cast(Connection, AsIfFrom(*CLIENT, {}))
     notified = ps.executor.logged(Handler(lambda *_: refuses()), notified=True)
     assert notified.run(peer, NOTE, []) is None
     if paired:

@@ -19,8 +19,8 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.net.peer import Received
 from psync.ps_task import PsTask
+from psync.wire.frames import Frame
 from psync.wire.limits import Limits
 from psync.wire.messages import PullRows, RowsPulled
 from psync.wire.tensors import to_bytes_view
@@ -44,12 +44,12 @@ def holding(value: np.ndarray = VALUE, **limits: int) -> PsByHand:
     return ps
 
 
-async def ask(cluster: PsCluster, message: PullRows, *numbers: list[int]) -> Received:
+async def ask(cluster: PsCluster, message: PullRows, *numbers: list[int]) -> Frame:
     segments = [to_bytes_view(np.array(rows, np.int64)) for rows in numbers]
     return await cluster.chief.links[0].call(lambda peer: message, segments)
 
 
-def parts_of(received: Received) -> list[list[float]]:
+def parts_of(received: Frame) -> list[list[float]]:
     assert isinstance(received.message, RowsPulled)
     return [np.frombuffer(view, np.float32).tolist() for view in received.segments]
 

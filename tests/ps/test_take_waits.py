@@ -9,7 +9,7 @@ import pytest
 
 from local_training import at_once
 from psync.errors import ConnectionLost, UsageError
-from psync.net.peer import AsIfFrom, Peer, Reply
+from psync.net.connection import AsIfFrom, Connection, Reply
 from psync.ps.takes import TakeName, TakeWaits
 from psync.wire.messages import Done
 
@@ -24,11 +24,11 @@ class Scene:
         self.waits = TakeWaits("ps", lambda client, names: self.left.append((client, names)))
 
 
-def connection() -> Peer:
-    return cast(Peer, AsIfFrom(*A, {}))
+def connection() -> Connection:
+    return cast(Connection, AsIfFrom(*A, {}))
 
 
-def close(peer: Peer) -> None:
+def close(peer: Connection) -> None:
     for listener in peer.on_closed:
         listener(peer)
 

@@ -18,12 +18,12 @@ from psync.errors import (
     UsageError,
     WorkerLost,
 )
-from psync.net.peer import Received
 from psync.replicas.collectives import reduce
 from psync.replicas.gang_member import GangMember
 from psync.serialization.failures import describe_exception
 from psync.serialization.payloads import pack, unpack
 from psync.testing import settle
+from psync.wire.frames import Frame
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.messages import Done, Merged, ReachCollective
 
@@ -31,13 +31,13 @@ from psync.wire.messages import Done, Merged, ReachCollective
 class Coordinator:
     """Answers as it is told to; notes what it was asked."""
 
-    def __init__(self, *answers: Received | Exception) -> None:
+    def __init__(self, *answers: Frame | Exception) -> None:
         self.answers = list(answers)
         self.asked: list[tuple[Any, list[Any]]] = []
         self.given_up = False
         self.waits = asyncio.Event()
 
-    async def call(self, message: Any, segments: Any) -> Received:
+    async def call(self, message: Any, segments: Any) -> Frame:
         self.asked.append((message, list(segments)))
         if not self.answers:
             self.waits.set()
@@ -57,8 +57,8 @@ def member_of(coordinator: Coordinator, limits: Limits = DEFAULT_LIMITS) -> Gang
     return GangMember(1, 3, closure, coordinator.call, limits, main_by_name=True)
 
 
-def answer(value: object) -> Received:
-    return Received(Merged(None), [memoryview(part) for part in pack(value).segments])
+def answer(value: object) -> Frame:
+    return Frame(Merged(None), [memoryview(part) for part in pack(value).segments])
 
 
 async def test_a_replica_sends_function_and_value_and_gets_what_was_made():
@@ -79,7 +79,7 @@ async def test_what_the_function_raised_is_raised_with_where_it_was():
     error = (described.type_name, described.message, described.traceback_text)
     segments = [memoryview(part) for part in described.payload.segments]
     coordinator = Coordinator(
-        Received(Merged(error), segments), Received(Merged(("Strange", "no", "")), [])
+        Frame(Merged(error), segments), Frame(Merged(("Strange", "no", "")), [])
     )
     member = member_of(coordinator)
     with pytest.raises(ValueError, match="boom") as caught:
@@ -92,7 +92,7 @@ async def test_what_the_function_raised_is_raised_with_where_it_was():
 
 async def test_errors_of_the_coordinator_and_the_network_come_through():
     lost = WorkerLost("/job:worker/task:0")
-    member = member_of(Coordinator(lost, ConnectionLost("gone"), Received(Done(), [])))
+    member = member_of(Coordinator(lost, ConnectionLost("gone"), Frame(Done(), [])))
     with pytest.raises(WorkerLost, match="task:0"):
         await member.collective("merge_call", reduce, None)
     with pytest.raises(ConnectionLost, match="gone"):
@@ -137,7 +137,7 @@ async def test_an_error_that_nobody_waits_for_any_more_is_seen():
     coordinator = Coordinator()
     failed = asyncio.get_running_loop().create_future()
 
-    async def call(message: Any, segments: Any) -> Received:
+    async def call(message: Any, segments: Any) -> Frame:
         coordinator.waits.set()
         return await failed
 

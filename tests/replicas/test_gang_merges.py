@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from local_training import at_once
-from psync.net.peer import Reply
+from psync.net.connection import Reply
 from psync.numerics.replica_values import PerReplica
 from psync.replicas.context import (
     forbid_in_merge,

@@ -13,7 +13,7 @@ import psync
 from memory_cluster import cluster_of, coordinating, replicated, session_cluster
 from psync.compat.training_sessions import MonitoredTrainingSession
 from psync.errors import ClosedError, ConfigurationError
-from psync.net.peer import Handler, Reply
+from psync.net.connection import Handler, Reply
 from psync.status import sampling
 from psync.status.model import Status
 from psync.wire.messages import AskStatistics

@@ -15,7 +15,7 @@ from ps_by_hand import PsByHand
 from ps_cluster import CHIEF, SECRET, PsCluster, assign, until
 from psync.client.ps_client import PsClient
 from psync.errors import FencedError, NotServedError
-from psync.net.peer import Handler, Reply
+from psync.net.connection import Handler, Reply
 from psync.net.platform import Platform
 from psync.ps.life import Life
 from psync.ps_task import PsTask

@@ -8,7 +8,7 @@ import numpy as np
 
 from ps_by_hand import PsByHand, group_config
 from psync.errors import TrainingEnded
-from psync.net.peer import Reply
+from psync.net.connection import Reply
 from psync.sync.cross_ps_sets import ShareNumbers, WholeSet
 from psync.sync.pushes import Answer, Refuse
 from psync.sync.token_waits import PushKey, TokenWaits

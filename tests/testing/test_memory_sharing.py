@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from endpoints import connected
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Handler, Request
 from psync.net.shared.channel import SideChannel
 from psync.net.shared.regions import make_region, region_of
 from psync.testing import MemoryNetwork, memory_sharing
@@ -141,11 +141,11 @@ async def test_tasks_of_a_network_in_memory_share_it() -> None:
     network = MemoryNetwork(shares_memory=True)
     regions: list[object] = []
 
-    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+    def values(request: Request[Pull]) -> None:
         root = pair.server.platform.memory.take(20 << 20)
         root[:] = 3
         regions.append(region_of(root.data) is not None)
-        return Reply(Pulled([]), [root.data])
+        request.answer(Pulled([]), [root.data])
 
     async with connected(network, {Pull: Handler(values)}) as pair:
         for _ in range(3):
@@ -154,7 +154,7 @@ async def test_tasks_of_a_network_in_memory_share_it() -> None:
             del answer
             await asyncio.sleep(1)
         assert regions == [True] * 3
-        sharing, back = pair.peer.connection.sharing, pair.back.connection.sharing
+        sharing, back = pair.peer.sharing, pair.back.sharing
         assert sharing is not None
         assert back is not None
         assert back.bytes_lent == sharing.bytes_borrowed == 60 << 20
@@ -162,5 +162,5 @@ async def test_tasks_of_a_network_in_memory_share_it() -> None:
         assert not sharing._regions
         assert not back._given
         assert pair.server.platform.memory.statistics()["shared_regions"] == 0
-        assert pair.back.connection.bytes_sent < 2000
+        assert pair.back.bytes_sent < 2000
     assert network.lent["memory is lent"] == 3

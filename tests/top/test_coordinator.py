@@ -25,7 +25,7 @@ from psync.errors import (
     UsageError,
     WorkerLost,
 )
-from psync.net.peer import Peer
+from psync.net.connection import Connection
 from psync.wire.codec import Message
 
 
@@ -33,13 +33,13 @@ from psync.wire.codec import Message
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Requests made by any task, by the name of their type."""
     counts: Counter[str] = Counter()
-    call = Peer.call
+    call = Connection.call
 
-    async def counting(self: Peer, message: Message, *args: Any, **kwargs: Any) -> Any:
+    async def counting(self: Connection, message: Message, *args: Any, **kwargs: Any) -> Any:
         counts[type(message).__name__] += 1
         return await call(self, message, *args, **kwargs)
 
-    monkeypatch.setattr(Peer, "call", counting)
+    monkeypatch.setattr(Connection, "call", counting)
     return counts
 
 

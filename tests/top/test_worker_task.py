@@ -18,8 +18,8 @@ from psync.errors import (
     ParameterServerLost,
     UsageError,
 )
+from psync.net.connection import Connection
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Peer
 from psync.wire.messages import AskStatistics, AttachWorker, Done, RunClosures, Shutdown, Statistics
 
 
@@ -34,10 +34,10 @@ class Chief:
         self.endpoint = Endpoint(cluster.platform(), task, incarnation, {})
         self.incarnation = incarnation
 
-    async def connect(self, lane: str = "control") -> Peer:
+    async def connect(self, lane: str = "control") -> Connection:
         return await self.endpoint.connect("worker-0:1", "/job:worker/task:0", lane)
 
-    async def attach(self) -> tuple[Peer, Peer]:
+    async def attach(self) -> tuple[Connection, Connection]:
         control, bulk = await self.connect(), await self.connect("bulk")
         await control.call(attachment(self.incarnation))
         return control, bulk

@@ -13,7 +13,6 @@ from psync.api.cluster_coordinator import ClusterCoordinator
 from psync.api.datasets import DistributedDataset, PerWorkerDataset
 from psync.closures.closure import Closure
 from psync.errors import ClosureInputError, RemoteProtocolError, SerializationError
-from psync.net.peer import Received
 from psync.replicas.closure_messages import (
     ScheduledCall,
     arguments_reply,
@@ -23,6 +22,7 @@ from psync.replicas.closure_messages import (
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import EMPTY, pack_arguments
 from psync.wire.codec import Message
+from psync.wire.frames import Frame
 from psync.wire.messages import Done, FetchArguments, FetchFunction
 from psync.worker import inputs
 from psync.worker.inputs import ClosureInputs, HeldClosure
@@ -40,10 +40,10 @@ class World:
         self.inputs = ClosureInputs(self.fetch, self.iterators, 1, 0)
         self.answer: Message | None = None  # what comes instead
 
-    async def fetch(self, message: Message) -> Received:
+    async def fetch(self, message: Message) -> Frame:
         self.asked[type(message).__name__] += 1
         if self.answer is not None:
-            return Received(self.answer, [])
+            return Frame(self.answer, [])
         if isinstance(message, FetchFunction):
             function = self.functions.lookup(message.key)
             assert function is not None
@@ -51,7 +51,7 @@ class World:
         else:
             assert isinstance(message, FetchArguments)
             reply = arguments_reply(self.calls[message.closure])
-        return Received(reply.message, [memoryview(bytearray(s)) for s in reply.segments])
+        return Frame(reply.message, [memoryview(bytearray(s)) for s in reply.segments])
 
     def held(self, fn: Any, *args: Any, **kwargs: Any) -> HeldClosure:
         arguments = pack_arguments("step", args, kwargs) if args or kwargs else EMPTY

@@ -12,8 +12,8 @@ import psync
 from inside import endpoint_of
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
 from psync.errors import UsageError, WorkerLost
+from psync.net.connection import Handler
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Handler
 from psync.wire.handshake import BULK
 from psync.wire.messages import AttachWorker, EndSession, GivenBack, LeaveCluster, RunClosures
 from psync.worker_task import WorkerTask
@@ -381,13 +381,13 @@ async def test_results_that_are_on_their_way_come_before_the_word_that_their_wor
 
         peers = endpoint_of(worker(cluster, "worker-0")).peers
         (bulk,) = [peer for peer in peers if (peer.task, peer.lane) == (CHIEF, BULK)]
-        bulk.connection.pause_writing()  # as where much is unsent
+        bulk.pause_writing()  # as where much is unsent
         value = coordinator.schedule(step)
         await asyncio.sleep(1)
         leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
         await asyncio.sleep(1)
         assert not leaving.done()
-        bulk.connection.resume_writing()
+        bulk.resume_writing()
         await leaving
         assert (await value == 1).all()
         assert counts(coordinator)[:2] == (1, 0)

@@ -228,11 +228,11 @@ class PsUpdates:
             must_wait = True
         if must_wait:  # it is applied even if its request is given up
             self._gate.arrived(update.client, update.message.sequence)
-            self._carry(self._when_admitted(update, locked))
+            self._carry(update.request, self._when_admitted(update, locked))
         else:
             self._submit(update)
 
-    def _carry(self, waiting: Coroutine[Any, Any, None]) -> None:
+    def _carry(self, _: Request[Any], waiting: Coroutine[Any, Any, None]) -> None:
         self._work.to_the_end(waiting)
 
     async def _when_admitted(self, update: Update, locked: Claim | None) -> None:

@@ -317,14 +317,17 @@ class PsSync(GroupTable):
     def _measure_for(self, request: Request[MeasureStep]) -> None:
         sums = self.applier.measure(request.message, self._came_along(request))
         if isinstance(sums, list):
-            request.answer(StepMeasured(sums))
+            self._measured(request, sums)
         else:
-            request.start(self._measured(request, sums))
+            request.start(self._measured_after(request, sums))
 
-    async def _measured(
+    async def _measured_after(
         self, request: Request[MeasureStep], under_way: Awaitable[list[ShardSums]]
     ) -> None:
-        request.answer(StepMeasured(await under_way))
+        self._measured(request, await under_way)
+
+    def _measured(self, request: Request[MeasureStep], sums: list[ShardSums]) -> None:
+        request.answer(StepMeasured(sums))
 
     # Closing.
 

@@ -18,9 +18,8 @@ import pytest
 
 from endpoints import PS, WORKER, Pair, connected, is_writable, new_endpoint, pattern, transport_of
 from psync.errors import ConnectionLost, LocalProtocolError
-from psync.net.connection import WRITE_HIGH_BYTES
+from psync.net.connection import WRITE_HIGH_BYTES, Connection, Handler, Request
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Handler, Peer, Reply
 from psync.net.shared import bodies, regions
 from psync.net.shared.bodies import Sharing
 from psync.net.transport import SocketNetwork
@@ -40,12 +39,14 @@ def pull(nbytes: int) -> Pull:
     return Pull(nbytes, None, -1, "")
 
 
-def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+def values(request: Request[Pull]) -> None:
     """Answer with as many bytes as the message asks for, or with those that came."""
-    return Reply(Pulled([]), segments or [to_bytes_view(pattern(message.set_id))])
+    message, segments = request.message, request.segments
+    request.answer(Pulled([]), segments or [to_bytes_view(pattern(message.set_id))])
 
 
-def keeping(peer: Peer, message: Any, lengths: tuple[int, ...]) -> Sequence[memoryview]:
+def keeping(request: Request[Any]) -> Sequence[memoryview]:
+    peer = request.peer
     assert peer.lent is not None
     return peer.lent.keep()
 
@@ -53,8 +54,8 @@ def keeping(peer: Peer, message: Any, lengths: tuple[int, ...]) -> Sequence[memo
 ECHO = {Pull: Handler(values)}
 
 
-def sharing_of(peer: Peer) -> Sharing:
-    sharing = peer.connection.sharing
+def sharing_of(peer: Connection) -> Sharing:
+    sharing = peer.sharing
     assert sharing is not None
     return sharing
 
@@ -72,7 +73,7 @@ async def all_is_back(pair: Pair) -> None:
 
 def sharings(endpoint: Endpoint) -> set[Sharing]:
     """With whom a task shares memory, open connections and others over which somebody reads."""
-    found = {*endpoint._sharings, *(peer.connection.sharing for peer in endpoint._peers)}
+    found = {*endpoint._sharings, *(peer.sharing for peer in endpoint._peers)}
     return {each for each in found if each is not None and not each.is_over}
 
 
@@ -99,8 +100,8 @@ async def test_large_bodies_are_lent_both_ways_and_sockets_carry_their_heads(
         answer = await pair.peer.call(pull(0), [to_bytes_view(sent)])
         assert np.array_equal(np.frombuffer(answer.segments[0], np.uint8), sent)
         for peer in (pair.peer, pair.back):
-            assert peer.connection.bytes_sent < 2000
-            assert peer.connection.bytes_received < 2000
+            assert peer.bytes_sent < 2000
+            assert peer.bytes_received < 2000
             assert sharing_of(peer).bytes_lent == sharing_of(peer).bytes_borrowed == sent.nbytes
         await all_is_back(pair)
 
@@ -133,10 +134,10 @@ async def test_many_at_once_and_many_segments() -> None:
 
 
 async def test_an_answer_in_shared_memory_is_not_copied_by_its_owner() -> None:
-    def served(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+    def served(request: Request[Pull]) -> None:
         root = pair.server.platform.memory.take(MIB)
         root[:] = 5
-        return Reply(Pulled([]), [root.data])
+        request.answer(Pulled([]), [root.data])
 
     async with sharing({Pull: Handler(served)}) as pair:
         for _ in range(10):
@@ -149,9 +150,10 @@ async def test_an_answer_in_shared_memory_is_not_copied_by_its_owner() -> None:
 async def test_a_body_that_is_kept_is_read_where_it_is() -> None:
     kept: list[memoryview] = []
 
-    def run(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+    def run(request: Request[Pull]) -> None:
+        segments = request.segments
         kept.extend(segments)
-        return Reply(Pulled([]))
+        request.answer(Pulled([]))
 
     async with sharing({Pull: Handler(run, keeping)}) as pair:
         sent = pattern(MIB)
@@ -169,9 +171,10 @@ async def test_a_body_that_is_kept_is_read_where_it_is() -> None:
 async def test_what_is_kept_outlives_the_connection_and_its_memory_is_held_until_then() -> None:
     kept: list[memoryview] = []
 
-    def run(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+    def run(request: Request[Pull]) -> None:
+        segments = request.segments
         kept.extend(segments)
-        return Reply(Pulled([]))
+        request.answer(Pulled([]))
 
     async with sharing({Pull: Handler(run, keeping)}) as pair:
         sent = pattern(MIB)
@@ -226,10 +229,10 @@ async def until_quiet() -> None:
 
 async def exchanged(pair: Pair, *, is_lent: bool, nbytes: int = MIB) -> None:
     """Bytes arrive both ways, over the memory or over the sockets."""
-    before = pair.peer.connection.bytes_sent, pair.back.connection.bytes_sent
+    before = pair.peer.bytes_sent, pair.back.bytes_sent
     answer = await pair.peer.call(pull(0), [to_bytes_view(pattern(nbytes))])
     assert np.array_equal(np.frombuffer(answer.segments[0], np.uint8), pattern(nbytes))
-    after = pair.peer.connection.bytes_sent, pair.back.connection.bytes_sent
+    after = pair.peer.bytes_sent, pair.back.bytes_sent
     assert [now - then < 2000 for now, then in zip(after, before, strict=True)] == [is_lent] * 2
 
 
@@ -239,7 +242,7 @@ async def test_a_peer_that_does_not_share_gets_bytes(sharing: tuple[bool, bool])
     ps, worker = new_endpoint(listens, PS, ECHO), new_endpoint(connects, WORKER, incarnation=2)
     listener = await ps.listen("127.0.0.1:0")
     peer = await worker.connect(listener.address, PS)
-    assert peer.connection.sharing is None
+    assert peer.sharing is None
     answer = await peer.call(pull(MIB))
     assert np.array_equal(np.frombuffer(answer.segments[0], np.uint8), pattern(MIB))
     await worker.close()
@@ -301,14 +304,16 @@ async def test_only_so_much_is_copied_at_one_time(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(bodies, "LENT_BYTES", MIB)
     kept: list[memoryview] = []
 
-    def keep_if_lent(peer: Peer, message: Any, lengths: tuple[int, ...]) -> Sequence[memoryview]:
+    def keep_if_lent(request: Request[Any]) -> Sequence[memoryview]:
+        peer, lengths = request.peer, request.lengths
         if peer.lent is None:
             return [memoryview(bytearray(sum(lengths)))]
         return peer.lent.keep()
 
-    def run(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+    def run(request: Request[Pull]) -> None:
+        segments = request.segments
         kept.extend(segments)
-        return Reply(Pulled([]))
+        request.answer(Pulled([]))
 
     async with sharing({Pull: Handler(run, keep_if_lent)}) as pair:
         for _ in range(4):
@@ -346,7 +351,8 @@ async def test_large_messages_keep_their_order_whether_they_are_lent_or_not(
 ) -> None:
     got: list[int] = []
 
-    def noted(peer: Peer, message: Pull, segments: list[memoryview]) -> None:
+    def noted(request: Request[Pull]) -> None:
+        message, segments = request.message, request.segments
         assert all(set(segment) == {message.set_id} for segment in segments)
         got.append(message.set_id)
 
@@ -370,14 +376,14 @@ async def test_large_messages_keep_their_order_whether_they_are_lent_or_not(
             if number % 7 == 3:
                 await asyncio.sleep(0)
         assert not is_writable(pair.peer.connection)
-        await pair.peer.connection.wait_writable()
+        await pair.peer.wait_writable()
         await pair.peer.call(AskStatistics())
         assert got == sent
         await all_is_back(pair)
 
 
-def done(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
-    return Reply(Done())
+def done(request: Request[Any]) -> None:
+    request.answer(Done())
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -431,7 +437,7 @@ async def test_memory_of_a_caller_that_gave_up_is_not_written_any_more() -> None
 
         call = asyncio.ensure_future(pair.peer.call(pull(MIB), into=into))
         await begun.wait()
-        assert pair.peer.connection._decoder.is_copying
+        assert pair.peer._decoder.is_copying
         call.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await call
@@ -447,11 +453,12 @@ async def test_reading_goes_on_when_both_the_copy_and_the_handlers_allow_it() ->
     """Bodies that handlers work on are bounded, lent ones as well."""
     gate, begun = asyncio.Event(), 0
 
-    async def slow(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+    async def slow(request: Request[Pull]) -> None:
+        segments = request.segments
         nonlocal begun
         begun += 1
         await gate.wait()
-        return Reply(Pulled([]), segments)
+        request.answer(Pulled([]), segments)
 
     async with sharing({Pull: Handler(slow)}, limits=Limits(unfinished_bytes=MIB)) as pair:
         calls = [
@@ -475,16 +482,16 @@ async def test_a_peer_that_reads_nothing_costs_memory_up_to_a_limit_and_loses_no
 ) -> None:
     monkeypatch.setattr(bodies, "LENT_BYTES", 8 * MIB)
     async with sharing() as pair:
-        pair.back.connection.pause_reading()
+        pair.back.pause_reading()
         calls = [
             asyncio.ensure_future(pair.peer.call(pull(0), [to_bytes_view(pattern(MIB, n))]))
             for n in range(30)
         ]
-        await until(lambda: not pair.peer.connection._writable)
+        await until(lambda: not pair.peer._writable)
         assert sharing_of(pair.peer)._copied_bytes <= 9 * MIB
         unsent = transport_of(pair.peer).get_write_buffer_size()
         assert unsent <= WRITE_HIGH_BYTES + 2 * MIB
-        pair.back.connection.resume_reading()
+        pair.back.resume_reading()
         for number, call in enumerate(calls):
             body = np.frombuffer((await call).segments[0], np.uint8)
             assert np.array_equal(body, pattern(MIB, number))
@@ -497,7 +504,8 @@ async def test_a_peer_that_reads_nothing_costs_memory_up_to_a_limit_and_loses_no
 async def test_closing_sends_what_is_still_to_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[bytes] = []
 
-    def noted(peer: Peer, message: Pull, segments: list[memoryview]) -> None:
+    def noted(request: Request[Pull]) -> None:
+        segments = request.segments
         got.extend(map(bytes, segments))
 
     async with sharing({Pull: Handler(noted)}) as pair:
@@ -517,9 +525,10 @@ async def test_what_is_kept_stays_as_it_is_where_a_task_ends_and_its_process_goe
 ) -> None:
     kept: list[memoryview] = []
 
-    def run(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+    def run(request: Request[Pull]) -> None:
+        segments = request.segments
         kept.extend(segments)
-        return Reply(Pulled([]))
+        request.answer(Pulled([]))
 
     async with sharing({Pull: Handler(run, keeping)}) as pair:
         memory = pair.client.platform.memory
@@ -553,17 +562,18 @@ async def test_what_a_task_lends_when_it_ends_is_read_although_it_never_read_our
     """Its end of the side channel is closed with regions of ours in it."""
     got: list[bytes] = []
 
-    def noted(peer: Peer, message: Pull, segments: list[memoryview]) -> None:
+    def noted(request: Request[Pull]) -> None:
+        segments = request.segments
         got.extend(map(bytes, segments))
 
     async with sharing(ECHO, {Pull: Handler(noted)}) as pair:
-        pair.back.connection.pause_reading()
+        pair.back.pause_reading()
         pair.peer.notify(pull(0), [bytes(MIB)])
         await until(lambda: sharing_of(pair.peer).bytes_lent == MIB)
         pair.back.notify(pull(0), [to_bytes_view(pattern(MIB))])
-        pair.peer.connection.pause_reading()
+        pair.peer.pause_reading()
         await pair.server.close()
-        pair.peer.connection.resume_reading()
+        pair.peer.resume_reading()
         await pair.peer.wait_closed()
         assert got == [pattern(MIB).tobytes()]
 
@@ -657,7 +667,7 @@ async def test_another_users_task_is_reached_by_its_address(
     monkeypatch.setattr(os, "geteuid", lambda: 4321)
     worker = new_endpoint(SocketNetwork(shares_memory=True), WORKER, incarnation=2)
     peer = await worker.connect(listener.address, PS)
-    assert peer.connection.sharing is None
+    assert peer.sharing is None
     assert len((await peer.call(pull(MIB))).segments[0]) == MIB
     await worker.close()
     await ps.close()

@@ -23,7 +23,7 @@ import pytest
 
 from endpoints import PS, Pair, connected, pattern
 from psync.errors import ConnectionLost, RemoteProtocolError
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.connection import Handler, Request
 from psync.net.shared.bodies import MAX_REGIONS
 from psync.net.shared.loans import Loan
 from psync.net.shared.regions import SEALS, SLAB_BYTES
@@ -40,11 +40,13 @@ def pull() -> Pull:
     return Pull(0, None, -1, "")
 
 
-def echo(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-    return Reply(Pulled([]), segments)
+def echo(request: Request[Pull]) -> None:
+    segments = request.segments
+    request.answer(Pulled([]), segments)
 
 
-def kept(peer: Peer, message: Any, lengths: tuple[int, ...]) -> Sequence[memoryview]:
+def kept(request: Request[Any]) -> Sequence[memoryview]:
+    peer, lengths = request.peer, request.lengths
     return [memoryview(bytearray(sum(lengths)))] if peer.lent is None else peer.lent.keep()
 
 
@@ -108,7 +110,7 @@ EXTENTS: dict[str, tuple[list[Extent], int, str]] = {
 async def test_extents_that_lie_nowhere(kind: str, keep: bool) -> None:
     extents, nbytes, told = EXTENTS[kind]
     async with breach(told, keep) as pair:
-        sharing = pair.peer.connection.sharing
+        sharing = pair.peer.sharing
         assert sharing is not None
         sharing.lend = lambda *_, **__: Loan(extents, [], nbytes)  # type: ignore[method-assign]
         with contextlib.suppress(ConnectionLost):
@@ -120,7 +122,7 @@ async def test_the_same_memory_many_times_is_only_a_strange_body() -> None:
         SocketNetwork(shares_memory=True), {Pull: Handler(echo)}, address="127.0.0.1:0"
     ) as pair:
         await pair.peer.call(pull(), [bytes(MIB)])
-        sharing = pair.peer.connection.sharing
+        sharing = pair.peer.sharing
         assert sharing is not None
         extents = [Extent(1, number, 100) for number in range(1000)]
         sharing.lend = lambda *_, **__: Loan(extents, [], 100_000)  # type: ignore[method-assign]
@@ -136,7 +138,7 @@ async def test_extents_where_nothing_is_shared() -> None:
         sharing.drop = lambda: None
         sharing.lend = lambda *_, **__: Loan([Extent(1, 0, MIB)], [], MIB)
         sharing.sent = sharing.close = lambda *_: None
-        pair.peer.connection._sharing = sharing
+        pair.peer._sharing = sharing
         with pytest.raises(ConnectionLost):
             await pair.peer.call(pull(), [bytes(MIB)])
         await pair.back.wait_closed()
@@ -159,25 +161,25 @@ async def test_extents_where_nothing_is_shared() -> None:
 )
 async def test_words_about_what_is_not_there(kind: Kind, number: int, told: str) -> None:
     async with breach(told) as pair:
-        pair.peer.connection.send_message(kind, number)
+        pair.peer.send_message(kind, number)
 
 
 async def test_a_region_that_is_named_after_it_was_forgotten() -> None:
     async with breach("region 1 of shared memory was never given") as pair:
-        pair.peer.connection.send_message(Kind.FORGET, 1)
+        pair.peer.send_message(Kind.FORGET, 1)
         with contextlib.suppress(ConnectionLost):
             await pair.peer.call(pull(), [bytes(MIB)])
 
 
 async def test_a_word_with_a_body() -> None:
     async with breach("got a frame RETURN with a body") as pair:
-        pair.peer.connection.send_message(Kind.RETURN, 1, None, [b"x"])
+        pair.peer.send_message(Kind.RETURN, 1, None, [b"x"])
 
 
 @pytest.mark.parametrize("kind", [Kind.RETURN, Kind.FORGET])
 async def test_words_where_nothing_is_shared(kind: Kind) -> None:
     async with connected(SocketNetwork(), {Pull: Handler(echo)}, address="127.0.0.1:0") as pair:
-        pair.peer.connection.send_message(kind, 1)
+        pair.peer.send_message(kind, 1)
         await pair.back.wait_closed()
         assert f"got a frame {kind.name} after the handshake" in str(pair.back.error)
 
@@ -202,7 +204,7 @@ def on_disk() -> int:
 
 def give(pair: Pair, fds: list[int], number: int = 99, nbytes: int = MIB) -> None:
     """Put something on the side channel."""
-    sharing = pair.peer.connection.sharing
+    sharing = pair.peer.sharing
     assert sharing is not None
     sock = sharing._channel._sock  # type: ignore[attr-defined]
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
@@ -211,7 +213,7 @@ def give(pair: Pair, fds: list[int], number: int = 99, nbytes: int = MIB) -> Non
 
 async def name(pair: Pair, number: int = 99) -> None:
     """Lend something in a region."""
-    sharing = pair.peer.connection.sharing
+    sharing = pair.peer.sharing
     assert sharing is not None
     loan = Loan([Extent(number, 0, MIB)], [], MIB)
     sharing.lend = lambda *_, **__: loan  # type: ignore[method-assign]
@@ -270,7 +272,7 @@ async def test_too_many_regions() -> None:
     fd = memfd(4096)
     try:
         async with breach("got more regions of shared memory than may be") as pair:
-            sharing = pair.peer.connection.sharing
+            sharing = pair.peer.sharing
             assert sharing is not None
             for number in range(MAX_REGIONS):  # and one was given before
                 give(pair, [fd], 100 + number, 4096)
@@ -305,7 +307,7 @@ async def test_a_stopped_side_channel_is_no_reason_to_stop() -> None:
     async with connected(
         SocketNetwork(shares_memory=True), {Pull: Handler(echo)}, address="127.0.0.1:0"
     ) as pair:
-        sharing = pair.peer.connection.sharing
+        sharing = pair.peer.sharing
         assert sharing is not None
         sharing._channel._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
         for _ in range(2):
@@ -317,7 +319,7 @@ async def test_a_stopped_side_channel_is_no_reason_to_stop() -> None:
 async def test_a_breach_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "psync"):
         async with breach("body 7 was given back, which is not lent") as pair:
-            pair.peer.connection.send_message(Kind.RETURN, 7)
+            pair.peer.send_message(Kind.RETURN, 7)
     lines = [record for record in caplog.records if "body 7" in record.getMessage()]
     assert len(lines) == 1
     assert lines[0].exc_info is None

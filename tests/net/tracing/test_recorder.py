@@ -10,7 +10,7 @@ import msgpack
 import pytest
 
 from endpoints import PS, SECRET, connected, done
-from psync.net.peer import Handler
+from psync.net.connection import Handler
 from psync.net.platform import Platform
 from psync.net.tracing import recorder as module
 from psync.net.tracing.recorder import GRACE_S, LEASE_S, TICK_S, SpanRecorder
@@ -130,7 +130,7 @@ async def test_it_sees_all_messages_of_connections_old_and_new() -> None:
         forget()
         await bulk.call(AskStatistics())
         assert read(recorder, last=True)["entries"] == []
-        assert bulk.connection.tap is None
+        assert bulk.tap is None
 
 
 async def test_what_is_watched_later_begins_at_once() -> None:

@@ -12,7 +12,7 @@ from inside import handlers_of, points_of
 from ps_cluster import PsCluster, heard, pull, push, until
 from psync.client.sync_client import SyncClient
 from psync.errors import PsyncError
-from psync.net.peer import Handler
+from psync.net.connection import Handler
 from psync.testing.sabotage import FailpointError, Failpoints, SabotagedParts
 from psync.wire.messages import Contribute, StagePush
 from sync_cluster import SyncCluster, SyncReplica

@@ -14,10 +14,9 @@ import pytest
 
 from endpoints import PLACES, PS, SECRET, WORKER, Gate, Handlers, new_endpoint, places, push
 from psync.errors import ConfigurationError, ConnectionLost
+from psync.net.connection import Connection, Handler, Reply, Request, RequestServer
 from psync.net.endpoint import Endpoint
-from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
-from psync.net.serving import RequestServer
 from psync.testing.sabotage import Notes, SabotagedParts, notes_in
 from psync.testing.sabotage.message_loss import (
     FORMS,
@@ -35,7 +34,7 @@ each_place = pytest.mark.parametrize("place", PLACES)
 @contextlib.asynccontextmanager
 async def losing(
     place: str, tmp_path: Path, plan: dict[str, Any], handlers: Handlers
-) -> AsyncIterator[Peer]:
+) -> AsyncIterator[Connection]:
     """A ps that loses messages, as a worker sees it."""
     network, address = places(tmp_path)[place]()
     platform = Platform(network, SECRET, parts=SabotagedParts(losses=MessageLosses(plan)))
@@ -54,9 +53,9 @@ class Served:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+    def __call__(self, request: Request[Any]) -> None:
         self.count += 1
-        return Reply(Done())
+        request.answer(Done())
 
 
 @each_place
@@ -117,14 +116,15 @@ async def test_late_requests_are_served_in_their_order_when_it_is_time(
     go, last = tmp_path / "go", asyncio.Event()
     notes = Notes(str(tmp_path), "ps-0")
 
-    def served(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+    def served(request: Request[Any]) -> None:
+        peer, message = request.peer, request.message
         assert peer.is_closed
         numbers.append(message.sequence)
         if message.sequence == 3:
             last.set()
         if message.sequence == 2:
             raise ConfigurationError("nobody hears of it")
-        return Reply(Done())
+        request.answer(Done())
 
     network, address = places(tmp_path)[place]()
     losses = MessageLosses({"Push": {"late": 1}, "until": str(go)}, notes)
@@ -155,9 +155,10 @@ async def test_a_slow_request_is_served_after_one_that_came_later(
 ) -> None:
     numbers: list[int] = []
 
-    def served(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+    def served(request: Request[Any]) -> None:
+        message = request.message
         numbers.append(message.sequence)
-        return Reply(Done())
+        request.answer(Done())
 
     slowness = iter([0.02, 0.01])
     monkeypatch.setattr(MessageLosses, "slowness", lambda _: next(slowness))
@@ -171,7 +172,8 @@ async def test_a_slow_request_is_served_after_one_that_came_later(
 async def test_what_nobody_answers_is_never_slow_and_keeps_its_order(tmp_path: Path) -> None:
     heard: list[int] = []
 
-    def noted(peer: Peer, message: Any, segments: list[memoryview]) -> None:
+    def noted(request: Request[Any]) -> None:
+        message = request.message
         heard.append(message.closure)
 
     handlers: Handlers = {FinalBelow: Handler(noted), Push: Handler(Served())}

@@ -10,9 +10,9 @@ import pytest
 
 from law import MODULES, imports_of
 from psync.checkpoints.writer import Writer
+from psync.net.connection import RequestServer
 from psync.net.environment import parts_of
 from psync.net.platform import Parts
-from psync.net.serving import RequestServer
 from psync.ps.updates import PsUpdates
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger

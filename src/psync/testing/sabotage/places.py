@@ -17,6 +17,7 @@ from psync.chief.closure_service import ClosureService
 from psync.client.ps_client import PsClient
 from psync.client.sync_client import SyncClient
 from psync.coordinator import Coordinator
+from psync.net.connection import OwnRequest, Request
 from psync.ps.creation import ShardCreation
 from psync.ps.frozen_snapshots import FrozenSnapshots
 from psync.ps.update import Update
@@ -52,8 +53,12 @@ def _is_no_push(_: PsUpdates, update: Update, *__: Any) -> bool:
     return not isinstance(update.message, Push)
 
 
-def _is_current(service: ClosureService, peer: Any, *_: Any) -> bool:
-    return service.workers.is_current(peer)  # not one of a worker that was given up
+def _came(_: PsUpdates, request: Request[Any]) -> bool:
+    return not isinstance(request, OwnRequest)  # not out of the log of another one
+
+
+def _is_current(service: ClosureService, request: Request[Any]) -> bool:
+    return service.workers.is_current(request.peer)  # not one of a worker that was given up
 
 
 BEGIN, END = False, True
@@ -72,10 +77,10 @@ PLACES = (
     Place("worker.push.answered", PsClient, "_mutate", END),
     Place("worker.push.answered", SyncClient, "contribute", END),
     # Complete, nothing is applied.
-    Place("ps.push.received", PsUpdates, "_update", BEGIN),
+    Place("ps.push.received", PsUpdates, "_arrived", BEGIN, _came),
     # Applied and recorded, not answered.
-    Place("ps.push.applied", PsUpdates, "_applied", END, _is_push),
-    Place("ps.assign.applied", PsUpdates, "_applied", END, _is_no_push),
+    Place("ps.push.applied", PsUpdates, "_applied", BEGIN, _is_push),
+    Place("ps.assign.applied", PsUpdates, "_applied", BEGIN, _is_no_push),
     # Entries are about to be sent to a backup, and nothing is applied.
     Place("ps.backup.sending", BackupSender, "_send", BEGIN),
     # A backup has them, nothing is applied here.

@@ -131,7 +131,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "promoted_counts_nothing": Mutant(
         "a promoted ps 0 counts what had counted", ("sync-replica",),
-        ((StepCloser, "_replay_count", wrong.does_nothing(None)),),
+        ((StepCloser, "_replay_count", wrong.only_answers),),
     ),
     "copy_without_rule": Mutant(
         "a copy has the state of the rule of synchronous steps", ("sync-replica",),
@@ -190,7 +190,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "dies_at_the_gate": Mutant(
         "an update that has arrived is applied, even if its request is given up", ("attach",),
-        ((PsUpdates, "_carried", wrong.of_its_request),),
+        ((PsUpdates, "_carry", wrong.of_its_request),),
     ),
     "partial_is_not_counted": Mutant(
         "an attach counts the updates that are on some ps tasks only", ("attach",),

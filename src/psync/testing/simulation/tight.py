@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import functools
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from psync.chief import consistent_cut, creation, rollback
 from psync.chief.schedule_reporter import FinalClosures
 from psync.client.outgoing import Outgoing
 from psync.closures import dispatcher
+from psync.net.connection import OwnRequest, Request
 from psync.net.shared import bodies, regions
 from psync.numerics import block_pool, block_runs, blocks
 from psync.ps import cooperative_work, executor
@@ -45,12 +46,20 @@ def _done_late(seconds: float, usual: Callable[..., None]) -> Any:
 
 
 def _answered_late(seconds: float, usual: Callable[..., Any]) -> Any:
-    async def later(made: Any) -> Any:
-        answer = await made if isinstance(made, Awaitable) else made
-        await asyncio.sleep(seconds)
-        return answer
+    def serve(self: Any, request: Request[Any]) -> None:
+        def answer(outcome: Any) -> None:
+            if isinstance(outcome, BaseException):
+                request.fail(outcome)
+            else:
+                request.answer(*outcome)
 
-    return lambda *args: later(usual(*args))  # what is asked is done in its turn
+        def later(outcome: Any) -> None:
+            asyncio.get_running_loop().call_later(seconds, answer, outcome)
+
+        # What is asked is done in its turn.
+        usual(self, OwnRequest(request.peer, request.message, request.segments, later))
+
+    return serve
 
 
 class Size(NamedTuple):

@@ -37,7 +37,7 @@ from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
 from psync.sync.steps import SyncSteps
 from psync.wire.codec import decode, encode
-from psync.wire.messages import FinalBelow, Push, TellCounts
+from psync.wire.messages import Done, FinalBelow, Push, TellCounts
 
 Make = Callable[[Callable[..., Any]], Any]
 """Given what is there, returns what takes its place."""
@@ -142,7 +142,11 @@ def messages_not_remembered(original: Callable[..., Any]) -> Any:
 
 
 def of_its_request(original: Callable[..., Any]) -> Any:
-    return lambda self, waiting: waiting
+    return lambda self, request, waiting: request.start(waiting)
+
+
+def only_answers(original: Callable[..., Any]) -> Any:
+    return lambda self, request: request.answer(Done())
 
 
 def judged_as_if_it_came_now(original: Callable[..., Any]) -> Any:

@@ -1,0 +1,106 @@
+"""Requests that a test makes without a connection, and what becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
+
+from psync.net.connection import AsIfFrom, Handler, OwnRequest
+from psync.wire.codec import Message
+from psync.wire.frames import Frame
+
+
+class Reply(NamedTuple):
+    """An answer."""
+
+    message: Message
+    segments: Sequence[Any] = ()
+
+
+Outcome = Reply | BaseException
+
+
+class Asked(OwnRequest[Any]):
+    """A request; ``outcome`` is its answer or error, once it is there."""
+
+    def __init__(
+        self,
+        peer: Any,
+        message: Message,
+        segments: Sequence[memoryview] = (),
+        then: Callable[[Any], None] | None = None,
+    ) -> None:
+        super().__init__(peer, message, segments, self._settle)
+        self.outcome: Outcome | None = None
+        self._told = then
+
+    def _settle(self, outcome: Any) -> None:
+        self.outcome = Reply(*outcome) if isinstance(outcome, tuple) else outcome
+        if self._told is not None:
+            self._told(self.outcome)
+
+    def done(self) -> bool:
+        """Whether it is answered."""
+        return self.outcome is not None
+
+    def result(self) -> Reply:
+        """The answer. Raises the error, if it is one."""
+        assert self.outcome is not None, f"{self.message} has to wait"
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+def frame_of(message: Message, segments: Sequence[Any] = ()) -> Frame:
+    """A reply, as who has asked gets it."""
+    return Frame(0, 1, b"", (), 0, list(segments), message)
+
+
+def spawn(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Run it as a connection would."""
+    return asyncio.get_running_loop().create_task(work)
+
+
+def peer_of(client: tuple[str, int], **state: Any) -> AsIfFrom:
+    """What stands for the connection of a client."""
+    return AsIfFrom(client, state, spawn)
+
+
+def arrived(
+    handler: Handler,
+    peer: Any,
+    message: Message,
+    segments: Sequence[Any] = (),
+    then: Callable[[Any], None] | None = None,
+) -> Asked:
+    """A request whose body has come in, to where the handler wants it; it is not served yet."""
+    asked = Asked(peer, message, [memoryview(bytes(each)) for each in segments], then)
+    if handler.prepare is not None and segments:
+        whole = b"".join(map(bytes, segments))
+        asked.lengths = tuple(map(len, segments))
+        asked.nbytes = len(whole)
+        views, at = list(handler.prepare(asked)), 0
+        for view in views:
+            view[:] = whole[at : at + len(view)]
+            at += len(view)
+        assert at == len(whole)
+        asked.segments = views
+    return asked
+
+
+def served(
+    handler: Handler,
+    peer: Any,
+    message: Message,
+    segments: Sequence[Any] = (),
+    then: Callable[[Any], None] | None = None,
+) -> Asked:
+    """Let a handler serve a request, as a connection would; ``then`` gets the outcome."""
+    asked = Asked(peer, message, (), then)
+    try:
+        asked = arrived(handler, peer, message, segments, then)
+        handler.run(asked)
+    except Exception as exc:
+        asked.fail(exc)
+    return asked
