@@ -37,7 +37,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
                 count = min(len(room), len(rest), 1 + draw.below(200))
                 room[:count] = rest[:count]
                 rest = rest[count:]
-                frame = decoder.buffer_updated(count)
+                frame = decoder.received(count)
                 while frame is not None:
                     assert len(frame.header) <= limits.header_bytes
                     frame = decoder.next_frame()

@@ -89,10 +89,10 @@ def setup() -> tuple[OneInput, list[bytes]]:
                 count = min(len(room), len(rest), 1 + draw.below(200))
                 room[:count] = rest[:count]
                 rest = rest[count:]
-                frame = decoder.buffer_updated(count)
-                while frame is not None or decoder.is_copying:
+                frame = decoder.received(count)
+                while frame is not None or decoder.copying is not None:
                     if frame is None:
-                        frame = decoder.copy_more()
+                        frame = decoder.received(0)
                     else:
                         look_at(frame)
                         frame = decoder.next_frame()

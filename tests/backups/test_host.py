@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from asked import Reply
 from backups import W, alone, back_up, create, promote, say, take_over
 from inside import (
     accumulators_of,
@@ -22,7 +23,7 @@ from inside import (
 from ps_cluster import CHIEF, CONFIG, PsCluster, heard, pull, push
 from psync.backups.fingerprint import fingerprint
 from psync.errors import FencedError, PsyncError, UsageError
-from psync.net.connection import AsIfFrom, Handler, Reply
+from psync.net.connection import AsIfFrom, Handler
 from psync.ps_task import PsTask
 from psync.wire.codec import Message, decode, encode
 from psync.wire.handshake import RELEASE

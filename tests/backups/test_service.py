@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asked import Reply
 from backups import W, alone, back_up, create, promote, say, take_over
 from inside import backup_of, executor_of, is_deposed, settled
 from ps_by_hand import A, PsByHand
 from ps_cluster import CHIEF, CONFIG, PsCluster, assign, pull, push, until
 from psync.client.shard_locks import assign_at_once
 from psync.errors import ConnectionLost, ParameterServerLost, PsyncError, UsageError
-from psync.net.connection import Reply
 from psync.testing.simulation.ps_oracle import faults_of_pairs
 from psync.wire.messages import (
     ApplyGradient,

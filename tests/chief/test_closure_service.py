@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from asked import Reply
 from psync.chief.closure_service import ClosureService, EndedCall
 from psync.closures.closure import Closure, State
 from psync.closures.queue import Action, ClosureQueue
 from psync.closures.schedule_report import ScheduleReports
 from psync.errors import EndOfData, RemoteProtocolError, UsageError
-from psync.net.connection import Reply
 from psync.replicas.closure_messages import ScheduledCall
 from psync.serialization.failures import describe_exception
 from psync.serialization.functions import FunctionTable

@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
+from asked import Reply
 from inside import handlers_of
 from memory_cluster import cluster_of
 from psync.chief.enquiry import absent, enquire
 from psync.errors import RemoteProtocolError
-from psync.net.connection import Handler, Reply
+from psync.net.connection import Handler
 from psync.wire.messages import Done, GrantCoordinator
 
 pytestmark = pytest.mark.virtual_time

@@ -8,6 +8,7 @@ import logging
 import numpy as np
 import pytest
 
+from asked import Reply
 from inside import handlers_of, points_of, pool_of, pushes_of, work_of
 from ps_cluster import OTHER, WORKER, PsCluster, hold, pull, push, until
 from psync.client import plans, ps_client
@@ -19,7 +20,7 @@ from psync.errors import (
     UnknownVariableError,
     ValueMismatchError,
 )
-from psync.net.connection import Handler, Reply
+from psync.net.connection import Handler
 from psync.numerics.update_rule import SGD
 from psync.specs import ShardSpec, VariableSpec
 from psync.testing.sabotage import FailpointError, Failpoints

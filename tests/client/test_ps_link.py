@@ -24,7 +24,7 @@ from psync.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from psync.net.connection import Connection, Handler, Later, Request
+from psync.net.connection import Connection, Handler, Request
 from psync.net.secret import Secret
 from psync.ps_task import PsTask
 from psync.wire.codec import Message

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asked import Reply
 from inside import handlers_of, store_of, sync_of
 from ps_cluster import CONFIG, OTHER, RATE, WORKER, PsCluster, pull
 from psync.client import rows
@@ -15,7 +16,7 @@ from psync.client.ps_client import PsClient
 from psync.client.pulled_steps import PulledSteps
 from psync.client.rows import _within
 from psync.errors import RemoteProtocolError, UnknownVariableError, ValueMismatchError
-from psync.net.connection import Handler, Reply
+from psync.net.connection import Handler
 from psync.numerics.scatter import SCATTER_OPS, IndexedSlices
 from psync.numerics.update_rule import SGD
 from psync.specs import ShardSpec, VariableSpec

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asked import Reply
 from inside import closer_of, handlers_of, pushes_of
 from ps_cluster import OTHER, WORKER, PsCluster, heard, pull, until
 from psync.client import plans
@@ -21,7 +22,7 @@ from psync.errors import (
     TrainingEnded,
     ValueMismatchError,
 )
-from psync.net.connection import Handler, Reply, Request
+from psync.net.connection import Handler, Request
 from psync.numerics.update_rule import SGD
 from psync.ps_task import PsTask
 from psync.specs import VariableSpec

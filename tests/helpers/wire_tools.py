@@ -24,10 +24,10 @@ def pour(decoder: FrameDecoder, data: Buffer, sizes: Iterable[int] = ()) -> list
         count = min(len(room), len(rest), size)
         room[:count] = rest[:count]
         rest = rest[count:]
-        frame = decoder.buffer_updated(count)
-        while frame is not None or decoder.is_copying:
+        frame = decoder.received(count)
+        while frame is not None or decoder.copying is not None:
             if frame is None:
-                frame = decoder.copy_more()
+                frame = decoder.received(0)
                 continue
             frames.append(frame)
             frame = decoder.next_frame()

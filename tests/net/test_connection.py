@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from asked import Reply
 from endpoints import (
     PS,
     SECRET,
@@ -25,7 +26,7 @@ from endpoints import (
     wait_deserted,
 )
 from psync.errors import ConnectionLost
-from psync.net.connection import WRITE_HIGH_BYTES, Connection, Handler, Reply, Request
+from psync.net.connection import WRITE_HIGH_BYTES, Connection, Handler, Request
 from psync.net.transport import UNIX_BUFFER_BYTES, USER_TIMEOUT_MS, SocketNetwork
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import encode

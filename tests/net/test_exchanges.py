@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from asked import Reply
 from endpoints import connected
 from psync.errors import ConnectionLost, ValueMismatchError
-from psync.net.connection import Handler, Later, Reply, Request
+from psync.net.connection import Handler, Request
 from psync.testing import settle
 from psync.wire.frames import Frame
 from psync.wire.messages import AskStatistics, Done, Statistics

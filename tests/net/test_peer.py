@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asked import Reply
 from endpoints import (
     PLACES,
     PS,
@@ -33,7 +34,7 @@ from psync.errors import (
     RemoteProtocolError,
     ValueMismatchError,
 )
-from psync.net.connection import Connection, Handler, Into, Later, Reply, Request
+from psync.net.connection import Connection, Handler, Into, Request
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import Message, encode
 from psync.wire.frames import FrameDecoder, Kind, Segment, encode_frame

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from asked import Reply
 from endpoints import PS, WORKER, Gate, Handlers, connected, done, pattern, push, raising
 from psync.errors import (
     FencedError,
@@ -17,7 +18,7 @@ from psync.errors import (
     ValueMismatchError,
     WorkerLost,
 )
-from psync.net.connection import Connection, Handler, Later, Reply, Request
+from psync.net.connection import Connection, Handler, Request
 from psync.testing import MemoryNetwork, settle
 from psync.wire.limits import Limits
 from psync.wire.messages import AskStatistics, Assign, Done, FinalBelow, Pull, Pulled, Push

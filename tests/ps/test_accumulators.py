@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asked import Reply
 from ps_by_hand import COORDINATOR, A, B, PsByHand
 from psync.errors import (
     ConfigurationError,
@@ -18,7 +19,6 @@ from psync.errors import (
     UsageError,
     ValueMismatchError,
 )
-from psync.net.connection import Reply
 from psync.ps.takes import HostedAccumulator
 from psync.wire.codec import Message
 from psync.wire.messages import (

@@ -7,9 +7,10 @@ import itertools
 
 import numpy as np
 
+from asked import Reply
 from inside import endpoint_of, handlers_of, peers_of, store_of
 from ps_cluster import assign, pull, until
-from psync.net.connection import Handler, Reply
+from psync.net.connection import Handler
 from psync.numerics.update_rule import SGD
 from psync.wire.messages import MeasureStep
 from sync_cluster import SyncCluster

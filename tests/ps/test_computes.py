@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asked import Reply
 from psync.errors import BusyError, PsyncError
-from psync.net.connection import Reply
 from psync.numerics.block_pool import BlockPool
 from psync.ps.computes import Compute, Computes, Place
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.net.connection import Reply
+from asked import Reply
 from psync.numerics.update_rule import SGD
 from psync.store.sync_config import SyncConfig
 from psync.testing import VirtualClockLoop, settle

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asked import Reply
 from local_training import at_once
 from psync.errors import ClosedError, FencedError, PsyncError, UsageError
-from psync.net.connection import AsIfFrom, Connection, Handler, Reply, Request
+from psync.net.connection import AsIfFrom, Connection, Handler, Request
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.update_rule import SGD
 from psync.ps.computes import Compute

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psync.net.connection import Reply
+from asked import Reply
 from psync.numerics.update_rule import SGD
 from psync.schedules import Constant
 from psync.testing import settle

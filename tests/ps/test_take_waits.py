@@ -7,9 +7,10 @@ from typing import Any, cast
 
 import pytest
 
+from asked import Reply
 from local_training import at_once
 from psync.errors import ConnectionLost, UsageError
-from psync.net.connection import AsIfFrom, Connection, Reply
+from psync.net.connection import AsIfFrom, Connection
 from psync.ps.takes import TakeName, TakeWaits
 from psync.wire.messages import Done
 

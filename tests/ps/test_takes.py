@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asked import Reply
 from psync.errors import ConfigurationError, UsageError
-from psync.net.connection import Reply
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import LongWork
 from psync.ps.takes import GradientTakes, HostedAccumulator, TakeWaits

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asked import Reply
 from local_training import at_once
-from psync.net.connection import Reply
 from psync.numerics.replica_values import PerReplica
 from psync.replicas.context import (
     forbid_in_merge,

@@ -10,10 +10,11 @@ import pytest
 
 import memory_cluster
 import psync
+from asked import Reply
 from memory_cluster import cluster_of, coordinating, replicated, session_cluster
 from psync.compat.training_sessions import MonitoredTrainingSession
 from psync.errors import ClosedError, ConfigurationError
-from psync.net.connection import Handler, Reply
+from psync.net.connection import Handler
 from psync.status import sampling
 from psync.status.model import Status
 from psync.wire.messages import AskStatistics

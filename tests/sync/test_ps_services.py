@@ -9,13 +9,14 @@ import weakref
 import numpy as np
 import pytest
 
+from asked import Reply
 from backups import back_up, create
 from inside import handlers_of
 from ps_by_hand import PsByHand
 from ps_cluster import CHIEF, SECRET, PsCluster, assign, until
 from psync.client.ps_client import PsClient
 from psync.errors import FencedError, NotServedError
-from psync.net.connection import Handler, Reply
+from psync.net.connection import Handler
 from psync.net.platform import Platform
 from psync.ps.life import Life
 from psync.ps_task import PsTask

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from asked import Reply
 from backup_by_hand import BackupByHand
 from inside import staged_on
 from ps_by_hand import PS_0, A, PsByHand, group_config
 from psync.errors import FencedError
-from psync.net.connection import Later, Reply
 from psync.store.store import Key
 from psync.wire.messages import CloseStep, Done, LockShards, Staged, StagePush
 from turns import Turns

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from asked import Reply
 from ps_by_hand import PsByHand, group_config
 from psync.errors import TrainingEnded
-from psync.net.connection import Reply
 from psync.sync.cross_ps_sets import ShareNumbers, WholeSet
 from psync.sync.pushes import Answer, Refuse
 from psync.sync.token_waits import PushKey, TokenWaits

@@ -232,7 +232,7 @@ def test_the_next_frame_is_not_looked_at_before_it_is_asked_for() -> None:
     decoder = FrameDecoder(HANDSHAKE_LIMITS, sink)
     data = frame_bytes(Kind.PROOF, 0, b"") + frame_bytes(Kind.REQUEST, 1, bytes(5000), [b"xyz"])
     decoder.get_buffer()[: len(data)] = data
-    first = decoder.buffer_updated(len(data))
+    first = decoder.received(len(data))
     assert first is not None
     assert first.kind == Kind.PROOF
     decoder.limits = DEFAULT_LIMITS  # the peer has proved itself: the same bytes are legal now
@@ -495,7 +495,7 @@ def test_frames_before_a_fault_are_handed_out() -> None:
     decoder = FrameDecoder(DEFAULT_LIMITS, Anywhere())
     data = frame_bytes(Kind.PING, 0, b"") + bytes(32)
     decoder.get_buffer()[: len(data)] = data
-    frame = decoder.buffer_updated(len(data))
+    frame = decoder.received(len(data))
     assert frame is not None
     with pytest.raises(RemoteProtocolError):
         decoder.next_frame()
@@ -651,16 +651,16 @@ def test_a_large_one_is_copied_piece_by_piece_and_nothing_is_looked_at_meanwhile
     decoder, lender = borrowing()
     data = lent_bytes([(1, 0, 100)]) + frame_bytes(Kind.PING, 0, b"")
     decoder.get_buffer()[: len(data)] = data
-    assert decoder.buffer_updated(len(data)) is None
-    assert decoder.is_copying
+    assert decoder.received(len(data)) is None
+    assert decoder.copying is not None
     assert decoder.receiving
     assert decoder.next_frame() is None
-    assert decoder.copy_more() is None
-    assert decoder.is_copying
-    frame = decoder.copy_more()
+    assert decoder.received(0) is None
+    assert decoder.copying is not None
+    frame = decoder.received(0)
     assert frame is not None
     assert body_of(frame) == [REGIONS[1]]
-    assert not decoder.is_copying
+    assert not decoder.copying is not None
     assert lender.lent[0].num_returns == 1
     ping = decoder.next_frame()
     assert ping is not None
@@ -681,7 +681,7 @@ def test_a_receiver_that_gives_up_a_lent_body_is_not_written_to_any_more(
     assert pour_head(decoder, lent_bytes([(1, 0, 100)])) is None
     decoder.redirect(object())
     decoder.redirect(token)
-    frame = decoder.copy_more()
+    frame = decoder.received(0)
     assert frame is not None
     assert frame.token is token
     assert memory == bytes(range(40)) + bytes(60)
@@ -690,7 +690,7 @@ def test_a_receiver_that_gives_up_a_lent_body_is_not_written_to_any_more(
 
 def pour_head(decoder: FrameDecoder, data: bytes) -> Frame | None:
     decoder.get_buffer()[: len(data)] = data
-    return decoder.buffer_updated(len(data))
+    return decoder.received(len(data))
 
 
 def test_memory_of_another_size_for_a_lent_body_is_this_sides_mistake() -> None:

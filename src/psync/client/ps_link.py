@@ -205,7 +205,8 @@ class PsLink(Lanes):
         self.num_calls += 1
         try:
             message = build(peer)
-            question.end = peer.ask(message, segments, answered, into, copied=copied)
+            number = peer.ask(message, segments, answered, into, copied=copied)
+            question.end = functools.partial(peer.give_up, number)
         except Exception as exc:
             then(exc)
         return question

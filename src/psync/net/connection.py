@@ -90,8 +90,8 @@ Into = Callable[[Message, tuple[int, ...], "Borrowed | None"], Sequence[memoryvi
 """Returns memory for a reply's body, given its message and the lengths of its segments; or that
 body itself, kept where it is, if it is lent."""
 
-Then = Callable[[Frame | Exception], None]
-"""Told the reply (a frame, with ``message`` and ``segments``), or why there is none."""
+Then = Callable[[Frame | Exception], None] | asyncio.Future[Frame]
+"""Gets the reply (a frame, with ``message`` and ``segments``), or the reason why there is none."""
 
 Answer = tuple[Message, Sequence[Segment]]
 """A message and its segments."""
@@ -283,24 +283,6 @@ class Handler:
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
-    """A request of ours that is not answered yet."""
-
-    number: int
-    buffers: list[Buffer]
-    then: Then | asyncio.Future[Frame]  # gets the outcome
-    into: Into | None  # where the reply's body belongs, or None: anywhere
-
-    def settle(self, outcome: Frame | Exception) -> None:
-        if not isinstance(self.then, asyncio.Future):
-            self.then(outcome)
-        elif isinstance(outcome, Exception):
-            fail(self.then, outcome)
-        elif not self.then.done():
-            self.then.set_result(outcome)
-
-
-@dataclass(slots=True, eq=False)
 class _Waiting:
     """A large message that was not written yet, or a small one behind it."""
 
@@ -374,7 +356,8 @@ class Connection(asyncio.BufferedProtocol):
         self._closing = False  # nothing is sent or handed over any more
         self._gone = asyncio.Event()
         # Our requests.
-        self._calls: dict[int, _Call] = {}
+        # By id: who gets the outcome, where the reply's body belongs (None: anywhere), what is sent.
+        self._calls: dict[int, tuple[Then, Into | None, list[Buffer]]] = {}
         self._next_id = 1
         self._pongs: deque[asyncio.Future[None]] = deque()
         # Theirs.
@@ -444,24 +427,25 @@ class Connection(asyncio.BufferedProtocol):
         Cancellation: The peer is told and memory given by ``into`` is not written any more.
         """
         future: asyncio.Future[Frame] = self._loop.create_future()
-        call = self._ask(message, segments, future, into, copied)
+        number = self.ask(message, segments, future, into, copied=copied)
         timer: asyncio.TimerHandle | None = None
         if deadline is not None:
             seconds = deadline - self._loop.time()
-            timer = self._loop.call_at(deadline, self._expire, call, message, seconds)
+            timer = self._loop.call_at(deadline, self._expire, number, message, seconds)
         try:
             return await future
         finally:
-            if call.number in self._calls:
-                self._give_up(call)
+            if number in self._calls:
+                self.give_up(number)
             if timer is not None:
                 timer.cancel()
 
-    def _expire(self, call: _Call, message: Message, seconds: float) -> None:
-        self._give_up(call)
+    def _expire(self, number: int, message: Message, seconds: float) -> None:
+        then = self._calls[number][0]
+        self.give_up(number)
         limit = f"{round(max(0.0, seconds), 3):g} s"
         what = f"{self.task} did not answer {type(message).__name__} within {limit}"
-        call.settle(DeadlineExceeded(what))
+        _tell(then, DeadlineExceeded(what))
 
     def ask(
         self,
@@ -471,33 +455,23 @@ class Connection(asyncio.BufferedProtocol):
         into: Into | None = None,
         *,
         copied: bool = False,
-    ) -> Callable[[], None]:
+    ) -> int:
         """Send a request as ``call`` does, without a coroutine that waits for its reply.
 
         Args:
             message: As for ``call``.
             segments: As for ``call``.
-            then: Called once with the reply, or with what ``call`` would raise. Must not raise.
+            then: Called once with the reply, or with what ``call`` would raise; must not raise. Or
+                a future that gets them.
             into: As for ``call``.
             copied: As for ``call``.
 
         Returns:
-            What to call to give the request up: then nothing else is called, and memory of
-            ``into`` is not written any more.
+            The number of the request, for ``give_up``.
 
         Raises:
             ConnectionLost, LocalProtocolError: As ``call``: nothing was sent.
         """
-        return functools.partial(self._give_up, self._ask(message, segments, then, into, copied))
-
-    def _ask(
-        self,
-        message: Message,
-        segments: Sequence[Segment],
-        then: Then | asyncio.Future[Frame],
-        into: Into | None,
-        copied: bool,
-    ) -> _Call:
         if not self.is_open:
             raise self._lost() if self.is_closed else ConnectionLost("there is no connection yet")
         number = self._next_id
@@ -506,15 +480,19 @@ class Connection(asyncio.BufferedProtocol):
             _REQUEST, number, message, segments, at_once=not self._calls, copied=copied
         )
         self._next_id = number + 1
-        call = self._calls[number] = _Call(number, buffers, then, into)
-        return call
+        self._calls[number] = (then, into, buffers)
+        return number
 
-    def _give_up(self, call: _Call) -> None:
-        """Nobody wants an answer any more; nothing if it is there."""
-        if self._calls.pop(call.number, None) is not None:
-            self._decoder.redirect(call)
-            if not self._withdraw(call.buffers):
-                self.send(_CANCEL, call.number)
+    def give_up(self, number: int) -> None:
+        """Nobody wants the answer of a request any more; nothing if it is there.
+
+        Nothing else is called then, and memory of ``into`` is not written any more.
+        """
+        call = self._calls.pop(number, None)
+        if call is not None:
+            self._decoder.redirect(number)
+            if not self._withdraw(call[2]):
+                self.send(_CANCEL, number)
 
     def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Send a message that has no reply; lost without a word if the connection is gone.
@@ -580,12 +558,10 @@ class Connection(asyncio.BufferedProtocol):
                 self._go_on_copying()
         except Exception as exc:
             self.fail(exc)
-        if self.sharing is not None:
+        if self._small or self.sharing is not None:
             self.flush()
         else:
             self._flush_due = False
-            if self._small:
-                self._write_small()
 
     def _go_on_copying(self) -> None:
         """Until all of a body that is lent is there nothing else is read."""
@@ -613,8 +589,7 @@ class Connection(asyncio.BufferedProtocol):
     def _settle(self, frame: Frame) -> None:
         """A reply is there, or an error."""
         number = frame.request_id
-        call = self._calls.get(number)
-        if call is None:  # we gave up
+        if number not in self._calls:  # we gave up
             return
         outcome: Frame | Exception = frame
         if frame.kind == _ERROR:
@@ -624,8 +599,13 @@ class Connection(asyncio.BufferedProtocol):
             outcome = exception_of(failure, self.task)
         elif frame.message is None:
             frame.message = decode(frame.header)
-        del self._calls[number]  # not before: what is there fails with the connection
-        call.settle(outcome)
+        then = self._calls.pop(number)[0]  # not before: what is there fails with the connection
+        if not isinstance(then, asyncio.Future):
+            then(outcome)
+        elif outcome is frame and not then.done():
+            then.set_result(frame)
+        else:
+            _tell(then, outcome)
 
     # Where bodies go.
 
@@ -635,14 +615,15 @@ class Connection(asyncio.BufferedProtocol):
             call = self._calls.get(frame.request_id)
             if call is None:
                 return None
-            if call.into is not None:
-                frame.token = call
+            then, into, _ = call
+            if into is not None:
+                frame.token = frame.request_id
                 frame.message = decode(frame.header)
                 try:
-                    return _fitting(call.into(frame.message, frame.lengths, frame.borrowed), frame)
+                    return _fitting(into(frame.message, frame.lengths, frame.borrowed), frame)
                 except Exception as exc:
                     del self._calls[frame.request_id]
-                    call.settle(exc)
+                    _tell(then, exc)
                     return None
         elif kind == _REQUEST or kind == _NOTIFY:
             assert isinstance(frame, Request)
@@ -782,6 +763,10 @@ class Connection(asyncio.BufferedProtocol):
             self._send_large(buffers, loan)
         elif self._in_order and self._waiting:
             self._waiting.append(_Waiting([b"".join(buffers)]))
+        elif at_once and not self._flush_due and not self._small and self.sharing is None:
+            if not self._transport.is_closing():
+                self.bytes_sent += nbytes
+                self._transport.writelines((head if len(buffers) == 1 else b"".join(buffers),))
         else:
             self._small.append(head if len(buffers) == 1 else b"".join(buffers))
             self._small_bytes += nbytes
@@ -813,15 +798,13 @@ class Connection(asyncio.BufferedProtocol):
             self._say_returns()
             self._small += small
         self._flush_due = False
-        if self._small:
-            self._write_small()
-
-    def _write_small(self) -> None:
-        small, self._small, self._small_bytes = self._small, [], 0
-        if not self._closing and not self._transport.is_closing():
-            data = small[0] if len(small) == 1 else b"".join(small)
-            self.bytes_sent += len(data)
-            self._transport.writelines([data])
+        small = self._small
+        if small:
+            self._small, self._small_bytes = [], 0
+            if not self._closing and not self._transport.is_closing():
+                data = small[0] if len(small) == 1 else b"".join(small)
+                self.bytes_sent += len(data)
+                self._transport.writelines((data,))
 
     def _write(self, buffers: list[Buffer]) -> None:
         if not self._transport.is_closing():
@@ -1009,8 +992,8 @@ class Connection(asyncio.BufferedProtocol):
             self.sharing.close()
         self.is_open, self.is_closed, self.error = False, True, error
         calls, self._calls = self._calls, {}
-        for call in calls.values():
-            call.settle(self._lost())
+        for then, _, _ in calls.values():
+            _tell(then, self._lost())
         for pong in self._pongs:
             fail(pong, self._lost())
         self._pongs.clear()
@@ -1033,6 +1016,15 @@ def fail(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
         future.exception()
+
+
+def _tell(then: Then, outcome: Frame | Exception) -> None:
+    if not isinstance(then, asyncio.Future):
+        then(outcome)
+    elif isinstance(outcome, Exception):
+        fail(then, outcome)
+    elif not then.done():
+        then.set_result(outcome)
 
 
 def _fitting(views: Sequence[memoryview], frame: Frame) -> list[memoryview]:

@@ -323,7 +323,7 @@ class FrameDecoder:
 
         For a receiver that gave up: its memory is not written to any more.
         """
-        if self._frame is None or self._frame.token is not token:
+        if self._frame is None or self._frame.token != token:
             return
         if self.copying is not None:
             self.copying.stop()

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from asked import Reply
 from endpoints import PLACES, PS, SECRET, WORKER, Gate, Handlers, new_endpoint, places, push
 from psync.errors import ConfigurationError, ConnectionLost
-from psync.net.connection import Connection, Handler, Reply, Request, RequestServer
+from psync.net.connection import Connection, Handler, Request
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.testing.sabotage import Notes, SabotagedParts, notes_in

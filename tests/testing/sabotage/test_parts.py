@@ -10,7 +10,6 @@ import pytest
 
 from law import MODULES, imports_of
 from psync.checkpoints.writer import Writer
-from psync.net.connection import RequestServer
 from psync.net.environment import parts_of
 from psync.net.platform import Parts
 from psync.ps.updates import PsUpdates
