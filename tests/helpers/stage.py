@@ -198,6 +198,12 @@ class Stage:
         """
         task = self.former[index] if to_former else self.serving[index]
         handler = handlers_of(task)[type(message)]
+        if not client[0].startswith("/job:ps/"):  # a connection is cut when its task is replaced
+            try:
+                task.services.ledger.check_incarnation(*client)
+            except FencedError as exc:
+                then(exc)
+                return Asked(self.peer(task, client), message)
         return served(handler, self.peer(task, client), decode(encode(message)), segments, then)
 
     async def request(self, client: tuple[str, int], index: int, message: Message) -> Message:

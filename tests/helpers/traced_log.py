@@ -67,14 +67,15 @@ class TracedServices(PsServices):
     def say(self, words: str) -> None:
         self.stage.say(f"{self.name}: {words}", by=self)
 
-    def _submit(self, client: Any, message: Any, body: Any, act: Any, claim: Any = None) -> Any:
+    def _submit(self, request: Any, message: Any, body: Any, act: Any, *claim: Any) -> Any:
         if not self.stage.traced:
-            return self._submit_plain(client, message, body, act, claim)
+            return self._submit_plain(request, message, body, act, *claim)
+        client = (claim[1] if len(claim) > 1 else None) or request.peer.client
         shown = message if isinstance(message, Message) else message(LogNames())
         entry = Shown(entry_words(client, shown), type(shown))
         outer, self._appending = self._appending, entry
         try:
-            return self._submit_plain(client, message, body, lambda: self._act(entry, act), claim)
+            return self._submit_plain(request, message, body, lambda: self._act(entry, act), *claim)
         finally:
             self._appending = outer
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asked import Reply
+from asked import Asked, Reply
 from ps_by_hand import COORDINATOR, A, B, PsByHand
 from psync.errors import (
     ConfigurationError,
@@ -96,7 +96,9 @@ class ByHand(PsByHand):
 
     def log(self, client: tuple[str, int], message: Message) -> None:
         """Do what an entry of the log says."""
-        assert self._log[type(message)].run(self.peer(client), message, []) in (None, Reply(Done()))
+        asked = Asked(self.peer(client), message)
+        self._log[type(message)].run(asked)
+        assert asked.result() == Reply(Done())
 
     def taken(
         self,

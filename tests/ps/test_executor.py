@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asked import Reply
+from asked import Asked, Reply, peer_of
 from local_training import at_once
-from psync.errors import ClosedError, FencedError, PsyncError, UsageError
-from psync.net.connection import AsIfFrom, Connection, Handler, Request
+from psync.errors import ClosedError, FencedError, UsageError
+from psync.net.connection import Handler, Request
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.update_rule import SGD
 from psync.ps.computes import Compute
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
-from psync.ps.executor import AT_ONCE, Answer, Entry, Executor
+from psync.ps.executor import AT_ONCE, Entry, Executor
 from psync.specs import ShardSpec
 from psync.store.commit_log import CommitLog
 from psync.store.store import ShardStore
 from psync.testing import settle
 from psync.wire.codec import decode
-from psync.wire.messages import CheckState, Done, Fence, Pushed
+from psync.wire.messages import CheckState, Done, Fence
 from turns import Turns
 
 PS = "/job:ps/task:0"
@@ -53,12 +53,20 @@ class Ps:
     def _stop(self) -> None:
         self.stopped = True
 
-    def submit(self, act: Callable[[], Any], **options: Any) -> Reply | Answer | None:
-        return self.executor.submit(CLIENT, NOTE, (), act, **options)
+    def submit(self, act: Callable[[], Any], **options: Any) -> Asked:
+        asked = Asked(peer_of(CLIENT), NOTE)
+        self.executor.submit(asked, NOTE, (), act, **options)
+        return asked
 
-    def note(self, what: Any) -> Reply | Answer | None:
+    def note(self, what: Any) -> Asked:
         """An entry that is noted when it is executed, and answered at once."""
         return self.submit(lambda: self.done.append(what))
+
+    def between(self, act: Callable[[], Any]) -> Asked:
+        """Something that is done between two entries."""
+        asked = Asked(peer_of(CLIENT), NOTE)
+        self.executor.in_turn(act, asked)
+        return asked
 
     def shipped(self) -> list[Any]:
         """The messages of entries that the backup is to have."""
@@ -71,12 +79,11 @@ class Ps:
         self.executor.advance()
 
 
-def outcome(answer: Reply | Answer | None) -> Reply | Exception | None:
-    """What was answered; None: nothing yet."""
-    return answer.outcome if isinstance(answer, Answer) else answer
+def nothing() -> None:
+    """An act that has nothing to do, or a compute that has nothing to say."""
 
 
-def refuses() -> Reply:
+def refuses() -> None:
     raise UsageError("no")
 
 
@@ -87,7 +94,9 @@ def test_alone_no_message_of_an_entry_is_made() -> None:
     def nobody_reads_it(_: object) -> Any:
         raise AssertionError("there is no backup that will read it")
 
-    assert Ps().executor.submit(CLIENT, nobody_reads_it, (), lambda: DONE) is DONE
+    asked = Asked(peer_of(CLIENT), NOTE)
+    Ps().executor.submit(asked, nobody_reads_it, (), nothing)
+    assert asked.outcome == DONE
 
 
 def test_alone_small_work_on_arrays_is_done_before_the_answer_is_returned() -> None:
@@ -97,17 +106,18 @@ def test_alone_small_work_on_arrays_is_done_before_the_answer_is_returned() -> N
     def apply() -> None:
         ps.done.append("applied")
 
-    compute = Compute([KEY], lambda: DONE, 8, apply)
-    assert ps.submit(lambda: compute, claim=lambda: claimed.append("began")) is DONE
+    compute = Compute([KEY], nothing, 8, apply)
+    claim: Any = lambda: claimed.append("began")  # noqa: E731
+    assert ps.submit(lambda: compute, claim=claim).outcome == DONE
     assert ps.done == ["applied"]
     assert claimed == []  # it is over already
 
 
-def test_alone_a_refusal_is_raised_and_the_next_entry_is_executed() -> None:
+def test_alone_a_refusal_is_the_answer_and_the_next_entry_is_executed() -> None:
     ps = Ps()
     with pytest.raises(UsageError, match="no"):
-        ps.submit(refuses)
-    assert ps.submit(lambda: DONE) is DONE
+        ps.submit(refuses).result()
+    assert ps.submit(nothing).outcome == DONE
     assert ps.log.last == 2
     assert not ps.stopped
 
@@ -129,8 +139,8 @@ def test_a_refusal_is_the_answer_and_the_next_entry_is_executed() -> None:
     ps = Ps(paired=True)
     refused, after = ps.submit(refuses), ps.note("next")
     ps.taken(2)
-    assert isinstance(outcome(refused), UsageError)
-    assert outcome(after) == DONE
+    assert isinstance(refused.outcome, UsageError)
+    assert after.outcome == DONE
     assert not ps.stopped
 
 
@@ -145,9 +155,9 @@ def test_what_waits_is_claimed_from_its_number_to_its_answer(turns: Turns) -> No
 
         return begun
 
-    ps.submit(lambda: DONE, claim=claim("one"))
+    ps.submit(nothing, claim=claim("one"))
     ps.submit(refuses, claim=claim("two"))
-    ps.submit(lambda: DONE, claim=claim("three"))
+    ps.submit(nothing, claim=claim("three"))
     assert claims == ["one began", "two began", "three began"]
     ps.taken(2)
     assert claims[3:] == ["one ended", "two ended"]
@@ -159,7 +169,6 @@ def test_what_waits_is_claimed_from_its_number_to_its_answer(turns: Turns) -> No
 def test_a_caller_that_has_gone_does_not_stop_it() -> None:
     ps = Ps(paired=True)
     answer = ps.note(1)
-    assert isinstance(answer, Answer)
     answer.give_up()
     ps.taken(1)
     assert ps.done == [1]
@@ -183,12 +192,11 @@ def test_many_at_once_leave_the_loop_its_turn(turns: Turns) -> None:
 def test_alone_what_an_entry_brings_with_it_is_executed_after_it() -> None:
     ps = Ps()
 
-    def fence() -> Reply:
-        assert ps.note("brought") is not None  # it has to wait
+    def fence() -> None:
+        assert not ps.note("brought").done()  # it has to wait
         ps.done.append("fenced")
-        return DONE
 
-    assert ps.submit(fence) is DONE
+    assert ps.submit(fence).outcome == DONE
     assert ps.done == ["fenced", "brought"]
 
 
@@ -211,12 +219,11 @@ def test_what_an_entry_brings_with_it_has_its_own_number() -> None:
 def test_a_refused_entry_does_not_leave_what_it_has_brought_with_it(turns: Turns) -> None:
     ps = Ps()
 
-    def wrong() -> Reply:
+    def wrong() -> None:
         ps.note("brought")
         raise UsageError("no")
 
-    with pytest.raises(UsageError):
-        ps.submit(wrong)
+    assert isinstance(ps.submit(wrong).outcome, UsageError)
     turns.settle()
     assert ps.done == ["brought"]
 
@@ -230,68 +237,48 @@ async def test_an_entry_that_is_awaited_holds_up_what_comes_after_it(fails: bool
     going_on = asyncio.Event()
     ended: list[str] = []
 
-    async def slow() -> Reply:
+    async def slow() -> None:
         await going_on.wait()
         if fails:
             raise UsageError("later")
         ps.done.append("slow")
-        return DONE
 
     first = ps.submit(slow, claim=lambda: lambda: ended.append("slow"))
     second = ps.note("second")
-    between = ps.executor.in_turn(lambda: ps.done.append("between"))
+    between = ps.between(lambda: ps.done.append("between"))
     third = ps.note("third")
     await asyncio.sleep(0)
     assert ps.done == []
     assert ps.executor.waiting == 4
     going_on.set()
-    assert isinstance(first, Answer)
+    await ps.executor.drain()
     if fails:
         with pytest.raises(UsageError, match="later"):
-            await first
+            first.result()
     else:
-        assert await first is DONE
-    await ps.executor.drain()
+        assert first.outcome == DONE
     assert ended == ["slow"]
     assert ps.done[-3:] == ["second", "between", "third"]
-    assert [outcome(each) for each in (second, between, third)] == [DONE] * 3
+    assert [each.outcome for each in (second, between, third)] == [DONE] * 3
     assert not ps.stopped
 
 
 def test_between_two_entries_all_before_are_executed_and_none_after() -> None:
     ps = Ps(paired=True)
     ps.note(1)
-    between = ps.executor.in_turn(lambda: ps.done.append("between"))
+    between = ps.between(lambda: ps.done.append("between"))
     ps.note(2)
     assert ps.log.last == 2  # it is no entry
     ps.taken(1)
     assert ps.done == [1, "between"]
-    assert outcome(between) == DONE
+    assert between.outcome == DONE
     assert ps.executor.waiting == 1
 
 
 def test_where_nothing_waits_what_comes_between_is_done_at_once() -> None:
     ps = Ps(paired=True)
-    assert ps.executor.in_turn(lambda: DONE) is DONE
-    with pytest.raises(UsageError):
-        ps.executor.in_turn(refuses)
-
-
-async def test_an_answer_may_be_awaited_and_who_waits_be_cancelled() -> None:
-    ps = Ps(paired=True)
-    answer = ps.note(1)
-    assert isinstance(answer, Answer)
-
-    async def wait() -> Reply:
-        return cast(Reply, await answer)
-
-    waiting, other = asyncio.create_task(wait()), ps.note(2)
-    await asyncio.sleep(0)
-    waiting.cancel()
-    ps.taken(2)
-    assert ps.done == [1, 2]
-    assert isinstance(other, Answer)
-    assert await other == DONE
+    assert ps.between(nothing).outcome == DONE
+    assert isinstance(ps.between(refuses).outcome, UsageError)
 
 
 # Work on arrays.
@@ -310,19 +297,17 @@ async def test_the_answer_leaves_when_the_arrays_are_as_it_says() -> None:
         claims.append("began")
         return lambda: claims.append("ended")
 
-    answer = Reply(Pushed("accepted", 1))
-    large = Compute([KEY], lambda: answer, INLINE_BYTES + 1, in_pieces=in_pieces)
+    large = Compute([KEY], nothing, INLINE_BYTES + 1, in_pieces=in_pieces)
     first = ps.submit(lambda: large, claim=claim)
-    again = ps.submit(lambda: Compute([KEY], lambda: answer))  # a repetition
+    again = ps.submit(lambda: Compute([KEY], nothing))  # a repetition
     ps.note("judged")  # later entries are: only arrays wait for arrays
     assert ps.done == ["judged"]
     assert ps.executor.waiting == 0
-    assert outcome(first) is outcome(again) is None
+    assert first.outcome is again.outcome is None
     assert claims == ["began"]
     going_on.set()
-    assert isinstance(first, Answer)
-    assert isinstance(again, Answer)
-    assert [await first, await again] == [answer, answer]
+    await ps.executor.computes.settled()
+    assert [first.outcome, again.outcome] == [DONE, DONE]
     assert ps.done == ["judged", "applied"]
     assert claims == ["began", "ended"]
     ps.executor.computes.check_idle()
@@ -335,13 +320,13 @@ async def test_with_a_backup_arrays_are_changed_when_that_has_the_entry() -> Non
     async def in_pieces() -> None:
         ps.done.append("applied")
 
-    compute = Compute([KEY], lambda: DONE, INLINE_BYTES + 1, in_pieces=in_pieces)
+    compute = Compute([KEY], nothing, INLINE_BYTES + 1, in_pieces=in_pieces)
     answer = ps.submit(lambda: compute)
     await settle()
     assert ps.done == []
     ps.taken(1)
-    assert isinstance(answer, Answer)
-    assert await answer is DONE
+    await settle()
+    assert answer.outcome == DONE
     assert ps.done == ["applied"]
 
 
@@ -349,15 +334,14 @@ def test_work_that_fails_ends_the_task_and_its_sender_hears_of_it() -> None:
     def fails() -> None:
         raise MemoryError("no memory")
 
-    compute = Compute([KEY], lambda: DONE, 8, fails)
+    compute = Compute([KEY], nothing, 8, fails)
     ps = Ps()
-    with pytest.raises(MemoryError):
-        ps.submit(lambda: compute)
+    assert isinstance(ps.submit(lambda: compute).outcome, MemoryError)
     assert ps.stopped
     ps = Ps(paired=True)
     answer = ps.submit(lambda: compute)
     ps.taken(1)
-    assert isinstance(outcome(answer), MemoryError)
+    assert isinstance(answer.outcome, MemoryError)
     assert ps.stopped
 
 
@@ -366,17 +350,14 @@ def test_work_that_fails_ends_the_task_and_its_sender_hears_of_it() -> None:
 
 @pytest.mark.parametrize("paired", [False, True])
 def test_an_unexpected_error_in_judging_ends_the_task(paired: bool) -> None:
-    def wrong() -> Reply:
+    def wrong() -> None:
         raise ValueError("a bug")
 
     ps = Ps(paired=paired)
+    answer = ps.submit(wrong)
     if paired:
-        answer = ps.submit(wrong)
         ps.taken(1)
-        assert isinstance(outcome(answer), ValueError)
-    else:
-        with pytest.raises(ValueError, match="a bug"):
-            ps.submit(wrong)
+    assert isinstance(answer.outcome, ValueError)
     assert ps.stopped
 
 
@@ -398,27 +379,28 @@ def test_a_logged_handler_gets_its_message_in_its_turn() -> None:
     def run(request: Request[Any]) -> None:
         peer, message, body = request.peer, request.message, request.segments
         got.append((peer.task, message, body))
-        return DONE
 
-    peer = cast(Connection, AsIfFrom(*CLIENT, {}))
-    answer = cast(Answer, ps.executor.logged(Handler(run)).run(peer, NOTE, []))
+    answer = Asked(peer_of(CLIENT), NOTE, [])
+    ps.executor.logged(Handler(run)).run(answer)
     assert got == []
     ps.taken(1)
     assert got == [(CLIENT[0], NOTE, [])]
-    assert outcome(answer) is DONE
+    assert answer.outcome == DONE
 
 
 @pytest.mark.parametrize("paired", [False, True])
 def test_nobody_hears_of_the_error_of_a_notification(paired: bool) -> None:
     ps = Ps(paired=paired)
-    peer = cast(Connection, AsIfFrom(*CLIENT, {}))
-    notified = ps.executor.logged(Handler(lambda *_: refuses()), notified=True)
-    assert notified.run(peer, NOTE, []) is None
+    notified = ps.executor.logged(Handler(lambda _: refuses()))
+    asked = Asked(peer_of(CLIENT), NOTE)
+    asked.request_id = 0  # as of a notification
+    notified.run(asked)
     if paired:
         ps.taken(1)
     assert ps.executor.waiting == 0
     ps.executor.end()
-    assert notified.run(peer, NOTE, []) is None
+    notified.run(asked)
+    assert not asked.done()
     assert ps.log.last == 1
 
 
@@ -435,12 +417,12 @@ async def test_a_new_backup_is_not_compared_with_what_the_one_before_was_to_be(
     ps.note("that the backup does not have when it is lost")  # and a check
     ps.log.give_up()
     ps.executor.begin_copy()
-    frozen = asyncio.get_running_loop().create_future()
-    ps.executor.in_turn(lambda: frozen)  # the entries before are executed by then
+    frozen = asyncio.Event()
+    ps.executor.in_turn(frozen.wait)  # type: ignore[arg-type]  # the entries before are executed by then
     for number in range(2):
         ps.note(number)
     checks = [message for message in ps.shipped() if isinstance(message, CheckState)]
-    frozen.set_result(None)
+    frozen.set()
     await settle()
     assert [(check.number, check.last) for check in checks] == [(1, b"")]
     ps.note(2)
@@ -456,18 +438,16 @@ async def test_a_new_backup_is_not_compared_with_what_the_one_before_was_to_be(
 def test_in_the_end_whoever_waits_is_told(deposed: bool) -> None:
     ps = Ps(paired=True)
     waiting = ps.note(1)
-    between = ps.executor.in_turn(lambda: DONE)
+    between = ps.between(nothing)
     if deposed:
         ps.executor.depose()
     else:
         ps.executor.end()
     error = FencedError if deposed else ClosedError
-    assert isinstance(outcome(waiting), error)
-    assert isinstance(outcome(between), error)
-    with pytest.raises(error):
-        ps.note(2)
-    with pytest.raises(error):
-        ps.executor.in_turn(lambda: DONE)
+    assert isinstance(waiting.outcome, error)
+    assert isinstance(between.outcome, error)
+    assert isinstance(ps.note(2).outcome, error)
+    assert isinstance(ps.between(nothing).outcome, error)
     at_once(ps.executor.drain())
     assert ps.done == []
 
@@ -477,9 +457,8 @@ def test_a_log_that_finds_itself_deposed_executes_nothing_more() -> None:
     waiting = ps.note(1)
     ps.log.depose()
     ps.executor.advance()
-    assert isinstance(outcome(waiting), FencedError)
-    with pytest.raises(FencedError):
-        ps.note(2)
+    assert isinstance(waiting.outcome, FencedError)
+    assert isinstance(ps.note(2).outcome, FencedError)
 
 
 # All of it, in any order.
@@ -505,28 +484,19 @@ def test_entries_are_executed_in_their_order_and_not_before_the_backup_has_them(
         def submit(step: str) -> None:
             number = ps.log.last + 1
 
-            def act() -> Reply:
+            def act() -> None:
                 assert not paired or number <= ps.log.taken
                 executed.append(number)
                 if step == "brings":
                     submit("entry")
                 if step == "refused":
                     raise UsageError("no")
-                return DONE
 
-            def got(outcome: Reply | Exception | None) -> None:
+            def got(outcome: object) -> None:
                 assert number in executed
                 (answered if isinstance(outcome, Reply) else refused).append(number)
 
-            try:
-                answer = ps.submit(act)
-            except PsyncError as exc:
-                got(exc)
-            else:
-                if isinstance(answer, Answer):
-                    answer.deliver_to(got)
-                else:
-                    got(answer)
+            ps.executor.submit(Asked(peer_of(CLIENT), NOTE, then=got), NOTE, (), act)
 
         def between() -> None:
             last = ps.log.last

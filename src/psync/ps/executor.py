@@ -431,14 +431,16 @@ def awaited(client: Client, done: asyncio.Future[None]) -> Request[Any]:
         elif not done.done():
             done.set_result(None)
 
-    spawn = asyncio.get_running_loop().create_task
-    return OwnRequest(AsIfFrom(client, {}, spawn), None, [], then)
+    return OwnRequest(AsIfFrom(client, {}, _spawn), None, [], then)
 
 
 def nobodys(client: Client, message: Any = None) -> Request[Any]:
     """Return a request of a client's for whose answer nobody waits."""
-    spawn = asyncio.get_running_loop().create_task
-    return OwnRequest(AsIfFrom(client, {}, spawn), message, [], _drop)
+    return OwnRequest(AsIfFrom(client, {}, _spawn), message, [], _drop)
+
+
+def _spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    return asyncio.get_running_loop().create_task(work)
 
 
 def _drop(_: object) -> None:
