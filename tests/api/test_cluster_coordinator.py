@@ -20,7 +20,8 @@ from inside import work_of
 from local_training import at_once, strategy_of, training
 from memory_cluster import cluster_of, coordinating, event_of
 from ps_cluster import hold, until
-from psync.api.datasets import PerWorkerDataset, capture_dataset
+from psync import PerWorkerDataset, RemoteValue, StaleCaptureWarning
+from psync.api.datasets import capture_dataset
 from psync.closures.closure import Closure
 from psync.errors import (
     AuthenticationError,
@@ -34,9 +35,7 @@ from psync.errors import (
     SerializationError,
     UsageError,
 )
-from psync.serialization.captures import StaleCaptureWarning
 from psync.serialization.functions import FunctionTable
-from psync.serialization.remote_value import RemoteValue
 from psync.testing import settle
 from psync.wire.limits import Limits
 from psync.worker import session
@@ -1034,7 +1033,7 @@ async def test_a_missing_task_is_named_with_its_address():
 async def test_a_task_with_another_secret_is_an_authentication_error():
     async with cluster_of() as cluster:
         await cluster.stop("worker-1")
-        await cluster.start("worker-1", memory_cluster.Secret(b"f" * 32))
+        await cluster.start("worker-1", b"f" * 32)
         with pytest.raises(AuthenticationError):
             await psync.ClusterCoordinator(cluster.strategy()).start()
 
@@ -1063,7 +1062,7 @@ async def test_a_late_worker_with_another_secret_is_reported_and_tried_again(cap
     async with cluster_of() as cluster:
         await cluster.stop("worker-1")
         async with psync.ClusterCoordinator(cluster.strategy(), min_workers=1) as coordinator:
-            await cluster.start("worker-1", memory_cluster.Secret(b"f" * 32))
+            await cluster.start("worker-1", b"f" * 32)
             await asyncio.sleep(10)
             assert "/job:worker/task:1 cannot join" in caplog.text
             await cluster.stop("worker-1")

@@ -12,8 +12,9 @@ import pytest
 import memory_cluster
 import psync
 from memory_cluster import MemoryCluster, coordinating
+from psync import InputOptions, PerWorkerDataset
 from psync.api.data_shards import Visits
-from psync.api.datasets import InputOptions, PerWorkerDataset, capture_dataset
+from psync.api.datasets import capture_dataset
 from psync.client.context import forbid_in_dataset
 from psync.errors import ConfigurationError, UsageError
 from psync.serialization.functions import FunctionTable

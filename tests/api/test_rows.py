@@ -10,6 +10,7 @@ import pytest
 
 import psync
 from local_training import at_once, in_step, strategy_of, training
+from psync import RemoteValue
 from psync.closures.closure import Closure
 from psync.errors import (
     IndexTypeError,
@@ -18,7 +19,6 @@ from psync.errors import (
     ValueMismatchError,
     VariableIndexError,
 )
-from psync.serialization.remote_value import RemoteValue
 
 VALUE = np.arange(20, dtype=np.float32).reshape(10, 2)
 

@@ -14,9 +14,9 @@ import memory_cluster
 import psync
 from local_training import strategy_of
 from memory_cluster import coordinating
+from psync import StaleCaptureWarning
 from psync.api.scheduling import Scheduling
 from psync.errors import ClosedError, ClosureCancelled, SerializationError
-from psync.serialization.captures import StaleCaptureWarning
 
 
 async def told(*args: Any, **kwargs: Any) -> tuple[Any, ...]:

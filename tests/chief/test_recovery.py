@@ -15,8 +15,8 @@ import psync
 from inside import chief_of, clocks_of, heard_by
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, replicated, shared
 from ps_cluster import hold
+from psync import RollbackEvent
 from psync.chief import creation
-from psync.chief.events import RollbackEvent
 from psync.chief.recovery_rule import Do
 from psync.closures.rollback import CutCalls
 from psync.errors import ConnectFailed, FencedError, ParameterServerLost, WorkerLost

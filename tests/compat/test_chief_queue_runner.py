@@ -9,7 +9,7 @@ import pytest
 import psync
 from memory_cluster import cluster_of
 from ps_cluster import heard, until
-from psync.compat.chief_queue_runner import ChiefQueueRunner
+from psync import ChiefQueueRunner
 from psync.wire.messages import AwaitEnd, EndTraining
 
 

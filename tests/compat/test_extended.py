@@ -10,15 +10,10 @@ import pytest
 import psync
 from inside import in_update_context
 from local_training import at_once
+from psync import Mirrored, PerReplica, get_replica_context, in_cross_replica_context
 from psync.client.context import ClosureContext, inside
 from psync.errors import ReplicaValueError, UsageError
-from psync.numerics.replica_values import Mirrored, PerReplica
-from psync.replicas.context import (
-    OneReplica,
-    cross_replica,
-    get_replica_context,
-    in_cross_replica_context,
-)
+from psync.replicas.context import OneReplica, cross_replica
 
 SUM, MEAN = psync.ReduceOp.SUM, psync.ReduceOp.MEAN
 DEVICE = "/job:ps/replica:0/task:0/device:CPU:0"

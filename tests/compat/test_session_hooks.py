@@ -6,7 +6,8 @@ import pytest
 
 import psync
 from memory_cluster import coordinating
-from psync.compat.session_hooks import SyncReplicasHook, known_step
+from psync import SyncReplicasHook
+from psync.compat.session_hooks import known_step
 
 
 @pytest.mark.parametrize("is_chief", [True, False])

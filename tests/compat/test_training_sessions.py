@@ -19,10 +19,9 @@ import pytest
 import psync
 from memory_cluster import session_cluster
 from ps_cluster import until
+from psync import MonitoredTrainingSession, SessionHook
 from psync.client.ps_link import MAX_LOSSES
-from psync.compat.session_hooks import SessionHook
 from psync.compat.session_members import GRACE_S
-from psync.compat.training_sessions import MonitoredTrainingSession
 
 Strategy = psync.ParameterServerStrategy
 ONES = np.full(4, -1, np.float32)  # a gradient: each push through SGD(1.0) adds one

@@ -35,12 +35,6 @@ from psync.sync.steps import SyncSteps
 from psync.testing.sabotage import Failpoints, failpoints_of
 from psync.wire.codec import Message
 
-
-def in_update_context() -> bool:
-    """Whether a function given to ``update`` runs here: neither a replica nor all of them do."""
-    return psync.get_replica_context() is None and not psync.in_cross_replica_context()
-
-
 # Of any task, and of a link to one.
 
 
@@ -162,11 +156,6 @@ def staged_on(services: PsServices) -> list[tuple[int, Any, int, int, bytes]]:
         (group, replica, push, local_step, b"".join(part.body))
         for group, replica, push, local_step, part in services.sync.staging.held()
     )
-
-
-def outgoing_of(ps: Any) -> list[int]:
-    """The groups that have a step that is decided, and not known to be applied everywhere."""
-    return [known.outgoing.close.group for known in sync_of(ps).outgoing()]
 
 
 def closer_of(ps: Any) -> Any:

@@ -19,18 +19,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 import psync
-from inside import platform_of, points_of
-from psync.launch.tasks import make_task
 from psync.net.platform import Platform
-from psync.net.secret import Secret
-from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork, VirtualClockLoop
-from psync.testing.sabotage import MessageLosses, SabotagedParts
+from psync.testing.sabotage import Failpoints, MessageLosses, SabotagedParts, failpoints_of
+from psync.testing.tasks import new_platform, new_task
 from psync.wire.limits import DEFAULT_LIMITS, Limits
-from psync.worker_task import WorkerTask
 
 shared: dict[str, Any] = {}
-SECRET = Secret(b"0123456789abcdef0123456789abcdef")
+SECRET = b"0123456789abcdef0123456789abcdef"
 TWO_SHARDS = psync.FixedShardsPartitioner(2)
 
 Main = Callable[[psync.ParameterServerStrategy], Coroutine[Any, Any, Any]]
@@ -64,7 +60,8 @@ class MemoryCluster:
         self.network = network or MemoryNetwork(chunk=(1 << 16, 1 << 20))
         self.secret = SECRET  # of platforms that are made from now on
         self.counts = {"chief": int(chief), "ps": num_ps, "worker": num_workers}
-        self.tasks: dict[str, PsTask | WorkerTask] = {}
+        self.tasks: dict[str, Any] = {}
+        self.platforms: dict[str, Platform] = {}  # of the tasks
         self._without = without
         self.losses = None if losses is None else MessageLosses(losses)
         self.clocks: dict[str, float] = {}  # by how many seconds those of hosts are ahead
@@ -73,17 +70,19 @@ class MemoryCluster:
         self.chief: psync.ClusterCoordinator | None = None  # the present one, see chief_lives
         self.fail_overs = 0  # of which that has told
 
-    def ps(self, name: str) -> PsTask:
-        task = self.tasks[name]
-        assert isinstance(task, PsTask)
-        return task
+    def ps(self, name: str) -> Any:
+        return self.tasks[name]
 
-    def platform(self, secret: Secret | None = None, host: str = "") -> Platform:
+    def points(self, name: str) -> Failpoints:
+        """The failpoints of a task."""
+        return failpoints_of(self.platforms[name])
+
+    def platform(self, secret: Any = None, host: str = "") -> Platform:
         loop = asyncio.get_running_loop()
         virtual = isinstance(loop, VirtualClockLoop)
         clock = loop.time if virtual else time.monotonic
         ahead = self.clocks.get(host, 0.0)
-        return Platform(
+        return new_platform(
             self.network.host(host),
             secret or self.secret,
             limits=self.limits,
@@ -94,10 +93,10 @@ class MemoryCluster:
             threads=not virtual,
         )
 
-    async def start(self, name: str, secret: Secret | None = None) -> None:
+    async def start(self, name: str, secret: Any = None) -> None:
         job, _, index = name.partition("-")
-        task = make_task(self.platform(secret, name), job, int(index), f"{name}:1")
-        self.tasks[name] = task
+        platform = self.platforms[name] = self.platform(secret, name)
+        task = self.tasks[name] = new_task(platform, job, int(index), f"{name}:1")
         await task.start()
 
     async def start_all(self) -> None:
@@ -178,7 +177,7 @@ class MemoryCluster:
             self.cut_off(name)
             died.set()  # what it does from here on reaches nobody
 
-        points_of(self.ps(name)).arm(place, die, count)
+        self.points(name).arm(place, die, count)
         return died
 
     def cut_off(self, name: str) -> None:
@@ -187,7 +186,7 @@ class MemoryCluster:
         async def refused(*_: object) -> Any:
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"{name} is dead")
 
-        platform_of(self.ps(name)).network.connect = refused  # type: ignore[method-assign]
+        self.platforms[name].network.connect = refused  # type: ignore[method-assign]
         self.network.refuse(name)
         self.network.cut(name)
 

@@ -14,7 +14,7 @@ import psync
 from inside import backups_of, settled, store_of
 from memory_cluster import MemoryCluster, coordinating, event_of, replicated, running, shared
 from own_rules import SHAPE, check_bits, declared, rule, train
-from psync.chief.events import FailoverEvent
+from psync import FailoverEvent
 from psync.errors import ConfigurationError, RuleError
 
 pytestmark = pytest.mark.virtual_time

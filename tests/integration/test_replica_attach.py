@@ -17,7 +17,7 @@ from chief_lives import at, backing_one_another_up, fail_over, life, life_of, si
 from inside import chief_of, host_of
 from memory_cluster import MemoryCluster
 from ps_cluster import heard, until
-from psync.chief.events import FailoverEvent
+from psync import FailoverEvent
 from psync.errors import AttachError, FencedError, ParameterServerLost
 from psync.net.process_state import fresh_process
 from psync.wire.messages import AskServed, AttachPs, Promote

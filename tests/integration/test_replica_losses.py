@@ -9,7 +9,7 @@ import pytest
 
 from inside import depose
 from memory_cluster import replicated
-from psync.chief.events import FailoverEvent, RollbackEvent
+from psync import FailoverEvent, RollbackEvent
 from psync.errors import ParameterServerLost
 from psync.testing.sabotage.message_loss import FORMS
 from replica_training import check, declared, run

@@ -10,7 +10,7 @@ import pytest
 
 from inside import backups_of, points_of, settled, sync_of
 from memory_cluster import MemoryCluster, replicated
-from psync.chief.events import FailoverEvent
+from psync import FailoverEvent
 from replica_training import LARGE, SMALL, ColumnsTraining
 
 pytestmark = pytest.mark.virtual_time

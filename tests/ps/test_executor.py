@@ -24,7 +24,7 @@ from psync.store.commit_log import CommitLog
 from psync.store.store import ShardStore
 from psync.testing import settle
 from psync.wire.codec import decode
-from psync.wire.messages import CheckState, Done, Fence, Pushed
+from psync.wire.messages import CheckState, Done, Fence
 from turns import Turns
 
 PS = "/job:ps/task:0"
@@ -82,45 +82,7 @@ def refuses() -> Reply:
 # Alone.
 
 
-def test_alone_no_message_of_an_entry_is_made() -> None:
-    def nobody_reads_it(_: object) -> Any:
-        raise AssertionError("there is no backup that will read it")
-
-    assert Ps().executor.submit(CLIENT, nobody_reads_it, (), lambda: DONE) is DONE
-
-
-def test_alone_small_work_on_arrays_is_done_before_the_answer_is_returned() -> None:
-    ps = Ps()
-    claimed: list[str] = []
-
-    def apply() -> None:
-        ps.done.append("applied")
-
-    compute = Compute([KEY], lambda: DONE, 8, apply)
-    assert ps.submit(lambda: compute, claim=lambda: claimed.append("began")) is DONE
-    assert ps.done == ["applied"]
-    assert claimed == []  # it is over already
-
-
-def test_alone_a_refusal_is_raised_and_the_next_entry_is_executed() -> None:
-    ps = Ps()
-    with pytest.raises(UsageError, match="no"):
-        ps.submit(refuses)
-    assert ps.submit(lambda: DONE) is DONE
-    assert ps.log.last == 2
-    assert not ps.stopped
-
-
 # With a backup.
-
-
-def test_something_may_be_shipped_as_soon_as_there_is_an_entry() -> None:
-    ps = Ps(paired=True)
-    seen: list[int] = []
-    ps.executor.on_entry = lambda: seen.append(ps.log.last)
-    ps.note(1)
-    ps.note(2)
-    assert seen == [1, 2]
 
 
 @pytest.mark.usefixtures("turns")
@@ -179,18 +141,6 @@ def test_many_at_once_leave_the_loop_its_turn(turns: Turns) -> None:
 # Entries that bring others with them.
 
 
-def test_alone_what_an_entry_brings_with_it_is_executed_after_it() -> None:
-    ps = Ps()
-
-    def fence() -> Reply:
-        assert ps.note("brought") is not None  # it has to wait
-        ps.done.append("fenced")
-        return DONE
-
-    assert ps.submit(fence) is DONE
-    assert ps.done == ["fenced", "brought"]
-
-
 def test_what_an_entry_brings_with_it_has_its_own_number() -> None:
     ps = Ps(paired=True)
 
@@ -207,54 +157,7 @@ def test_what_an_entry_brings_with_it_has_its_own_number() -> None:
     assert ps.done == ["fenced", "next", "brought"]
 
 
-def test_a_refused_entry_does_not_leave_what_it_has_brought_with_it(turns: Turns) -> None:
-    ps = Ps()
-
-    def wrong() -> Reply:
-        ps.note("brought")
-        raise UsageError("no")
-
-    with pytest.raises(UsageError):
-        ps.submit(wrong)
-    turns.settle()
-    assert ps.done == ["brought"]
-
-
 # What is awaited, and what is done between two entries.
-
-
-@pytest.mark.parametrize("fails", [False, True])
-async def test_an_entry_that_is_awaited_holds_up_what_comes_after_it(fails: bool) -> None:
-    ps = Ps()
-    going_on = asyncio.Event()
-    ended: list[str] = []
-
-    async def slow() -> Reply:
-        await going_on.wait()
-        if fails:
-            raise UsageError("later")
-        ps.done.append("slow")
-        return DONE
-
-    first = ps.submit(slow, claim=lambda: lambda: ended.append("slow"))
-    second = ps.note("second")
-    between = ps.executor.in_turn(lambda: ps.done.append("between"))
-    third = ps.note("third")
-    await asyncio.sleep(0)
-    assert ps.done == []
-    assert ps.executor.waiting == 4
-    going_on.set()
-    assert isinstance(first, Answer)
-    if fails:
-        with pytest.raises(UsageError, match="later"):
-            await first
-    else:
-        assert await first is DONE
-    await ps.executor.drain()
-    assert ended == ["slow"]
-    assert ps.done[-3:] == ["second", "between", "third"]
-    assert [outcome(each) for each in (second, between, third)] == [DONE] * 3
-    assert not ps.stopped
 
 
 def test_between_two_entries_all_before_are_executed_and_none_after() -> None:
@@ -267,13 +170,6 @@ def test_between_two_entries_all_before_are_executed_and_none_after() -> None:
     assert ps.done == [1, "between"]
     assert outcome(between) == DONE
     assert ps.executor.waiting == 1
-
-
-def test_where_nothing_waits_what_comes_between_is_done_at_once() -> None:
-    ps = Ps(paired=True)
-    assert ps.executor.in_turn(lambda: DONE) is DONE
-    with pytest.raises(UsageError):
-        ps.executor.in_turn(refuses)
 
 
 async def test_an_answer_may_be_awaited_and_who_waits_be_cancelled() -> None:
@@ -294,37 +190,6 @@ async def test_an_answer_may_be_awaited_and_who_waits_be_cancelled() -> None:
 
 
 # Work on arrays.
-
-
-async def test_the_answer_leaves_when_the_arrays_are_as_it_says() -> None:
-    ps = Ps()
-    going_on = asyncio.Event()
-    claims: list[str] = []
-
-    async def in_pieces() -> None:
-        await going_on.wait()
-        ps.done.append("applied")
-
-    def claim() -> Callable[[], None]:
-        claims.append("began")
-        return lambda: claims.append("ended")
-
-    answer = Reply(Pushed("accepted", 1))
-    large = Compute([KEY], lambda: answer, INLINE_BYTES + 1, in_pieces=in_pieces)
-    first = ps.submit(lambda: large, claim=claim)
-    again = ps.submit(lambda: Compute([KEY], lambda: answer))  # a repetition
-    ps.note("judged")  # later entries are: only arrays wait for arrays
-    assert ps.done == ["judged"]
-    assert ps.executor.waiting == 0
-    assert outcome(first) is outcome(again) is None
-    assert claims == ["began"]
-    going_on.set()
-    assert isinstance(first, Answer)
-    assert isinstance(again, Answer)
-    assert [await first, await again] == [answer, answer]
-    assert ps.done == ["judged", "applied"]
-    assert claims == ["began", "ended"]
-    ps.executor.computes.check_idle()
 
 
 @pytest.mark.virtual_time
