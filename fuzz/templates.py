@@ -8,23 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator, TakeGradient
-from psync.wire.lock_messages import AssignLocked, LockShards, PullLocked
-from psync.wire.ps_messages import (
-    AskOptimizer,
-    Assign,
-    AverageShards,
-    CreateShards,
-    DefineOptimizer,
-    MeasurePush,
-    Pull,
-    PullRows,
-    Push,
-    SetOptimizer,
-    SetSlots,
-)
-from psync.wire.session_messages import EnterSession
-from psync.wire.sync_messages import Contribute, DescribeSet, InitTokens, StagePush, TickClock
 from samples import Draw, changed, drawn, fields_of
 
 from psync.numerics.moment_rules import Adam
@@ -32,6 +15,31 @@ from psync.numerics.update_rule import SGD
 from psync.schedules import Constant
 from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message
+from psync.wire.messages import (
+    ApplyGradient,
+    AskOptimizer,
+    Assign,
+    AssignLocked,
+    AverageShards,
+    Contribute,
+    CreateShards,
+    DefineAccumulator,
+    DefineOptimizer,
+    DescribeSet,
+    EnterSession,
+    InitTokens,
+    LockShards,
+    MeasurePush,
+    Pull,
+    PullLocked,
+    PullRows,
+    Push,
+    SetOptimizer,
+    SetSlots,
+    StagePush,
+    TakeGradient,
+    TickClock,
+)
 
 SHARDS = [
     ["v", 0, 0, 0, [4], "float32"], ["step", 1, 0, 0, [], "int64"],

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import psync
-from inside import in_update_context
-from local_training import at_once
+from local_training import at_once, in_update_context
 from psync import Mirrored, PerReplica, get_replica_context, in_cross_replica_context
 from psync.client.context import ClosureContext, inside
 from psync.errors import ReplicaValueError, UsageError
