@@ -18,8 +18,8 @@ import memory_cluster
 import psync
 from inside import work_of
 from local_training import at_once, strategy_of, training
-from memory_cluster import cluster_of, coordinating, event_of
-from ps_cluster import hold, until
+from memory_cluster import cluster_of, coordinating, event_of, until
+from ps_cluster import hold
 from psync import PerWorkerDataset, RemoteValue, StaleCaptureWarning
 from psync.api.datasets import capture_dataset
 from psync.closures.closure import Closure

@@ -18,8 +18,7 @@ import memory_cluster
 import psync
 from inside import session_of
 from local_training import at_once, in_step, inside_a_step, strategy_of, training
-from memory_cluster import coordinating
-from ps_cluster import until
+from memory_cluster import coordinating, until
 from psync import Outcome, PushResult, SyncReplicasOptimizer, optimizers
 from psync.errors import (
     ClosureCancelled,

@@ -9,8 +9,7 @@ import weakref
 import pytest
 
 from inside import iterators_of as held_by
-from memory_cluster import MemoryCluster, coordinating
-from ps_cluster import until
+from memory_cluster import MemoryCluster, coordinating, until
 from psync.errors import ClosedError
 from psync.worker_task import WorkerTask
 

@@ -13,7 +13,8 @@ import pytest
 
 from backups import alone, back_up, take_over
 from inside import accumulators_of, backup_of, settled, updates_of
-from ps_cluster import OTHER, WORKER, PsCluster, until
+from memory_cluster import until
+from ps_cluster import OTHER, WORKER, PsCluster
 from psync.client.ps_client import PsClient
 from psync.errors import ValueMismatchError
 from psync.net.peer import Received

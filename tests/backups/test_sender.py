@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 
 from backups import back_up, take_over
-from ps_cluster import PsCluster, assign, heard, pull, until
+from memory_cluster import until
+from ps_cluster import PsCluster, assign, heard, pull
 from psync.backups.sender import BackupSender, Served
 from psync.errors import FencedError
 from psync.ps.executor import Entry

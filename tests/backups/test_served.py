@@ -9,7 +9,8 @@ import pytest
 
 from backups import W, back_up, create, promote, say, take_over
 from inside import is_deposed
-from ps_cluster import CHIEF, PsCluster, assign, pull, until
+from memory_cluster import until
+from ps_cluster import CHIEF, PsCluster, assign, pull
 from psync.client.ps_client import PsClient
 from psync.errors import FencedError, UsageError
 from psync.ps.succession import RANGE

@@ -12,8 +12,9 @@ import pytest
 
 from backups import alone, back_up, create, promote, say
 from inside import backup_of, is_deposed, settled
+from memory_cluster import until
 from ps_by_hand import PsByHand
-from ps_cluster import CHIEF, PsCluster, assign, push, until
+from ps_cluster import CHIEF, PsCluster, assign, push
 from psync.errors import ConnectionLost, ParameterServerLost, PsyncError, UsageError
 from psync.testing.simulation.ps_oracle import faults_of_pairs
 from psync.wire.messages import (

@@ -9,8 +9,8 @@ import pytest
 
 import psync
 from inside import chief_of, endpoint_of
-from memory_cluster import MemoryCluster, cluster_of
-from ps_cluster import OTHER, WORKER, PsCluster, assign, pull, until
+from memory_cluster import MemoryCluster, cluster_of, until
+from ps_cluster import OTHER, WORKER, PsCluster, assign, pull
 from psync.chief import consistent_cut as cuts_module
 from psync.chief.consistent_cut import Cuts
 from psync.client.shard_locks import _locked

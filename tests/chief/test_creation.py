@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from ps_cluster import PsCluster, pull, until
+from memory_cluster import until
+from ps_cluster import PsCluster, pull
 from psync.chief.declarations import Declaration, beside, split
 from psync.errors import ParameterServerLost, UnknownVariableError
 from psync.specs import VariableSpec

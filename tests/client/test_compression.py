@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ps_cluster import CONFIG, OTHER, WORKER, PsCluster, heard, hold, pull, until
+from memory_cluster import until
+from ps_cluster import CONFIG, OTHER, WORKER, PsCluster, heard, hold, pull
 from psync import IndexedSlices
 from psync.client.compression import ErrorFeedback, pull_compressed
 from psync.client.ps_client import PsClient

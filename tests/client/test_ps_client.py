@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from inside import handlers_of, pool_of, pushes_of, work_of
-from ps_cluster import OTHER, PsCluster, hold, pull, push, until
+from memory_cluster import until
+from ps_cluster import OTHER, PsCluster, hold, pull, push
 from psync.client import ps_client
 from psync.errors import (
     ClosedError,

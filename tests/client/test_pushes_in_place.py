@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from inside import sync_of
-from ps_cluster import CONFIG, RATE, PsCluster, heard, hold, pull, until
+from memory_cluster import until
+from ps_cluster import CONFIG, RATE, PsCluster, heard, hold, pull
 from psync.client.ps_client import PsClient
 from psync.errors import NotEnoughReplicas, PsyncError
 from psync.net.shared.bodies import Sharing

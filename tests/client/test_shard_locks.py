@@ -11,7 +11,8 @@ import pytest
 import psync
 from inside import locks_of
 from local_training import training
-from ps_cluster import OTHER, WORKER, PsCluster, heard, pull, until
+from memory_cluster import until
+from ps_cluster import OTHER, WORKER, PsCluster, heard, pull
 from psync.client import shard_locks
 from psync.client.ps_client import PsClient
 from psync.client.shard_locks import LEASE_S, assign_at_once, pull_at_once

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 import psync
-from memory_cluster import cluster_of
-from ps_cluster import heard, until
+from memory_cluster import cluster_of, until
+from ps_cluster import heard
 from psync import ChiefQueueRunner
 from psync.wire.messages import AwaitEnd, EndTraining
 

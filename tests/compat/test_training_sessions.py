@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 import psync
-from memory_cluster import session_cluster
-from ps_cluster import until
+from memory_cluster import session_cluster, until
 from psync import MonitoredTrainingSession, SessionHook
 from psync.client.ps_link import MAX_LOSSES
 from psync.compat.session_members import GRACE_S

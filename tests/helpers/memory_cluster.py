@@ -16,7 +16,7 @@ import errno
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, cast
 
 import psync
 from psync.net.platform import Platform
@@ -24,6 +24,7 @@ from psync.testing import MemoryNetwork, VirtualClockLoop
 from psync.testing.sabotage import Failpoints, MessageLosses, SabotagedParts, failpoints_of
 from psync.testing.tasks import new_platform, new_task
 from psync.wire.limits import DEFAULT_LIMITS, Limits
+from wiretap import TappedHost
 
 shared: dict[str, Any] = {}
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -41,6 +42,7 @@ class MemoryCluster:
         limits: Of every task.
         network: Another one than usual.
         chief: Whether the cluster has a chief.
+        tapped: Whether tests listen to what arrives at its tasks, see ``wiretap``.
         without: Safeguards that tasks do without.
         losses: Messages that are lost.
     """
@@ -53,6 +55,7 @@ class MemoryCluster:
         network: MemoryNetwork | None = None,
         *,
         chief: bool = True,
+        tapped: bool = False,
         without: frozenset[str] = frozenset(),
         losses: Mapping[str, Any] | None = None,
     ) -> None:
@@ -62,6 +65,7 @@ class MemoryCluster:
         self.counts = {"chief": int(chief), "ps": num_ps, "worker": num_workers}
         self.tasks: dict[str, Any] = {}
         self.platforms: dict[str, Platform] = {}  # of the tasks
+        self._tapped = tapped
         self._without = without
         self.losses = None if losses is None else MessageLosses(losses)
         self.clocks: dict[str, float] = {}  # by how many seconds those of hosts are ahead
@@ -77,13 +81,18 @@ class MemoryCluster:
         """The failpoints of a task."""
         return failpoints_of(self.platforms[name])
 
+    def tap(self, name: str) -> TappedHost:
+        """What arrives at a task."""
+        return cast(TappedHost, self.platforms[name].network)
+
     def platform(self, secret: Any = None, host: str = "") -> Platform:
         loop = asyncio.get_running_loop()
         virtual = isinstance(loop, VirtualClockLoop)
         clock = loop.time if virtual else time.monotonic
         ahead = self.clocks.get(host, 0.0)
+        own = self.network.host(host)
         return new_platform(
-            self.network.host(host),
+            cast(Any, TappedHost(own) if self._tapped else own),
             secret or self.secret,
             limits=self.limits,
             parts=SabotagedParts(without=self._without, losses=self.losses),
@@ -233,23 +242,24 @@ async def cluster_of(
 
 @contextlib.asynccontextmanager
 async def coordinating(
-    num_ps: int = 1, num_workers: int = 2, limits: Limits = DEFAULT_LIMITS, **options: Any
+    num_ps: int = 1,
+    num_workers: int = 2,
+    limits: Limits = DEFAULT_LIMITS,
+    tapped: bool = False,
+    **options: Any,
 ) -> AsyncIterator[tuple[MemoryCluster, psync.ClusterCoordinator]]:
     """A running cluster and its coordinator."""
-    async with cluster_of(num_ps, num_workers, limits) as cluster:
+    async with running(MemoryCluster(num_ps, num_workers, limits, tapped=tapped)) as cluster:
         async with psync.ClusterCoordinator(cluster.strategy(), **options) as coordinator:
             yield cluster, coordinator
 
 
 @contextlib.asynccontextmanager
 async def replicated(
-    num_ps: int = 2,
-    num_workers: int = 2,
-    without: frozenset[str] = frozenset(),
-    losses: Mapping[str, Any] | None = None,
+    num_ps: int = 2, num_workers: int = 2, **options: Any
 ) -> AsyncIterator[tuple[MemoryCluster, psync.ClusterCoordinator]]:
     """A running cluster whose ps tasks back one another up, and its coordinator."""
-    cluster = MemoryCluster(num_ps, num_workers, without=without, losses=losses)
+    cluster = MemoryCluster(num_ps, num_workers, **options)
     async with running(cluster):
         async with psync.ClusterCoordinator(cluster.replica_strategy()) as coordinator:
             yield cluster, coordinator
@@ -277,3 +287,9 @@ async def note(event: str) -> None:
 def event_of(name: str) -> asyncio.Event:
     """An event that a step and its test share."""
     return shared.setdefault(name, asyncio.Event())
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Let everything run until something holds; the test's time limit ends it otherwise."""
+    while not holds():  # noqa: ASYNC110  what is waited for tells nobody
+        await asyncio.sleep(0)

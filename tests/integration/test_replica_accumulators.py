@@ -10,8 +10,7 @@ import pytest
 
 import psync
 from inside import backups_of
-from memory_cluster import MemoryCluster, replicated
-from ps_cluster import until
+from memory_cluster import MemoryCluster, replicated, until
 from psync import FailoverEvent
 
 SMALL, LARGE = 64, 800_000  # rows: done in a turn of the loop, or in pieces

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from inside import accumulators_of
-from ps_cluster import OTHER, WORKER, PsCluster, until
+from memory_cluster import until
+from ps_cluster import OTHER, WORKER, PsCluster
 from psync.client.ps_client import PsClient
 from psync.errors import (
     FencedError,

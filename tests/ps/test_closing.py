@@ -8,7 +8,8 @@ import itertools
 import numpy as np
 
 from inside import endpoint_of, handlers_of, peers_of, store_of
-from ps_cluster import assign, pull, until
+from memory_cluster import until
+from ps_cluster import assign, pull
 from psync.net.peer import Handler, Reply
 from psync.numerics.update_rule import SGD
 from psync.wire.messages import MeasureStep

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from inside import endpoint_of, store_of, work_of
-from ps_cluster import PsCluster, assign, hold, until
+from memory_cluster import until
+from ps_cluster import PsCluster, assign, hold
 from psync.errors import (
     CheckpointCorrupt,
     CheckpointError,

@@ -9,17 +9,9 @@ import numpy as np
 import pytest
 
 from inside import locks_of, work_of
+from memory_cluster import until
 from ps_by_hand import A, PsByHand
-from ps_cluster import (
-    OTHER,
-    WORKER,
-    PsCluster,
-    assign,
-    hold,
-    is_busy,
-    pull,
-    until,
-)
+from ps_cluster import OTHER, WORKER, PsCluster, assign, hold, is_busy, pull
 from psync.client.ps_client import PsClient
 from psync.errors import LockLost, UnknownVariableError, UsageError
 from psync.ps.locks import MAX_LEASE_S

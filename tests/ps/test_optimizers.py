@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from inside import work_of
+from memory_cluster import until
 from ps_by_hand import A, PsByHand
-from ps_cluster import PsCluster, hold, pull, until
+from ps_cluster import PsCluster, hold, pull
 from psync.errors import UnknownVariableError, ValueMismatchError
 from psync.numerics.update_rule import SGD
 from psync.wire.codec import Message

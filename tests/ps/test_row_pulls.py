@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inside import store_of, work_of
+from memory_cluster import until
 from ps_by_hand import A, PsByHand, joined
-from ps_cluster import WORKER, PsCluster, assign, hold, pull, until
+from ps_cluster import WORKER, PsCluster, assign, hold, pull
 from psync.errors import (
     PsyncError,
     RemoteError,

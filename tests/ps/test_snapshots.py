@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from inside import accumulators_of, sync_of, work_of
-from ps_cluster import CHIEF, RATE, WORKER, PsCluster, assign, hold, pull, push, until
+from memory_cluster import until
+from ps_cluster import CHIEF, RATE, WORKER, PsCluster, assign, hold, pull, push
 from psync.errors import (
     CheckpointCorrupt,
     FencedError,

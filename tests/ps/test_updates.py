@@ -10,18 +10,9 @@ import pytest
 
 from backup_by_hand import BackupByHand
 from inside import endpoint_of, work_of
+from memory_cluster import until
 from ps_by_hand import A, B, PsByHand
-from ps_cluster import (
-    CONFIG,
-    OTHER,
-    RATE,
-    WORKER,
-    PsCluster,
-    hold,
-    pull,
-    push,
-    until,
-)
+from ps_cluster import CONFIG, OTHER, RATE, WORKER, PsCluster, hold, pull, push
 from psync.client.ps_client import PsClient
 from psync.errors import (
     PartitionError,

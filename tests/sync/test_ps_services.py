@@ -9,7 +9,8 @@ import weakref
 import numpy as np
 import pytest
 
-from ps_cluster import CHIEF, SECRET, PsCluster, until
+from memory_cluster import until
+from ps_cluster import CHIEF, SECRET, PsCluster
 from psync.client.ps_client import PsClient
 from psync.errors import FencedError, NotServedError
 from psync.net.platform import Platform

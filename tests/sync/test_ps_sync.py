@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from inside import endpoint_of, sync_of, work_of
+from memory_cluster import until
 from ps_by_hand import COORDINATOR, PS_0, A, B, PsByHand, group_config
-from ps_cluster import CHIEF, OTHER, RATE, WORKER, hold, pull, until
+from ps_cluster import CHIEF, OTHER, RATE, WORKER, hold, pull
 from psync.client.ps_client import PsClient
 from psync.errors import (
     ConfigurationError,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from inside import begins, closer_of, points_of, sync_of
-from ps_cluster import CHIEF, RATE, pull, until
+from memory_cluster import until
+from ps_cluster import CHIEF, RATE, pull
 from psync.errors import (
     ConfigurationError,
     FencedError,

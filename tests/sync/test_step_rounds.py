@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from inside import points_of, sync_of, work_of
+from memory_cluster import until
 from norm_training import Training
 from ps_by_hand import PS_0, A, PsByHand, group_config
-from ps_cluster import CHIEF, heard, hold, pull, until
+from ps_cluster import CHIEF, heard, hold, pull
 from psync import IndexedSlices
 from psync.errors import FencedError, ParameterServerLost, PsyncError, RemoteProtocolError
 from psync.numerics.layerwise_rules import Lamb

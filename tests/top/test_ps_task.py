@@ -9,19 +9,8 @@ import numpy as np
 import pytest
 
 from inside import pool_of, work_of
-from ps_cluster import (
-    CHIEF,
-    CONFIG,
-    OTHER,
-    WORKER,
-    PsCluster,
-    assign,
-    hold,
-    is_busy,
-    pull,
-    push,
-    until,
-)
+from memory_cluster import until
+from ps_cluster import CHIEF, CONFIG, OTHER, WORKER, PsCluster, assign, hold, is_busy, pull, push
 from psync.chief.creation import Creation
 from psync.client.ps_client import PsClient
 from psync.cluster_roles import ENQUIRER

@@ -8,8 +8,7 @@ import logging
 import pytest
 
 import psync
-from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
-from ps_cluster import until
+from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, until
 from psync.errors import (
     ConnectionLost,
     FencedError,

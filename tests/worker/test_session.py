@@ -10,8 +10,7 @@ import pytest
 import memory_cluster
 import psync
 from inside import iterators_of, points_of, session_of
-from memory_cluster import cluster_of, coordinating, event_of
-from ps_cluster import until
+from memory_cluster import cluster_of, coordinating, event_of, until
 from psync.errors import RemoteError
 from psync.testing import MemoryNetwork
 from psync.testing.sabotage import FailpointError

@@ -1,4 +1,4 @@
-"""Ps tasks, workers and steps one by one, for tests that need no whole cluster."""
+"""Ps tasks, workers and steps one by one, and what makes one process appear as several."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, cast
 
+from psync.api.optimizers.registry import optimizers_here
 from psync.client.context import ClosureContext, inside
 from psync.client.runtime import Runtime
 from psync.net.platform import Platform
+from psync.net.process_state import fresh_process as fresh_process
 from psync.net.secret import Secret
 from psync.net.transport import Network
 from psync.ps_task import PsTask
@@ -44,3 +46,8 @@ def inside_a_step(origin: str = "another program") -> Iterator[None]:
     runtime = Runtime(cast(Any, None), origin)
     with inside(ClosureContext(worker_index=0, closure_id=1, runtime=runtime)):
         yield
+
+
+def another_process() -> None:
+    """Let optimizers that are made from now on be those of another process."""
+    optimizers_here().begin_process()

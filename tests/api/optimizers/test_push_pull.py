@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import psync
-from memory_cluster import MemoryCluster, coordinating
-from ps_cluster import heard, hold, until
+from memory_cluster import MemoryCluster, coordinating, until
+from ps_cluster import heard, hold
 from psync import SyncReplicasOptimizer
 from psync.api.reads import runtime_of
 from psync.client import plans, prefetch

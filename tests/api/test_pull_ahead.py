@@ -1,109 +1,50 @@
-"""Values that come with the token: who takes them sees what a pull would have brought."""
+"""Values that come with a token: whoever takes them sees what a pull would have brought."""
 
 from __future__ import annotations
 
 import asyncio
-import math
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 import memory_cluster
 import psync
-from memory_cluster import MemoryCluster, coordinating
-from ps_cluster import PsCluster, heard, pull
+from memory_cluster import coordinating
 from psync import Outcome, SyncReplicasOptimizer, optimizers
-from psync.client import prefetch
-from psync.client.prefetch import PulledAhead, Wanted
-from psync.client.ps_client import PsClient
-from psync.numerics.block_pool import BlockPool
-from psync.specs import VariableSpec
 from psync.wire.messages import Pull
 
-pytestmark = [pytest.mark.timeout(20), pytest.mark.usefixtures("slow_machine")]
+pytestmark = pytest.mark.timeout(20)
 
 STEPS = 6
-
-
-@pytest.fixture
-def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are good for this turn, however long that takes."""
-    monkeypatch.setattr(prefetch, "GOOD_FOR_S", math.inf)
-
-
-# --- what is kept, and for whom ------------------------------------------------------------------
-
-
-class Kept(NamedTuple):
-    cluster: PsCluster
-    client: PsClient
-    ahead: PulledAhead
-    v: VariableSpec
-
-    def take(self, arrival: int = 1) -> Wanted | None:
-        return self.ahead.take(self.client.plan((self.v,)), arrival)
-
-
-@asynccontextmanager
-async def kept(now: Callable[[], float] | None = None) -> AsyncIterator[Kept]:
-    """A task that has pulled a set, pushed, and got values with its token."""
-    async with PsCluster(2) as cluster:
-        v = await cluster.create("v", np.zeros(4, np.float32), shards=2)
-        client = cluster.client()
-        await pull(client, v)
-        ahead, plan = PulledAhead(client.links, now or client.now), client.plan((v,))
-        assert ahead.take(plan, 0) is None
-        ahead.arrivals = 1
-        wanted = ahead.want()
-        assert wanted is not None
-        client.links[0].num_calls += 2  # the push, and its answer
-        wanted.receive(BlockPool())
-        wanted.steps = [[(9, 3)]]
-        ahead.put(wanted)
-        yield Kept(cluster, client, ahead, v)
-
-
-# What may happen; returns when the closure that pulls then came in.
-
-
-@pytest.mark.asyncio
-class TestKeeping:
-    async def test_none_are_wanted_while_an_update_is_under_way(self) -> None:
-        async with kept() as k:
-            link = k.client.links[1]
-            sequence = link.updates.draw()
-            assert k.ahead.want() is None
-            link.updates.answered(sequence)
-            assert k.ahead.want() is not None
-
-
-# --- in training ---------------------------------------------------------------------------------
 
 
 class Training:
     """Two workers, a model on two ps tasks, and how many pulls were asked for."""
 
-    def __init__(self, cluster: MemoryCluster, coordinator: psync.ClusterCoordinator) -> None:
+    def __init__(self, coordinator: psync.ClusterCoordinator, pulls: list[list[Pull]]) -> None:
+        self.pulls = pulls
         self.coordinator = coordinator
         with coordinator.strategy.scope():
             self.global_step = psync.get_or_create_global_step()
             self.model = [psync.Variable(np.full(3, n, np.float32), name=f"w{n}") for n in range(2)]
-        self.pulls = [heard(cluster.tasks[f"ps-{index}"], Pull) for index in range(2)]  # type: ignore[arg-type]
 
     def optimizer(self, needed: int = 2, **options: Any) -> SyncReplicasOptimizer:
         return SyncReplicasOptimizer(optimizers.SGD(1.0), needed, **options)
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def training() -> AsyncIterator[Training]:
-    async with coordinating(2, 2) as (cluster, coordinator):
-        yield Training(cluster, coordinator)
+    async with coordinating(2, 2, tapped=True) as (cluster, coordinator):
+        with contextlib.ExitStack() as taps:
+            pulls = [taps.enter_context(cluster.tap(f"ps-{n}").hearing(Pull)) for n in range(2)]
+            yield Training(coordinator, pulls)
 
 
+@pytest.mark.virtual_time  # values are good for a millisecond
 @pytest.mark.parametrize(
     ("pull_ahead", "fills", "pulls"),
     [(True, False, 2), (True, True, 2), (False, False, 2 * STEPS)],
@@ -133,6 +74,7 @@ async def test_a_loop_that_pulls_and_pushes_pulls_once_for_each_worker_that_want
         assert int(await global_step.read()) == STEPS
 
 
+@pytest.mark.virtual_time
 async def test_closures_that_were_scheduled_before_take_what_came_with_the_token() -> None:
     async with training() as t:
         model, global_step, optimizer = t.model, t.global_step, t.optimizer(pull_ahead=True)
