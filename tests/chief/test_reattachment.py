@@ -17,7 +17,7 @@ from chief_lives import life_of, silence
 from memory_cluster import MemoryCluster, event_of, note, running, shared
 from psync.errors import AttachError, FencedError
 from psync.testing import settle
-from psync.testing.tasks import another_process, fresh_process
+from psync.testing.seams import another_process, fresh_process
 from psync.wire.messages import AdoptShards, AttachPs, Gate, LogEntries, Push, TellCounts
 from snapshot_store import keep_snapshots
 

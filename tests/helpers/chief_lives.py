@@ -10,7 +10,7 @@ from typing import Any
 import psync
 from memory_cluster import MemoryCluster
 from psync import FailoverEvent
-from psync.testing.tasks import another_process
+from psync.testing.seams import another_process
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import psync
-from psync.testing.tasks import inside_a_step as inside_a_step
+from psync.testing.seams import inside_a_step as inside_a_step
 
 shared: dict[str, Any] = {}
 """What a step in this process shares with its test: steps capture by value, but not modules."""

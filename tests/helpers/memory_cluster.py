@@ -22,7 +22,7 @@ import psync
 from psync.net.platform import Platform
 from psync.testing import MemoryNetwork, VirtualClockLoop
 from psync.testing.sabotage import Failpoints, MessageLosses, SabotagedParts, failpoints_of
-from psync.testing.tasks import new_platform, new_task
+from psync.testing.seams import new_platform, new_task
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from wiretap import TappedHost
 

@@ -18,7 +18,7 @@ from chief_lives import backing_one_another_up, fail_over, life, life_of, silenc
 from memory_cluster import MemoryCluster
 from psync import FailoverEvent
 from psync.errors import AttachError, FencedError, ParameterServerLost
-from psync.testing.tasks import fresh_process
+from psync.testing.seams import fresh_process
 from psync.wire.messages import AskServed, AttachPs, Promote
 from replica_training import add, check, declared, run
 

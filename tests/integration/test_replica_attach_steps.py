@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from chief_lives import backing_one_another_up, fail_over, life, silence
-from psync.testing.tasks import fresh_process
+from psync.testing.seams import fresh_process
 from psync.wire.messages import Promote
 from replica_training import LARGE, SMALL, StepsTraining
 

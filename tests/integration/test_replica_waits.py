@@ -12,7 +12,7 @@ from chief_lives import backing_one_another_up, life, silence
 from local_training import in_step
 from memory_cluster import MemoryCluster, cluster_of, until
 from psync.testing import settle
-from psync.testing.tasks import fresh_process
+from psync.testing.seams import fresh_process
 from psync.wire.messages import CloseStep
 from replica_training import LARGE, SMALL, StepsTraining
 
