@@ -10,7 +10,7 @@ import pytest
 
 import psync
 from local_training import at_once, inside_a_step, strategy_of
-from psync.errors import ClosedError, ConfigurationError, UsageError
+from psync.errors import ConfigurationError, UsageError
 
 
 def test_accumulators_are_placed_one_ps_after_the_other_apart_from_variables():
@@ -62,11 +62,10 @@ def test_a_name_that_is_none_is_refused(options):
         (("float32", None, None, "g", "mean"), "'MEAN' or 'SUM', got 'mean'"),
     ],
 )
-def test_parameters_of_no_accumulator_are_refused_and_take_no_name(arguments, text):
-    with strategy_of(1).scope() as strategy:
+def test_parameters_of_no_accumulator_are_refused(arguments, text):
+    with strategy_of(1).scope():
         with pytest.raises(ConfigurationError, match=text):
             psync.ConditionalAccumulator(*arguments)
-        assert not strategy._accumulators
 
 
 def test_outside_a_scope_none_is_declared():
@@ -84,14 +83,6 @@ def test_without_a_coordinator_there_is_no_way_to_the_ps():
         held = psync.ConditionalAccumulator("float32")
     with pytest.raises(UsageError, match=r'take_grad of accumulator "conditional_accumulator": no'):
         at_once(held.take_grad(1))
-
-
-def test_after_the_coordinator_was_closed_there_is_none_either():
-    with strategy_of(1).scope() as strategy:
-        held = psync.ConditionalAccumulator("float32")
-    strategy._created = True  # as a coordinator leaves it
-    with pytest.raises(ClosedError, match="the coordinator or session was closed"):
-        at_once(held.num_accumulated())
 
 
 def test_an_accumulator_of_another_strategy_is_refused():

@@ -337,32 +337,6 @@ async def test_sparse_gradients_of_steps_become_the_means_of_their_rows():
         assert (indices.shape, values.shape, dense_shape) == ((0,), (0, 3), (-1, 3))
 
 
-@pytest.mark.virtual_time
-async def test_rows_are_sorted_before_they_are_sent():
-    async with scene_of() as scene:
-        with scene.strategy.scope():
-            rows = psync.SparseConditionalAccumulator(np.float32, reduction_type="SUM")
-        generator = np.random.default_rng(1)
-        indices = generator.integers(0, 500, 2000)
-        values = generator.standard_normal((2000, 3)).astype(np.float32)
-        before = values.copy()
-        client = scene.strategy._runtime.accumulators
-        apply, sent = client.apply, []
-
-        async def noting(place: Any, segments: Any, *args: Any, **options: Any) -> Any:
-            sent.append(np.frombuffer(segments[0], np.int64))
-            return await apply(place, segments, *args, **options)
-
-        client.apply = noting
-        await rows.apply_grad(indices, values)
-        assert (np.diff(sent[0]) >= 0).all()  # so that the ps has less to do
-        taken = await rows.take_indexed_slices_grad(1)
-        expected = np.zeros((500, 3), np.float32)
-        np.add.at(expected, indices, before)
-        assert (taken.values == expected[taken.indices]).all()
-        assert (values == before).all()
-
-
 # --- what does not fit -----------------------------------------------------------------------
 
 

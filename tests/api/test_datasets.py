@@ -15,9 +15,9 @@ import memory_cluster
 import psync
 from inside import iterators_of as held_by
 from local_training import inside_a_step, strategy_of
-from memory_cluster import coordinating
-from ps_cluster import until
-from psync.api.datasets import PerWorkerDataset, capture_dataset
+from memory_cluster import coordinating, until
+from psync import PerWorkerDataset
+from psync.api.datasets import capture_dataset
 from psync.errors import (
     ClosureInputError,
     ConfigurationError,

@@ -32,17 +32,6 @@ def variables(strategy: psync.ParameterServerStrategy, *names: str) -> list[Any]
         return [psync.Variable(0, name=name, trainable=False) for name in names]
 
 
-def test_the_global_step_becomes_part_of_it_with_the_first_push() -> None:
-    (step,) = variables(strategy_of(), "step")
-    group = config()
-    assert group.global_step is None
-    told = group.of_step(step)
-    (shard,) = step.spec.shards
-    assert SyncConfig.from_config(told).global_step == (shard.ps, *shard.key)
-    assert group.global_step is step
-    assert group.of_step(step) is told
-
-
 def test_the_global_step_stays_the_same() -> None:
     step, other = variables(strategy_of(), "step", "other")
     group = config()
@@ -52,26 +41,6 @@ def test_the_global_step_stays_the_same() -> None:
     assert caught.value.message == (
         'sync: expected the same global step "step" as before, got "other"'
     )
-
-
-def test_the_step_of_another_strategy_is_another_one() -> None:
-    """One optimizer may be used with one strategy after the other."""
-    (step,), (other,) = variables(strategy_of(), "step"), variables(strategy_of(), "step")
-    group = config()
-    group.of_step(step)
-    group.of_step(other)
-    assert group.global_step is other
-
-
-def test_averages_follow_with_their_decay() -> None:
-    strategy = strategy_of()
-    with strategy.scope():
-        v = psync.Variable(np.zeros(2, np.float32), name="v")
-    group = config()
-    group.add_averages(psync.ExponentialMovingAverage(0.75), [v])
-    assert (group.sync.decay, group.sync.num_updates) == (0.75, False)
-    assert len(group.sync.averages) == 1
-    assert group.averaged_by is None
 
 
 def test_averages_that_follow_another_step_are_refused() -> None:
@@ -108,11 +77,3 @@ def test_averages_of_one_variable_that_is_no_list() -> None:
         v = psync.Variable(np.zeros(2, np.float32), name="v")
     with pytest.raises(UsageError, match='expected a list of variables, got variable "v"'):
         config().add_averages(psync.ExponentialMovingAverage(0.9), v)  # type: ignore[arg-type]
-
-
-def test_nothing_is_averaged_by_what_is_no_average() -> None:
-    config().add_averages(None, None)
-    with pytest.raises(ConfigurationError, match="as variable_averages, got float"):
-        config().add_averages(0.9, None)
-    with pytest.raises(ConfigurationError, match="variables_to_average without variable_averages"):
-        config().add_averages(None, [])

@@ -13,7 +13,7 @@ import pytest
 import memory_cluster
 import psync
 from local_training import at_once, in_step, inside_a_step, strategy_of, training
-from psync.errors import ClosedError, ConfigurationError, UsageError, ValueMismatchError
+from psync.errors import ConfigurationError, UsageError, ValueMismatchError
 
 
 def variables(strategy: psync.ParameterServerStrategy) -> tuple[Any, Any]:
@@ -50,15 +50,6 @@ class TestMaking:
         ema = psync.ExponentialMovingAverage(0.99, name="average")
         assert (ema.name, ema.decay, ema.num_updates) == ("average", 0.99, False)
         assert repr(ema) == "<ExponentialMovingAverage decay=0.99 of 0 variables>"
-
-    @pytest.mark.parametrize(
-        ("num_updates", "step", "decay"),
-        [(None, 0, 0.9), (False, 0, 0.9), (True, 0, 0.1), (True, 8, 0.5), (True, 1000, 0.9)],
-    )
-    def test_the_decay_follows_the_step_up_to_its_limit(
-        self, num_updates: bool | None, step: int, decay: float
-    ) -> None:
-        assert psync.ExponentialMovingAverage(0.9, num_updates)._decay_at(step) == decay
 
 
 class TestPlaces:
@@ -118,17 +109,6 @@ class TestPlaces:
         assert ema.average(w) is first
         assert len(strategy.variables) == 4
 
-    def test_by_default_all_trainable_variables_of_the_scope_are_averaged(self) -> None:
-        strategy = strategy_of()
-        w, b = variables(strategy)
-        ema = psync.ExponentialMovingAverage(0.9)
-        with strategy.scope():
-            constant = psync.Variable(0.5, trainable=False)
-            ema.apply()
-        assert ema.average(constant) is None
-        assert ema._pairs() == ((w.spec.variable_id, 3), (b.spec.variable_id, 4))
-        assert ema._pairs([b]) == ((b.spec.variable_id, 4),)
-
     def test_what_cannot_be_averaged_is_an_error_before_anything_is_declared(self) -> None:
         strategy = strategy_of(2, psync.FixedShardsPartitioner(2))
         w, _ = variables(strategy)
@@ -173,8 +153,6 @@ class TestFinding:
         ema.apply([w])
         with pytest.raises(UsageError, match='variable "b" has no moving average'):
             ema.averages((w, b))
-        with pytest.raises(UsageError, match='variable "b" has no moving average'):
-            ema._pairs([b])
 
     def test_what_to_restore_is_the_averages_and_all_that_have_none(self) -> None:
         strategy = strategy_of()
@@ -245,13 +223,6 @@ class TestTraining:
         ):
             ema.apply([b])
 
-    def test_nothing_is_averaged_once_the_coordinator_is_closed(self) -> None:
-        strategy = strategy_of()
-        w, _ = variables(strategy)
-        strategy._created = True  # as a coordinator leaves it
-        with pytest.raises(ClosedError, match="the coordinator of this strategy was closed"):
-            psync.ExponentialMovingAverage(0.9).apply([w])
-
 
 class TestUpdating:
     @pytest.mark.parametrize("shards", [1, 3])
@@ -304,9 +275,6 @@ class TestUpdating:
         ema.apply([w])
         with pytest.raises(UsageError, match="num_updates=True, but there is no global step"):
             at_once(ema.update())
-        with inside_a_step(strategy._origin):
-            with pytest.raises(UsageError, match="num_updates=True, but there is no global step"):
-                at_once(ema.update())
 
     def test_nothing_averaged_or_nobody_to_ask_is_an_error(self) -> None:
         strategy = strategy_of()

@@ -13,9 +13,6 @@ import pytest
 import psync
 from local_training import at_once
 from memory_cluster import MemoryCluster, coordinating, event_of, note, session_cluster
-from psync.api.global_step import check_step
-from psync.api.on_read import CopyAccess
-from psync.api.sync_arguments import checked_step
 from psync.errors import (
     PartitionError,
     ReplicaValueError,
@@ -78,15 +75,6 @@ async def in_step(coordinator: psync.ClusterCoordinator, step: Callable[..., Any
 # --- declaring -----------------------------------------------------------------------------------
 
 
-def test_it_looks_like_one_copy_and_is_never_partitioned() -> None:
-    v = declare(offline(), np.zeros((4, 3), np.float32), name="v")
-    assert isinstance(v, psync.Variable)
-    assert isinstance(v, CopyAccess)
-    assert (v.name, v.shape, v.dtype, len(v), len(v.spec.shards)) == ("v", (4, 3), np.float32, 4, 1)
-    assert v.device == "/job:ps/replica:0/task:0/device:CPU:0"
-    assert repr(v) == "<OnReadVariable 'v' shape=(4, 3) dtype=float32>"
-
-
 def test_it_takes_a_turn_of_the_strategy() -> None:
     addresses = {"chief": ["a:1"], "ps": ["a:2", "a:3"], "worker": ["a:4"]}
     strategy = psync.ParameterServerStrategy(
@@ -124,11 +112,13 @@ def test_what_is_no_kind_of_copies_is_refused(options: dict[str, Any], said: str
 
 
 def test_where_one_value_is_meant_it_is_refused() -> None:
-    count = declare(offline(), 0)
-    with pytest.raises(UsageError, match='step: variable "Variable" is synchronized on read'):
-        check_step(count, "step")
-    with pytest.raises(UsageError, match='global_step "Variable" is synchronized on read'):
-        checked_step("apply_gradients", count)
+    strategy = offline()
+    count = declare(strategy, 0)
+    with strategy.scope():
+        other = psync.Variable(np.float32(1), name="other")
+    sync = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 1)
+    with pytest.raises(UsageError, match='"Variable" is synchronized on read'):
+        at_once(sync.apply_gradients([(np.float32(1), other)], global_step=count))
 
 
 def test_a_lookup_says_how_to_read_rows_of_a_copy() -> None:

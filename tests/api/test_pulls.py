@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import re
 from typing import Any, NamedTuple
 
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import at_once, inside_a_step, strategy_of, training
-from psync.api.pulls import mapped
+from local_training import at_once, strategy_of, training
 from psync.errors import UsageError, ValueMismatchError
 
 
@@ -40,18 +38,6 @@ async def test_variables_become_arrays_in_the_nesting_of_the_caller() -> None:
     assert value["layers"][1] == (5, None)
     assert value["rate"] == 0.5
     assert value["empty"] == ()
-
-
-def test_dicts_of_other_types_keep_what_they_have() -> None:
-    with strategy_of().scope():
-        v = psync.Variable(1)
-    ordered = collections.OrderedDict(second=v, first=v)
-    pulled = mapped(ordered, lambda variable: 1)
-    assert (type(pulled), list(pulled)) == (collections.OrderedDict, ["second", "first"])
-    default = mapped(collections.defaultdict(list, v=v), lambda variable: 1)
-    assert default["missing"] == []
-    assert default["v"] == 1
-    assert list(ordered.values()) == [v, v]
 
 
 def test_without_variables_the_tree_itself_comes_back_even_without_a_cluster() -> None:
@@ -163,14 +149,3 @@ def test_without_a_coordinator_there_is_no_connection() -> None:
         v = psync.Variable(0)
     with pytest.raises(UsageError, match="pull: no connection to the ps tasks here"):
         at_once(psync.pull([v]))
-
-
-def test_variables_of_two_strategies_do_not_mix() -> None:
-    one, other = strategy_of(), strategy_of()
-    with one.scope():
-        v = psync.Variable(1, name="v")
-    with other.scope():
-        w = psync.Variable(2, name="w")
-    text = '"w" belongs to another program or strategy'
-    with inside_a_step(one._origin), pytest.raises(UsageError, match=text):
-        at_once(psync.pull([v, w]))

@@ -12,29 +12,6 @@ import psync
 from local_training import in_step, training
 
 
-def pulls_of(strategy: Any) -> int:
-    """How many requests this program has sent to ps tasks."""
-    return sum(link.num_calls for link in strategy._runtime.ps.links)
-
-
-async def test_a_read_is_kept_even_after_an_assign() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v, w = psync.Variable(1.0), psync.Variable([10.0])
-        await v.read()
-        with psync.cache_variable_reads():
-            assert await v.read() == 1
-            await v.assign(2.0)
-            await w.assign_add([1.0])
-            assert await v.read() == 1
-            values = await psync.pull({"v": v, "w": [w, v]})
-            assert values == {"v": 1, "w": [[11], 1]}
-            before = pulls_of(strategy)
-            await psync.pull((w, v))
-            assert pulls_of(strategy) == before
-        assert await v.read() == 2
-
-
 async def test_rows_are_not_kept_and_consistent_reads_neither() -> None:
     async with training() as (strategy, _):
         with strategy.scope():

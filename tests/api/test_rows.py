@@ -10,7 +10,6 @@ import pytest
 
 import psync
 from local_training import at_once, in_step, strategy_of, training
-from psync.closures.closure import Closure
 from psync.errors import (
     IndexTypeError,
     IndexValueError,
@@ -18,7 +17,6 @@ from psync.errors import (
     ValueMismatchError,
     VariableIndexError,
 )
-from psync.serialization.remote_value import RemoteValue
 
 VALUE = np.arange(20, dtype=np.float32).reshape(10, 2)
 
@@ -189,11 +187,6 @@ def test_a_variable_or_a_part_of_one_cannot_be_an_index() -> None:
     for index in (other, v[2:], slice(other, None), [0, other]):
         with pytest.raises(IndexTypeError, match="is not allowed, because its value is remote"):
             v[index]
-
-
-def test_a_remote_value_cannot_be_an_index() -> None:
-    with pytest.raises(IndexTypeError, match="RemoteValue is not allowed"):
-        declared()[RemoteValue(Closure(0), print)]
 
 
 def test_items_cannot_be_assigned() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +13,8 @@ import memory_cluster
 import psync
 from local_training import strategy_of
 from memory_cluster import coordinating
-from psync.api.scheduling import Scheduling
+from psync import StaleCaptureWarning
 from psync.errors import ClosedError, ClosureCancelled, SerializationError
-from psync.serialization.captures import StaleCaptureWarning
 
 
 async def told(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -131,19 +129,3 @@ async def test_fetch_takes_any_nesting_and_returns_what_is_no_remote_value() -> 
         found = await coordinator.fetch({"x": [(one, "text")], "y": {"z": [one, array]}})
         assert found == {"x": [(1, "text")], "y": {"z": [1, array]}}
         assert await coordinator.fetch(5) == 5
-
-
-def test_one_signature_is_documented() -> None:
-    """Overloads are for type checkers."""
-    assert list(inspect.signature(Scheduling.submit).parameters) == [
-        "self",
-        "step",
-        "args",
-        "kwargs",
-    ]
-    assert list(inspect.signature(Scheduling.schedule).parameters) == [
-        "self",
-        "fn",
-        "args",
-        "kwargs",
-    ]

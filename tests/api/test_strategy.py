@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import inside_a_step, strategy_of
+from local_training import inside_a_step, strategy_of, training
 from psync.errors import ConfigurationError, SerializationError, UsageError
-from psync.partitioners import Pinned
-from psync.serialization.functions import FunctionTable
-from psync.specs import VariableSpec
 
 
 def resolver_of(*jobs: str) -> psync.SimpleClusterResolver:
@@ -103,10 +100,10 @@ def test_a_strategy_is_not_copied() -> None:
     assert copy.deepcopy([strategy])[0] is strategy
 
 
-def test_a_step_neither_captures_nor_makes_nor_opens_a_strategy() -> None:
-    strategy = strategy_of()
+async def test_a_step_neither_captures_nor_makes_nor_opens_a_strategy() -> None:
     with pytest.raises(SerializationError, match="the strategy lives on the coordinator"):
-        FunctionTable().register(lambda: strategy.variables)
+        async with training() as (strategy, coordinator):
+            coordinator.schedule(lambda: strategy.variables)
     with inside_a_step(), pytest.raises(UsageError, match="making a strategy inside a step"):
         strategy_of()
 
@@ -116,45 +113,3 @@ def test_it_says_how_many_variables_it_has() -> None:
     with strategy.scope():
         psync.Variable(0.0)
     assert repr(strategy).endswith(", 1 variables>")
-
-
-@pytest.mark.parametrize(
-    ("declared", "places"),
-    [
-        # What is declared, in order: its name, and how. Where its shards then lie.
-        ([("a", None), ("p", 0), ("b", None)], {"a": [0, 1], "p": [0], "b": [2, 0]}),
-        ([("p", 2), ("q", 2), ("a", None)], {"p": [2], "q": [2], "a": [0, 1]}),
-        ([("a", None), ("x", "a"), ("b", None)], {"a": [0, 1], "x": [0, 1], "b": [2, 0]}),
-        ([("a", None), ("x", "a"), ("y", "x")], {"a": [0, 1], "x": [0, 1], "y": [0, 1]}),
-        ([("p", 1), ("x", "p"), ("a", None)], {"p": [1], "x": [1], "a": [0, 1]}),
-    ],
-)
-def test_what_is_pinned_or_beside_another_takes_nobodys_turn(
-    declared: list[tuple[str, int | str | None]], places: dict[str, list[int]]
-) -> None:
-    strategy = strategy_of(3, psync.FixedShardsPartitioner(2))
-    specs: dict[str, VariableSpec] = {}
-    for name, how in declared:
-        if isinstance(how, str):
-            specs[name] = strategy._declare_copy(specs[how], name, "train.py:1")
-        else:
-            placement = None if how is None else Pinned(how)
-            specs[name] = strategy._declare(
-                np.zeros((5, 2)), name, None, None, True, "train.py:1", placement=placement
-            )
-    found = {name: [shard.ps for shard in spec.shards] for name, spec in specs.items()}
-    assert found == places
-    assert [spec.variable_id for spec in specs.values()] == list(range(len(declared)))
-
-
-def test_a_variable_beside_another_is_cut_as_that_one_whatever_the_partitioner() -> None:
-    strategy = strategy_of(3, lambda shape, dtype: [cuts.pop(0), 1])
-    cuts = [3]
-    original = strategy._declare(np.zeros((7, 2)), "w", None, None, True, "train.py:1")
-    beside = strategy._declare_copy(original, "w", "train.py:2")
-    assert (beside.name, beside.trainable, beside.declared_at) == ("w_1", False, "train.py:2")
-    assert (beside.shape, beside.dtype) == (original.shape, original.dtype)
-    for mine, its in zip(beside.shards, original.shards, strict=True):
-        assert (mine.variable, mine.key) == ("w_1", (1, its.index))
-        assert (mine.offset, mine.shape, mine.ps) == (its.offset, its.shape, its.ps)
-    assert not cuts

@@ -18,7 +18,6 @@ from psync.errors import (
     ParameterServerLost,
     WorkerLost,
 )
-from psync.net.environment import added_workers
 
 pytestmark = pytest.mark.virtual_time
 
@@ -117,20 +116,6 @@ def test_nobody_is_added_or_removed_outside_of_a_running_coordinator():
         at_once(coordinator.add_worker("worker-2:1"))
     with pytest.raises(ClosedError, match="remove_worker: the coordinator is not running"):
         at_once(coordinator.remove_worker(W1))
-
-
-async def test_whoever_ends_the_run_knows_the_workers_that_were_added():
-    added: dict[str, str] = {}
-    token = added_workers.set(added)
-    try:
-        async with coordinating(1, 2) as (cluster, coordinator):
-            await cluster.start("worker-2")
-            await coordinator.add_worker("worker-2:1")
-            assert added == {W2: "worker-2:1"}
-            await coordinator.remove_worker(W2)
-            assert added == {}
-    finally:
-        added_workers.reset(token)
 
 
 # --- what was made for fewer workers -----------------------------------------------------------

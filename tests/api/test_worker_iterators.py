@@ -8,16 +8,8 @@ import weakref
 
 import pytest
 
-from inside import iterators_of as held_by
-from memory_cluster import MemoryCluster, coordinating
-from ps_cluster import until
+from memory_cluster import coordinating
 from psync.errors import ClosedError
-from psync.worker_task import WorkerTask
-
-
-def iterators_of(cluster: MemoryCluster) -> list[int]:
-    """How many iterators each worker holds."""
-    return [len(held_by(task)) for task in cluster.tasks.values() if isinstance(task, WorkerTask)]
 
 
 async def take(batches):
@@ -35,17 +27,6 @@ async def test_a_worker_that_is_lost_while_it_is_asked_is_where_it_began():
         assert not asked.done()
         cluster.network.cut("worker-0")
         assert await asked == {0: 0}
-
-
-async def test_a_dropped_iterator_is_released_on_the_workers():
-    async with coordinating(num_workers=1) as (cluster, coordinator):
-        dataset = coordinator.create_per_worker_dataset(lambda: [1, 2, 3])
-        iterator = iter(dataset)
-        assert await coordinator.schedule(lambda it: next(it), args=(iterator,)) == 1
-        assert iterators_of(cluster) == [1]
-        del iterator
-        gc.collect()
-        await until(lambda: iterators_of(cluster) == [0])
 
 
 async def test_without_a_coordinator_nobody_knows_a_position_and_nothing_is_released():

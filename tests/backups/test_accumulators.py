@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from backups import alone, back_up, take_over
-from inside import accumulators_of, backup_of, peers_of, settled, updates_of
-from ps_cluster import OTHER, WORKER, PsCluster, until
+from inside import accumulators_of, backup_of, settled, updates_of
+from memory_cluster import until
+from ps_cluster import OTHER, WORKER, PsCluster
 from psync.client.ps_client import PsClient
 from psync.errors import ValueMismatchError
 from psync.ps.accumulators import AccumulatorService
@@ -25,7 +26,6 @@ from psync.wire.messages import (
     ApplyGradient,
     DefineAccumulator,
     Fence,
-    ForgetTakes,
     GradientApplied,
     GradientTaken,
     SetAccumulatorStep,
@@ -219,35 +219,6 @@ async def test_what_was_answered_is_answered_again_by_the_backup(scene: Scene) -
     assert (await scene.apply(g, scene.b, closure=2)).outcome == "duplicate"
     for task in waiting:
         task.cancel()
-
-
-async def test_takes_that_nobody_waits_for_any_more_leave_the_backup_too(scene: Scene) -> None:
-    g = dense()
-    await back_up(scene.cluster)
-    first, second = await busy(scene, g)
-    first.cancel()  # the one behind it is served
-    await second
-    await scene.check_same()
-    assert not accumulators_of(scene.backup).hosted["g"].waiting
-    scene.b.links[0].notify(ForgetTakes("g", 2))
-    hosted = accumulators_of(scene.cluster.ps[0]).hosted["g"]
-    await until(lambda: hosted.takers[OTHER, 1000].acked_below == 2)
-    await scene.check_same()
-
-
-async def test_takes_whose_connection_is_lost_wait_at_the_end_on_both(scene: Scene) -> None:
-    g = dense()
-    await back_up(scene.cluster)
-    first, second = await busy(scene, g)
-    for peer in peers_of(scene.cluster.chief.links[0]):
-        peer.close()
-    assert await second
-    await until(lambda: len(accumulators_of(scene.cluster.ps[0]).hosted["g"].waiting) == 1)
-    await scene.check_same()
-    for _ in range(4):
-        await scene.apply(g, local_step=2)
-    await first
-    await scene.check_same()
 
 
 async def test_a_large_sum_is_followed_in_pieces_and_gradients_come_one_after_the_other(

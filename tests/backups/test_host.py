@@ -15,7 +15,6 @@ from inside import (
     backup_of,
     backups_of,
     executor_of,
-    handlers_of,
     host_of,
     settled,
     store_of,
@@ -28,7 +27,6 @@ from psync.ps_task import PsTask
 from psync.wire.codec import Message, decode, encode
 from psync.wire.handshake import RELEASE
 from psync.wire.messages import (
-    ONLY_IN_LOGS,
     ApplyGradient,
     BackupBegun,
     BeginBackup,
@@ -38,7 +36,6 @@ from psync.wire.messages import (
     Fence,
     FillBackup,
     LogEntries,
-    LogTaken,
     Promote,
     Push,
 )
@@ -84,22 +81,6 @@ async def test_a_newer_coordinator_ends_the_backups_of_the_one_before() -> None:
         with pytest.raises(UsageError, match="has no backup"):
             await newer.links[1].call(lambda _: Promote(0, 5, 100, []))
         await asyncio.sleep(0)
-
-
-async def test_entries_are_taken_in_the_turn_in_which_they_come() -> None:
-    """Else those of the next message might be there first, where tasks have no order."""
-    async with PsCluster(2) as cluster:
-        await create(cluster)
-        await back_up(cluster)
-        host = host_of(cluster.ps[1])
-        taken = backups_of(cluster.ps[1])[0].taken
-        sender = AsIfFrom("/job:ps/task:0", 100, {})
-        entry = ("/job:chief/task:0", 100, encode(Fence("/job:worker/task:0", 5)), 0)
-        for number in range(taken + 1, taken + 4):
-            message = LogEntries(0, 1, number, [entry])
-            answer = host.handlers()[LogEntries].run(sender, message, [])  # type: ignore[arg-type]
-            assert answer.message == LogTaken(number)  # type: ignore[union-attr]
-        await settled(cluster.ps[1])
 
 
 async def test_a_backup_that_could_not_do_what_the_other_one_did_never_serves() -> None:
@@ -224,13 +205,3 @@ async def test_a_backup_that_got_other_entries_is_discarded_though_no_digest_dif
         await settled(cluster.ps[1])
         assert cluster.ps[0].statistics()["backup"]["state"] == "paired"
         assert cluster.ps[1].statistics()["hosted"] == {"diverged": 1}
-
-
-async def test_no_connection_may_say_what_only_logs_do() -> None:
-    async with PsCluster(2) as cluster:
-        await create(cluster)
-        await back_up(cluster)
-        await take_over(cluster)
-        served = backup_of(cluster.ps[1], 0)
-        for task in (*cluster.ps, served):
-            assert set(ONLY_IN_LOGS).isdisjoint(handlers_of(task))

@@ -9,11 +9,11 @@ import pytest
 
 from backups import W, back_up, create, promote, say, take_over
 from inside import is_deposed
-from ps_cluster import CHIEF, PsCluster, assign, pull, until
+from memory_cluster import until
+from ps_cluster import CHIEF, PsCluster, assign, pull
 from psync.client.ps_client import PsClient
 from psync.errors import FencedError, UsageError
 from psync.ps.succession import RANGE
-from psync.ps_task import PsTask
 from psync.store.reattach import Holding
 from psync.wire.codec import Message
 from psync.wire.messages import (
@@ -49,40 +49,6 @@ def served_at(cluster: PsCluster) -> str:
 
 async def attach(client: PsClient, ps: int, incarnation: int) -> None:
     await ask(client, ps, AttachPs(incarnation, ["ps0:1", "ps1:1"], 15.0, keep=True))
-
-
-async def test_a_process_in_which_no_ps_was_attached_serves_nothing() -> None:
-    async with PsCluster(2) as cluster:
-        await cluster.ps[1].close()
-        again = PsTask(cluster.platform(incarnation=8), 1, "ps1:1")
-        await again.start()
-        assert await served(cluster.client(CHIEF, NEXT), 1) == ([], [])
-        await again.close()
-
-
-async def test_it_says_what_it_serves_whose_backups_it_has_and_for_which_it_waits() -> None:
-    async with PsCluster(2) as cluster:
-        await create(cluster)
-        await back_up(cluster, 3)
-        newer = cluster.client(CHIEF, NEXT)
-        assert await served(newer, 0) == ([(0, "", FIRST, 0, 0, 1, 3)], [])
-        assert await served(newer, 1) == ([(1, "", FIRST, 0, 0, -1, 0)], [(0, FIRST, 3)])
-
-
-async def test_a_backup_that_serves_is_told_with_its_address_order_and_life() -> None:
-    async with PsCluster(2) as cluster:
-        await create(cluster)
-        await back_up(cluster)
-        await take_over(cluster)
-        newer = cluster.client(CHIEF, NEXT)
-        promoted = (0, served_at(cluster), FIRST, 0, 9, -1, 0)
-        assert await served(newer, 1) == ([promoted, (1, "", FIRST, 0, 0, -1, 0)], [])
-        newer.links[0].address = served_at(cluster)
-        await attach(newer, 0, NEXT)  # which counts its orders anew
-        primaries, _ = await served(newer, 1)
-        assert (0, served_at(cluster), NEXT, 0, 0, -1, 0) in primaries
-        received = await newer.links[0].call(lambda _: DescribeShards())
-        assert Holding.from_bytes(b"".join(received.segments)).lineage == FIRST
 
 
 async def test_one_that_was_replaced_is_not_told_and_of_no_life() -> None:
@@ -128,18 +94,6 @@ async def test_a_backup_that_cannot_be_reached_under_a_newer_coordinator_replace
         assert value.tobytes() == W.tobytes()
 
 
-async def test_attaching_ends_no_backup_and_the_end_comes_when_all_are_attached() -> None:
-    async with PsCluster(2) as cluster:
-        await create(cluster)
-        await back_up(cluster)
-        newer = cluster.client(CHIEF, NEXT)
-        await attach(newer, 1, NEXT)
-        assert (await served(newer, 1))[1] == [(0, FIRST, 1)]
-        await attach(newer, 0, NEXT)
-        assert await ask(newer, 1, EndFormer()) == Done()
-        assert (await served(newer, 1))[1] == []
-
-
 async def test_the_end_takes_what_was_replaced_and_spares_what_was_attached() -> None:
     """ps 0 serves twice: at home, where nobody knows, and as a backup that was promoted."""
     async with PsCluster(2) as cluster:
@@ -160,18 +114,6 @@ async def test_the_end_takes_what_was_replaced_and_spares_what_was_attached() ->
         ]
         await until(lambda: not cluster.ps[0].statistics()["store"]["shards"])
         await attach(newer, 0, NEXT)  # it is there
-
-
-async def test_what_serves_and_was_not_attached_ends_too() -> None:
-    async with PsCluster(2) as cluster:
-        await create(cluster)
-        await back_up(cluster)
-        await take_over(cluster)
-        newer = cluster.client(CHIEF, NEXT)
-        for ps in (0, 1):
-            await attach(newer, ps, NEXT)  # at home, both
-        assert await ask(newer, 1, EndFormer()) == Done()
-        assert [each[0] for each in (await served(newer, 1))[0]] == [1]
 
 
 @pytest.mark.parametrize("message", [AskServed(), EndFormer()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psync.api.sync_replicas import SyncReplicasOptimizer
+from psync import SyncReplicasOptimizer
 from psync.bench.modes import Mode, modes_of
 from psync.optimizers import SGD
 

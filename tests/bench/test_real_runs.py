@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from psync import LocalCluster
 from psync.bench.modes import Mode
 from psync.bench.real_runs import MEAN_S, SETTINGS, SLOWDOWN, SPREAD, SleepPace, run_one
-from psync.launch.local import LocalCluster
 
 pytest.importorskip("sklearn")
 

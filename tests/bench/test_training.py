@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from psync import LocalCluster
 from psync.bench import digits
 from psync.bench.checks import check
 from psync.bench.modes import Mode
 from psync.bench.training import Job, Run, train
 from psync.bench.virtual_runs import DrawnPace
 from psync.errors import DeadlineExceeded
-from psync.launch.local import LocalCluster
 
 pytest.importorskip("sklearn")
 pytestmark = pytest.mark.virtual_time

@@ -11,7 +11,7 @@ from psync.chief.attached_workers import AttachedWorkers, WorkerRecord
 from psync.errors import ConnectionLost
 from psync.wire.codec import Message
 from psync.wire.frames import Frame
-from psync.wire.messages import CancelClosures, Done
+from psync.wire.messages import Done
 
 W2, W10, AWAY = (f"/job:worker/task:{index}" for index in (2, 10, 11))
 
@@ -49,38 +49,6 @@ def workers(records: dict[str, WorkerRecord]) -> AttachedWorkers:
 def peers(name: str, *, is_lost: bool = False) -> Any:
     """Its control and its bulk connection."""
     return Connection(name, is_lost=is_lost), Connection(name, is_lost=is_lost)
-
-
-def test_those_that_are_ready_come_in_the_order_of_their_indices(workers, records):
-    assert len(workers) == 2
-    assert workers.ready() == [W2, W10]
-    records[W2].leaving = True
-    assert len(workers) == 2
-    assert workers.ready() == [W10]
-
-
-def test_a_worker_that_has_left_may_come_again_with_other_connections(workers, records):
-    before = records[W2].peers
-    records[W2].peers = None
-    assert not workers.is_current(before[0])
-    records[W2].peers = again = peers(W2)
-    assert workers.ready() == [W2, W10]
-    assert workers.is_current(again[1])
-    assert not workers.is_current(before[1])
-
-
-def test_what_is_said_is_said_on_the_control_connection(workers, records):
-    message = CancelClosures([3])
-    workers.notify_all(message)
-    workers.notify(W10, message)
-    lanes = [records[W10].peers, records[W2].peers]
-    assert [len(control.heard) for control, _ in lanes] == [2, 1]
-    assert not any(bulk.heard for _, bulk in lanes)
-
-
-async def test_a_worker_that_is_lost_meanwhile_is_left_out_of_the_answers(workers, records):
-    records[W2].peers = peers(W2, is_lost=True)
-    assert await workers.ask_all(Done()) == {W10: Done()}
 
 
 @pytest.mark.virtual_time

@@ -12,7 +12,7 @@ import pytest
 import psync
 from local_training import strategy_of
 from memory_cluster import replicated
-from psync.chief.events import FailoverEvent, RollbackEvent
+from psync import FailoverEvent, RollbackEvent
 from psync.errors import ConfigurationError, ParameterServerLost
 from psync.testing import settle
 from replica_training import add, check, declared, run

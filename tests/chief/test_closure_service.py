@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 
 from asked import Reply
+from psync import RemoteValue
 from psync.chief.closure_service import ClosureService, EndedCall
-from psync.closures.closure import Closure, State
+from psync.closures.closure import Closure
 from psync.closures.queue import Action, ClosureQueue
 from psync.closures.schedule_report import ScheduleReports
-from psync.errors import EndOfData, RemoteProtocolError, UsageError
+from psync.errors import RemoteProtocolError, UsageError
 from psync.replicas.closure_messages import ScheduledCall
-from psync.serialization.failures import describe_exception
 from psync.serialization.functions import FunctionTable
-from psync.serialization.payloads import pack, pack_arguments
-from psync.serialization.remote_value import RemoteValue
+from psync.serialization.payloads import pack_arguments
 from psync.wire.codec import Message
 from psync.wire.messages import ClosureResults, FetchArguments, FetchFunction, GivenBack
 
@@ -27,10 +26,6 @@ WORKER, GIVEN_UP = "/job:worker/task:0", "/job:worker/task:1"
 
 
 def step(*args: object) -> None: ...
-
-
-def described(error: Exception) -> tuple[str, str, str]:
-    return describe_exception(error)[:3]
 
 
 class World:
@@ -97,47 +92,6 @@ def test_operations_that_a_worker_refused_are_told_unless_it_was_given_up():
     assert world.late == [(WORKER, *what) for what in (*late, late[1])]
 
 
-def test_values_are_there_before_what_follows_is_performed():
-    world = World(1)
-    world.said(ClosureResults([(0, "ok", 1, None)], 0.1), [pack(5).data])
-    assert world.done_when_performing == [[True]]
-    assert world.values[0].get_nowait() == 5
-    assert world.num_reports == 1
-
-
-def test_a_result_that_nobody_wants_is_dropped():
-    world = World(1)
-    closure = world.values.pop()._closure
-    world.said(ClosureResults([(0, "ok", 0, None)], 0.1))
-    assert closure.state is State.FINISHED
-
-
-def test_a_report_is_taken_in_the_order_in_which_closures_ended():
-    world = World(4)
-    assert world.states() == ["held", "held", "queued", "queued"]
-    results = [(0, "ok", 1, None), (1, "error", 0, described(ValueError("bad batch")))]
-    world.said(ClosureResults(results, 0.1), [pack(5).data])
-    assert world.values[0].get_nowait() == 5
-    assert "bad batch" in str(world.values[1]._closure.error)
-    assert world.states()[:2] == ["finished", "failed"]
-
-
-def test_what_an_error_cancels_may_end_in_the_same_report():
-    world = World(4)
-    results = [(0, "error", 0, described(ValueError("bad batch"))), (1, "cancelled", 0, None)]
-    world.said(ClosureResults(results, 0.0))
-    assert world.states() == ["failed", "cancelled", "cancelled", "cancelled"]
-    assert world.queue.ready_to_raise
-
-
-def test_an_end_of_data_is_no_error_of_the_queue():
-    world = World(1)
-    results = [(0, "end_of_data", 0, described(EndOfData("no more")))]
-    world.said(ClosureResults(results, 0.0))
-    assert world.states() == ["exhausted"]
-    assert not world.queue.has_failed
-
-
 @pytest.mark.parametrize("outcome", ["error", "end_of_data", "vanished"])
 def test_an_outcome_that_does_not_exist_or_lacks_its_error_is_refused(outcome):
     world = World(1)
@@ -153,13 +107,6 @@ def test_what_a_worker_that_was_given_up_says_changes_nothing():
     assert world.states() == ["held"]
     assert world.performed == []
     assert world.num_reports == 0
-
-
-def test_closures_given_back_are_queued_and_sent_again():
-    world = World(1)
-    world.said(GivenBack([0]))
-    assert world.queue.statistics().given_back == 1
-    assert [type(action).__name__ for action in world.performed] == ["Dispatch"]
 
 
 def test_functions_and_arguments_are_fetched_while_somebody_needs_them():

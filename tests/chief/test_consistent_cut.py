@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import psync
 from inside import chief_of, endpoint_of
-from memory_cluster import MemoryCluster, cluster_of
-from ps_cluster import OTHER, WORKER, PsCluster, assign, pull, until
+from memory_cluster import MemoryCluster, cluster_of, until
+from ps_cluster import OTHER, WORKER, PsCluster, assign, pull
 from psync.chief import consistent_cut as cuts_module
 from psync.chief.consistent_cut import Cuts
 from psync.client.shard_locks import _locked
 from psync.errors import CutLost
-from psync.testing import MemoryNetwork
-from psync.wire.limits import DEFAULT_LIMITS
 
 TWO_SHARDS = psync.FixedShardsPartitioner(2)
 
@@ -56,26 +52,6 @@ async def test_each_update_is_wholly_in_a_cut_or_wholly_out() -> None:
             assert seen == sorted(seen)
 
 
-@pytest.mark.virtual_time
-async def test_a_cut_ends_though_nothing_is_read_behind_the_updates_that_wait_for_it() -> None:
-    limits = dataclasses.replace(DEFAULT_LIMITS, unfinished_bytes=1)
-    network = MemoryNetwork(latency=(0.001, 0.01))
-    async with cluster_of(2, 1, limits=limits, network=network) as cluster:
-        async with psync.ClusterCoordinator(cluster.strategy(TWO_SHARDS)) as coordinator:
-            with coordinator.strategy.scope():
-                v = psync.Variable(np.zeros(4, np.int64), name="v")
-            await v.read()
-            stop = asyncio.Event()
-            adders = [asyncio.ensure_future(keep_adding(v, stop)) for _ in range(5)]
-            began = asyncio.get_running_loop().time()
-            for _ in range(20):
-                async with cuts_of(coordinator).take():
-                    pass
-            assert asyncio.get_running_loop().time() - began < 20
-            stop.set()
-            await asyncio.gather(*adders)
-
-
 async def test_what_is_held_is_of_the_instant_of_the_cut_and_is_let_go_afterwards() -> None:
     async with cluster_of(2, 1) as cluster:
         async with psync.ClusterCoordinator(cluster.strategy(TWO_SHARDS)) as coordinator:
@@ -93,21 +69,6 @@ async def test_what_is_held_is_of_the_instant_of_the_cut_and_is_let_go_afterward
                 assert cut.held_s < 10
             with pytest.raises(CutLost):
                 await cut.read(1, 0)
-
-
-async def test_one_cut_at_a_time() -> None:
-    async with cluster_of(1, 1) as cluster:
-        async with psync.ClusterCoordinator(cluster.strategy()) as coordinator:
-            order: list[str] = []
-
-            async def take(name: str) -> None:
-                async with cuts_of(coordinator).take():
-                    order.append(name)
-                    await asyncio.sleep(0)
-                    order.append(name)
-
-            await asyncio.gather(take("a"), take("b"))
-            assert order == ["a", "a", "b", "b"]
 
 
 def abort_all(cluster: MemoryCluster, name: str) -> None:
@@ -189,21 +150,3 @@ async def test_who_holds_a_cut_up_is_named(monkeypatch: pytest.MonkeyPatch) -> N
                 async with cuts_of(coordinator).take():
                     pass
             await v.assign_add(np.ones(4, np.int64))  # nobody is held up any more
-
-
-async def test_an_snapshot_is_written_by_its_ps(tmp_path: Path) -> None:
-    async with cluster_of(2, 1) as cluster:
-        async with psync.ClusterCoordinator(cluster.strategy(TWO_SHARDS)) as coordinator:
-            with coordinator.strategy.scope():
-                v = psync.Variable(np.arange(4), name="v")
-            await v.read()
-            (tmp_path / "nonce").write_text("12")
-            async with cuts_of(coordinator).take() as cut:
-                path = str(tmp_path / "f.safetensors")
-                assert await cut.write(0, path, "13", [(0, "v@0")]) is None
-                written = await cut.write(1, path, "12", [(0, "v@2")])
-            assert written is not None
-            (place,) = written.places
-            data = (tmp_path / "f.safetensors").read_bytes()
-            assert len(data) == written.size
-            assert np.frombuffer(data, np.int64, 2, place[0]).tolist() == [2, 3]

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from psync.chief.events import KEPT_NOTES, Events, FailoverEvent, RollbackEvent
+from psync import FailoverEvent, RollbackEvent
+from psync.chief.events import KEPT_NOTES, Events
 
 
 def event(timeline: int) -> RollbackEvent:

@@ -12,9 +12,7 @@ from links_owner import Owner
 from memory_cluster import MemoryCluster, cluster_of
 from psync.chief.cluster_links import ClusterLinks
 from psync.chief.followed_workers import FollowedWorkers
-from psync.closures.closure import Closure
 from psync.closures.queue import ClosureQueue
-from psync.closures.scaling_rule import Load
 
 pytestmark = pytest.mark.virtual_time
 
@@ -96,9 +94,3 @@ async def test_one_that_is_given_up_before_it_came_is_no_error_of_the_program(
         await taking_in
     assert f"{W2} at worker-2:1 was not added: {W2} exited with code 1" in caplog.text
     assert owner.events == ["given up"]
-
-
-async def test_it_says_what_there_is_to_do(links: ClusterLinks) -> None:
-    queue = ClosureQueue()
-    queue.schedule(Closure(queue.next_id, None, name="step"))
-    assert FollowedWorkers(links, queue).load() == Load(1, 0, None)

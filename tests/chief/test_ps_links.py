@@ -11,7 +11,6 @@ import pytest
 from links_owner import Owner
 from memory_cluster import MemoryCluster, cluster_of
 from psync.chief.cluster_links import ClusterLinks
-from psync.errors import ParameterServerLost
 
 pytestmark = pytest.mark.virtual_time
 
@@ -38,15 +37,6 @@ async def links(cluster: MemoryCluster, owner: Owner) -> AsyncIterator[ClusterLi
     await links.close()
 
 
-async def test_a_ps_that_stays_away_is_lost(links, owner, cluster):
-    await links.start(2, 60)
-    await cluster.stop("ps-1")
-    await asyncio.sleep(40)
-    assert [error.task for error in owner.lost] == ["/job:ps/task:1"]
-    with pytest.raises(ParameterServerLost):
-        await links.ps_statistics()
-
-
 @pytest.mark.promise("failures.connection")
 async def test_a_connection_to_a_ps_that_breaks_is_made_again(links, owner, cluster, caplog):
     await links.start(2, 60)
@@ -57,16 +47,3 @@ async def test_a_connection_to_a_ps_that_breaks_is_made_again(links, owner, clus
     assert "/job:ps/task:0 is reachable again" in caplog.text
     assert [each for each in caplog.records if each.levelno > logging.INFO] == []
     assert owner.lost == []
-
-
-async def test_a_ps_that_moves_is_looked_for_there_and_workers_are_told(links, cluster):
-    await links.start(2, 60)
-    link = links.ps.links[1]
-    assert not links.served.attachment(link).moves
-    links.served.move(link, "elsewhere:1")
-    assert links.served.attachment(link).ps_addresses == ["ps-0:1", "elsewhere:1"]
-    assert links.served.attachment(link).moves == 1
-    for _ in range(2):
-        links.served.go_home(link)
-        assert links.served.attachment(link).moves == 2
-    await links.served.attach(link)

@@ -13,15 +13,11 @@ import pytest
 
 import memory_cluster
 import psync
-from chief_lives import another_process, at, life_of, silence
-from inside import chief_of, handlers_of, ledger_of
-from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
-from ps_cluster import heard, hold
-from psync.client import plans
+from chief_lives import life_of, silence
+from memory_cluster import MemoryCluster, event_of, note, running, shared
 from psync.errors import AttachError, FencedError
-from psync.net.connection import Handler
-from psync.net.process_state import fresh_process
 from psync.testing import settle
+from psync.testing.seams import another_process, fresh_process
 from psync.wire.messages import AdoptShards, AttachPs, Gate, LogEntries, Push, TellCounts
 from snapshot_store import keep_snapshots
 
@@ -35,6 +31,13 @@ def _own_process() -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
+async def tapped(num_workers: int, num_ps: int = 2) -> AsyncIterator[MemoryCluster]:
+    """A running cluster without a chief."""
+    async with running(MemoryCluster(num_ps, num_workers, tapped=True)) as cluster:
+        yield cluster
+
+
+@contextlib.asynccontextmanager
 async def life(
     cluster: MemoryCluster, *, attach: bool = True, partitioner: Any = None, **options: Any
 ) -> AsyncIterator[tuple[psync.ParameterServerStrategy, psync.ClusterCoordinator]]:
@@ -45,7 +48,7 @@ async def life(
 
 
 async def test_where_nothing_is_left_it_is_a_normal_start() -> None:
-    async with cluster_of(2, 2) as cluster:
+    async with tapped(2) as cluster:
         async with life(cluster) as (strategy, coordinator):
             assert not coordinator.attached
             with strategy.scope():
@@ -79,7 +82,7 @@ async def first_life(cluster: MemoryCluster, count: int = 5) -> dict[str, Any]:
 
 
 async def test_values_slots_steps_and_learning_rates_go_on() -> None:
-    async with cluster_of(2, 2) as cluster:
+    async with tapped(2) as cluster:
         before = await first_life(cluster)
         async with life(cluster) as (strategy, coordinator):
             assert coordinator.attached
@@ -99,7 +102,7 @@ async def test_values_slots_steps_and_learning_rates_go_on() -> None:
 
 @pytest.mark.promise("failures.chief-attach")
 async def test_two_lives_are_what_one_would_have_been() -> None:
-    async with cluster_of(2, 1) as cluster:
+    async with tapped(1) as cluster:
         async with life(cluster) as (strategy, coordinator):
             with strategy.scope():
                 w = psync.Variable(np.ones(4, np.float32), name="w")
@@ -107,7 +110,7 @@ async def test_two_lives_are_what_one_would_have_been() -> None:
             await train(coordinator, w, adam, 8)
             whole = (await w.read()).tolist()
             del adam
-    async with cluster_of(2, 1) as cluster:
+    async with tapped(1) as cluster:
         for _ in range(2):
             async with life(cluster) as (strategy, coordinator):
                 with strategy.scope():
@@ -122,7 +125,7 @@ async def test_two_lives_are_what_one_would_have_been() -> None:
 async def test_what_the_program_does_not_declare_is_dropped_when_it_schedules(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with cluster_of(2, 2) as cluster:
+    async with tapped(2) as cluster:
         await first_life(cluster)
         async with life(cluster) as (strategy, coordinator):
             adam = psync.optimizers.Adam(0.1)
@@ -139,7 +142,7 @@ async def test_what_the_program_does_not_declare_is_dropped_when_it_schedules(
 
 @pytest.mark.parametrize("early", [True, False], ids=["at the start", "at the first use"])
 async def test_misfits_are_an_error_that_names_them_all_and_changes_nothing(early: bool) -> None:
-    async with cluster_of(2, 2) as cluster:
+    async with tapped(2) as cluster:
         before = await first_life(cluster)
         another_process()
         strategy = cluster.strategy(psync.FixedShardsPartitioner(2))
@@ -170,7 +173,7 @@ async def test_misfits_are_an_error_that_names_them_all_and_changes_nothing(earl
 
 
 async def test_a_ps_that_was_started_again_is_named() -> None:
-    async with cluster_of(2, 2) as cluster:
+    async with tapped(2) as cluster:
         await first_life(cluster)
         await cluster.stop("ps-1")
         await cluster.start("ps-1")
@@ -209,9 +212,9 @@ async def synchronous_life(cluster: MemoryCluster, rounds: int) -> tuple[int, fl
 
 
 async def test_synchronous_groups_go_on_at_the_present_step_with_new_tokens() -> None:
-    async with cluster_of(2, 2) as cluster:
+    async with tapped(2) as cluster:
         whole = await synchronous_life(cluster, 6)
-    async with cluster_of(2, 2) as cluster:
+    async with tapped(2) as cluster:
         first = await synchronous_life(cluster, 3)
         second = await synchronous_life(cluster, 3)
     assert (first[0], second[0]) == (3, 6)
@@ -223,7 +226,7 @@ async def test_synchronous_groups_go_on_at_the_present_step_with_new_tokens() ->
 
 async def test_updates_under_way_of_a_chief_that_lives_are_refused_by_every_ps() -> None:
     """It is cut off in the middle of a push over two ps tasks, and hears of it when it is back."""
-    async with cluster_of(2, 1) as cluster:
+    async with tapped(1) as cluster:
         async with life(cluster) as (strategy, old):
             with strategy.scope():
                 w = psync.Variable(np.zeros(4, np.float32), name="w")
@@ -252,7 +255,7 @@ async def test_updates_under_way_of_a_chief_that_lives_are_refused_by_every_ps()
 
 async def test_workers_of_the_chief_that_died_change_nothing_any_more() -> None:
     """A step that cannot be cancelled pushes after the next chief has come."""
-    async with cluster_of(2, 1) as cluster:
+    async with tapped(1) as cluster:
         async with life(cluster) as (strategy, coordinator):
             with strategy.scope():
                 w = psync.Variable(np.zeros(4, np.float32), name="w")
@@ -282,7 +285,7 @@ async def test_workers_of_the_chief_that_died_change_nothing_any_more() -> None:
 
 @pytest.mark.parametrize("num_attached", [0, 1])
 async def test_the_chief_died_before_every_ps_was_attached(num_attached: int) -> None:
-    async with cluster_of(2, 1) as cluster:
+    async with tapped(1) as cluster:
         before = await first_life(cluster)
         for name in ("ps-0", "ps-1")[num_attached:]:
             cluster.network.partition(f"{name}:1")
@@ -301,7 +304,7 @@ async def test_the_chief_died_before_every_ps_was_attached(num_attached: int) ->
 
 
 async def test_the_chief_died_when_it_had_adopted_some() -> None:
-    async with cluster_of(2, 1) as cluster:
+    async with tapped(1) as cluster:
         before = await first_life(cluster)
         async with life(cluster) as (strategy, _):
             with strategy.scope():
@@ -319,39 +322,19 @@ async def test_the_chief_died_when_it_had_adopted_some() -> None:
             assert await adam.iterations.read() == 6
 
 
-async def test_ps_0_is_attached_first_so_that_a_step_that_it_closes_reaches_the_others() -> None:
-    async with cluster_of(2, 1) as cluster:
-        async with life(cluster) as (strategy, _):
-            with strategy.scope():
-                w = psync.Variable(np.zeros(4, np.float32), name="w")
-            await w.read()
-            first, second = (cluster.tasks[name] for name in ("ps-0", "ps-1"))
-            release = hold(first, w.spec)
-            adding = asyncio.create_task(w.assign_add(np.ones(4, np.float32)))
-            await asyncio.sleep(1)
-            starting = asyncio.create_task(life(cluster).__aenter__())
-            await asyncio.sleep(1)
-            assert first.floor > second.floor
-            release()
-            _, new = await starting
-            assert first.floor == second.floor
-            await adding
-            await new.close()
-
-
 async def test_a_ps_that_is_attached_anew_while_the_program_runs_is_of_no_life() -> None:
     """It may have been started again, and empty: the next coordinator must hear of that."""
-    async with cluster_of(2, 1) as cluster:
-        seen = heard(cluster.tasks["ps-1"], AttachPs)
-        async with life(cluster, attach=False):
-            cluster.network.cut("ps-1:1")
-            await asyncio.sleep(5)
+    async with tapped(1) as cluster:
+        with cluster.tap("ps-1").hearing(AttachPs) as seen:
+            async with life(cluster, attach=False):
+                cluster.network.cut("ps-1:1")
+                await asyncio.sleep(5)
         assert [message.keep for message in seen] == [False, True]
 
 
 async def count_up(coordinator: psync.ClusterCoordinator, counter: Any, count: int) -> None:
     async def step() -> None:
-        await counter.assign_add(1)
+        await counter.assign_add(np.ones_like(await counter.read()))
 
     for _ in range(count):
         coordinator.schedule(step)
@@ -359,7 +342,7 @@ async def count_up(coordinator: psync.ClusterCoordinator, counter: Any, count: i
 
 
 async def test_ps_tasks_that_went_back_to_a_cut_are_attached_to(tmp_path: Path) -> None:
-    async with cluster_of(2, 1) as cluster:
+    async with tapped(1) as cluster:
         async with life(cluster) as (strategy, coordinator):
             with strategy.scope():
                 counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
@@ -381,23 +364,17 @@ async def test_ps_tasks_that_went_back_to_a_cut_are_attached_to(tmp_path: Path) 
 async def test_ps_tasks_that_went_back_and_no_program_was_told_are_not_attached_to(
     tmp_path: Path,
 ) -> None:
-    async with cluster_of(2, 1) as cluster:
+    async with tapped(1) as cluster:
         async with life(cluster) as (strategy, coordinator):
             with strategy.scope():
                 counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
             await count_up(coordinator, counters[1], 5)
             await keep_snapshots(coordinator, tmp_path)
             await count_up(coordinator, counters[1], 3)
-            told = asyncio.Event()
-
-            async def never(*_: object) -> Any:
-                told.set()
-                await asyncio.Event().wait()
-
-            handlers_of(cluster.tasks["ps-0"])[AdoptShards] = Handler(never)
-            await cluster.stop("ps-1")
-            await cluster.start("ps-1")
-            await told.wait()
+            with cluster.tap("ps-0").at(AdoptShards, lambda: False) as told:
+                await cluster.stop("ps-1")
+                await cluster.start("ps-1")
+                await told.wait()
         with pytest.raises(AttachError, match="/job:ps/task:0 may be inconsistent"):
             async with life(cluster):
                 pass
@@ -405,7 +382,7 @@ async def test_ps_tasks_that_went_back_and_no_program_was_told_are_not_attached_
 
 @pytest.mark.promise("failures.chief-torn-step")
 async def test_a_step_that_was_not_applied_everywhere_is_not_attached_to() -> None:
-    async with cluster_of(2, 1) as cluster:
+    async with tapped(1) as cluster:
         async with life(cluster, ps_timeout=3.0) as (strategy, coordinator):
             with strategy.scope():
                 w = psync.Variable(np.zeros(4, np.float32), name="w")
@@ -429,27 +406,26 @@ async def test_a_step_that_was_not_applied_everywhere_is_not_attached_to() -> No
             pass
 
 
-async def test_a_cut_of_the_earlier_program_does_not_take_the_next_ones_closures_for_its_own(
+async def test_a_checkpoint_of_the_earlier_program_does_not_take_closures_of_the_next_for_its_own(
     tmp_path: Path,
 ) -> None:
-    async with cluster_of(2, 1) as cluster:
-        async with life(cluster) as (strategy, coordinator):
-            with strategy.scope():
-                counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
-            await count_up(coordinator, counters[1], 5)
-            await keep_snapshots(coordinator, tmp_path)
-            source = chief_of(coordinator).recovery.source
-        async with life(cluster) as (strategy, coordinator):
-            with strategy.scope():
-                counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
-            chief_of(coordinator).recovery.source = source
-            await count_up(coordinator, counters[1], 3)
-            await cluster.stop("ps-1")
-            await cluster.start("ps-1")
-            event = await anext(coordinator.events())
-            assert len(event.closures) == 3
-            await count_up(coordinator, counters[1], 2)
-            assert await counters[1].read() == 7
+    async with tapped(1) as cluster:
+        for lives in range(2):
+            async with life(cluster, attach=False) as (strategy, coordinator):
+                with strategy.scope():
+                    counter = psync.Variable(np.zeros(2, np.int64), name="counter")
+                manager = psync.CheckpointManager(psync.Checkpoint(counter=counter), tmp_path)
+                await manager.restore_or_initialize()
+                await count_up(coordinator, counter, 5 if lives == 0 else 3)
+                if lives == 0:
+                    await manager.save()
+                    continue
+                await cluster.stop("ps-1")
+                await cluster.start("ps-1")
+                event = await anext(coordinator.events())
+                assert len(event.closures) == 3
+                await count_up(coordinator, counter, 2)
+                assert (await counter.read()).tolist() == [7, 7]
 
 
 # Pushes that are under way when the chief dies.
@@ -480,12 +456,12 @@ async def test_a_part_of_a_push_that_waits_for_the_end_of_a_save_does_not_die_wi
     recovery: str, tmp_path: Path
 ) -> None:
     """Its worker hears first that the chief is dead, and gives its push up."""
-    async with cluster_of(2, 1) as cluster:
+    async with tapped(1) as cluster:
         async with one_push(cluster, recovery) as (coordinator, w, step):
             await w.read()
             with (
-                at(cluster, "ps-0", Gate, lambda: False),
-                at(cluster, "ps-1", Gate, lambda: True) as is_shut,
+                cluster.tap("ps-0").at(Gate, lambda: False),
+                cluster.tap("ps-1").at(Gate, lambda: True) as is_shut,
             ):
                 manager = psync.CheckpointManager(psync.Checkpoint(w=w), tmp_path)
                 saving = asyncio.create_task(manager.save())
@@ -509,10 +485,10 @@ async def test_a_part_of_a_push_that_waits_for_the_end_of_a_save_does_not_die_wi
 
 @pytest.mark.promise("updates.received-is-applied")
 async def test_a_part_of_a_push_that_waits_for_the_backup_does_not_die_with_the_chief() -> None:
-    async with cluster_of(2, 1) as cluster:
+    async with tapped(1) as cluster:
         async with one_push(cluster, "backup") as (coordinator, w, step):
             await w.read()
-            with at(cluster, "ps-1", LogEntries, lambda: False) as is_sent:
+            with cluster.tap("ps-1").at(LogEntries, lambda: False) as is_sent:
                 coordinator.schedule(step)
                 await is_sent.wait()
                 await settle()
@@ -528,11 +504,11 @@ async def test_a_part_of_a_push_that_waits_for_the_backup_does_not_die_with_the_
 async def test_a_push_of_which_a_ps_has_not_received_its_part_is_counted_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with cluster_of(2, 1) as cluster:
+    async with tapped(1) as cluster:
         async with one_push(cluster, "checkpoint") as (coordinator, w, step):
             coordinator.schedule(step)
             await coordinator.join()
-            with at(cluster, "ps-1", Push, lambda: False) as is_sent:
+            with cluster.tap("ps-1").at(Push, lambda: False) as is_sent:
                 coordinator.schedule(step)
                 await is_sent.wait()
                 await settle()
@@ -550,7 +526,7 @@ async def test_a_push_of_which_a_ps_has_not_received_its_part_is_counted_once(
 
 async def test_pushes_of_which_no_other_ps_has_heard_are_told_after_the_attach() -> None:
     """Schedules on other ps tasks go on from them, though nothing more is pushed there."""
-    async with cluster_of(3, 1) as cluster:
+    async with tapped(1, 3) as cluster:
         for attached in (False, True):
             async with life_of(cluster.strategy(), attach=True) as coordinator:
                 with coordinator.strategy.scope():
@@ -571,7 +547,7 @@ async def test_pushes_of_which_no_other_ps_has_heard_are_told_after_the_attach()
                 await heads[0].read()
                 with contextlib.ExitStack() as stack:
                     for ps in (1, 2):
-                        unheard = at(cluster, f"ps-{ps}", TellCounts, lambda: False)
+                        unheard = cluster.tap(f"ps-{ps}").at(TellCounts, lambda: False)
                         stack.enter_context(unheard)
                     for _ in range(60):
                         coordinator.schedule(step, (heads[0],))
@@ -582,7 +558,7 @@ async def test_pushes_of_which_no_other_ps_has_heard_are_told_after_the_attach()
 @pytest.mark.promise("failures.chief-updates-in-progress")
 async def test_a_push_of_a_data_shard_that_may_come_again_is_counted_too() -> None:
     """Another closure raises, so the shard's run is final, and its calls are kept."""
-    async with cluster_of(2, 2) as cluster:
+    async with tapped(2) as cluster:
         async with one_push(cluster, "checkpoint") as (coordinator, w, step):
 
             async def visit(shard: int) -> None:
@@ -592,23 +568,19 @@ async def test_a_push_of_a_data_shard_that_may_come_again_is_counted_too() -> No
                 raise ValueError("a test")
 
             await w.read()
-            with at(cluster, "ps-1", Push, lambda: False) as is_sent:
+            with cluster.tap("ps-1").at(Push, lambda: False) as is_sent:
                 coordinator.distribute_once([0]).schedule(visit)
                 await is_sent.wait()
                 coordinator.schedule(fails)
-                while not all(ledger_of(cluster.ps(f"ps-{ps}")).final.kept for ps in range(2)):
-                    await settle()
+                await asyncio.sleep(5)
                 silence(cluster, coordinator)
         async with one_push(cluster, "checkpoint") as (coordinator, w, step):
             assert (await w.read()).tolist() == [1.0, 0.0]
             assert coordinator.partial_updates == 1
 
 
-async def test_a_push_in_several_messages_to_a_ps_is_whole_when_all_have_come(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(plans, "MEMBERS_PER_REQUEST", 1)
-    async with cluster_of(2, 1) as cluster:
+async def test_a_push_in_several_messages_to_a_ps_is_whole_when_all_have_come() -> None:
+    async with tapped(1) as cluster:
         for chief in range(2):
             async with life(cluster) as (strategy, coordinator):
                 with strategy.scope():

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 import psync
-from inside import chief_of
-from memory_cluster import cluster_of, coordinating, event_of
-from ps_cluster import until
-from psync.chief.consistent_cut import Cut
+from memory_cluster import cluster_of, coordinating, event_of, until
 from psync.errors import ParameterServerLost
+from psync.wire.messages import WriteFrozen
 from snapshot_store import keep_snapshots
 
 pytestmark = pytest.mark.virtual_time
@@ -181,9 +179,7 @@ async def test_slots_and_steps_of_optimizers_go_back_too(tmp_path: Path) -> None
     assert np.array_equal(await train(lose_it=True), await train(lose_it=False))
 
 
-async def test_a_save_that_a_lost_ps_interrupts_is_begun_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_save_that_a_lost_ps_interrupts_is_begun_anew(tmp_path: Path) -> None:
     async with coordinating(2, 2) as (cluster, coordinator):
         variables = declared(coordinator)
         checkpoint = psync.Checkpoint(wide=variables[0], small=variables[1])
@@ -191,18 +187,12 @@ async def test_a_save_that_a_lost_ps_interrupts_is_begun_anew(
         await run(coordinator, 2, *variables)
         await manager.save()
         await run(coordinator, 1, *variables)
-        write, lost = Cut.write, False
-
-        async def lose_a_ps_first(self: Cut, *arguments: Any) -> Any:
-            nonlocal lost
-            if not lost:
-                lost = True
-                await lose(cluster, "ps-1")
-                await anext(coordinator.events())
-            return await write(self, *arguments)
-
-        monkeypatch.setattr(Cut, "write", lose_a_ps_first)
-        path = await manager.save()
+        died = cluster.kill_at("ps-1", "checkpoint.ps.write")
+        saving = asyncio.create_task(manager.save())
+        await died.wait()
+        await cluster.stop("ps-1")
+        await cluster.revive("ps-1")
+        path = await saving
         assert [each.name for each in tmp_path.iterdir()].count(path.name) == 1
         await run(coordinator, 1, *variables)
         assert int(await variables[1].read()) == 3  # one was undone
@@ -237,14 +227,18 @@ async def test_a_ps_that_dies_while_it_is_recovered_is_recovered(tmp_path: Path)
         assert int(await variables[1].read()) == 5
 
 
-async def test_what_ends_while_the_first_snapshot_is_written_is_undone_too(tmp_path: Path) -> None:
-    async with coordinating(1, 2) as (cluster, coordinator):
+async def test_what_ends_while_the_first_checkpoint_is_written_is_undone_too(
+    tmp_path: Path,
+) -> None:
+    async with coordinating(1, 2, tapped=True) as (cluster, coordinator):
         variables = declared(coordinator)
-        recovery = chief_of(coordinator).recovery
-        await keep_snapshots(coordinator, tmp_path)
-        source, recovery.source = recovery.source, None  # it is not complete yet
-        undone = await run(coordinator, 3, *variables)
-        recovery.source = source
+        go_on = asyncio.Event()
+        with cluster.tap("ps-0").at(WriteFrozen, go_on.wait) as reached:
+            saving = asyncio.create_task(keep_snapshots(coordinator, tmp_path))
+            await reached.wait()
+            undone = await run(coordinator, 3, *variables)
+            go_on.set()
+            await saving
         await lose(cluster, "ps-0")
         event = await anext(coordinator.events())
         assert event.closures == tuple(value.closure_id for value in undone)

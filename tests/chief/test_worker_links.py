@@ -12,7 +12,7 @@ from links_owner import Owner
 from memory_cluster import MemoryCluster, cluster_of
 from psync.chief.cluster_links import ClusterLinks
 from psync.closures.flapping import ALONE_S, FIRST_S
-from psync.errors import ConnectFailed, ConnectionLost, ProtocolError
+from psync.errors import ConnectFailed, ProtocolError
 from psync.net.connection import Handler
 from psync.wire.messages import EndSession
 from psync.worker_task import WorkerTask
@@ -49,19 +49,6 @@ async def links(cluster: MemoryCluster, owner: Owner) -> AsyncIterator[ClusterLi
 # --- losses ------------------------------------------------------------------------------------
 
 
-async def test_what_a_lost_worker_held_is_blamed_and_what_one_held_that_was_sent_away_is_not(
-    links, owner, cluster
-):
-    cluster.network.cut("worker-1:1")
-    await asyncio.sleep(5)
-    links.workers.end_session(W1, ConnectionLost("too slow"), blame=True)
-    await asyncio.sleep(5)
-    links.workers.end_sessions(ConnectionLost("a ps was lost"))
-    await asyncio.sleep(5)
-    assert owner.events == ["-1", "+1", "-1", "+1", "=0", "=1", "+0", "+1"]
-    links.workers.end_session("/job:worker/task:9", ConnectionLost("nobody"), blame=True)
-
-
 async def test_a_worker_that_flaps_is_set_aside_and_comes_back_when_its_time_is_over(
     links, owner, cluster, caplog
 ):
@@ -93,42 +80,6 @@ async def test_the_last_worker_is_never_set_aside_though_all_die_again_and_again
             await asyncio.sleep(ALONE_S + 0.5)
             assert links.workers.attached, f"all are set aside after {kill + 1} losses"
     assert "it is set aside for 30 s" in caplog.text
-
-
-async def test_one_that_is_set_aside_comes_back_as_soon_as_no_other_takes_part(
-    links, owner, cluster, caplog
-):
-    with caplog.at_level(logging.WARNING):
-        while len(owner.events) < 7:
-            cluster.network.cut("worker-1:1")
-            await asyncio.sleep(1)
-        await asyncio.sleep(5)
-        assert owner.events[7:] == []
-        await cluster.stop("worker-0")
-        await asyncio.sleep(1)
-        assert owner.events[7:] == ["-0", "+1"]
-        for _ in range(8):
-            cluster.network.cut("worker-1:1")
-            await asyncio.sleep(ALONE_S + 0.5)
-        assert owner.events[9:] == ["-1", "+1"] * 8
-        assert "it is not set aside, because there is no other worker" in caplog.text
-        await cluster.start("worker-0")
-        await asyncio.sleep(10)
-    assert owner.events[25:] == ["+0"]
-    assert links.workers.describe() == []
-
-
-async def test_workers_whose_sessions_the_coordinator_ends_are_not_lost(links, owner, caplog):
-    caplog.set_level(logging.INFO)
-    for _ in range(20):
-        links.workers.end_sessions(ConnectionLost("a ps was lost"))
-        await asyncio.sleep(1)
-    assert owner.events.count("+1") == 20
-    assert links.workers.describe() == []
-    assert [worker.losses for worker in links.workers.records()] == [0, 0]
-    assert {note.kind for note in links.events.notes} == {"joined"}
-    assert len(links.events.notes) == 2, "when they began"
-    assert caplog.text == ""
 
 
 async def test_who_ends_its_session_while_it_is_attached_is_not_taken_for_dead(
@@ -205,25 +156,6 @@ async def test_a_worker_that_cannot_go_on_is_set_aside_unless_a_ps_is_missing(
 
 
 # --- new ones ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_there", [True, False], ids=["it is there", "it is still starting"])
-async def test_a_worker_is_added_once_it_is_there_and_connected_to_like_the_others(
-    links, owner, cluster, is_there
-):
-    if is_there:
-        await cluster.start("worker-2")
-    adding = asyncio.create_task(links.workers.add("worker-2:1", 2, 60))
-    if not is_there:
-        await asyncio.sleep(20)
-        assert links.membership.missing() == [(W2, "worker-2:1")]
-        await cluster.start("worker-2")
-    assert await adding == W2
-    assert owner.events == ["+2"]
-    assert links.workers.names()[2] == W2
-    cluster.network.cut("worker-2:1")
-    await asyncio.sleep(5)
-    assert owner.events == ["+2", "-2", "+2"]
 
 
 @pytest.mark.parametrize("gives_up", [True, False], ids=["given up", "not in time"])

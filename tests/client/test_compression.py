@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -12,18 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import handlers_of, points_of
-from ps_cluster import CONFIG, OTHER, WORKER, PsCluster, heard, hold, pull, until
+from memory_cluster import until
+from ps_cluster import CONFIG, OTHER, WORKER, PsCluster, heard, hold, pull
+from psync import IndexedSlices
 from psync.client.compression import ErrorFeedback, pull_compressed
-from psync.client.plans import Plan
 from psync.client.ps_client import PsClient
 from psync.errors import ClosedError, RemoteProtocolError, ValueMismatchError
-from psync.net.connection import Handler
 from psync.numerics.compression import Compression, narrow_dtype
-from psync.numerics.scatter import IndexedSlices
 from psync.numerics.update_rule import SGD
 from psync.specs import VariableSpec
-from psync.wire.codec import Message
 from psync.wire.messages import Pull, Push, Pushed
 
 pytestmark = pytest.mark.asyncio
@@ -66,55 +62,8 @@ class Worker:
         return await self.feedback.push(plan, given, send, kind=self.kind, optimizer=optimizer)
 
 
-def lengths_heard(cluster: PsCluster, kind: type[Message]) -> list[tuple[int, ...]]:
-    """The lengths of the segments of all messages of a kind that ps tasks get from now on."""
-    heard_of: list[tuple[int, ...]] = []
-    for task in cluster.ps:
-        handlers = handlers_of(task)
-        handler = handlers[kind]
-        assert handler.prepare is not None
-
-        def prepare(
-            peer: Any, message: Any, lengths: tuple[int, ...], prepare: Any = handler.prepare
-        ) -> Any:
-            heard_of.append(lengths)
-            return prepare(peer, message, lengths)
-
-        handlers[kind] = Handler(handler.run, prepare)
-    return heard_of
-
-
 async def value_of(cluster: PsCluster, spec: VariableSpec) -> list[float]:
     return (await pull(cluster.chief, spec))[0].tolist()  # type: ignore[no-any-return]
-
-
-@each_kind
-async def test_float32_travels_in_half_the_bytes_and_all_else_as_it_is(kind: Compression) -> None:
-    async with PsCluster(2) as cluster:
-        a = await cluster.create("a", np.zeros((4, 500), np.float32), shards=2)
-        b = await cluster.create("b", np.zeros(3))
-        c = await cluster.create("c", np.zeros((6, 2), np.float32), shards=2)
-        worker = Worker(cluster.client(WORKER), kind)
-        messages = [heard(task, Push) for task in cluster.ps]
-        rng = np.random.default_rng(0)
-        gradient = rng.normal(size=(4, 500)).astype(np.float32)
-        doubles = rng.normal(size=3)
-        rows = IndexedSlices(np.full((2, 2), 1 + TINY, np.float32), np.array([1, 4]))
-        lengths = lengths_heard(cluster, Push)
-        for _ in range(2):
-            await worker.push((a, b, c), (gradient, doubles, rows))
-        row = 8 + 8  # its number as int64, and two elements
-        assert sorted(map(sorted, lengths[:2])) == [[row, 24, 2000], [row, 2000]]
-        assert sorted(lengths[2:]) == sorted(lengths[:2])
-        for of_ps in messages:
-            first, second = of_ps
-            assert first.members[0] == [-1, KINDS.index(kind) + 1]
-            assert second.members is None
-        np.testing.assert_array_equal(await value_of(cluster, b), -2 * doubles)
-        rounded = gradient.astype(narrow_dtype(kind)).astype(np.float32)
-        again = (gradient + (gradient - rounded)).astype(narrow_dtype(kind)).astype(np.float32)
-        np.testing.assert_array_equal(await value_of(cluster, a), -rounded - again)
-        assert (await value_of(cluster, c))[1] == [-2 - 2 * TINY] * 2  # in full
 
 
 @each_kind
@@ -129,28 +78,6 @@ async def test_large_gradients_are_widened_block_by_block(kind: Compression) -> 
 
 
 class TestErrorFeedback:
-    async def test_what_was_rounded_is_in_the_next_push_of_the_same_optimizer(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.zeros(1, np.float32))
-            worker = Worker(cluster.client(WORKER))
-            for _ in range(2):
-                await worker.push((v,), ([1 + TINY],))
-            assert await value_of(cluster, v) == [-2]
-            await worker.push((v,), ([1 + TINY],), optimizer=2)
-            assert await value_of(cluster, v) == [-3]
-            await worker.push((v,), ([4 * TINY],))
-            assert await value_of(cluster, v) == [-3 - 6 * TINY]
-
-    async def test_a_shard_alone_has_its_own(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.zeros(2, np.float32), shards=2)
-            shards = (dataclasses.replace(v.shards[1], offset=0),)
-            alone = VariableSpec("v/part_1", 0, (1,), "float32", True, shards, "train.py:1")
-            worker = Worker(cluster.client(WORKER))
-            await worker.push((v,), ([1 + TINY] * 2,))
-            await worker.push((alone,), ([TINY],))
-            assert await value_of(cluster, v) == [-1, -1 - TINY]
-
     async def test_a_push_that_was_not_applied_leaves_what_was_owed(self) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.zeros(1, np.float32))
@@ -215,39 +142,6 @@ class TestErrorFeedback:
             await worker.client.close()
             with pytest.raises(ClosedError):
                 await worker.push((v,), ([1],))
-
-
-async def test_a_push_whose_answer_was_lost_is_sent_again_as_it_was() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", np.zeros(1, np.float32))
-        task = cluster.ps[0]
-        pushes = heard(task, Push)
-        points_of(task).arm(
-            "ps.push.applied", functools.partial(cluster.network.cut, cluster.address(task))
-        )
-        worker = Worker(cluster.client(WORKER))
-        await worker.push((v,), ([1 + TINY],))
-        assert [(push.sequence, push.members[0]) for push in pushes] == [(1, [-1, 1])] * 2
-        await worker.push((v,), ([3 * TINY],))
-        assert await value_of(cluster, v) == [-1 - 4 * TINY]
-
-
-async def test_what_a_send_gets_does_not_change_any_more() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", np.zeros(2, np.float32))
-        feedback = ErrorFeedback(cluster.client(WORKER))
-        seen: list[np.ndarray] = []
-
-        async def send(plan: Plan, gradients: Sequence[Any]) -> list[Pushed]:
-            seen.append(gradients[0])
-            return [Pushed("accepted", 1)]
-
-        for number in range(8):
-            gradient = np.full(2, number, np.float32)
-            await feedback.push(
-                cluster.chief.plan((v,)), [gradient], send, kind="bf16", optimizer=1
-            )
-        assert [array.tolist() for array in seen] == [[number] * 2 for number in range(8)]
 
 
 class TestPulls:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import pickle
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,14 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import endpoint_of, peers_of, store_of
-from ps_cluster import CONFIG, PsCluster, assign, pull, push
-from psync.client.prefetch import Wanted
+from inside import endpoint_of, peers_of
+from ps_cluster import PsCluster, pull, push
 from psync.client.ps_client import PsClient
-from psync.net.shared import bodies
 from psync.net.shared.windows import Windows
 from psync.net.transport import SocketNetwork
-from psync.specs import dtype_of
 
 MIB = 1 << 18  # elements of float32
 
@@ -87,61 +83,6 @@ async def all_is_back(cluster: PsCluster, client: PsClient) -> None:
         assert endpoint_of(task).statistics()["bytes_lent_now"] == 0
 
 
-async def test_a_variable_on_one_ps_is_read_where_it_lies(tmp_path: Path) -> None:
-    async with one_host(tmp_path, 1) as cluster:
-        value = np.arange(3 * MIB, dtype=np.float32).reshape(3, -1)
-        v = await cluster.create("v", value)
-        client = cluster.client()
-        (array,) = await pull(client, v)
-        assert is_lease(array)
-        assert array.shape == value.shape
-        assert np.array_equal(array, value)
-        assert now(client) == value.nbytes
-        with pytest.raises(ValueError, match="WRITEABLE"):
-            array.setflags(write=True)
-        copy = pickle.loads(pickle.dumps(array))
-        assert copy.flags.writeable or not is_lease(copy)
-        part = array[1:, ::7]
-        del array
-        assert now(client) == value.nbytes
-        del part
-        await all_is_back(cluster, client)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "shards"),
-    [
-        ((1 << 17, 10), "float32", 2),
-        ((100_003, 10), "float32", 2),  # rows of 40 bytes: shards meet within a page
-        ((100_003, 3), "int8", 3),
-        ((50_001, 7), "bfloat16", 2),
-        ((70_001,), "float64", 4),
-        ((300_001,), "bool", 2),
-        ((5, 40_000), "int64", 5),
-    ],
-)
-async def test_shards_on_several_ps_are_one_array(
-    tmp_path: Path, shape: tuple[int, ...], dtype: str, shards: int
-) -> None:
-    async with one_host(tmp_path) as cluster:
-        draw = np.random.default_rng(1)
-        kind = dtype_of(dtype)
-        value = draw.integers(0, 2, shape).astype(kind)
-        v = await cluster.create("v", value, shards=shards)
-        client = cluster.client()
-        for number in range(3):
-            (array,) = await pull(client, v)
-            assert is_lease(array)
-            assert array.dtype == kind
-            assert array.tobytes() == value.tobytes()
-            if dtype != "bool":
-                value = value + np.ones(shape, kind)
-                await assign(client, v, np.ones(shape, kind), "add")
-            assert array.tobytes() != value.tobytes() or dtype == "bool", number
-        del array
-        await all_is_back(cluster, client)
-
-
 async def test_what_is_held_stays_while_updates_go_on(tmp_path: Path) -> None:
     async with one_host(tmp_path) as cluster:
         v = await cluster.create("v", np.zeros((MIB, 3), np.float32), shards=2)
@@ -158,36 +99,6 @@ async def test_what_is_held_stays_while_updates_go_on(tmp_path: Path) -> None:
         held.clear()
         del array, earlier
         await all_is_back(cluster, client)
-
-
-async def test_with_one_version_held_at_a_time_every_pull_is_leased(tmp_path: Path) -> None:
-    async with one_host(tmp_path) as cluster:
-        v = await cluster.create("v", np.zeros((MIB, 3), np.float32), shards=2)
-        client = cluster.client()
-        array = None
-        for number in range(10):
-            (array,) = await pull(client, v)
-            assert is_lease(array)
-            assert (array == -float(number)).all()
-            await push(client, (v,), [2.0])
-        spare = [store_of(task).statistics().spare_bytes for task in cluster.ps]
-        assert sum(spare) <= 2 * v.nbytes
-
-
-async def test_values_that_a_push_brings_are_leased(tmp_path: Path) -> None:
-    async with one_host(tmp_path) as cluster:
-        v = await cluster.create("v", np.zeros((MIB, 2), np.float32), shards=2)
-        client = cluster.client()
-        plan = client.plan((v,))
-        wanted = Wanted(plan)
-        gradient = np.full(v.shape, 2, np.float32)
-        await client.push(
-            plan, [gradient], optimizer=1, config=CONFIG, elsewhere={}, closure=-1, ordinal=0,
-            wanted=wanted,
-        )  # fmt: skip
-        assert wanted.arrays is not None
-        assert is_lease(wanted.arrays[0])
-        assert (wanted.arrays[0] == -1).all()
 
 
 @pytest.mark.parametrize("how", ["writable", "out", "small", "fill"])
@@ -238,27 +149,6 @@ async def test_small_variables_and_those_that_are_given_lie_beside_leases(tmp_pa
         await all_is_back(cluster, client)
 
 
-async def test_who_keeps_everything_gets_copies_after_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bodies, "KEPT_BYTES", 0)
-    async with one_host(tmp_path) as cluster:
-        v = await cluster.create("v", np.zeros((MIB, 2), np.float32), shards=2)
-        client = cluster.client()
-        kept = []
-        for _ in range(8):
-            kept += await pull(client, v)
-            await push(client, (v,), [2.0])
-        assert [is_lease(array) for array in kept] == [True, True] + [False] * 6
-        assert [float(array[0, 0]) for array in kept] == [-float(n) for n in range(8)]
-        assert now(client) == 2 * v.nbytes
-        for task in cluster.ps:  # what is kept, what is there, and one where updates go
-            assert store_of(task).statistics().spare_bytes <= 3 * v.nbytes // 2
-        kept.clear()
-        kept += await pull(client, v)
-        assert is_lease(kept[0])
-
-
 async def test_arrays_outlive_the_cluster(tmp_path: Path) -> None:
     async with one_host(tmp_path) as cluster:
         value = np.arange(2 * MIB, dtype=np.float32)
@@ -285,35 +175,3 @@ async def test_a_client_that_is_closed_still_holds_what_it_has_pulled(tmp_path: 
         del array
         while lent():  # noqa: ASYNC110  the end of its side channels says so
             await asyncio.sleep(0)
-
-
-async def test_a_pull_that_is_given_up_keeps_nothing(tmp_path: Path) -> None:
-    async with one_host(tmp_path) as cluster:
-        v = await cluster.create("v", np.zeros((MIB, 2), np.float32), shards=2)
-        client = cluster.client()
-        await pull(client, v)
-        for turns in range(12):
-            asking = asyncio.create_task(pull(client, v))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            asking.cancel()
-            await asyncio.wait([asking])
-            del asking
-        await pull(client, v)
-        await all_is_back(cluster, client)
-
-
-async def test_a_lost_connection_takes_nothing_from_who_reads(tmp_path: Path) -> None:
-    async with one_host(tmp_path) as cluster:
-        v = await cluster.create("v", np.zeros((MIB, 2), np.float32), shards=2)
-        client = cluster.client()
-        (array,) = await pull(client, v)
-        for link in client.links:
-            for peer in peers_of(link):
-                peer.abort()
-        for _ in range(6):
-            await push(client, (v,), [2.0])
-        assert (array == 0).all()
-        (again,) = await pull(client, v)
-        assert is_lease(again)
-        assert (again == -6).all()

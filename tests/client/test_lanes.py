@@ -25,34 +25,3 @@ async def test_one_that_is_stopped_but_connected_is_found_by_pings(size: int) ->
             await pull(client, v)
         assert 20 < loop.time() - began < 60
         cluster.network.heal("w")
-
-
-@pytest.mark.virtual_time
-async def test_one_silence_is_forgiven(caplog: pytest.LogCaptureFixture) -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", np.zeros(3, np.float32))
-        client = cluster.client(host="w")
-        await pull(client, v)
-        link = client.links[0]
-        peer = await link.peer("control")
-        await asyncio.sleep(4)
-        cluster.network.partition("w")
-        await asyncio.sleep(12)
-        cluster.network.heal("w")
-        await asyncio.sleep(30)
-        assert peer.is_open
-        assert await link.peer("control") is peer
-
-
-@pytest.mark.virtual_time
-async def test_nobody_is_pinged_while_nothing_is_connected() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", np.zeros(3, np.float32))
-        client = cluster.client(host="w")
-        await pull(client, v)
-        cluster.network.cut("w")
-        cluster.network.refuse("ps0:1")
-        await asyncio.sleep(100)
-        cluster.network.admit("ps0:1")
-        assert client.links[0].lost is None
-        await pull(client, v)

@@ -8,31 +8,13 @@ import numpy as np
 import pytest
 
 from ps_cluster import PsCluster
+from psync import IndexedSlices
 from psync.client.optimizer_client import trust_ratios
 from psync.client.plans import Plan
 from psync.numerics.layerwise_rules import Lamb
-from psync.numerics.scatter import IndexedSlices
-from psync.numerics.update_rule import SGD, Scratch, UpdateRule
+from psync.numerics.update_rule import SGD, UpdateRule
 
 pytestmark = pytest.mark.asyncio
-
-
-async def test_the_shards_of_a_variable_make_up_the_norms_of_the_whole() -> None:
-    rng = np.random.default_rng(1)
-    value, gradient = (rng.standard_normal((6, 3)).astype(np.float32) for _ in range(2))
-    rule = Lamb(0.1)
-    slots = [np.zeros(18, np.float32), np.zeros(18, np.float32)]
-    whole = rule.measure([(value.ravel(), gradient.ravel(), slots)], 0, Scratch())
-    async with PsCluster(2) as cluster:
-        v = await cluster.create("v", value, shards=2)
-        w = await cluster.create("w", np.ones(2, np.float32))
-        plan = cluster.chief.plan((w, v))
-        ratios = await trust_ratios(
-            cluster.chief, rule, plan, [np.zeros(2, np.float32), gradient],
-            optimizer=1, config=rule.to_config(), elsewhere={},
-        )  # fmt: skip
-    expected = [rule.trust_ratio([sums]) for sums in ((2.0, 0.0), whole)]
-    assert ratios == pytest.approx(expected, rel=1e-12)
 
 
 async def test_nothing_is_asked_for_that_no_push_needs() -> None:

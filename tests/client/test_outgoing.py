@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from psync.client.numbers import Numbers
 from psync.client.outgoing import Outgoing
 from psync.client.ps_link import Answers
-from psync.errors import ClosedError, ParameterServerLost
+from psync.errors import ClosedError
 from psync.testing import settle
 
 pytestmark = pytest.mark.asyncio
@@ -66,69 +64,6 @@ class Scene(Outgoing):
 
 
 @pytest.mark.virtual_time
-async def test_its_numbers_are_acknowledged_when_all_is_answered() -> None:
-    scene = Scene()
-    scene.places[1].answered(scene.places[1].draw())
-    delivery = scene.begin()
-    await settle()
-    assert (scene.sent, scene.acked_below) == ([[1, 2]], [1, 2])
-    scene.may_end.set()
-    assert await delivery == ["answer 1"]
-    assert scene.acked_below == [2, 3]
-
-
-@pytest.mark.virtual_time
-async def test_after_a_rollback_all_is_sent_again_under_the_same_numbers() -> None:
-    scene = Scene()
-    delivery = scene.begin()
-    await settle()
-    scene.timeline += 1
-    scene.may_end.set()
-    assert await delivery == ["answer 2"]
-    assert (scene.sent, scene.acked_below) == ([[1, 1], [1, 1]], [2, 2])
-
-
-async def test_one_that_fails_is_not_wanted_any_more() -> None:
-    scene = Scene()
-    scene.error = ParameterServerLost("/job:ps/task:1")
-    scene.may_end.set()
-    with pytest.raises(ParameterServerLost):
-        await scene.begin()
-    assert (scene.sent, scene.acked_below) == ([[1, 1]], [2, 2])
-
-
-@pytest.mark.virtual_time
-async def test_a_shielded_one_goes_on_when_its_caller_is_cancelled(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    scene = Scene()
-    delivery = scene.begin()
-    await settle()
-    delivery.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await delivery
-    draining = asyncio.create_task(scene.drain())
-    await settle()
-    assert not draining.done()
-    assert not scene.asked[0].given_up
-    assert scene.acked_below == [1, 1]
-    scene.error = ParameterServerLost("/job:ps/task:1")
-    with caplog.at_level(logging.DEBUG):
-        scene.may_end.set()
-        await draining
-    assert "a push whose step was cancelled failed" in caplog.text
-    assert (scene.acked_below, scene.begun) == ([2, 2], set())
-
-
-async def test_one_that_is_not_shielded_is_under_way_as_long_as_its_block() -> None:
-    scene = Scene()
-    with contextlib.suppress(asyncio.CancelledError), scene.numbered(scene.places) as numbers:
-        assert (list(numbers), scene.acked_below) == ([1, 1], [1, 1])
-        raise asyncio.CancelledError
-    assert (scene.acked_below, scene.begun) == ([2, 2], set())
-
-
-@pytest.mark.virtual_time
 async def test_closing_ends_what_was_begun() -> None:
     scene = Scene()
     delivery = scene.begin()
@@ -137,21 +72,6 @@ async def test_closing_ends_what_was_begun() -> None:
     with pytest.raises(asyncio.CancelledError):
         await delivery
     assert scene.acked_below == [2, 2]
-    assert scene.asked[0].given_up
-
-
-@pytest.mark.virtual_time
-async def test_closing_ends_what_goes_on_without_its_caller() -> None:
-    scene = Scene()
-    delivery = scene.begin()
-    await settle()
-    delivery.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await delivery
-    assert len(scene.begun) > 0
-    await scene.close()
-    await settle()
-    assert (scene.acked_below, scene.begun) == ([2, 2], set())
     assert scene.asked[0].given_up
 
 

@@ -31,43 +31,6 @@ def plan_of(*variables: VariableSpec) -> Plan:
     return make_plan(variables, itertools.count(1))
 
 
-def test_small_variables_of_a_ps_are_read_in_one_piece() -> None:
-    a, b = variable(0, (3,), "int8"), variable(1, (5, 3), "float64")
-    c, d = variable(2, (), "float32"), variable(3, (7,), "float16")
-    plan = plan_of(a, b, c, d)
-    assert plan.buffers == [3 + 120 + 4 + 14]
-    assert [place.offset for place in plan.places] == [138, 0, 120, 124]
-    (request,) = plan.requests
-    assert request.pieces == [(0, 0, 141)]
-    assert request.lengths == (120, 4, 14, 3)
-    assert request.members == [(1, 0), (2, 0), (3, 0), (0, 0)]
-
-
-def test_each_ps_has_arenas_of_its_own_and_they_are_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(plans, "ARENA_BYTES", 100)
-    plan = plan_of(*(variable(number, (10,), ps=[number % 2]) for number in range(6)))
-    assert plan.buffers == [80, 40, 80, 40]
-    assert [request.ps for request in plan.requests] == [0, 1]
-    assert [len(request.pieces) for request in plan.requests] == [2, 2]
-
-
-def test_a_large_variable_has_a_buffer_of_its_own() -> None:
-    large, small = variable(0, (1 << 14,)), variable(1, (3,))
-    plan = plan_of(large, small)
-    assert plan.buffers == [12, 1 << 16]
-    assert [place.buffer for place in plan.places] == [1, 0]
-
-
-def test_shards_land_in_the_rows_of_their_variable() -> None:
-    plan = plan_of(variable(0, (5, 2), ps=[1, 0, 1]))
-    first, second = plan.requests
-    assert (first.ps, first.part, first.cuts) == (1, 0, [(0, 0, 16), (0, 32, 40)])
-    assert (second.ps, second.part, second.cuts) == (0, 0, [(0, 16, 32)])
-    assert first.pieces == [(0, 0, 16), (0, 32, 8)]
-
-
 @pytest.mark.parametrize(("name", "limit"), [("MEMBERS_PER_REQUEST", 2), ("BODY_PER_REQUEST", 30)])
 def test_a_large_set_is_split_over_several_requests(
     monkeypatch: pytest.MonkeyPatch, name: str, limit: int
@@ -76,26 +39,6 @@ def test_a_large_set_is_split_over_several_requests(
     plan = plan_of(*(variable(number, (3,)) for number in range(5)))
     assert [len(request.members) for request in plan.requests] == [2, 2, 1]
     assert [(request.set_id, request.part) for request in plan.requests] == [(1, 0), (2, 1), (3, 2)]
-
-
-def test_empty_shards_are_asked_for_but_take_no_memory() -> None:
-    plan = plan_of(variable(0, (0, 3)), variable(1, (2, 0)))
-    (request,) = plan.requests
-    assert (request.lengths, request.pieces, plan.buffers) == ((0, 0), [], [0])
-
-
-def test_a_plan_of_many_variables_is_made_in_linear_time() -> None:
-    calls = 0
-
-    class Counted(tuple):  # type: ignore[type-arg]
-        def __getitem__(self, index: object) -> object:
-            nonlocal calls
-            calls += 1
-            return tuple.__getitem__(self, index)  # type: ignore[index]
-
-    many = Counted(variable(number, (3,)) for number in range(2000))
-    make_plan(many, itertools.count())
-    assert calls < 20_000
 
 
 shapes = st.one_of(

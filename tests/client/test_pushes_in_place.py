@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from inside import sync_of
-from ps_cluster import CONFIG, RATE, PsCluster, heard, hold, pull, until
+from memory_cluster import until
+from ps_cluster import CONFIG, RATE, PsCluster, heard, hold, pull
 from psync.client.ps_client import PsClient
 from psync.errors import NotEnoughReplicas, PsyncError
 from psync.net.shared.bodies import Sharing
@@ -97,21 +98,6 @@ async def two_and_a_counter(cluster: PsCluster) -> list[VariableSpec]:
     ]
 
 
-async def test_two_variables_and_a_counter_are_pushed_without_a_copy(copied: list[int]) -> None:
-    async with PsCluster(2, shares_memory=True) as cluster:
-        variables = await two_and_a_counter(cluster)
-        client = cluster.client(host="worker")
-        await pull(client, variables[0])  # connected
-        copied.clear()
-        arrays = Arrays(client, *variables)
-        for _ in range(5):
-            arrays.filled(1)
-            assert await push(client, variables, arrays) == ["accepted"] * 2
-        assert copied == [4, 0] * 5  # the counter, and what comes without it
-        for variable in variables:
-            assert await is_uniform(client, variable, -5 * RATE)
-
-
 async def test_a_push_that_is_repeated_on_another_connection_counts_once_and_as_it_was() -> None:
     async with PsCluster(2, shares_memory=True) as cluster:
         variables = await two_and_a_counter(cluster)
@@ -187,22 +173,6 @@ async def test_steps_are_of_what_was_pushed_and_nothing_is_copied(copied: list[i
         assert set(copied) == {0}
         for variable in steps.variables:
             assert await is_uniform(cluster.chief, variable, -total * RATE)
-
-
-async def test_who_contributes_several_times_to_a_step_is_copied(copied: list[int]) -> None:
-    async with SyncCluster(2, shares_memory=True) as cluster:
-        cluster.configure(4, 2)
-        steps = await large_steps(cluster)
-        replicas = [await steps.replica(index) for index in range(2)]
-        copied.clear()
-        for number in range(3):
-            local = number or -1
-            early = await asyncio.gather(*(steps.push(each, 1, local) for each in replicas))
-            assert {answer.count for answer in early} == {0}  # they go on in the same step
-            await asyncio.gather(*(steps.push(each, 3, local) for each in replicas))
-        assert min(copied) > 0
-        for variable in steps.variables:
-            assert await is_uniform(cluster.chief, variable, -6 * RATE)
 
 
 async def with_a_token_to_spare(cluster: SyncCluster, steps: Steps) -> tuple[SyncReplica, Arrays]:

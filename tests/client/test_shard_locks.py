@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,14 @@ import pytest
 import psync
 from inside import locks_of
 from local_training import training
-from ps_cluster import OTHER, WORKER, PsCluster, assign, heard, pull, until
+from memory_cluster import until
+from ps_cluster import OTHER, WORKER, PsCluster, heard, pull
 from psync.client import shard_locks
 from psync.client.ps_client import PsClient
 from psync.client.shard_locks import LEASE_S, assign_at_once, pull_at_once
 from psync.errors import LockLost
 from psync.specs import VariableSpec
 from psync.testing.sabotage import FailpointError, Failpoints
-from psync.wire.limits import Limits
 from psync.wire.messages import LockShards, RenewLock, UnlockShards
 
 ROWS = 7  # 3, 2 and 2 of them on three ps tasks
@@ -92,47 +91,6 @@ async def test_an_atomic_assign_is_seen_whole_by_consistent_reads_only(seed: int
         mixed, whole = await asyncio.gather(*readings)
         assert mixed > 0  # so the reads at one instant had something to be different from
         assert whole > 2
-        assert held_locks(cluster) == [0, 0, 0]
-
-
-@virtual
-async def test_several_variables_are_read_at_one_instant() -> None:
-    async with PsCluster(3, seed=1, latency=(0.001, 0.02)) as cluster:
-        v = await cluster.create("v", full(0), shards=3)
-        w = await cluster.create("w", full(0), shards=2)
-        writer, reader = cluster.client(WORKER), cluster.client(OTHER)
-        stop = False
-
-        async def writes() -> None:
-            for value in itertools.count(1):
-                if stop:
-                    return
-                await write(writer, v, value, 2 * value)
-                await write(writer, w, value, 2 * value + 1)
-
-        writing = asyncio.ensure_future(writes())
-        for _ in range(10):
-            first, second = await read(reader, v, w)
-            assert len(np.unique(first)) == len(np.unique(second)) == 1
-            assert 0 <= first[0, 0] - second[0, 0] <= 1  # v is always written before w
-        stop = True
-        await writing
-
-
-@virtual
-async def test_tasks_that_lock_the_same_shards_do_not_wait_for_each_other_for_ever() -> None:
-    async with PsCluster(3, seed=3, latency=(0.001, 0.02)) as cluster:
-        a = await cluster.create("a", full(0), shards=3)
-        b = await cluster.create("b", full(0), shards=2)
-        clients = [cluster.client(f"/job:worker/task:{index}") for index in range(4)]
-
-        async def work(client: PsClient, variables: tuple[VariableSpec, ...]) -> None:
-            for number in range(5):
-                await read(client, *variables)
-                await write(client, variables[0], number, number)
-
-        orders = [(a, b), (b, a), (a,), (b,)]
-        await asyncio.gather(*(work(*pair) for pair in zip(clients, orders, strict=True)))
         assert held_locks(cluster) == [0, 0, 0]
 
 
@@ -326,25 +284,3 @@ async def test_the_global_step_is_read_at_one_instant_with_the_variables() -> No
             assert number <= -value.max()  # the step's number is raised when it is applied
         await coordinator.join()
         assert seen == sorted(seen)
-
-
-@virtual
-async def test_updates_that_wait_do_not_stand_in_the_way_of_who_holds_the_lock() -> None:
-    limits = Limits(unfinished_bytes=1 << 16)
-    network = {"chunk": (1 << 16, 1 << 20), "check_buffers": False}
-    async with PsCluster(2, limits=limits, **network) as cluster:
-        value = np.zeros((2, 1 << 16), np.float32)  # one update is more than a ps reads ahead
-        v = await cluster.create("v", value, shards=2)
-        holder, worker = cluster.client(OTHER), cluster.client(WORKER)
-        await lock(holder, 1, v)
-        reading = asyncio.ensure_future(read(worker, v))
-        await until(lambda: held_locks(cluster) == [1, 2])
-        updates = [
-            asyncio.ensure_future(assign(worker, v, value + 1, "add", ordinal=number))
-            for number in range(4)
-        ]
-        await asyncio.sleep(1)  # until each ps has got as much of them as it takes
-        await unlock(holder, 1)
-        assert not (await reading)[0].any()
-        await asyncio.gather(*updates)
-        assert ((await read(worker, v))[0] == 4).all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import ml_dtypes
@@ -15,12 +14,6 @@ from psync.client.tensors import array_of, is_tensor, tensor_of
 @pytest.fixture
 def torch() -> Any:
     return pytest.importorskip("torch", reason="torch is not installed")
-
-
-def test_without_torch_nothing_is_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    assert not is_tensor(np.ones(3))
-    assert "torch" not in sys.modules
 
 
 def test_a_parameter_and_its_array_share_memory(torch: Any) -> None:

@@ -7,25 +7,23 @@ import asyncio
 import pytest
 
 import psync
-from memory_cluster import cluster_of
-from ps_cluster import heard, until
-from psync.compat.chief_queue_runner import ChiefQueueRunner
-from psync.wire.messages import AwaitEnd, EndTraining
+from memory_cluster import coordinating, until
+from psync import ChiefQueueRunner
+from psync.wire.messages import AwaitEnd
 
 
-@pytest.mark.parametrize("end", ["of training", "of its task"])
+@pytest.mark.parametrize("end", ["of its ps", "of its task"])
 async def test_the_chiefs_queue_runner_waits_for_the_end(end: str) -> None:
-    async with cluster_of(1, 1) as cluster:
-        async with psync.ClusterCoordinator(cluster.strategy()) as coordinator:
-            with coordinator.strategy.scope():
-                step = psync.get_or_create_global_step()
-            asked = heard(cluster.tasks["ps-0"], AwaitEnd)  # type: ignore[arg-type]
+    async with coordinating(1, 1, tapped=True) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            step = psync.get_or_create_global_step()
+        with cluster.tap("ps-0").hearing(AwaitEnd) as asked:
             running = asyncio.create_task(ChiefQueueRunner(step).run())
             await until(lambda: asked)
-            assert not running.done()
-            if end == "of training":
-                runtime = coordinator.strategy._runtime
-                assert runtime is not None
-                await runtime.ps.links[0].call(lambda peer: EndTraining("enough", False))
+        assert not running.done()
+        if end == "of its ps":
+            await cluster.stop("ps-0")
+            with pytest.raises(psync.PsyncError):
                 await running
-        await running
+            return
+    await running

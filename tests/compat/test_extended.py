@@ -8,17 +8,11 @@ import numpy as np
 import pytest
 
 import psync
-from inside import in_update_context
-from local_training import at_once
+from local_training import at_once, in_update_context
+from psync import Mirrored, PerReplica, get_replica_context
 from psync.client.context import ClosureContext, inside
 from psync.errors import ReplicaValueError, UsageError
-from psync.numerics.replica_values import Mirrored, PerReplica
-from psync.replicas.context import (
-    OneReplica,
-    cross_replica,
-    get_replica_context,
-    in_cross_replica_context,
-)
+from psync.replicas.context import OneReplica, cross_replica
 
 SUM, MEAN = psync.ReduceOp.SUM, psync.ReduceOp.MEAN
 DEVICE = "/job:ps/replica:0/task:0/device:CPU:0"
@@ -151,31 +145,6 @@ def test_what_an_optimizer_keeps_once_is_updated_where_all_agree() -> None:
         made.extended.non_slot_devices([v, "w"])
 
 
-def test_the_standard_pattern_works_in_a_step() -> None:
-    _, (v,) = variables()
-
-    async def update(variable: Any, total: float) -> tuple[Any, float, bool]:
-        return variable, total, in_update_context()
-
-    async def merge(stand_in: Any, gradient: Any, variable: Any) -> Any:
-        assert type(stand_in) is OneReplica
-        assert in_cross_replica_context()
-        total = await stand_in.extended.reduce_to(SUM, gradient, variable)
-        return await stand_in.extended.update(variable, update, args=(total,))
-
-    with step():
-        context = get_replica_context()
-        assert context is not None
-        assert at_once(context.merge_call(merge, args=(2.0, v))) == (v, 2.0, True)
-
-
-def test_an_update_in_replica_context_is_a_merge_call() -> None:
-    made, (v,) = variables()
-    with step():
-        result = at_once(made.extended.update(v, lambda var, n: (var, n), args=(3,), group=False))
-    assert result == ((v,), (3,))
-
-
 @pytest.mark.parametrize("name", ["worker_devices", "parameter_devices"])
 def test_devices_are_known_to_the_program_alone(name: str) -> None:
     with pytest.raises(UsageError, match=f"{name} of <the strategy of a step"), step():
@@ -188,8 +157,3 @@ def test_a_value_is_its_own_container_in_a_step() -> None:
     assert stand_in.value_container(value) is value
     assert stand_in.experimental_local_results(THREE) == THREE.values
     assert repr(stand_in) == "<Extended of <one>>"
-
-
-def test_each_replica_runs_under_the_older_name_too() -> None:
-    extended = OneReplica("one").extended
-    assert at_once(extended.call_for_each_replica(lambda a, b: a - b, (5,), {"b": 3})) == 2

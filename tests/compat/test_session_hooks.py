@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 import psync
-from memory_cluster import coordinating
-from psync.compat.session_hooks import SyncReplicasHook, known_step
+from psync import SyncReplicasHook
 
 
 @pytest.mark.parametrize("is_chief", [True, False])
@@ -31,14 +30,3 @@ def test_before_the_first_push_there_is_nothing_to_run_on_the_chief() -> None:
     for ask in (optimizer.get_init_tokens_op, optimizer.get_chief_queue_runner):
         with pytest.raises(ValueError, match="before apply_gradients of sync was called"):
             ask()
-
-
-async def test_the_step_of_the_strategy_that_runs_is_meant_until_something_is_pushed() -> None:
-    assert known_step(None) is None
-    async with coordinating(1, 1) as (_, coordinator):
-        assert known_step(None) is None
-        with coordinator.strategy.scope():
-            step = psync.get_or_create_global_step()
-            pushed = psync.Variable(0, name="pushed")
-        assert known_step(None) is step
-        assert known_step(pushed) is pushed

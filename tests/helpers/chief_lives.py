@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import psync
-from inside import handlers_of
 from memory_cluster import MemoryCluster
-from psync.api.optimizers.registry import optimizers_here
-from psync.chief.events import FailoverEvent
-from psync.net.connection import Handler, Request
-from psync.wire.codec import Message
-
-
-def another_process() -> None:
-    """What was made so far belongs to another process, as it does where a chief was killed."""
-    optimizers_here().begin_process()
+from psync import FailoverEvent
+from psync.testing.seams import another_process
 
 
 @contextlib.asynccontextmanager
@@ -35,7 +26,7 @@ async def life_of(
 @contextlib.asynccontextmanager
 async def backing_one_another_up(num_ps: int = 2) -> AsyncIterator[MemoryCluster]:
     """A cluster without a chief."""
-    cluster = MemoryCluster(num_ps, 2)
+    cluster = MemoryCluster(num_ps, 2, tapped=True)
     await cluster.start_all()
     try:
         yield cluster
@@ -84,34 +75,3 @@ async def fail_over(cluster: MemoryCluster, *names: str, start_again: bool = Tru
         cluster.fail_overs += 1
         if start_again:
             await cluster.revive(name)
-
-
-@contextlib.contextmanager
-def at(
-    cluster: MemoryCluster, name: str, kind: type[Message], do: Callable[[], Any]
-) -> Iterator[asyncio.Event]:
-    """Let something happen when a ps process gets a message, which goes its way then.
-
-    If that returns False, the message is not heard. What is yielded is set when it came.
-    """
-    reached = asyncio.Event()
-    handlers = handlers_of(cluster.ps(name))
-    handler = handlers[kind]
-    unheard: list[asyncio.Future[Any]] = []
-
-    def run(request: Request[Any]) -> None:
-        peer, message, body = request.peer, request.message, request.segments
-        reached.set()
-        if do() is not False:
-            return handler.run(peer, message, body)
-        unheard.append(asyncio.get_running_loop().create_future())
-        return unheard[-1]
-
-    handlers[kind] = Handler(run, handler.prepare)
-    try:
-        yield reached
-    finally:
-        handlers[kind] = handler
-        for future in unheard:
-            if not future.done():
-                future.set_exception(psync.PsyncError("it was not heard"))

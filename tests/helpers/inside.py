@@ -8,8 +8,6 @@ when a task is arranged anew, this file changes and no test does. What a task sa
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import psync
@@ -17,7 +15,7 @@ from psync.backups.host import BackupHost
 from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink
 from psync.coordinator import Coordinator
-from psync.net.connection import Connection, Handler, Request
+from psync.net.connection import Connection, Handler
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
 from psync.numerics.block_pool import BlockPool
@@ -26,7 +24,6 @@ from psync.ps.cooperative_work import LongWork
 from psync.ps.executor import Executor
 from psync.ps.life import Life
 from psync.ps.locks import PsLocks
-from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
 from psync.sync.ps_services import PsServices
 from psync.sync.ps_sync import PsSync
@@ -34,12 +31,6 @@ from psync.sync.staleness_service import ClockService
 from psync.sync.steps import SyncSteps
 from psync.testing.sabotage import Failpoints, failpoints_of
 from psync.wire.codec import Message
-
-
-def in_update_context() -> bool:
-    """Whether a function given to ``update`` runs here: neither a replica nor all of them do."""
-    return psync.get_replica_context() is None and not psync.in_cross_replica_context()
-
 
 # Of any task, and of a link to one.
 
@@ -62,28 +53,6 @@ def handlers_of(task: Any) -> dict[type[Message], Handler]:
     return endpoint_of(task).handlers
 
 
-@contextlib.contextmanager
-def heard_by(task: Any, *kinds: type[Message]) -> Iterator[list[Any]]:
-    """What a task is told meanwhile, of these kinds."""
-    heard: list[Any] = []
-    handlers = handlers_of(task)
-
-    def listening(handler: Handler) -> Handler:
-        def run(request: Request[Any]) -> None:
-            peer, message, body = request.peer, request.message, request.segments
-            heard.append(message)
-            return handler.run(peer, message, body)
-
-        return Handler(run, handler.prepare)
-
-    before = {kind: handlers[kind] for kind in kinds}
-    handlers.update({kind: listening(handler) for kind, handler in before.items()})
-    try:
-        yield heard
-    finally:
-        handlers.update(before)
-
-
 def peers_of(link: PsLink) -> list[Connection]:
     """The connections of a link to a ps, one a lane."""
     return list(link._peers.values())
@@ -103,10 +72,6 @@ def pool_of(owner: Any) -> BlockPool:
 
 def store_of(ps: Any) -> ShardStore:
     return ps.services.store
-
-
-def ledger_of(ps: Any) -> Ledger:
-    return ps.services.ledger
 
 
 def work_of(ps: Any) -> LongWork:
@@ -165,20 +130,9 @@ def staged_on(services: PsServices) -> list[tuple[int, Any, int, int, bytes]]:
     )
 
 
-def outgoing_of(ps: Any) -> list[int]:
-    """The groups that have a step that is decided, and not known to be applied everywhere."""
-    return [known.outgoing.close.group for known in sync_of(ps).outgoing()]
-
-
 def closer_of(ps: Any) -> Any:
     """What closes synchronous steps; None but on ps 0, and on a backup of it."""
     return ps.services.closer
-
-
-def addresses_told(ps: Any) -> list[str]:
-    """Where ps 0 takes the others to be; none without a coordinator."""
-    closer = closer_of(ps)
-    return [] if closer is None else closer.all_ps._addresses
 
 
 def clocks_of(ps: Any) -> ClockService:

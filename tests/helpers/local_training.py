@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import psync
-from psync.client.context import ClosureContext, inside
-from psync.client.runtime import Runtime
+from psync.testing.seams import inside_a_step as inside_a_step
 
 shared: dict[str, Any] = {}
 """What a step in this process shares with its test: steps capture by value, but not modules."""
@@ -41,14 +40,6 @@ def strategy_of(
     )
 
 
-@contextlib.contextmanager
-def inside_a_step(origin: str = "another program") -> Iterator[None]:
-    """As in a step of a program, on a worker in a process of its own that holds no values."""
-    runtime = Runtime(None, origin)  # type: ignore[arg-type]
-    with inside(ClosureContext(worker_index=0, closure_id=1, runtime=runtime)):
-        yield
-
-
 def at_once(call: Coroutine[Any, Any, Any]) -> Any:
     """Return the result of a call that ends, or raises, before it waits: nothing was sent."""
     try:
@@ -65,3 +56,8 @@ async def in_step(coordinator: psync.ClusterCoordinator, step: Callable[..., Any
     value = coordinator.schedule(step)
     await coordinator.join()
     return await value
+
+
+def in_update_context() -> bool:
+    """Whether a function given to ``update`` runs here: neither a replica nor all of them do."""
+    return psync.get_replica_context() is None and not psync.in_cross_replica_context()

@@ -16,21 +16,18 @@ import errno
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, cast
 
 import psync
-from inside import platform_of, points_of
-from psync.launch.tasks import make_task
 from psync.net.platform import Platform
-from psync.net.secret import Secret
-from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork, VirtualClockLoop
-from psync.testing.sabotage import MessageLosses, SabotagedParts
+from psync.testing.sabotage import Failpoints, MessageLosses, SabotagedParts, failpoints_of
+from psync.testing.seams import new_platform, new_task
 from psync.wire.limits import DEFAULT_LIMITS, Limits
-from psync.worker_task import WorkerTask
+from wiretap import TappedHost
 
 shared: dict[str, Any] = {}
-SECRET = Secret(b"0123456789abcdef0123456789abcdef")
+SECRET = b"0123456789abcdef0123456789abcdef"
 TWO_SHARDS = psync.FixedShardsPartitioner(2)
 
 Main = Callable[[psync.ParameterServerStrategy], Coroutine[Any, Any, Any]]
@@ -45,6 +42,7 @@ class MemoryCluster:
         limits: Of every task.
         network: Another one than usual.
         chief: Whether the cluster has a chief.
+        tapped: Whether tests listen to what arrives at its tasks, see ``wiretap``.
         without: Safeguards that tasks do without.
         losses: Messages that are lost.
     """
@@ -57,6 +55,7 @@ class MemoryCluster:
         network: MemoryNetwork | None = None,
         *,
         chief: bool = True,
+        tapped: bool = False,
         without: frozenset[str] = frozenset(),
         losses: Mapping[str, Any] | None = None,
     ) -> None:
@@ -64,7 +63,9 @@ class MemoryCluster:
         self.network = network or MemoryNetwork(chunk=(1 << 16, 1 << 20))
         self.secret = SECRET  # of platforms that are made from now on
         self.counts = {"chief": int(chief), "ps": num_ps, "worker": num_workers}
-        self.tasks: dict[str, PsTask | WorkerTask] = {}
+        self.tasks: dict[str, Any] = {}
+        self.platforms: dict[str, Platform] = {}  # of the tasks
+        self._tapped = tapped
         self._without = without
         self.losses = None if losses is None else MessageLosses(losses)
         self.clocks: dict[str, float] = {}  # by how many seconds those of hosts are ahead
@@ -73,18 +74,25 @@ class MemoryCluster:
         self.chief: psync.ClusterCoordinator | None = None  # the present one, see chief_lives
         self.fail_overs = 0  # of which that has told
 
-    def ps(self, name: str) -> PsTask:
-        task = self.tasks[name]
-        assert isinstance(task, PsTask)
-        return task
+    def ps(self, name: str) -> Any:
+        return self.tasks[name]
 
-    def platform(self, secret: Secret | None = None, host: str = "") -> Platform:
+    def points(self, name: str) -> Failpoints:
+        """The failpoints of a task."""
+        return failpoints_of(self.platforms[name])
+
+    def tap(self, name: str) -> TappedHost:
+        """What arrives at a task."""
+        return cast(TappedHost, self.platforms[name].network)
+
+    def platform(self, secret: Any = None, host: str = "") -> Platform:
         loop = asyncio.get_running_loop()
         virtual = isinstance(loop, VirtualClockLoop)
         clock = loop.time if virtual else time.monotonic
         ahead = self.clocks.get(host, 0.0)
-        return Platform(
-            self.network.host(host),
+        own = self.network.host(host)
+        return new_platform(
+            cast(Any, TappedHost(own) if self._tapped else own),
             secret or self.secret,
             limits=self.limits,
             parts=SabotagedParts(without=self._without, losses=self.losses),
@@ -94,10 +102,10 @@ class MemoryCluster:
             threads=not virtual,
         )
 
-    async def start(self, name: str, secret: Secret | None = None) -> None:
+    async def start(self, name: str, secret: Any = None) -> None:
         job, _, index = name.partition("-")
-        task = make_task(self.platform(secret, name), job, int(index), f"{name}:1")
-        self.tasks[name] = task
+        platform = self.platforms[name] = self.platform(secret, name)
+        task = self.tasks[name] = new_task(platform, job, int(index), f"{name}:1")
         await task.start()
 
     async def start_all(self) -> None:
@@ -178,7 +186,7 @@ class MemoryCluster:
             self.cut_off(name)
             died.set()  # what it does from here on reaches nobody
 
-        points_of(self.ps(name)).arm(place, die, count)
+        self.points(name).arm(place, die, count)
         return died
 
     def cut_off(self, name: str) -> None:
@@ -187,7 +195,7 @@ class MemoryCluster:
         async def refused(*_: object) -> Any:
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"{name} is dead")
 
-        platform_of(self.ps(name)).network.connect = refused  # type: ignore[method-assign]
+        self.platforms[name].network.connect = refused  # type: ignore[method-assign]
         self.network.refuse(name)
         self.network.cut(name)
 
@@ -234,23 +242,24 @@ async def cluster_of(
 
 @contextlib.asynccontextmanager
 async def coordinating(
-    num_ps: int = 1, num_workers: int = 2, limits: Limits = DEFAULT_LIMITS, **options: Any
+    num_ps: int = 1,
+    num_workers: int = 2,
+    limits: Limits = DEFAULT_LIMITS,
+    tapped: bool = False,
+    **options: Any,
 ) -> AsyncIterator[tuple[MemoryCluster, psync.ClusterCoordinator]]:
     """A running cluster and its coordinator."""
-    async with cluster_of(num_ps, num_workers, limits) as cluster:
+    async with running(MemoryCluster(num_ps, num_workers, limits, tapped=tapped)) as cluster:
         async with psync.ClusterCoordinator(cluster.strategy(), **options) as coordinator:
             yield cluster, coordinator
 
 
 @contextlib.asynccontextmanager
 async def replicated(
-    num_ps: int = 2,
-    num_workers: int = 2,
-    without: frozenset[str] = frozenset(),
-    losses: Mapping[str, Any] | None = None,
+    num_ps: int = 2, num_workers: int = 2, **options: Any
 ) -> AsyncIterator[tuple[MemoryCluster, psync.ClusterCoordinator]]:
     """A running cluster whose ps tasks back one another up, and its coordinator."""
-    cluster = MemoryCluster(num_ps, num_workers, without=without, losses=losses)
+    cluster = MemoryCluster(num_ps, num_workers, **options)
     async with running(cluster):
         async with psync.ClusterCoordinator(cluster.replica_strategy()) as coordinator:
             yield cluster, coordinator
@@ -278,3 +287,9 @@ async def note(event: str) -> None:
 def event_of(name: str) -> asyncio.Event:
     """An event that a step and its test share."""
     return shared.setdefault(name, asyncio.Event())
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Let everything run until something holds; the test's time limit ends it otherwise."""
+    while not holds():  # noqa: ASYNC110  what is waited for tells nobody
+        await asyncio.sleep(0)

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 import psync
 from psync import rules, schedules
-from psync.numerics import rule_configs
-from psync.numerics.rule_options import RuleOptions
-from psync.numerics.update_rule import Scratch
+from psync.testing.seams import apply_rule
+from psync.testing.seams import forgetting_rules as forgetting  # noqa: F401  for tests
 
 TOO_LARGE = 100.0
 """A gradient with such an element makes ``Momentum`` raise."""
-
-
-@contextlib.contextmanager
-def forgetting() -> Iterator[None]:
-    """Whatever is registered meanwhile is not known afterwards."""
-    known = rule_configs.RULES, schedules._SCHEDULES
-    before = [dict(each) for each in known]
-    try:
-        yield
-    finally:
-        for each, as_before in zip(known, before, strict=True):
-            each.clear()
-            each.update(as_before)
 
 
 class Momentum(rules.UpdateRule):
@@ -103,10 +88,9 @@ async def train(w: Any, optimizer: Any, number: int, global_step: Any = None) ->
 
 async def check_bits(w: Any, optimizer: Any, steps: int) -> None:
     """Value and slot are those of one process that makes the same steps."""
-    alone = rule().with_options(RuleOptions(weight_decay=DECAY))
     value, slot = np.ones(12, np.float32), np.zeros(12, np.float32)
     for number in range(steps):
         gradient = gradient_of(value.reshape(SHAPE), number).reshape(-1)
-        alone.apply(value, gradient, [slot], value, [slot], number, Scratch())
+        apply_rule(rule(), value, gradient, [slot], number, DECAY)
     assert np.array_equal(await w.read(), value.reshape(SHAPE))
     assert np.array_equal(await optimizer.get_slot(w, "momentum").read(), slot.reshape(SHAPE))

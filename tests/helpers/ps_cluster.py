@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -12,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from inside import handlers_of, store_of, work_of
+from memory_cluster import until as until
 from psync.chief.creation import Creation
 from psync.chief.declarations import Declaration, split
 from psync.client.ps_client import Plan, PsClient
@@ -183,12 +183,6 @@ async def assign(
 ) -> list[Pushed]:
     plan = client.plan((variable,))
     return await client.assign(plan, [np.asarray(value)], op=op, closure=closure, ordinal=ordinal)
-
-
-async def until(holds: Callable[[], object]) -> None:
-    """Let everything run until something holds; the test's time limit ends it otherwise."""
-    while not holds():  # noqa: ASYNC110  what is waited for tells nobody
-        await asyncio.sleep(0)
 
 
 def is_busy(task: PsTask, variable: VariableSpec) -> Callable[[], bool]:

@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from psync import Status
 from psync.net.platform import Platform
 from psync.net.tracing.readings import Reading
 from psync.net.transport import SocketNetwork
 from psync.status.http import StatusServer
-from psync.status.model import Status
 from psync.status.serving import ServedStatus
 
 STATUS = Status(1.0, 7, "train.py", 2.0, 3.0, "running", "nothing")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from psync.status.model import PsStatus, Status, WorkerStatus, WorkShares
+from psync import Status
+from psync.status.model import PsStatus, WorkerStatus, WorkShares
 
 
 def worker(index: int = 0, state: str = "busy", **changes: Any) -> WorkerStatus:

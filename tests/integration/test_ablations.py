@@ -6,7 +6,6 @@ off: ``tests/processes/test_chaos_command.py``; docs/explanation/testing.md has 
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from typing import Any
 
@@ -15,10 +14,8 @@ import pytest
 
 import memory_cluster
 import psync
-from inside import chief_of
 from memory_cluster import cluster_of, event_of
 from psync.net.platform import Platform
-from psync.testing import MemoryNetwork, run_virtual
 from psync.testing.sabotage import SabotagedParts
 from psync.testing.simulation.drawing import drawn
 from psync.testing.simulation.mutants import MUTANTS
@@ -45,41 +42,6 @@ def test_the_simulation_notices_that_a_safeguard_is_missing(name: str) -> None:
     (shape,) = MUTANTS[name].shapes
     plans = (drawn(seed, shape) for seed in range(1, MAX_SEEDS))
     assert any(simulate(plan, frozenset({name})).oracle for plan in plans)
-
-
-async def torn_cuts(seed: int) -> int:
-    """Take cuts while closures push to both ps tasks; return how many have parts of pushes."""
-    network = MemoryNetwork(seed, latency=(0.0005, 0.02), chunk=(1 << 14, 1 << 20))
-    async with cluster_of(2, 3, network=network) as cluster:
-        strategy = cluster.strategy(psync.FixedShardsPartitioner(2))
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                counter = psync.Variable(np.zeros((2, 1), np.float32))
-
-            async def step(counter: psync.Variable) -> None:
-                await counter.assign_add(np.ones((2, 1), np.float32))
-
-            torn = 0
-            for _ in range(150):
-                coordinator.schedule(step, (counter,))
-            await asyncio.sleep(0.1)
-            while not coordinator.done():
-                async with chief_of(coordinator).cuts.take() as cut:
-                    first, second = [await cut.read(ps, 0) for ps in range(2)]
-                    torn += first.item() != second.item()
-            await coordinator.join()
-            return torn
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gated", [True, False])
-def test_without_the_gate_a_cut_has_parts_of_pushes(
-    gated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not gated:
-        switch_off(monkeypatch, "one_cut")
-    torn = [run_virtual(torn_cuts, seed, seed=seed) for seed in range(3)]
-    assert (sum(torn) == 0) is gated
 
 
 @pytest.mark.virtual_time

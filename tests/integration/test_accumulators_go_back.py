@@ -10,7 +10,7 @@ import pytest
 
 import psync
 from memory_cluster import coordinating
-from psync.chief.events import RollbackEvent
+from psync import RollbackEvent
 from snapshot_store import keep_snapshots
 
 pytestmark = pytest.mark.virtual_time

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import psync
-from memory_cluster import cluster_of
-from ps_cluster import until
+from memory_cluster import cluster_of, until
 
 pytestmark = pytest.mark.virtual_time
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,6 @@ import pytest
 
 import psync
 from memory_cluster import cluster_of, session_cluster
-from psync.testing import settle
-from psync.wire.frames import Frame
-from psync.wire.messages import Contributed, TickClock
-from sync_cluster import GROUP, SyncCluster, SyncReplica
 
 pytestmark = pytest.mark.virtual_time
 
@@ -77,71 +73,6 @@ async def test_one_that_waits_at_a_clock_goes_on_when_the_other_waits_in_a_group
     assert [c["ticks"] for c in counters["clocks"].values()] == [order.count(1)]
     if partial_steps is not None:
         assert (group["steps"], group["partial_steps"]) == (2, partial_steps)
-
-
-def tick(replica: SyncReplica, number: int) -> asyncio.Task[Frame]:
-    message = TickClock(GROUP + 1, 0, number)
-    return asyncio.create_task(replica.client.links[0].call(lambda _: message))
-
-
-async def pair(
-    cluster: SyncCluster,
-) -> tuple[SyncReplica, SyncReplica, Callable[[SyncReplica, int], asyncio.Task[Contributed]]]:
-    """Two replicas with work, and what lets one push at a step."""
-    variable = await cluster.create("v", np.zeros(2, np.float32))
-    await cluster.report(1, {0: 1000, 1: 1000})
-
-    def push(replica: SyncReplica, step: int) -> asyncio.Task[Contributed]:
-        return asyncio.create_task(replica.push([variable], [1], step))
-
-    return cluster.replica(0, 1000), cluster.replica(1, 1000), push
-
-
-async def test_who_waits_in_a_group_lets_go_the_others_at_once_and_holds_them_when_it_is_back():
-    async with SyncCluster() as cluster:
-        one, other, push = await pair(cluster)
-        at_clock = tick(one, 1)
-        await asyncio.sleep(1)
-        assert not at_clock.done()
-        in_group = push(other, 0)
-        await asyncio.wait_for(at_clock, 1)
-        await push(one, 0)
-        await in_group
-        at_clock = tick(one, 2)
-        await asyncio.sleep(1)
-        assert not at_clock.done()
-        in_group = push(other, 1)
-        await asyncio.wait_for(at_clock, 1)
-        at_clock = tick(one, 3)
-        await asyncio.wait_for(at_clock, 1)
-        in_group.cancel()  # so it does not wait any more
-        await asyncio.sleep(1)
-        at_clock = tick(one, 4)
-        await asyncio.sleep(1)
-        assert not at_clock.done()
-        at_clock.cancel()
-
-
-async def test_a_wait_that_is_given_up_with_its_very_request_is_none():
-    """ps 0 reads the requests and their cancellations in one turn."""
-    async with SyncCluster(chunk=(65_536, 65_536)) as cluster:
-        one, other, push = await pair(cluster)
-        await asyncio.gather(push(one, 0), push(other, 0))
-        await asyncio.gather(tick(one, 1), tick(other, 1))
-        for link in cluster.network.links():
-            link.to_server.stall()
-        requests = [push(one, 1), tick(one, 2)]
-        await settle()
-        for request in requests:
-            request.cancel()
-        await settle()
-        for link in cluster.network.links():
-            link.to_server.flow()
-        await settle()
-        counters = cluster.ps[0].statistics()
-        (clock,) = counters["clocks"].values()
-        assert (clock["ticks"], clock["waiting"]) == (3, 0)
-        assert (cluster.group()["counted"], cluster.group()["waiting"]) == (1, 0)
 
 
 @pytest.mark.promise("steps.never-stuck")

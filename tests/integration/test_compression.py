@@ -9,14 +9,10 @@ import numpy as np
 import pytest
 
 import psync
-from inside import handlers_of
 from local_training import training
-from memory_cluster import coordinating, replicated
+from memory_cluster import replicated
 from psync import ConfigurationError, Outcome, optimizers
-from psync.net.connection import Handler, Request
-from psync.ps_task import PsTask
 from psync.testing import run_virtual
-from psync.wire.messages import Contribute, StagePush
 
 SMALL, MIDDLE, LARGE = 10, 12_000, 40_000  # columns: of two rows of float32
 
@@ -124,56 +120,6 @@ async def test_a_stale_push_leaves_what_was_owed() -> None:
         outcomes = await coordinator.schedule(step)
         assert outcomes == [Outcome.ACCEPTED, Outcome.STALE, Outcome.ACCEPTED]
         assert (await v.read()).tolist() == [-1 - tiny]
-
-
-def noted(task: PsTask, kind: type, sizes: list[int]) -> None:
-    """Note how many bytes come with each message of a kind."""
-    handlers = handlers_of(task)
-    handler = handlers[kind]
-
-    def run(request: Request[Any]) -> None:
-        peer, message, body = request.peer, request.message, request.segments
-        sizes.append(sum(map(len, body)))
-        return handler.run(peer, message, body)
-
-    handlers[kind] = Handler(run, handler.prepare)
-
-
-@pytest.mark.parametrize(
-    ("size", "contributed", "staged"),
-    [
-        (SMALL, {80}, set()),  # whole
-        (MIDDLE // 2, {48_000}, set()),  # whole, since it is compressed
-        (MIDDLE, {48_000}, {48_000}),  # ps 0's own part
-        (LARGE, {0}, {160_000}),
-    ],
-)
-async def test_synchronous_pushes_are_half_as_long(
-    size: int, contributed: set[int], staged: set[int]
-) -> None:
-    """What comes whole to ps 0, and what goes to each ps in parts."""
-    async with coordinating(2, 1) as (cluster, coordinator):
-        with coordinator.strategy.scope():
-            variables = [
-                psync.Variable(np.zeros((2, size), np.float32), name=f"v{n}") for n in range(2)
-            ]
-            global_step = psync.get_or_create_global_step()
-        optimizer = psync.SyncReplicasOptimizer(optimizers.SGD(1.0, compression="bf16"), 1)
-        came: dict[type, list[int]] = {Contribute: [], StagePush: []}
-        for task in ("ps-0", "ps-1"):
-            for kind, sizes in came.items():
-                if kind in handlers_of(cluster.ps(task)):
-                    noted(cluster.ps(task), kind, sizes)
-
-        async def step() -> None:
-            pairs = [(np.ones((2, size), np.float32), v) for v in variables]
-            await optimizer.apply_gradients(pairs, global_step)
-
-        for _ in range(3):
-            await coordinator.schedule(step)
-        assert (set(came[Contribute]), set(came[StagePush])) == (contributed, staged)
-        for v in variables:
-            assert (await v.read() == -3).all()
 
 
 async def values_with_backups(kind: Any, synchronous: bool, size: int, kill: bool) -> np.ndarray:

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 import psync
-from inside import backups_of
-from memory_cluster import MemoryCluster, replicated
-from ps_cluster import until
-from psync.chief.events import FailoverEvent
+from memory_cluster import MemoryCluster, replicated, until
+from psync import FailoverEvent
 
 SMALL, LARGE = 64, 800_000  # rows: done in a turn of the loop, or in pieces
 
@@ -81,20 +79,6 @@ each_kind = pytest.mark.parametrize(
     ("size", "sparse"), [(SMALL, False), (LARGE, False), (SMALL, True)],
     ids=["small", "large", "sparse"],
 )  # fmt: skip
-
-
-@each_kind
-async def test_without_a_death_all_that_is_given_is_taken(size: int, sparse: bool) -> None:
-    async with replicated() as (cluster, coordinator):
-        program = Program(coordinator, size, sparse=sparse)
-        for _ in range(3):
-            await program.round()
-        await program.check()
-        backup = backups_of(cluster.ps("ps-1"))[0]
-        await backup.settle()
-        same = [task.statistics()["accumulators"] for task in (cluster.ps("ps-0"), backup.task)]
-        assert same[0] == same[1]
-        assert same[0]["accumulators"] == 1
 
 
 @pytest.mark.promise("answers.accumulators-after-failover", "answers.accumulators-in-steps")

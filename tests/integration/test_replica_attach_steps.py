@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from chief_lives import at, backing_one_another_up, fail_over, life, silence
-from inside import points_of
-from psync.net.process_state import fresh_process
+from chief_lives import backing_one_another_up, fail_over, life, silence
+from psync.testing.seams import fresh_process
 from psync.wire.messages import Promote
 from replica_training import LARGE, SMALL, StepsTraining
 
@@ -71,7 +70,7 @@ async def test_wherever_a_step_is_when_the_chief_dies(
                 silence(cluster, first)
                 reached.set()
 
-            points_of(cluster.ps(where)).arm(place, die, count)
+            cluster.points(where).arm(place, die, count)
             training.schedule(40)
             await reached.wait()
         async with life(cluster) as second:
@@ -98,7 +97,7 @@ async def test_a_ps_dies_in_a_step_and_the_chief_when_its_backup_has_been_told_t
             training = StepsTraining(first, size, step_ps)
             training.schedule(6)
             await first.join()
-            with at(cluster, other, Promote, lambda: silence(cluster, first)) as reached:
+            with cluster.tap(other).at(Promote, lambda: lambda: silence(cluster, first)) as reached:
                 died = cluster.kill_at(where, place, count)
                 training.schedule(40)
                 await died.wait()

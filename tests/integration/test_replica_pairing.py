@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,54 +9,35 @@ import pytest
 
 import psync
 from memory_cluster import MemoryCluster, running
-from psync.backups.pairing import Computation
 from psync.errors import ConfigurationError, VersionMismatch
-from psync.net.platform import Parts, Platform
-from psync.net.secret import Secret
+from psync.net.platform import Platform
+from psync.testing.seams import unlike
 from replica_training import SMALL, ColumnsTraining, check, declared, run
 
 pytestmark = pytest.mark.virtual_time
 
 
-class Elsewhere(Parts):
-    """The parts of a ps on another machine."""
-
-    def __init__(self, parts: Parts, other: type[Computation]) -> None:
-        self.parts = parts
-        self.other = other
-
-    def of(self, cls: type[Any]) -> type[Any]:
-        return self.other if cls is Computation else self.parts.of(cls)
-
-
 class MixedCluster(MemoryCluster):
     """A cluster with one ps that is unlike the others."""
 
-    def __init__(self, num_ps: int, name: str, other: type[Computation]) -> None:
+    def __init__(self, num_ps: int, name: str, **says: str) -> None:
         super().__init__(num_ps)
         self.name = name
-        self.other = other
+        self.says = says
 
-    def platform(self, secret: Secret | None = None, host: str = "") -> Platform:
+    def platform(self, secret: Any = None, host: str = "") -> Platform:
         platform = super().platform(secret, host)
-        if host != self.name:
-            return platform
-        return dataclasses.replace(platform, parts=Elsewhere(platform.parts, self.other))
+        return unlike(platform, **self.says) if host == self.name else platform
 
 
-class OtherRelease(Computation):
-    release = "0.0.9"
-
-
-class OtherNumerics(Computation):
-    numerics = "0123456789abcdef"
+OTHER_NUMERICS = {"numerics": "0123456789abcdef"}
 
 
 @pytest.mark.promise("backups.other-version-refused")
 async def test_another_version_of_psync_ends_the_program_with_an_error_that_says_what_to_do() -> (
     None
 ):
-    async with running(MixedCluster(2, "ps-1", OtherRelease)) as cluster:
+    async with running(MixedCluster(2, "ps-1", release="0.0.9")) as cluster:
         with pytest.raises(VersionMismatch, match="cannot back up") as caught:
             async with psync.ClusterCoordinator(cluster.replica_strategy()):
                 pass
@@ -70,7 +50,7 @@ async def test_another_version_of_psync_ends_the_program_with_an_error_that_says
 
 @pytest.mark.promise("backups.other-arithmetic-reported")
 async def test_what_rounds_another_way_is_paired_counted_and_logged_once(caplog: Any) -> None:
-    async with running(MixedCluster(2, "ps-1", OtherNumerics)) as cluster:
+    async with running(MixedCluster(2, "ps-1", **OTHER_NUMERICS)) as cluster:
         async with psync.ClusterCoordinator(cluster.replica_strategy()) as coordinator:
             variables = declared(coordinator)
             await run(coordinator, 3, *variables)
@@ -87,7 +67,7 @@ async def test_what_rounds_another_way_is_paired_counted_and_logged_once(caplog:
 
 
 async def test_alike_ones_count_nothing() -> None:
-    async with running(MixedCluster(2, "nobody", OtherNumerics)) as cluster:
+    async with running(MixedCluster(2, "nobody", **OTHER_NUMERICS)) as cluster:
         async with psync.ClusterCoordinator(cluster.replica_strategy()):
             assert cluster.ps("ps-0").statistics()["backup"]["unequal"] == 0
             assert not any("last bits" in line for line in cluster.ps("ps-0").describe())
@@ -98,7 +78,7 @@ async def test_alike_ones_count_nothing() -> None:
 async def test_a_deterministic_group_is_refused_where_backups_round_another_way(
     num_ps: int,
 ) -> None:
-    async with running(MixedCluster(num_ps, f"ps-{num_ps - 1}", OtherNumerics)) as cluster:
+    async with running(MixedCluster(num_ps, f"ps-{num_ps - 1}", **OTHER_NUMERICS)) as cluster:
         async with psync.ClusterCoordinator(cluster.replica_strategy()) as coordinator:
             training = ColumnsTraining(coordinator, SMALL, deterministic=True)
             training.schedule(2)
@@ -107,7 +87,7 @@ async def test_a_deterministic_group_is_refused_where_backups_round_another_way(
 
 
 async def test_a_deterministic_group_gets_no_backup_that_rounds_another_way() -> None:
-    cluster = MixedCluster(2, "nobody", OtherNumerics)
+    cluster = MixedCluster(2, "nobody", **OTHER_NUMERICS)
     async with running(cluster):
         async with psync.ClusterCoordinator(cluster.replica_strategy()) as coordinator:
             training = ColumnsTraining(coordinator, SMALL, deterministic=True)

@@ -8,26 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import backups_of, points_of, settled, sync_of
 from memory_cluster import MemoryCluster, replicated
-from psync.chief.events import FailoverEvent
+from psync import FailoverEvent
 from replica_training import LARGE, SMALL, ColumnsTraining
 
 pytestmark = pytest.mark.virtual_time
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_synchronous_steps_without_a_death_are_those_without_backups(size: int) -> None:
-    async with replicated() as (cluster, coordinator):
-        training = ColumnsTraining(coordinator, size)
-        training.schedule(20)
-        await coordinator.join()
-        await training.check()
-        assert int(await training.global_step.read()) >= 10
-        for ps in ("ps-0", "ps-1"):
-            await settled(cluster.ps(ps))
-            (backup,) = backups_of(cluster.ps(ps)).values()
-            assert sync_of(backup.task).steps() == sync_of(cluster.ps(ps)).steps()
 
 
 PLACES = [
@@ -111,35 +96,6 @@ async def test_join_ends_where_a_step_waits_for_the_log() -> None:
         cluster.network.heal("ps-0", "ps-1")
         await asyncio.gather(joining, updating)
         await training.check()
-
-
-@pytest.mark.promise("answers.steps-after-failover")
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_values_of_before_a_step_that_a_backup_closes_again_are_stale(size: int) -> None:
-    """It is the first one: ps 1, which has closed none yet, names none with the values.
-
-    When the backup of ps 0 has closed it everywhere, pushes of these values come. They are not of
-    the present step, though that is the first one that the backup decides: nobody has kept them.
-    """
-    async with replicated(3, num_workers=3) as (cluster, coordinator):
-        training = ColumnsTraining(coordinator, size, replicas_to_aggregate=2, total_num_replicas=3)
-        died = cluster.kill_at("ps-0", "ps.step.applied")  # it is in the log
-        points_of(cluster.ps("ps-0")).arm(
-            "ps0.step.decided",
-            lambda: cluster.network.partition("ps-1", "ps-2"),  # so ps 1 waits for its backup
-        )
-        training.schedule(12)
-        await died.wait()
-        await cluster.stop("ps-0")
-        assert isinstance(await anext(coordinator.events()), FailoverEvent)
-        await asyncio.sleep(1)  # closures run again, pull, and push
-        assert sync_of(cluster.ps("ps-1")).steps() == []
-        cluster.network.heal("ps-1", "ps-2")
-        await coordinator.join(timeout=60)
-        await training.check()
-        outcomes = await coordinator.fetch(training.results)
-        counted = len(outcomes) - outcomes.count("stale")
-        assert counted == 2 * int(await training.global_step.read())
 
 
 async def push_only(v: Any, optimizer: Any, global_step: Any, column: int) -> str:

@@ -11,7 +11,6 @@ import pytest
 
 import psync
 from memory_cluster import MemoryCluster, coordinating
-from psync.closures import rollback
 from psync.errors import ClosedError, UsageError
 
 pytestmark = pytest.mark.virtual_time
@@ -164,26 +163,6 @@ async def test_calls_that_nobody_schedules_again_are_not_kept_for_ever(tmp_path:
             await loop.manager.save()
         with pytest.raises(UsageError, match=r"until the second checkpoint after it"):
             coordinator.reschedule(third)
-
-
-async def test_arguments_that_are_too_large_to_be_kept_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollback.KeptCalls.__init__, "__defaults__", (60_000,))
-    async with coordinating(1, 1) as (cluster, coordinator):
-        loop = Loop(coordinator, tmp_path)
-        await loop.manager.save()
-        values = [
-            coordinator.schedule(loop.step, (loop.counts, number, np.zeros(2500)))
-            for number in range(5)
-        ]
-        await coordinator.join()
-        event = await loop.undone(cluster)
-        with pytest.raises(UsageError, match="the arguments of 3 of 5 closures are") as caught:
-            coordinator.reschedule(event)
-        assert f"the first is closure {values[0].closure_id}" in caught.value.message
-        assert "save more often" in (caught.value.hint or "")
-        assert coordinator.done()
 
 
 async def test_closures_of_a_fit_are_its_own(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, strategy_of, training
+from local_training import at_once, in_step, strategy_of, training
 from psync import IndexedSlices, optimizers
-from psync.api.gradient_arguments import checked_pairs
 from psync.errors import ValueMismatchError
 
 
@@ -55,17 +54,6 @@ async def test_rows_and_whole_gradients_are_one_push() -> None:
         assert not moment[np.arange(10) != 3].any()
 
 
-def test_whatever_has_indices_and_values_will_do() -> None:
-    with strategy_of().scope():
-        v = psync.Variable(np.zeros((4, 2), np.float32))
-    tensorflows = SimpleNamespace(
-        values=np.ones((1, 2), np.float32), indices=np.array([2], np.int32), dense_shape=(4, 2)
-    )
-    ((rows, _),) = checked_pairs([(tensorflows, v)], None)
-    assert isinstance(rows, IndexedSlices)
-    assert (rows.indices.tolist(), rows.values.tolist()) == ([2], [[1, 1]])
-
-
 @pytest.mark.parametrize(
     ("gradient", "expected"),
     [
@@ -78,7 +66,6 @@ def test_whatever_has_indices_and_values_will_do() -> None:
             r"expected rows of an array of shape \(10, 2\), got dense_shape \(9, 2\)",
         ),
         (SimpleNamespace(values=np.ones((1, 2)), indices=[0.5]), "IndexedSlices: expected indices"),
-        (IndexedSlices(np.full((1, 2), np.nan, np.float32), [0]), "2 of 2 elements are NaN"),
     ],
 )
 def test_rows_that_do_not_fit_are_refused_before_the_push(
@@ -87,14 +74,14 @@ def test_rows_that_do_not_fit_are_refused_before_the_push(
     with strategy_of().scope():
         v = psync.Variable(np.zeros((10, 2), np.float32), name="v")
     with pytest.raises(ValueMismatchError, match=f'gradient for "v": {expected}'):
-        checked_pairs([(gradient, v)], "sgd")
+        at_once(psync.optimizers.SGD(1.0).apply_gradients([(gradient, v)]))
 
 
 def test_a_scalar_has_no_rows() -> None:
     with strategy_of().scope():
         v = psync.Variable(np.float32(0), name="v")
     with pytest.raises(ValueMismatchError, match='gradient for "v": a scalar has no rows'):
-        checked_pairs([(IndexedSlices([1.0], [0]), v)], None)
+        at_once(psync.optimizers.SGD(1.0).apply_gradients([(IndexedSlices([1.0], [0]), v)]))
 
 
 async def test_a_synchronous_step_takes_the_mean_of_each_row_over_those_that_have_it() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import psync
-from inside import in_update_context
+from local_training import in_update_context
 from memory_cluster import coordinating
 from psync import IndexedSlices, Mirrored, PerReplica, ReduceOp
 from psync.errors import ReplicaValueError

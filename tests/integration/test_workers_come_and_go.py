@@ -11,7 +11,6 @@ import pytest
 import memory_cluster
 import psync
 from psync.testing import run_virtual
-from psync.worker_task import WorkerTask
 
 NUM_CLOSURES = 300
 
@@ -43,7 +42,6 @@ async def disturb(cluster: memory_cluster.MemoryCluster, rng: random.Random) -> 
 async def leave(cluster: memory_cluster.MemoryCluster, name: str, patience_s: float) -> None:
     """Ask a worker to leave, and stop it when it has, or when that takes too long."""
     worker = cluster.tasks[name]
-    assert isinstance(worker, WorkerTask)
     leaving = asyncio.ensure_future(worker.leave("the test says so"))
     await asyncio.wait((leaving,), timeout=patience_s)
     if patience_s > 1:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from psync import IndexedSlices
 from psync.errors import ConfigurationError
-from psync.numerics.scatter import IndexedSlices
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

@@ -15,7 +15,7 @@ import pytest
 import own_rules
 import psync
 from own_rules import check_bits, declared, train
-from psync.chief.events import FailoverEvent
+from psync import FailoverEvent
 from psync.errors import ConfigurationError, RuleError
 from tasks_by_hand import SERVE, by_hand
 

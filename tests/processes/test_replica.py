@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import psync
-from psync.chief.events import FailoverEvent
+from psync import FailoverEvent
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -15,7 +15,7 @@ from typing import IO
 
 import pytest
 
-from psync.status.model import Status
+from psync import Status
 from psync.status.run_files import read_run
 
 SCRIPTS = Path(__file__).parent / "scripts"

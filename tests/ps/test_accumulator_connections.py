@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -11,26 +10,22 @@ import numpy as np
 import pytest
 
 from inside import accumulators_of
-from ps_cluster import OTHER, WORKER, PsCluster, push, until
-from psync.client.accumulator_client import AccumulatorClient, Place
+from memory_cluster import until
+from ps_cluster import OTHER, WORKER, PsCluster
 from psync.client.ps_client import PsClient
 from psync.errors import (
     FencedError,
     PsyncError,
-    UsageError,
     ValueMismatchError,
 )
 from psync.ps.takes import HostedAccumulator
 from psync.wire.codec import Message
 from psync.wire.frames import Frame
 from psync.wire.messages import (
-    AccumulatorState,
     ApplyGradient,
-    AskAccumulator,
     DefineAccumulator,
     Done,
     Fence,
-    ForgetTakes,
     GradientApplied,
     GradientTaken,
     TakeGradient,
@@ -142,45 +137,7 @@ async def scene(clean_loop: None) -> AsyncIterator[Scene]:
         yield made
 
 
-# --- gradients -------------------------------------------------------------------------------
-
-
-async def test_gradients_of_two_workers_become_their_mean(scene):
-    taking = await scene.waiting(scene.chief, 2)
-    assert await scene.apply(scene.a, [1, 3]) == GradientApplied("accepted", 1, 0)
-    assert await scene.apply(scene.b, [3, 7]) == GradientApplied("accepted", 0, 1)
-    assert await taking == [2, 5]
-    assert await scene.apply(scene.b, [3, 7]) == GradientApplied("stale", 0, 1)
-
-
 # --- large ones ------------------------------------------------------------------------------
-
-
-async def longest_turn(work: Any) -> tuple[Any, int]:
-    """Do work; return what it returns, and how often the loop ran meanwhile."""
-    task = asyncio.create_task(work)
-    turns = 0
-    while not task.done():
-        await asyncio.sleep(0)
-        turns += 1
-    return await task, turns
-
-
-async def test_the_loop_runs_while_a_large_gradient_is_added_and_taken(scene):
-    _, small = await longest_turn(scene.apply(scene.a, [1.0]))
-    _, taken = await longest_turn(scene.value(scene.chief))
-    for count in (1, 2):
-        gradient = np.full(LARGE, count, np.float32)
-        message = ApplyGradient(count + 7, 1, -1, 0, "g", [LARGE], None, 1, 1.0)
-        client = scene.a.links[0]
-        await client.peer("bulk")
-        _, turns = await longest_turn(
-            client.call(lambda _, m=message: m, [to_bytes_view(gradient)], bulk=True)
-        )
-        assert turns > small + LARGE * 4 // (1 << 20)
-    (_, (mean,)), turns = await longest_turn(scene.take(scene.chief, number=2))
-    assert turns > taken + LARGE * 4 // (1 << 20)
-    assert (mean == 1.5).all()
 
 
 async def begun(ps):
@@ -205,20 +162,6 @@ async def slow_addition(scene):
     await begun(scene.cluster.ps[0])
     del rule._add
     return adding, go_on
-
-
-async def test_what_touches_other_arrays_does_not_wait_for_a_large_gradient(scene):
-    v = await scene.cluster.create("v", np.zeros(2, np.float32))
-    other = dataclasses.replace(DENSE, name="h")
-    await scene.define(other)
-    adding, go_on = await slow_addition(scene)
-    await push(scene.chief, (v,), (1.0,))
-    assert (await scene.apply(scene.b, [1.0], definition=other)).count == 1
-    assert await scene.value(scene.b, definition=other) == [1]
-    assert await scene.ask(scene.b, AskAccumulator("g")) == AccumulatorState(1, 0)
-    assert not adding.done()
-    go_on.set()
-    assert (await adding).count == 1
 
 
 async def test_a_take_gets_what_was_judged_before_it_and_its_value_when_that_is_added(scene):
@@ -247,23 +190,6 @@ async def test_a_fence_does_not_undo_a_take_that_has_its_gradients(scene):
     go_on.set()
     await asyncio.gather(adding, first)
     assert scene.held() == (0, 1, 0, 0)
-
-
-async def test_while_a_large_gradient_is_added_others_wait_and_all_count_once(scene):
-    (ps,) = scene.cluster.ps
-    large = np.ones(LARGE, np.float32)
-    first = asyncio.create_task(scene.apply(scene.a, large, sequence=7, closure=5))
-    await begun(ps)
-    again = asyncio.create_task(scene.apply(scene.a, large, sequence=7, closure=5))
-    rerun = asyncio.create_task(scene.apply(scene.b, large, closure=5))
-    other = asyncio.create_task(scene.apply(scene.b, large * 3, closure=6))
-    taking = asyncio.create_task(scene.take(scene.chief, 2))
-    assert await first == await again == GradientApplied("accepted", 1, 0)
-    assert (await rerun).outcome == "duplicate"
-    assert await other == GradientApplied("accepted", 0, 1)
-    message, (mean,) = await taking
-    assert message.count == 2
-    assert (mean == 2).all()
 
 
 async def test_a_large_gradient_that_is_refused_leaves_nothing(scene):
@@ -298,26 +224,6 @@ async def test_a_sum_torn_half_way_ends_the_task(scene, caplog):
 # --- takes -----------------------------------------------------------------------------------
 
 
-async def test_a_cancelled_take_lets_those_behind_it_go_on(scene):
-    first = await scene.waiting(scene.a, 3)
-    second = await scene.waiting(scene.b, 1)
-    await scene.apply(scene.a, [1, 3])
-    await asyncio.sleep(1)
-    assert not second.done()
-    first.cancel()
-    assert await second == [1, 3]
-
-
-async def test_a_take_whose_connection_is_gone_consumes_nothing(scene):
-    taking = await scene.waiting(scene.a)
-    scene.cluster.network.partition("a")
-    scene.cluster.network.cut("a")
-    await asyncio.sleep(1)
-    assert scene.held() == (0, 0, 0, 0)
-    assert (await scene.apply(scene.b, [1, 3])).count == 1
-    taking.cancel()
-
-
 async def test_of_many_takes_that_go_together_none_gets_what_another_leaves(scene):
     await scene.apply(scene.b, [1, 3])
     takes = [await scene.waiting(scene.a, 3 if n == 1 else 1, number=n) for n in (1, 2, 3)]
@@ -332,33 +238,6 @@ async def test_of_many_takes_that_go_together_none_gets_what_another_leaves(scen
     assert scene.held() == (1, 0, 0, 0)
     ends = await asyncio.gather(*takes, return_exceptions=True)
     assert [type(end) for end in ends] == [FencedError] * 3
-
-
-async def test_a_take_goes_on_after_a_lost_connection(scene):
-    taking = await scene.waiting(scene.a)
-    scene.cluster.network.cut("a")
-    await asyncio.sleep(5)
-    assert scene.held() == (0, 0, 1, 0)
-    await scene.apply(scene.b, [1, 3])
-    assert await taking == [1, 3]
-
-
-async def test_a_value_whose_answer_was_lost_with_the_connection_comes_again(scene):
-    await scene.apply(scene.b, [1, 3])
-    taking = asyncio.create_task(scene.value(scene.a))
-    await until(lambda: scene.counters()["kept"])
-    scene.cluster.network.cut("a")
-    assert not taking.done()
-    assert await taking == [1, 3]
-    assert scene.held() == (0, 1, 0, 1)
-
-
-async def test_a_client_says_that_it_does_not_want_a_take_of_which_the_cancelling_was_lost(scene):
-    taking = await scene.waiting(scene.a)
-    scene.a.links[0].notify(ForgetTakes("g", 2))
-    with pytest.raises(UsageError, match="this take was cancelled"):
-        await taking
-    assert scene.held() == (0, 0, 0, 0)
 
 
 async def test_a_fenced_client_takes_nothing(scene):
@@ -395,28 +274,3 @@ async def test_a_value_for_which_there_is_no_memory_ends_the_task_and_answers_no
     assert scene.cluster.ps[0].is_torn
     assert not taking.done()
     taking.cancel()
-
-
-async def test_a_task_that_ends_leaves_nobody_waiting():
-    async with PsCluster() as cluster:
-        scene = Scene(cluster)
-        await scene.define()
-        taking = await scene.waiting(scene.a)
-        taking.cancel()
-
-
-# --- the client ------------------------------------------------------------------------------
-
-
-async def test_a_take_given_up_before_the_ps_has_seen_it_consumes_nothing(scene):
-    client = AccumulatorClient(scene.a)
-    place = Place(DENSE, 0)
-    await client.state(place)
-    await scene.apply(scene.b, [1, 3])
-    for _ in range(3):
-        taking = asyncio.create_task(client.take(place, 2))
-        await asyncio.sleep(0)  # it is sent
-        taking.cancel()
-        await asyncio.wait([taking])
-    await asyncio.sleep(1)
-    assert scene.held() == (1, 0, 0, 0)

@@ -13,7 +13,6 @@ from ps_by_hand import COORDINATOR, A, B, PsByHand
 from psync.errors import (
     ConfigurationError,
     ConnectionLost,
-    FencedError,
     RemoteProtocolError,
     UnknownVariableError,
     UsageError,
@@ -22,16 +21,13 @@ from psync.errors import (
 from psync.ps.takes import HostedAccumulator
 from psync.wire.codec import Message
 from psync.wire.messages import (
-    AccumulatorState,
     ApplyGradient,
     AskAccumulator,
     DefineAccumulator,
     Done,
     Fence,
-    FinalBelow,
     ForgetTakes,
     GradientApplied,
-    GradientTaken,
     TakeGradient,
 )
 from psync.wire.tensors import to_bytes_view
@@ -130,13 +126,6 @@ def value_of(answer: Reply | None) -> list[float]:
 # --- definitions -----------------------------------------------------------------------------
 
 
-def test_the_same_definition_again_changes_nothing():
-    ps = ByHand()
-    ps.apply(A, [1, 3])
-    assert ps.ask(COORDINATOR, DENSE) == Done()
-    assert ps.held() == (1, 0, 0, 0)
-
-
 def test_another_definition_under_the_same_name_is_refused():
     ps = ByHand()
     other = DefineAccumulator("g", "dense", "float64", None, "SUM", "", False, 0)
@@ -182,66 +171,6 @@ def test_a_take_of_what_is_not_defined_is_refused():
 # --- gradients -------------------------------------------------------------------------------
 
 
-def test_sparse_gradients_become_the_means_of_their_rows():
-    ps = ByHand(SPARSE)
-    ps.apply(A, [[1.0], [2.0]], indices=[4, 2], definition=SPARSE)
-    ps.apply(B, [[3.0]], indices=[4], definition=SPARSE)
-    ps.apply(B, np.empty((0, 1)), indices=[], definition=SPARSE)
-    answer = ps.taken(COORDINATOR, 3, definition=SPARSE)
-    assert answer is not None
-    assert answer.message == GradientTaken(3, 1, [2, 1], [-1, 1])
-    assert np.frombuffer(answer.segments[0], np.int64).tolist() == [2, 4]
-    assert value_of(answer) == [2, 2]
-
-
-@pytest.mark.parametrize("shape", [(0,), (2, 0), ()])
-def test_gradients_of_any_shape_come_and_go(shape):
-    ps = ByHand()
-    ps.apply(A, np.ones(shape))
-    answer = ps.taken(COORDINATOR)
-    assert answer.message.shape == list(shape)
-    assert len(value_of(answer)) == np.prod(shape)
-
-
-def test_a_gradient_that_is_sent_again_counts_once():
-    ps = ByHand()
-    first = ps.apply(A, [1, 3], sequence=7)
-    assert ps.apply(A, [1, 3], sequence=7) == first
-    assert ps.held()[0] == 1
-
-
-def test_the_second_run_of_a_closure_is_told_duplicate_with_count_and_step():
-    ps = ByHand()
-    ps.apply(A, [1, 3], closure=5)
-    ps.apply(B, [3, 3])
-    assert ps.apply(B, [9, 9], closure=5) == GradientApplied("duplicate", 2, 0)
-    assert value_of(ps.taken(COORDINATOR)) == [2, 3]
-
-
-def test_a_stale_gradient_is_no_duplicate_of_the_run_that_comes_after_it():
-    ps = ByHand()
-    ps.apply(A, [1, 3])
-    assert ps.taken(COORDINATOR)
-    assert ps.apply(A, [1, 1], closure=5).outcome == "stale"
-    answer = ps.apply(B, [2, 2], closure=5, local_step=1)
-    assert answer == GradientApplied("accepted", 1, 1)
-
-
-def test_a_gradient_of_a_closure_that_is_final_does_not_count():
-    ps = ByHand()
-    ps.tell(COORDINATOR, FinalBelow(6))
-    assert ps.apply(A, [1, 3], closure=5).outcome == "duplicate"
-    assert ps.held()[0] == 0
-
-
-def test_a_gradient_that_does_not_fit_changes_nothing_and_may_be_tried_again():
-    ps = ByHand()
-    ps.apply(A, [1, 3])
-    with pytest.raises(ValueMismatchError, match=r"shape mismatch: expected \(2,\), got \(3,\)"):
-        ps.apply(B, [1, 2, 3], closure=5)
-    assert ps.apply(B, [3, 3], closure=5).count == 2
-
-
 @pytest.mark.parametrize(
     ("shape", "segments", "text"),
     [
@@ -264,26 +193,7 @@ def test_indices_that_are_no_integers_are_refused():
         ByHand(SPARSE).ask(A, message, bytes(7), bytes(4))
 
 
-def test_a_client_that_was_replaced_applies_and_takes_nothing():
-    ps = ByHand()
-    ps.ask(COORDINATOR, Fence(A[0], A[1] + 1))
-    with pytest.raises(FencedError):
-        ps.apply(A, [1, 3])
-    with pytest.raises(FencedError):
-        ps.taken(A)
-    assert ps.ask(B, AskAccumulator("g")) == AccumulatorState(0, 0)
-
-
 # --- takes -----------------------------------------------------------------------------------
-
-
-def test_a_take_that_is_sent_again_gets_the_same_value():
-    ps = ByHand()
-    ps.apply(A, [1, 3])
-    assert value_of(ps.taken(COORDINATOR)) == [1, 3]
-    ps.apply(A, [5, 5], local_step=1)
-    assert value_of(ps.taken(COORDINATOR)) == [1, 3]
-    assert ps.held() == (1, 1, 0, 1)
 
 
 def test_a_value_is_kept_until_its_client_says_that_it_has_it():
@@ -295,14 +205,6 @@ def test_a_value_is_kept_until_its_client_says_that_it_has_it():
     assert ps.counters()["kept"] == 0
     with pytest.raises(UsageError, match="has cancelled take 1"):
         ps.taken(COORDINATOR)
-
-
-def test_the_next_take_says_so_too():
-    ps = ByHand()
-    ps.apply(A, [1, 3])
-    assert ps.taken(COORDINATOR)
-    ps.log(COORDINATOR, TakeGradient("g", 2, 2, 1))
-    assert ps.held() == (0, 1, 1, 0)
 
 
 @pytest.mark.parametrize("asks_again", [False, True])

@@ -12,20 +12,14 @@ from inside import points_of
 from ps_cluster import (
     CHIEF,
     CONFIG,
-    OTHER,
     PsCluster,
     assign,
     hold,
-    is_busy,
     pull,
     push,
-    until,
 )
 from psync.client.ps_client import PsClient
 from psync.errors import FencedError, UnknownVariableError
-from psync.net.endpoint import Endpoint
-from psync.numerics.block_pool import BlockPool
-from psync.ps_task import PsTask
 from psync.store.reattach import Holding, Orders
 from psync.testing import settle
 from psync.wire.codec import Message
@@ -39,8 +33,6 @@ from psync.wire.messages import (
     ShardsDescribed,
 )
 from sync_cluster import SyncCluster
-
-LARGE = 2 << 20  # elements: its updates take several turns of the loop
 
 
 async def say(client: PsClient, message: Message, segments: Any = (), ps: int = 0) -> Any:
@@ -78,80 +70,6 @@ async def test_what_was_there_is_set_aside_described_and_adopted() -> None:
         assert await held(newer) == Holding(100)
 
 
-async def test_without_keeping_it_is_dropped() -> None:
-    async with PsCluster() as cluster:
-        await cluster.create("v", np.ones(3, np.float32))
-        await attach(cluster.client(CHIEF, 101), 101, keep=True)
-        newer = cluster.client(CHIEF, 102)
-        await attach(newer, 102, keep=False)
-        assert await held(newer) == Holding(102)
-
-
-async def test_a_ps_that_no_program_has_begun_on_says_so_until_one_has() -> None:
-    async with PsCluster() as cluster:
-        empty = PsTask(cluster.platform(), 0, "empty:1")
-        await empty.start()
-        platform = cluster.platform()
-        endpoint = Endpoint(platform, CHIEF, 101, {})
-        chief = PsClient(endpoint, ["empty:1"], BlockPool())
-        await attach(chief, 101)
-        assert await held(chief) == Holding(0)
-        await say(chief, AdoptShards(101, True), [Orders().to_bytes()])
-        assert await held(chief) == Holding(101)
-        await chief.close()
-        await endpoint.close()
-        await empty.close()
-
-
-async def test_an_update_that_has_begun_is_waited_for() -> None:
-    async with PsCluster(chunk=(1 << 20, 1 << 20)) as cluster:
-        v = await cluster.create("v", np.zeros(LARGE, np.float32))
-        pushing = asyncio.create_task(push(cluster.client(), (v,), (2.0,)))
-        await until(is_busy(cluster.ps[0], v))
-        newer = cluster.client(CHIEF, 1 << 40)
-        await attach(newer, 1 << 40)
-        await say(newer, AdoptShards(0, True), [Orders((("v", 0, v.variable_id),)).to_bytes()])
-        (value,) = await pull(newer, v)
-        assert (value == -1.0).all()
-        assert [answer.outcome for answer in await pushing] == ["accepted"]
-
-
-@pytest.mark.virtual_time
-async def test_an_update_that_waits_for_its_turn_is_applied() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", [0.0])
-        holder, other = cluster.client(), cluster.client(OTHER)
-        await say(holder, LockShards(1, [v.shards[0].key], 10.0))
-        pushing = asyncio.create_task(push(other, (v,), (1.0,)))
-        await settle()
-        newer = cluster.client(CHIEF, 1 << 40)
-        await attach(newer, 1 << 40)
-        assert [answer.outcome for answer in await pushing] == ["accepted"]
-        await say(newer, AdoptShards(0, True), [Orders((("v", 0, v.variable_id),)).to_bytes()])
-        assert (await pull(newer, v))[0].tolist() == [-0.5]
-
-
-@pytest.mark.virtual_time
-async def test_an_update_for_a_shard_that_is_busy_is_refused_or_waited_for() -> None:
-    """The same one comes twice, as after a lost connection: the second waits for the first."""
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", [0.0])
-        release = hold(cluster.ps[0], v)
-        pushing = asyncio.create_task(push(cluster.client(), (v,), (1.0,)))
-        await settle()
-        newer = cluster.client(CHIEF, 1 << 40)
-        attaching = asyncio.create_task(attach(newer, 1 << 40))
-        again = asyncio.create_task(attach(newer, 1 << 40))
-        await settle()
-        assert not attaching.done()
-        assert not again.done()
-        release()
-        await asyncio.gather(attaching, again)
-        assert [answer.outcome for answer in await pushing] == ["accepted"]
-        await say(newer, AdoptShards(0, True), [Orders((("v", 0, v.variable_id),)).to_bytes()])
-        assert (await pull(newer, v))[0].tolist() == [-0.5]
-
-
 @pytest.mark.parametrize("num_ps", [1, 2])
 async def test_what_the_replaced_chief_and_its_workers_send_is_refused_everywhere(
     num_ps: int,
@@ -183,24 +101,6 @@ async def test_what_the_replaced_chief_and_its_workers_send_is_refused_everywher
             with pytest.raises(FencedError, match="not the coordinator that it serves"):
                 await say(cluster.chief, message, [Orders().to_bytes()])
         assert (await pull(newer, v))[0].tolist() == [0.0] * 4
-
-
-@pytest.mark.virtual_time
-async def test_coordinators_that_come_while_another_one_is_waited_for() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", [3.0])
-        release = hold(cluster.ps[0], v)
-        pushing = asyncio.create_task(push(cluster.client(), (v,), (1.0,)))
-        await settle()
-        second, third = cluster.client(CHIEF, 101), cluster.client(CHIEF, 102)
-        first_attaching = asyncio.create_task(attach(second, 101))
-        await settle()
-        second_attaching = asyncio.create_task(attach(third, 102))
-        await settle()
-        assert not second_attaching.done()
-        release()
-        await asyncio.gather(first_attaching, second_attaching, pushing)
-        assert [shard.name for shard in (await held(third)).shards] == ["v"]
 
 
 @pytest.mark.virtual_time

@@ -9,7 +9,8 @@ import numpy as np
 
 from asked import Reply
 from inside import endpoint_of, handlers_of, peers_of, store_of
-from ps_cluster import assign, pull, until
+from memory_cluster import until
+from ps_cluster import assign, pull
 from psync.net.connection import Handler
 from psync.numerics.update_rule import SGD
 from psync.wire.messages import MeasureStep

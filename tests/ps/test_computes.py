@@ -128,14 +128,6 @@ class Bench:
                 self.work.piece(self.work.under_way.index(work))
 
 
-def test_what_is_small_is_done_in_the_turn_in_which_it_is_judged() -> None:
-    bench = Bench()
-    assert bench.entry(0, 1) == 1
-    assert bench.answered == [1]
-    assert not bench.work.under_way
-    bench.computes.check_idle()
-
-
 @pytest.mark.usefixtures("turns")
 def test_it_is_settled_when_all_are_done() -> None:
     bench = Bench()
@@ -152,22 +144,6 @@ def test_it_is_settled_when_all_are_done() -> None:
     with pytest.raises(StopIteration):
         settled.send(None)
     bench.computes.check_idle()
-
-
-@pytest.mark.usefixtures("turns")
-def test_some_shards_are_settled_before_others() -> None:
-    bench = Bench()
-    bench.entry(0, pieces=9)
-    bench.entry(1, pieces=1)
-    assert bench.computes.waits_at(KEYS[1:])
-    settled = bench.computes.settled(KEYS[1:])
-    settled.send(None)
-    bench.pieces(2)
-    with pytest.raises(StopIteration):
-        settled.send(None)
-    assert bench.answered == [2]
-    assert bench.computes.waits_at(KEYS)
-    assert not bench.computes.waits_at(KEYS[1:])
 
 
 def test_an_accumulator_is_a_place_of_its_own_and_no_shard() -> None:

@@ -3,21 +3,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from psync.errors import BusyError, PsyncError
+from psync.errors import PsyncError
 from psync.numerics import blocks, update_rule
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.moment_rules import Adam
 from psync.ps import cooperative_work
-from psync.ps.cooperative_work import INLINE_BYTES, LongWork
+from psync.ps.cooperative_work import LongWork
 from psync.specs import ShardSpec
-from psync.store.shard import MIN_HANDED_OUT
 from psync.store.store import Key, ShardStore, Work
 
 TASK = "/job:ps/task:0"
@@ -63,59 +61,6 @@ async def test_work_goes_on_when_its_request_is_cancelled() -> None:
     gate.set()
     await ps.work.drain()
     assert ps.value(0) == 1
-
-
-async def test_what_work_begins_at_its_end_is_waited_for_too() -> None:
-    """Else a new coordinator takes the shards away from computes that wait behind others."""
-    ps = Ps()
-    gate = asyncio.Event()
-
-    async def update(further: int) -> None:
-        await gate.wait()
-        for _ in range(3):  # it is large
-            await asyncio.sleep(0)
-        ps.work.finish_now(ps.add_one(0))
-        if further:
-            ps.work.to_the_end(update(further - 1))
-
-    ps.work.to_the_end(update(2))
-    draining = asyncio.ensure_future(ps.work.drain())
-    await asyncio.sleep(0)
-    gate.set()
-    await draining
-    assert ps.value(0) == 3
-
-
-def test_what_is_small_and_idle_fits_into_this_turn() -> None:
-    ps = Ps(2)
-    assert ps.work.fits_now(ps.store, ps.keys, 8)
-    assert not ps.work.fits_now(ps.store, ps.keys, INLINE_BYTES)
-    assert not ps.work.fits_now(ps.store, ps.keys * 100, 8)  # many shards cost time, too
-    work = ps.add_one(1)
-    assert not ps.work.fits_now(ps.store, ps.keys, 8)
-    ps.work.finish_now(work)
-
-
-async def test_a_busy_shard_is_waited_for_and_those_before_it_are_done_meanwhile() -> None:
-    ps = Ps(3)
-    other = ps.add_one(1)
-    updating = asyncio.ensure_future(ps.work.shard_by_shard([4, 4, 4], ps.add_one))
-    await asyncio.sleep(0)
-    assert ps.value(0) == 1
-    assert ps.value(2) == 0
-    await ps.work.finish(other)
-    await updating
-    assert [ps.value(position) for position in range(3)] == [1, 2, 1]
-
-
-async def test_the_loop_runs_between_shards_that_together_are_large() -> None:
-    ps = Ps(4)
-    cost = INLINE_BYTES // 2
-    updating = asyncio.ensure_future(ps.work.shard_by_shard([cost] * 4, ps.add_one))
-    await asyncio.sleep(0)
-    assert not updating.done()
-    assert ps.value(3) == 0
-    await updating
 
 
 async def test_who_waits_when_an_update_fails_half_way_is_told_that_the_task_ends() -> None:
@@ -196,20 +141,6 @@ def updates() -> Iterator[Callable[[ShardStore], Work]]:
     yield lambda store: store.average(LARGE, OTHER, 0.9)
 
 
-async def test_updates_have_the_same_bits_whoever_computes_them(ps: Ps, cores: int) -> None:
-    alone = Ps().store
-    for key in (LARGE, OTHER):
-        alone.create(ps.store.spec(key), fill=np.float32(0.5))
-    for begin in updates():
-        held = ps.store.read(LARGE)  # so that blocks are replaced
-        before = b"".join(held)
-        await ps.work.finish(begin(ps.store))
-        for _ in begin(alone):
-            pass
-        assert b"".join(held) == before
-        assert bits(ps) == b"".join(alone.read(LARGE))
-
-
 def watched(monkeypatch: pytest.MonkeyPatch, seen: Callable[[], None]) -> None:
     """Let ``seen`` be called, by who computes it, before each block of SGD."""
     usual = update_rule.SGD.apply
@@ -224,48 +155,6 @@ def watched(monkeypatch: pytest.MonkeyPatch, seen: Callable[[], None]) -> None:
 def sgd(ps: Ps) -> Work:
     ps.store.define_optimizer(1, update_rule.SGD(1.0).to_config())
     return ps.store.apply(1, LARGE, np.ones(SIZE, np.float32), ps.store.begin_push(1, 0))
-
-
-async def test_several_blocks_are_computed_at_once_where_there_are_cores(
-    ps: Ps, cores: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each thread waits for the others in its first block; with one core there are none."""
-    by_thread: dict[int, int] = {}
-    used = min(cores, 8 // MIN_HANDED_OUT)
-    all_there = threading.Barrier(used)
-
-    def seen() -> None:
-        me = threading.get_ident()
-        by_thread[me] = by_thread.get(me, 0) + 1
-        if by_thread[me] == 1:
-            all_there.wait(10)
-
-    watched(monkeypatch, seen)
-    await ps.work.finish(sgd(ps))
-    assert (threading.get_ident() in by_thread) == (cores == 1)
-    assert len(by_thread) == used
-    assert sum(by_thread.values()) == 8
-    assert np.frombuffer(bits(ps), np.float32).tolist()[-1] == -0.5
-
-
-async def test_the_loop_serves_others_while_threads_compute(
-    ps: Ps, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cooperative_work, "usable_cores", lambda: 2)
-    served = threading.Event()
-
-    def seen() -> None:
-        assert served.wait(10)
-
-    watched(monkeypatch, seen)
-    updating = asyncio.ensure_future(ps.work.finish(sgd(ps)))
-    await asyncio.sleep(0)
-    assert not updating.done()
-    with pytest.raises(BusyError):
-        ps.store.read(LARGE)
-    served.set()
-    await updating
-    assert not ps.store.busy(LARGE)
 
 
 async def test_work_that_is_cancelled_while_threads_compute_is_done_at_once(
@@ -300,19 +189,3 @@ async def test_a_block_that_fails_in_a_thread_ends_the_task(
         await ps.work.finish(sgd(ps))
     assert ps.ended == ["torn"]
     assert ps.store.busy(LARGE)
-
-
-async def test_nothing_that_was_computed_is_held_by_threads(
-    ps: Ps, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A gradient may lie in memory of a worker, which has it back with the last reference."""
-    monkeypatch.setattr(cooperative_work, "usable_cores", lambda: 2)
-    lent = np.ones(SIZE, np.float32)
-    let_go: list[int] = []
-    weakref.finalize(lent, lambda: let_go.append(threading.get_ident()))
-    ps.store.define_optimizer(1, update_rule.SGD(1.0).to_config())
-    work = ps.store.apply(1, LARGE, lent, ps.store.begin_push(1, 0))
-    del lent
-    await ps.work.finish(work)
-    del work
-    assert let_go == [threading.get_ident()]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
 
-from inside import store_of
 from ps_by_hand import COORDINATOR, PsByHand
-from ps_cluster import PsCluster, pull, until
+from ps_cluster import PsCluster
 from psync.client.ps_client import PsClient
 from psync.errors import PartitionError, RemoteProtocolError, ValueMismatchError
 from psync.wire.codec import Message
 from psync.wire.messages import CreateShards, Done, Pull
 from psync.wire.tensors import to_bytes_view
-
-MiB = 1 << 20
-LARGE = 8 * MiB // 4  # elements of float32: several blocks, applied with the loop running between
 
 
 async def ask(client: PsClient, message: Message, segments: Any = (), ps: int = 0) -> Message:
@@ -65,17 +60,3 @@ class TestCreation:
         with pytest.raises(PartitionError, match="dtype 'complex64' is not supported"):
             ps.ask(COORDINATOR, wrong, body)
         assert not ps.store.keys()
-
-    async def test_a_large_shard_is_filled_although_its_request_is_given_up(self) -> None:
-        async with PsCluster(chunk=(1 << 20, 1 << 20)) as cluster:
-            spec = cluster.declare("v", np.ones(LARGE, np.float32))
-            creating = asyncio.create_task(cluster.creation.ensure())
-            key = (spec.variable_id, 0)
-            store = store_of(cluster.ps[0])
-            await until(lambda: key in store.keys())
-            assert store.busy(key)
-            creating.cancel()
-            (got,) = await pull(cluster.client(), spec)
-            assert (got == 1).all()
-            with pytest.raises(asyncio.CancelledError):
-                await creating

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import endpoint_of, ledger_of, peers_of
-from ps_cluster import OTHER, WORKER, PsCluster, assign, hold, pull, push, until
+from inside import endpoint_of, peers_of
+from ps_cluster import OTHER, WORKER, PsCluster, assign, pull, push
 from psync.client.ps_client import PsClient
-from psync.errors import CutLost, FencedError, LockLost, UsageError
+from psync.errors import FencedError, LockLost, UsageError
 from psync.ps import cut_gate
 from psync.testing import settle
 from psync.wire.codec import Message
@@ -30,76 +30,6 @@ async def say_all(client: PsClient, message: Message) -> list[Any]:
 
 async def values(client: PsClient, *variables: Any) -> list[float]:
     return [float(array.reshape(-1)[0]) for array in await pull(client, *variables)]
-
-
-@pytest.mark.virtual_time
-async def test_updates_wait_at_a_shut_gate_and_pulls_do_not() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", [0.0])
-        worker = cluster.client(WORKER)
-        assert (await say(cluster.chief, Gate(1))).others == []
-        waiting = [
-            asyncio.ensure_future(push(worker, [v], [1])),
-            asyncio.ensure_future(assign(worker, v, [5.0], "add", ordinal=1)),
-        ]
-        await settle()
-        assert await values(worker, v) == [0]
-        assert not any(update.done() for update in waiting)
-        await say(cluster.chief, OpenGate(1))
-        await asyncio.gather(*waiting)
-        assert await values(worker, v) == [4.5]
-
-
-@pytest.mark.virtual_time
-async def test_an_update_that_began_before_has_all_its_parts_let_through() -> None:
-    """One ps has it, the other not yet: the cut must have both or none."""
-    async with PsCluster(2) as cluster:
-        v = await cluster.create("v", np.zeros(2), 2)
-        worker, other = cluster.client(WORKER), cluster.client(OTHER)
-        release = hold(cluster.ps[1], _shard_as_variable(v, 1))  # its part there is under way
-        update = asyncio.ensure_future(push(worker, [v], [1]))
-        await until(lambda: ledger_of(cluster.ps[0]).others())
-        shut = asyncio.ensure_future(say_all(cluster.chief, Gate(1)))
-        await settle()
-        late = asyncio.ensure_future(push(other, [v], [1]))
-        await settle()
-        assert not shut.done()  # ps 1 is in the middle of it
-        release()
-        first, second = await shut
-        assert [(ps, task) for ps, task, *_ in first.others] == [(1, WORKER)]
-        wanted = [tuple(part[1:]) for part in first.others]
-        await say(cluster.chief, Admit(1, wanted), 1)  # type: ignore[arg-type]
-        wanted = [tuple(part[1:]) for part in second.others]
-        await say(cluster.chief, Admit(1, wanted), 0)  # type: ignore[arg-type]
-        await update
-        assert [float(x) for x in (await pull(other, v))[0]] == [-0.5, -0.5]
-        assert not late.done()
-        await say_all(cluster.chief, OpenGate(1))
-        await late
-        assert [float(x) for x in (await pull(other, v))[0]] == [-1.0, -1.0]
-
-
-def _shard_as_variable(spec: Any, index: int) -> Any:
-    class Only:
-        variable_id = spec.variable_id
-        shards = (spec.shards[index],)
-
-    return Only
-
-
-async def test_a_part_that_has_not_come_yet_is_waited_for() -> None:
-    async with PsCluster(2) as cluster:
-        v = await cluster.create("v", np.zeros(2), 2)
-        worker = cluster.client(WORKER)
-        await say(cluster.chief, Gate(1), 1)  # ps 1 is shut before, ps 0 after its part came
-        update = asyncio.ensure_future(push(worker, [v], [1]))
-        await until(lambda: ledger_of(cluster.ps[0]).others())
-        ((ps, *part),) = (await say(cluster.chief, Gate(1), 0)).others
-        assert ps == 1
-        assert not update.done()
-        await say(cluster.chief, Admit(1, [tuple(part)]), 1)  # type: ignore[list-item]
-        await update
-        await say_all(cluster.chief, OpenGate(1))
 
 
 @pytest.mark.virtual_time
@@ -145,33 +75,6 @@ async def test_the_gate_opens_after_a_while_by_itself(
         await say(cluster.chief, Gate(1))
         await push(cluster.client(WORKER), [v], [1])
         assert "is cancelled" in caplog.text
-
-
-@pytest.mark.virtual_time
-async def test_the_gate_opens_when_the_task_ends_or_a_newer_coordinator_comes() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", [0.0])
-        worker = cluster.client(WORKER, 99)
-        await say(cluster.chief, Gate(1))
-        waiting = asyncio.ensure_future(push(worker, [v], [1]))
-        await settle()
-        newer = cluster.client("/job:chief/task:0", 200)
-        await cluster.attach(newer, 200)
-        await asyncio.gather(waiting, return_exceptions=True)  # it ends where it began
-        assert "gate" not in "".join(cluster.ps[0].describe())
-
-
-async def test_a_gate_that_was_opened_is_not_shut_by_what_comes_late() -> None:
-    """What opens it goes another way, and may be faster."""
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", [0.0])
-        worker = cluster.client(WORKER)
-        await say(cluster.chief, OpenGate(3))
-        with pytest.raises(CutLost, match="cut 3 is over"):
-            await say(cluster.chief, Gate(3))
-        await push(worker, [v], [1])
-        await say(cluster.chief, Gate(4))
-        await say(cluster.chief, OpenGate(4))
 
 
 # What has arrived is applied: another ps may have its part of it.

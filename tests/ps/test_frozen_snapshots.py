@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from inside import endpoint_of, store_of, work_of
-from ps_cluster import PsCluster, assign, hold, pull, push, until
+from memory_cluster import until
+from ps_cluster import PsCluster, assign, hold
 from psync.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CutLost,
     RemoteProtocolError,
 )
-from psync.numerics.moment_rules import Adam
-from psync.specs import VariableSpec
 from psync.store.snapshot import SnapshotState
 from psync.wire.messages import (
     Done,
@@ -27,26 +26,10 @@ from psync.wire.messages import (
     WriteFrozen,
     Written,
 )
-from snapshot_tools import call, freeze, read, read_all, write
+from snapshot_tools import call, freeze, read, write
 
 MiB = 1 << 20
 LARGE = 3 * MiB // 4  # elements of float32: three blocks
-ADAM = Adam(0.125).to_config()
-
-
-async def adam(cluster: PsCluster, v: VariableSpec, value: float, **kwargs: Any) -> list[str]:
-    client = kwargs.pop("client", cluster.chief)
-    answers = await push(client, (v,), (value,), config=ADAM, **kwargs)
-    return [answer.outcome for answer in answers]
-
-
-async def everything(cluster: PsCluster, v: VariableSpec) -> list[bytes]:
-    """Value and slots, as anybody reads them."""
-    (value,) = await pull(cluster.chief, v)
-    arrays = [value]
-    for slot in ("m", "v"):
-        arrays += await pull(cluster.chief, v, optimizer=1, slot=slot)
-    return [array.tobytes() for array in arrays]
 
 
 def held(cluster: PsCluster, ps: int = 0) -> dict[str, Any]:
@@ -56,20 +39,6 @@ def held(cluster: PsCluster, ps: int = 0) -> dict[str, Any]:
 
 @pytest.mark.asyncio
 class TestFreeze:
-    async def test_pushes_go_on_and_what_is_read_stays(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.ones(LARGE, np.float32))
-            await adam(cluster, v, 1.0)
-            state, pending = await freeze(cluster)
-            assert pending == []
-            before = await everything(cluster, v)
-            for value in (2.0, -3.0):
-                await adam(cluster, v, value)
-                assert await read_all(cluster, state) == before
-            assert await everything(cluster, v) != before
-            assert state.iterations == 1
-            assert state.versions == {v.shards[0].key: 2}  # created, pushed
-
     async def test_parts_of_an_item(self) -> None:
         async with PsCluster() as cluster:
             await cluster.create("v", np.arange(LARGE, dtype=np.float32))
@@ -82,16 +51,6 @@ class TestFreeze:
                 await read(cluster, 7, 0, 1)
             with pytest.raises(RemoteProtocolError, match="at most 16777216 bytes"):
                 await read(cluster, 0, 0, 17 * MiB)
-
-    async def test_an_update_under_way_is_waited_for(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.zeros(3, np.float32))
-            release = hold(cluster.ps[0], v)
-            freezing = asyncio.create_task(freeze(cluster))
-            await until(lambda: work_of(cluster.ps[0]).waiting)
-            release()
-            state, _ = await freezing
-            assert state.versions == {v.shards[0].key: 1}
 
     async def test_the_same_cut_again_is_the_same_contents(self) -> None:
         async with PsCluster() as cluster:
@@ -192,15 +151,3 @@ class TestWriting:
             assert answer.message == Written(None)
             assert not (tmp_path / "a").exists()
             assert await read(cluster, 0, 0, 12) == np.ones(3, np.float32).tobytes()  # still held
-
-    async def test_a_cut_that_is_dropped_meanwhile_leaves_no_file(self, tmp_path: Path) -> None:
-        async with PsCluster() as cluster:
-            await cluster.create("v", np.ones(LARGE, np.float32))
-            state, _ = await freeze(cluster)
-            reading = cluster.ps[0]._snapshots._frozen._cut.frozen.letting_go(0)
-            next(reading)
-            await call(cluster.chief, DropFrozen(1))
-            with pytest.raises(CheckpointError, match="no longer held"):
-                next(reading)
-            with pytest.raises(CutLost):
-                await write(cluster, state, tmp_path / "a")

@@ -9,18 +9,9 @@ import numpy as np
 import pytest
 
 from inside import locks_of, work_of
+from memory_cluster import until
 from ps_by_hand import A, PsByHand
-from ps_cluster import (
-    OTHER,
-    WORKER,
-    PsCluster,
-    assign,
-    hold,
-    is_busy,
-    pull,
-    push,
-    until,
-)
+from ps_cluster import OTHER, WORKER, PsCluster, assign, hold, is_busy, pull
 from psync.client.ps_client import PsClient
 from psync.errors import LockLost, UnknownVariableError, UsageError
 from psync.ps.locks import MAX_LEASE_S
@@ -28,11 +19,9 @@ from psync.specs import VariableSpec
 from psync.testing import settle
 from psync.wire.codec import Message
 from psync.wire.messages import (
-    Assign,
     AssignLocked,
     LockShards,
     PullLocked,
-    Pushed,
     RenewLock,
     UnlockShards,
 )
@@ -53,25 +42,6 @@ async def unlock(client: PsClient, number: int = 1) -> None:
 
 async def value_of(client: PsClient, variable: VariableSpec) -> float:
     return float((await pull(client, variable))[0].reshape(-1)[0])
-
-
-@pytest.mark.virtual_time
-async def test_updates_of_locked_shards_wait_and_pulls_do_not() -> None:
-    async with PsCluster() as cluster:
-        v, w = await cluster.create("v", [0.0]), await cluster.create("w", [0.0])
-        holder, other = cluster.client(WORKER), cluster.client(OTHER)
-        await lock(holder, v)
-        waiting = [
-            asyncio.ensure_future(push(other, [v], [1])),
-            asyncio.ensure_future(assign(other, v, [5.0], "add", ordinal=1)),
-        ]
-        await settle()
-        assert await value_of(other, v) == 0
-        await assign(other, w, [7.0], ordinal=2)
-        assert not any(update.done() for update in waiting)
-        await unlock(holder)
-        await asyncio.gather(*waiting)
-        assert await value_of(other, v) == 4.5
 
 
 async def test_the_holder_may_assign_and_pull_under_its_lock() -> None:
@@ -108,15 +78,6 @@ async def test_who_holds_no_lock_may_not_speak_under_it() -> None:
                     memoryview(bytes(8)),
                 )
         assert await value_of(other, v) == 0
-
-
-def test_an_assign_that_was_refused_for_its_lock_is_not_noted_as_done() -> None:
-    ps = PsByHand()
-    v = ps.create("v", [0.0])
-    call = (1, 1, 5, 0, 9, [v], "assign")
-    with pytest.raises(LockLost):
-        ps.ask(A, AssignLocked(*call, lock=1), bytes(8))
-    assert ps.ask(A, Assign(*call), bytes(8)) == Pushed("accepted", 0)
 
 
 @pytest.mark.virtual_time
@@ -204,15 +165,6 @@ async def test_the_same_lock_again_is_a_new_one() -> None:
             await say(holder, PullLocked(9, [(v.variable_id, 0)], -1, "", 1))
 
 
-async def test_a_new_coordinator_ends_the_locks_of_the_old_ones_tasks() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", [0.0])
-        holder = cluster.client()
-        await lock(holder, v)
-        await cluster.attach(cluster.client("/job:chief/task:0", 101), 101)
-        assert cluster.ps[0].statistics()["locks"]["held"] == 0
-
-
 def test_what_makes_no_sense_is_refused() -> None:
     ps = PsByHand()
     v = ps.create("v", [0.0])
@@ -222,19 +174,6 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(UnknownVariableError, match="holds no shard 3"):
         ps.ask(A, LockShards(1, [(v[0], 3)], 1.0))
     assert ps.services.locks.statistics() == {"held": 0, "taken": 0, "expired": 0}
-
-
-@pytest.mark.virtual_time
-async def test_a_ps_that_ends_waits_for_no_lock() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", [0.0])
-        holder, other = cluster.client(WORKER), cluster.client(OTHER)
-        await lock(holder, v)
-        update = asyncio.ensure_future(assign(other, v, [1.0]))
-        await settle()
-        await cluster.ps[0].close()
-        update.cancel()
-        await asyncio.gather(update, return_exceptions=True)
 
 
 @pytest.mark.virtual_time

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from inside import work_of
+from memory_cluster import until
 from ps_by_hand import A, PsByHand
-from ps_cluster import PsCluster, hold, pull, until
-from psync.errors import UnknownVariableError, UsageError, ValueMismatchError
+from ps_cluster import PsCluster, hold, pull
+from psync.errors import UnknownVariableError, ValueMismatchError
 from psync.numerics.update_rule import SGD
 from psync.wire.codec import Message
-from psync.wire.messages import SetOptimizer, SetSlots
+from psync.wire.messages import SetSlots
 
 MOMENTUM = SGD(0.5, momentum=0.5).to_config()
 
@@ -34,14 +35,6 @@ def test_values_of_another_size_are_refused(segments: list[bytes]) -> None:
 def test_a_shard_that_is_not_there_is_named() -> None:
     with pytest.raises(UnknownVariableError, match="no shard 3 of variable 9"):
         PsByHand().ask(A, SetSlots(1, MOMENTUM, [(9, 3, "momentum")]), bytes(8))
-
-
-def test_a_negative_step_is_no_step() -> None:
-    ps = PsByHand()
-    ps.ask(A, SetOptimizer(1, MOMENTUM, -1, None))  # leaves it as it is
-    assert ps.store.push_count(1).marked == 0
-    with pytest.raises(UsageError, match="is not defined"):
-        ps.store.set_count(2, 1)
 
 
 def test_half_precision_has_slots_of_single_precision() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 
 from ps_by_hand import A, PsByHand, joined
-from ps_cluster import CONFIG, PsCluster, hold, pull
+from ps_cluster import CONFIG
 from psync.errors import LockLost, UsageError
 from psync.numerics.compression import marker
 from psync.wire.messages import Pull, PullLocked, Push
@@ -25,17 +23,6 @@ def test_values_and_slots_are_pulled_and_counted() -> None:
     with pytest.raises(UsageError, match="has no slot 'm'"):
         ps.ask(A, Pull(9, None, 1, "m"))
     assert ps.services.pulls.pulls >= 2
-
-
-async def test_a_pull_waits_for_a_shard_that_is_busy() -> None:
-    async with PsCluster() as cluster:
-        v, w = await cluster.create("v", [1.0]), await cluster.create("w", [2.0])
-        release = hold(cluster.ps[0], v)
-        pulling = asyncio.ensure_future(pull(cluster.chief, w, v))
-        assert (await pull(cluster.chief, w))[0].tolist() == [2]
-        assert not pulling.done()
-        release()
-        assert [array.tolist() for array in await pulling] == [[2], [1]]
 
 
 def test_a_pull_under_a_lock_that_is_not_held_is_refused() -> None:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inside import store_of, work_of
+from memory_cluster import until
 from ps_by_hand import A, PsByHand, joined
-from ps_cluster import WORKER, PsCluster, assign, hold, pull, until
+from ps_cluster import WORKER, PsCluster, assign, hold, pull
 from psync.errors import (
     PsyncError,
     RemoteError,
@@ -135,17 +136,6 @@ async def test_many_rows_are_gathered_with_the_loop_running_in_between() -> None
         changed = got - value[::-1]
         assert (changed == changed[0, 0]).all()
         assert ((await pull(cluster.chief, v))[0] == value + 1).all()
-
-
-def test_what_is_answered_does_not_change_while_it_is_on_its_way() -> None:
-    ps = holding()
-    middle = PullRows([(0, 0, 2, 1, 3, 1)], -1, "")
-    on_its_way = ps.call(A, middle).segments
-    rows, ones = np.array([1, 2]), np.ones((2, 3), np.float32)
-    for _ in ps.store.scatter((0, 0), "add", rows, ones):
-        pass
-    assert joined(on_its_way) == VALUE[1:3].tobytes()
-    assert rows_of(ps, middle) == [(VALUE[1:3] + 1).reshape(-1).tolist()]
 
 
 numbers = st.integers(-3, 12) | st.sampled_from([-(2**63), 2**63 - 1])

@@ -38,39 +38,10 @@ def loaded(frozen: Frozen) -> Loaded:
     return load_snapshot(frozen.state, ShardStore("/job:ps/task:0"), Ledger(), lambda data: data)
 
 
-def contents(frozen: Frozen) -> list[bytes]:
-    return [b"".join(map(bytes, frozen.views(place))) for place, _ in ITEMS]
-
-
 def written(path: Path, frozen: Frozen) -> list[Place]:
     size, places = write_items(path, frozen, ITEMS)
     assert size == path.stat().st_size
     return [Place(place, *at) for (place, _), at in zip(ITEMS, places, strict=True)]
-
-
-def test_what_was_written_is_read_back_bit_for_bit(frozen: Frozen, tmp_path: Path) -> None:
-    expected = contents(frozen)
-    places = written(tmp_path / "a", frozen)
-    made = loaded(frozen)
-    read_items(tmp_path / "a", made, places)
-    assert made.wanted() == []
-    assert contents(freeze(made.store, Ledger(), pack)) == expected
-
-
-def test_the_file_is_one_that_other_programs_read(frozen: Frozen, tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.numpy")
-    v, w = contents(frozen)
-    written(tmp_path / "a", frozen)
-    tensors = safetensors.load_file(tmp_path / "a")
-    assert list(tensors) == ["v", "w"] or set(tensors) == {"v", "w"}
-    assert tensors["w"].shape == (3, 4)
-    assert (tensors["v"].tobytes(), tensors["w"].tobytes()) == (v, w)
-
-
-def test_blocks_are_let_go_of(frozen: Frozen, tmp_path: Path) -> None:
-    written(tmp_path / "a", frozen)
-    with pytest.raises(CheckpointError, match="no longer held"):
-        frozen.views(0)
 
 
 @pytest.mark.parametrize("at", [0, 1])

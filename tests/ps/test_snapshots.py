@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from inside import accumulators_of, sync_of, work_of
-from ps_cluster import CHIEF, RATE, WORKER, PsCluster, assign, hold, pull, push, until
+from memory_cluster import until
+from ps_cluster import CHIEF, RATE, WORKER, PsCluster, assign, hold, pull, push
 from psync.errors import (
     CheckpointCorrupt,
     FencedError,
@@ -22,11 +23,9 @@ from psync.errors import (
 from psync.numerics.moment_rules import Adam
 from psync.ps.snapshots import (
     pack_accumulators,
-    pack_answer,
     unpack_accumulators,
     unpack_answer,
 )
-from psync.schedules import Constant
 from psync.specs import VariableSpec
 from psync.store.ledger_snapshot import LedgerState, SenderState
 from psync.store.snapshot import SnapshotState
@@ -45,18 +44,15 @@ from psync.wire.messages import (
     FillSnapshot,
     Freeze,
     Gate,
-    GradientApplied,
     OpenGate,
     OptimizerState,
     PrepareSnapshot,
-    Pushed,
     ReadFrozen,
     RestoreSnapshot,
-    SetOptimizer,
     WriteFrozen,
 )
 from snapshot_tools import call, fill, freeze, prepare, read_all, take, write
-from sync_cluster import GROUP, SyncCluster, SyncReplica
+from sync_cluster import GROUP, SyncCluster
 
 MiB = 1 << 20
 LARGE = 3 * MiB // 4  # elements of float32: three blocks
@@ -102,38 +98,6 @@ class TestWho:
 
 @pytest.mark.asyncio
 class TestGoingBack:
-    @pytest.mark.parametrize("size", [5, LARGE])
-    async def test_values_slots_steps_and_what_was_seen_come_back(
-        self, size: int, tmp_path: Path
-    ) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.ones(size, np.float32))
-            worker = cluster.client(WORKER, 1000)
-            assert await adam(cluster, v, 1.0, client=worker, closure=4) == ["accepted"]
-            assert await adam(cluster, v, 2.0, client=worker, closure=5) == ["accepted"]
-            rate = SetOptimizer(1, ADAM, -1, Constant(0.5).to_config())
-            await call(cluster.chief, rate)
-            at_cut = await everything(cluster, v)
-            state, _ = await freeze(cluster)
-            places = await write(cluster, state, tmp_path / "a")
-            assert await adam(cluster, v, 3.0, client=worker, closure=5, ordinal=1) == ["accepted"]
-            after = await everything(cluster, v)
-            assert state.calls == {4: 1, 5: 1}
-
-            await prepare(cluster, state, tmp_path / "a", places)
-            assert await everything(cluster, v) == after  # what is served has not changed
-            await take(cluster, fences=[(WORKER, 1001)])
-            assert await everything(cluster, v) == at_cut
-            assert (await freeze(cluster, 9))[0].ledger.calls == state.ledger.calls
-
-            with pytest.raises(FencedError):
-                await adam(cluster, v, 3.0, client=worker, closure=6)
-            again = cluster.client(WORKER, 1001)  # runs closure 5 anew
-            assert await adam(cluster, v, 2.0, client=again, closure=5) == ["duplicate"]
-            assert await everything(cluster, v) == at_cut
-            assert await adam(cluster, v, 3.0, client=again, closure=5, ordinal=1) == ["accepted"]
-            assert await everything(cluster, v) == after
-
     async def test_an_empty_ps_takes_up_what_another_one_held(self, tmp_path: Path) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.ones(LARGE, np.float32))
@@ -303,12 +267,6 @@ def sender(answer: bytes) -> SenderState:
 
 
 class TestPacking:
-    def test_answers_to_updates_are_kept_and_others_are_not(self) -> None:
-        packed = pack_answer(Pushed("accepted", 3))
-        assert packed is not None
-        assert unpack_answer(packed) == Pushed("accepted", 3)
-        assert pack_answer(GradientApplied("accepted", 1, 2)) is None
-
     @pytest.mark.parametrize("data", [b"", b"\x91\x01\x02", encode(Done())])
     def test_what_is_no_answer_is_corrupt(self, data: bytes) -> None:
         with pytest.raises(CheckpointCorrupt, match="an answer in a snapshot"):
@@ -334,52 +292,6 @@ class TestSynchronousSteps:
         fences = [(f"/job:worker/task:{index}", 2000) for index in range(2)]
         for ps in range(len(snapshots)):
             await take(cluster, fences=fences, ps=ps)
-
-    async def test_what_was_applied_is_a_duplicate_and_what_was_pending_counts_again(
-        self, tmp_path: Path
-    ) -> None:
-        async with SyncCluster(2) as cluster:
-            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            first, second = cluster.replica(0), cluster.replica(1)
-            pushes = [first.push((w,), (1.0,), closure=5), second.push((w,), (1.0,), closure=6)]
-            await asyncio.gather(*pushes)  # step 0
-            waiting = asyncio.create_task(first.push((w,), (4.0,), 1, closure=7))
-            await until(lambda: cluster.group()["counted"])
-            snapshots = []
-            for ps, expected in ((0, [7]), (1, [])):
-                state, pending = await freeze(cluster, ps=ps)
-                assert pending == expected
-                snapshots.append(state)
-            await second.push((w,), (4.0,), 1, closure=8)  # step 1, after the cut
-            await waiting
-            (got,) = await pull(cluster.chief, w)
-            assert (got == 1 - RATE - 4 * RATE).all()
-            assert await cluster.global_step() == 2
-
-            await self.go_back(cluster, snapshots, tmp_path)
-            (got,) = await pull(cluster.chief, w)
-            assert (got == 1 - RATE).all()
-            assert await cluster.global_step() == 1
-            third, fourth = cluster.replica(0, 2000), cluster.replica(1, 2001)
-            again = asyncio.create_task(third.push((w,), (1.0,), 1, closure=5))
-
-            def judged() -> list[dict[str, int]]:
-                groups = cluster.ps[0].statistics()["sync"].values()
-                return [counts for group in groups for counts in group["replicas"].values()]
-
-            await until(lambda: judged() or again.done())
-            assert not again.done(), again
-            assert judged() == [{"accepted": 0, "stale": 0, "duplicate": 1}]
-            again.cancel()  # or it would take a token of the next step
-            await asyncio.gather(again, return_exceptions=True)
-            pushes = [
-                fourth.push((w,), (4.0,), 1, closure=7),
-                third.push((w,), (4.0,), 1, closure=8),
-            ]
-            for answer in await asyncio.gather(*pushes):
-                assert answer.outcome == "accepted"
-            (got,) = await pull(cluster.chief, w)
-            assert (got == 1 - RATE - 4 * RATE).all()
 
     async def test_ps_0_of_an_older_timeline_closes_no_step(self, tmp_path: Path) -> None:
         async with SyncCluster(2) as cluster:
@@ -414,39 +326,3 @@ class TestSynchronousSteps:
             (got,) = await pull(cluster.chief, w)
             assert (got == 1 - RATE).all()
             assert sync_of(cluster.ps[1]).steps() == [(GROUP, 1)]
-
-    async def test_going_back_twice(self, tmp_path: Path) -> None:
-        async with SyncCluster(2) as cluster:
-            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            for timeline in (1, 2):
-                snapshots = [(await freeze(cluster, timeline, ps=ps))[0] for ps in range(2)]
-                for ps, state in enumerate(snapshots):
-                    path = tmp_path / f"{timeline}-{ps}"
-                    places = await write(cluster, state, path, cut=timeline, ps=ps)
-                    await prepare(cluster, state, path, places, load=timeline, ps=ps)
-                below = 1000 * timeline
-                fences = [(f"/job:worker/task:{index}", below) for index in range(2)]
-                for ps in range(2):
-                    await take(cluster, load=timeline, timeline=timeline, fences=fences, ps=ps)
-                pushes = [
-                    cluster.replica(index, below).push((w,), (1.0,), timeline - 1)
-                    for index in range(2)
-                ]
-                for answer in await asyncio.gather(*pushes):
-                    assert answer.outcome == "accepted"
-                assert await cluster.global_step() == timeline
-
-    async def test_a_replica_that_stays_goes_on_as_before(self, tmp_path: Path) -> None:
-        async with SyncCluster(2) as cluster:
-            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            u = await cluster.create("u", np.ones((2, 5), np.float32), shards=2)
-            snapshots = [(await freeze(cluster, ps=ps))[0] for ps in range(2)]
-            cluster.configure(1)
-            chief = SyncReplica(cluster.chief, cluster.config)
-            await chief.push((w,), (1.0,))
-            await self.go_back(cluster, snapshots, tmp_path)
-            await cluster.replica(0, 2000).push((u,), (1.0,))
-            assert (await chief.push((w,), (3.0,), 1)).outcome == "accepted"
-            got = await pull(cluster.chief, w, u)
-            assert (got[0] == 1 - 3 * RATE).all()
-            assert (got[1] == 1 - RATE).all()

@@ -10,13 +10,11 @@ from backups import back_up, create, take_over
 from ps_cluster import CHIEF, PsCluster
 from psync.errors import FencedError
 from psync.net.chief_presence import ChiefPresence
-from psync.ps.succession import RANGE
 from psync.ps_task import PsTask
-from psync.wire.messages import AskServed, AttachPs, GrantCoordinator, Shutdown
+from psync.wire.messages import AttachPs, GrantCoordinator, Shutdown
 from sync_cluster import ask
 
 FIRST = 100  # incarnation of the coordinator that there is at first
-NEXT = FIRST + RANGE
 
 
 async def test_a_process_counts_what_it_hosts_for_the_newest_coordinator() -> None:
@@ -38,14 +36,6 @@ async def test_a_process_counts_what_it_hosts_for_the_newest_coordinator() -> No
         granted: Any = await ask(older, GrantCoordinator(0, 0), ps=1)
         assert granted.incarnation == FIRST
         await again.close()
-
-
-async def test_the_process_of_ps_0_grants_above_what_it_hosts_and_what_it_was_asked() -> None:
-    async with PsCluster(2) as cluster:
-        newer = cluster.client(CHIEF, NEXT)
-        await ask(newer, AskServed())
-        granted: Any = await ask(cluster.client(CHIEF, NEXT + 1), GrantCoordinator(0, 0))
-        assert granted.incarnation >= NEXT + RANGE
 
 
 async def test_a_chief_that_talks_to_a_backup_that_serves_is_a_chief_of_its_process() -> None:

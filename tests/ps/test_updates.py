@@ -9,38 +9,24 @@ import numpy as np
 import pytest
 
 from backup_by_hand import BackupByHand
-from inside import endpoint_of, ledger_of, points_of, work_of
-from ps_by_hand import COORDINATOR, A, B, PsByHand
-from ps_cluster import (
-    CONFIG,
-    OTHER,
-    RATE,
-    WORKER,
-    PsCluster,
-    assign,
-    hold,
-    pull,
-    push,
-    until,
-)
+from inside import endpoint_of, work_of
+from memory_cluster import until
+from ps_by_hand import A, B, PsByHand
+from ps_cluster import CONFIG, OTHER, RATE, WORKER, PsCluster, hold, pull, push
 from psync.client.ps_client import PsClient
 from psync.errors import (
     PartitionError,
     UnknownVariableError,
-    UsageError,
     ValueMismatchError,
 )
-from psync.ps.updates import MAX_STALENESS, PushStaleness
 from psync.specs import VariableSpec
 from psync.store.ledger import Client
 from psync.store.store import Key
-from psync.wire.closure_numbers import numbered, pack_kept
 from psync.wire.codec import Message
 from psync.wire.messages import (
     AskStatistics,
     Assign,
     AverageShards,
-    FinalBelow,
     Push,
     Pushed,
     Statistics,
@@ -107,28 +93,6 @@ def test_a_backup_gets_what_was_computed_from_although_its_sender_writes_to_it()
 class TestCalls:
     """Each call of a closure counts once, in whichever run."""
 
-    def test_the_second_run_of_a_closure_is_a_duplicate_on_each_variable(self) -> None:
-        ps = Ps()
-        w = ps.create("w", np.zeros(2, np.float32))
-        for key in (ps.v, w):
-            call = (5, key[0])
-            assert ps.push(A, key, 2.0, *call) == "accepted"
-            assert ps.push(B, key, 8.0, *call) == "duplicate"
-            assert ps.push(B, key, 2.0, 5, 7 + key[0]) == "accepted"
-            assert (ps.value(key) == -2).all()
-
-    def test_another_set_of_variables_in_the_second_run_is_an_error(self) -> None:
-        ps = Ps()
-        w = ps.create("w", np.zeros(3, np.float32))
-        ps.push(A, ps.v, 2.0, 5)
-        with pytest.raises(
-            UsageError,
-            match=r"closure 5, call 0 updates other variables \(w\) than in its first run "
-            r"\(v\)",
-        ):
-            ps.push(B, w, 2.0, 5)
-        assert not ps.value(w).any()
-
     def test_the_second_run_is_applied_if_the_first_is_refused(self) -> None:
         ps = Ps()
         w = ps.create("w", np.array([True, False]))
@@ -138,54 +102,6 @@ class TestCalls:
         assert ps.ask(B, second, b"\0\1") == Pushed("accepted", 0)
         assert ps.value(w).tolist() == [False, True]
 
-    def test_final_closures_are_forgotten_and_count_no_more(self) -> None:
-        ps = Ps()
-        for closure in range(20):
-            ps.push(A, ps.v, 2.0, closure)
-        assert ps.count("calls") == 20
-        ps.tell(A, FinalBelow(20))  # a worker does not decide that
-        ps.tell(COORDINATOR, FinalBelow(20, 7))  # nor what was said on another timeline
-        assert ps.count("calls") == 20
-        ps.tell(COORDINATOR, FinalBelow(18))
-        assert ps.count("calls") == 2
-        assert ps.push(B, ps.v, 2.0, 3) == "duplicate"
-        assert (ps.value(ps.v) == -20).all()
-
-    def test_what_may_come_again_is_remembered(self) -> None:
-        ps = Ps()
-        for closure in range(3):
-            ps.push(A, ps.v, 2.0, closure)
-        ps.tell(COORDINATOR, FinalBelow(3), *pack_kept([(1, 1)]))
-        assert ps.count("calls") == 1
-        assert ps.push(B, ps.v, 2.0, numbered(1, 1)) == "duplicate"
-        assert (ps.value(ps.v) == -3).all()
-
-
-class TestStaleness:
-    """Updates of others since the same task's last push."""
-
-    def test_it_is_counted_for_each_task(self) -> None:
-        ps = Ps()
-        for client in (A, A, B, A, B, B):
-            ps.push(client, ps.v, 1.0)
-        counted = ps.services.statistics()["staleness"]
-        assert dict(counted["newest"]) == {A[0]: 1, B[0]: 0}
-        assert counted["counts"] == {"0": 2, "1": 2}
-
-    def test_duplicates_are_not_counted(self) -> None:
-        ps = Ps()
-        ps.push(A, ps.v, 1.0, 5)
-        ps.push(B, ps.v, 1.0, 5)
-        assert ps.services.statistics()["staleness"] == {"newest": [], "counts": {}}
-
-    def test_a_high_one_is_counted_as_the_highest(self) -> None:
-        staleness = PushStaleness()
-        staleness.note("a", 1, 0)
-        staleness.note("a", 1, 5000)
-        assert staleness.statistics() == {
-            "newest": [("a", 4999)], "counts": {str(MAX_STALENESS): 1},
-        }  # fmt: skip
-
 
 class TestIdentity:
     """Each update is applied at most once."""
@@ -194,38 +110,6 @@ class TestIdentity:
         (got,) = await pull(cluster.chief, v)
         assert (got == got.flat[0]).all()
         return float(got.flat[0])
-
-    @pytest.mark.parametrize("size", [3, LARGE], ids=["control", "bulk"])
-    @pytest.mark.parametrize("op", ["push", "add"])
-    async def test_a_lost_answer_is_given_again(self, size: int, op: str) -> None:
-        async with PsCluster(chunk=(1 << 18, 1 << 20)) as cluster:
-            v = await cluster.create("v", np.zeros(size, np.float32))
-            client = cluster.client(host="w")
-            failpoint = "ps.push.applied" if op == "push" else "ps.assign.applied"
-            points_of(cluster.ps[0]).arm(failpoint, lambda: cluster.network.cut("w"))
-            if op == "push":
-                (answer,) = await push(client, (v,), (2.0,), closure=1)
-                assert (answer.outcome, answer.step) == ("accepted", 1)
-            else:
-                (answer,) = await assign(client, v, np.full(size, -1, np.float32), "add")
-                assert answer.outcome == "accepted"
-            assert await self.value(cluster, v) == -1
-            assert (await counters(cluster))["ledger"]["duplicate"] == 1
-
-    @pytest.mark.parametrize("size", [3, LARGE], ids=["control", "bulk"])
-    async def test_a_retry_waits_while_the_first_is_being_applied(self, size: int) -> None:
-        async with PsCluster(chunk=(1 << 18, 1 << 20)) as cluster:
-            v = await cluster.create("v", np.zeros(size, np.float32))
-            ledger = ledger_of(cluster.ps[0])
-            release = hold(cluster.ps[0], v)
-            pushing = asyncio.create_task(push(cluster.client(host="w"), (v,), (2.0,)))
-            await until(lambda: ledger.statistics().fresh)
-            cluster.network.cut("w")
-            await until(lambda: ledger.statistics().duplicate)
-            assert not pushing.done()
-            release()
-            assert outcomes(await pushing) == ["accepted"]
-            assert await self.value(cluster, v) == -1
 
     async def test_an_update_goes_on_although_its_sender_gives_up(self) -> None:
         async with PsCluster(chunk=(1 << 18, 1 << 20)) as cluster:
@@ -244,23 +128,6 @@ class TestIdentity:
             assert await self.value(cluster, v) == -1
             await asyncio.gather(pushing, return_exceptions=True)
 
-    @pytest.mark.parametrize("size", [3, LARGE], ids=["control", "bulk"])
-    async def test_the_second_run_waits_while_the_first_is_being_applied(self, size: int) -> None:
-        async with PsCluster(chunk=(1 << 18, 1 << 20)) as cluster:
-            v = await cluster.create("v", np.zeros(size, np.float32))
-            first, second = cluster.client(WORKER), cluster.client(OTHER)
-            ledger = ledger_of(cluster.ps[0])
-            release = hold(cluster.ps[0], v)
-            pushing = asyncio.create_task(push(first, (v,), (2.0,), closure=5))
-            await until(lambda: ledger.statistics().fresh)
-            again = asyncio.create_task(push(second, (v,), (8.0,), closure=5))
-            await until(lambda: ledger.statistics().already_applied)
-            assert not again.done()
-            release()
-            assert outcomes(await again) == ["duplicate"]
-            assert outcomes(await pushing) == ["accepted"]
-            assert await self.value(cluster, v) == -1
-
 
 def average_of(
     spec: VariableSpec, original: VariableSpec, decay: float = 0.5, **identity: int
@@ -275,15 +142,6 @@ class TestAverages:
         """An average of zeros, and its original of ones."""
         ps = Ps()
         return ps, ps.v, ps.create("original", np.ones(3, np.float32))
-
-    def test_an_average_that_is_repeated_happens_once(self) -> None:
-        ps, s, v = self.holding()
-        message = AverageShards(1, 0, 5, 0, [(s[0], v[0], 0)], 0.5)
-        assert ps.ask(A, message) == Pushed("accepted", 0)
-        assert ps.ask(A, message) == Pushed("accepted", 0)  # the same answer
-        assert ps.ask(B, message) == Pushed("duplicate", 0)  # the closure's next run
-        assert ps.value(s).tolist() == [0.5] * 3
-        assert ps.services.updates.assigns == 1
 
     def test_what_does_not_fit_is_refused_before_anything_is_averaged(self) -> None:
         ps, s, v = self.holding()

@@ -11,18 +11,20 @@ import pytest
 
 import psync
 from local_training import at_once
+from psync import (
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
 from psync.client.context import ClosureContext, DatasetContext, inside
 from psync.client.scopes import current_scope
 from psync.errors import ReplicaValueError, UsageError
 from psync.replicas.context import (
     cross_replica,
     current_gang,
-    experimental_set_strategy,
     forbid_in_merge,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
     replicas_in_sync,
     update_context,
 )

@@ -10,13 +10,7 @@ import pytest
 
 from asked import Reply
 from local_training import at_once
-from psync.numerics.replica_values import PerReplica
-from psync.replicas.context import (
-    forbid_in_merge,
-    get_strategy,
-    in_cross_replica_context,
-    replicas_in_sync,
-)
+from psync import PerReplica
 from psync.replicas.gang_run import merge
 from psync.serialization.failures import rebuild_exception
 from psync.serialization.payloads import Payload, pack, unpack
@@ -33,37 +27,6 @@ def told(reply: Reply) -> Any:
     if reply.message.error is not None:
         raise rebuild_exception("/job:chief/task:0", *reply.message.error, payload=payload)
     return unpack(payload.data, payload.buffers)
-
-
-@pytest.mark.parametrize(
-    ("function", "expected", "pickled_once"),
-    [
-        (lambda strategy, values: (strategy, "".join(values)), [("strategy", "abc")] * 3, True),
-        (lambda *_: None, [None] * 3, True),
-        (
-            lambda _, values: {"own": PerReplica(values), "all": 0},
-            [{"own": own, "all": 0} for own in "abc"],
-            False,
-        ),
-    ],
-    ids=["one for all", "nothing", "for each its own"],
-)
-def test_all_get_what_the_function_makes_of_all_values(function, expected, pickled_once):
-    replies = at_once(merged(function, "a", "b", "c"))
-    assert [told(reply) for reply in replies] == expected
-    assert (replies[0].segments is replies[2].segments) is pickled_once
-
-
-async def test_a_coroutine_function_runs_in_cross_replica_context():
-    async def function(strategy, values):
-        await asyncio.sleep(0)
-        with pytest.raises(Exception, match="join in a merge function"):
-            forbid_in_merge("join")
-        return in_cross_replica_context(), get_strategy(), replicas_in_sync()
-
-    (reply, _) = await merged(function, 1, 2)
-    assert told(reply) == (True, "strategy", 2)
-    assert not in_cross_replica_context()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from psync.closures.closure import Replica
 from psync.closures.open import Barrier
 from psync.errors import ReplicaValueError
 from psync.replicas.gang_run import GangRun, fail
@@ -19,14 +18,6 @@ def payload(number: int) -> Payload:
 
 def run_of(*arguments: Payload) -> GangRun:
     return GangRun(None, Function(b"key", "fn", True, EMPTY), list(arguments), Barrier(0))
-
-
-@pytest.mark.usefixtures("turns")
-def test_a_closure_is_a_replica_by_its_place_among_them() -> None:
-    run = run_of(payload(1))
-    assert run.replica_of(0) is None  # none has been made
-    run.closures = [Replica(number) for number in (7, 8, 9)]
-    assert [run.replica_of(number) for number in (6, 7, 9, 10)] == [None, 0, 2, None]
 
 
 @pytest.mark.usefixtures("turns")

@@ -17,7 +17,6 @@ from psync.errors import (
     ClosureCancelled,
     ClosureInputError,
     EndOfData,
-    FencedError,
     ParameterServerLost,
     PartitionError,
     RemoteError,
@@ -26,9 +25,7 @@ from psync.errors import (
     UsageError,
     WorkerLost,
 )
-from psync.replicas.gang_runner import GangRunner
 from psync.wire.limits import Limits
-from psync.wire.messages import ReachCollective
 
 
 async def reduced(value: object = 1, op: str = "sum") -> object:
@@ -339,25 +336,6 @@ async def test_merge_functions_that_overlap_do_not_see_each_other():
         assert [list(value) for value in found] == [[2 * n, 2 * n] for n in range(5)]
 
 
-async def test_what_was_answered_is_not_kept():
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def fn():
-            for _ in range(50):
-                await reduced()
-            await note("half")
-            await event_of("go on").wait()
-            return await reduced()
-
-        run = asyncio.create_task(coordinator.strategy.run(fn))
-        await event_of("half").wait()
-        (state,) = coordinator.strategy._gangs.runs
-        assert sum(len(arrived) for arrived in state.arrivals) <= 1
-        assert not state.replies
-        event_of("go on").set()
-        assert list(await run) == [2, 2]
-
-
 async def test_a_merge_function_that_cancels_itself_ends_the_gang():
     async with coordinating(num_workers=2) as (_, coordinator):
 
@@ -478,15 +456,13 @@ async def test_closing_ends_runs(where):
         fn = in_a_collective if where == "in a collective" else in_a_merge_function
         runs = [asyncio.create_task(coordinator.strategy.run(fn)) for _ in range(2)]
         await event_of("runs").wait()
-        strategy, gangs = coordinator.strategy, coordinator.strategy._gangs
+        strategy = coordinator.strategy
         await coordinator.close()
         for run in runs:
             with pytest.raises(ClosedError, match="the coordinator was closed"):
                 await run
         with pytest.raises(ClosedError, match="was closed"):
             await strategy.run(fn)
-        with pytest.raises(ClosedError, match="run on a closed coordinator"):
-            await gangs.run(strategy, fn, (), {})
 
 
 @pytest.mark.parametrize("closes", [True, False], ids=["closing", "an error"])
@@ -533,49 +509,6 @@ async def test_the_loss_of_a_ps_ends_runs_with_that_error():
                 await run
         with pytest.raises(ParameterServerLost):
             await coordinator.join()
-
-
-async def test_a_ps_that_is_lost_in_the_turn_in_which_all_have_come_ends_the_run(monkeypatch):
-    """The merge function is stopped before it has begun."""
-    reached, losses = GangRunner.reached, iter([1])
-
-    def and_lost(self, *args):
-        answer = reached(self, *args)
-        if self.runs[0].merges and next(losses, 0):
-            self.fail(ParameterServerLost("/job:ps/task:0", "is gone"))
-        return answer
-
-    monkeypatch.setattr(GangRunner, "reached", and_lost)
-    async with coordinating(num_workers=2) as (_, coordinator):
-        with pytest.raises(ParameterServerLost, match="is gone"):
-            await coordinator.strategy.run(reduced)
-        assert list(await coordinator.strategy.run(reduced)) == [2, 2]
-
-
-async def test_who_is_of_no_gang_is_refused():
-    async with coordinating(num_workers=2) as (_, coordinator):
-        gangs = coordinator.strategy._gangs
-        with pytest.raises(UsageError, match="closure 5 has ended"):
-            gangs.reached(None, ReachCollective(5, "merge_call"), [])
-
-        async def fn():
-            if await replica_id():
-                await note("runs")
-                await event_of("go on").wait()
-            return await reduced()
-
-        run = asyncio.create_task(coordinator.strategy.run(fn))
-        await event_of("runs").wait()
-
-        class Stranger:
-            task = "/job:worker/task:0"
-
-        with pytest.raises(FencedError, match="task:0 does not run closure 1"):
-            gangs.reached(Stranger(), ReachCollective(1, "merge_call"), [])
-        with pytest.raises(UsageError, match="closure 9 has ended"):
-            gangs.reached(Stranger(), ReachCollective(9, "merge_call"), [])
-        event_of("go on").set()
-        assert list(await run) == [2, 2]
 
 
 # --- with synchronous steps ------------------------------------------------------------------

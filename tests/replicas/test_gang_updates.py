@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from local_training import at_once
-from psync.api.variables import VariableAggregation
+from psync import IndexedSlices, VariableAggregation
 from psync.errors import ReplicaValueError, UnsupportedError, ValueMismatchError
-from psync.numerics.scatter import IndexedSlices
 from psync.replicas import gang_updates
 
 ROWS = IndexedSlices(np.ones((1, 2), np.float32), [0])
@@ -57,16 +56,6 @@ class Others:
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "expected"), [("SUM", 6.0), ("MEAN", 2.0), ("ONLY_FIRST_REPLICA", 2.0)]
-)
-def test_one_value_is_made_of_all_and_written_once(aggregation, expected):
-    target, others = Target("v", aggregation), Others()
-    at_once(gang_updates.assign(others, target, "assign_add", np.float32(2)))
-    assert target.written == [("assign_add", expected)]
-    assert others.what == 'assign_add to "v"'
-
-
-@pytest.mark.parametrize(
     ("aggregation", "rows", "values"),
     [
         ("SUM", [1, 2] * 3, [1.0, 2.0] * 3),
@@ -96,14 +85,6 @@ def test_other_scatters_need_a_first_replica():
     target = Target("v", "ONLY_FIRST_REPLICA")
     at_once(gang_updates.scatter(Others(), target, "scatter_max", rows, values))
     assert target.written == [("scatter_max", (rows, values))]
-
-
-def test_gradients_are_summed_variable_by_variable():
-    v, w, others = Target("v"), Target("w"), Others()
-    pairs = [(np.ones(2, np.float32), v), (np.full(1, 2, np.float32), w)]
-    found = at_once(gang_updates.apply_gradients(others, Optimizer(), pairs, "step"))
-    assert found == ([([3, 3], "v"), ([6], "w")], "step")
-    assert others.what == 'apply_gradients of "SGD"'
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from psync import RemoteValue, RemoteValueStatus
 from psync.closures.closure import Closure
 from psync.errors import ClosureCancelled, UsageError
 from psync.serialization.payloads import EMPTY, Payload, pack
-from psync.serialization.remote_value import RemoteValue, RemoteValueStatus
 
 
 class Owner:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inside import store_of, work_of
-from ps_cluster import CONFIG, WORKER, PsCluster, hold, pull, until
+from memory_cluster import until
+from ps_cluster import CONFIG, WORKER, PsCluster, hold, pull
 from psync.client.ps_client import PsClient
 from psync.errors import FencedError, PsyncError, RemoteError, UsageError, ValueMismatchError
 from psync.specs import VariableSpec

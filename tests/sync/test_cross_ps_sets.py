@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from inside import points_of
 from ps_by_hand import PS_0 as CLOSER
 from ps_by_hand import A, PsByHand, group_config
-from ps_cluster import RATE, heard, pull
 from psync.errors import (
-    ParameterServerLost,
     PsyncError,
     RemoteProtocolError,
     UnknownVariableError,
@@ -46,16 +42,6 @@ def store_of(*sizes: int) -> ShardStore:
 
 
 class TestSets:
-    def test_a_body_is_cut_into_what_each_ps_holds(self) -> None:
-        known = WholeSet([(2, 7, 0), (0, 0, 0), (0, 1, 0), (1, 8, 0), (1, 8, 1)], numbers())
-        known.fit(store_of(2, 1), (4, 8, 4, 4, 4), PS_0)
-        own, along = known.cut((memoryview(bytes(range(24))),))
-        assert [bytes(piece) for piece in own] == [bytes(range(4, 16))]
-        assert [(share.ps, share.members, bytes(body)) for share, body in along] == [
-            (2, [(7, 0)], bytes(range(4))),
-            (1, [(8, 0), (8, 1)], bytes(range(16, 24))),
-        ]
-
     def test_what_each_ps_holds_of_a_compressed_set_is_compressed(self) -> None:
         members = [(2, -1, 1), (2, 7, 0), (0, -1, 1), (0, 0, 0), (0, 1, 0)]
         known = WholeSet(members, numbers())
@@ -73,14 +59,6 @@ class TestSets:
             WholeSet(members, numbers()).fit(store_of(2, 1), (6, 8, 4), PS_0)
         with pytest.raises(RemoteProtocolError, match="compressed in an unknown way: 9"):
             WholeSet([(2, -1, 9), (2, 7, 0)], numbers())
-
-    def test_values_are_joined_in_the_sets_order_or_not_at_all(self) -> None:
-        known = WholeSet([(1, 7, 0), (0, 0, 0), (2, 8, 0)], numbers())
-        one, two = (share.number for share in known.shares)
-        a, b, c = (memoryview(bytes([value])) for value in range(3))
-        assert known.joined([[b]], {one: [a], two: [c]}) == [a, [b], c]
-        assert known.joined([[b]], {one: [a]}) == []
-        assert known.joined([], {one: [a], two: [c]}) == []
 
     def test_the_same_shards_have_the_same_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cross_ps_sets, "MAX_NUMBERED", 2)
@@ -157,40 +135,6 @@ def member(variable: VariableSpec) -> tuple[int, int, int]:
 
 @pytest.mark.asyncio
 class TestWholePushes:
-    async def test_each_ps_gets_its_share_with_the_word_that_closes_the_step(self) -> None:
-        async with SyncCluster(3) as cluster:
-            w = await cluster.create("w", np.ones((6, 2), np.float32), shards=3)
-            closings = [heard(task, CloseStep) for task in cluster.ps[1:]]
-            described = [heard(task, DescribeSet) for task in cluster.ps[1:]]
-            replicas = [cluster.replica(index) for index in range(2)]
-            for step in range(3):
-                gradient = np.arange(12, dtype=np.float32).reshape(6, 2)
-                pushes = (r.push((w,), (gradient * (i + 1),), step) for i, r in enumerate(replicas))
-                answers = await asyncio.gather(*pushes)
-                assert {(a.outcome, a.token, a.count) for a in answers} == {
-                    ("accepted", step + 1, 2)
-                }
-            (got,) = await pull(cluster.chief, w)
-            assert np.allclose(got, 1 - 3 * RATE * 1.5 * gradient)
-            assert cluster.staged_bytes() == [0, 0, 0]
-            for messages in closings:
-                assert [len(message.along) for message in messages] == [2, 2, 2]
-                assert [message.sets != [] for message in messages[1:]] == [False, False]
-                assert [message.config is None for message in messages] == [False, True, True]
-            for asked in described:
-                assert len(asked) == 2  # once for each connection
-
-    async def test_a_push_of_nothing_on_ps_0(self) -> None:
-        async with SyncCluster(2) as cluster:
-            w = await cluster.create("w", np.ones(3, np.float32))
-            assert w.shards[0].ps == 1
-            cluster.configure(1)
-            for step in range(2):
-                answer = await cluster.replica().push((w,), (1.0,), step)
-                assert (answer.outcome, answer.token) == ("accepted", step + 1)
-            (got,) = await pull(cluster.chief, w)
-            assert np.allclose(got, 1 - 2 * RATE)
-
     async def test_what_does_not_fit_another_ps_is_refused_before_it_counts(self) -> None:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones(3, np.float32))
@@ -213,38 +157,6 @@ class TestWholePushes:
             assert cluster.group()["counted"] == 0
             answer = await cluster.replica(6).push((w,), (1.0,))
             assert (answer.outcome, answer.count) == ("accepted", 1)
-
-    @pytest.mark.virtual_time
-    @pytest.mark.parametrize("place", ["ps.step.applied", "ps0.step.decided"])
-    async def test_the_word_is_repeated_after_a_lost_connection_and_applied_once(
-        self, place: str
-    ) -> None:
-        async with SyncCluster(2) as cluster:
-            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            replicas = [cluster.replica(index) for index in range(2)]
-            for step in range(2):
-                task = cluster.ps[1 if place == "ps.step.applied" else 0]
-                if step:
-                    points = points_of(task)
-                    points.arm(place, lambda: cluster.network.cut("ps1:1"))
-                answers = await asyncio.gather(*(r.push((w,), (1.0,), step) for r in replicas))
-                assert [answer.token for answer in answers] == [step + 1] * 2
-            (got,) = await pull(cluster.chief, w)
-            assert np.allclose(got, 1 - 2 * RATE)
-
-    @pytest.mark.virtual_time
-    async def test_a_ps_that_is_lost_with_a_share_on_its_way_ends_the_waiting(self) -> None:
-        async with SyncCluster(2) as cluster:
-            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            replicas = [cluster.replica(index) for index in range(2)]
-            await asyncio.gather(*(r.push((w,), (1.0,), 0) for r in replicas))
-            waiting = asyncio.create_task(replicas[0].push((w,), (1.0,), 1))
-            await cluster.ps[1].close()
-            cluster.network.refuse("ps1:1")
-            with pytest.raises(ParameterServerLost):
-                await replicas[1].push((w,), (1.0,), 1)
-            with pytest.raises(ParameterServerLost):
-                await waiting
 
 
 def test_only_ps_0_may_ask_and_what_it_sends_is_looked_at() -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import numpy as np
 import pytest
 
 from backups import say
 from inside import depose, platform_of, points_of, pool_of, sync_of, work_of
-from ps_cluster import CHIEF, hold, pull, until
 from psync.client.ps_link import PsLink
 from psync.errors import (
     ClosedError,
@@ -32,7 +29,6 @@ from psync.wire.messages import (
     CloseStep,
     Promote,
     Promoted,
-    Statistics,
 )
 from sync_cluster import GROUP, SyncCluster
 
@@ -75,28 +71,6 @@ def link_of(all_ps: AllPs) -> PsLink:
     return all_ps._links().links[1]
 
 
-async def test_all_others_are_asked_at_once() -> None:
-    async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
-        calls = all_ps.ask_others(AskStatistics())
-        assert len(calls) == 2
-        for received in await asyncio.gather(*calls):
-            assert isinstance(received.message, Statistics)
-    async with SyncCluster(1) as cluster, all_ps_of(cluster) as all_ps:
-        assert all_ps.ask_others(AskStatistics()) == []
-
-
-async def test_the_others_are_told_while_ps_0_waits_to_do_its_own_part() -> None:
-    async with SyncCluster(2) as cluster, all_ps_of(cluster) as all_ps:
-        release = hold(cluster.ps[0], cluster.step)
-        closing = asyncio.create_task(closed(all_ps, close_step(cluster, 0)))
-        await until(lambda: sync_of(cluster.ps[1]).steps())
-        assert sync_of(cluster.ps[0]).steps() == []
-        assert not closing.done()
-        release()
-        await closing
-        assert [sync_of(task).steps() for task in cluster.ps] == [[(GROUP, 1)]] * 2
-
-
 async def test_what_ps_0_refuses_at_once_no_other_is_told() -> None:
     async with SyncCluster(2) as cluster, all_ps_of(cluster) as all_ps:
         cluster.configure(decay=0.5, averages=((99, 98), (cluster.step.variable_id, 98)))
@@ -114,53 +88,6 @@ async def test_a_step_that_one_ps_cannot_apply_is_applied_by_the_others(broken: 
         assert [sync_of(task).steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
 
 
-@pytest.mark.parametrize(("step_ps", "shape"), [(0, ()), (1, ()), (0, (1,)), (1, (1,))])
-async def test_the_global_step_is_read_and_raised_where_it_is(
-    step_ps: int, shape: tuple[int, ...]
-) -> None:
-    async with SyncCluster(2, step_ps=step_ps) as cluster, all_ps_of(cluster) as all_ps:
-        cluster.places = itertools.repeat(step_ps)
-        step = await cluster.create("of_this_shape", np.full(shape, 2**40))
-        cluster.configure(global_step=(step_ps, *step.shards[0].key))
-        config = SyncConfig.from_config(cluster.config)
-        assert await all_ps.read_global_step(config) == 2**40
-        for _ in range(2):  # the second time nothing is done
-            await closed(all_ps, close_step(cluster, 0))
-        assert await all_ps.read_global_step(config) == 2**40 + 1
-        (value,) = await pull(cluster.chief, step)
-        assert value == 2**40 + 1
-
-
-async def test_a_global_step_elsewhere_is_raised_once_although_the_answer_is_lost() -> None:
-    async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
-        points_of(cluster.ps[1]).arm("ps.step.applied", lambda: cluster.network.cut("ps1:1"))
-        await closed(all_ps, close_step(cluster, 0))
-        assert await cluster.global_step() == 1
-
-
-@pytest.mark.parametrize("step_ps", [0, 1])
-async def test_a_global_step_that_is_busy_is_raised_afterwards(step_ps: int) -> None:
-    async with SyncCluster(2, step_ps=step_ps) as cluster, all_ps_of(cluster) as all_ps:
-        release = hold(cluster.ps[step_ps], cluster.step)
-        closing = asyncio.create_task(closed(all_ps, close_step(cluster, 0)))
-        await until(lambda: work_of(cluster.ps[step_ps]).waiting)
-        release()
-        await closing
-        assert await cluster.global_step() == 1
-
-
-async def test_the_others_know_which_coordinator_it_speaks_for() -> None:
-    async with SyncCluster(2) as cluster:
-        await cluster.attach(cluster.client(CHIEF, 200), 200)
-        async with all_ps_of(cluster, coordinator=100) as all_ps:
-            (call,) = all_ps.ask_others(close_step(cluster, 0))
-            with pytest.raises(FencedError):
-                await call
-        async with all_ps_of(cluster, coordinator=200) as all_ps:
-            (call,) = all_ps.ask_others(close_step(cluster, 0))
-            await call
-
-
 async def test_closed_links_stay_closed() -> None:
     async with SyncCluster(2) as cluster, all_ps_of(cluster) as all_ps:
         await all_ps.close()
@@ -168,17 +95,6 @@ async def test_closed_links_stay_closed() -> None:
             all_ps.ask_others(AskStatistics())
         with pytest.raises(ClosedError, match="has closed its links"):
             await closed(all_ps, close_step(cluster, 0))
-
-
-async def test_who_is_refused_when_links_are_closed_waits_for_no_move() -> None:
-    """Nobody would say any more where the ps is served."""
-    async with SyncCluster(2) as cluster:
-        link = cluster.chief.links[1]
-        await link.close()
-        link.hold()
-        async with asyncio.timeout(5):
-            with pytest.raises(ClosedError):
-                await link.call(lambda _: AskStatistics())
 
 
 async def test_where_a_ps_is_served_may_be_heard_before_it_says_that_it_was_replaced(
@@ -198,20 +114,6 @@ async def test_where_a_ps_is_served_may_be_heard_before_it_says_that_it_was_repl
         monkeypatch.setattr(link, "call", replaced)
         async with asyncio.timeout(5):
             assert await all_ps.read_global_step(config) == 4
-
-
-async def test_who_looks_for_a_ps_that_is_served_nowhere_ends_with_the_links() -> None:
-    async with SyncCluster(2, step_ps=1) as cluster:
-        async with all_ps_of(cluster) as all_ps:
-            all_ps.expect_moves()
-            await closed(all_ps, close_step(cluster, 0))
-            cluster.network.refuse("ps1:1")
-            cluster.network.cut("ps1:1")
-            closing = asyncio.create_task(closed(all_ps, close_step(cluster, 1)))
-            await until(lambda: link_of(all_ps)._attempts)
-        with pytest.raises(ClosedError):
-            async with asyncio.timeout(5):
-                await closing
 
 
 async def test_what_one_refuses_that_was_replaced_is_said_to_its_backup() -> None:

@@ -8,31 +8,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import endpoint_of, store_of, sync_of, work_of
+from inside import endpoint_of, sync_of, work_of
+from memory_cluster import until
 from ps_by_hand import COORDINATOR, PS_0, A, B, PsByHand, group_config
-from ps_cluster import CHIEF, OTHER, RATE, WORKER, hold, is_busy, pull, until
+from ps_cluster import CHIEF, OTHER, RATE, WORKER, hold, pull
 from psync.client.ps_client import PsClient
 from psync.errors import (
     ConfigurationError,
     FencedError,
     PsyncError,
     RemoteProtocolError,
-    UnknownVariableError,
     UsageError,
     ValueMismatchError,
 )
 from psync.numerics.block_pool import BlockPool
 from psync.numerics.blocks import Block, BlockArray
-from psync.numerics.update_rule import SGD
-from psync.ps import cooperative_work
-from psync.schedules import PiecewiseConstantDecay
 from psync.specs import VariableSpec
 from psync.store.store import Key, ShardStore, Work
-from psync.store.sync_config import SyncConfig
 from psync.testing import settle
 from psync.wire.codec import Message
 from psync.wire.limits import Limits
-from psync.wire.messages import CloseStep, Done, Fence, Pull, Pulled, Staged, StagePush
+from psync.wire.messages import CloseStep, Done, Fence, Staged, StagePush
 from psync.wire.tensors import to_bytes_view
 from sync_cluster import GROUP, SyncCluster, ask
 
@@ -98,12 +94,6 @@ async def stage(
     assert await ask(client, message, [to_bytes_view(array) for array in arrays]) == Staged(False)
 
 
-async def steps_of(client: PsClient, variable: VariableSpec) -> list[Any]:
-    answer = await ask(client, Pull(77, [variable.shards[0].key], -1, ""))
-    assert isinstance(answer, Pulled)
-    return answer.steps
-
-
 class Two:
     """One ps with a variable of three elements, two workers, and a stand-in for ps 0."""
 
@@ -131,48 +121,6 @@ class Two:
 
 
 class TestStaging:
-    def test_a_part_leaves_no_trace_but_memory_and_that_goes_with_its_step(self) -> None:
-        ps = Group()
-        before = ps.store.version(ps.w)
-        assert ps.stage(A, {ps.w: 1.0}) == Staged(False)
-        assert ps.staged_bytes == 12
-        assert (ps.value(ps.w) == 1).all()
-        assert ps.close(0) == Done()
-        assert ps.staged_bytes == 0
-        assert ps.store.version(ps.w) == before
-        assert (ps.value(ps.w) == 1).all()
-
-    def test_a_part_for_a_step_that_is_over_is_not_kept(self) -> None:
-        ps = Group()
-        ps.close(0)
-        before = ps.store.version(ps.w)
-        for local_step in (-1, 0):
-            assert ps.stage(A, {ps.w: 1.0}, local_step=local_step) == Staged(True)
-        assert ps.staged_bytes == 0
-        assert ps.store.version(ps.w) == before
-        assert ps.stage(A, {ps.w: 1.0}, local_step=1) == Staged(False)
-
-    def test_a_part_whose_step_ends_while_it_travels_is_not_kept(self) -> None:
-        ps = Group()
-        message, bodies = ps.part({ps.w: 1.0})
-        coming = ps.arrives(A, message, *bodies)
-        assert ps.staged_bytes == 12
-        ps.close(0)
-        assert ps.answer(A, message, coming).message == Staged(True)
-        assert ps.staged_bytes == 0
-
-    def test_what_does_not_fit_is_refused_before_memory_is_taken(self) -> None:
-        ps = Group()
-        with pytest.raises(ValueMismatchError, match=r"expected shape \(3,\) float32"):
-            ps.stage(A, {ps.w: np.zeros(2, np.float32)})
-        unknown = StagePush(GROUP, ps.config, 1, -1, 1, [(99, 0)])
-        with pytest.raises(UnknownVariableError):
-            ps.ask(A, unknown, bytes(12))
-        nothing = StagePush(GROUP, ps.config, 1, -1, 1, [ps.w])
-        with pytest.raises(ValueMismatchError, match="0 arrays for 1 shards"):
-            ps.ask(A, nothing)
-        assert ps.sync.statistics()["peak_bytes"] == 0
-
     def test_gradients_of_integers_are_refused(self) -> None:
         ps = Group()
         step = ps.create("step", np.array(0))
@@ -216,63 +164,6 @@ class TestStaging:
 
 
 class TestClosing:
-    def test_the_mean_is_applied_bit_for_bit_in_the_order_given(self) -> None:
-        ps = Group()
-        random = np.random.default_rng(3)
-        x, y = (random.standard_normal(3).astype(np.float32) for _ in range(2))
-        ps.stage(B, {ps.w: y})
-        ps.stage(A, {ps.w: x})
-        ps.close(0, (A, 1), (B, 1))
-        mean = (x + y) / np.float32(2)
-        expected = np.ones(3, np.float32) - np.float32(RATE) * mean
-        assert np.array_equal(ps.value(ps.w), expected)
-        assert ps.staged_bytes == 0
-
-    @pytest.mark.parametrize(
-        ("reduction", "weights", "gradient"), [("mean", (3.0, 1.0), 2), ("sum", (1.0, 1.0), 6)]
-    )
-    def test_weights_and_sums(
-        self, reduction: str, weights: tuple[float, float], gradient: float
-    ) -> None:
-        ps = Group()
-        ps.configure(reduction=reduction)
-        ps.stage(A, {ps.w: 1.0})
-        ps.stage(B, {ps.w: 5.0})
-        ps.close(0, (A, 1, weights[0]), (B, 1, weights[1]))
-        assert (ps.value(ps.w) == 1 - RATE * gradient).all()
-
-    def test_only_the_named_pushes_count(self) -> None:
-        ps = Group()
-        ps.stage(A, {ps.w: 1.0})
-        ps.stage(B, {ps.w: 7.0})
-        ps.close(0, (A, 1))
-        assert (ps.value(ps.w) == 1 - RATE).all()
-        assert ps.staged_bytes == 0
-
-    def test_each_shard_gets_the_mean_of_the_pushes_that_carry_it(self) -> None:
-        ps = Group()
-        v = ps.create("v", np.zeros((), np.float32))
-        ps.stage(A, {ps.w: 1.0, v: 2.0})
-        ps.stage(B, {ps.w: 3.0})
-        ps.close(0, (B, 1, 3.0), (A, 1, 1.0))
-        assert (ps.value(ps.w) == 1 - RATE * 2.5).all()
-        assert ps.value(v) == -RATE * 2
-
-    def test_a_push_may_have_no_part_here(self) -> None:
-        ps = Group()
-        ps.stage(A, {ps.w: 1.0})
-        ps.close(0, (B, 1), (A, 1))
-        assert (ps.value(ps.w) == 1 - RATE).all()
-
-    def test_a_repetition_changes_nothing(self) -> None:
-        ps = Group()
-        ps.stage(A, {ps.w: 1.0})
-        for _ in range(3):
-            assert ps.close(0, (A, 1)) == Done()
-        value, steps = ps.pull(ps.w)
-        assert (value == 1 - RATE).all()
-        assert steps == [(GROUP, 1)]
-
     async def test_a_repetition_while_the_step_is_applied_waits_for_the_same_end(self) -> None:
         async with Two() as two:
             release = hold(two.cluster.ps[0], two.w)
@@ -303,26 +194,6 @@ class TestClosing:
                 await two.close(1)
             assert sync_of(two.cluster.ps[0]).steps() == []
 
-    async def test_large_shards_are_applied_with_the_loop_running_and_who_reads_holds_old_values(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(cooperative_work, "usable_cores", lambda: 1)  # threads could be done
-        async with Two() as two:
-            v = await two.cluster.create("v", np.zeros(LARGE, np.float32))
-            u = await two.cluster.create("u", np.ones(3, np.float32))
-            store = store_of(two.cluster.ps[0])
-            held = [store.read(variable.shards[0].key) for variable in (two.w, v)]
-            await stage(two.cluster, two.a, {two.w: 1.0, v: 1.0})
-            ending = asyncio.create_task(two.close(0, (two.a, 1)))
-            await until(is_busy(two.cluster.ps[0], v))
-            assert (await two.value(u) == 1).all()  # another variable is read meanwhile
-            assert store.busy(v.shards[0].key)
-            await ending
-            assert (np.concatenate([np.asarray(block) for block in held[1]]) == 0).all()
-            assert (np.asarray(held[0][0]).view(np.float32) == 1).all()
-            assert (await two.value() == 1 - RATE).all()
-            assert (await two.value(v) == -RATE).all()
-
     @pytest.mark.parametrize("busy", ["variable", "average"])
     async def test_a_step_waits_for_shards_that_others_update(self, busy: str) -> None:
         async with Two() as two:
@@ -337,18 +208,6 @@ class TestClosing:
             await ending
             assert (await two.value() == 1 - RATE).all()
             assert (await two.value(average) == 0.25 * (1 - RATE)).all()
-
-    async def test_a_step_once_begun_is_applied_whatever_becomes_of_its_request(self) -> None:
-        async with Two() as two:
-            v = await two.cluster.create("v", np.zeros(LARGE, np.float32))
-            await stage(two.cluster, two.a, {v: 1.0})
-            ending = asyncio.create_task(two.close(0, (two.a, 1)))
-            await until(is_busy(two.cluster.ps[0], v))
-            ending.cancel()
-            assert (await two.value(v) == -RATE).all()
-            await until(lambda: sync_of(two.cluster.ps[0]).steps() == [(GROUP, 1)])
-            with pytest.raises(asyncio.CancelledError):
-                await ending
 
     @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), 1e300])
     def test_a_weight_that_is_none_is_refused_before_anything_changes(self, weight: float) -> None:
@@ -404,46 +263,6 @@ class TestClosing:
             with pytest.raises(PsyncError, match="failed partway"):
                 await two.close(0, (two.a, 1))  # nobody hears that it was applied
 
-    def test_schedules_follow_the_steps_of_the_group(self) -> None:
-        ps = Group()
-        rule = SGD(PiecewiseConstantDecay([100], [1.0, 0.25]))
-        ps.configure(optimizer=rule.to_config())
-        ps.stage(A, {ps.w: 1.0}, local_step=100)
-        ps.close(100, (A, 1))
-        assert (ps.value(ps.w) == 0).all()
-        ps.stage(A, {ps.w: 1.0}, local_step=101, push=2)
-        ps.close(101, (A, 2))
-        assert (ps.value(ps.w) == -0.25).all()
-
-
-class TestSteps:
-    def test_pulls_say_which_step_the_values_are_at_least_of(self) -> None:
-        ps = Group()
-        assert ps.pull(ps.w)[1] == []
-        ps.close(4)
-        assert ps.pull(ps.w)[1] == [(GROUP, 5)]
-
-    async def test_a_pull_that_waits_says_what_was_true_when_it_began(self) -> None:
-        async with Two() as two:
-            release = hold(two.cluster.ps[0], two.w)
-            asking = asyncio.create_task(steps_of(two.a, two.w))
-            await until(lambda: work_of(two.cluster.ps[0]).waiting)
-            await two.close(0)
-            release()
-            assert await asking == []
-
-    async def test_a_new_coordinator_begins_without_groups(self) -> None:
-        async with Two() as two:
-            await stage(two.cluster, two.a, {two.w: 1.0})
-            await two.close(0)
-            await stage(two.cluster, two.a, {two.w: 1.0}, push=2, local_step=1)
-            chief = two.cluster.client(CHIEF, 200)
-            await two.cluster.attach(chief, 200)
-            assert two.cluster.staged_bytes() == [0]
-            assert sync_of(two.cluster.ps[0]).steps() == []
-            with pytest.raises(UnknownVariableError):
-                await stage(two.cluster, two.a, {two.w: 1.0}, push=3, local_step=1)
-
 
 class TestAverages:
     def start(self, shadow: Any) -> tuple[Group, Key]:
@@ -451,38 +270,6 @@ class TestAverages:
         average = ps.create("average", shadow)
         ps.configure(decay=0.75, averages=((ps.w[0], average[0]),))
         return ps, average
-
-    def test_averages_move_after_the_update(self) -> None:
-        ps, average = self.start(np.ones(3, np.float32))
-        ps.stage(A, {ps.w: 4.0})
-        ps.close(0, (A, 1))
-        assert (ps.value(ps.w) == -1).all()
-        assert (ps.value(average) == 1 - 0.25 * 2).all()
-        ps.close(1)  # whether or not anything was pushed
-        assert (ps.value(average) == 0.5 - 0.25 * 1.5).all()
-
-    def test_a_repetition_moves_no_average(self) -> None:
-        ps, average = self.start(np.zeros(3, np.float32))
-        for _ in range(2):
-            ps.close(0)
-        assert (ps.value(average) == 0.25).all()
-
-    async def test_averages_of_large_shards_follow_what_has_been_applied(self) -> None:
-        async with Two() as two:
-            v = await two.cluster.create("v", np.zeros(LARGE, np.float32))
-            average = await two.cluster.create("average", np.zeros(LARGE, np.float32))
-            two.cluster.configure(decay=0.75, averages=((v.variable_id, average.variable_id),))
-            await stage(two.cluster, two.a, {v: 8.0})
-            await two.close(0, (two.a, 1))
-            assert (await two.value(v) == -4).all()
-            assert (await two.value(average) == -1).all()
-
-    def test_the_decay_begins_low_where_it_follows_the_step(self) -> None:
-        ps, average = self.start(np.zeros(3, np.float32))
-        ps.config = ps.config | {"num_updates": True}
-        ps.close(0)
-        decay = SyncConfig.from_config(ps.config).decay_at(1)
-        assert np.allclose(ps.value(average), 1 - decay)
 
     @pytest.mark.parametrize("shadow", [np.ones(2, np.float32), np.ones(3)], ids=["shape", "dtype"])
     def test_an_average_of_another_kind_is_refused_before_anything_changes(
@@ -500,12 +287,3 @@ class TestAverages:
         ps.configure(decay=0.5, averages=((ps.w[0], 99),))
         with pytest.raises(ConfigurationError, match="must be on the same ps tasks"):
             ps.close(0)
-
-
-def test_a_part_comes_with_a_closing_to_one_that_does_not_know_the_group() -> None:
-    """A backup that serves: the one before was asked whether the part fits, and is lost."""
-    ps = Group()
-    v = ps.create("v", np.zeros(2, np.float32))
-    message = CloseStep(GROUP, ps.config, 0, [(*A, 1, 1.0)], [5], [(5, [v])])
-    assert ps.ask(PS_0, message, np.ones(2, np.float32).tobytes()) == Done()
-    assert ps.value(v).tolist() == [-0.5, -0.5]

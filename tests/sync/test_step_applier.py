@@ -11,7 +11,7 @@ from inside import staged_on
 from ps_by_hand import PS_0, A, PsByHand, group_config
 from psync.errors import FencedError
 from psync.store.store import Key
-from psync.wire.messages import CloseStep, Done, LockShards, Staged, StagePush
+from psync.wire.messages import CloseStep, Done, Staged, StagePush
 from turns import Turns
 
 GROUP = 9
@@ -39,22 +39,6 @@ class Group(PsByHand):
 
 def value_of(ps: PsByHand, key: Key) -> list[float]:
     return np.frombuffer(b"".join(map(bytes, ps.store.read(key))), np.float32).tolist()
-
-
-def test_the_global_step_is_raised_once_for_each_step_however_often_it_is_closed() -> None:
-    ps = Group()
-    for _ in range(3):
-        assert ps.close() == Reply(Done(), [])
-    assert (ps.value(ps.step), ps.value(ps.w).tolist()) == (6, [1 - RATE] * 3)
-    for step in (1, 1, 0, 2):
-        ps.close(step, 2)
-    assert (ps.value(ps.step), ps.sync.steps()) == (8, [(GROUP, 3)])
-
-
-def test_a_closing_of_nothing_here_raises_the_global_step_that_is_here() -> None:
-    ps = Group()
-    ps.close(0, 99)
-    assert (ps.value(ps.step), ps.value(ps.w).tolist()) == (6, [1] * 3)
 
 
 @pytest.mark.usefixtures("turns")
@@ -126,20 +110,3 @@ def test_whoever_was_replaced_closes_no_step_and_tells_nobody() -> None:
     assert (ps.sync.steps(), value_of(ps, ps.w)) == ([], [1] * 3)
     with pytest.raises(FencedError, match="replaced by its backup"):
         ps.close()
-
-
-@pytest.mark.virtual_time
-async def test_shards_of_a_large_step_are_claimed_until_it_is_computed() -> None:
-    large = np.ones(1 << 20, np.float32)
-    ps = PsByHand()
-    w, v = ps.create("w", large), ps.create("v", large)
-    config = group_config(global_step=(1, *ps.create("step", np.array(5))))
-    ps.ask(A, StagePush(GROUP, config, 1, -1, 1, [w, v]), large.tobytes(), large.tobytes())
-    closing = ps.begin(PS_0, CloseStep(GROUP, config, 0, [(*A, 1, 1.0)]))
-    assert isinstance(closing, Later)
-    lock = ps.begin(A, LockShards(1, [v], 10.0))
-    assert not isinstance(lock, Reply), "it waits for the step"
-    await lock
-    assert closing.over
-    assert ps.value(v)[0] == 1 - RATE
-    ps.services.locks.close()

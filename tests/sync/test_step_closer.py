@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import begins, closer_of, points_of, sync_of, work_of
-from ps_cluster import CHIEF, RATE, hold, pull, until
+from inside import begins, closer_of, points_of, sync_of
+from memory_cluster import until
+from ps_cluster import CHIEF, RATE, pull
 from psync.errors import (
     ConfigurationError,
     FencedError,
-    ParameterServerLost,
     PsyncError,
     UnknownVariableError,
     UsageError,
@@ -26,9 +26,7 @@ from psync.wire.messages import (
     Contribute,
     Contributed,
     Fence,
-    FinalBelow,
     InitTokens,
-    Pull,
     ReportSchedule,
     SyncStep,
 )
@@ -139,31 +137,6 @@ class TestFirstStep:
             assert await ask(asking, AskStep(GROUP)) == SyncStep(43, 41)
             assert await cluster.global_step() == 43
 
-    async def test_a_global_step_that_others_change_is_waited_for(self) -> None:
-        async with SyncCluster(first=3) as cluster:
-            w = await cluster.create("w", np.ones(3, np.float32))
-            cluster.configure(1)
-            release = hold(cluster.ps[0], cluster.step)
-            pushing = asyncio.create_task(cluster.replica().push((w,), (1.0,)))
-            await until(lambda: work_of(cluster.ps[0]).waiting)
-            release()
-            assert await pushing == accepted(4, 1)
-
-    @pytest.mark.virtual_time
-    async def test_who_gives_up_while_the_global_step_is_read_takes_nobody_along(self) -> None:
-        async with SyncCluster(2, step_ps=1, first=3) as cluster:
-            w = await cluster.create("w", np.ones(3, np.float32))  # on ps 0
-            cluster.network.partition("ps1:1")
-            pushes = [
-                asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(3)
-            ]
-            await settle()
-            assert begins(cluster.ps[0], GROUP)
-            pushes[0].cancel()
-            await asyncio.wait(pushes[:1])
-            cluster.network.heal("ps1:1")
-            assert await asyncio.gather(*pushes[1:]) == [accepted(4)] * 2
-
     @pytest.mark.virtual_time
     async def test_a_new_coordinator_while_the_global_step_is_read(self) -> None:
         async with SyncCluster(2, step_ps=1) as cluster:
@@ -204,21 +177,6 @@ class TestFirstStep:
 
 @pytest.mark.virtual_time
 class TestWaiting:
-    async def test_a_request_that_is_repeated_after_a_lost_connection_counts_once(self) -> None:
-        async with SyncCluster(2) as cluster:
-            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            first, second = cluster.replica(0), cluster.replica(1)
-            waiting = asyncio.create_task(first.push((w,), (1.0,)))
-            assert await waits(waiting)
-            for _ in range(2):
-                cluster.network.cut("worker0")
-                assert await waits(waiting)
-            assert cluster.group()["counted"] == 1
-            assert await second.push((w,), (3.0,)) == accepted(1)
-            assert await waiting == accepted(1)
-            (got,) = await pull(cluster.chief, w)
-            assert (got == 1 - RATE * 2).all()
-
     async def test_a_request_that_is_there_twice_waits_until_both_have_gone(self) -> None:
         async with SyncCluster() as cluster:
             w = await cluster.create("w", np.ones(3, np.float32))
@@ -237,21 +195,6 @@ class TestWaiting:
             assert cluster.group()["waiting"] == 1
             assert await cluster.replica(1).push((w,), (3.0,)) == accepted(1)
             assert (await again).message == accepted(1)
-
-    async def test_an_answer_that_was_lost_is_given_again(self) -> None:
-        points = Failpoints()
-        async with SyncCluster(failpoints=points) as cluster:
-            w = await cluster.create("w", np.ones(3, np.float32))
-            cluster.configure(1)
-            replica = cluster.replica(0)
-            points.arm("ps0.step.applied", lambda: cluster.network.partition("worker0", "ps0:1"))
-            waiting = asyncio.create_task(replica.push((w,), (1.0,)))
-            assert await waits(waiting)
-            assert await cluster.global_step() == 1
-            cluster.network.cut("worker0")
-            cluster.network.heal("worker0", "ps0:1")
-            assert await waiting == accepted(1, 1)
-            assert await cluster.global_step() == 1
 
     @pytest.mark.parametrize("how", ["gives up", "is gone"])
     async def test_a_replica_that_gives_up_or_is_gone_leaves_its_push_and_no_claim_to_a_token(
@@ -277,27 +220,6 @@ class TestWaiting:
             waiting.cancel()
             await asyncio.wait([waiting])
 
-    async def test_the_second_run_of_a_closure_is_a_duplicate_and_gets_the_token(self) -> None:
-        async with SyncCluster(2) as cluster:
-            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            first, second = cluster.replica(0, 1000), cluster.replica(1, 1001)
-            await cluster.report(1, {0: 1000, 1: 1001})
-            lost = asyncio.create_task(first.push((w,), (1.0,), closure=5, ordinal=1))
-            assert await waits(lost)
-            again = asyncio.create_task(second.push((w,), (7.0,), closure=5, ordinal=1))
-            assert await waits(lost) is False
-            # Both living replicas waited, so the step was closed with what was there.
-            assert await lost == accepted(1, 1, partial=True)
-            assert (await again).outcome == "duplicate"
-            (got,) = await pull(cluster.chief, w)
-            assert (got == 1 - RATE).all()
-            cluster.chief.links[0].notify(FinalBelow(6))
-            await settle()
-            late = asyncio.create_task(second.push((w,), (7.0,), 1, closure=5, ordinal=2))
-            again = asyncio.create_task(first.push((w,), (1.0,), 1, closure=6))
-            assert (await late).outcome == "duplicate"
-            assert (await again).outcome == "accepted"
-
     async def test_a_replaced_incarnation_is_refused_and_waits_no_more(self) -> None:
         async with SyncCluster() as cluster:
             w = await cluster.create("w", np.ones(3, np.float32))
@@ -316,16 +238,6 @@ class TestWaiting:
 
 @pytest.mark.virtual_time
 class TestMembership:
-    async def test_an_older_report_is_not_heard(self) -> None:
-        async with SyncCluster() as cluster:
-            w = await cluster.create("w", np.ones(3, np.float32))
-            await cluster.report(2, {0: 1000, 1: 1001})
-            await cluster.report(1, {0: 1000})
-            waiting = asyncio.create_task(cluster.replica(0, 1000).push((w,), (1.0,)))
-            assert await waits(waiting)
-            await cluster.report(3, {0: 1000})
-            await waiting
-
     async def test_only_the_coordinator_reports(self) -> None:
         async with SyncCluster() as cluster:
             message = ReportSchedule(1, [], [], True, [])
@@ -334,39 +246,9 @@ class TestMembership:
             with pytest.raises(FencedError, match="is not the coordinator"):
                 await ask(cluster.client(CHIEF, 101), message)
 
-    async def test_what_ps_0_fences_the_others_fence(self) -> None:
-        async with SyncCluster(3) as cluster:
-            closer = closer_of(cluster.ps[0])
-            assert closer is not None
-            closer.outgoing.fence("/job:worker/task:0", 5000)
-            await settle()
-            client = cluster.client("/job:worker/task:0", 4000)
-            for ps in (1, 2):
-                with pytest.raises(FencedError):
-                    await ask(client, Pull(1, [], -1, ""), ps=ps)
-
 
 @pytest.mark.virtual_time
 class TestLosses:
-    async def test_another_ps_is_lost_while_a_step_is_closed(self) -> None:
-        async with SyncCluster(2) as cluster:
-            w = await cluster.create("w", np.ones(3, np.float32))  # on ps 1
-            assert w.shards[0].ps == 1
-            replicas = [cluster.replica(index) for index in range(2)]
-            waiting = asyncio.create_task(replicas[0].push((w,), (1.0,)))
-            assert await waits(waiting)
-            points = points_of(cluster.ps[0])
-            points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
-            pushes = [waiting, asyncio.create_task(replicas[1].push((w,), (1.0,)))]
-            for answer in await asyncio.gather(*pushes, return_exceptions=True):
-                assert isinstance(answer, ParameterServerLost)
-                assert "/job:ps/task:1" in str(answer)
-            assert await cluster.global_step() == 1  # it is on ps 0, which has closed the step
-            u = await cluster.create("u", np.ones(3, np.float32))  # on ps 0
-            with pytest.raises(ParameterServerLost, match="/job:ps/task:1"):
-                await cluster.replica(2).push((u,), (1.0,))
-            cluster.network.heal("ps1:1")
-
     async def test_a_ps_that_cannot_apply_a_step_ends_the_group(self) -> None:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
@@ -392,12 +274,3 @@ class TestLosses:
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
                 assert isinstance(answer, FencedError)
             assert sync_of(cluster.ps[1]).steps() == []
-
-    async def test_ps_0_ends_while_replicas_wait(self) -> None:
-        async with SyncCluster() as cluster:
-            w = await cluster.create("w", np.ones(3, np.float32))
-            waiting = asyncio.create_task(cluster.replica(0).push((w,), (1.0,)))
-            assert await waits(waiting)
-            await cluster.ps[0].close()
-            with pytest.raises(ParameterServerLost):
-                await waiting

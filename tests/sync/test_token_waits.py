@@ -56,15 +56,6 @@ def test_a_push_is_left_when_the_last_one_who_waits_gives_up() -> None:
     assert len(waiting) == 0
 
 
-def test_at_the_end_all_are_told_why() -> None:
-    _, waiting, left = waits()
-    waiter = waiting.add(KEY, None)
-    error = TrainingEnded("over")
-    waiting.refuse_all(error)
-    waiter.give_up()
-    assert (waiter.outcome, left) == (error, [])
-
-
 def test_values_go_with_the_tokens_of_a_new_step_only() -> None:
     ps, waiting, _ = waits()
     w = ps.create("w", np.arange(3, dtype=np.float32))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ps_cluster import until
+from memory_cluster import until
 from psync.testing.chaos_proxy import ChaosProxy, Link
 
 

@@ -21,30 +21,6 @@ class FakeTrainer:
     flat_variables = ()
 
 
-@pytest.mark.parametrize(
-    ("monitor", "mode", "values", "better"),
-    [
-        ("val_loss", "auto", [1.0, 0.5, 0.6, 0.4], [True, True, False, True]),
-        ("val_accuracy", "auto", [0.5, 0.6, 0.6, 0.7], [True, True, False, True]),
-        ("auc", "auto", [0.5, 0.4], [True, False]),
-        ("score", "max", [1.0, 2.0], [True, True]),
-        ("loss", "auto", [float("nan"), 1.0], [False, True]),
-    ],
-)
-def test_what_is_better_follows_from_the_name(
-    monitor: str, mode: str, values: list[float], better: list[bool]
-) -> None:
-    watched = callbacks._Monitor(monitor, mode)
-    assert [watched.improved({monitor: value}) for value in values] == better
-
-
-def test_a_baseline_and_a_delta_have_to_be_passed() -> None:
-    watched = callbacks._Monitor("loss", "min", min_delta=0.1, baseline=1.0)
-    assert [watched.improved({"loss": value}) for value in (1.0, 0.95, 0.8, 0.75)] == [
-        False, False, True, False,
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(("patience", "stopped"), [(0, 1), (1, 1), (2, 5), (3, 6)])
 def test_patience_counts_epochs_without(patience: int, stopped: int) -> None:
     stop = callbacks.EarlyStopping("loss", patience=patience)

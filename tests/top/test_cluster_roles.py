@@ -6,14 +6,9 @@ from typing import Any
 
 import pytest
 
+from psync import id_in_cluster, is_chief, worker_count
 from psync.cluster import ClusterSpec
-from psync.cluster_roles import (
-    id_in_cluster,
-    is_chief,
-    validate_for_training,
-    with_chief,
-    worker_count,
-)
+from psync.cluster_roles import validate_for_training, with_chief
 from psync.errors import ConfigurationError
 
 FULL = {"chief": ["c:1"], "ps": ["p0:1", "p1:1"], "worker": ["w0:1", "w1:1", "w2:1"]}

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import tracemalloc
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,6 @@ import pytest
 import memory_cluster
 import psync
 from memory_cluster import cluster_of, coordinating, event_of
-from psync.chief import watchdog
-from psync.chief.schedule_reporter import ScheduleReporter
 from psync.errors import (
     ClosureCancelled,
     ClosureError,
@@ -25,52 +22,8 @@ from psync.errors import (
     UsageError,
     WorkerLost,
 )
-from psync.net.connection import Connection
-from psync.wire.codec import Message
-
-
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Requests made by any task, by the name of their type."""
-    counts: Counter[str] = Counter()
-    call = Connection.call
-
-    async def counting(self: Connection, message: Message, *args: Any, **kwargs: Any) -> Any:
-        counts[type(message).__name__] += 1
-        return await call(self, message, *args, **kwargs)
-
-    monkeypatch.setattr(Connection, "call", counting)
-    return counts
-
 
 # --- what travels ----------------------------------------------------------------------------
-
-
-async def test_a_function_is_fetched_once_by_each_worker(sent):
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def step(i):
-            await asyncio.sleep(0)
-            return i
-
-        values = [coordinator.schedule(step, args=(i,)) for i in range(400)]
-        await coordinator.join()
-        assert await coordinator.fetch(values) == list(range(400))
-        assert 1 <= sent["FetchFunction"] <= 2
-        assert sent["FetchArguments"] == 0
-
-
-async def test_arguments_above_16_kib_are_fetched_when_their_turn_comes(sent):
-    async with coordinating(num_workers=1) as (_, coordinator):
-
-        async def step(array):
-            return array.nbytes
-
-        small = coordinator.schedule(step, args=(np.zeros(12 << 10, np.uint8),))
-        large = coordinator.schedule(step, args=(np.zeros(17 << 10, np.uint8),))
-        assert await small == 12 << 10
-        assert await large == 17 << 10
-        assert sent["FetchArguments"] == 1
 
 
 @pytest.mark.slow
@@ -131,27 +84,6 @@ async def test_a_worker_whose_step_computes_has_little_unread():
         assert sum(pieces) < (64 << 10) + 4096
         event_of("go on").set()
         assert await coordinator.fetch(values) == [15 << 10] * 50
-
-
-@pytest.mark.virtual_time
-@pytest.mark.parametrize(
-    ("where", "name", "ended"),
-    [
-        (watchdog, "watch_closures", "the closure timeout is off"),
-        (watchdog, "watch", "the watchdog is off"),
-        (ScheduleReporter, "run", "the schedule is no longer reported"),
-    ],
-)
-async def test_a_watch_that_fails_is_logged_at_once(where, name, ended, monkeypatch, caplog):
-    async def failing(*_: Any) -> None:
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr(where, name, failing)
-    async with coordinating(closure_timeout=5, watchdog_timeout=5) as (_, coordinator):
-        await coordinator.schedule(lambda: 1)
-        (record,) = [r for r in caplog.records if r.levelno >= logging.ERROR]
-        assert record.message == ended
-        assert "ZeroDivisionError: a bug" in caplog.text
 
 
 async def test_a_model_does_not_pass_through_the_coordinator():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 
@@ -25,14 +23,6 @@ def test_it_has_one_variable_and_the_name_that_it_was_given() -> None:
     assert auc.variables[0].shape == (4, 10)
     assert not metric.variables[0].trainable
     assert (repr(metric), auc.name) == ("<Mean 'loss'>", "auc")
-
-
-def test_it_travels_with_its_arguments() -> None:
-    with strategy_of().scope():
-        metric = psync.metrics.BinaryAccuracy(threshold=0.7)
-    there = pickle.loads(pickle.dumps(metric))
-    assert there.variables[0] is metric.variables[0]
-    assert there._rule.threshold == 0.7
 
 
 async def test_what_steps_count_is_added_up_over_workers() -> None:

@@ -8,20 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from inside import pool_of, store_of, work_of
-from ps_cluster import (
-    CHIEF,
-    CONFIG,
-    OTHER,
-    WORKER,
-    PsCluster,
-    assign,
-    hold,
-    is_busy,
-    pull,
-    push,
-    until,
-)
+from inside import pool_of, work_of
+from memory_cluster import until
+from ps_cluster import CHIEF, CONFIG, OTHER, WORKER, PsCluster, assign, hold, is_busy, pull, push
 from psync.chief.creation import Creation
 from psync.client.ps_client import PsClient
 from psync.cluster_roles import ENQUIRER
@@ -523,15 +512,3 @@ class TestCoordinators:
             v = await cluster.create("v", np.zeros(3, np.float32))
             with pytest.raises(FencedError, match=r"5000 of /job:worker/task:0 .* by 6000"):
                 await push(worker, (v,), (1.0,))
-
-
-async def test_closing_finishes_what_has_begun() -> None:
-    async with PsCluster(chunk=(1 << 20, 1 << 20)) as cluster:
-        v = await cluster.create("v", np.zeros(LARGE, np.float32))
-        task = cluster.ps[0]
-        pushing = asyncio.create_task(push(cluster.chief, (v,), (2.0,)))
-        await until(is_busy(task, v))
-        await task.close()
-        assert store_of(task).version((v.variable_id, 0)) == 2  # created, updated
-        pushing.cancel()
-        await asyncio.gather(pushing, return_exceptions=True)

@@ -306,17 +306,6 @@ def registry() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("registry")
-def test_a_schedule_is_a_frozen_dataclass_with_checked_arguments() -> None:
-    halving = own_rules.Halving(1)
-    assert halving(3) == 0.125
-    assert schedules.from_config(halving.to_config()) == halving
-    with pytest.raises(ConfigurationError, match="Halving: raises_at: expected a number"):
-        own_rules.Halving(1.0, "never")  # type: ignore[arg-type]
-    in_warmup = schedules.Warmup(halving, 10)
-    assert schedules.registered_in(in_warmup) == [own_rules.Halving]
-
-
-@pytest.mark.usefixtures("registry")
 def test_a_schedule_of_a_name_that_is_taken_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"'Constant' of .*the name is"):
         schedules.register(type("Constant", (schedules.Constant,), {}))
@@ -324,17 +313,6 @@ def test_a_schedule_of_a_name_that_is_taken_is_refused() -> None:
         schedules.register(type("Halving", (schedules.Constant,), {}))
     with pytest.raises(ConfigurationError, match="expected a subclass of"):
         schedules.register(int)  # type: ignore[type-var]
-
-
-@pytest.mark.usefixtures("registry")
-def test_names_of_what_is_registered_and_of_what_is_not_known() -> None:
-    assert schedules.registered() == [("Halving", 1)]
-    halving = own_rules.Halving(1).to_config()
-    assert schedules.unknown_in(halving) == ""
-    assert schedules.unknown_in({"kind": "Other"}) == "Other"
-    in_warmup = {"kind": "Warmup", "schedule": {"kind": "Warmup", "schedule": {"kind": "Deep"}}}
-    assert schedules.unknown_in(in_warmup) == "Deep"
-    assert schedules.unknown_in(0.1) == schedules.unknown_in({"kind": 3}) == ""
 
 
 def test_without_plugins_nothing_is_registered() -> None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from psync import InputContext, TensorSpec
 from psync.errors import ConfigurationError, UsageError
 from psync.worker.data_sources import (
     ArrayDataset,
@@ -25,8 +26,7 @@ from psync.worker.data_sources import (
     iterable_of,
     policy_for,
 )
-from psync.worker.dataset_functions import InputContext, open_dataset, takes_context
-from psync.worker.element_specs import TensorSpec
+from psync.worker.dataset_functions import open_dataset, takes_context
 
 Pair = namedtuple("Pair", ["x", "y"])
 X = np.arange(10, dtype=np.float32).reshape(5, 2)

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from psync import InputContext, ValueContext
 from psync.errors import ConfigurationError, UsageError
-from psync.worker.dataset_functions import InputContext, ValueContext, open_dataset, takes_context
+from psync.worker.dataset_functions import open_dataset, takes_context
 
 ONE = InputContext()
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from local_training import strategy_of
-from psync.api.cluster_coordinator import ClusterCoordinator
-from psync.api.datasets import DistributedDataset, PerWorkerDataset
+from psync import ClusterCoordinator, DistributedDataset, PerWorkerDataset
 from psync.closures.closure import Closure
-from psync.errors import ClosureInputError, RemoteProtocolError, SerializationError
+from psync.errors import ClosureInputError, RemoteProtocolError
 from psync.replicas.closure_messages import (
     ScheduledCall,
     arguments_reply,
@@ -83,58 +82,6 @@ async def test_the_function_that_was_loaded_longest_ago_is_forgotten(
     assert list(world.inputs.steps) == [second, third]
 
 
-async def test_a_function_is_fetched_once():
-    world = World()
-
-    def step(a, b=0):
-        return a + b
-
-    one, two = world.held(step, 1, b=2), world.held(step)
-    loaded, args, kwargs = await world.of(one)
-    assert loaded.fn(*args, **kwargs) == 3
-    assert loaded.name.endswith("step")
-    assert not loaded.is_coroutine
-    again, args, kwargs = await world.of(two)
-    assert again is loaded
-    assert (args, kwargs) == ((), {})
-    assert world.asked == {"FetchFunction": 1}
-
-
-async def test_large_arguments_are_fetched():
-    world = World()
-    _, (array,), _ = await world.of(world.held(lambda a: a, np.arange(10_000)))
-    assert array[-1] == 9_999
-    assert array.flags.writeable
-    assert world.asked == {"FetchFunction": 1, "FetchArguments": 1}
-
-
-async def test_iterators_are_built_where_they_arrive_captured_or_passed():
-    world = World()
-    dataset = world.dataset(lambda context: [context.input_pipeline_id, context])
-    passed, captured = iter(dataset), iter(dataset)
-    _, (handle,), _ = await world.of(world.held(lambda it: 0, passed))
-    assert handle.uid == passed.uid
-    iterator = world.iterators.get(passed.uid)
-    assert iterator is not None
-    assert next(iterator) == 1
-    context = next(iterator)
-    assert (context.num_input_pipelines, context.input_pipeline_id) == (2, 1)
-    closure = world.held(lambda: captured)
-    await world.of(closure)
-    await world.of(closure)
-    assert world.iterators.get(captured.uid) is not None
-
-
-async def test_an_iterator_begins_at_the_position_of_its_worker():
-    world = World()
-    dataset = world.dataset(lambda: range(10))
-    iterator = dataset.iterator({0: 2, 1: 5})
-    await world.of(world.held(lambda it: 0, iterator))
-    built = world.iterators.get(iterator.uid)
-    assert built is not None
-    assert (next(built), built.position) == (5, 6)  # this is worker 1
-
-
 async def test_a_dataset_that_cannot_be_built_is_an_input_error():
     world = World()
 
@@ -152,21 +99,6 @@ async def test_a_dataset_that_cannot_be_built_is_an_input_error():
         with pytest.raises(ClosureInputError, match=text) as info:
             await world.of(world.held(lambda it: 0, it))
         assert info.value.__cause__ is not None
-
-
-async def test_a_function_that_cannot_be_loaded_is_named_and_asked_for_again():
-    world = World()
-
-    class Unloadable:
-        def __reduce__(self):
-            return int, ("x",)
-
-    unloadable = Unloadable()
-    closure = world.held(lambda: unloadable)
-    for _ in range(2):
-        with pytest.raises(SerializationError, match="cannot be loaded on this worker: ValueError"):
-            await world.of(closure)
-    assert world.asked == {"FetchFunction": 2}
 
 
 async def test_another_answer_than_was_asked_for_is_a_protocol_error():

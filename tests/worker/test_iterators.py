@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from psync.client.context import ClosureContext, forbid_in_dataset, get_worker_index, inside
+from psync import InputContext, get_worker_index
+from psync.client.context import ClosureContext, forbid_in_dataset, inside
 from psync.client.runtime import Runtime
 from psync.errors import ClosedError, ClosureInputError, EndOfData, UsageError
-from psync.worker.dataset_functions import InputContext
 from psync.worker.iterators import IteratorHandle, IteratorTable, WorkerIterator, arriving
 
 ONE = InputContext()

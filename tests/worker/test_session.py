@@ -9,19 +9,9 @@ import pytest
 
 import memory_cluster
 import psync
-from inside import iterators_of, points_of, session_of
-from memory_cluster import cluster_of, coordinating, event_of
-from ps_cluster import until
+from memory_cluster import coordinating, event_of, until
 from psync.errors import RemoteError
 from psync.testing import MemoryNetwork
-from psync.testing.sabotage import FailpointError
-from psync.worker.session import Session
-
-
-def session_at(cluster: memory_cluster.MemoryCluster, name: str = "worker-0") -> Session:
-    session = session_of(cluster.tasks[name])
-    assert session is not None
-    return session
 
 
 async def test_closures_of_one_worker_run_one_at_a_time():
@@ -157,30 +147,6 @@ async def test_results_of_many_sizes_arrive_whole_and_in_place():
         assert [len(each) for each in await coordinator.fetch(values)] == sizes
 
 
-async def test_an_error_within_psync_ends_the_session_and_the_closures_run_again(caplog):
-    async with coordinating(num_workers=1) as (cluster, coordinator):
-        results = session_at(cluster)._results
-        add = results.add
-
-        def breaks(closure_id, end):
-            results.add = add
-            raise ZeroDivisionError("a bug")
-
-        results.add = breaks
-        assert await coordinator.schedule(lambda: 5) == 5
-        assert "worker 0 cannot continue" in caplog.text
-        assert coordinator.statistics()["closures"].put_back == 1
-
-
-async def test_failpoints_around_a_step_are_its_errors():
-    async with coordinating(num_workers=1) as (cluster, coordinator):
-        for name in ("worker.closure.start", "worker.closure.end"):
-            points_of(cluster.tasks["worker-0"]).fail(name)
-            coordinator.schedule(lambda: 1)
-            with pytest.raises(FailpointError, match=name):
-                await coordinator.join()
-
-
 @pytest.mark.virtual_time
 async def test_losing_the_bulk_connection_while_arguments_are_fetched_is_no_error_of_the_step():
     async with coordinating(num_workers=1) as (cluster, coordinator):
@@ -226,18 +192,6 @@ async def test_a_cancelled_closure_in_the_middle_of_its_queue_ends_at_once():
         event_of("go on").set()
         await coordinator.join()
         assert await coordinator.fetch([*values[:3], *values[4:]]) == [0] * 29
-
-
-async def test_the_session_is_over_with_its_coordinator_and_iterators_are_closed():
-    async with cluster_of(1, 1) as cluster:
-        async with psync.ClusterCoordinator(cluster.strategy()) as coordinator:
-            iterator = iter(coordinator.create_per_worker_dataset(lambda: range(100)))
-            assert await coordinator.schedule(lambda it: next(it), args=(iterator,)) == 0
-            session = session_at(cluster)
-            (worker_iterator,) = iterators_of(cluster.tasks["worker-0"])
-        await asyncio.wait((session._runner,))
-        with pytest.raises(psync.errors.ClosedError):
-            next(worker_iterator)
 
 
 async def test_context_variables_of_the_program_are_not_seen_by_steps():

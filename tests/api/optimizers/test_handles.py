@@ -36,20 +36,6 @@ async def test_two_optimizers_on_one_variable_count_their_own_steps() -> None:
         assert await v.read() == np.float32(10) - np.float32(0.1) - np.float32(0.1) - 1
 
 
-async def test_optimizers_of_one_rule_have_learning_rates_of_their_own() -> None:
-    rule = optimizers.SGD(0.25)._rule
-    first, second = optimizers.Optimizer(rule), optimizers.Optimizer(rule)
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.float32(10))
-        await first.set_learning_rate(0.5)
-        third = optimizers.Optimizer(rule)
-        assert [each.learning_rate for each in (first, second, third)] == [0.5, 0.25, 0.25]
-        for each in (first, second, third):
-            await each.apply_gradients([(np.float32(1), v)])
-        assert await v.read() == 9
-
-
 async def test_a_shard_can_be_pushed_alone() -> None:
     async with training(partitioner=halves) as (strategy, _):
         with strategy.scope():

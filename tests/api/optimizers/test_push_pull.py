@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import psync
-from memory_cluster import MemoryCluster, coordinating, replicated
-from ps_cluster import heard, hold, until
-from psync import Outcome, SyncReplicasOptimizer, UsageError
+from memory_cluster import MemoryCluster, coordinating, until
+from ps_cluster import heard, hold
+from psync import SyncReplicasOptimizer
 from psync.api.reads import runtime_of
 from psync.client import plans, prefetch
 from psync.optimizers import SGD
@@ -58,28 +58,6 @@ async def model(size: int = 3, workers: int = 1) -> AsyncIterator[Model]:
         yield Model(cluster, coordinator, size)
 
 
-@pytest.mark.parametrize("size", [3, 100_000], ids=["small", "large"])
-async def test_the_values_are_those_that_the_push_has_left(size: int) -> None:
-    async with model(size) as m:
-        optimizer, variables = m.optimizer, m.variables
-
-        async def step() -> list[tuple[Outcome, list[float], bool]]:
-            seen = []
-            for _ in range(STEPS):
-                gradients = [(np.ones(size, np.float32), w) for w in variables]
-                result, values = await optimizer.push_pull(gradients, {"model": variables})
-                arrays = values["model"]
-                own = [float(array[0]) for array in arrays]
-                writeable = any(array.flags.writeable for array in arrays)
-                seen.append((result.outcome, own, writeable or bool(np.ptp(arrays[0]))))
-            return seen
-
-        assert await m.coordinator.schedule(step) == [
-            (Outcome.ACCEPTED, [-n, -n], False) for n in range(1, STEPS + 1)
-        ]
-        assert m.num_pulls == [0, 0]
-
-
 async def test_a_program_that_wants_other_variables_than_it_pushes_pulls_these() -> None:
     async with model() as m:
         first, second = m.variables
@@ -88,21 +66,6 @@ async def test_a_program_that_wants_other_variables_than_it_pushes_pulls_these()
         _, value = await m.optimizer.push_pull([(np.ones(3, np.float32), second)], pull=second)
         assert value.tolist() == [-1, -1, -1]
         assert m.num_pulls == [0, 1]
-
-
-@pytest.mark.parametrize("with_step", [True, False], ids=["pulled", "raised alone"])
-async def test_a_global_step_that_is_raised_is_pulled_as_it_is_then(with_step: bool) -> None:
-    async with coordinating(2, 1) as (cluster, coordinator):
-        m = Model(cluster, coordinator, 3)
-        with coordinator.strategy.scope():
-            step = psync.get_or_create_global_step()
-        wanted = [*m.variables, step] if with_step else m.variables
-        for n in range(1, STEPS):
-            _, values = await m.optimizer.push_pull(m.gradients(), pull=wanted, global_step=step)
-            assert [float(np.ravel(value)[0]) for value in values] == [-n, -n, n][: len(wanted)]
-        assert int(await step.read()) == STEPS - 1
-        # The last pull is of the step alone.
-        assert sum(m.num_pulls) == 1 + (2 * (STEPS - 1) if with_step else 0)
 
 
 @pytest.mark.parametrize("compression", [None, "bf16"])
@@ -142,105 +105,6 @@ async def test_an_option_is_that_of_apply_gradients_or_an_error_that_names_push_
         for optimizer in (m.optimizer, both):
             with pytest.raises(TypeError, match=r"push_pull\(\) got an unexpected .*'compression'"):
                 await optimizer.push_pull(m.gradients(), m.variables, step, compression="bf16")
-
-
-async def test_what_cannot_be_pulled_lets_nothing_be_pushed() -> None:
-    async with model() as m:
-        pushes = heard(m.tasks[0], Push)
-        other = psync.ParameterServerStrategy(m.coordinator.strategy.cluster_resolver)
-        with other.scope():
-            stranger = psync.Variable(0.0, name="stranger")
-        with pytest.raises(UsageError, match="stranger"):
-            await m.optimizer.push_pull(m.gradients(), pull=[m.variables[0], stranger])
-        with pytest.raises(psync.ValueMismatchError):
-            await m.optimizer.push_pull([(np.ones(4, np.float32), m.variables[0])], m.variables)
-        assert pushes == []
-        await m.optimizer.apply_gradients(m.gradients())
-        assert [each.pull for each in pushes] == [-1]  # what was announced is forgotten
-
-
-async def test_nothing_that_is_on_a_ps_may_be_asked_for() -> None:
-    async with model() as m:
-        result, values = await m.optimizer.push_pull(m.gradients(), pull=[])
-        assert (result.outcome, values) == (Outcome.ACCEPTED, [])
-
-
-async def test_two_workers_that_push_large_shards_at_once_see_whole_versions() -> None:
-    async with model(300_000, workers=2) as m:
-        optimizer, w = m.optimizer, m.variables[0]
-
-        async def loop() -> list[tuple[float, float]]:
-            seen, ones = [], np.ones(300_000, np.float32)
-            for _ in range(STEPS):
-                _, value = await optimizer.push_pull([(ones, w)], pull=w)
-                seen.append((float(value.min()), float(value.max())))
-            return seen
-
-        runs = [m.coordinator.schedule(loop) for _ in range(2)]
-        await m.coordinator.join()
-        for seen in await m.coordinator.fetch(runs):
-            assert all(low == high <= -n for n, (low, high) in enumerate(seen, 1))
-        assert (await w.read())[0] == -2 * STEPS
-
-
-async def test_a_wait_for_slower_workers_comes_before_the_values() -> None:
-    async with coordinating(1, 2) as (_, coordinator):
-        with coordinator.strategy.scope():
-            w = psync.Variable(np.zeros(1, np.float32), name="w")
-        optimizer = SGD(1.0, staleness_bound=psync.StalenessBound(1))
-
-        async def loop() -> list[float]:
-            seen = []
-            for _ in range(STEPS):
-                _, value = await optimizer.push_pull([(np.ones(1, np.float32), w)], pull=w)
-                seen.append(float(value[0]))
-            return seen
-
-        runs = [coordinator.schedule(loop) for _ in range(2)]
-        await coordinator.join()
-        for seen in await coordinator.fetch(runs):
-            # Own updates, and those of the other one but for its last two.
-            assert all(value <= -(n + max(0, n - 2)) for n, value in enumerate(seen, 1))
-
-
-@pytest.mark.parametrize("size", [3, 100_000], ids=["small", "large"])
-async def test_a_synchronous_step_returns_the_values_of_the_next_one(size: int) -> None:
-    async with coordinating(2, 2) as (cluster, coordinator):
-        m = Model(cluster, coordinator, size)
-        with coordinator.strategy.scope():
-            step = psync.get_or_create_global_step()
-        optimizer, variables = SyncReplicasOptimizer(SGD(1.0), 2), m.variables
-
-        async def loop() -> list[tuple[int, list[float]]]:
-            seen = []
-            for _ in range(STEPS):
-                gradients = [(np.ones(size, np.float32), w) for w in variables]
-                result, values = await optimizer.push_pull(
-                    gradients, pull=variables, global_step=step
-                )
-                seen.append((result.step, [float(value[0]) for value in values]))
-            return seen
-
-        runs = [coordinator.schedule(loop) for _ in range(2)]
-        await coordinator.join()
-        for seen in await coordinator.fetch(runs):
-            assert seen == [(n, [-n, -n]) for n in range(1, STEPS + 1)]
-        assert m.num_pulls == ([2, 2] if size == 3 else [2 * STEPS, 2 * STEPS])  # 2: the first
-
-
-@pytest.mark.virtual_time
-async def test_values_with_an_answer_are_on_the_backup_when_they_are_seen() -> None:
-    async with replicated() as (cluster, coordinator):
-        m = Model(cluster, coordinator, 3)
-        second = m.variables[1]
-        await psync.pull([second])  # a number that a backup has never heard
-        for n in range(1, STEPS):
-            pair = [(np.ones(3, np.float32), w) for w in m.variables]
-            _, values = await m.optimizer.push_pull(pair, pull=[second])
-            assert [float(value[0]) for value in values] == [-n]
-            if n == 3:
-                await cluster.kill("ps-1")
-        assert [float((await w.read())[0]) for w in m.variables] == [1 - STEPS, 1 - STEPS]
 
 
 async def test_tasks_of_a_step_that_push_at_once() -> None:

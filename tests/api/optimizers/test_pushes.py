@@ -8,30 +8,6 @@ import pytest
 import psync
 from local_training import in_step, training
 from psync import Outcome, PushResult, optimizers
-from psync.api.optimizers.handles import result_of
-from psync.specs import marked_after
-from psync.wire.messages import Pushed
-
-SET_TO_2 = marked_after(90, 2)
-
-
-@pytest.mark.parametrize(
-    ("answers", "known", "result"),
-    [
-        ([("accepted", 1)], 0, PushResult(Outcome.ACCEPTED, 1, 0)),
-        ([("accepted", 7)], 3, PushResult(Outcome.ACCEPTED, 7, 3)),
-        ([("accepted", 5), ("accepted", 6)], 4, PushResult(Outcome.ACCEPTED, 6, 1)),
-        ([("duplicate", 0)], 4, PushResult(Outcome.DUPLICATE, 4, 0)),
-        ([("accepted", 5), ("duplicate", 0)], 4, PushResult(Outcome.DUPLICATE, 5, 0)),
-        ([("accepted", SET_TO_2 + 1)], 90, PushResult(Outcome.ACCEPTED, 3, 0)),
-        ([("accepted", SET_TO_2 + 4)], SET_TO_2 + 2, PushResult(Outcome.ACCEPTED, 6, 1)),
-        ([("accepted", 91), ("accepted", SET_TO_2 + 1)], 90, PushResult(Outcome.ACCEPTED, 3, 0)),
-    ],
-)
-def test_the_highest_step_counts_and_what_was_refused_anywhere_was_refused(
-    answers: list[tuple[str, int]], known: int, result: PushResult
-) -> None:
-    assert result_of([Pushed(*answer) for answer in answers], known) == result
 
 
 @pytest.mark.parametrize("where", ["the program", "a step"])

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from inside import handlers_of, points_of
-from ps_cluster import PsCluster, heard, pull, push, until
+from memory_cluster import until
+from ps_cluster import PsCluster, heard, pull, push
 from psync.client.sync_client import SyncClient
 from psync.errors import PsyncError
 from psync.net.connection import Handler
